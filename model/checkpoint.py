@@ -1,0 +1,279 @@
+"""Checkpoint: the one directory that passes from the trainer to the service.
+
+  config.json         format_version, model, tokenizer, training record, sha256 of the other files
+  model.safetensors   weights; a tied head is not stored twice
+  tokenizer.tiktoken  the vocabulary's ranks
+  README.md           the model card (free text; not hashed, so that people may edit it)
+
+Saving is atomic: everything is written into a folder aside, synced, and renamed. Loading verifies
+hashes, names, shapes and finiteness, executes nothing, and copies: a file changed afterwards
+cannot reach a loaded model. Does not cover the trainer's own state (`model/training/state.py`) or
+other people's formats.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load as parse_safetensors
+from safetensors.torch import save_file
+from torch import Tensor
+
+from model.config import ConfigError, GPTConfig
+from model.gpt import GPT
+from model.tokenizer import Tokenizer, TokenizerError
+
+FORMAT_VERSION = 1
+CONFIG, WEIGHTS, RANKS, CARD = (
+    "config.json",
+    "model.safetensors",
+    "tokenizer.tiktoken",
+    "README.md",
+)
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be loaded or saved; the message says what is wrong and where."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingRecord:
+    """Where the weights come from; what every reply of the service names.
+
+    step               optimizer steps behind the weights
+    tokens             tokens seen in training, repeats included
+    val_loss           nats per token on the validation text, None when never evaluated
+    val_bits_per_byte  the same in bits per byte of text
+    data               the text: name, sha256, bytes, tokens, licence, ...
+    created            UTC time of saving, ISO 8601
+    """
+
+    step: int
+    tokens: int
+    val_loss: float | None
+    val_bits_per_byte: float | None
+    data: Mapping[str, Any]
+    created: str
+
+
+@dataclass(frozen=True)
+class CheckpointInfo:
+    """All of a checkpoint but its weights: cheap to read, free of torch."""
+
+    path: Path
+    name: str
+    config: GPTConfig
+    tokenizer: Tokenizer
+    training: TrainingRecord
+    files: Mapping[str, str]  # name -> sha256
+
+    @property
+    def weights_sha256(self) -> str:
+        return self.files[WEIGHTS]
+
+
+def save_checkpoint(
+    path: Path,
+    *,
+    gpt: GPT,
+    tokenizer: Tokenizer,
+    training: TrainingRecord,
+    card: str,
+    dtype: torch.dtype = torch.float32,
+) -> CheckpointInfo:
+    """Write a new checkpoint directory at `path`, whole or not at all.
+
+    `dtype` is the numbers on disk (bfloat16 halves the size). Raises CheckpointError when `path`
+    exists: a checkpoint never changes once written.
+    """
+    if path.exists():
+        raise CheckpointError(f"{path} exists; checkpoints are never overwritten")
+    if gpt.config.vocab_size != tokenizer.vocab_size:
+        raise CheckpointError(
+            f"the model has {gpt.config.vocab_size} token ids and the tokenizer "
+            f"{tokenizer.vocab_size}"
+        )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
+    try:
+        weights = {
+            name: tensor.detach().to("cpu", dtype).contiguous()
+            for name, tensor in gpt.state_dict().items()
+        }
+        save_file(weights, aside / WEIGHTS)
+        tokenizer.write_ranks(aside / RANKS)
+        (aside / CARD).write_text(card, encoding="utf-8")
+        document = {
+            "format_version": FORMAT_VERSION,
+            "model": gpt.config.to_dict(),
+            "tokenizer": {
+                "pattern": tokenizer.pattern,
+                "special_tokens": tokenizer.special_tokens,
+                "vocab_size": tokenizer.vocab_size,
+            },
+            "training": asdict(training),
+            "files": {name: _sha256((aside / name).read_bytes()) for name in (WEIGHTS, RANKS)},
+        }
+        (aside / CONFIG).write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+        for file in aside.iterdir():
+            _sync(file)
+        aside.chmod(0o755)  # mkdtemp made it private
+        _sync(aside)
+        aside.rename(path)
+        _sync(path.parent)
+    except BaseException:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise
+    return read_checkpoint(path)
+
+
+def read_checkpoint(path: Path) -> CheckpointInfo:
+    """Read and verify everything but the weights."""
+    document = _read_document(path)
+    config_part = _section(document, "model", path)
+    tokenizer_part = _section(document, "tokenizer", path)
+    training_part = _section(document, "training", path)
+    files = _section(document, "files", path)
+    try:
+        config = GPTConfig.from_dict(config_part)
+    except ConfigError as error:
+        raise CheckpointError(f"{path / CONFIG}: {error}") from error
+    _verified_bytes(path, RANKS, files)
+    try:
+        tokenizer = Tokenizer.read_ranks(
+            path / RANKS,
+            pattern=tokenizer_part["pattern"],
+            special_tokens=tokenizer_part["special_tokens"],
+        )
+    except (TokenizerError, KeyError, TypeError) as error:
+        raise CheckpointError(f"the tokenizer of {path} cannot be read: {error}") from error
+    if tokenizer.vocab_size != config.vocab_size:
+        raise CheckpointError(
+            f"{path}: the tokenizer has {tokenizer.vocab_size} ids, the model {config.vocab_size}"
+        )
+    known = {field.name for field in fields(TrainingRecord)}
+    if set(training_part) != known:
+        raise CheckpointError(
+            f"{path / CONFIG}: the training record has {sorted(training_part)}, "
+            f"expected {sorted(known)}"
+        )
+    if not isinstance(files.get(WEIGHTS), str):
+        raise CheckpointError(f"{path / CONFIG} names no sha256 of {WEIGHTS}")
+    resolved = path.resolve()  # `best` and `latest` are links: name what they point to
+    return CheckpointInfo(
+        path=path,
+        name=resolved.name,
+        config=config,
+        tokenizer=tokenizer,
+        training=TrainingRecord(**training_part),
+        files=dict(files),
+    )
+
+
+def load_checkpoint(
+    path: Path, *, device: torch.device, dtype: torch.dtype
+) -> tuple[CheckpointInfo, GPT]:
+    """Read, verify and build the model, in evaluation mode, without gradients."""
+    info = read_checkpoint(path)
+    raw = _verified_bytes(path, WEIGHTS, info.files)
+    try:
+        weights = parse_safetensors(raw)
+    except SafetensorError as error:
+        raise CheckpointError(f"{path / WEIGHTS} is no whole safetensors file: {error}") from error
+    with torch.device("meta"):
+        gpt = GPT(info.config)
+    _check_weights(path, gpt.state_dict(), weights)
+    gpt.to_empty(device=device)
+    gpt.reset_tables()
+    gpt.load_state_dict(weights)
+    gpt.to(dtype)
+    return info, gpt.eval().requires_grad_(False)
+
+
+def _check_weights(
+    path: Path, expected: Mapping[str, Tensor], weights: Mapping[str, Tensor]
+) -> None:
+    if missing := sorted(set(expected) - set(weights)):
+        raise CheckpointError(
+            f"{path / WEIGHTS} lacks {len(missing)} tensors, the first is {missing[0]}"
+        )
+    if unknown := sorted(set(weights) - set(expected)):
+        raise CheckpointError(
+            f"{path / WEIGHTS} has {len(unknown)} tensors that the configuration does not know, "
+            f"the first is {unknown[0]}"
+        )
+    for name, tensor in weights.items():
+        if tensor.shape != expected[name].shape:
+            raise CheckpointError(
+                f"{path / WEIGHTS}: {name} has shape {tuple(tensor.shape)}, the configuration "
+                f"says {tuple(expected[name].shape)}"
+            )
+        if not tensor.is_floating_point():
+            raise CheckpointError(f"{path / WEIGHTS}: {name} holds {tensor.dtype}, no real numbers")
+        if not torch.isfinite(tensor).all():
+            raise CheckpointError(
+                f"{path / WEIGHTS}: {name} holds NaN or infinite numbers; "
+                "its training diverged, or the file was damaged before it was hashed"
+            )
+
+
+def _read_document(path: Path) -> dict[str, Any]:
+    if not path.is_dir():
+        raise CheckpointError(f"there is no checkpoint directory at {path}")
+    try:
+        document = json.loads((path / CONFIG).read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise CheckpointError(
+            f"{path} holds no {CONFIG}; a checkpoint has {CONFIG}, {WEIGHTS} and {RANKS}"
+        ) from error
+    except ValueError as error:
+        raise CheckpointError(f"{path / CONFIG} is no JSON: {error}") from error
+    if not isinstance(document, dict):
+        raise CheckpointError(f"{path / CONFIG} is no JSON object")
+    if (version := document.get("format_version")) != FORMAT_VERSION:
+        raise CheckpointError(
+            f"{path} has format_version {version!r}; this logitd reads {FORMAT_VERSION}"
+        )
+    return document
+
+
+def _section(document: Mapping[str, Any], name: str, path: Path) -> dict[str, Any]:
+    section = document.get(name)
+    if not isinstance(section, dict):
+        raise CheckpointError(f"{path / CONFIG} has no section {name!r}")
+    return section
+
+
+def _verified_bytes(path: Path, name: str, files: Mapping[str, str]) -> bytes:
+    try:
+        raw = (path / name).read_bytes()
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path} holds no {name}") from error
+    found, expected = _sha256(raw), files.get(name)
+    if found != expected:
+        raise CheckpointError(
+            f"{path / name} ({len(raw)} bytes) has sha256 {found[:12]}..., {CONFIG} says "
+            f"{str(expected)[:12]}...: the file was changed, truncated or damaged after saving"
+        )
+    return raw
+
+
+def _sha256(raw: bytes) -> str:
+    return hashlib.sha256(raw).hexdigest()
+
+
+def _sync(path: Path) -> None:
+    """Flush a file or a directory entry to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,76 @@
+"""Device, dtype and threads: where and in which numbers a model runs on this machine.
+
+Turns the words of a command line ("auto", "cpu", "cuda:1", "bfloat16", 0 threads) into torch's
+objects, or refuses with the reason. Does not move anything there.
+"""
+
+import os
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+DTypeName = Literal["auto", "float32", "bfloat16", "float16"]
+
+
+class DeviceError(ValueError):
+    """A device or dtype that this machine does not offer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where a model lives and in which numbers it computes."""
+
+    device: torch.device
+    dtype: torch.dtype
+    threads: int
+
+    @property
+    def dtype_name(self) -> str:
+        return str(self.dtype).removeprefix("torch.")
+
+
+def choose_placement(device: str = "auto", dtype: DTypeName = "auto", threads: int = 0) -> Placement:
+    """Resolve "auto": CUDA when there is one, bfloat16 on CUDA, float32 on the CPU, and as many
+    threads as the process has processors."""
+    chosen = _device(device)
+    if dtype == "auto":
+        dtype = "bfloat16" if chosen.type == "cuda" else "float32"
+    return Placement(chosen, getattr(torch, dtype), threads or available_processors())
+
+
+def use_threads(threads: int) -> None:
+    """Set the size of torch's compute pool for this process."""
+    torch.set_num_threads(threads)
+
+
+def available_processors() -> int:
+    """Processors this process may run on (a container's or taskset's share, not the machine's)."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def describe(device: torch.device) -> str:
+    """The device for a person: "cuda:0 (NVIDIA H200)" or "cpu (AVX512)"."""
+    if device.type == "cuda":
+        return f"{device} ({torch.cuda.get_device_name(device)})"
+    if device.type == "cpu":
+        return f"cpu ({torch.backends.cpu.get_cpu_capability()})"
+    return str(device)
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise DeviceError(f"{name!r} is no device; try auto, cpu, cuda or cuda:0") from error
+    if device.type not in ("cpu", "cuda"):
+        raise DeviceError(f"device {name!r} is not supported; cpu and cuda are")
+    if device.type == "cuda":
+        count = torch.cuda.device_count()
+        if count == 0:
+            raise DeviceError(f"device {name!r} was asked for, but torch finds no CUDA device here")
+        if (device.index or 0) >= count:
+            raise DeviceError(f"device {name!r} was asked for, but there are {count} CUDA devices")
+    return device

@@ -1,0 +1,202 @@
+"""Tokenizer: text to token ids and back, by tiktoken, read from files alone.
+
+Covers the ranks file (`tokenizer.tiktoken`: one base64 token, a space and its rank per line), the
+split pattern and special tokens that stand beside it in `config.json`, and incremental decoding
+that never shows half a character. Does not cover learning a vocabulary
+(`model/training/vocabulary.py`), and never opens a network connection by itself: only
+`Tokenizer.named` asks tiktoken for a published encoding, which tiktoken may download.
+"""
+
+import base64
+import binascii
+import codecs
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import tiktoken
+
+END_OF_TEXT = "<|endoftext|>"
+PUBLISHED = ("gpt2", "cl100k_base", "o200k_base")
+
+SPLIT_PATTERN = (
+    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,2}+"
+    r"| ?[^\s\p{L}\p{N}]{1,64}+[\r\n]{0,64}+|\s{0,64}[\r\n]|\s{1,64}(?!\S)|\s"
+)
+"""How text is cut before merging, for vocabularies of our own.
+
+The shape of GPT-4's pattern with at most two digits together, and with every open-ended run of
+white space bounded: the published patterns overflow tiktoken's stack on about a million spaces.
+"""
+
+
+class TokenizerError(ValueError):
+    """A vocabulary or a token id that cannot be used; the message says which and why."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenSpan:
+    """Where one token of a text lies: characters [start, end) that it touches."""
+
+    start: int
+    end: int
+
+
+class Tokenizer:
+    """A byte-level BPE vocabulary with its split pattern and special tokens.
+
+    Ordinary ids are the ranks 0 .. n - 1; special tokens follow. Text that looks like a special
+    token is encoded as plain text.
+    """
+
+    def __init__(
+        self, *, ranks: Mapping[bytes, int], pattern: str, special_tokens: Mapping[str, int]
+    ) -> None:
+        _check_ranks(ranks, special_tokens)
+        self.ranks = dict(ranks)
+        self.pattern = pattern
+        self.special_tokens = dict(special_tokens)
+        self.vocab_size = max([len(ranks) - 1, *special_tokens.values()]) + 1
+        self._encoding = tiktoken.Encoding(
+            "logitd",
+            pat_str=pattern,
+            mergeable_ranks=self.ranks,
+            special_tokens=self.special_tokens,
+        )
+        # Ids of a published encoding may have gaps; a gap has no bytes.
+        self._bytes = [b""] * self.vocab_size
+        for token, rank in self.ranks.items():
+            self._bytes[rank] = token
+        for text, token_id in self.special_tokens.items():
+            self._bytes[token_id] = text.encode()
+        self._special_ids = frozenset(self.special_tokens.values())
+
+    @property
+    def end_of_text(self) -> int | None:
+        """The id that ends a document, if the vocabulary has one."""
+        return self.special_tokens.get(END_OF_TEXT)
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text, special tokens' names included as plain text."""
+        return self._encoding.encode(text, disallowed_special=())
+
+    def encode_batch(self, texts: Sequence[str], threads: int) -> list[list[int]]:
+        """`encode` of many texts, on several threads."""
+        return self._encoding.encode_batch(
+            list(texts), num_threads=threads, disallowed_special=()
+        )
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of ids; bytes that are no UTF-8 become U+FFFD."""
+        return self.decode_bytes(token_ids).decode("utf-8", errors="replace")
+
+    def decode_bytes(self, token_ids: Sequence[int]) -> bytes:
+        return b"".join(map(self.token_bytes, token_ids))
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that one id stands for (of a special token: its name)."""
+        if not 0 <= token_id < self.vocab_size:
+            raise TokenizerError(
+                f"token id {token_id} is outside the vocabulary of {self.vocab_size} ids "
+                f"(0 to {self.vocab_size - 1})"
+            )
+        return self._bytes[token_id]
+
+    def token_text(self, token_id: int) -> str:
+        """One id as text, for people; `token_bytes` is the truth."""
+        return self.token_bytes(token_id).decode("utf-8", errors="replace")
+
+    def is_special(self, token_id: int) -> bool:
+        return token_id in self._special_ids
+
+    def detokenizer(self) -> "Detokenizer":
+        return Detokenizer(self)
+
+    def write_ranks(self, path: Path) -> None:
+        """Write the ranks in tiktoken's file form."""
+        lines = (
+            base64.b64encode(token) + b" %d\n" % rank
+            for token, rank in sorted(self.ranks.items(), key=lambda item: item[1])
+        )
+        path.write_bytes(b"".join(lines))
+
+    @classmethod
+    def read_ranks(
+        cls,
+        path: Path,
+        *,
+        pattern: str = SPLIT_PATTERN,
+        special_tokens: Mapping[str, int] | None = None,
+    ) -> "Tokenizer":
+        """Read a ranks file. Without special tokens, END_OF_TEXT takes the id after the last."""
+        ranks: dict[bytes, int] = {}
+        for number, line in enumerate(path.read_bytes().splitlines(), start=1):
+            if not line.strip():
+                continue
+            try:
+                token, rank = line.split()
+                ranks[base64.b64decode(token, validate=True)] = int(rank)
+            except (ValueError, binascii.Error) as error:
+                raise TokenizerError(
+                    f"line {number} of {path.name} is {line[:60]!r}; expected a base64 token, "
+                    "a space and its rank"
+                ) from error
+        if special_tokens is None:
+            special_tokens = {END_OF_TEXT: len(ranks)}
+        return cls(ranks=ranks, pattern=pattern, special_tokens=special_tokens)
+
+    @classmethod
+    def named(cls, name: str) -> "Tokenizer":
+        """A published tiktoken encoding. tiktoken reads it from its cache or downloads it."""
+        if name not in PUBLISHED:
+            raise TokenizerError(f"unknown encoding {name!r}; known are {', '.join(PUBLISHED)}")
+        try:
+            encoding = tiktoken.get_encoding(name)
+        except OSError as error:  # requests' errors are OSErrors
+            raise TokenizerError(
+                f"the ranks of {name} are not in tiktoken's cache and could not be downloaded "
+                f"({type(error).__name__}); put them into the folder that TIKTOKEN_CACHE_DIR names, "
+                "or give a ranks file"
+            ) from error
+        return cls(
+            ranks=encoding._mergeable_ranks,
+            pattern=encoding._pat_str,
+            special_tokens=encoding._special_tokens,
+        )
+
+
+class Detokenizer:
+    """Turns a growing list of ids into text, piece by piece.
+
+    The pieces joined equal `Tokenizer.decode` of all the ids, and no piece ends inside a
+    character: its bytes are held until it is whole, or until `finish`.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def push(self, token_id: int) -> str:
+        """The text that one more id completes, "" while a character is open."""
+        return self._decoder.decode(self._tokenizer.token_bytes(token_id))
+
+    def finish(self) -> str:
+        """What is left of an open character: "" or U+FFFD."""
+        return self._decoder.decode(b"", final=True)
+
+
+def _check_ranks(ranks: Mapping[bytes, int], special_tokens: Mapping[str, int]) -> None:
+    """tiktoken panics or answers wrongly on these, so they are refused here."""
+    if missing := [byte for byte in range(256) if bytes([byte]) not in ranks]:
+        raise TokenizerError(
+            f"{len(missing)} of the 256 single bytes have no rank (first: {missing[0]}); "
+            "a byte-level vocabulary needs all of them"
+        )
+    if sorted(ranks.values()) != list(range(len(ranks))):
+        raise TokenizerError(f"the {len(ranks)} ranks are not the numbers 0 to {len(ranks) - 1}")
+    ids = list(special_tokens.values())
+    if len(set(ids)) != len(ids) or any(token_id < len(ranks) for token_id in ids):
+        raise TokenizerError(
+            f"special tokens {dict(special_tokens)} share an id with each other or with one of "
+            f"the {len(ranks)} ordinary tokens"
+        )
