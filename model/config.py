@@ -16,7 +16,19 @@ Positions = Literal["learned", "sinusoidal", "rotary"]
 Activation = Literal["gelu_tanh", "gelu", "relu", "relu2", "swiglu"]
 
 BLOCK = 32
-"""Positions in a cache block: prefill computes and prefix reuse copies whole blocks of this many."""
+"""Positions in a cache block: prefill computes, and prefix reuse copies, whole blocks."""
+
+
+_SIZES = (
+    "vocab_size",
+    "context_length",
+    "n_layer",
+    "n_head",
+    "n_kv_head",
+    "head_dim",
+    "d_model",
+    "d_ff",
+)
 
 
 class ConfigError(ValueError):
@@ -68,9 +80,7 @@ class GPTConfig:
     dropout: float
 
     def __post_init__(self) -> None:
-        for name in (
-            "vocab_size context_length n_layer n_head n_kv_head head_dim d_model d_ff"
-        ).split():
+        for name in _SIZES:
             value = getattr(self, name)
             if value < 1:
                 raise ConfigError(f"{name} is {value}; it must be at least 1")
@@ -133,7 +143,9 @@ def _check_kind(name: str, value: Any, kind: Any) -> None:
         if not isinstance(value, bool):
             raise ConfigError(f"{name} is {value!r}; it must be true or false")
     elif isinstance(value, bool) or not isinstance(value, int if kind is int else (int, float)):
-        raise ConfigError(f"{name} is {value!r}; it must be {'an integer' if kind is int else 'a number'}")
+        raise ConfigError(
+            f"{name} is {value!r}; it must be {'an integer' if kind is int else 'a number'}"
+        )
 
 
 def padded(vocab_size: int, multiple: int = 64) -> int:

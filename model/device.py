@@ -30,7 +30,9 @@ class Placement:
         return str(self.dtype).removeprefix("torch.")
 
 
-def choose_placement(device: str = "auto", dtype: DTypeName = "auto", threads: int = 0) -> Placement:
+def choose_placement(
+    device: str = "auto", dtype: DTypeName = "auto", threads: int = 0
+) -> Placement:
     """Resolve "auto": CUDA when there is one, bfloat16 on CUDA, float32 on the CPU, and as many
     threads as the process has processors."""
     chosen = _device(device)

@@ -38,6 +38,10 @@ class GPTOutput:
 class GPT(nn.Module):
     """A decoder-only Transformer of the shape `config`, with GPT-2's initial weights."""
 
+    sinusoids: Tensor  # (context_length, C)
+    rope_cos: Tensor  # (context_length, D / 2)
+    rope_sin: Tensor
+
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.config = config
@@ -217,13 +221,15 @@ class Block(nn.Module):
     def gated_value_embedding(self, x: Tensor, token_ids: Tensor) -> Tensor:
         """A per-token vector for the values of each head, gated by the stream (B, K, T, D).
 
-        The gate is 2 * sigmoid(.), so an untrained gate of 0 lets the embedding through as it is.
+        The gate is 2 * sigmoid(x) = 1 + tanh(x / 2): at 0 it lets the embedding through as it is.
+        It is spelled with tanh because torch's sigmoid on a CPU gives an element other bits by
+        where it falls in the array, and a batch may not change a row.
         Source: value embeddings of modded-nanogpt, gated as in nanochat.
         """
         batch, time = token_ids.shape
         values = self.value_embedding(token_ids)  # (B, T, K * D)
         values = values.view(batch, time, self.config.n_kv_head, self.config.head_dim)
-        gate = 2 * torch.sigmoid(self.value_gate(x[..., :VALUE_GATE_WIDTH]))  # (B, T, K)
+        gate = 1 + torch.tanh(self.value_gate(x[..., :VALUE_GATE_WIDTH]) / 2)  # (B, T, K)
         return (gate.unsqueeze(-1) * values).transpose(1, 2)  # (B, K, T, D)
 
     def mlp(self, x: Tensor) -> Tensor:

@@ -82,9 +82,7 @@ class Tokenizer:
 
     def encode_batch(self, texts: Sequence[str], threads: int) -> list[list[int]]:
         """`encode` of many texts, on several threads."""
-        return self._encoding.encode_batch(
-            list(texts), num_threads=threads, disallowed_special=()
-        )
+        return self._encoding.encode_batch(list(texts), num_threads=threads, disallowed_special=())
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of ids; bytes that are no UTF-8 become U+FFFD."""
@@ -155,8 +153,8 @@ class Tokenizer:
         except OSError as error:  # requests' errors are OSErrors
             raise TokenizerError(
                 f"the ranks of {name} are not in tiktoken's cache and could not be downloaded "
-                f"({type(error).__name__}); put them into the folder that TIKTOKEN_CACHE_DIR names, "
-                "or give a ranks file"
+                f"({type(error).__name__}); put them into the folder that TIKTOKEN_CACHE_DIR "
+                "names, or give a ranks file"
             ) from error
         return cls(
             ranks=encoding._mergeable_ranks,

@@ -1,0 +1,240 @@
+"""The engine's words: what goes in, what comes out, and what can be wrong.
+
+Requests and parameters (in), events and statistics (out), the configuration and the errors.
+Everything is frozen plain data of the standard library, so that it can cross a thread or a process.
+Token ids only: texts, stop strings and the end-of-text token are the caller's business.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from types import MappingProxyType
+from typing import Any, Literal
+
+from model.config import BLOCK
+
+Stage = Literal["raw", "processed"]
+"""Logprobs before (raw) or after (processed) bias, penalties, temperature and filters."""
+
+
+class InvalidRequest(ValueError):
+    """A request that the engine refuses; `param` names the field to mend."""
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class FinishReason(StrEnum):
+    """Why a sequence ended. The first two are answers, the others are not."""
+
+    STOP = "stop"  # it produced one of its stop tokens, or a rows request got its last row
+    LENGTH = "length"  # max_tokens
+    ABORT = "abort"  # the caller asked
+    TIMEOUT = "timeout"  # its deadline passed, in the queue or later
+    ERROR = "error"  # the engine failed on it; the event says how
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Sizes that bound the engine's memory and its steps.
+
+    slots          sequences that can be in the KV cache at once
+    prefill_chunk  prompt positions computed per step at most, whole blocks of 32
+    prefix_reuse   whether a new prompt copies a shared prefix from any slot instead of
+                   computing it
+    """
+
+    slots: int = 16
+    prefill_chunk: int = 256
+    prefix_reuse: bool = True
+
+    def __post_init__(self) -> None:
+        if self.slots < 1:
+            raise InvalidRequest(f"slots is {self.slots}; at least 1 is needed", "slots")
+        if self.prefill_chunk < BLOCK or self.prefill_chunk % BLOCK:
+            raise InvalidRequest(
+                f"prefill_chunk is {self.prefill_chunk}; it must be a positive multiple of {BLOCK}",
+                "prefill_chunk",
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How one request draws its tokens. `model/engine/sampler.py` defines each step.
+
+    max_tokens         tokens to generate at most
+    seed               key of the random draws; same seed, same tokens (0 to 2^64 - 1)
+    temperature        0 is greedy
+    top_k              keep the k likeliest (0: all)
+    top_p, min_p       keep the likeliest that make up the mass p; those at least min_p as likely
+                       as the likeliest
+    repetition_penalty, presence_penalty, frequency_penalty   1, 0 and 0 do nothing
+    logit_bias         added to the logits of ids
+    allowed_token_ids  no other id can be drawn (None: all)
+    stop_token_ids     end the sequence; part of its ids
+    min_tokens         before as many tokens, stop tokens cannot be drawn
+    logprobs           None: none; k: of each token, and of the k likeliest
+    logprobs_stage     raw or processed
+    """
+
+    max_tokens: int
+    seed: int
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=lambda: MappingProxyType({}))
+    allowed_token_ids: tuple[int, ...] | None = None
+    stop_token_ids: frozenset[int] = frozenset()
+    min_tokens: int = 0
+    logprobs: int | None = None
+    logprobs_stage: Stage = "raw"
+
+    def __post_init__(self) -> None:
+        _check_range("max_tokens", self.max_tokens, 1)
+        _check_range("seed", self.seed, 0, 2**64 - 1)
+        _check_range("temperature", self.temperature, 0)
+        _check_range("top_k", self.top_k, 0)
+        _check_range("top_p", self.top_p, 0, 1)
+        _check_range("min_p", self.min_p, 0, 1)
+        _check_range("presence_penalty", self.presence_penalty, -100, 100)
+        _check_range("frequency_penalty", self.frequency_penalty, -100, 100)
+        _check_range("min_tokens", self.min_tokens, 0, self.max_tokens)
+        if not 0 < self.repetition_penalty < math.inf:
+            raise InvalidRequest(
+                f"repetition_penalty is {self.repetition_penalty}; it must be above 0",
+                "repetition_penalty",
+            )
+        if self.top_p == 0:
+            raise InvalidRequest("top_p is 0; it must be above 0 (1 keeps all)", "top_p")
+        if any(not math.isfinite(bias) for bias in self.logit_bias.values()):
+            raise InvalidRequest("logit_bias holds a number that is not finite", "logit_bias")
+        if self.allowed_token_ids is not None and not self.allowed_token_ids:
+            raise InvalidRequest("allowed_token_ids is empty; nothing could be drawn",
+                                 "allowed_token_ids")  # fmt: skip
+        if self.logprobs is not None:
+            _check_range("logprobs", self.logprobs, 0)
+        if (
+            self.min_tokens
+            and self.allowed_token_ids is not None
+            and self.stop_token_ids.issuperset(self.allowed_token_ids)
+        ):
+            raise InvalidRequest(
+                "allowed_token_ids holds only stop tokens, which min_tokens forbids", "min_tokens"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationRequest:
+    """Generate `n` sequences after one prompt. `deadline` is a time of the engine's clock."""
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    params: SamplingParams
+    n: int = 1
+    deadline: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogitsRequest:
+    """Raw logits of a prompt: the rows of `positions` (ascending), all columns or `columns`.
+
+    Rows are computed a piece at a time. A piece is handed out as a `RowsEvent`, and the next one
+    but one is computed only after `Engine.grant`: a slow reader pauses its own request.
+    """
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    positions: tuple[int, ...]
+    columns: tuple[int, ...] | None = None
+    deadline: float | None = None
+
+
+Request = GenerationRequest | LogitsRequest
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """An id with its log probability (nats) and its rank (1: the likeliest)."""
+
+    token_id: int
+    logprob: float
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class TokenEvent:
+    """One generated token. `chosen` and `top` are there when logprobs were asked for."""
+
+    request_id: str
+    index: int  # which of the n sequences
+    token_id: int
+    chosen: TokenLogprob | None = None
+    top: tuple[TokenLogprob, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class RowsEvent:
+    """Some rows of a LogitsRequest: `rows` is a NumPy array (len(positions), columns), float32."""
+
+    request_id: str
+    positions: tuple[int, ...]
+    rows: Any
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceTimes:
+    """Moments of one sequence on the engine's clock (seconds); None where it never got there."""
+
+    arrived: float
+    admitted: float | None
+    prefilled: float | None  # prompt computed: the first token is there
+    finished: float
+
+
+@dataclass(frozen=True, slots=True)
+class FinishEvent:
+    """The last event of a sequence: each accepted sequence gets exactly one."""
+
+    request_id: str
+    index: int
+    reason: FinishReason
+    times: SequenceTimes
+    prompt_tokens: int
+    cached_tokens: int  # of the prompt, copied from another slot
+    completion_tokens: int
+    stop_token_id: int | None = None
+    error: str | None = None
+
+
+Event = TokenEvent | RowsEvent | FinishEvent
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What one step did."""
+
+    events: tuple[Event, ...]
+    prefilled_tokens: int
+    decoded_sequences: int
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """The engine between two steps."""
+
+    waiting: int
+    running: int
+    slots: int
+    slots_used: int
+
+
+def _check_range(name: str, value: float, low: float, high: float = math.inf) -> None:
+    if not low <= value <= high or math.isinf(value):  # NaN fails every comparison
+        wanted = f"at least {low}" if math.isinf(high) else f"from {low} to {high}"
+        raise InvalidRequest(f"{name} is {value}; it must be a finite number, {wanted}", name)

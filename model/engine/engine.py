@@ -1,0 +1,238 @@
+"""Engine: a synchronous object that one thread drives by calling `step`.
+
+Accepts requests, turns plans into events and ends sequences: by a stop token, max_tokens, abort,
+deadline or error. Each accepted sequence gets exactly one `FinishEvent`, and nothing after it.
+What runs next is the scheduler's decision, what is computed the runner's.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+
+from model.config import GPTConfig
+from model.engine.api import (
+    EngineConfig,
+    EngineStats,
+    Event,
+    FinishReason,
+    GenerationRequest,
+    InvalidRequest,
+    LogitsRequest,
+    Request,
+    RowsEvent,
+    StepResult,
+    TokenEvent,
+)
+from model.engine.runner import Runner, StepOutput
+from model.engine.sampler import Sampled
+from model.engine.scheduler import PrefillChunk, Scheduler, StepPlan
+from model.engine.sequence import Sequence, State
+from model.gpt import GPT
+
+
+class Engine:
+    """Continuous batching over one model. Not thread-safe: one thread owns it."""
+
+    def __init__(
+        self,
+        gpt: GPT,
+        config: EngineConfig,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.model_config = gpt.config
+        self.clock = clock
+        self._runner = Runner(gpt, config.slots)
+        self._scheduler = Scheduler(config, rows_chunk=self._runner.rows_chunk)
+        self._sequences: dict[str, list[Sequence]] = {}  # unfinished, by request
+
+    @property
+    def kv_cache_bytes(self) -> int:
+        return self._runner.cache.nbytes
+
+    def add(self, request: Request) -> None:
+        """Accept a request, or raise InvalidRequest. It is computed by the steps that follow."""
+        check_request(request, self.model_config)
+        if request.request_id in self._sequences:
+            raise InvalidRequest(f"request id {request.request_id!r} is in use")
+        count = request.n if isinstance(request, GenerationRequest) else 1
+        now = self.clock()
+        sequences = [Sequence(request, index, now) for index in range(count)]
+        self._sequences[request.request_id] = sequences
+        for sequence in sequences:
+            self._scheduler.enqueue(sequence)
+
+    def abort(self, request_id: str, index: int | None = None) -> list[Event]:
+        """End a request, or one of its sequences. Its slot is free at the next step. An id that
+        is unknown, or finished meanwhile, is no error: the two may cross."""
+        ended = [s for s in self._sequences.get(request_id, []) if index in (None, s.index)]
+        return [self._finish(sequence, FinishReason.ABORT) for sequence in ended]
+
+    def grant(self, request_id: str) -> None:
+        """The reader of a LogitsRequest took a piece: one more may be computed."""
+        for sequence in self._sequences.get(request_id, []):
+            sequence.credit += 1
+
+    def has_work(self) -> bool:
+        """Whether a step would do anything."""
+        return self._scheduler.has_work()
+
+    def next_deadline(self) -> float | None:
+        """The earliest deadline of an unfinished request, on the engine's clock."""
+        deadlines = [sequences[0].request.deadline for sequences in self._sequences.values()]
+        return min((d for d in deadlines if d is not None), default=None)
+
+    def step(self) -> StepResult:
+        """Admit, prefill a chunk, decode all running sequences, sample."""
+        events = list(self._expire())
+        plan = self._scheduler.plan(self.clock())
+        if plan:
+            try:
+                output = self._runner.run(plan)
+            except Exception as error:  # the model failed: those who were computed are told
+                events.extend(self._fail(plan, error))
+            else:
+                events.extend(self._book(plan, output))
+        return StepResult(
+            events=tuple(events),
+            prefilled_tokens=sum(chunk.end - chunk.start for chunk in plan.prefill),
+            decoded_sequences=len(plan.decode),
+        )
+
+    def stats(self) -> EngineStats:
+        scheduler = self._scheduler
+        return EngineStats(
+            waiting=len(scheduler.waiting),
+            running=len(scheduler.running),
+            slots=scheduler.slots.total,
+            slots_used=scheduler.slots.used,
+        )
+
+    def check_integrity(self) -> None:
+        """Assert that no slot or sequence is lost or shared (for tests)."""
+        self._scheduler.check_integrity()
+        known = {s for sequences in self._sequences.values() for s in sequences}
+        assert known == {*self._scheduler.waiting, *self._scheduler.running}
+
+    def _expire(self) -> Iterator[Event]:
+        now = self.clock()
+        expired = [
+            sequence
+            for sequences in self._sequences.values()
+            for sequence in sequences
+            if sequence.request.deadline is not None and sequence.request.deadline <= now
+        ]
+        for sequence in expired:
+            yield self._finish(sequence, FinishReason.TIMEOUT)
+
+    def _book(self, plan: StepPlan, output: StepOutput) -> Iterator[Event]:
+        now = self.clock()
+        for sequence in plan.decode:
+            sequence.computed += 1
+        for chunk in plan.prefill:
+            self._scheduler.prefilled(chunk, now)
+            if chunk.sequence in output.rows:
+                yield from self._hand_out_rows(chunk, output)
+        for sequence, sampled in output.sampled.items():
+            yield from self._append(sequence, sampled)
+
+    def _hand_out_rows(self, chunk: PrefillChunk, output: StepOutput) -> Iterator[Event]:
+        sequence, rows = chunk.sequence, output.rows[chunk.sequence]
+        if rows.positions:
+            sequence.credit -= 1
+            yield RowsEvent(sequence.request_id, rows.positions, rows.values)
+        if chunk.completes_prompt:
+            yield self._finish(sequence, FinishReason.STOP)
+
+    def _append(self, sequence: Sequence, sampled: Sampled) -> Iterator[Event]:
+        request = sequence.generation
+        assert request is not None
+        if sampled.error is not None:
+            yield self._finish(sequence, FinishReason.ERROR, error=sampled.error)
+            return
+        token_id = sampled.token_id
+        sequence.tokens.append(token_id)
+        yield TokenEvent(sequence.request_id, sequence.index, token_id, sampled.chosen, sampled.top)
+        if token_id in request.params.stop_token_ids:
+            yield self._finish(sequence, FinishReason.STOP, stop_token_id=token_id)
+        elif sequence.generated == request.params.max_tokens:
+            yield self._finish(sequence, FinishReason.LENGTH)
+
+    def _fail(self, plan: StepPlan, error: Exception) -> Iterator[Event]:
+        # What the step wrote into the cache is unknown: nothing of it may be shared.
+        self._scheduler.slots.forget()
+        message = f"the model failed: {type(error).__name__}: {error}"
+        for sequence in [chunk.sequence for chunk in plan.prefill] + list(plan.decode):
+            yield self._finish(sequence, FinishReason.ERROR, error=message)
+
+    def _finish(
+        self,
+        sequence: Sequence,
+        reason: FinishReason,
+        *,
+        stop_token_id: int | None = None,
+        error: str | None = None,
+    ) -> Event:
+        assert sequence.state is not State.FINISHED
+        self._scheduler.remove(sequence)
+        siblings = self._sequences[sequence.request_id]
+        siblings.remove(sequence)
+        if not siblings:
+            del self._sequences[sequence.request_id]
+        return sequence.finish_event(reason, self.clock(), stop_token_id=stop_token_id, error=error)
+
+
+def check_request(request: Request, config: GPTConfig) -> None:
+    """Raise InvalidRequest, with the numbers, for what this model cannot compute."""
+    length = len(request.token_ids)
+    if length == 0:
+        raise InvalidRequest("the prompt is empty; give at least one token", "prompt")
+    _check_ids("prompt", request.token_ids, config.vocab_size)
+    if isinstance(request, LogitsRequest):
+        if length > config.context_length:
+            raise InvalidRequest(
+                f"the prompt has {length} tokens; the model's context is {config.context_length}. "
+                "Shorten the prompt",
+                "prompt",
+            )
+        _check_positions(request.positions, length)
+        if request.columns is not None:
+            _check_ids("token_ids", request.columns, config.vocab_size)
+        return
+    params = request.params
+    if length + params.max_tokens > config.context_length:
+        raise InvalidRequest(
+            f"the prompt has {length} tokens and max_tokens is {params.max_tokens}: together "
+            f"{length + params.max_tokens}, the model's context is {config.context_length}. "
+            "Shorten the prompt or lower max_tokens",
+            "max_tokens",
+        )
+    if request.n < 1:
+        raise InvalidRequest(f"n is {request.n}; it must be at least 1", "n")
+    _check_ids("logit_bias", params.logit_bias, config.vocab_size)
+    _check_ids("allowed_token_ids", params.allowed_token_ids or (), config.vocab_size)
+    _check_ids("stop_token_ids", params.stop_token_ids, config.vocab_size)
+    if params.logprobs is not None and params.logprobs > config.vocab_size:
+        raise InvalidRequest(
+            f"logprobs is {params.logprobs}; the vocabulary has {config.vocab_size} ids", "logprobs"
+        )
+
+
+def _check_ids(param: str, token_ids: Iterable[int], vocab_size: int) -> None:
+    for token_id in token_ids:
+        if not 0 <= token_id < vocab_size:
+            raise InvalidRequest(
+                f"token id {token_id} in {param} is outside the vocabulary of {vocab_size} ids "
+                f"(0 to {vocab_size - 1})",
+                param,
+            )
+
+
+def _check_positions(positions: tuple[int, ...], length: int) -> None:
+    if not positions or list(positions) != sorted(set(positions)):
+        raise InvalidRequest("positions must be ascending, distinct and at least one", "positions")
+    if positions[0] < 0 or positions[-1] >= length:
+        raise InvalidRequest(
+            f"positions run from {positions[0]} to {positions[-1]}; the prompt has {length} "
+            f"tokens, positions 0 to {length - 1}",
+            "positions",
+        )

@@ -1,0 +1,133 @@
+"""Runner: computes what a step plan asks for. The one file between the engine and the tensors.
+
+Prefill runs in whole blocks of 32 positions at multiples of 32, decode in rows padded to a multiple
+of ROW_GROUP: so the arithmetic of a row depends on its phase and position only, never on who is
+computed beside it. Measured on the matrix products of float32 on CPUs: the bits of a row differ
+between 1, 2 to 3, and 4 or more rows, and are one class from 4 rows up in multiples of 4.
+
+Knows sequences and plans, not queues or events. Decides nothing.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from model.config import BLOCK
+from model.engine.sampler import Row, Sampled, sample
+from model.engine.scheduler import PrefillChunk, StepPlan
+from model.engine.sequence import Sequence
+from model.gpt import GPT
+from model.kv_cache import KVCache
+
+ROW_GROUP = 4
+ROWS_BYTES = 16 * 2**20
+"""What one piece of full-vocabulary rows may take in float32."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Logits of some prompt positions: a NumPy array (len(positions), columns), float32."""
+
+    positions: tuple[int, ...]
+    values: Any
+
+
+@dataclass(slots=True)
+class StepOutput:
+    """The results of one plan, by sequence."""
+
+    sampled: dict[Sequence, Sampled] = field(default_factory=dict)
+    rows: dict[Sequence, Rows] = field(default_factory=dict)
+
+
+class Runner:
+    """A model, its cache, and the forward passes of a step."""
+
+    def __init__(self, gpt: GPT, slots: int) -> None:
+        weight = gpt.token_embedding.weight
+        self.gpt = gpt
+        self.device = weight.device
+        self.cache = KVCache(gpt.config, slots, device=weight.device, dtype=weight.dtype)
+
+    @property
+    def rows_chunk(self) -> int:
+        """Positions of a LogitsRequest to compute at once, whole blocks of 32."""
+        row_bytes = 4 * self.gpt.config.vocab_size
+        return max(1, ROWS_BYTES // row_bytes // BLOCK) * BLOCK
+
+    @torch.inference_mode()
+    def run(self, plan: StepPlan) -> StepOutput:
+        output = StepOutput()
+        sequences: list[Sequence] = []
+        logits: list[Tensor] = []  # each (1, V)
+        for chunk in plan.prefill:
+            hidden = self.prefill(chunk)
+            if chunk.sequence.logits is not None:
+                output.rows[chunk.sequence] = self._rows(chunk, hidden)
+            elif chunk.completes_prompt:
+                sequences.append(chunk.sequence)
+                logits.append(self._logits(hidden[-1:]))
+        if plan.decode:
+            sequences.extend(plan.decode)
+            logits.append(self.decode(plan.decode))
+        if sequences:
+            rows = [_row(sequence) for sequence in sequences]
+            sampled = sample(torch.cat(logits), rows)
+            output.sampled = dict(zip(sequences, sampled, strict=True))
+        return output
+
+    def prefill(self, chunk: PrefillChunk) -> Tensor:
+        """Compute a chunk into its slot; the hidden states of its positions (T, d_model)."""
+        sequence, start = chunk.sequence, chunk.start
+        assert sequence.slot is not None
+        assert start % BLOCK == 0
+        if chunk.copy_from is not None:
+            self.cache.copy_prefix(chunk.copy_from, sequence.slot, start)
+        length = chunk.end - start
+        padding = -length % BLOCK
+        # The padding's keys lie behind every position that is ever looked at before it is
+        # overwritten; its own results are dropped.
+        token_ids = torch.tensor(
+            [sequence.tokens[start : chunk.end] + [0] * padding], device=self.device
+        )
+        positions = torch.arange(start, chunk.end + padding, device=self.device)
+        positions = positions.clamp(max=self.gpt.config.context_length - 1)[None]
+        hidden = self.gpt.transform(token_ids, positions, self.cache.prefill(sequence.slot, start))
+        return hidden[0, :length]
+
+    def decode(self, sequences: tuple[Sequence, ...]) -> Tensor:
+        """Compute the last token of each sequence; the logits that follow it (B, V)."""
+        padding = [0] * (-len(sequences) % ROW_GROUP)
+        slots = [s.slot for s in sequences if s.slot is not None]
+        places = [s.computed for s in sequences]
+        token_ids = torch.tensor(
+            [s.tokens[s.computed] for s in sequences] + padding, device=self.device
+        )
+        positions = torch.tensor(places + padding, device=self.device)
+        attend = self.cache.decode(slots, places)
+        hidden = self.gpt.transform(token_ids[:, None], positions[:, None], attend)
+        return self.gpt.logits(hidden[:, 0])[: len(sequences)]
+
+    def _rows(self, chunk: PrefillChunk, hidden: Tensor) -> Rows:
+        request = chunk.sequence.logits
+        assert request is not None
+        positions = tuple(p for p in request.positions if chunk.start <= p < chunk.end)
+        # (P, C) of those positions, then (P, V), then (P, columns)
+        logits = self._logits(hidden[[p - chunk.start for p in positions]])
+        if request.columns is not None:
+            logits = logits[:, list(request.columns)]
+        return Rows(positions, logits.float().cpu().numpy())
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        """Logits (R, V) of hidden states (R, d_model), by rows padded like those of decode."""
+        padding = -len(hidden) % ROW_GROUP
+        padded = torch.nn.functional.pad(hidden, (0, 0, 0, padding))
+        return self.gpt.logits(padded)[: len(hidden)]
+
+
+def _row(sequence: Sequence) -> Row:
+    request = sequence.generation
+    assert request is not None
+    return Row(request.params, sequence.index, sequence.tokens, sequence.prompt_length)

@@ -1,0 +1,147 @@
+"""Scheduler: which sequences the next step computes.
+
+First come, first served. A step prefills at most `prefill_chunk` positions, shared by as many
+prompts as fit, and decodes every running sequence once; so a long prompt delays a running
+sequence by one chunk at most, and never starves it. What was admitted can always finish: there is
+no preemption. Knows tokens and slots, not tensors.
+"""
+
+from collections import deque
+from dataclasses import dataclass
+
+from model.config import BLOCK
+from model.engine.api import EngineConfig
+from model.engine.sequence import Sequence, State
+from model.engine.slots import SlotPool
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillChunk:
+    """Positions [start, end) of one sequence's prompt. `copy_from`, on a first chunk, is the slot
+    that holds positions [0, start) already."""
+
+    sequence: Sequence
+    start: int
+    end: int
+    copy_from: int | None = None
+
+    @property
+    def completes_prompt(self) -> bool:
+        return self.end == self.sequence.prompt_length
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    prefill: tuple[PrefillChunk, ...]
+    decode: tuple[Sequence, ...]
+
+    def __bool__(self) -> bool:
+        return bool(self.prefill or self.decode)
+
+
+class Scheduler:
+    """Queue, running set and slots; turns them into one `StepPlan` after another.
+
+    `rows_chunk` bounds a chunk whose rows are handed out: they take memory by the vocabulary.
+    """
+
+    def __init__(self, config: EngineConfig, rows_chunk: int) -> None:
+        self.config = config
+        self.rows_chunk = rows_chunk
+        self.slots = SlotPool(config.slots)
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []  # in order of admission
+        self._step = 0
+
+    def enqueue(self, sequence: Sequence) -> None:
+        self.waiting.append(sequence)
+
+    def has_work(self) -> bool:
+        """Whether the next plan would hold anything: somebody can compute, or can be admitted."""
+        can_admit = bool(self.waiting) and self.slots.used < self.slots.total
+        return can_admit or any(sequence.may_compute for sequence in self.running)
+
+    def plan(self, now: float) -> StepPlan:
+        """Admit what fits and choose the work of the next step."""
+        self._step += 1
+        self._admit(now)
+        decode = tuple(s for s in self.running if s.state is State.DECODE)
+        return StepPlan(prefill=tuple(self._prefill_chunks()), decode=decode)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Take a sequence out, whatever it was doing. Its slot is free for the next step."""
+        if sequence.state is State.WAITING:
+            self.waiting.remove(sequence)
+        else:
+            self.running.remove(sequence)
+            assert sequence.slot is not None
+            self.slots.release(sequence.slot, self._step)
+            sequence.slot = None
+        sequence.state = State.FINISHED
+
+    def prefilled(self, chunk: PrefillChunk, now: float) -> None:
+        """Book a computed chunk; its whole blocks can be shared from now on."""
+        sequence = chunk.sequence
+        assert sequence.slot is not None
+        sequence.computed = chunk.end
+        self.slots.keep(sequence.slot, sequence.tokens[: chunk.end - chunk.end % BLOCK])
+        if chunk.completes_prompt:
+            sequence.state = State.DECODE
+            sequence.prefilled = now
+
+    def check_integrity(self) -> None:
+        """Every slot has one owner or none, and nobody runs without one (for tests)."""
+        held = [sequence.slot for sequence in self.running]
+        assert len(held) == len(set(held)), f"a slot is shared: {held}"
+        assert set(held) == self.slots.owned(), f"{held} held, {self.slots.owned()} owned"
+        assert all(s.state in (State.PREFILL, State.DECODE) for s in self.running)
+        assert all(s.state is State.WAITING and s.slot is None for s in self.waiting)
+
+    def _admit(self, now: float) -> None:
+        while self.waiting and not self._leader_in_prefill(self.waiting[0]):
+            source, length = self._shared_prefix(self.waiting[0])
+            slot = self.slots.acquire(self._step, preferred=source if length else None)
+            if slot is None:
+                return
+            sequence = self.waiting.popleft()
+            sequence.slot = slot
+            sequence.state = State.PREFILL
+            sequence.admitted = now
+            self.running.append(sequence)
+
+    def _leader_in_prefill(self, sequence: Sequence) -> bool:
+        """Whether a sibling is still computing the prompt that this one will then copy. Nothing is
+        lost by waiting: prompts are computed in this order anyway."""
+        return sequence.index > 0 and any(
+            s.request is sequence.request and s.state is State.PREFILL for s in self.running
+        )
+
+    def _shared_prefix(self, sequence: Sequence) -> tuple[int, int]:
+        """A slot to copy from, and how many positions before the first one whose hidden state
+        the sequence needs."""
+        if not self.config.prefix_reuse:
+            return 0, 0
+        return self.slots.longest_prefix(sequence.tokens[: sequence.first_needed + 1])
+
+    def _prefill_chunks(self) -> list[PrefillChunk]:
+        chunks = []
+        budget = self.config.prefill_chunk
+        for sequence in self.running:
+            if sequence.state is State.PREFILL and sequence.may_compute and budget:
+                chunk = self._chunk(sequence, budget)
+                budget -= -(-(chunk.end - chunk.start) // BLOCK) * BLOCK
+                chunks.append(chunk)
+        return chunks
+
+    def _chunk(self, sequence: Sequence, budget: int) -> PrefillChunk:
+        copy_from = None
+        if sequence.computed == 0:
+            assert sequence.slot is not None
+            source, length = self._shared_prefix(sequence)
+            copy_from = source if length else None
+            sequence.computed = sequence.cached = length
+            # Chunks run in the order planned here: from now on the row holds the prefix alone.
+            self.slots.keep(sequence.slot, sequence.tokens[:length])
+        size = budget if sequence.logits is None else min(budget, self.rows_chunk)
+        start = sequence.computed
+        return PrefillChunk(sequence, start, min(start + size, sequence.prompt_length), copy_from)

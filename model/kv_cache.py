@@ -1,0 +1,102 @@
+"""KV cache: slots, and attention over them.
+
+One slot is one contiguous row of positions per layer. `prefill` and `decode` give the two `Attend`s
+that write new keys and values into slots and attend over what is there.
+
+What a row of a result depends on is fixed: a prefilled position only on its own block of 32
+positions and the cache before it, a decoded one only on its slot up to its own position; never on
+how many others are computed beside it. That is why attention here goes block by block and slot by
+slot. Who owns a slot and what may be shared is decided in `model/engine/slots.py`.
+
+Shapes: S slots, K = n_kv_head, D = head_dim, L = slot_length.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from model.attention import Attend
+from model.config import BLOCK, GPTConfig
+
+
+class KVCache:
+    """Keys and values of `slots` sequences, each up to the context length."""
+
+    def __init__(
+        self, config: GPTConfig, slots: int, *, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        # Prefill writes whole blocks, so a row ends on a block's end.
+        self.slot_length = -(-config.context_length // BLOCK) * BLOCK
+        shape = (config.n_layer, slots, config.n_kv_head, self.slot_length, config.head_dim)
+        self.keys = torch.zeros(shape, device=device, dtype=dtype)  # (n_layer, S, K, L, D)
+        self.values = torch.zeros(shape, device=device, dtype=dtype)
+        # Row i of the last block sees all keys but the last BLOCK - 1 - i: sliced from the right,
+        # this one mask serves a block at any position.
+        visible = torch.ones(BLOCK, self.slot_length, dtype=torch.bool, device=device)
+        self._block_mask = visible.tril(self.slot_length - BLOCK)  # (BLOCK, L)
+
+    @property
+    def slots(self) -> int:
+        return self.keys.shape[1]
+
+    @property
+    def nbytes(self) -> int:
+        return self.keys.nbytes + self.values.nbytes
+
+    def prefill(self, slot: int, start: int) -> Attend:
+        """Attention of whole blocks of new positions of one slot, the first at `start`."""
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            # q (1, H, T, D); k, v (1, K, T, D); T a multiple of BLOCK
+            keys, values = self.keys[layer, slot], self.values[layer, slot]  # (K, L, D)
+            keys[:, start : start + k.shape[2]] = k[0]
+            values[:, start : start + v.shape[2]] = v[0]
+            blocks = []
+            for offset in range(0, q.shape[2], BLOCK):
+                end = start + offset + BLOCK
+                blocks.append(
+                    F.scaled_dot_product_attention(
+                        q[:, :, offset : offset + BLOCK],
+                        keys[None, :, :end],
+                        values[None, :, :end],
+                        attn_mask=self._block_mask[:, self.slot_length - end :],
+                        enable_gqa=q.shape[1] != k.shape[1],
+                    )
+                )
+            return torch.cat(blocks, dim=2)  # (1, H, T, D)
+
+        return attend
+
+    def decode(self, slots: Sequence[int], positions: Sequence[int]) -> Attend:
+        """Attention of one new position in each of several slots.
+
+        The batch may have more rows than there are slots (padding): their result is zero.
+        """
+        count = len(slots)
+        slot_index = torch.tensor(slots, device=self.keys.device)
+        position_index = torch.tensor(positions, device=self.keys.device)
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            # q (B, H, 1, D); k, v (B, K, 1, D)
+            keys, values = self.keys[layer], self.values[layer]  # (S, K, L, D)
+            keys[slot_index, :, position_index] = k[:count, :, 0]
+            values[slot_index, :, position_index] = v[:count, :, 0]
+            out = torch.zeros_like(q)
+            for row, (slot, position) in enumerate(zip(slots, positions, strict=True)):
+                out[row] = F.scaled_dot_product_attention(
+                    q[row : row + 1],
+                    keys[slot : slot + 1, :, : position + 1],
+                    values[slot : slot + 1, :, : position + 1],
+                    enable_gqa=q.shape[1] != k.shape[1],
+                )[0]
+            return out
+
+        return attend
+
+    def copy_prefix(self, source: int, target: int, length: int) -> None:
+        """Copy positions [0, length) of one slot into another, in every layer."""
+        if source != target:
+            self.keys[:, target, :, :length] = self.keys[:, source, :, :length]
+            self.values[:, target, :, :length] = self.values[:, source, :, :length]
