@@ -13,6 +13,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 Norm = Literal["layernorm", "rmsnorm"]
 NormPosition = Literal["pre", "post"]
 Positions = Literal["learned", "sinusoidal", "rotary"]
+DTypeName = Literal["auto", "float32", "bfloat16", "float16"]
 Activation = Literal["gelu_tanh", "gelu", "relu", "relu2", "swiglu"]
 
 BLOCK = 32

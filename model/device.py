@@ -6,11 +6,10 @@ objects, or refuses with the reason. Does not move anything there.
 
 import os
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 
-DTypeName = Literal["auto", "float32", "bfloat16", "float16"]
+from model.config import DTypeName
 
 
 class DeviceError(ValueError):

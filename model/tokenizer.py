@@ -57,12 +57,17 @@ class Tokenizer:
         self.pattern = pattern
         self.special_tokens = dict(special_tokens)
         self.vocab_size = max([len(ranks) - 1, *special_tokens.values()]) + 1
-        self._encoding = tiktoken.Encoding(
-            "logitd",
-            pat_str=pattern,
-            mergeable_ranks=self.ranks,
-            special_tokens=self.special_tokens,
-        )
+        try:
+            self._encoding = tiktoken.Encoding(
+                "logitd",
+                pat_str=pattern,
+                mergeable_ranks=self.ranks,
+                special_tokens=self.special_tokens,
+            )
+        except ValueError as error:
+            raise TokenizerError(
+                f"the split pattern {pattern[:60]!r} is no regular expression: {error}"
+            ) from error
         # Ids of a published encoding may have gaps; a gap has no bytes.
         self._bytes = [b""] * self.vocab_size
         for token, rank in self.ranks.items():
@@ -70,6 +75,8 @@ class Tokenizer:
         for text, token_id in self.special_tokens.items():
             self._bytes[token_id] = text.encode()
         self._special_ids = frozenset(self.special_tokens.values())
+        self.longest_token = max(map(len, self.ranks))
+        """Bytes of the longest ordinary token: a text has at least bytes / this many tokens."""
 
     @property
     def end_of_text(self) -> int | None:
@@ -127,8 +134,22 @@ class Tokenizer:
         special_tokens: Mapping[str, int] | None = None,
     ) -> "Tokenizer":
         """Read a ranks file. Without special tokens, END_OF_TEXT takes the id after the last."""
+        return cls.parse_ranks(
+            path.read_bytes(), name=path.name, pattern=pattern, special_tokens=special_tokens
+        )
+
+    @classmethod
+    def parse_ranks(
+        cls,
+        raw: bytes,
+        *,
+        name: str,
+        pattern: str = SPLIT_PATTERN,
+        special_tokens: Mapping[str, int] | None = None,
+    ) -> "Tokenizer":
+        """`read_ranks` of bytes already read; `name` is the file's, for messages."""
         ranks: dict[bytes, int] = {}
-        for number, line in enumerate(path.read_bytes().splitlines(), start=1):
+        for number, line in enumerate(raw.splitlines(), start=1):
             if not line.strip():
                 continue
             try:
@@ -136,7 +157,7 @@ class Tokenizer:
                 ranks[base64.b64decode(token, validate=True)] = int(rank)
             except (ValueError, binascii.Error) as error:
                 raise TokenizerError(
-                    f"line {number} of {path.name} is {line[:60]!r}; expected a base64 token, "
+                    f"line {number} of {name} is {line[:60]!r}; expected a base64 token, "
                     "a space and its rank"
                 ) from error
         if special_tokens is None:

@@ -49,14 +49,21 @@ class Engine:
     def kv_cache_bytes(self) -> int:
         return self._runner.cache.nbytes
 
-    def add(self, request: Request) -> None:
-        """Accept a request, or raise InvalidRequest. It is computed by the steps that follow."""
+    @property
+    def slots(self) -> int:
+        return self._scheduler.slots.total
+
+    def add(self, request: Request, arrived: float | None = None) -> None:
+        """Accept a request, or raise InvalidRequest. It is computed by the steps that follow.
+
+        `arrived` is when it came to whoever queued it, on the engine's clock; now, if not given.
+        """
         check_request(request, self.model_config)
         if request.request_id in self._sequences:
             raise InvalidRequest(f"request id {request.request_id!r} is in use")
         count = request.n if isinstance(request, GenerationRequest) else 1
-        now = self.clock()
-        sequences = [Sequence(request, index, now) for index in range(count)]
+        arrived = self.clock() if arrived is None else arrived
+        sequences = [Sequence(request, index, arrived) for index in range(count)]
         self._sequences[request.request_id] = sequences
         for sequence in sequences:
             self._scheduler.enqueue(sequence)

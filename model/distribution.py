@@ -1,0 +1,66 @@
+"""Distribution: what one row of logits says about the next token.
+
+NumPy in float64, no torch: rows arrive from the engine as arrays. Defines probability, logprob,
+rank, entropy and mass for every reply that names them; draws nothing.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+
+@dataclass(frozen=True, slots=True)
+class TokenProb:
+    """One id of a distribution; rank 1 is the likeliest, equals share the better rank."""
+
+    token_id: int
+    prob: float
+    logprob: float
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """Some ids of a distribution, their mass together, and the entropy (nats) of all of it."""
+
+    tokens: tuple[TokenProb, ...]
+    mass: float
+    entropy: float
+
+
+def log_softmax(logits: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
+    """Logprobs of a row (V,) of logits."""
+    shifted = logits.astype(np.float64) - np.max(logits)
+    result: npt.NDArray[np.float64] = shifted - np.log(np.exp(shifted).sum())
+    return result
+
+
+def largest(values: npt.NDArray[Any], count: int) -> npt.NDArray[np.intp]:
+    """Indices of the `count` largest of a row, descending; equals in the order of their index."""
+    count = min(count, len(values))
+    # Whatever is at least the count-th largest, equals included, then a stable sort of those.
+    threshold = np.partition(values, len(values) - count)[len(values) - count]
+    candidates = np.flatnonzero(values >= threshold)
+    order = np.argsort(-values[candidates], kind="stable")
+    return candidates[order][:count]
+
+
+def summarise(
+    logits: npt.NDArray[Any], *, top_k: int | None = None, token_ids: Sequence[int] | None = None
+) -> Summary:
+    """The `top_k` likeliest ids of a row (V,), or the given ones in the given order."""
+    logprobs = log_softmax(logits)
+    ids = largest(logprobs, top_k or 0) if token_ids is None else np.asarray(token_ids)
+    ascending = np.sort(logprobs)
+    chosen = logprobs[ids]
+    ranks = len(logprobs) - np.searchsorted(ascending, chosen, side="right") + 1
+    probs = np.exp(chosen)
+    tokens = tuple(
+        TokenProb(int(i), float(prob), float(logprob), int(rank))
+        for i, prob, logprob, rank in zip(ids, probs, chosen, ranks, strict=True)
+    )
+    everything = np.exp(logprobs)
+    return Summary(tokens, float(probs.sum()), float(-(everything * logprobs).sum()))

@@ -1,0 +1,122 @@
+"""The application: routes, middleware and the life of what is served.
+
+`create_app` starts nothing; the application loads its checkpoint when the server starts it, while
+/health already answers 503, and stops its engine when the server stops it.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import fastapi_offline
+from fastapi import FastAPI, Response
+from fastapi.openapi.docs import get_swagger_ui_html
+from fastapi.staticfiles import StaticFiles
+
+from model.checkpoint import CheckpointError, CheckpointInfo, load_checkpoint
+from model.device import DeviceError, Placement, choose_placement, describe, use_threads
+from model.engine.api import EngineConfig, InvalidRequest
+from model.engine.engine import Engine
+from model.gpt import GPT
+from model.version import VERSION
+from service import errors, openapi
+from service.async_engine import AsyncEngine
+from service.middleware import RequestLog
+from service.routes import generate, logits, operations, probs
+from service.settings import ServeSettings
+from service.state import Served, ServiceState
+
+logger = logging.getLogger("logitd")
+
+DESCRIPTION = """Serves a GPT that was trained with logitd, and every number it computes.
+
+Prompts are texts, lists of token ids, or lists of either. Errors are
+`{"error": {"message", "type", "param", "code"}}`, and the message says what to do."""
+
+
+def create_app(settings: ServeSettings) -> FastAPI:
+    """The service as an ASGI application."""
+    state = ServiceState(settings)
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        loading = asyncio.create_task(_load(state))
+        try:
+            yield
+        finally:
+            await loading
+            await state.drain()
+
+    app = FastAPI(
+        title="logitd",
+        version=VERSION,
+        description=DESCRIPTION,
+        lifespan=lifespan,
+        docs_url=None,
+        redoc_url=None,
+    )
+    app.state.service = state
+    errors.install(app)
+    openapi.install(app)
+    for router in (generate.router, logits.router, probs.router, operations.router):
+        app.include_router(router)
+    _serve_docs(app)
+    app.add_middleware(RequestLog, metrics=state.metrics)
+    return app
+
+
+async def _load(state: ServiceState) -> None:
+    """Load the checkpoint beside the event loop; a failure stays to be read in /health."""
+    settings = state.settings
+    try:
+        placement = choose_placement(settings.device, settings.dtype, settings.threads)
+        checkpoint, gpt, engine = await asyncio.to_thread(_build, settings, placement)
+    except (CheckpointError, DeviceError, InvalidRequest) as error:
+        logger.error("cannot serve: %s", error)
+        state.fail(str(error))
+    except Exception as error:
+        logger.exception("cannot serve")
+        state.fail(f"{type(error).__name__}: {error}")
+    else:
+        state.serve(
+            Served(
+                checkpoint=checkpoint,
+                placement=placement,
+                device=describe(placement.device),
+                parameters=gpt.parameter_count(),
+                kv_cache_bytes=engine.kv_cache_bytes,
+                engine=AsyncEngine(engine, max_queue=settings.max_queue, on_step=state.on_step),
+                settings=settings,
+            )
+        )
+
+
+def _build(settings: ServeSettings, placement: Placement) -> tuple[CheckpointInfo, GPT, Engine]:
+    use_threads(placement.threads)
+    checkpoint, gpt = load_checkpoint(
+        settings.checkpoint, device=placement.device, dtype=placement.dtype
+    )
+    config = EngineConfig(
+        slots=settings.slots,
+        prefill_chunk=settings.prefill_chunk,
+        prefix_reuse=settings.prefix_reuse,
+    )
+    return checkpoint, gpt, Engine(gpt, config)
+
+
+def _serve_docs(app: FastAPI) -> None:
+    """Swagger UI from this machine's files: /docs works without a network."""
+    assets = Path(fastapi_offline.__file__).parent / "static"
+    app.mount("/docs/assets", StaticFiles(directory=assets), name="docs-assets")
+
+    @app.get("/docs", include_in_schema=False)
+    def docs() -> Response:
+        return get_swagger_ui_html(
+            openapi_url="/openapi.json",
+            title="logitd",
+            swagger_js_url="/docs/assets/swagger-ui-bundle.js",
+            swagger_css_url="/docs/assets/swagger-ui.css",
+            swagger_favicon_url="/docs/assets/favicon.png",
+        )

@@ -1,0 +1,321 @@
+"""AsyncEngine: the engine in a thread of its own, for the event loop.
+
+The only place with a thread. Requests go in through an inbox that the thread empties before each
+step; events come back by one wake-up of the event loop per step, into the mailbox of the
+submission they belong to. A mailbox holds at most what its request may produce, and is emptied
+whole: a slow reader gets fewer, larger pieces.
+
+Knows no HTTP and no text.
+"""
+
+import asyncio
+import logging
+import math
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from model.engine.api import (
+    EngineStats,
+    Event,
+    FinishEvent,
+    GenerationRequest,
+    Request,
+    RowsEvent,
+    StepResult,
+)
+from model.engine.engine import Engine, check_request
+
+logger = logging.getLogger("logitd.engine")
+
+
+class QueueFull(Exception):
+    """No room for a request; `retry_after` seconds from now there may be."""
+
+    def __init__(self, waiting: int, limit: int, retry_after: int) -> None:
+        super().__init__(f"{waiting} sequences are waiting, the queue holds {limit}")
+        self.retry_after = retry_after
+
+
+class EngineStopped(Exception):
+    """The engine takes no requests: it is shutting down, or it failed."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """One turn of the thread, handed over to the event loop."""
+
+    events: tuple[Event, ...]  # of the step, and of the aborts before it
+    result: StepResult
+    stats: EngineStats
+    seconds: float  # the step alone
+
+
+@dataclass(frozen=True, slots=True)
+class _Add:
+    request: Request
+    arrived: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Abort:
+    request_id: str
+    index: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Grant:
+    request_id: str
+
+
+Command = _Add | _Abort | _Grant
+
+
+class Submission:
+    """Requests on their way, and the mailbox of their events. Belongs to the event loop."""
+
+    def __init__(self, owner: "AsyncEngine", requests: Sequence[Request]) -> None:
+        self.request_ids = tuple(request.request_id for request in requests)
+        self._owner = owner
+        self._open = sum(sequence_count(request) for request in requests)
+        self._events: list[Event] = []
+        self._failure: str | None = None
+        self._arrived = asyncio.Event()
+
+    @property
+    def finished(self) -> bool:
+        """Whether every sequence has ended and every event was taken."""
+        return self._open == 0 and not self._events
+
+    async def take(self, timeout: float | None = None) -> list[Event]:
+        """All events since the last call; waits for the first. Empty when `timeout` passed.
+
+        Raises EngineStopped when the engine failed before the last event.
+        """
+        if not self._events and self._open and self._failure is None:
+            try:
+                await asyncio.wait_for(self._arrived.wait(), timeout)
+            except TimeoutError:
+                return []
+        self._arrived.clear()
+        if not self._events and self._failure is not None:
+            raise EngineStopped(self._failure)
+        events, self._events = self._events, []
+        for event in events:
+            if isinstance(event, RowsEvent):
+                self._owner.grant(event.request_id)
+        return events
+
+    def abort(self, request_id: str | None = None, index: int | None = None) -> None:
+        """End all, one request, or one of its sequences; harmless when they have ended. The last
+        event of each still comes."""
+        if self._open:
+            for target in self.request_ids if request_id is None else (request_id,):
+                self._owner.abort(target, index)
+
+    def deliver(self, event: Event) -> None:
+        """Put an event into the mailbox; called by the owner."""
+        self._events.append(event)
+        self._open -= isinstance(event, FinishEvent)
+        self._arrived.set()
+
+    def fail(self, reason: str) -> None:
+        """No more events will come; called by the owner."""
+        self._failure = reason
+        self._arrived.set()
+
+
+class AsyncEngine:
+    """Owns the engine's thread: submit, abort, grant, stop. Made on the event loop it serves."""
+
+    def __init__(
+        self, engine: Engine, *, max_queue: int, on_step: Callable[[StepReport], None]
+    ) -> None:
+        self._engine = engine
+        self._max_queue = max_queue
+        self._on_step = on_step
+        self._inbox: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
+        self._open: dict[str, _OpenRequest] = {}
+        self._open_sequences = 0
+        self._pace = _Pace()
+        self._draining = False
+        self._failure: str | None = None
+        self._loop = asyncio.get_running_loop()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._stopped = asyncio.Event()
+        # A daemon, so that a process that must die is not kept by a step.
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
+
+    @property
+    def failure(self) -> str | None:
+        """Why the engine stopped by itself, if it did."""
+        return self._failure
+
+    @property
+    def open_sequences(self) -> int:
+        """Sequences submitted and not yet ended."""
+        return self._open_sequences
+
+    def now(self) -> float:
+        """The engine's clock, on which deadlines are given."""
+        return self._engine.clock()
+
+    def check_room(self, sequences: int) -> None:
+        """Raise EngineStopped or QueueFull unless so many sequences could be submitted now."""
+        if self._failure is not None:
+            raise EngineStopped(self._failure)
+        if self._draining:
+            raise EngineStopped("the server is shutting down")
+        slots = self._engine.slots
+        if self._open_sequences + sequences > slots + self._max_queue:
+            waiting = max(0, self._open_sequences - slots)
+            raise QueueFull(waiting, self._max_queue, self._pace.seconds_for(waiting + 1))
+
+    def submit(self, requests: Sequence[Request]) -> Submission:
+        """Queue requests: all, or none.
+
+        Raises InvalidRequest for what the model cannot compute, and as `check_room` does.
+        """
+        for request in requests:
+            check_request(request, self._engine.model_config)
+        self.check_room(sum(sequence_count(request) for request in requests))
+        submission = Submission(self, requests)
+        for request in requests:
+            count = sequence_count(request)
+            self._open[request.request_id] = _OpenRequest(submission, count)
+            self._open_sequences += count
+            self._inbox.put(_Add(request, self.now()))
+        self._idle.clear()
+        return submission
+
+    def abort(self, request_id: str, index: int | None = None) -> None:
+        """End a request or one of its sequences; harmless when it has ended meanwhile."""
+        self._inbox.put(_Abort(request_id, index))
+
+    def grant(self, request_id: str) -> None:
+        """Let a LogitsRequest compute one more piece."""
+        self._inbox.put(_Grant(request_id))
+
+    async def stop(self, drain_timeout: float) -> None:
+        """Refuse new requests, give the running ones `drain_timeout` seconds, abort the rest."""
+        self._draining = True
+        if self._stopped.is_set():
+            return
+        try:
+            await asyncio.wait_for(self._idle.wait(), drain_timeout)
+        except TimeoutError:
+            logger.warning("aborting %d sequences at shutdown", self._open_sequences)
+            for request_id in list(self._open):
+                self.abort(request_id)
+        self._inbox.put(None)
+        await self._stopped.wait()
+        self._thread.join()
+
+    # The thread.
+
+    def _run(self) -> None:
+        try:
+            while self._turn():
+                pass
+        except BaseException as error:  # whatever it was, the waiters are told
+            logger.exception("the engine failed")
+            self._loop.call_soon_threadsafe(self._fail, f"{type(error).__name__}: {error}")
+        finally:
+            self._loop.call_soon_threadsafe(self._stopped.set)
+
+    def _turn(self) -> bool:
+        """Empty the inbox, step, hand over. False after the command to stop."""
+        commands = self._take_commands()
+        events = [event for command in commands if command for event in self._obey(command)]
+        started = time.perf_counter()
+        result = self._engine.step()
+        seconds = time.perf_counter() - started
+        report = StepReport((*events, *result.events), result, self._engine.stats(), seconds)
+        self._loop.call_soon_threadsafe(self._hand_over, report)
+        return None not in commands
+
+    def _take_commands(self) -> list[Command | None]:
+        """All that is in the inbox; waits for the first when the engine has nothing to do."""
+        commands = []
+        try:
+            if not self._engine.has_work():
+                commands.append(self._inbox.get(timeout=self._patience()))
+            while True:
+                commands.append(self._inbox.get_nowait())
+        except queue.Empty:
+            return commands
+
+    def _patience(self) -> float | None:
+        """Seconds until the deadline of a paused request; None when there is none."""
+        deadline = self._engine.next_deadline()
+        return None if deadline is None else max(0.0, deadline - self._engine.clock())
+
+    def _obey(self, command: Command) -> Sequence[Event]:
+        match command:
+            case _Add(request, arrived):
+                self._engine.add(request, arrived)
+            case _Abort(request_id, index):
+                return self._engine.abort(request_id, index)
+            case _Grant(request_id):
+                self._engine.grant(request_id)
+        return ()
+
+    # Back on the event loop.
+
+    def _hand_over(self, report: StepReport) -> None:
+        for event in report.events:
+            request = self._open[event.request_id]
+            request.submission.deliver(event)
+            if isinstance(event, FinishEvent):
+                self._end(event.request_id, request)
+        self._on_step(report)
+
+    def _end(self, request_id: str, request: "_OpenRequest") -> None:
+        self._pace.finished(queued=self._open_sequences > self._engine.slots)
+        self._open_sequences -= 1
+        request.open -= 1
+        if not request.open:
+            del self._open[request_id]
+        if not self._open:
+            self._idle.set()
+
+    def _fail(self, reason: str) -> None:
+        self._failure = reason
+        for request in self._open.values():
+            request.submission.fail(reason)
+        self._open.clear()
+        self._open_sequences = 0
+        self._idle.set()
+
+
+@dataclass(slots=True)
+class _OpenRequest:
+    submission: Submission
+    open: int  # sequences that have not ended
+
+
+class _Pace:
+    """The time between two finished sequences while others wait, smoothed."""
+
+    def __init__(self) -> None:
+        self._seconds = 1.0
+        self._last: float | None = None
+
+    def finished(self, *, queued: bool) -> None:
+        now = time.monotonic()
+        if queued and self._last is not None:
+            self._seconds += 0.1 * (now - self._last - self._seconds)
+        self._last = now if queued else None
+
+    def seconds_for(self, sequences: int) -> int:
+        """Whole seconds until so many will have finished, from 1 to 60."""
+        return min(60, max(1, math.ceil(self._seconds * sequences)))
+
+
+def sequence_count(request: Request) -> int:
+    """Sequences that a request will run as."""
+    return request.n if isinstance(request, GenerationRequest) else 1

@@ -1,0 +1,73 @@
+"""The command line: `logitd serve | train | generate | inspect`.
+
+Parses with the command's settings model, then imports the module that does the work and runs it:
+so --help and a wrong flag answer at once, without torch.
+"""
+
+import importlib
+import sys
+from collections.abc import Mapping, Sequence
+
+from pydantic import ValidationError
+from pydantic_settings import BaseSettings, CliApp
+
+from model.version import VERSION
+from service.settings import GenerateSettings, InspectSettings, ServeSettings, TrainSettings
+
+COMMANDS: Mapping[str, type[BaseSettings]] = {
+    "serve": ServeSettings,
+    "train": TrainSettings,
+    "generate": GenerateSettings,
+    "inspect": InspectSettings,
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run a command and exit with its code."""
+    sys.exit(run(sys.argv[1:] if arguments is None else arguments))
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run a command; the exit code, 2 for a wrong command line."""
+    name, *rest = arguments or ["--help"]
+    if name in ("-h", "--help", "help"):
+        print(_help())
+        return 0
+    if name in ("-V", "--version", "version"):
+        print(f"logitd {VERSION}")
+        return 0
+    if name not in COMMANDS:
+        print(f"logitd: there is no command {name!r}\n\n{_help()}", file=sys.stderr)
+        return 2
+    try:
+        settings = CliApp.run(COMMANDS[name], cli_args=list(rest))
+    except ValidationError as error:
+        for problem in error.errors(include_url=False):
+            field = str(problem["loc"][0]) if problem["loc"] else name
+            print(
+                f"logitd {name}: --{field.replace('_', '-')}: {problem['msg']} "
+                f"(given: {problem['input']!r})",
+                file=sys.stderr,
+            )
+        return 2
+    # The one import by name: torch takes seconds, and only a command that computes needs it.
+    command = importlib.import_module(f"service.commands.{name}")
+    code: int = command.run(settings)
+    return code
+
+
+def _help() -> str:
+    lines = [f"  {name:<10} {(model.__doc__ or '').strip().splitlines()[0]}"
+             for name, model in COMMANDS.items()]  # fmt: skip
+    return "\n".join(
+        [
+            "logitd: train a GPT, serve every number it computes.",
+            "",
+            "usage: logitd COMMAND [FLAGS]",
+            "",
+            *lines,
+            "",
+            "logitd COMMAND --help lists a command's flags. Each flag FLAG can also be set as",
+            "LOGITD_FLAG in the environment or in a file .env.",
+        ]
+    )

@@ -1,0 +1,1 @@
+"""The commands, a module each with `run(settings) -> exit code`; imported when they are called."""

@@ -1,0 +1,86 @@
+"""`logitd generate`: text from a checkpoint, streamed to the terminal, without a server."""
+
+import secrets
+import sys
+
+from model.checkpoint import CheckpointError, load_checkpoint
+from model.device import DeviceError, choose_placement, use_threads
+from model.engine.api import (
+    EngineConfig,
+    FinishEvent,
+    FinishReason,
+    GenerationRequest,
+    InvalidRequest,
+    SamplingParams,
+    TokenEvent,
+)
+from model.engine.engine import Engine
+from model.tokenizer import Tokenizer
+from service.settings import GenerateSettings
+
+
+def run(settings: GenerateSettings) -> int:
+    try:
+        placement = choose_placement(settings.device, settings.dtype, settings.threads)
+        use_threads(placement.threads)
+        checkpoint, gpt = load_checkpoint(
+            settings.checkpoint, device=placement.device, dtype=placement.dtype
+        )
+        tokenizer = checkpoint.tokenizer
+        seed = secrets.randbits(32) if settings.seed is None else settings.seed
+        engine = Engine(gpt, EngineConfig(slots=settings.n))
+        request = _request(settings, tokenizer, seed, checkpoint.config.context_length)
+        engine.add(request)
+    except (CheckpointError, DeviceError, InvalidRequest) as error:
+        print(f"logitd generate: {error}", file=sys.stderr)
+        return 1
+    try:
+        code = _stream(engine, settings, tokenizer)
+    except KeyboardInterrupt:
+        code = 130
+    print(f"\n(seed {seed})", file=sys.stderr)
+    return code
+
+
+def _request(
+    settings: GenerateSettings, tokenizer: Tokenizer, seed: int, context_length: int
+) -> GenerationRequest:
+    token_ids = tuple(tokenizer.encode(settings.prompt))
+    room = context_length - len(token_ids)
+    stop = () if tokenizer.end_of_text is None else (tokenizer.end_of_text,)
+    params = SamplingParams(
+        # What was asked for, or what fits: text in a terminal is no promise of a length.
+        max_tokens=max(1, min(settings.max_tokens, room)),
+        seed=seed,
+        temperature=settings.temperature,
+        top_k=settings.top_k,
+        top_p=settings.top_p,
+        stop_token_ids=frozenset(stop),
+    )
+    return GenerationRequest(
+        request_id="generate", token_ids=token_ids, params=params, n=settings.n
+    )
+
+
+def _stream(engine: Engine, settings: GenerateSettings, tokenizer: Tokenizer) -> int:
+    """Print the first completion as it grows, the others when they are whole."""
+    detokenizers = [tokenizer.detokenizer() for _ in range(settings.n)]
+    texts = [settings.prompt] * settings.n
+    _show(settings.prompt)
+    while engine.has_work():
+        for event in engine.step().events:
+            if isinstance(event, TokenEvent) and not tokenizer.is_special(event.token_id):
+                text = detokenizers[event.index].push(event.token_id)
+                texts[event.index] += text
+                if event.index == 0:
+                    _show(text)
+            elif isinstance(event, FinishEvent) and event.reason is FinishReason.ERROR:
+                print(f"\nlogitd generate: {event.error}", file=sys.stderr)
+                return 1
+    for text in texts[1:]:
+        _show(f"\n---\n{text}")
+    return 0
+
+
+def _show(text: str) -> None:
+    print(text, end="", flush=True)

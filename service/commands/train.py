@@ -1,0 +1,37 @@
+"""`logitd train`: the trainer, with its progress on the terminal."""
+
+import sys
+
+from model.training.config import TrainingError
+from model.training.events import Event, Progress, line
+from model.training.trainer import train
+from service.settings import TrainSettings
+
+
+class TerminalReporter:
+    """Draws the trainer's events: one line each, and a progress line that is redrawn in place on
+    a terminal and printed as it is elsewhere."""
+
+    def __init__(self) -> None:
+        self._in_place = sys.stdout.isatty()
+        self._open_line = False
+
+    def __call__(self, event: Event, /) -> None:
+        if isinstance(event, Progress) and self._in_place:
+            print(f"\r\x1b[K{line(event)}", end="", flush=True)
+            self._open_line = True
+            return
+        if self._open_line:
+            print()
+            self._open_line = False
+        print(line(event), flush=True)
+
+
+def run(settings: TrainSettings) -> int:
+    try:
+        result = train(settings, TerminalReporter())
+    except TrainingError as error:
+        print(f"logitd train: {error}", file=sys.stderr)
+        return 1
+    print(f"\nserve it:  logitd serve --checkpoint {result.best}")
+    return 0

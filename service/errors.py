@@ -1,0 +1,174 @@
+"""Errors as clients see them: one shape, one place that says which status is which.
+
+    {"error": {"message": "...", "type": "...", "param": "...", "code": "..."}}
+
+The message is a sentence with the numbers and the way out; `type` and `code` are from closed sets.
+Nothing of the request is repeated, and of our own bugs nothing is told but the request's id.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import Any, Literal
+
+import orjson
+from fastapi import FastAPI, Request
+from fastapi.responses import Response
+from pydantic import ValidationError
+from starlette.exceptions import HTTPException
+
+from model.engine.api import FinishEvent, FinishReason, InvalidRequest
+
+ErrorType = Literal[
+    "invalid_request_error",
+    "not_found_error",
+    "rate_limit_error",
+    "unavailable_error",
+    "timeout_error",
+    "server_error",
+]
+MAX_REPORTED = 5
+"""Field errors named in one message."""
+
+
+@dataclass(eq=False)
+class ApiError(Exception):
+    """A reply that is an error. Raise it anywhere below a route, or write `body` into a stream."""
+
+    status: int
+    type: ErrorType
+    message: str
+    param: str | None = None
+    code: str | None = None
+    retry_after: int | None = None  # seconds
+
+    def body(self) -> dict[str, Any]:
+        return {
+            "error": {
+                "message": self.message,
+                "type": self.type,
+                "param": self.param,
+                "code": self.code,
+            }
+        }
+
+    def response(self) -> Response:
+        headers = {} if self.retry_after is None else {"Retry-After": str(self.retry_after)}
+        return Response(
+            orjson.dumps(self.body()),
+            status_code=self.status,
+            headers=headers,
+            media_type="application/json",
+        )
+
+
+def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
+    return ApiError(400, "invalid_request_error", message, param, code)
+
+
+def context_too_long(length: int, wanted: int, limit: int) -> ApiError:
+    """A prompt, with what is to follow it, that the model's context cannot hold."""
+    if length >= limit:
+        message = (
+            f"the prompt has {length} tokens; the model's context is {limit} and at least one "
+            f"token must be left for the completion. Shorten the prompt to {limit - 1} tokens"
+        )
+    else:
+        message = (
+            f"the prompt has {length} tokens and max_tokens is {wanted}: together "
+            f"{length + wanted}, the model's context is {limit}. Shorten the prompt or lower "
+            f"max_tokens to {limit - length}"
+        )
+    return bad_request(message, "prompt", "context_length_exceeded")
+
+
+def body_too_large(limit: int) -> ApiError:
+    message = f"the body is larger than {limit} bytes; send less, or raise --max-body-bytes"
+    return ApiError(413, "invalid_request_error", message, None, "body_too_large")
+
+
+def unavailable(message: str, retry_after: int = 1) -> ApiError:
+    return ApiError(503, "unavailable_error", message, None, "unavailable", retry_after)
+
+
+def from_validation(error: ValidationError) -> ApiError:
+    """A body that does not fit its model, in one sentence per wrong field."""
+    problems = error.errors(include_url=False, include_context=False, include_input=False)
+    sentences = [_sentence(problem) for problem in problems[:MAX_REPORTED]]
+    if len(problems) > MAX_REPORTED:
+        sentences.append(f"and {len(problems) - MAX_REPORTED} more")
+    location = problems[0]["loc"]
+    return bad_request("; ".join(sentences), str(location[0]) if location else None)
+
+
+def from_invalid(error: InvalidRequest) -> ApiError:
+    return bad_request(str(error), error.param)
+
+
+def from_finish(event: FinishEvent) -> ApiError | None:
+    """The error that a sequence's end means for its client, if it is one."""
+    match event.reason:
+        case FinishReason.STOP | FinishReason.LENGTH:
+            return None
+        case FinishReason.TIMEOUT:
+            waited = event.times.finished - event.times.arrived
+            return ApiError(
+                504,
+                "timeout_error",
+                f"the request's timeout passed after {waited:.3g} s, with "
+                f"{event.completion_tokens} tokens generated",
+                "timeout",
+                "deadline_exceeded",
+            )
+        case FinishReason.ABORT:
+            return unavailable("the request was aborted: the server is shutting down")
+        case FinishReason.ERROR:
+            return ApiError(
+                500, "server_error", "the engine failed on this request", None, "engine"
+            )
+
+
+def install(app: FastAPI) -> None:
+    """Give every error of the application the one shape."""
+
+    @app.exception_handler(ApiError)
+    async def api_error(request: Request, error: ApiError) -> Response:
+        return error.response()
+
+    @app.exception_handler(HTTPException)
+    async def http_error(request: Request, error: HTTPException) -> Response:
+        response = _from_status(error.status_code, request).response()
+        response.headers.update(error.headers or {})
+        return response
+
+    @app.exception_handler(Exception)
+    async def own_bug(request: Request, error: Exception) -> Response:
+        # Starlette logs the traceback; the client learns that it was not its fault.
+        return ApiError(
+            500, "server_error", "internal error; the log has it", None, "internal"
+        ).response()
+
+
+def _from_status(status: int, request: Request) -> ApiError:
+    path = request.scope["path"]
+    match status:
+        case 404:
+            return ApiError(404, "not_found_error", f"there is no {path} here; see /docs")
+        case 405:
+            message = f"{path} does not answer {request.method}; see /docs"
+            return ApiError(405, "invalid_request_error", message)
+        case _:
+            return ApiError(status, "invalid_request_error", HTTPStatus(status).phrase)
+
+
+def _sentence(problem: Mapping[str, Any]) -> str:
+    field = ".".join(str(part) for part in problem["loc"])
+    match problem["type"]:
+        case "extra_forbidden":
+            return f"{field} is no field of this endpoint"
+        case "missing":
+            return f"{field} is required"
+        case "json_invalid":
+            return f"the body is no JSON: {problem['msg'].removeprefix('Invalid JSON: ')}"
+        case _:
+            return f"{field}: {problem['msg'][:300]}" if field else str(problem["msg"])[:300]

@@ -1,0 +1,77 @@
+"""Middleware: what happens to every request, whatever its endpoint. Pure ASGI.
+
+A request id (taken from `X-Request-ID` or made, and returned), the count by endpoint and status,
+one log line, and a cap on the size of headers, which the HTTP parser does not have. Starlette's
+BaseHTTPMiddleware would hide a client's disconnect and make streams several times dearer.
+"""
+
+import logging
+import re
+import time
+import uuid
+from collections.abc import Iterable
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from service.errors import ApiError
+from service.metrics import Metrics, endpoint_label
+
+logger = logging.getLogger("logitd.http")
+
+REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
+MAX_HEADER_BYTES = 64 * 1024
+QUIET = ("/health", "/metrics")
+"""Endpoints that are polled: logged at debug level."""
+
+
+class RequestLog:
+    """Names, counts and logs each request. Never logs what a request says."""
+
+    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+        self._app = app
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        request_id = _request_id(scope["headers"])
+        started = time.perf_counter()
+        status = 500
+
+        async def send_named(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message["headers"] = [*message["headers"], (b"x-request-id", request_id)]
+            await send(message)
+
+        try:
+            if sum(len(name) + len(value) for name, value in scope["headers"]) > MAX_HEADER_BYTES:
+                too_large = ApiError(
+                    431,
+                    "invalid_request_error",
+                    f"the headers are larger than {MAX_HEADER_BYTES} bytes together",
+                )
+                await too_large.response()(scope, receive, send_named)
+            else:
+                await self._app(scope, receive, send_named)
+        finally:
+            endpoint = endpoint_label(scope["path"])
+            self._metrics.requests.labels(endpoint, str(status)).inc()
+            logger.log(
+                logging.DEBUG if endpoint in QUIET else logging.INFO,
+                "%s %s %d %.1f ms %s",
+                scope["method"],
+                endpoint,
+                status,
+                1e3 * (time.perf_counter() - started),
+                request_id.decode(),
+            )
+
+
+def _request_id(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
+    for name, value in headers:
+        if name == b"x-request-id" and REQUEST_ID.fullmatch(value):
+            return value
+    return uuid.uuid4().hex.encode()

@@ -1,0 +1,49 @@
+"""What /docs and /openapi.json say beyond what FastAPI finds out by itself.
+
+Request bodies are read by `body_of`, which FastAPI cannot see into, so their schemas are added
+here; so are the errors that every endpoint can answer.
+"""
+
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+from pydantic.json_schema import models_json_schema
+
+from service.schemas import ErrorReply, GenerateRequest, LogitsRequest, ProbsRequest
+
+REQUEST_BODIES = (GenerateRequest, LogitsRequest, ProbsRequest)
+
+ERRORS: dict[int | str, dict[str, Any]] = {
+    400: {"model": ErrorReply, "description": "A field is wrong, or the context is too short"},
+    404: {"model": ErrorReply, "description": "Another model was asked for"},
+    413: {"model": ErrorReply, "description": "The body is too large"},
+    415: {"model": ErrorReply, "description": "The body is no JSON"},
+    429: {"model": ErrorReply, "description": "The queue is full; see Retry-After"},
+    500: {"model": ErrorReply, "description": "Our own fault"},
+    503: {"model": ErrorReply, "description": "Loading or shutting down; see Retry-After"},
+    504: {"model": ErrorReply, "description": "The request's timeout passed"},
+}
+
+
+def install(app: FastAPI) -> None:
+    """Let the application describe itself with the request bodies included."""
+
+    def openapi() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            schema = get_openapi(
+                title=app.title,
+                version=app.version,
+                description=app.description,
+                routes=app.routes,
+                tags=app.openapi_tags,
+            )
+            _, bodies = models_json_schema(
+                [(model, "validation") for model in REQUEST_BODIES],
+                ref_template="#/components/schemas/{model}",
+            )
+            schema["components"]["schemas"].update(bodies["$defs"])
+            app.openapi_schema = schema
+        return app.openapi_schema
+
+    app.openapi = openapi  # type: ignore[method-assign]

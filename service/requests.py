@@ -1,0 +1,299 @@
+"""From a validated body to requests that the engine takes.
+
+Reads bodies strictly, turns prompts into token ids, resolves what a field means for this model
+(what fits, which tokens stop, which seed) and refuses, with the numbers, what cannot run. Nothing
+is queued here.
+"""
+
+import asyncio
+import secrets
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import Any, TypeVar
+
+from fastapi import Request
+from pydantic import BaseModel, ValidationError
+
+from model.engine.api import GenerationRequest, InvalidRequest, LogitsRequest, SamplingParams
+from model.tokenizer import Tokenizer
+from service import schemas
+from service.async_engine import EngineStopped, QueueFull, Submission
+from service.errors import (
+    ApiError,
+    bad_request,
+    body_too_large,
+    context_too_long,
+    from_invalid,
+    from_validation,
+    unavailable,
+)
+from service.replies import new_id
+from service.state import Served
+
+Body = TypeVar("Body", bound=BaseModel)
+Result = TypeVar("Result")
+
+THREAD_CHARACTERS = 100_000
+"""Longer texts are encoded beside the event loop, not on it."""
+
+
+def body_of(model: type[Body]) -> Callable[[Request], Awaitable[Body]]:
+    """A dependency that reads a request's JSON into `model`.
+
+    pydantic reads the raw bytes: unlike the usual way through Python objects, that refuses NaN,
+    Infinity, 1e999, lone surrogates and bodies that are not UTF-8.
+    """
+
+    async def read(request: Request) -> Body:
+        media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if media_type != "application/json" and not media_type.endswith("+json"):
+            raise ApiError(
+                415,
+                "invalid_request_error",
+                f"the body's content type is {media_type[:80]!r}; send application/json "
+                "(curl: --json, or -H 'Content-Type: application/json')",
+            )
+        raw = await _bounded_body(request)
+        try:
+            return model.model_validate_json(raw)
+        except ValidationError as error:
+            raise from_validation(error) from error
+
+    return read
+
+
+def described_by(model: type[BaseModel]) -> dict[str, Any]:
+    """The OpenAPI description of a body that `body_of` reads."""
+    reference = {"$ref": f"#/components/schemas/{model.__name__}"}
+    content = {"application/json": {"schema": reference}}
+    return {"requestBody": {"required": True, "content": content}}
+
+
+async def prompt_ids(prompt: Any, served: Served) -> list[tuple[int, ...]]:
+    """The token ids of each prompt of a body."""
+    if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)):
+        prompt = [prompt]
+    if not prompt:
+        raise bad_request("the prompt is empty; give at least one token", "prompt")
+    tokenizer, context = served.checkpoint.tokenizer, served.context_length
+    ids = []
+    for one in prompt:
+        encoded = await _encode(one, tokenizer, context) if isinstance(one, str) else tuple(one)
+        if not encoded:
+            raise bad_request("the prompt is empty; give at least one token", "prompt")
+        _check_ids("prompt", encoded, tokenizer.vocab_size)
+        ids.append(encoded)
+    return ids
+
+
+def generation_requests(
+    body: schemas.GenerateRequest, prompts: list[tuple[int, ...]], served: Served
+) -> list[GenerationRequest]:
+    """One engine request per prompt, or ApiError."""
+    _check_sequences(len(prompts) * body.n, served)
+    deadline = _deadline(body.timeout, served)
+    seed = secrets.randbits(63) if body.seed is None else body.seed
+    requests = []
+    for prompt in prompts:
+        room = served.context_length - len(prompt)
+        max_tokens = max(room, 0) if body.max_tokens is None else body.max_tokens
+        if room < 1 or max_tokens > room:
+            raise context_too_long(len(prompt), max_tokens, served.context_length)
+        requests.append(
+            GenerationRequest(
+                request_id=new_id("gen"),
+                token_ids=prompt,
+                params=_sampling_params(body, max_tokens, seed, served.checkpoint.tokenizer),
+                n=body.n,
+                deadline=deadline,
+            )
+        )
+    return requests
+
+
+def logits_request(
+    prompt: tuple[int, ...],
+    positions: str | list[int],
+    served: Served,
+    *,
+    columns: list[int] | None = None,
+    timeout: float | None = None,
+) -> LogitsRequest:
+    """The rows of one prompt, or ApiError."""
+    length = len(prompt)
+    if length > served.context_length:
+        raise bad_request(
+            f"the prompt has {length} tokens; the model's context is {served.context_length}. "
+            f"Shorten it by {length - served.context_length} tokens",
+            "prompt",
+            "context_length_exceeded",
+        )
+    return LogitsRequest(
+        request_id=new_id("logits"),
+        token_ids=prompt,
+        positions=_positions(positions, length),
+        columns=None if columns is None else tuple(columns),
+        deadline=_deadline(timeout, served),
+    )
+
+
+def check_requests(count: int, served: Served) -> None:
+    """Refuse more prompts than one request may have, or than there is room for."""
+    _check_sequences(count, served)
+    _translated(lambda: served.engine.check_room(count))
+
+
+def bad_request_unless_ids(param: str, token_ids: list[int], served: Served) -> None:
+    """Refuse ids outside the vocabulary."""
+    _check_ids(param, token_ids, served.checkpoint.tokenizer.vocab_size)
+
+
+def submit(served: Served, requests: list[GenerationRequest] | list[LogitsRequest]) -> Submission:
+    """Queue requests, or raise the ApiError that says why not."""
+    return _translated(lambda: served.engine.submit(requests))
+
+
+async def unless_gone(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
+    """Await `work`, but cancel it when the client goes: a plain handler would not notice."""
+    working = asyncio.ensure_future(work)
+    leaving = asyncio.ensure_future(_gone(request))
+    try:
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        raise ApiError(499, "invalid_request_error", "the client closed the connection")
+    finally:
+        working.cancel()
+        leaving.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)
+
+
+async def _bounded_body(request: Request) -> bytes:
+    """The body, read no further than the limit."""
+    limit: int = request.app.state.service.settings.max_body_bytes
+    chunks, size = [], 0
+    async for chunk in request.stream():
+        size += len(chunk)
+        if size > limit:
+            raise body_too_large(limit)
+        chunks.append(chunk)
+    return b"".join(chunks)
+
+
+async def _gone(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def _translated(call: Callable[[], Result]) -> Result:
+    """The engine's refusals as the client sees them."""
+    try:
+        return call()
+    except InvalidRequest as error:
+        raise from_invalid(error) from error
+    except QueueFull as error:
+        raise ApiError(
+            429,
+            "rate_limit_error",
+            f"{error}; try again in about {error.retry_after} s",
+            None,
+            "queue_full",
+            error.retry_after,
+        ) from error
+    except EngineStopped as error:
+        raise unavailable(str(error)) from error
+
+
+async def _encode(text: str, tokenizer: Tokenizer, context: int) -> tuple[int, ...]:
+    least = -(-len(text.encode()) // tokenizer.longest_token)
+    if least > context:
+        raise bad_request(
+            f"the prompt has {len(text)} characters, at least {least} tokens; the model's context "
+            f"is {context}. Shorten the prompt",
+            "prompt",
+            "context_length_exceeded",
+        )
+    try:
+        if len(text) > THREAD_CHARACTERS:
+            return tuple(await asyncio.to_thread(tokenizer.encode, text))
+        return tuple(tokenizer.encode(text))
+    except ValueError as error:  # the pattern gave up on a pathological text
+        raise bad_request(f"the prompt cannot be tokenized: {error}", "prompt") from error
+
+
+def _sampling_params(
+    body: schemas.GenerateRequest, max_tokens: int, seed: int, tokenizer: Tokenizer
+) -> SamplingParams:
+    stop_token_ids = set(body.stop_token_ids)
+    if tokenizer.end_of_text is not None and not body.ignore_eos:
+        stop_token_ids.add(tokenizer.end_of_text)
+    try:
+        return SamplingParams(
+            max_tokens=max_tokens,
+            seed=seed,
+            temperature=body.temperature,
+            top_k=body.top_k,
+            top_p=body.top_p,
+            min_p=body.min_p,
+            repetition_penalty=body.repetition_penalty,
+            presence_penalty=body.presence_penalty,
+            frequency_penalty=body.frequency_penalty,
+            logit_bias=_logit_bias(body.logit_bias),
+            allowed_token_ids=(
+                None if body.allowed_token_ids is None else tuple(body.allowed_token_ids)
+            ),
+            stop_token_ids=frozenset(stop_token_ids),
+            min_tokens=body.min_tokens,
+            logprobs=body.logprobs,
+            logprobs_stage=body.logprobs_stage,
+        )
+    except InvalidRequest as error:
+        raise from_invalid(error) from error
+
+
+def _logit_bias(biases: dict[str, float]) -> dict[int, float]:
+    """JSON's keys are strings; ours are ids."""
+    for key in biases:
+        if not (key.isascii() and key.isdigit()):
+            raise bad_request(f"logit_bias has the key {key[:40]!r}; keys are ids", "logit_bias")
+    return {int(key): bias for key, bias in biases.items()}
+
+
+def _positions(positions: str | list[int], length: int) -> tuple[int, ...]:
+    if positions == "last":
+        return (length - 1,)
+    if positions == "all":
+        return tuple(range(length))
+    for position in positions:
+        if not isinstance(position, int) or not -length <= position < length:
+            raise bad_request(
+                f"position {position} is outside the prompt of {length} tokens "
+                f"(0 to {length - 1}, or -{length} to -1 from the end)",
+                "positions",
+            )
+    resolved = [int(position) % length for position in positions]
+    if resolved != sorted(set(resolved)):
+        raise bad_request(f"positions {resolved[:20]} must be ascending and distinct", "positions")
+    return tuple(resolved)
+
+
+def _check_sequences(count: int, served: Served) -> None:
+    limit = served.settings.max_sequences
+    if count > limit:
+        raise bad_request(
+            f"the request has {count} sequences (prompts times n); {limit} are allowed in one. "
+            "Send less, or raise --max-sequences",
+            "n",
+        )
+
+
+def _check_ids(param: str, token_ids: Sequence[int], vocab_size: int) -> None:
+    if (largest := max(token_ids)) >= vocab_size:
+        raise bad_request(
+            f"token id {largest} in {param} is outside the vocabulary of {vocab_size} ids "
+            f"(0 to {vocab_size - 1})",
+            param,
+        )
+
+
+def _deadline(timeout: float | None, served: Served) -> float | None:
+    return None if timeout is None else served.engine.now() + timeout

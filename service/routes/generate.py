@@ -1,0 +1,135 @@
+"""POST /generate: sampling, as one JSON reply or as a stream of events."""
+
+from collections.abc import AsyncIterator
+from typing import Annotated, Any
+
+import orjson
+from fastapi import APIRouter, Depends, Request
+from starlette.responses import Response
+
+from model.engine.api import FinishEvent, GenerationRequest, TokenEvent
+from service import sse
+from service.async_engine import EngineStopped, Submission
+from service.errors import ApiError, from_finish, unavailable
+from service.openapi import ERRORS
+from service.replies import Completion, envelope, new_id, timings, usage
+from service.requests import (
+    body_of,
+    described_by,
+    generation_requests,
+    prompt_ids,
+    submit,
+    unless_gone,
+)
+from service.schemas import GenerateReply, GenerateRequest
+from service.state import Ready, Served
+
+router = APIRouter()
+
+GenerateBody = Annotated[GenerateRequest, Depends(body_of(GenerateRequest))]
+
+
+@router.post(
+    "/generate",
+    response_model=GenerateReply,
+    responses=ERRORS,
+    openapi_extra=described_by(GenerateRequest),
+    summary="Generate text",
+    tags=["generation"],
+)
+async def generate(body: GenerateBody, served: Ready, request: Request) -> Response:
+    """Continue a prompt. With `stream`, server-sent events: chunks of the reply's shape whose
+    choices hold what is new, then one with `usage` and `timings`, then `[DONE]`.
+
+    The same request with the same seed gives the same tokens, alone or among others."""
+    served.check_model(body.model)
+    prompts = await prompt_ids(body.prompt, served)
+    generation = Generation(body, generation_requests(body, prompts, served), served)
+    if not body.stream:
+        reply = await unless_gone(request, generation.reply())
+        return Response(orjson.dumps(reply), media_type="application/json")
+    return sse.StreamedResponse(
+        generation.events(),
+        on_end=generation.submission.abort,
+        write_timeout=served.settings.slow_reader_timeout,
+        media_type="text/event-stream",
+    )
+
+
+class Generation:
+    """One accepted request: its submission, and the completions that grow from it."""
+
+    def __init__(
+        self, body: GenerateRequest, requests: list[GenerationRequest], served: Served
+    ) -> None:
+        tokenizer = served.checkpoint.tokenizer
+        self._head = envelope(new_id("gen"), served.checkpoint)
+        self._seed = requests[0].params.seed
+        self._completions = {
+            (request.request_id, index): Completion(
+                tokenizer,
+                index=prompt_index * body.n + index,
+                prompt_index=prompt_index,
+                stop=body.stop_texts,
+                stop_token_ids=request.params.stop_token_ids,
+                echo=tokenizer.decode(request.token_ids) if body.echo else "",
+            )
+            for prompt_index, request in enumerate(requests)
+            for index in range(body.n)
+        }
+        self._finishes: list[FinishEvent] = []
+        self.submission: Submission = submit(served, requests)
+
+    async def reply(self) -> dict[str, Any]:
+        """The whole answer; whatever ends this call ends the generation."""
+        try:
+            while not self.submission.finished:
+                await self._advance(timeout=None)
+        finally:
+            self.submission.abort()
+        choices = [completion.take() for completion in self._completions.values()]
+        return {**self._head, "choices": choices, **self._tail()}
+
+    async def events(self) -> AsyncIterator[bytes]:
+        """The answer as server-sent events."""
+        try:
+            while not self.submission.finished:
+                if not await self._advance(timeout=sse.KEEP_ALIVE_SECONDS):
+                    yield sse.KEEP_ALIVE
+                    continue
+                new = (completion.take() for completion in self._completions.values())
+                if choices := [choice for choice in new if choice is not None]:
+                    yield sse.event({**self._head, "choices": choices})
+            yield sse.event({**self._head, "choices": [], **self._tail()})
+        except ApiError as error:
+            yield sse.event(error.body())
+        yield sse.DONE
+
+    async def _advance(self, timeout: float | None) -> bool:
+        """Take in the events since the last call. False when there were none in `timeout`."""
+        try:
+            events = await self.submission.take(timeout)
+        except EngineStopped as error:
+            raise unavailable(str(error)) from error
+        for event in events:
+            if isinstance(event, TokenEvent):
+                if self._completions[event.request_id, event.index].push(event):
+                    self.submission.abort(event.request_id, event.index)
+            elif isinstance(event, FinishEvent):
+                self._finish(event)
+        return bool(events)
+
+    def _finish(self, event: FinishEvent) -> None:
+        completion = self._completions[event.request_id, event.index]
+        self._finishes.append(event)
+        if not completion.finished and (error := from_finish(event)) is not None:
+            raise error
+        completion.finish(event)
+
+    def _tail(self) -> dict[str, Any]:
+        generated = sum(completion.generated for completion in self._completions.values())
+        return {
+            "usage": usage(self._finishes, generated),
+            "seed": self._seed,
+            "timings": timings(self._finishes, generated),
+        }

@@ -1,0 +1,77 @@
+"""GET endpoints for people who operate the service: health, info, version, metrics."""
+
+from dataclasses import asdict
+from typing import Any
+
+from fastapi import APIRouter, Response
+
+from model.version import VERSION
+from service.metrics import CONTENT_TYPE
+from service.openapi import ERRORS
+from service.replies import checkpoint_name
+from service.schemas import Health, Info, Version
+from service.state import Ready, State
+
+router = APIRouter(tags=["operations"])
+
+UNREADY: dict[int | str, dict[str, Any]] = {
+    503: {"model": Health, "description": "Loading, draining or failed"}
+}
+
+
+@router.get("/health", responses=UNREADY, summary="Ready to answer? (the same as /health/ready)")
+@router.get("/health/ready", responses=UNREADY, summary="Ready to answer?")
+def ready(state: State, response: Response) -> Health:
+    """200 when requests are answered, 503 while loading, draining or failed."""
+    status, reason = state.status()
+    if status != "ok":
+        response.status_code = 503
+        response.headers["Retry-After"] = "1"
+    return Health(status=status, reason=reason)
+
+
+@router.get("/health/live", responses=UNREADY, summary="Alive?")
+def live(state: State, response: Response) -> Health:
+    """200 while the process can still become or stay useful; 503 when it has failed for good."""
+    status, reason = state.status()
+    if status == "failed":
+        response.status_code = 503
+    return Health(status=status, reason=reason)
+
+
+@router.get("/info", responses={503: ERRORS[503]}, summary="What is served, where and how")
+def info(served: Ready) -> Info:
+    """The checkpoint, its shape and training, the device, and the limits of a request."""
+    checkpoint, settings = served.checkpoint, served.settings
+    return Info.model_validate(
+        {
+            "version": VERSION,
+            "model": checkpoint.name,
+            "checkpoint": checkpoint_name(checkpoint),
+            "config": checkpoint.config.to_dict(),
+            "training": asdict(checkpoint.training),
+            "parameters": served.parameters,
+            "device": served.device,
+            "dtype": served.placement.dtype_name,
+            "threads": served.placement.threads,
+            "slots": settings.slots,
+            "kv_cache_bytes": served.kv_cache_bytes,
+            "limits": {
+                "context_length": served.context_length,
+                "max_sequences": settings.max_sequences,
+                "max_queue": settings.max_queue,
+                "max_body_bytes": settings.max_body_bytes,
+            },
+        }
+    )
+
+
+@router.get("/version", summary="The version of logitd")
+def version() -> Version:
+    return Version(version=VERSION)
+
+
+@router.get("/metrics", response_class=Response, summary="Prometheus metrics")
+def metrics(state: State) -> Response:
+    """Prometheus' text format."""
+    return Response(state.metrics.render(), media_type=CONTENT_TYPE)

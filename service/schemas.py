@@ -1,0 +1,330 @@
+"""Schemas: the bodies of requests and replies, as pydantic models.
+
+They validate what comes in, strictly: no unknown field, no NaN, no number in quotes. For what goes
+out they are the documentation that /docs shows, and the tests hold every reply to them; the
+replies themselves are written as plain dicts, which is several times faster.
+"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+Text = Annotated[str, Field(max_length=2**22)]
+TokenIds = Annotated[list[TokenId], Field(max_length=2**20)]
+Prompts = Annotated[list[Text | TokenIds], Field(max_length=4096)]
+Prompt = Annotated[
+    Text | TokenIds | Prompts,
+    Field(description="A text, a list of token ids, or a list of texts and lists of ids."),
+]
+
+
+class RequestBody(BaseModel):
+    model_config = ConfigDict(
+        strict=True, extra="forbid", allow_inf_nan=False, frozen=True, hide_input_in_errors=True
+    )
+
+
+class ReplyBody(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+# POST /generate
+
+
+class GenerateRequest(RequestBody):
+    """Generate text after one or many prompts."""
+
+    prompt: Prompt
+    max_tokens: int | None = Field(
+        None, ge=1, lt=2**31, description="Tokens to generate at most. Absent: what fits."
+    )
+    temperature: float = Field(1.0, ge=0, le=1e6, description="0 is greedy.")
+    top_k: int = Field(0, ge=0, lt=2**31, description="Draw from the k likeliest. 0: all.")
+    top_p: float = Field(1.0, gt=0, le=1, description="Draw from the likeliest that make up p.")
+    min_p: float = Field(
+        0.0, ge=0, le=1, description="Draw from those at least p times as likely as the likeliest."
+    )
+    repetition_penalty: float = Field(
+        1.0, gt=0, le=100, description="Divides the logits of tokens seen so far. 1: off."
+    )
+    presence_penalty: float = Field(
+        0.0, ge=-100, le=100, description="Taken once from tokens generated so far."
+    )
+    frequency_penalty: float = Field(
+        0.0, ge=-100, le=100, description="Taken from generated tokens as often as they occurred."
+    )
+    logit_bias: dict[str, float] = Field(
+        default_factory=dict, max_length=4096, description="Added to the logits: {token id: bias}."
+    )
+    allowed_token_ids: list[TokenId] | None = Field(
+        None, min_length=1, max_length=2**20, description="No other token can be drawn."
+    )
+    stop: Text | list[Text] = Field(
+        default_factory=list, description="Texts that end the completion; not part of it."
+    )
+    stop_token_ids: list[TokenId] = Field(
+        default_factory=list, max_length=4096, description="Tokens that end the completion."
+    )
+    ignore_eos: bool = Field(False, description="Go on after the end-of-text token.")
+    min_tokens: int = Field(
+        0, ge=0, lt=2**31, description="Before as many tokens, none that ends the text is drawn."
+    )
+    seed: int | None = Field(
+        None, ge=0, lt=2**64, description="Same seed, same tokens. Absent: drawn, and returned."
+    )
+    n: int = Field(1, ge=1, le=4096, description="Completions per prompt.")
+    logprobs: int | None = Field(
+        None, ge=0, lt=2**31, description="Logprob of each token, and of the k likeliest."
+    )
+    logprobs_stage: Literal["raw", "processed"] = Field(
+        "raw", description="Logprobs before or after bias, penalties, temperature and filters."
+    )
+    echo: bool = Field(False, description="Put the prompt in front of each text.")
+    timeout: float | None = Field(
+        None, gt=0, le=86_400, description="Seconds from arrival until the request is ended (504)."
+    )
+    model: str | None = Field(None, max_length=256, description="If given, the name served here.")
+    stream: bool = Field(False, description="Answer with server-sent events.")
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "examples": [
+                {"prompt": "def main():", "max_tokens": 40, "temperature": 0.8, "seed": 1},
+                {"prompt": "import os", "max_tokens": 20, "temperature": 0, "logprobs": 3},
+                {"prompt": ["The ", "class "], "n": 2, "max_tokens": 8, "stream": True},
+            ]
+        }
+    )
+
+    @model_validator(mode="after")
+    def _stop_texts(self) -> "GenerateRequest":
+        texts = self.stop_texts
+        if len(texts) > 64:
+            raise ValueError(f"stop has {len(texts)} texts; 64 are allowed")
+        if any(not text for text in texts):
+            raise ValueError("stop holds an empty text, which would end every completion at once")
+        if any(len(text) > 1024 for text in texts):
+            raise ValueError("stop holds a text of more than 1024 characters")
+        return self
+
+    @property
+    def stop_texts(self) -> list[str]:
+        return [self.stop] if isinstance(self.stop, str) else list(self.stop)
+
+
+class CheckpointName(ReplyBody):
+    name: str
+    step: int
+    val_loss: float | None = Field(description="Nats per token on the validation text.")
+    weights_sha256: str
+
+
+class TopToken(ReplyBody):
+    id: int
+    text: str = Field(description="For people; bytes that are no UTF-8 show as U+FFFD.")
+    bytes: list[int]
+    logprob: float
+    rank: int = Field(description="1 is the likeliest.")
+
+
+class Token(TopToken):
+    top: list[TopToken]
+
+
+class Choice(ReplyBody):
+    index: int
+    prompt_index: int
+    text: str
+    token_ids: list[int]
+    tokens: list[Token] | None = Field(None, description="When logprobs were asked for.")
+    finish_reason: Literal["stop", "length"] | None
+    stop_reason: str | int | None = Field(description="The stop text or token id that ended it.")
+
+
+class Usage(ReplyBody):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    cached_tokens: int = Field(description="Prompt tokens copied instead of computed.")
+
+
+class Timings(ReplyBody):
+    queue_ms: float
+    prefill_ms: float
+    decode_ms: float
+    ttft_ms: float = Field(description="Arrival to the first token.")
+    tokens_per_second: float = Field(description="Generated tokens over the decoding time.")
+
+
+class GenerateReply(ReplyBody):
+    id: str
+    created: int
+    model: str
+    checkpoint: CheckpointName
+    choices: list[Choice]
+    usage: Usage
+    seed: int
+    timings: Timings
+
+
+# POST /logits
+
+
+class LogitsRequest(RequestBody):
+    """Raw logits of one or many prompts."""
+
+    prompt: Prompt
+    positions: Literal["last", "all"] | list[int] = Field(
+        "last",
+        description="Rows: the last position, all, or a list; negative ones count from the end.",
+    )
+    token_ids: list[TokenId] | None = Field(
+        None, min_length=1, max_length=2**20, description="Columns. Absent: the whole vocabulary."
+    )
+    top_k: int | None = Field(
+        None, ge=1, lt=2**31, description="Only the k largest of each row. JSON only."
+    )
+    dtype: Literal["float32", "float16"] = "float32"
+    timeout: float | None = Field(None, gt=0, le=86_400)
+    model: str | None = Field(None, max_length=256)
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "examples": [
+                {"prompt": "def main():", "top_k": 5},
+                {"prompt": [1, 2, 3], "positions": "all"},
+                {"prompt": "The answer", "positions": [0, -1], "token_ids": [10, 11, 12]},
+            ]
+        }
+    )
+
+    @model_validator(mode="after")
+    def _one_choice_of_columns(self) -> "LogitsRequest":
+        if self.token_ids is not None and self.top_k is not None:
+            raise ValueError("token_ids and top_k both choose columns; give one of them")
+        if isinstance(self.positions, list) and not self.positions:
+            raise ValueError("positions is empty; give at least one, or 'last' or 'all'")
+        return self
+
+
+class TopLogit(ReplyBody):
+    id: int
+    text: str
+    bytes: list[int]
+    logit: float
+
+
+class PromptLogits(ReplyBody):
+    index: int
+    token_ids: list[int]
+    positions: list[int] = Field(description="Row i predicts the token after this position.")
+    columns: list[int] | None = Field(description="Ids of the columns. null: 0, 1, 2, ...")
+    logits: list[list[float]] | None
+    top: list[list[TopLogit]] | None = Field(description="With top_k, instead of logits.")
+
+
+class LogitsReply(ReplyBody):
+    id: str
+    created: int
+    model: str
+    checkpoint: CheckpointName
+    stage: Literal["raw"]
+    dtype: Literal["float32", "float16"]
+    prompts: list[PromptLogits]
+
+
+# POST /probs
+
+
+class ProbsRequest(RequestBody):
+    """The distribution of the token after each prompt. Nothing is sampled."""
+
+    prompt: Prompt
+    top_k: int | None = Field(
+        None, ge=1, lt=2**31, description="The k likeliest tokens. Absent, without token_ids: 10."
+    )
+    token_ids: list[TokenId] | None = Field(
+        None, min_length=1, max_length=2**20, description="These tokens, whatever their rank."
+    )
+    timeout: float | None = Field(None, gt=0, le=86_400)
+    model: str | None = Field(None, max_length=256)
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "examples": [
+                {"prompt": "import ", "top_k": 3},
+                {"prompt": ["for i in ", "if not "], "token_ids": [32, 40]},
+            ]
+        }
+    )
+
+    @model_validator(mode="after")
+    def _one_choice_of_tokens(self) -> "ProbsRequest":
+        if self.token_ids is not None and self.top_k is not None:
+            raise ValueError("token_ids and top_k both choose tokens; give one of them")
+        return self
+
+
+class TokenProb(ReplyBody):
+    id: int
+    text: str
+    bytes: list[int]
+    prob: float
+    logprob: float
+    rank: int
+
+
+class PromptProbs(ReplyBody):
+    index: int
+    token_ids: list[int]
+    tokens: list[TokenProb]
+    mass: float = Field(description="Probability of the listed tokens together.")
+    entropy: float = Field(description="Of the whole distribution, in nats.")
+
+
+class ProbsReply(ReplyBody):
+    id: str
+    created: int
+    model: str
+    checkpoint: CheckpointName
+    stage: Literal["raw"]
+    prompts: list[PromptProbs]
+
+
+# Errors and GET replies
+
+
+class ErrorDetail(ReplyBody):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorReply(ReplyBody):
+    error: ErrorDetail
+
+
+class Health(ReplyBody):
+    status: Literal["ok", "loading", "draining", "failed"]
+    reason: str | None = None
+
+
+class Info(ReplyBody):
+    version: str
+    model: str
+    checkpoint: CheckpointName
+    config: dict[str, Any] = Field(description="The model's shape: config.json's `model`.")
+    training: dict[str, Any] = Field(description="Where the weights come from.")
+    parameters: int
+    device: str
+    dtype: str
+    threads: int
+    slots: int
+    kv_cache_bytes: int
+    limits: dict[str, float]
+
+
+class Version(ReplyBody):
+    version: str

@@ -1,0 +1,122 @@
+"""Settings: one model per command gives its flags, environment variables, .env keys and --help.
+
+Command line > `LOGITD_*` environment > `.env` > default. Every default of the command line stands
+here or in the trainer's `TrainingConfig`, and nowhere else. Imports neither torch nor fastapi, so
+that --help is immediate.
+"""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field
+from pydantic_settings import BaseSettings, CliPositionalArg, SettingsConfigDict
+
+from model.config import DTypeName
+from model.engine.api import EngineConfig
+from model.training.config import TrainingConfig
+
+BUNDLED_CHECKPOINT = Path(__file__).parent.parent / "checkpoints" / "python-small"
+
+
+def _settings(command: str) -> SettingsConfigDict:
+    return SettingsConfigDict(
+        env_prefix="LOGITD_",
+        env_file=".env",
+        extra="ignore",  # .env serves several commands
+        cli_prog_name=f"logitd {command}",
+        cli_kebab_case=True,
+        cli_implicit_flags=True,
+        cli_hide_none_type=True,
+        cli_avoid_json=True,
+        cli_show_env_vars=True,
+        frozen=True,
+    )
+
+
+LogLevel = Literal["debug", "info", "warning", "error"]
+
+CheckpointPath = Annotated[
+    Path, Field(description="checkpoint directory: one that `logitd train` wrote")
+]
+Device = Annotated[
+    str, Field(description="auto, cpu, cuda or cuda:N; auto is CUDA if there is one")
+]
+DType = Annotated[
+    DTypeName,
+    Field(description="numbers to compute in; auto is bfloat16 on CUDA and float32 on the CPU"),
+]
+Threads = Annotated[
+    int, Field(ge=0, le=1024, description="compute threads; 0 is one per available processor")
+]
+
+
+class ServeSettings(BaseSettings):
+    """Serve a checkpoint over HTTP."""
+
+    model_config = _settings("serve")
+
+    checkpoint: CheckpointPath = BUNDLED_CHECKPOINT
+    host: str = Field("127.0.0.1", description="address to bind; 0.0.0.0 for all")
+    port: int = Field(8000, ge=0, le=65535, description="port to bind; 0 picks a free one")
+    device: Device = "auto"
+    dtype: DType = "auto"
+    threads: Threads = 0
+    slots: int = Field(
+        EngineConfig().slots, ge=1, le=4096, description="sequences in the KV cache at once"
+    )
+    prefill_chunk: int = Field(
+        EngineConfig().prefill_chunk,
+        ge=32,
+        multiple_of=32,
+        description="prompt positions computed per step at most",
+    )
+    prefix_reuse: bool = Field(
+        EngineConfig().prefix_reuse, description="copy shared prompt prefixes between slots"
+    )
+    max_queue: int = Field(
+        256, ge=0, description="sequences that may wait for a slot; more are answered 429"
+    )
+    max_sequences: int = Field(
+        64, ge=1, description="sequences (prompts times n) in one request at most"
+    )
+    max_body_bytes: int = Field(4 * 2**20, ge=1024, description="request body at most")
+    slow_reader_timeout: float = Field(
+        30, gt=0, description="seconds a client may leave a stream unread before it is aborted"
+    )
+    drain_timeout: float = Field(
+        30, ge=0, description="seconds that running requests get to finish at shutdown"
+    )
+    log_level: LogLevel = "info"
+
+
+class TrainSettings(BaseSettings, TrainingConfig):
+    """Train a GPT on text; without --data on the text that every Python carries."""
+
+    model_config = _settings("train")
+
+
+class GenerateSettings(BaseSettings):
+    """Generate text from a checkpoint in the terminal, without a server."""
+
+    model_config = _settings("generate")
+
+    prompt: CliPositionalArg[str] = Field(description="text to continue")
+    checkpoint: CheckpointPath = BUNDLED_CHECKPOINT
+    max_tokens: int = Field(200, ge=1, description="tokens to generate at most")
+    temperature: float = Field(0.8, ge=0, description="0 is greedy")
+    top_k: int = Field(0, ge=0, description="draw from the k likeliest tokens; 0 is all")
+    top_p: float = Field(1.0, gt=0, le=1, description="draw from the likeliest that make up p")
+    seed: int | None = Field(None, ge=0, lt=2**64, description="same seed, same text")
+    n: int = Field(1, ge=1, le=64, description="completions")
+    device: Device = "auto"
+    dtype: DType = "auto"
+    threads: Threads = 0
+
+
+class InspectSettings(BaseSettings):
+    """Show a checkpoint's card, and the shape of every stage of a forward pass for a text."""
+
+    model_config = _settings("inspect")
+
+    checkpoint: CliPositionalArg[Path] = Field(BUNDLED_CHECKPOINT, description="directory")
+    text: str = Field("def main():", description="text to run through the model")

@@ -1,0 +1,98 @@
+"""Server-sent events: a streamed reply that ends its request when its reader goes.
+
+Format: `data: {json}` and a blank line, LF only; a comment every 15 s keeps proxies awake; an error
+after the first byte is `data: {"error": ...}`; `data: [DONE]` is the last.
+
+Starlette's StreamingResponse leaves two gaps that this class closes: a generator that always has
+something to say never notices that its client has gone, and one that is blocked on a full socket is
+not told to stop.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Mapping
+from typing import Any
+
+import orjson
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from service.errors import ApiError
+
+logger = logging.getLogger("logitd.http")
+
+KEEP_ALIVE_SECONDS = 15.0
+KEEP_ALIVE = b": keep-alive\n\n"
+DONE = b"data: [DONE]\n\n"
+
+
+def event(data: Any) -> bytes:
+    """One event; orjson writes no line break into it."""
+    return b"data: " + orjson.dumps(data) + b"\n\n"
+
+
+class StreamedResponse(Response):
+    """Writes the pieces of an async iterator as they come.
+
+    `on_end` is called exactly once, at the latest when the client is seen to be gone, or has left a
+    piece unread for `write_timeout` seconds: it must make the iterator's source stop.
+    """
+
+    def __init__(
+        self,
+        pieces: AsyncIterator[bytes],
+        *,
+        on_end: Callable[[], None],
+        write_timeout: float,
+        media_type: str,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        self._pieces = pieces
+        self._on_end = on_end
+        self._write_timeout = write_timeout
+        self.status_code = 200
+        self.media_type = media_type
+        self.background = None
+        self.init_headers(
+            {"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **(headers or {})}
+        )
+        del self.headers["content-length"]  # unknown: the body is chunked
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        writing = asyncio.ensure_future(self._write(send))
+        leaving = asyncio.ensure_future(_disconnect(receive))
+        try:
+            await asyncio.wait({writing, leaving}, return_when=asyncio.FIRST_COMPLETED)
+            if writing.done():
+                writing.result()
+        except TimeoutError:
+            logger.warning("a client left its stream unread for %g s", self._write_timeout)
+        except ApiError as error:
+            # Too late for a status. The body stays without its end, so the client knows.
+            logger.warning("a reply was broken off: %s", error.message)
+        finally:
+            self._on_end()
+            writing.cancel()
+            leaving.cancel()
+            await asyncio.gather(writing, leaving, return_exceptions=True)
+
+    async def _write(self, send: Send) -> None:
+        await send(
+            {
+                "type": "http.response.start",
+                "status": self.status_code,
+                "headers": self.raw_headers,
+            }
+        )
+        async for piece in self._pieces:
+            message = {"type": "http.response.body", "body": piece, "more_body": True}
+            await asyncio.wait_for(send(message), self._write_timeout)
+            # A send that never suspends would keep the disconnect from being seen.
+            await asyncio.sleep(0)
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _disconnect(receive: Receive) -> None:
+    """Return when the client has gone. The body must have been read already."""
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,124 @@
+"""ServiceState: what the routes of one application share.
+
+Loading, ready, draining or failed; and, once ready, the checkpoint and its engine. Nothing is
+global: an application has one of these, its routes get it by dependency.
+"""
+
+import asyncio
+import logging
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from fastapi import Depends, Request
+
+from model.checkpoint import CheckpointInfo
+from model.device import Placement
+from model.engine.api import FinishEvent
+from service.async_engine import AsyncEngine, StepReport
+from service.errors import ApiError, unavailable
+from service.metrics import Metrics
+from service.settings import ServeSettings
+
+logger = logging.getLogger("logitd")
+
+Status = Literal["loading", "ok", "draining", "failed"]
+
+
+@dataclass(frozen=True)
+class Served:
+    """A checkpoint that answers."""
+
+    checkpoint: CheckpointInfo
+    placement: Placement
+    device: str  # for people
+    parameters: int
+    kv_cache_bytes: int
+    engine: AsyncEngine
+    settings: ServeSettings
+
+    @property
+    def context_length(self) -> int:
+        return self.checkpoint.config.context_length
+
+    def check_model(self, name: str | None) -> None:
+        """Refuse a request for another model than the one served."""
+        if name is not None and name != self.checkpoint.name:
+            raise ApiError(
+                404,
+                "not_found_error",
+                f"there is no model {name[:80]!r} here; {self.checkpoint.name!r} is served",
+                "model",
+                "model_not_found",
+            )
+
+
+class ServiceState:
+    """The life of the service, and what it serves."""
+
+    def __init__(self, settings: ServeSettings) -> None:
+        self.settings = settings
+        self.metrics = Metrics()
+        self.served: Served | None = None
+        self.settled = asyncio.Event()  # loading has ended, well or badly
+        self._failure: str | None = None
+        self._draining = False
+
+    def serve(self, served: Served) -> None:
+        """Loading ended well."""
+        self.served = served
+        self.metrics.serving(served.checkpoint, served.settings.slots)
+        self.settled.set()
+
+    def fail(self, reason: str) -> None:
+        """Loading ended badly."""
+        self._failure = reason
+        self.settled.set()
+
+    async def drain(self) -> None:
+        """Answer no new requests, let the running ones end, stop the engine."""
+        self._draining = True
+        if self.served is not None:
+            await self.served.engine.stop(self.settings.drain_timeout)
+
+    def on_step(self, report: StepReport) -> None:
+        """Called after each step of the engine, on the event loop."""
+        if self.served is not None:
+            self.metrics.observe_step(report, self.served.engine.now())
+        for event in report.events:
+            if isinstance(event, FinishEvent) and event.error is not None:
+                logger.error("request %s: %s", event.request_id, event.error)
+
+    def status(self) -> tuple[Status, str | None]:
+        """The state of the service and, when it is failed, why."""
+        if self._failure is not None:
+            return "failed", self._failure
+        if self.served is None:
+            return "loading", None
+        if self.served.engine.failure is not None:
+            return "failed", f"the engine failed: {self.served.engine.failure}"
+        return ("draining" if self._draining else "ok"), None
+
+    def ready(self) -> Served:
+        """What is served; ApiError 503 unless requests are answered now."""
+        status, reason = self.status()
+        if status == "ok" and self.served is not None:
+            return self.served
+        raise unavailable(
+            {
+                "loading": "the checkpoint is being loaded; try again in a moment",
+                "draining": "the server is shutting down",
+            }.get(status, f"the service has failed: {reason}")
+        )
+
+
+async def service_state(request: Request) -> ServiceState:
+    state: ServiceState = request.app.state.service
+    return state
+
+
+async def served(state: Annotated[ServiceState, Depends(service_state)]) -> Served:
+    return state.ready()
+
+
+State = Annotated[ServiceState, Depends(service_state)]
+Ready = Annotated[Served, Depends(served)]
