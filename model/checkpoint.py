@@ -146,14 +146,22 @@ def read_checkpoint(path: Path) -> CheckpointInfo:
         config = GPTConfig.from_dict(config_part)
     except ConfigError as error:
         raise CheckpointError(f"{path / CONFIG}: {error}") from error
-    _verified_bytes(path, RANKS, files)
-    try:
-        tokenizer = Tokenizer.read_ranks(
-            path / RANKS,
-            pattern=tokenizer_part["pattern"],
-            special_tokens=tokenizer_part["special_tokens"],
+    pattern, special_tokens = tokenizer_part.get("pattern"), tokenizer_part.get("special_tokens")
+    if not (
+        isinstance(pattern, str)
+        and isinstance(special_tokens, dict)
+        and all(type(token_id) is int for token_id in special_tokens.values())
+    ):
+        raise CheckpointError(
+            f"{path / CONFIG}: the tokenizer needs a 'pattern' (a string) and 'special_tokens' "
+            "(an object of names and integer ids)"
         )
-    except (TokenizerError, KeyError, TypeError) as error:
+    raw = _verified_bytes(path, RANKS, files)
+    try:
+        tokenizer = Tokenizer.parse_ranks(
+            raw, name=RANKS, pattern=pattern, special_tokens=special_tokens
+        )
+    except TokenizerError as error:
         raise CheckpointError(f"the tokenizer of {path} cannot be read: {error}") from error
     if tokenizer.vocab_size != config.vocab_size:
         raise CheckpointError(

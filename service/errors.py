@@ -30,6 +30,13 @@ ErrorType = Literal[
 MAX_REPORTED = 5
 """Field errors named in one message."""
 
+SEVERAL_FORMS = {
+    "prompt": "a string, a list of token ids (integers from 0), or a list of either",
+    "stop": "a string or a list of strings",
+    "positions": "'last', 'all' or a list of integers",
+}
+"""Fields that take values of several forms, in words."""
+
 
 @dataclass(eq=False)
 class ApiError(Exception):
@@ -94,9 +101,10 @@ def unavailable(message: str, retry_after: int = 1) -> ApiError:
 def from_validation(error: ValidationError) -> ApiError:
     """A body that does not fit its model, in one sentence per wrong field."""
     problems = error.errors(include_url=False, include_context=False, include_input=False)
-    sentences = [_sentence(problem) for problem in problems[:MAX_REPORTED]]
-    if len(problems) > MAX_REPORTED:
-        sentences.append(f"and {len(problems) - MAX_REPORTED} more")
+    # A field that may be several things fails once for each of them: one sentence says it.
+    sentences = list(dict.fromkeys(_sentence(problem) for problem in problems))
+    if len(sentences) > MAX_REPORTED:
+        sentences[MAX_REPORTED:] = [f"and {len(sentences) - MAX_REPORTED} more"]
     location = problems[0]["loc"]
     return bad_request("; ".join(sentences), str(location[0]) if location else None)
 
@@ -163,6 +171,8 @@ def _from_status(status: int, request: Request) -> ApiError:
 
 def _sentence(problem: Mapping[str, Any]) -> str:
     field = ".".join(str(part) for part in problem["loc"])
+    if problem["loc"] and problem["loc"][0] in SEVERAL_FORMS and len(problem["loc"]) > 1:
+        return f"{problem['loc'][0]} must be {SEVERAL_FORMS[problem['loc'][0]]}"
     match problem["type"]:
         case "extra_forbidden":
             return f"{field} is no field of this endpoint"
