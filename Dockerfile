@@ -1,0 +1,40 @@
+# logitd in a container: two stages, no compiler and no pip at run time, an ordinary user.
+#
+#   docker build --build-arg TORCH_INDEX=<PyTorch's CPU wheel index> -t logitd .
+#   docker run --init --rm -p 127.0.0.1:8000:8000 logitd
+#
+# Without TORCH_INDEX torch comes from PyPI: the CUDA build, several GB.
+ARG PYTHON_IMAGE=python:3.11-slim-bookworm
+
+FROM ${PYTHON_IMAGE} AS build
+WORKDIR /src
+RUN python3 -m venv /opt/logitd
+ENV PATH=/opt/logitd/bin:$PATH PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
+COPY requirements.lock ./
+RUN pip install --require-hashes -r requirements.lock
+ARG TORCH_INDEX=
+# torch is pinned; the rule does not see past the optional flag.
+# hadolint ignore=DL3013
+RUN pip install ${TORCH_INDEX:+--index-url ${TORCH_INDEX}} torch==2.13.0
+COPY pyproject.toml README.md LICENSE ./
+COPY model model
+COPY service service
+RUN pip install --no-deps . && pip uninstall --yes pip
+
+FROM ${PYTHON_IMAGE}
+COPY --from=build /opt/logitd /opt/logitd
+COPY checkpoints /checkpoints
+ENV PATH=/opt/logitd/bin:$PATH \
+    PYTHONDONTWRITEBYTECODE=1 \
+    PYTHONUNBUFFERED=1 \
+    LOGITD_HOST=0.0.0.0 \
+    LOGITD_PORT=8000 \
+    LOGITD_CHECKPOINT=/checkpoints/python-small
+USER 10001:10001
+WORKDIR /tmp
+EXPOSE 8000
+STOPSIGNAL SIGTERM
+HEALTHCHECK --interval=10s --timeout=3s --start-period=30s --retries=3 \
+    CMD ["python3", "-c", "import os, urllib.request; urllib.request.urlopen(f\"http://127.0.0.1:{os.environ['LOGITD_PORT']}/health\", timeout=2)"]
+ENTRYPOINT ["logitd"]
+CMD ["serve"]
