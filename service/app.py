@@ -13,6 +13,7 @@ from pathlib import Path
 import fastapi_offline
 from fastapi import FastAPI, Response
 from fastapi.openapi.docs import get_swagger_ui_html
+from fastapi.responses import FileResponse
 from fastapi.staticfiles import StaticFiles
 
 from model.checkpoint import CheckpointError, CheckpointInfo, load_checkpoint
@@ -63,6 +64,7 @@ def create_app(settings: ServeSettings) -> FastAPI:
     for router in (generate.router, logits.router, probs.router, operations.router):
         app.include_router(router)
     _serve_docs(app)
+    _serve_playground(app)
     app.add_middleware(RequestLog, metrics=state.metrics)
     return app
 
@@ -104,6 +106,16 @@ def _build(settings: ServeSettings, placement: Placement) -> tuple[CheckpointInf
         prefix_reuse=settings.prefix_reuse,
     )
     return checkpoint, gpt, Engine(gpt, config)
+
+
+def _serve_playground(app: FastAPI) -> None:
+    """The page at /, which needs nothing but this server."""
+    static = Path(__file__).parent / "static"
+    app.mount("/static", StaticFiles(directory=static), name="static")
+
+    @app.get("/", include_in_schema=False)
+    def playground() -> Response:
+        return FileResponse(static / "index.html")
 
 
 def _serve_docs(app: FastAPI) -> None:

@@ -71,3 +71,7 @@ def _help() -> str:
             "LOGITD_FLAG in the environment or in a file .env.",
         ]
     )
+
+
+if __name__ == "__main__":
+    main()

@@ -61,11 +61,15 @@ def body_of(model: type[Body]) -> Callable[[Request], Awaitable[Body]]:
     return read
 
 
-def described_by(model: type[BaseModel]) -> dict[str, Any]:
+def described_by(model: type[schemas.RequestBody]) -> dict[str, Any]:
     """The OpenAPI description of a body that `body_of` reads."""
-    reference = {"$ref": f"#/components/schemas/{model.__name__}"}
-    content = {"application/json": {"schema": reference}}
-    return {"requestBody": {"required": True, "content": content}}
+    content = {
+        "schema": {"$ref": f"#/components/schemas/{model.__name__}"},
+        "examples": {
+            summary: {"summary": summary, "value": body} for summary, body in model.examples.items()
+        },
+    }
+    return {"requestBody": {"required": True, "content": {"application/json": content}}}
 
 
 async def prompt_ids(prompt: Any, served: Served) -> list[tuple[int, ...]]:

@@ -5,7 +5,8 @@ out they are the documentation that /docs shows, and the tests hold every reply 
 replies themselves are written as plain dicts, which is several times faster.
 """
 
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -19,7 +20,13 @@ Prompt = Annotated[
 ]
 
 
+Examples = Mapping[str, Mapping[str, Any]]
+"""Bodies that can be sent as they are, by what each one shows; /docs offers them."""
+
+
 class RequestBody(BaseModel):
+    examples: ClassVar[Examples]
+
     model_config = ConfigDict(
         strict=True, extra="forbid", allow_inf_nan=False, frozen=True, hide_input_in_errors=True
     )
@@ -34,6 +41,28 @@ class ReplyBody(BaseModel):
 
 class GenerateRequest(RequestBody):
     """Generate text after one or many prompts."""
+
+    examples: ClassVar[Examples] = {
+        "The same text each time": {
+            "prompt": "def main():",
+            "max_tokens": 40,
+            "temperature": 0.8,
+            "seed": 1,
+        },
+        "Greedy, with what else was likely": {
+            "prompt": "import os",
+            "max_tokens": 20,
+            "temperature": 0,
+            "logprobs": 3,
+        },
+        "Two streams for each of two prompts": {
+            "prompt": ["The ", "class "],
+            "n": 2,
+            "max_tokens": 8,
+            "stream": True,
+        },
+        "Until the line ends": {"prompt": "    return ", "max_tokens": 60, "stop": "\n"},
+    }
 
     prompt: Prompt
     max_tokens: int | None = Field(
@@ -86,16 +115,6 @@ class GenerateRequest(RequestBody):
     )
     model: str | None = Field(None, max_length=256, description="If given, the name served here.")
     stream: bool = Field(False, description="Answer with server-sent events.")
-
-    model_config = ConfigDict(
-        json_schema_extra={
-            "examples": [
-                {"prompt": "def main():", "max_tokens": 40, "temperature": 0.8, "seed": 1},
-                {"prompt": "import os", "max_tokens": 20, "temperature": 0, "logprobs": 3},
-                {"prompt": ["The ", "class "], "n": 2, "max_tokens": 8, "stream": True},
-            ]
-        }
-    )
 
     @model_validator(mode="after")
     def _stop_texts(self) -> "GenerateRequest":
@@ -174,6 +193,16 @@ class GenerateReply(ReplyBody):
 class LogitsRequest(RequestBody):
     """Raw logits of one or many prompts."""
 
+    examples: ClassVar[Examples] = {
+        "The five largest after the last token": {"prompt": "def main():", "top_k": 5},
+        "Every row of a prompt given as token ids": {"prompt": [1, 2, 3], "positions": "all"},
+        "Three columns of the first and the last row": {
+            "prompt": "The answer is",
+            "positions": [0, -1],
+            "token_ids": [10, 11, 12],
+        },
+    }
+
     prompt: Prompt
     positions: Literal["last", "all"] | list[int] = Field(
         "last",
@@ -188,16 +217,6 @@ class LogitsRequest(RequestBody):
     dtype: Literal["float32", "float16"] = "float32"
     timeout: float | None = Field(None, gt=0, le=86_400)
     model: str | None = Field(None, max_length=256)
-
-    model_config = ConfigDict(
-        json_schema_extra={
-            "examples": [
-                {"prompt": "def main():", "top_k": 5},
-                {"prompt": [1, 2, 3], "positions": "all"},
-                {"prompt": "The answer", "positions": [0, -1], "token_ids": [10, 11, 12]},
-            ]
-        }
-    )
 
     @model_validator(mode="after")
     def _one_choice_of_columns(self) -> "LogitsRequest":
@@ -240,6 +259,14 @@ class LogitsReply(ReplyBody):
 class ProbsRequest(RequestBody):
     """The distribution of the token after each prompt. Nothing is sampled."""
 
+    examples: ClassVar[Examples] = {
+        "The three likeliest next tokens": {"prompt": "import ", "top_k": 3},
+        "Two tokens by id, after each of two prompts": {
+            "prompt": ["for i in ", "if not "],
+            "token_ids": [32, 40],
+        },
+    }
+
     prompt: Prompt
     top_k: int | None = Field(
         None, ge=1, lt=2**31, description="The k likeliest tokens. Absent, without token_ids: 10."
@@ -249,15 +276,6 @@ class ProbsRequest(RequestBody):
     )
     timeout: float | None = Field(None, gt=0, le=86_400)
     model: str | None = Field(None, max_length=256)
-
-    model_config = ConfigDict(
-        json_schema_extra={
-            "examples": [
-                {"prompt": "import ", "top_k": 3},
-                {"prompt": ["for i in ", "if not "], "token_ids": [32, 40]},
-            ]
-        }
-    )
 
     @model_validator(mode="after")
     def _one_choice_of_tokens(self) -> "ProbsRequest":

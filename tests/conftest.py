@@ -1,0 +1,26 @@
+"""Fixtures that several packages of tests use."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import settings
+
+from tests.model.factories import save_tiny_checkpoint
+
+# A busy machine is no bug: pytest's own timeout catches what hangs.
+settings.register_profile("logitd", deadline=None)
+settings.load_profile("logitd")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> None:
+    """Models of a few kilobytes: a second thread would only spin, and take a core from a server
+    under test. A test of threads sets its own number and puts this one back."""
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def checkpoint_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A saved tiny checkpoint (random weights, byte vocabulary). Read it, do not change it."""
+    return save_tiny_checkpoint(tmp_path_factory.mktemp("checkpoints") / "tiny").path

@@ -1,0 +1,105 @@
+"""Small things for tests: a tokenizer, a GPT of each family, a saved checkpoint. Real ones, made in
+milliseconds; nothing here is a mock.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from model.checkpoint import CheckpointInfo, TrainingRecord, save_checkpoint
+from model.config import MODERN, ORIGINAL, GPTConfig, gpt2_shape
+from model.gpt import GPT
+from model.tokenizer import END_OF_TEXT, SPLIT_PATTERN, Tokenizer
+
+VOCAB_SIZE = 257
+"""Ids of `byte_tokenizer`: the 256 bytes and END_OF_TEXT."""
+
+FAMILIES: Mapping[str, Mapping[str, Any]] = {
+    "gpt2": {},
+    "original": ORIGINAL,
+    "original-pre": {**ORIGINAL, "norm_position": "pre", "qkv_bias": False},
+    "modern": {**MODERN, "activation": "relu2", "n_kv_head": 2},
+    "llama": {
+        **MODERN,
+        "activation": "swiglu",
+        "n_kv_head": 2,
+        "qk_norm": False,
+        "value_embeddings": False,
+    },
+    "multi-query": {"activation": "gelu", "n_kv_head": 1, "head_dim": 16, "bias": False},
+}
+"""Overrides of `tiny_config` that together reach every branch of the forward."""
+
+
+def byte_tokenizer() -> Tokenizer:
+    """Every byte is a token of its own; no merges. Text's ids are its UTF-8 bytes."""
+    return Tokenizer(
+        ranks={bytes([byte]): byte for byte in range(256)},
+        pattern=SPLIT_PATTERN,
+        special_tokens={END_OF_TEXT: 256},
+    )
+
+
+def tiny_config(**overrides: Any) -> GPTConfig:
+    """GPT-2's shape, tiny, with the vocabulary of `byte_tokenizer`."""
+    values = {
+        "vocab_size": VOCAB_SIZE,
+        "context_length": 128,
+        "n_layer": 3,
+        "n_head": 4,
+        "d_model": 32,
+    }
+    return gpt2_shape(**(values | overrides))
+
+
+def tiny_gpt(config: GPTConfig | None = None, seed: int = 0) -> GPT:
+    """A random GPT in evaluation mode whose every parameter matters.
+
+    Weights are drawn so large that attention chooses and greedy text varies (it does not repeat
+    one token); biases and norms are drawn as well, so that a forgotten one shows.
+    """
+    gpt = GPT(config or tiny_config())
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, module in gpt.named_modules():
+            if isinstance(module, nn.Linear):
+                gain = 3 if name.endswith("qkv") else 1  # attention that chooses, text that varies
+                module.weight.normal_(std=gain * module.in_features**-0.5, generator=generator)
+            elif isinstance(module, nn.Embedding):
+                module.weight.normal_(std=1, generator=generator)
+            elif isinstance(module, (nn.LayerNorm, nn.RMSNorm)):
+                module.weight.uniform_(0.5, 1.5, generator=generator)
+            if isinstance(bias := getattr(module, "bias", None), torch.Tensor):
+                bias.normal_(std=0.1, generator=generator)
+    return gpt.eval().requires_grad_(False)
+
+
+def random_ids(*shape: int, seed: int = 0, vocab_size: int = VOCAB_SIZE) -> torch.Tensor:
+    """Token ids of the given shape, the same for the same seed."""
+    return torch.randint(vocab_size, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def training_record(**overrides: Any) -> TrainingRecord:
+    values: dict[str, Any] = {
+        "step": 7,
+        "tokens": 7168,
+        "val_loss": 2.5,
+        "val_bits_per_byte": 3.6,
+        "data": {"name": "tiny", "licence": "MIT"},
+        "created": "2026-01-02T03:04:05Z",
+    }
+    return TrainingRecord(**(values | overrides))
+
+
+def save_tiny_checkpoint(path: Path, gpt: GPT | None = None, **save: Any) -> CheckpointInfo:
+    """Save `gpt` (or `tiny_gpt()`) with the byte tokenizer at `path`."""
+    values: dict[str, Any] = {
+        "gpt": gpt or tiny_gpt(),
+        "tokenizer": byte_tokenizer(),
+        "training": training_record(),
+        "card": "# tiny\n",
+    }
+    return save_checkpoint(path, **(values | save))

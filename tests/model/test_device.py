@@ -1,0 +1,103 @@
+"""Device, dtype and threads: words into torch's objects, or a sentence."""
+
+import os
+import re
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from model.device import (
+    DeviceError,
+    Placement,
+    available_processors,
+    choose_placement,
+    describe,
+    use_threads,
+)
+
+CUDA_DEVICES = torch.cuda.device_count()
+
+
+def test_auto_takes_what_the_machine_has() -> None:
+    placement = choose_placement()
+    assert placement.device.type == ("cuda" if CUDA_DEVICES else "cpu")
+    assert placement.dtype_name == ("bfloat16" if CUDA_DEVICES else "float32")
+    assert placement.threads == available_processors()
+
+
+def test_the_cpu_computes_in_float32_unless_told_otherwise() -> None:
+    assert choose_placement("cpu", threads=3) == Placement(torch.device("cpu"), torch.float32, 3)
+    for name in ("float32", "bfloat16", "float16"):
+        placement = choose_placement("cpu", name)
+        assert placement.dtype == getattr(torch, name)
+        assert placement.dtype_name == name
+
+
+@pytest.mark.skipif(CUDA_DEVICES == 0, reason="needs a CUDA device")
+def test_cuda_computes_in_bfloat16_unless_told_otherwise() -> None:
+    assert choose_placement("cuda").dtype == torch.bfloat16
+    assert choose_placement("cuda:0", "float32").dtype == torch.float32
+    assert re.fullmatch(r"cuda:0 \(.+\)", describe(torch.device("cuda:0")))
+
+
+@pytest.mark.parametrize("name", ["", "gpu", "CPU", "cuda:x", "cuda:-1", "cuda:"])
+def test_what_is_no_device(name: str) -> None:
+    sentence = f"{name!r} is no device; try auto, cpu, cuda or cuda:0"
+    with pytest.raises(DeviceError, match=f"^{re.escape(sentence)}$"):
+        choose_placement(name)
+
+
+@pytest.mark.parametrize("name", ["mps", "meta", "xpu:0"])
+def test_devices_of_torch_that_are_none_of_ours(name: str) -> None:
+    with pytest.raises(DeviceError, match=f"^device '{name}' is not supported; cpu and cuda are$"):
+        choose_placement(name)
+
+
+@pytest.mark.skipif(CUDA_DEVICES > 0, reason="there is a CUDA device")
+@pytest.mark.parametrize("name", ["cuda", "cuda:0"])
+def test_cuda_where_there_is_none(name: str) -> None:
+    sentence = f"device '{name}' was asked for, but torch finds no CUDA device here"
+    with pytest.raises(DeviceError, match=f"^{sentence}$"):
+        choose_placement(name)
+
+
+@pytest.mark.skipif(CUDA_DEVICES == 0, reason="needs a CUDA device")
+def test_one_cuda_device_too_many() -> None:
+    sentence = f"device 'cuda:99' was asked for, but there are {CUDA_DEVICES} CUDA devices"
+    with pytest.raises(DeviceError, match=f"^{sentence}$"):
+        choose_placement("cuda:99")
+
+
+def test_a_device_is_described_for_people() -> None:
+    capability = torch.backends.cpu.get_cpu_capability()
+    assert describe(torch.device("cpu")) == f"cpu ({capability})"
+    assert describe(torch.device("meta")) == "meta"
+
+
+@pytest.fixture
+def threads_kept() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("threads_kept")
+def test_use_threads() -> None:
+    use_threads(3)
+    assert torch.get_num_threads() == 3
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="Linux only")
+def test_a_share_of_the_machine_is_what_counts() -> None:
+    """A container or taskset with one processor of a large machine: threads for all of it would
+    stand in each other's way."""
+
+    def confined() -> int:
+        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})  # this thread alone
+        return available_processors()
+
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(confined).result() == 1
+    assert available_processors() == len(os.sched_getaffinity(0))

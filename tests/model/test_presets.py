@@ -1,0 +1,50 @@
+"""The presets by name."""
+
+import pytest
+
+from model.gpt import GPT
+from model.presets import PRESETS, PresetError, preset
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_is_a_possible_model(name: str) -> None:
+    config = preset(name).config(vocab_size=1000)
+    assert config.vocab_size == 1000
+    assert preset(name).name == name
+
+
+def test_gpt2_has_gpt2s_shape() -> None:
+    config = preset("gpt2-124m").config(vocab_size=50257)
+    assert (config.n_layer, config.n_head, config.d_model) == (12, 12, 768)
+    assert (config.context_length, config.activation) == (1024, "gelu_tanh")
+    assert config.tied_head
+
+
+def test_the_decoder_is_the_classroom_model() -> None:
+    config = preset("decoder-8x64").config(vocab_size=1000)
+    assert (config.n_layer, config.n_head, config.d_model, config.d_ff) == (8, 4, 64, 256)
+    assert (config.context_length, config.positions, config.activation) == (
+        16,
+        "sinusoidal",
+        "relu",
+    )
+    assert (config.norm_position, config.qkv_bias, config.dropout) == ("post", True, 0.1)
+    recipe = preset("decoder-8x64").recipe
+    assert (recipe.batch_size, recipe.matrix_lr, recipe.seed) == (4, 1e-3, 1337)
+    assert (recipe.steps, recipe.eval_every, recipe.eval_batches) == (5000, 50, 20)
+    assert recipe.val_fraction == 0.2
+    pre = preset("decoder-8x64").config(vocab_size=1000, norm_position="pre")
+    assert pre.norm_position == "pre"
+
+
+def test_the_bundled_checkpoint_stays_below_its_limit() -> None:
+    """Two bytes a parameter in bfloat16, 16 MB with everything around."""
+    small = preset("small")
+    count = GPT(small.config(small.recipe.vocab_size)).parameter_count()
+    assert 2 * count < 15.5e6
+    assert small.recipe.save_dtype == "bfloat16"
+
+
+def test_an_unknown_preset_is_refused_with_the_list() -> None:
+    with pytest.raises(PresetError, match="unknown preset 'big'; known are tiny, small, gpt2-124m"):
+        preset("big")
