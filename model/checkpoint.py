@@ -17,8 +17,9 @@ import os
 import shutil
 import tempfile
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 import torch
@@ -122,7 +123,9 @@ def save_checkpoint(
             "training": asdict(training),
             "files": {name: _sha256((aside / name).read_bytes()) for name in (WEIGHTS, RANKS)},
         }
-        (aside / CONFIG).write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+        (aside / CONFIG).write_text(
+            json.dumps(document, indent=2, allow_nan=False) + "\n", encoding="utf-8"
+        )
         for file in aside.iterdir():
             _sync(file)
         aside.chmod(0o755)  # mkdtemp made it private
@@ -167,12 +170,6 @@ def read_checkpoint(path: Path) -> CheckpointInfo:
         raise CheckpointError(
             f"{path}: the tokenizer has {tokenizer.vocab_size} ids, the model {config.vocab_size}"
         )
-    known = {field.name for field in fields(TrainingRecord)}
-    if set(training_part) != known:
-        raise CheckpointError(
-            f"{path / CONFIG}: the training record has {sorted(training_part)}, "
-            f"expected {sorted(known)}"
-        )
     if not isinstance(files.get(WEIGHTS), str):
         raise CheckpointError(f"{path / CONFIG} names no sha256 of {WEIGHTS}")
     resolved = path.resolve()  # `best` and `latest` are links: name what they point to
@@ -181,7 +178,7 @@ def read_checkpoint(path: Path) -> CheckpointInfo:
         name=resolved.name,
         config=config,
         tokenizer=tokenizer,
-        training=TrainingRecord(**training_part),
+        training=_training_record(training_part, path),
         files=dict(files),
     )
 
@@ -251,6 +248,27 @@ def _read_document(path: Path) -> dict[str, Any]:
             f"{path} has format_version {version!r}; this logitd reads {FORMAT_VERSION}"
         )
     return document
+
+
+def _training_record(section: Mapping[str, Any], path: Path) -> TrainingRecord:
+    kinds: dict[str, type | tuple[type, ...]] = {
+        "step": int,
+        "tokens": int,
+        "val_loss": (int, float, NoneType),
+        "val_bits_per_byte": (int, float, NoneType),
+        "data": dict,
+        "created": str,
+    }
+    if set(section) != set(kinds):
+        raise CheckpointError(
+            f"{path / CONFIG}: the training record has {sorted(section)}, expected {sorted(kinds)}"
+        )
+    for name, kind in kinds.items():
+        if not isinstance(section[name], kind) or isinstance(section[name], bool):
+            raise CheckpointError(
+                f"{path / CONFIG}: {name} of the training record is {section[name]!r}"
+            )
+    return TrainingRecord(**section)
 
 
 def _section(document: Mapping[str, Any], name: str, path: Path) -> dict[str, Any]:

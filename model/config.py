@@ -6,6 +6,7 @@ not import torch, and knows nothing of training or of names such as "gpt2-124m"
 (`model/presets.py`).
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -100,10 +101,10 @@ class GPTConfig:
             )
         if not 0 <= self.dropout < 1:
             raise ConfigError(f"dropout is {self.dropout}; it must be at least 0 and below 1")
-        if not self.norm_eps > 0:
-            raise ConfigError(f"norm_eps is {self.norm_eps}; it must be above 0")
-        if self.positions == "rotary" and not self.rope_theta > 1:
-            raise ConfigError(f"rope_theta is {self.rope_theta}; it must be above 1")
+        if not 0 < self.norm_eps < 1:
+            raise ConfigError(f"norm_eps is {self.norm_eps}; it must be above 0 and below 1")
+        if self.positions == "rotary" and not 1 < self.rope_theta < math.inf:
+            raise ConfigError(f"rope_theta is {self.rope_theta}; it must be finite and above 1")
 
     @property
     def qkv_width(self) -> int:

@@ -465,3 +465,19 @@ def test_bad_ranks(saved: Path) -> None:
         "the tokenizer of {path} cannot be read: line 257 of tokenizer.tiktoken is b'no rank'; "
         "expected a base64 token, a space and its rank",
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("step", "abc"), ("step", True), ("val_loss", []), ("data", 1)]
+)
+def test_a_training_record_of_wrong_kinds_is_refused(
+    checkpoint_path: Path, tmp_path: Path, name: str, value: object
+) -> None:
+    """A step that is no number used to load, and broke whatever printed it later."""
+    copy = tmp_path / "copy"
+    shutil.copytree(checkpoint_path, copy)
+    document = json.loads((copy / "config.json").read_text())
+    document["training"][name] = value
+    (copy / "config.json").write_text(json.dumps(document))
+    with pytest.raises(CheckpointError, match=f"{name} of the training record"):
+        read_checkpoint(copy)

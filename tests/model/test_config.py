@@ -42,9 +42,12 @@ from tests.model.factories import FAMILIES, tiny_config
         ({"dropout": 1.0}, "dropout is 1.0; it must be at least 0 and below 1"),
         ({"dropout": -0.1}, "dropout is -0.1; it must be at least 0 and below 1"),
         ({"dropout": float("nan")}, "dropout is nan; it must be at least 0 and below 1"),
-        ({"norm_eps": 0.0}, "norm_eps is 0.0; it must be above 0"),
-        ({"norm_eps": float("nan")}, "norm_eps is nan; it must be above 0"),
-        ({"positions": "rotary", "rope_theta": 1.0}, "rope_theta is 1.0; it must be above 1"),
+        ({"norm_eps": 0.0}, "norm_eps is 0.0; it must be above 0 and below 1"),
+        ({"norm_eps": float("nan")}, "norm_eps is nan; it must be above 0 and below 1"),
+        (
+            {"positions": "rotary", "rope_theta": 1.0},
+            "rope_theta is 1.0; it must be finite and above 1",
+        ),
     ],
 )
 def test_an_impossible_shape_is_refused(overrides: dict[str, Any], sentence: str) -> None:
