@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from model.activation import activate
 from model.attention import Attend, CausalAttend, RecordingAttend
 from model.config import GPTConfig
 
@@ -221,32 +222,24 @@ class Block(nn.Module):
     def gated_value_embedding(self, x: Tensor, token_ids: Tensor) -> Tensor:
         """A per-token vector for the values of each head, gated by the stream (B, K, T, D).
 
-        The gate is 2 * sigmoid(x) = 1 + tanh(x / 2): at 0 it lets the embedding through as it is.
-        It is spelled with tanh because torch's sigmoid on a CPU gives an element other bits by
-        where it falls in the array, and a batch may not change a row.
+        The gate is 2 * sigmoid(.), so an untrained gate of 0 lets the embedding through as it is.
+        Computed in float32 with tanh: a gate this narrow in bfloat16, like torch's sigmoid on a
+        CPU, has bits that depend on the number of rows, and a batch may not change a row.
         Source: value embeddings of modded-nanogpt, gated as in nanochat.
         """
         batch, time = token_ids.shape
         values = self.value_embedding(token_ids)  # (B, T, K * D)
         values = values.view(batch, time, self.config.n_kv_head, self.config.head_dim)
-        gate = 1 + torch.tanh(self.value_gate(x[..., :VALUE_GATE_WIDTH]) / 2)  # (B, T, K)
+        steer = F.linear(x[..., :VALUE_GATE_WIDTH].float(), self.value_gate.weight.float())
+        gate = (1 + torch.tanh(steer / 2)).to(values.dtype)  # (B, T, K)
         return (gate.unsqueeze(-1) * values).transpose(1, 2)  # (B, K, T, D)
 
     def mlp(self, x: Tensor) -> Tensor:
-        h = self.mlp_up(x)
-        match self.config.activation:
-            case "gelu_tanh":
-                h = F.gelu(h, approximate="tanh")
-            case "gelu":
-                h = F.gelu(h)
-            case "relu":
-                h = F.relu(h)
-            case "relu2":
-                h = F.relu(h).square()
-            case "swiglu":
-                gate, value = h.chunk(2, dim=-1)  # each (B, T, d_ff)
-                h = F.silu(gate) * value
-        return self.mlp_down(h)
+        h = self.mlp_up(x)  # (B, T, d_ff), or twice that for swiglu
+        # Training and GPUs take torch's fused kernels: there no bits are promised.
+        return self.mlp_down(
+            activate(h, self.config.activation, fused=h.requires_grad or not h.is_cpu)
+        )
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
