@@ -2,6 +2,9 @@
 
 import sys
 
+from model.config import ConfigError
+from model.device import DeviceError
+from model.presets import PresetError
 from model.training.config import TrainingError
 from model.training.events import Event, Progress, line
 from model.training.trainer import train
@@ -30,8 +33,11 @@ class TerminalReporter:
 def run(settings: TrainSettings) -> int:
     try:
         result = train(settings, TerminalReporter())
-    except TrainingError as error:
+    except (TrainingError, PresetError, ConfigError, DeviceError) as error:
         print(f"logitd train: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:  # the second one: the first lets the trainer save
+        print("logitd train: stopped without saving", file=sys.stderr)
+        return 130
     print(f"\nserve it:  logitd serve --checkpoint {result.best}")
     return 0

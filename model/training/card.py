@@ -1,0 +1,120 @@
+"""Card: the README.md of a checkpoint, written from its run.
+
+Says what a stranger needs before using the weights: data and its licence, size, training, the
+numbers reached and the command that reaches them again. Computes nothing.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from model.config import GPTConfig
+from model.presets import Recipe
+
+ROWS = 12
+"""Rows of the curve at most."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CardFacts:
+    """Everything that a card is written from."""
+
+    name: str
+    config: GPTConfig
+    parameters: int
+    recipe: Recipe
+    data: Mapping[str, Any]
+    command: str
+    machine: str
+    step: int
+    tokens: int
+    seconds: float
+    metrics: Sequence[Mapping[str, Any]]
+    samples: Sequence[tuple[str, str]]  # (prompt, what the model wrote after it)
+    sampled_at: int | None  # step
+    temperature: float
+
+
+def write_card(facts: CardFacts) -> str:
+    """The card as Markdown."""
+    sections = [
+        _head(facts),
+        "## Training\n\n" + _table(_training_rows(facts)),
+        f"The command that makes it again:\n\n```\n{facts.command}\n```",
+    ]
+    if evals := [record for record in facts.metrics if record["kind"] == "eval"]:
+        sections.append("## Curve\n\n" + _curve(evals))
+    if facts.samples:
+        sections.append(
+            f"## Samples\n\nDrawn at step {facts.sampled_at:,}, temperature {facts.temperature}. "
+            "The prompt is everything before the mark ▸."
+        )
+        sections += [_fenced(f"{prompt}▸{text}") for prompt, text in facts.samples]
+    return "\n\n".join(sections) + "\n"
+
+
+def _head(facts: CardFacts) -> str:
+    config, data = facts.config, facts.data
+    heads = f"{config.n_head} heads"
+    if config.n_kv_head != config.n_head:
+        heads += f" ({config.n_kv_head} for keys and values)"
+    return (
+        f"# {facts.name}\n\n"
+        f"A GPT of {facts.parameters:,} parameters: {config.n_layer} layers, {heads}, "
+        f"width {config.d_model}, context {config.context_length}, "
+        f"vocabulary {config.vocab_size:,}. Trained from scratch on one text; it continues text "
+        "of that kind and knows nothing else.\n\n"
+        f"Text: {data['name']}. {data['bytes']:,} bytes in {data['documents']:,} documents, "
+        f"sha256 `{data['sha256']}`.\n"
+        f"Licence of the text: {data['licence']}."
+    )
+
+
+def _training_rows(facts: CardFacts) -> list[tuple[str, str]]:
+    recipe, data = facts.recipe, facts.data
+    evals = [record for record in facts.metrics if record["kind"] == "eval"]
+    rows = [
+        ("training tokens", f"{data['train_tokens']:,} ({data['train_bytes']:,} bytes)"),
+        ("validation tokens", f"{data['val_tokens']:,} ({data['val_bytes']:,} bytes)"),
+        ("steps", f"{facts.step:,} of {recipe.batch_size * recipe.accumulate} sequences"),
+        (
+            "tokens seen",
+            f"{facts.tokens:,} ({facts.tokens / data['train_tokens']:.1f} passes)",
+        ),
+        ("optimizer", recipe.optimizer),
+        ("seed", str(recipe.seed)),
+        ("time", f"{facts.seconds / 60:.1f} minutes"),
+        ("machine", facts.machine),
+    ]
+    if evals:
+        last = evals[-1]
+        rows += [
+            ("validation loss", f"{last['val_loss']:.4f} nats per token"),
+            ("validation", f"{last['val_bits_per_byte']:.4f} bits per byte"),
+            ("validated on", f"{last['tokens']:,} tokens, the same at each evaluation"),
+        ]
+    return rows
+
+
+def _curve(evals: Sequence[Mapping[str, Any]]) -> str:
+    every = max(1, -(-len(evals) // ROWS))
+    shown = list(evals[::every])
+    if shown[-1] is not evals[-1]:
+        shown.append(evals[-1])
+    lines = ["| step | validation loss | bits per byte |", "|---:|---:|---:|"]
+    lines += [
+        f"| {each['step']:,} | {each['val_loss']:.4f} | {each['val_bits_per_byte']:.4f} |"
+        for each in shown
+    ]
+    return "\n".join(lines)
+
+
+def _table(rows: Sequence[tuple[str, str]]) -> str:
+    return "\n".join(["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows)])
+
+
+def _fenced(text: str) -> str:
+    fence = "```"
+    while fence in text:
+        fence += "`"
+    return f"{fence}\n{text}\n{fence}"

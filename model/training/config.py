@@ -1,0 +1,228 @@
+"""TrainingConfig: everything that a person can say about a training run.
+
+One pydantic model, so that the command line's flags, the environment and `--help` are made from
+it. A field left at None takes the preset's value; `settle` does that and gives the `Recipe` and the
+model's shape that the trainer works with. Does not import torch and opens no file.
+"""
+
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from model.config import Activation, Norm, NormPosition, Positions
+from model.presets import (
+    Decay,
+    Init,
+    Optimizer,
+    Recipe,
+    SaveDType,
+    TrainingDType,
+    preset,
+)
+
+SHAPE_FIELDS = (
+    "context_length",
+    "n_layer",
+    "n_head",
+    "n_kv_head",
+    "head_dim",
+    "d_model",
+    "d_ff",
+    "norm",
+    "norm_position",
+    "positions",
+    "rope_theta",
+    "activation",
+    "bias",
+    "qkv_bias",
+    "qk_norm",
+    "tied_head",
+    "value_embeddings",
+    "dropout",
+)
+RECIPE_FIELDS = tuple(field.name for field in fields(Recipe))
+
+
+class TrainingConfig(BaseModel):
+    """What to train, on what, for how long, and where to put it."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    preset: str = Field("tiny", description="model shape and recipe to start from, by name")
+    data: tuple[str, ...] = Field(
+        (),
+        description="text to train on: files, folders and globs; "
+        "without any, the reference text and sources of this Python",
+    )
+    data_licence: str | None = Field(
+        None, description="licence of the text, for the checkpoint's card"
+    )
+    out: Path | None = Field(None, description="run directory (default: runs/PRESET)")
+    resume: bool = Field(
+        False, description="go on with the run in the run directory, exactly where it stopped"
+    )
+    minutes: float | None = Field(
+        None,
+        gt=0,
+        description="wall-clock budget; sets the length of the run unless steps are given too",
+    )
+    device: str = Field("auto", description="auto, cpu, cuda or cuda:N")
+    threads: int = Field(0, ge=0, description="CPU threads (0: all processors)")
+
+    tokenizer: str | None = Field(
+        None,
+        description="'own' learns a vocabulary from the text; else gpt2, cl100k_base, o200k_base "
+        "or the path of a ranks file",
+    )
+    vocab_size: int | None = Field(
+        None, ge=257, le=1_000_000, description="size of a vocabulary of one's own"
+    )
+    val_fraction: float | None = Field(
+        None, gt=0, le=0.5, description="share of the text held out for validation"
+    )
+
+    context_length: int | None = Field(None, ge=1, description="positions of the model")
+    n_layer: int | None = Field(None, ge=1, description="blocks")
+    n_head: int | None = Field(None, ge=1, description="query heads")
+    n_kv_head: int | None = Field(None, ge=1, description="key/value heads (default: n_head)")
+    head_dim: int | None = Field(
+        None, ge=1, description="width of a head (default: d_model / n_head)"
+    )
+    d_model: int | None = Field(None, ge=1, description="width of the residual stream")
+    d_ff: int | None = Field(
+        None, ge=1, description="width of the feed-forward (default: 4 * d_model)"
+    )
+    norm: Norm | None = Field(None, description="normalisation")
+    norm_position: NormPosition | None = Field(
+        None, description="before each sublayer or after the residual sum"
+    )
+    positions: Positions | None = Field(None, description="how positions are told")
+    rope_theta: float | None = Field(None, gt=1, description="base of rotary positions")
+    activation: Activation | None = Field(None, description="of the feed-forward")
+    bias: bool | None = Field(None, description="biases in norms and projections")
+    qkv_bias: bool | None = Field(None, description="biases in query, key and value")
+    qk_norm: bool | None = Field(None, description="normalise queries and keys per head")
+    tied_head: bool | None = Field(None, description="use the embedding matrix as the head")
+    value_embeddings: bool | None = Field(None, description="gated per-token values")
+    dropout: float | None = Field(None, ge=0, lt=1, description="dropout in training")
+
+    steps: int | None = Field(None, ge=1, description="optimizer steps")
+    batch_size: int | None = Field(None, ge=1, description="sequences in a forward pass")
+    accumulate: int | None = Field(None, ge=1, description="forward passes in a step")
+    optimizer: Optimizer | None = Field(
+        None, description="of the block matrices; the rest is AdamW's in any case"
+    )
+    init: Init | None = Field(
+        None, description="initial weights: GPT-2's, or with zero-initialised projections"
+    )
+    matrix_lr: float | None = Field(None, gt=0, description="peak learning rate of block matrices")
+    embedding_lr: float | None = Field(None, gt=0, description="the same of embeddings")
+    head_lr: float | None = Field(None, gt=0, description="the same of the head, tied or not")
+    scalar_lr: float | None = Field(None, gt=0, description="the same of norms, biases and gates")
+    momentum: float | None = Field(None, ge=0, lt=1, description="Muon's momentum")
+    beta1: float | None = Field(None, ge=0, lt=1, description="AdamW's first beta")
+    beta2: float | None = Field(None, ge=0, lt=1, description="AdamW's second beta")
+    warmup: int | None = Field(None, ge=0, description="steps of linear rise to the peak")
+    decay: Decay | None = Field(None, description="how the learning rate falls")
+    cooldown: float | None = Field(
+        None, ge=0, le=1, description="share of the run that a linear decay takes"
+    )
+    final_lr: float | None = Field(
+        None, ge=0, le=1, description="last learning rate as a share of the peak"
+    )
+    weight_decay: float | None = Field(None, ge=0, description="decoupled decay of matrices")
+    clip: float | None = Field(None, ge=0, description="largest gradient norm (0: no limit)")
+    dtype: TrainingDType | None = Field(
+        None, description="numbers of the forward pass; the weights stay float32"
+    )
+    seed: int | None = Field(
+        None, ge=0, lt=2**63, description="of initial weights, batches and dropout"
+    )
+
+    log_every: int = Field(10, ge=1, description="steps between progress lines")
+    eval_every: int | None = Field(None, ge=1, description="steps between evaluations")
+    eval_batches: int | None = Field(
+        None, ge=1, description="batches of validation text in an evaluation"
+    )
+    patience: int | None = Field(
+        None, ge=1, description="stop after so many evaluations without a new best"
+    )
+    sample_every: int | None = Field(None, ge=1, description="steps between samples")
+    sample_tokens: int = Field(120, ge=1, description="tokens of a sample")
+    prompts: tuple[str, ...] = Field(
+        (), description="what samples begin with (default: from the text)"
+    )
+    checkpoint_every: int | None = Field(None, ge=1, description="steps between checkpoints")
+    keep: int | None = Field(
+        None, ge=1, description="newest checkpoints that are kept; the best is kept besides"
+    )
+    save_dtype: SaveDType | None = Field(None, description="numbers of the checkpoint's weights")
+
+
+RESUMABLE = frozenset(
+    (
+        *("resume", "out", "minutes", "device", "threads", "steps", "log_every", "data_licence"),
+        *("eval_every", "eval_batches", "patience", "sample_every", "sample_tokens", "prompts"),
+        *("checkpoint_every", "keep", "save_dtype"),
+    )
+)
+"""What may be given anew when a run is resumed; anything else would make it another run."""
+
+
+class TrainingError(RuntimeError):
+    """Training cannot start or go on; the message says why and what is safe on disk."""
+
+
+def settle(config: TrainingConfig) -> tuple[Recipe, dict[str, Any]]:
+    """The recipe and the model's shape of a configuration: the preset's, but for what is given."""
+    start = preset(config.preset)
+    given = _given(config)
+    recipe = replace(start.recipe, **{k: v for k, v in given.items() if k in RECIPE_FIELDS})
+    if recipe.tokenizer != "own" and config.vocab_size is not None:
+        raise TrainingError(
+            f"vocab_size {config.vocab_size} was given, but the tokenizer {recipe.tokenizer!r} "
+            "brings its own; vocab_size goes with the tokenizer 'own'"
+        )
+    return recipe, {**start.shape, **{k: v for k, v in given.items() if k in SHAPE_FIELDS}}
+
+
+def settle_again(config: TrainingConfig, first: TrainingConfig, recipe: Recipe) -> Recipe:
+    """The recipe of a run that is resumed: as it was, but for what may be given anew."""
+    given = _given(config)
+    before = {name: field.default for name, field in TrainingConfig.model_fields.items()}
+    before |= {**settle(first)[1], **asdict(recipe), **_given(first)}
+    for name in sorted(set(given) - RESUMABLE):
+        if given[name] != before[name]:
+            raise TrainingError(
+                f"{name} cannot change when a run is resumed: it is {given[name]!r} now and was "
+                f"{before[name]!r}"
+            )
+    return replace(recipe, **{k: v for k, v in given.items() if k in RECIPE_FIELDS})
+
+
+def _given(config: TrainingConfig) -> dict[str, Any]:
+    """What was said and is not None, of the fields of TrainingConfig itself."""
+    names = config.model_fields_set & TrainingConfig.model_fields.keys()
+    return {name: value for name in names if (value := getattr(config, name)) is not None}
+
+
+def command(config: TrainingConfig) -> str:
+    """The command line that says the same; where it runs and writes is left out."""
+    words = ["logitd", "train", "--preset", config.preset]
+    for name, field in TrainingConfig.model_fields.items():
+        value = getattr(config, name)
+        if value == field.default or name in _NOT_IN_COMMAND:
+            continue
+        flag = "--" + name.replace("_", "-")
+        for each in value if isinstance(value, tuple) else (value,):
+            words += [flag, _quoted(str(each).lower() if isinstance(each, bool) else str(each))]
+    return " ".join(words)
+
+
+_NOT_IN_COMMAND = frozenset({"preset", "out", "resume", "device", "threads", "data_licence"})
+
+
+def _quoted(word: str) -> str:
+    return word if word and all(c.isalnum() or c in "-_./:=+,*" for c in word) else repr(word)

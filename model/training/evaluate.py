@@ -1,0 +1,105 @@
+"""Evaluation: the loss on fixed windows of the validation tokens.
+
+Two units. Nats per token is what training lowers, and depends on the vocabulary. Bits per byte does
+not: the nats of all predicted tokens, over the bytes of text that they stand for, over ln 2. A
+document's end is a token like any other to predict, and stands for no byte.
+
+Draws no random numbers and leaves the model as it was, so it cannot disturb training.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from model.gpt import GPT
+from model.tokenizer import Tokenizer
+from model.training.shards import Shard
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Loss over `tokens` predicted tokens that stand for `text_bytes` bytes."""
+
+    loss: float  # nats per token
+    tokens: int
+    text_bytes: int
+
+    @property
+    def bits_per_byte(self) -> float:
+        return bits_per_byte(self.loss * self.tokens, self.text_bytes)
+
+
+def bits_per_byte(nats: float, text_bytes: int) -> float:
+    return nats / math.log(2) / text_bytes
+
+
+def evaluate(
+    gpt: GPT,
+    windows: "ValidationWindows",
+    forward: Callable[[Tensor], Tensor],
+) -> Evaluation:
+    """The mean loss over all windows. `forward` maps ids (B, T) to logits (B, T, V)."""
+    training = gpt.training
+    gpt.eval()
+    nats = 0.0
+    tokens = text_bytes = 0
+    device = gpt.token_embedding.weight.device
+    try:
+        with torch.no_grad():
+            for inputs, targets in windows:
+                logits = forward(inputs.to(device)).float()  # (B, T, V)
+                loss = F.cross_entropy(
+                    logits.flatten(0, 1), targets.to(device).flatten(), reduction="sum"
+                )
+                nats += float(loss)
+                tokens += targets.numel()
+                text_bytes += int(windows.byte_lengths[targets.numpy()].sum())
+    finally:
+        gpt.train(training)
+    return Evaluation(loss=nats / tokens, tokens=tokens, text_bytes=text_bytes)
+
+
+class ValidationWindows:
+    """The same windows at every evaluation: all of the text, or so many spread evenly over it."""
+
+    def __init__(
+        self,
+        shard: Shard,
+        tokenizer: Tokenizer,
+        *,
+        window: int,
+        batch_size: int,
+        batches: int | None,
+    ) -> None:
+        every = (shard.count - 1) // window
+        count = every if batches is None else min(every, batches * batch_size)
+        self._shard = shard
+        self._window = window
+        self._batch_size = batch_size
+        self.starts = [index * every // count * window for index in range(count)]
+        self.byte_lengths = byte_lengths(tokenizer)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Inputs and targets (B, T), batch by batch."""
+        tokens, width = self._shard.tokens, self._window + 1
+        for first in range(0, len(self.starts), self._batch_size):
+            starts = self.starts[first : first + self._batch_size]
+            rows = [tokens[start : start + width].astype(np.int64) for start in starts]
+            ids = torch.from_numpy(np.stack(rows))  # (B, T + 1)
+            yield ids[:, :-1], ids[:, 1:]
+
+
+def byte_lengths(tokenizer: Tokenizer) -> npt.NDArray[np.int64]:
+    """Bytes of text of every id (V,); special tokens stand for none."""
+    return np.array(
+        [
+            0 if tokenizer.is_special(token_id) else len(tokenizer.token_bytes(token_id))
+            for token_id in range(tokenizer.vocab_size)
+        ]
+    )

@@ -1,0 +1,125 @@
+"""What the trainer tells while it works: one small dataclass for each thing that happens.
+
+`train` hands them to a `Reporter`, in order, from the thread that trains. How they are drawn is
+the caller's business; `line` is a plain one-line form of each. Holds no logic of training.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """The text is tokenised; the record is what every checkpoint will say of it."""
+
+    data: Mapping[str, Any]
+    vocab_size: int
+
+
+@dataclass(frozen=True)
+class Started:
+    """The loop begins, at step 0 or where the run had stopped."""
+
+    run: Path
+    parameters: int
+    step: int
+    steps: int | None  # None: the clock ends the run
+    device: str
+    dtype: str
+    threads: int
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where the run stands, every `log_every` steps."""
+
+    step: int
+    share: float  # of the run that is done, 0 to 1
+    loss: float  # nats per token, the mean since the last report
+    smoothed_loss: float
+    learning_rate: float  # as a share of the peak
+    gradient_norm: float
+    tokens_per_second: float
+    seconds: float  # since the run began, earlier sittings included
+    seconds_left: float
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    step: int
+    val_loss: float
+    val_bits_per_byte: float
+    is_best: bool
+
+
+@dataclass(frozen=True)
+class Sampled:
+    step: int
+    prompt: str
+    text: str  # what follows the prompt
+
+
+@dataclass(frozen=True)
+class Saved:
+    step: int
+    path: Path
+
+
+@dataclass(frozen=True)
+class Noticed:
+    """Something that a person may want to know; the run goes on."""
+
+    message: str
+
+
+Event = Prepared | Started | Progress | Evaluated | Sampled | Saved | Noticed
+
+
+class Reporter(Protocol):
+    """Takes the trainer's events."""
+
+    def __call__(self, event: Event, /) -> None: ...
+
+
+def silent(event: Event, /) -> None:
+    """The reporter that says nothing."""
+
+
+def line(event: Event) -> str:
+    """An event in one line of plain text (a sample in several)."""
+    match event:
+        case Prepared(data, vocab_size):
+            return (
+                f"text: {data['name']}, {data['bytes']:,} bytes, {data['train_tokens']:,} + "
+                f"{data['val_tokens']:,} tokens of a vocabulary of {vocab_size:,}"
+            )
+        case Started():
+            length = "until the time is up" if event.steps is None else f"to step {event.steps:,}"
+            return (
+                f"training {event.parameters:,} parameters from step {event.step:,} {length} on "
+                f"{event.device}, {event.dtype}, {event.threads} threads, in {event.run}"
+            )
+        case Progress():
+            return (
+                f"step {event.step:>6,}  {event.share:4.0%}  loss {event.smoothed_loss:.3f}  "
+                f"lr x {event.learning_rate:.2f}  grad {event.gradient_norm:.2f}  "
+                f"{event.tokens_per_second:,.0f} tok/s  {duration(event.seconds_left)} left"
+            )
+        case Evaluated(step, loss, bits, is_best):
+            mark = "  (best)" if is_best else ""
+            return f"step {step:>6,}  val loss {loss:.4f}  {bits:.4f} bits per byte{mark}"
+        case Sampled(step, prompt, text):
+            return f"step {step:>6,}  sample: {prompt}{text}"
+        case Saved(step, path):
+            return f"step {step:>6,}  saved {path}"
+        case Noticed(message):
+            return message
+
+
+def duration(seconds: float) -> str:
+    """1:02:03 or 2:03."""
+    hours, rest = divmod(int(seconds), 3600)
+    minutes, rest = divmod(rest, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -1,0 +1,42 @@
+"""Interrupt: Ctrl-C as a wish, not as an accident.
+
+While `StopSignals` is entered, the first SIGINT or SIGTERM only sets a flag, so that a step is
+never torn in two; the second SIGINT is an ordinary KeyboardInterrupt. Outside the main thread
+signals cannot be caught, and nothing is changed.
+"""
+
+import signal
+import threading
+from collections.abc import Callable
+from types import FrameType, TracebackType
+from typing import Any
+
+
+class StopSignals:
+    """A context manager whose `asked` tells whether somebody wants the run to stop."""
+
+    def __init__(self, on_first: Callable[[], None]) -> None:
+        self.asked = False
+        self._on_first = on_first
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> "StopSignals":
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._before[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.asked:
+            raise KeyboardInterrupt
+        self.asked = True
+        self._on_first()

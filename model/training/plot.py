@@ -1,0 +1,44 @@
+"""Plot: the curves of a run as a picture, from its metrics.
+
+Needs matplotlib, an optional dependency: without it `draw` says so and the run goes on. Uses no
+display and no global figure.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+
+def draw(metrics: Sequence[Mapping[str, Any]], path: Path, title: str) -> bool:
+    """Draw losses, bits per byte and learning rate. False: there is no matplotlib."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        return False
+    train = [record for record in metrics if record["kind"] == "train"]
+    evals = [record for record in metrics if record["kind"] == "eval"]
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    FigureCanvasAgg(figure)
+    loss, rate = figure.subplots(2, 1, sharex=True, height_ratios=[4, 1])
+    loss.plot(*_columns(train, "loss"), color="tab:blue", alpha=0.25, linewidth=0.8)
+    loss.plot(*_columns(train, "smoothed_loss"), color="tab:blue", label="training loss")
+    loss.plot(*_columns(evals, "val_loss"), color="tab:orange", marker=".", label="validation loss")
+    loss.set_ylabel("nats per token")
+    loss.legend(loc="upper right")
+    loss.grid(alpha=0.3)
+    loss.set_title(title)
+    bits = loss.twinx()
+    bits.plot(*_columns(evals, "val_bits_per_byte"), color="tab:green", linestyle=":")
+    bits.set_ylabel("bits per byte, validation (dotted)")
+    rate.plot(*_columns(train, "learning_rate"), color="tab:gray")
+    rate.set_ylabel("lr / peak")
+    rate.set_xlabel("step")
+    aside = path.with_name(f".{path.name}.part")
+    figure.savefig(aside, dpi=110, format="png")
+    aside.replace(path)
+    return True
+
+
+def _columns(records: Sequence[Mapping[str, Any]], name: str) -> tuple[list[int], list[float]]:
+    return [each["step"] for each in records], [each[name] for each in records]

@@ -1,0 +1,182 @@
+"""Recipe, carried out: initial weights, optimizers and the learning-rate schedule.
+
+Parameters fall into four kinds, each with a learning rate of its own: the block matrices, the
+embeddings, the head, and the rest (norms, biases, gates). With `optimizer: muon` the matrices are
+Muon's and the others AdamW's; with `adamw` all are AdamW's. Does not compute losses or take steps.
+
+Sources: Muon by Keller Jordan (2024) as it stands in torch.optim; zero-initialised projections and
+separate learning rates from modded-nanogpt and nanochat.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.optim import AdamW, Muon
+
+from model.gpt import GPT, Block
+from model.presets import Recipe
+
+Kind = Literal["matrix", "embedding", "head", "scalar"]
+
+
+@torch.no_grad()
+def initialise(gpt: GPT, recipe: Recipe, generator: torch.Generator) -> None:
+    """Fill in the initial weights. `generator` is the only source of randomness.
+
+    gpt2     N(0, 0.02), projections into the residual stream scaled down, as `GPT` itself does
+    modern   matrices uniform with variance 1 / fan_in, projections into the residual stream zero
+             (each block begins as the identity), embeddings N(0, 1), the head nearly zero
+    """
+    width = gpt.config.d_model
+    for name, parameter in gpt.named_parameters():
+        owner, _, leaf = name.rpartition(".")
+        module = gpt.get_submodule(owner)
+        if leaf == "bias" or parameter.ndim < 2:
+            continue  # biases are zero and norms one since `GPT` was built
+        if recipe.init == "gpt2":
+            scale = math.sqrt(2 * gpt.config.n_layer) if _into_residual(name) else 1.0
+            parameter.normal_(std=0.02 / scale, generator=generator)
+        elif isinstance(module, nn.Embedding):
+            tied = gpt.config.tied_head and module is gpt.token_embedding
+            std = 0.02 if tied else 1.0 if "value" not in name else width**-0.5
+            parameter.normal_(std=std, generator=generator)
+        elif _into_residual(name) or name.endswith("value_gate.weight"):
+            parameter.zero_()
+        elif module is getattr(gpt, "head", None):
+            parameter.normal_(std=0.001, generator=generator)
+        else:
+            bound = math.sqrt(3 / parameter.shape[1])
+            parameter.uniform_(-bound, bound, generator=generator)
+
+
+def _into_residual(name: str) -> bool:
+    return name.endswith(("attention_out.weight", "mlp_down.weight"))
+
+
+def kind(gpt: GPT, name: str) -> Kind:
+    """Which of the four kinds a parameter is of."""
+    leaf = name.removesuffix(".weight")
+    if leaf == "head" or (leaf == "token_embedding" and gpt.config.tied_head):
+        return "head"
+    if leaf.endswith("embedding"):
+        return "embedding"
+    if leaf.endswith(("qkv", "attention_out", "mlp_up", "mlp_down")) and name.endswith(".weight"):
+        return "matrix"
+    return "scalar"
+
+
+class Optimizers:
+    """The optimizers of a model, stepped together.
+
+    Muon orthogonalises a matrix as a whole, but a fused one is several maps side by side (query,
+    key and value; the two halves of SwiGLU). Each is given to Muon as a parameter of its own that
+    shares the fused one's storage; `step` hands it its rows of the gradient.
+    """
+
+    def __init__(self, gpt: GPT, recipe: Recipe) -> None:
+        kinds: dict[Kind, list[nn.Parameter]] = {
+            "matrix": [],
+            "embedding": [],
+            "head": [],
+            "scalar": [],
+        }
+        for name, parameter in gpt.named_parameters():
+            kinds[kind(gpt, name)].append(parameter)
+        self.peaks: Mapping[Kind, float] = {
+            "matrix": recipe.matrix_lr,
+            "embedding": recipe.embedding_lr,
+            "head": recipe.head_lr,
+            "scalar": recipe.scalar_lr,
+        }
+        self._parts = list(_muon_parts(gpt)) if recipe.optimizer == "muon" else []
+        self.all: dict[str, torch.optim.Optimizer] = {}
+        if recipe.optimizer == "muon":
+            self.all["muon"] = Muon(
+                [{"params": [part for part, _, _ in self._parts], "kind": "matrix"}],
+                lr=recipe.matrix_lr,
+                momentum=recipe.momentum,
+                weight_decay=recipe.weight_decay,
+            )
+        own: tuple[Kind, ...] = ("embedding", "head", "scalar")
+        if recipe.optimizer == "adamw":
+            own = ("matrix", *own)
+        self.all["adamw"] = AdamW(
+            [
+                {
+                    "params": kinds[each],
+                    "kind": each,
+                    "lr": self.peaks[each],
+                    "weight_decay": _adamw_decay(each, recipe),
+                }
+                for each in own
+                if kinds[each]
+            ],
+            betas=(recipe.beta1, recipe.beta2),
+            eps=1e-10 if recipe.optimizer == "muon" else 1e-8,
+            fused=True,
+        )
+
+    def step(self, share_of_peak: float) -> None:
+        """One update at a share of every peak learning rate; the gradients are dropped."""
+        for part, whole, rows in self._parts:
+            assert whole.grad is not None
+            part.grad = whole.grad[rows]
+        for optimizer in self.all.values():
+            for group in optimizer.param_groups:
+                group["lr"] = share_of_peak * self.peaks[group["kind"]]
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        for _, whole, _ in self._parts:
+            whole.grad = None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: optimizer.state_dict() for name, optimizer in self.all.items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        for name, optimizer in self.all.items():
+            optimizer.load_state_dict(state[name])
+
+
+def _muon_parts(gpt: GPT) -> Iterator[tuple[nn.Parameter, nn.Parameter, slice]]:
+    """The block matrices as maps of one thing each: (part, the fused one, its rows)."""
+    config = gpt.config
+    query, key_value = config.n_head * config.head_dim, config.kv_width
+    for block in gpt.blocks:
+        assert isinstance(block, Block)
+        up = [config.d_ff] * (2 if config.activation == "swiglu" else 1)
+        for linear, heights in (
+            (block.qkv, [query, key_value, key_value]),
+            (block.attention_out, [config.d_model]),
+            (block.mlp_up, up),
+            (block.mlp_down, [config.d_model]),
+        ):
+            start = 0
+            for height in heights:
+                rows = slice(start, start + height)
+                whole = linear.weight
+                assert isinstance(whole, nn.Parameter)
+                yield nn.Parameter(whole.data[rows]), whole, rows
+                start += height
+
+
+def _adamw_decay(each: Kind, recipe: Recipe) -> float:
+    """Beside Muon only the matrices decay; with AdamW alone everything but the scalars, as in
+    GPT-2."""
+    return 0.0 if recipe.optimizer == "muon" or each == "scalar" else recipe.weight_decay
+
+
+def share_of_peak(recipe: Recipe, step: int, done: float) -> float:
+    """The learning rate of a step as a share of its peak, `done` of the run being behind it."""
+    rise = min(1.0, (step + 1) / recipe.warmup) if recipe.warmup else 1.0
+    fall = 0.0
+    match recipe.decay:
+        case "linear":
+            fall = min(1.0, max(0.0, done - (1 - recipe.cooldown)) / max(recipe.cooldown, 1e-9))
+        case "cosine":
+            fall = (1 - math.cos(math.pi * min(done, 1.0))) / 2
+        case "constant":
+            pass
+    return rise * (1 - fall * (1 - recipe.final_lr))

@@ -1,0 +1,129 @@
+"""Shards: token ids on disk, memory-mapped, so that a text may be larger than memory.
+
+A shard is a header of 64 bytes and then the ids, 2 bytes each for vocabularies up to 65,536 and
+4 bytes above, little-endian:
+
+  8 bytes   magic "LOGITDTK"
+  4 bytes   version, 1
+  4 bytes   bytes per id
+  8 bytes   ids
+  8 bytes   bytes of text that they stand for, separators not counted
+  32 bytes  sha256 of the tokenizer (`vocabulary.tokenizer_sha256`)
+
+Does not tokenise and does not choose what goes where.
+"""
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+
+from model.training.config import TrainingError
+
+MAGIC = b"LOGITDTK"
+VERSION = 1
+HEADER = struct.Struct("<8sIIQQ32s")
+
+
+class ShardError(TrainingError):
+    """A shard that cannot be used; the message says which and why."""
+
+
+@dataclass(frozen=True)
+class Shard:
+    """The ids of a text, on disk."""
+
+    path: Path
+    tokens: npt.NDArray[Any]  # (count,), uint16 or uint32, read only
+    text_bytes: int
+
+    @property
+    def count(self) -> int:
+        return len(self.tokens)
+
+
+class ShardWriter:
+    """Writes a shard piece by piece. It appears under its name when the writer closes in peace."""
+
+    def __init__(self, path: Path, *, vocab_size: int, tokenizer_sha256: bytes) -> None:
+        self._path = path
+        self._aside = path.with_name(f".{path.name}.part")
+        self._dtype = np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
+        self._vocab_size = vocab_size
+        self._sha256 = tokenizer_sha256
+        self._count = 0
+        self._text_bytes = 0
+
+    def __enter__(self) -> "ShardWriter":
+        self._file: BinaryIO = self._aside.open("wb")
+        self._file.write(bytes(HEADER.size))
+        return self
+
+    def append(self, token_ids: Sequence[int], text_bytes: int) -> None:
+        """Add ids that stand for `text_bytes` bytes."""
+        ids = np.asarray(token_ids, dtype=np.int64)
+        if ids.size and not 0 <= ids.min() <= ids.max() < self._vocab_size:
+            raise ShardError(
+                f"token id {ids.max()} is outside the vocabulary of {self._vocab_size} ids"
+            )
+        # subtle: numpy wraps ids that do not fit the dtype silently, hence the check above.
+        self._file.write(ids.astype(self._dtype).tobytes())
+        self._count += ids.size
+        self._text_bytes += text_bytes
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if kind is None:
+            self._file.seek(0)
+            self._file.write(
+                HEADER.pack(
+                    MAGIC,
+                    VERSION,
+                    self._dtype.itemsize,
+                    self._count,
+                    self._text_bytes,
+                    self._sha256,
+                )
+            )
+        self._file.close()
+        if kind is None:
+            self._aside.replace(self._path)
+        else:
+            self._aside.unlink()
+
+
+def open_shard(path: Path, tokenizer_sha256: bytes) -> Shard:
+    """Map a shard into memory. Refuses what another tokenizer wrote, and files cut short."""
+    size = path.stat().st_size if path.is_file() else -1
+    if size < HEADER.size:
+        raise ShardError(f"{path} is missing or too short to be a shard")
+    with path.open("rb") as file:
+        magic, version, width, count, text_bytes, sha256 = HEADER.unpack(file.read(HEADER.size))
+    if magic != MAGIC or version != VERSION or width not in (2, 4):
+        raise ShardError(
+            f"{path} begins with {magic!r}, version {version}, {width} bytes an id; this logitd "
+            f"reads {MAGIC!r}, version {VERSION}, 2 or 4 bytes"
+        )
+    if size != HEADER.size + width * count:
+        raise ShardError(
+            f"{path} has {size} bytes; its header promises {count} ids, "
+            f"{HEADER.size + width * count} bytes"
+        )
+    if sha256 != tokenizer_sha256:
+        raise ShardError(
+            f"{path} was written by another tokenizer (sha256 {sha256.hex()[:12]}..., the run's "
+            f"is {tokenizer_sha256.hex()[:12]}...): its ids mean other text"
+        )
+    if count == 0:  # an empty file cannot be mapped
+        return Shard(path, np.empty(0, dtype=f"<u{width}"), text_bytes)
+    tokens = np.memmap(path, dtype=f"<u{width}", mode="r", offset=HEADER.size, shape=(count,))
+    return Shard(path, tokens, text_bytes)

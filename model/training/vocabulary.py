@@ -1,0 +1,110 @@
+"""Vocabulary: the tokenizer of a training run, learned from its text or taken ready-made.
+
+Learning is byte-level BPE by rustbpe (an optional dependency: only training needs it); the result
+is an ordinary `model.tokenizer.Tokenizer`. Does not read documents or write tokens.
+"""
+
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+from model.tokenizer import END_OF_TEXT, PUBLISHED, SPLIT_PATTERN, Tokenizer, TokenizerError
+from model.training.config import TrainingError
+from model.training.text import PIECE, TextError
+
+SMALLEST = 257
+"""The 256 bytes and END_OF_TEXT."""
+
+LEARN_FROM = 256_000_000
+"""Characters of a long text that its vocabulary is learned from: more hardly changes it."""
+
+_FIM = {"<|fim_prefix|>": 100258, "<|fim_middle|>": 100259, "<|fim_suffix|>": 100260}
+
+KNOWN_FILES: Mapping[str, tuple[str, Mapping[str, int]]] = {
+    "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930": (  # gpt2, r50k_base
+        r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s",
+        {END_OF_TEXT: 50256},
+    ),
+    "223921b76ee99bde995b7ff738513eef100fb51d18c93597a113bcffe865b2a7": (  # cl100k_base
+        r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+"
+        r"| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]|\s+(?!\S)|\s",
+        {END_OF_TEXT: 100257, **_FIM, "<|endofprompt|>": 100276},
+    ),
+}
+"""Published ranks files by sha256: a ranks file holds neither its pattern nor special tokens."""
+
+
+def learn(pieces: Iterable[str], vocab_size: int) -> Tokenizer:
+    """Learn at most `vocab_size` tokens (the 256 bytes and END_OF_TEXT included) from a text.
+
+    A short text may yield fewer: take the size from the result. `pieces` hold at most PIECE
+    characters each.
+    """
+    if vocab_size < SMALLEST:
+        raise TrainingError(
+            f"vocab_size {vocab_size} is below {SMALLEST}: the 256 bytes and {END_OF_TEXT}"
+        )
+    try:
+        import rustbpe
+    except ImportError as error:
+        raise TrainingError(
+            "learning a vocabulary needs rustbpe, which is not installed; install it "
+            "(pip install 'logitd[train]') or take a ready tokenizer, e.g. --tokenizer gpt2"
+        ) from error
+    trainer = rustbpe.Tokenizer()
+    trainer.train_from_iterator(_bounded(pieces), vocab_size - 1, pattern=SPLIT_PATTERN)
+    ranks = {bytes(token): rank for token, rank in trainer.get_mergeable_ranks()}
+    return Tokenizer(ranks=ranks, pattern=SPLIT_PATTERN, special_tokens={END_OF_TEXT: len(ranks)})
+
+
+def ready_made(name: str) -> Tokenizer:
+    """A published encoding by name, or a ranks file by path."""
+    try:
+        tokenizer = Tokenizer.named(name) if name in PUBLISHED else _from_file(Path(name))
+    except TokenizerError as error:
+        raise TrainingError(str(error)) from error
+    if tokenizer.end_of_text is None:
+        raise TrainingError(f"the tokenizer {name} has no {END_OF_TEXT} to separate documents")
+    return tokenizer
+
+
+def check(tokenizer: Tokenizer, piece: str) -> None:
+    """Raise unless encoding and decoding gives a text back: a pattern may drop characters."""
+    if tokenizer.decode(tokenizer.encode(piece)) != piece:
+        raise TextError(
+            f"the tokenizer does not give back the text that begins {piece[:40]!r}: its split "
+            f"pattern {tokenizer.pattern!r} leaves characters out"
+        )
+
+
+def tokenizer_sha256(tokenizer: Tokenizer) -> bytes:
+    """What identifies a vocabulary: ranks, pattern and special tokens."""
+    digest = hashlib.sha256(tokenizer.pattern.encode())
+    for token, rank in sorted(tokenizer.ranks.items(), key=lambda item: item[1]):
+        digest.update(b"%d %s\n" % (rank, token.hex().encode()))
+    for name, token_id in sorted(tokenizer.special_tokens.items()):
+        digest.update(f"{token_id} {name}\n".encode())
+    return digest.digest()
+
+
+def _from_file(path: Path) -> Tokenizer:
+    if not path.is_file():
+        raise TrainingError(
+            f"the tokenizer {str(path)!r} is neither 'own' nor one of {', '.join(PUBLISHED)} nor "
+            "a ranks file"
+        )
+    known = KNOWN_FILES.get(hashlib.sha256(path.read_bytes()).hexdigest())
+    if known is None:
+        return Tokenizer.read_ranks(path)
+    return Tokenizer.read_ranks(path, pattern=known[0], special_tokens=known[1])
+
+
+def _bounded(pieces: Iterable[str]) -> Iterator[str]:
+    # subtle: rustbpe panics, past every `except Exception`, on a million spaces in a row.
+    total = 0
+    for piece in pieces:
+        assert len(piece) <= PIECE, "pieces are bounded where they are read"
+        yield piece
+        total += len(piece)
+        if total >= LEARN_FROM:
+            return

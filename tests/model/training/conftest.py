@@ -1,0 +1,62 @@
+"""A small text with structure, and a configuration that trains on it in a second or two."""
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from model.training.config import TrainingConfig
+
+Configure = Callable[..., TrainingConfig]
+
+
+def story(sentences: int, seed: int = 0) -> str:
+    """Sentences of a fixed grammar: easy to learn, the same on every machine."""
+    draw = random.Random(seed)
+    who = ("the cat", "a dog", "the old man", "my sister", "a small bird", "the king")
+    did = ("saw", "found", "lost", "painted", "wanted", "forgot")
+    what = ("a red ball", "the river", "some bread", "an open door", "the long road", "nothing")
+    when = ("today", "last night", "in the morning", "again")
+    return "\n".join(
+        f"{draw.choice(who)} {draw.choice(did)} {draw.choice(what)} {draw.choice(when)}."
+        for _ in range(sentences)
+    )
+
+
+@pytest.fixture(scope="session")
+def story_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "story.txt"
+    path.write_text(story(1500), encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def configure(story_file: Path, tmp_path: Path) -> Configure:
+    """Make a configuration of a very small model; keyword arguments replace its values."""
+
+    def make(**given: Any) -> TrainingConfig:
+        values: dict[str, Any] = {
+            "data": (str(story_file),),
+            "out": tmp_path / "run",
+            "vocab_size": 320,
+            "n_layer": 2,
+            "n_head": 2,
+            "n_kv_head": 1,
+            "d_model": 32,
+            "context_length": 32,
+            "steps": 12,
+            "batch_size": 4,
+            "dtype": "float32",
+            "threads": 1,
+            "log_every": 2,
+            "eval_every": 6,
+            "eval_batches": 2,
+            "checkpoint_every": 6,
+            "sample_every": 1000,
+            "sample_tokens": 4,
+        }
+        return TrainingConfig(**{**values, **given})
+
+    return make

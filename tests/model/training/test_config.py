@@ -1,0 +1,91 @@
+"""What can be said about a run, and what it comes to."""
+
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from model.config import GPTConfig
+from model.presets import PRESETS, Recipe
+from model.training.config import (
+    RESUMABLE,
+    SHAPE_FIELDS,
+    TrainingConfig,
+    TrainingError,
+    command,
+    settle,
+    settle_again,
+)
+
+
+def test_every_number_of_a_recipe_and_a_shape_can_be_given_and_is_explained() -> None:
+    names = set(TrainingConfig.model_fields)
+    assert {field.name for field in fields(Recipe)} <= names
+    shape = {field.name for field in fields(GPTConfig)} - {"vocab_size", "padded_vocab_size"}
+    shape -= {"norm_eps"}  # goes with the kind of norm
+    assert set(SHAPE_FIELDS) == shape
+    assert names >= RESUMABLE
+    assert all(field.description for field in TrainingConfig.model_fields.values())
+
+
+def test_what_is_not_given_is_the_presets() -> None:
+    recipe, shape = settle(TrainingConfig(preset="decoder-8x64"))
+    assert recipe == PRESETS["decoder-8x64"].recipe
+    recipe, shape = settle(TrainingConfig(preset="decoder-8x64", norm_position="pre", steps=7))
+    assert (recipe.steps, shape["norm_position"], shape["d_model"]) == (7, "pre", 64)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"steps": 0},
+        {"minutes": 0},
+        {"matrix_lr": float("nan")},
+        {"val_fraction": 0.9},
+        {"dropout": 1.0},
+        {"vocab_size": 256},
+        {"optimizer": "sgd"},
+        {"stepz": 5},
+    ],
+)
+def test_impossible_values_and_unknown_names_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError):
+        TrainingConfig(**wrong)
+
+
+def test_a_size_beside_a_ready_made_vocabulary_is_refused() -> None:
+    with pytest.raises(TrainingError, match="vocab_size 500 was given, but the tokenizer 'gpt2'"):
+        settle(TrainingConfig(tokenizer="gpt2", vocab_size=500))
+
+
+def test_a_resumed_run_may_be_lengthened_but_not_changed() -> None:
+    first = TrainingConfig(steps=100, d_model=64)
+    recipe, _ = settle(first)
+    assert settle_again(TrainingConfig(resume=True, steps=200), first, recipe).steps == 200
+    assert settle_again(TrainingConfig(resume=True, d_model=64), first, recipe).steps == 100
+    for change, was in (
+        ({"d_model": 128}, "it is 128 now and was 64"),
+        ({"seed": 2}, "it is 2 now and was 1337"),
+        ({"data": ("x.txt",)}, r"was \(\)"),
+    ):
+        with pytest.raises(TrainingError, match=was):
+            settle_again(TrainingConfig(resume=True, **change), first, recipe)
+
+
+def test_the_command_says_what_was_given_and_nothing_about_this_machine() -> None:
+    config = TrainingConfig(
+        preset="small",
+        data=("my text.txt", "b.txt"),
+        out=Path("/somewhere"),
+        threads=2,
+        steps=5,
+        tied_head=False,
+        qkv_bias=True,
+        device="cpu",
+    )
+    assert command(config) == (
+        "logitd train --preset small --data 'my text.txt' --data b.txt "
+        "--qkv-bias true --tied-head false --steps 5"
+    )

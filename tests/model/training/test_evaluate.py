@@ -1,0 +1,71 @@
+"""Loss and bits per byte."""
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from model.config import gpt2_shape
+from model.gpt import GPT
+from model.tokenizer import END_OF_TEXT, Tokenizer
+from model.training.evaluate import ValidationWindows, bits_per_byte, byte_lengths, evaluate
+from model.training.shards import Shard
+
+BYTES = {bytes([byte]): byte for byte in range(256)}
+TOKENIZER = Tokenizer(
+    ranks={**BYTES, b"ab": 256}, pattern=r"\S+|\s", special_tokens={END_OF_TEXT: 257}
+)
+
+
+def _windows(ids: list[int], window: int, batches: int | None = None) -> ValidationWindows:
+    shard = Shard(Path("memory"), np.array(ids, dtype=np.uint16), 0)
+    return ValidationWindows(shard, TOKENIZER, window=window, batch_size=2, batches=batches)
+
+
+def _gpt() -> GPT:
+    return GPT(gpt2_shape(vocab_size=258, context_length=8, n_layer=1, n_head=1, d_model=8))
+
+
+def _uniform(ids: Tensor) -> Tensor:
+    return torch.zeros(*ids.shape, 258)
+
+
+def test_a_token_of_two_bytes_at_sixteen_to_one_costs_two_bits_a_byte() -> None:
+    assert bits_per_byte(math.log(16), 2) == pytest.approx(2.0)
+
+
+def test_lengths_are_those_of_bytes_and_special_tokens_have_none() -> None:
+    lengths = byte_lengths(TOKENIZER)
+    assert lengths.shape == (258,)
+    assert (lengths[65], lengths[256], lengths[257]) == (1, 2, 0)
+
+
+def test_bits_per_byte_of_a_uniform_guess_on_a_known_text() -> None:
+    """Targets 'ab', 'x', 'ab', end: 5 bytes, each of 4 tokens costs log2(258) bits."""
+    result = evaluate(_gpt(), _windows([65, 256, 120, 256, 257], window=4), _uniform)
+    assert result.loss == pytest.approx(math.log(258))
+    assert (result.tokens, result.text_bytes) == (4, 5)
+    assert result.bits_per_byte == pytest.approx(4 * math.log2(258) / 5)
+
+
+def test_all_of_the_text_is_measured_or_windows_spread_over_it() -> None:
+    ids = [index % 256 for index in range(101)]
+    assert _windows(ids, window=10).starts == list(range(0, 100, 10))
+    assert _windows(ids, window=10, batches=2).starts == [0, 20, 50, 70]
+    whole = evaluate(_gpt(), _windows(ids, window=10), _uniform)
+    assert whole.tokens == 100
+
+
+def test_evaluation_draws_nothing_and_leaves_the_mode() -> None:
+    gpt = GPT(
+        gpt2_shape(vocab_size=258, context_length=8, n_layer=1, n_head=1, d_model=8, dropout=0.5)
+    ).train()
+    windows = _windows(list(range(100)), window=8)
+    before = torch.get_rng_state()
+    losses = {evaluate(gpt, windows, lambda ids: gpt(ids).logits).loss for _ in range(3)}
+    assert len(losses) == 1, "dropout is off"
+    assert gpt.training
+    assert torch.equal(torch.get_rng_state(), before)

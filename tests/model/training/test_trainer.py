@@ -1,0 +1,403 @@
+"""The whole loop, on a model of some thousand parameters."""
+
+import hashlib
+import json
+import math
+import os
+import signal
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from model.checkpoint import load_checkpoint, read_checkpoint, save_checkpoint
+from model.config import ConfigError
+from model.presets import PresetError
+from model.training import trainer as trainer_module
+from model.training.config import TrainingConfig, TrainingError
+from model.training.evaluate import Evaluation
+from model.training.events import (
+    Evaluated,
+    Event,
+    Noticed,
+    Prepared,
+    Progress,
+    Sampled,
+    Saved,
+    Started,
+    line,
+)
+from model.training.state import read_state
+from model.training.text import TextError
+from model.training.trainer import Trainer, train
+from tests.model.training.conftest import Configure, story
+
+
+def _hash(value: Any) -> str:
+    """Of tensors and everything around them, bit for bit."""
+    digest = hashlib.sha256()
+
+    def feed(part: Any) -> None:
+        if isinstance(part, torch.Tensor):
+            digest.update(part.reshape(-1).view(torch.uint8).numpy().tobytes())
+        elif isinstance(part, dict):
+            for key in part:
+                digest.update(repr(key).encode())
+                feed(part[key])
+        elif isinstance(part, list | tuple):
+            for each in part:
+                feed(each)
+        else:
+            digest.update(repr(part).encode())
+
+    feed(value)
+    return digest.hexdigest()
+
+
+def _state(run: Path) -> dict[str, str]:
+    """Hashes of everything in a run's state but the clock."""
+    document = read_state(run / "state" / "state.pt")
+    document["counters"].pop("seconds")
+    return {name: _hash(part) for name, part in document.items()}
+
+
+def _losses(run: Path) -> list[tuple[str, int, float]]:
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    records = [json.loads(each) for each in lines]
+    return [
+        (each["kind"], each["step"], each.get("loss", each.get("val_loss"))) for each in records
+    ]
+
+
+class StopAt:
+    """A reporter that presses Ctrl-C when a step is reported."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+        self.events: list[Event] = []
+
+    def __call__(self, event: Event, /) -> None:
+        self.events.append(event)
+        if isinstance(event, Progress) and event.step == self.step:
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_a_run_learns_and_leaves_everything_where_it_belongs(configure: Configure) -> None:
+    events: list[Event] = []
+    config = configure(steps=40, eval_every=10, checkpoint_every=20, sample_every=20, keep=1)
+    result = train(config, events.append)
+    run = result.run
+    assert (result.reason, result.step, result.tokens) == ("finished", 40, 40 * 4 * 32)
+    assert {path.name for path in run.iterdir()} == {
+        *("run.json", "data", "metrics.jsonl", "loss.png", "samples.txt", "state"),
+        *("latest", "best", "step-000040"),
+    }
+    info, gpt = load_checkpoint(run / "best", device=torch.device("cpu"), dtype=torch.float32)
+    assert info.training.step == 40
+    assert info.training.val_loss == result.val_loss
+    assert (
+        info.training.data["sha256"]
+        == hashlib.sha256(Path(config.data[0]).read_bytes() + b"\0").hexdigest()
+    )
+    assert gpt.config.vocab_size == info.tokenizer.vocab_size
+    evals = [event for event in events if isinstance(event, Evaluated)]
+    assert [event.step for event in evals] == [0, 10, 20, 30, 40]
+    assert evals[-1].val_loss < evals[0].val_loss - 0.5
+    assert isinstance(events[0], Prepared)
+    assert isinstance(events[1], Started)
+    progress = [event for event in events if isinstance(event, Progress)]
+    assert [event.step for event in progress] == list(range(2, 41, 2))
+    assert progress[-1].share == 1
+    assert progress[-1].seconds_left == 0
+    assert sum(isinstance(event, Sampled) for event in events) == 2 * 3  # 3 prompts
+    assert sum(isinstance(event, Saved) for event in events) == 4
+    assert all(line(event) for event in events)
+
+
+def test_the_card_tells_what_a_stranger_needs(configure: Configure) -> None:
+    result = train(configure(data_licence="CC0", prompts=("the cat ", "a dog")))
+    card = (result.checkpoint / "README.md").read_text()
+    data = read_checkpoint(result.checkpoint).training.data
+    for part in (
+        data["sha256"],
+        "Licence of the text: CC0",
+        f"{result.val_bits_per_byte:.4f} bits per byte",
+        "logitd train --preset tiny --data",
+        "| 12 | ",
+        "the cat ▸",
+        "a dog▸",
+        "threads: 1",
+        "1,536",
+    ):
+        assert part in card, part
+    assert str(result.run) not in card
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_run_stopped_and_resumed_is_the_run_that_was_not_bit_for_bit(
+    configure: Configure, tmp_path: Path, dtype: str
+) -> None:
+    """Stopped twice by Ctrl-C, once between two checkpoints; dropout draws random numbers, and
+    the three runs evaluate and sample at different times."""
+    shared = {
+        "dropout": 0.1,
+        "dtype": dtype,
+        "accumulate": 2,
+        "warmup": 3,
+        "clip": 1.0,
+        "log_every": 1,
+    }
+    train(configure(out=tmp_path / "straight", **shared))
+    one = configure(out=tmp_path / "broken", **shared)
+    assert train(one, StopAt(4)).reason == "interrupted"
+    resume = TrainingConfig(out=one.out, resume=True, sample_every=1, sample_tokens=2)
+    assert train(resume, StopAt(8)).step == 8
+    result = train(TrainingConfig(out=one.out, resume=True))
+    assert (result.step, result.reason) == (12, "finished")
+    assert _state(tmp_path / "straight") == _state(tmp_path / "broken")
+    weights = [
+        read_checkpoint(tmp_path / run / "latest").weights_sha256 for run in ("straight", "broken")
+    ]
+    assert weights[0] == weights[1]
+    straight, broken = _losses(tmp_path / "straight"), _losses(tmp_path / "broken")
+    assert straight == [each for each in broken if each[0] == "train" or each[1] % 6 == 0]
+
+
+def test_a_run_killed_while_it_saves_is_resumed_from_the_last_whole_state(
+    configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train(configure(out=tmp_path / "straight"))
+    config = configure(out=tmp_path / "killed")
+
+    def kill(path: Path, **facts: Any) -> Any:
+        if path.name == "step-000012":
+            raise SystemExit("killed after the state, before the checkpoint")
+        return save_checkpoint(path, **facts)
+
+    monkeypatch.setattr(trainer_module, "save_checkpoint", kill)
+    with pytest.raises(SystemExit):
+        train(config)
+    assert sorted(path.name for path in (tmp_path / "killed").glob("step-*")) == ["step-000006"]
+    monkeypatch.undo()
+    result = train(TrainingConfig(out=config.out, resume=True))
+    assert result.step == 12
+    assert read_checkpoint(result.checkpoint).training.step == 12
+    assert _state(tmp_path / "straight") == _state(tmp_path / "killed")
+
+
+def test_ctrl_c_finishes_the_step_saves_and_says_so(configure: Configure) -> None:
+    reporter = StopAt(2)
+    before = signal.getsignal(signal.SIGINT)
+    result = train(configure(log_every=1), reporter)
+    assert (result.reason, result.step) == ("interrupted", 2)
+    assert read_checkpoint(result.checkpoint).training.step == 2
+    notices = [event.message for event in reporter.events if isinstance(event, Noticed)]
+    assert notices == ["stopping after this step, then saving; once more to stop without saving"]
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_evaluating_and_sampling_do_not_change_what_is_learned(
+    configure: Configure, tmp_path: Path
+) -> None:
+    seldom = configure(out=tmp_path / "seldom", dropout=0.2, eval_every=12)
+    often = configure(out=tmp_path / "often", dropout=0.2, eval_every=1, sample_every=1)
+    train(seldom)
+    train(often)
+    assert _state(tmp_path / "seldom") == _state(tmp_path / "often")
+
+
+def test_accumulating_is_a_bigger_batch(configure: Configure, tmp_path: Path) -> None:
+    """The same sequences and the same sums; only their order differs."""
+    big = train(configure(out=tmp_path / "big", batch_size=8, steps=4))
+    parts = train(configure(out=tmp_path / "parts", batch_size=2, accumulate=4, steps=4))
+    assert big.tokens == parts.tokens
+    losses = [
+        [loss for kind, _, loss in _losses(result.run) if kind == "train"]
+        for result in (big, parts)
+    ]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)
+
+
+def test_the_callers_random_state_and_threads_are_left_alone(configure: Configure) -> None:
+    state, threads = torch.get_rng_state(), torch.get_num_threads()
+    train(configure(steps=2, threads=threads + 1))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.get_num_threads() == threads
+
+
+@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
+def test_one_batch_can_be_learned_by_heart(
+    tmp_path: Path, configure: Configure, optimizer: str
+) -> None:
+    """The training text is hardly longer than a window, so every batch is nearly the same."""
+    path = tmp_path / "short.txt"
+    path.write_text(story(8))
+    config = configure(
+        data=(str(path),),
+        vocab_size=257,
+        val_fraction=0.5,
+        context_length=100,
+        steps=150,
+        eval_every=150,
+        checkpoint_every=150,
+        optimizer=optimizer,
+        matrix_lr=0.02 if optimizer == "muon" else 0.005,
+    )
+    losses = [loss for kind, _, loss in _losses(train(config).run) if kind == "train"]
+    assert losses[0] > 4
+    assert losses[-1] < 0.4
+
+
+def test_a_diverging_run_stops_with_a_sentence_and_the_last_good_checkpoint(
+    configure: Configure, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = Trainer._step
+
+    def poisoned(self: Trainer) -> None:
+        if self.counters.step == 7:
+            with torch.no_grad():
+                self.gpt.token_embedding.weight.fill_(math.nan)
+        step(self)
+
+    monkeypatch.setattr(Trainer, "_step", poisoned)
+    config = configure()
+    with pytest.raises(
+        TrainingError, match=r"training diverged: at step 8 the loss is nan"
+    ) as error:
+        train(config)
+    assert "step-000006" in str(error.value)
+    assert config.out is not None
+    load_checkpoint(config.out / "latest", device=torch.device("cpu"), dtype=torch.float32)
+    monkeypatch.undo()
+    assert train(TrainingConfig(out=config.out, resume=True)).step == 12
+
+
+def test_a_full_disk_stops_with_a_sentence(
+    configure: Configure, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path, **facts: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(trainer_module, "save_state", full)
+    with pytest.raises(TrainingError, match=r"step 6 could not be saved: .*No space left"):
+        train(configure())
+
+
+def test_a_run_can_be_bounded_by_the_clock(configure: Configure) -> None:
+    """Minutes alone set the length, the learning rate falls with the clock; with steps besides,
+    whichever comes first ends the run."""
+    config = configure(minutes=0.02, log_every=1, eval_every=10_000, checkpoint_every=10_000)
+    given = {k: v for k, v in config.model_dump(exclude_unset=True).items() if k != "steps"}
+    events: list[Event] = []
+    result = train(TrainingConfig(**given), events.append)
+    assert result.reason == "time is up"
+    assert 1.2 <= result.seconds < 10
+    rates = [event.learning_rate for event in events if isinstance(event, Progress)]
+    assert rates == sorted(rates, reverse=True)
+    assert rates[-1] < 0.6
+
+
+def test_steps_end_a_run_before_a_long_clock(configure: Configure) -> None:
+    assert train(configure(minutes=60)).reason == "finished"
+
+
+def test_patience_ends_a_run_that_no_longer_improves(
+    configure: Configure, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    losses = iter([3.0, 2.0, 2.5, 2.4, 1.0, *[1.5] * 9])
+    monkeypatch.setattr(
+        trainer_module, "evaluate", lambda *_: Evaluation(next(losses), tokens=1, text_bytes=1)
+    )
+    result = train(configure(steps=100, eval_every=2, checkpoint_every=100, patience=3))
+    assert result.reason == "no improvement"
+    assert read_checkpoint(result.best).training.step == 8
+    assert result.step == 14
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "sentence"),
+    [
+        ({"preset": "huge"}, PresetError, "unknown preset 'huge'"),
+        ({"n_head": 3}, ConfigError, "d_model 32 is not divisible by n_head 3"),
+        ({"data": ("nowhere.txt",)}, TextError, "nowhere.txt is no file"),
+        ({"context_length": 50_000}, TextError, "a window takes 50001"),
+        ({"tokenizer": "gpt3", "vocab_size": None}, TrainingError, "neither 'own' nor"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused_with_a_sentence(
+    configure: Configure, given: dict[str, Any], error: type[Exception], sentence: str
+) -> None:
+    config = configure(**given)
+    with pytest.raises(error, match=sentence):
+        train(config)
+    assert config.out is not None
+    assert not config.out.exists(), "a second try is not told that the run exists already"
+
+
+def test_a_text_that_is_too_short_is_refused_with_its_numbers(
+    configure: Configure, tmp_path: Path
+) -> None:
+    path = tmp_path / "short.txt"
+    path.write_text("Only a few words.")
+    with pytest.raises(TextError, match=r"training text has \d+ tokens .* a window takes 33"):
+        train(configure(data=(str(path),)))
+
+
+def test_a_run_is_never_overwritten(configure: Configure) -> None:
+    train(configure(steps=2))
+    with pytest.raises(TrainingError, match="exists already"):
+        train(configure(steps=2))
+
+
+def _unigram_entropy(run: Path) -> float:
+    """Nats per token of guessing with the training text's frequencies."""
+    counts = Counter(_tokens(run / "data" / "train.tokens"))
+    total = sum(counts.values())
+    return -sum(count / total * math.log(count / total) for count in counts.values())
+
+
+def _tokens(path: Path) -> list[int]:
+    raw = path.read_bytes()[64:]
+    return [int.from_bytes(raw[at : at + 2], "little") for at in range(0, len(raw), 2)]
+
+
+@pytest.mark.parametrize("norm_position", ["post", "pre"])
+def test_decoder_8x64_learns_below_the_unigram_entropy(
+    tmp_path: Path, story_file: Path, norm_position: Any
+) -> None:
+    """A tenth of its preset's steps, with a vocabulary that suits the small text."""
+    config = TrainingConfig(
+        preset="decoder-8x64",
+        data=(str(story_file),),
+        out=tmp_path / "run",
+        vocab_size=320,
+        norm_position=norm_position,
+        steps=200,
+        eval_every=100,
+        sample_every=1000,
+        sample_tokens=4,
+        checkpoint_every=200,
+        threads=1,
+    )
+    result = train(config)
+    assert result.val_loss < _unigram_entropy(result.run) - 0.3
+    info, gpt = load_checkpoint(result.best, device=torch.device("cpu"), dtype=torch.float32)
+    assert (info.config.norm_position, info.config.d_model) == (norm_position, 64)
+    assert gpt(torch.tensor([info.tokenizer.encode("the cat")])).logits.isfinite().all()
+
+
+@pytest.mark.slow
+def test_decoder_8x64_as_its_preset_has_it(tmp_path: Path) -> None:
+    """All 5,000 steps on the built-in text."""
+    result = train(TrainingConfig(preset="decoder-8x64", out=tmp_path / "run"))
+    assert result.step == 5000
+    assert result.val_loss < _unigram_entropy(result.run) - 0.5
+
+
+@pytest.mark.slow
+def test_the_default_recipe_learns_the_built_in_text(tmp_path: Path) -> None:
+    """`logitd train` with no arguments but the place."""
+    result = train(TrainingConfig(out=tmp_path / "run"))
+    assert result.val_bits_per_byte < 1.45
