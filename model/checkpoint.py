@@ -27,6 +27,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load as parse_safetensors
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from model.config import ConfigError, GPTConfig
 from model.gpt import GPT
@@ -193,14 +194,28 @@ def load_checkpoint(
         weights = parse_safetensors(raw)
     except SafetensorError as error:
         raise CheckpointError(f"{path / WEIGHTS} is no whole safetensors file: {error}") from error
-    with torch.device("meta"):
+    with torch.device("meta"), _SkipInit():  # takes no memory before it is known to fit
+        expected = GPT(info.config).state_dict()
+    _check_weights(path, expected, weights)
+    with torch.device(device), _SkipInit():
         gpt = GPT(info.config)
-    _check_weights(path, gpt.state_dict(), weights)
-    gpt.to_empty(device=device)
-    gpt.reset_tables()
     gpt.load_state_dict(weights)
     gpt.to(dtype)
     return info, gpt.eval().requires_grad_(False)
+
+
+class _SkipInit(TorchFunctionMode):
+    """Leaves out all that writes into a tensor: initial weights are about to be replaced, and to
+    draw them on the meta device would import torch's compiler, which takes a second."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if name.endswith("_") and not name.endswith("__"):
+            return kwargs.get("tensor", args[0] if args else None)
+        return func(*args, **kwargs)
 
 
 def _check_weights(

@@ -63,4 +63,5 @@ def summarise(
         for i, prob, logprob, rank in zip(ids, probs, chosen, ranks, strict=True)
     )
     everything = np.exp(logprobs)
-    return Summary(tokens, float(probs.sum()), float(-(everything * logprobs).sum()))
+    mass = everything[np.unique(ids)].sum()  # an id that is named twice is one token
+    return Summary(tokens, float(mass), float(-(everything * logprobs).sum()))

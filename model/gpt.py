@@ -123,6 +123,8 @@ class GPT(nn.Module):
     def reset_tables(self) -> None:
         """(Re)compute the constant position tables; they are no part of a checkpoint."""
         config, device = self.config, self.token_embedding.weight.device
+        if device.type == "meta":  # shapes alone are wanted: the tables come with a real device
+            return
         if config.positions == "sinusoidal":
             table = sinusoidal_table(config.context_length, config.d_model, device)
             self.register_buffer("sinusoids", table, persistent=False)
@@ -230,7 +232,9 @@ class Block(nn.Module):
         batch, time = token_ids.shape
         values = self.value_embedding(token_ids)  # (B, T, K * D)
         values = values.view(batch, time, self.config.n_kv_head, self.config.head_dim)
-        steer = F.linear(x[..., :VALUE_GATE_WIDTH].float(), self.value_gate.weight.float())
+        # A copy: in a view of wider rows, bits also depend on where in memory a row begins.
+        leading = x[..., :VALUE_GATE_WIDTH].float().contiguous()
+        steer = F.linear(leading, self.value_gate.weight.float())
         gate = (1 + torch.tanh(steer / 2)).to(values.dtype)  # (B, T, K)
         return (gate.unsqueeze(-1) * values).transpose(1, 2)  # (B, K, T, D)
 

@@ -83,7 +83,7 @@ class KVCache:
             keys, values = self.keys[layer], self.values[layer]  # (S, K, L, D)
             keys[slot_index, :, position_index] = k[:count, :, 0]
             values[slot_index, :, position_index] = v[:count, :, 0]
-            out = torch.zeros_like(q)
+            q, out = _aligned(q), torch.zeros_like(q)
             for row, (slot, position) in enumerate(zip(slots, positions, strict=True)):
                 out[row] = F.scaled_dot_product_attention(
                     q[row : row + 1],
@@ -100,3 +100,11 @@ class KVCache:
         if source != target:
             self.keys[:, target, :, :length] = self.keys[:, source, :, :length]
             self.values[:, target, :, :length] = self.values[:, source, :, :length]
+
+
+def _aligned(rows: Tensor) -> Tensor:
+    """A copy of (B, ...) in which every row begins on a cache line, as every slot does: stock
+    kernels may give a row other bits where it begins (float32, head_dim not a multiple of 4)."""
+    width, line = rows[0].numel(), 64 // rows.element_size()
+    copy = rows.new_empty(len(rows), -(-width // line) * line)[:, :width]
+    return copy.unflatten(1, rows.shape[1:]).copy_(rows)

@@ -128,7 +128,7 @@ _ALL = (
             "context_length": 512,
         },
         recipe=Recipe(
-            steps=4000,
+            steps=3000,
             batch_size=8,
             vocab_size=2048,
             matrix_lr=0.03,

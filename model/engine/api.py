@@ -98,22 +98,18 @@ class SamplingParams:
     def __post_init__(self) -> None:
         _check_range("max_tokens", self.max_tokens, 1)
         _check_range("seed", self.seed, 0, 2**64 - 1)
-        _check_range("temperature", self.temperature, 0)
+        _check_range("temperature", self.temperature, 0, 10**6)
         _check_range("top_k", self.top_k, 0)
         _check_range("top_p", self.top_p, 0, 1)
         _check_range("min_p", self.min_p, 0, 1)
         _check_range("presence_penalty", self.presence_penalty, -100, 100)
         _check_range("frequency_penalty", self.frequency_penalty, -100, 100)
         _check_range("min_tokens", self.min_tokens, 0, self.max_tokens)
-        if not 0 < self.repetition_penalty < math.inf:
-            raise InvalidRequest(
-                f"repetition_penalty is {self.repetition_penalty}; it must be above 0",
-                "repetition_penalty",
-            )
+        _check_range("repetition_penalty", self.repetition_penalty, 0.01, 100)
         if self.top_p == 0:
             raise InvalidRequest("top_p is 0; it must be above 0 (1 keeps all)", "top_p")
-        if any(not math.isfinite(bias) for bias in self.logit_bias.values()):
-            raise InvalidRequest("logit_bias holds a number that is not finite", "logit_bias")
+        for bias in self.logit_bias.values():
+            _check_range("logit_bias", bias, -(10**9), 10**9)
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             raise InvalidRequest("allowed_token_ids is empty; nothing could be drawn",
                                  "allowed_token_ids")  # fmt: skip

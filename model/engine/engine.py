@@ -203,6 +203,8 @@ def check_request(request: Request, config: GPTConfig) -> None:
             )
         _check_positions(request.positions, length)
         if request.columns is not None:
+            if not request.columns:
+                raise InvalidRequest("token_ids is empty; no column is chosen", "token_ids")
             _check_ids("token_ids", request.columns, config.vocab_size)
         return
     params = request.params
@@ -218,6 +220,11 @@ def check_request(request: Request, config: GPTConfig) -> None:
     _check_ids("logit_bias", params.logit_bias, config.vocab_size)
     _check_ids("allowed_token_ids", params.allowed_token_ids or (), config.vocab_size)
     _check_ids("stop_token_ids", params.stop_token_ids, config.vocab_size)
+    if params.min_tokens and len(params.stop_token_ids) == config.vocab_size:
+        raise InvalidRequest(
+            f"stop_token_ids holds all {config.vocab_size} ids, which min_tokens forbids",
+            "min_tokens",
+        )
     if params.logprobs is not None and params.logprobs > config.vocab_size:
         raise InvalidRequest(
             f"logprobs is {params.logprobs}; the vocabulary has {config.vocab_size} ids", "logprobs"

@@ -2,8 +2,11 @@
 
 Prefill runs in whole blocks of 32 positions at multiples of 32, decode in rows padded to a multiple
 of ROW_GROUP: so the arithmetic of a row depends on its phase and position only, never on who is
-computed beside it. Measured on the matrix products of float32 on CPUs: the bits of a row differ
-between 1, 2 to 3, and 4 or more rows, and are one class from 4 rows up in multiples of 4.
+computed beside it. Measured on the matrix products of CPUs: the bits of a row differ between 1, 2
+to 3, and 4 or more rows, and are one class from 4 rows up in multiples of 4. Only products smaller
+than those of real models are outside of this: in float32 with fewer than 12 columns and an inner
+width that is no multiple of 4, in bfloat16 with rows * columns * inner width up to 4096, where
+torch changes kernels.
 
 Knows sequences and plans, not queues or events. Decides nothing.
 """

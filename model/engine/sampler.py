@@ -21,7 +21,7 @@ The definitions, in the order in which they are applied:
 
 `raw` logprobs are log softmax of the logits as they came, `processed` of what is left after the
 last step that applied (1 to 5 for temperature 0), both in float64; `rank` counts from 1 the ids
-that are strictly likelier.
+that are strictly likelier, so that equals share a rank.
 
 A row's result depends on that row alone. Rows without penalties or filters cost nothing for them,
 greedy rows an argmax. Not here: stop strings (text), constraints.
@@ -35,6 +35,9 @@ from torch import Tensor
 
 from model.engine.api import SamplingParams, TokenLogprob
 from model.engine.philox import uniform
+
+LARGEST_LOGIT = 1e30
+"""Up to here no step can leave float32, whatever the parameters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +63,7 @@ class Sampled:
 def sample(logits: Tensor, rows: list[Row]) -> list[Sampled]:
     """Draw the next token of each row. logits (R, V), of any float dtype; left as they are."""
     raw = logits.float()  # (R, V)
-    finite = raw.isfinite().all(dim=-1).tolist()
+    usable = (raw.abs().amax(dim=-1) <= LARGEST_LOGIT).tolist()  # NaN fails it too
     final = list(_biased_and_penalised(raw, rows))
     token_ids = [0] * len(rows)
     greedy = [i for i, row in enumerate(rows) if row.params.temperature == 0]
@@ -76,7 +79,7 @@ def sample(logits: Tensor, rows: list[Row]) -> list[Sampled]:
             final[i], token_ids[i] = values, token_id
     return [
         _result(row, token_ids[i], raw[i], final[i])
-        if finite[i]
+        if usable[i]
         else Sampled(0, error="the model computed logits that are not finite for this sequence")
         for i, row in enumerate(rows)
     ]
@@ -103,8 +106,8 @@ def filtered(logits: Tensor, params: list[SamplingParams]) -> Tensor:
             torch.zeros_like(dropped).scatter(-1, order, dropped), -math.inf
         )
     if any(p.min_p for p in params):
-        min_p = torch.tensor([p.min_p for p in params], device=device)[:, None]
-        floor = logits.amax(dim=-1, keepdim=True) + min_p.log()  # log 0 = -inf drops nothing
+        least = [math.log(p.min_p) if p.min_p else -math.inf for p in params]  # drops nothing
+        floor = logits.amax(dim=-1, keepdim=True) + torch.tensor(least, device=device)[:, None]
         logits = logits.masked_fill(logits < floor, -math.inf)
     return logits
 
@@ -183,10 +186,11 @@ def _result(row: Row, token_id: int, raw: Tensor, final: Tensor) -> Sampled:
     top: tuple[TokenLogprob, ...] = ()
     if count:
         values, ids = logprobs.sort(descending=True, stable=True)
+        ranks = torch.searchsorted(-values, -values[:count]) + 1
         top = tuple(
             TokenLogprob(i, value, rank)
-            for rank, (i, value) in enumerate(
-                zip(ids[:count].tolist(), values[:count].tolist(), strict=True), start=1
+            for i, value, rank in zip(
+                ids[:count].tolist(), values[:count].tolist(), ranks.tolist(), strict=True
             )
             if value > -math.inf
         )

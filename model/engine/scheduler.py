@@ -98,22 +98,28 @@ class Scheduler:
         assert all(s.state is State.WAITING and s.slot is None for s in self.waiting)
 
     def _admit(self, now: float) -> None:
-        while self.waiting and not self._leader_in_prefill(self.waiting[0]):
-            source, length = self._shared_prefix(self.waiting[0])
-            slot = self.slots.acquire(self._step, preferred=source if length else None)
-            if slot is None:
+        while self.waiting and self.slots.used < self.slots.total:
+            sequence = self.waiting[0]
+            source, length = self._shared_prefix(sequence)
+            if self._sibling_computes_more(sequence, length):
                 return
-            sequence = self.waiting.popleft()
+            slot = self.slots.acquire(self._step, preferred=source if length else None)
+            assert slot is not None
+            self.waiting.popleft()
             sequence.slot = slot
             sequence.state = State.PREFILL
             sequence.admitted = now
             self.running.append(sequence)
 
-    def _leader_in_prefill(self, sequence: Sequence) -> bool:
-        """Whether a sibling is still computing the prompt that this one will then copy. Nothing is
-        lost by waiting: prompts are computed in this order anyway."""
-        return sequence.index > 0 and any(
-            s.request is sequence.request and s.state is State.PREFILL for s in self.running
+    def _sibling_computes_more(self, sequence: Sequence, length: int) -> bool:
+        """Whether one of the same prompt is still computing blocks that this one will then copy,
+        more than the `length` there now. Nothing is lost by waiting: prompts are computed in this
+        order anyway."""
+        shareable, running = sequence.first_needed // BLOCK * BLOCK, self.running
+        return (
+            self.config.prefix_reuse
+            and length < shareable
+            and any(s.request is sequence.request and s.state is State.PREFILL for s in running)
         )
 
     def _shared_prefix(self, sequence: Sequence) -> tuple[int, int]:
