@@ -127,12 +127,22 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
-    """Generate `n` sequences after one prompt. `deadline` is a time of the engine's clock."""
+    """Generate `n` sequences after one prompt.
+
+    prompt_logprobs  None: none; k: raw logprobs of the prompt's own tokens and of the k likeliest
+                     in the place of each. The whole prompt is computed for them.
+    priority         lower is admitted earlier; equals in the order of arrival
+    prefix_reuse     whether the prompt may copy a prefix that another slot holds
+    deadline         a time of the engine's clock
+    """
 
     request_id: str
     token_ids: tuple[int, ...]
     params: SamplingParams
     n: int = 1
+    prompt_logprobs: int | None = None
+    priority: int = 0
+    prefix_reuse: bool = True
     deadline: float | None = None
 
 
@@ -148,6 +158,8 @@ class LogitsRequest:
     token_ids: tuple[int, ...]
     positions: tuple[int, ...]
     columns: tuple[int, ...] | None = None
+    priority: int = 0
+    prefix_reuse: bool = True
     deadline: float | None = None
 
 
@@ -172,6 +184,26 @@ class TokenEvent:
     token_id: int
     chosen: TokenLogprob | None = None
     top: tuple[TokenLogprob, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PromptToken:
+    """A token of a prompt with its raw logprob, and the likeliest in its place. The first token
+    of a prompt has none: nothing predicts it."""
+
+    token_id: int
+    chosen: TokenLogprob | None = None
+    top: tuple[TokenLogprob, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PromptEvent:
+    """Logprobs of a prompt's tokens from position `start` on, when they were asked for. Told once
+    per request, for all of its sequences, before the first of their tokens."""
+
+    request_id: str
+    start: int
+    tokens: tuple[PromptToken, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +240,7 @@ class FinishEvent:
     error: str | None = None
 
 
-Event = TokenEvent | RowsEvent | FinishEvent
+Event = TokenEvent | PromptEvent | RowsEvent | FinishEvent
 
 
 @dataclass(frozen=True, slots=True)

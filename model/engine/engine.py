@@ -17,6 +17,8 @@ from model.engine.api import (
     GenerationRequest,
     InvalidRequest,
     LogitsRequest,
+    PromptEvent,
+    PromptToken,
     Request,
     RowsEvent,
     StepResult,
@@ -25,7 +27,7 @@ from model.engine.api import (
 from model.engine.runner import Runner, StepOutput
 from model.engine.sampler import Sampled
 from model.engine.scheduler import PrefillChunk, Scheduler, StepPlan
-from model.engine.sequence import Sequence, State
+from model.engine.sequence import Group, Sequence, State
 from model.gpt import GPT
 
 
@@ -44,6 +46,7 @@ class Engine:
         self._runner = Runner(gpt, config.slots)
         self._scheduler = Scheduler(config, rows_chunk=self._runner.rows_chunk)
         self._sequences: dict[str, list[Sequence]] = {}  # unfinished, by request
+        self._next_weights: GPT | None = None
 
     @property
     def kv_cache_bytes(self) -> int:
@@ -63,7 +66,8 @@ class Engine:
             raise InvalidRequest(f"request id {request.request_id!r} is in use")
         count = request.n if isinstance(request, GenerationRequest) else 1
         arrived = self.clock() if arrived is None else arrived
-        sequences = [Sequence(request, index, arrived) for index in range(count)]
+        group = Group(request)
+        sequences = [Sequence(group, index, arrived) for index in range(count)]
         self._sequences[request.request_id] = sequences
         for sequence in sequences:
             self._scheduler.enqueue(sequence)
@@ -78,6 +82,22 @@ class Engine:
         """The reader of a LogitsRequest took a piece: one more may be computed."""
         for sequence in self._sequences.get(request_id, []):
             sequence.credit += 1
+
+    def swap_weights(self, gpt: GPT) -> None:
+        """Let every request that has not begun be answered by other weights of the same shape.
+
+        Takes effect between two steps: requests that have begun, with all of their sequences, end
+        on the old weights; the others wait for that. What slots held is then forgotten. Raises
+        ValueError for a model of another shape, device or dtype: its cache would not fit.
+        """
+        self._runner.check_replaceable(gpt)
+        self._next_weights = gpt
+        self._scheduler.only_started = True
+        self._swap_when_idle()
+
+    def swapping(self) -> bool:
+        """Whether old weights are still answering requests that had begun."""
+        return self._next_weights is not None
 
     def has_work(self) -> bool:
         """Whether a step would do anything."""
@@ -120,6 +140,15 @@ class Engine:
         known = {s for sequences in self._sequences.values() for s in sequences}
         assert known == {*self._scheduler.waiting, *self._scheduler.running}
 
+    def _swap_when_idle(self) -> None:
+        if self._next_weights is None:
+            return
+        if not any(s.group.started for group in self._sequences.values() for s in group):
+            self._runner.replace(self._next_weights)
+            self._next_weights = None
+            self._scheduler.slots.forget()
+            self._scheduler.only_started = False
+
     def _expire(self) -> Iterator[Event]:
         now = self.clock()
         expired = [
@@ -139,6 +168,8 @@ class Engine:
             self._scheduler.prefilled(chunk, now)
             if chunk.sequence in output.rows:
                 yield from self._hand_out_rows(chunk, output)
+            if chunk.sequence in output.prompts:
+                yield self._prompt_event(chunk, output.prompts[chunk.sequence])
         for sequence, sampled in output.sampled.items():
             yield from self._append(sequence, sampled)
 
@@ -149,6 +180,14 @@ class Engine:
             yield RowsEvent(sequence.request_id, rows.positions, rows.values)
         if chunk.completes_prompt:
             yield self._finish(sequence, FinishReason.STOP)
+
+    def _prompt_event(self, chunk: PrefillChunk, scored: list[Sampled]) -> Event:
+        """The row of a position scores the token after it; nothing scores the first."""
+        tokens = [PromptToken(s.token_id, s.chosen, s.top) for s in scored]
+        if chunk.start == 0:
+            tokens.insert(0, PromptToken(chunk.sequence.tokens[0]))
+        start = chunk.start + 1 if chunk.start else 0
+        return PromptEvent(chunk.sequence.request_id, start, tuple(tokens))
 
     def _append(self, sequence: Sequence, sampled: Sampled) -> Iterator[Event]:
         request = sequence.generation
@@ -185,6 +224,7 @@ class Engine:
         siblings.remove(sequence)
         if not siblings:
             del self._sequences[sequence.request_id]
+        self._swap_when_idle()
         return sequence.finish_event(reason, self.clock(), stop_token_id=stop_token_id, error=error)
 
 
@@ -225,10 +265,14 @@ def check_request(request: Request, config: GPTConfig) -> None:
             f"stop_token_ids holds all {config.vocab_size} ids, which min_tokens forbids",
             "min_tokens",
         )
-    if params.logprobs is not None and params.logprobs > config.vocab_size:
-        raise InvalidRequest(
-            f"logprobs is {params.logprobs}; the vocabulary has {config.vocab_size} ids", "logprobs"
-        )
+    for name, count in (
+        ("logprobs", params.logprobs),
+        ("prompt_logprobs", request.prompt_logprobs),
+    ):
+        if count is not None and not 0 <= count <= config.vocab_size:
+            raise InvalidRequest(
+                f"{name} is {count}; the vocabulary has {config.vocab_size} ids", name
+            )
 
 
 def _check_ids(param: str, token_ids: Iterable[int], vocab_size: int) -> None:

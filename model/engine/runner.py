@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from model.config import BLOCK
-from model.engine.sampler import Row, Sampled, sample
+from model.engine.sampler import Row, Sampled, sample, score
 from model.engine.scheduler import PrefillChunk, StepPlan
 from model.engine.sequence import Sequence
 from model.gpt import GPT
@@ -43,16 +43,34 @@ class StepOutput:
 
     sampled: dict[Sequence, Sampled] = field(default_factory=dict)
     rows: dict[Sequence, Rows] = field(default_factory=dict)
+    prompts: dict[Sequence, list[Sampled]] = field(default_factory=dict)
 
 
 class Runner:
     """A model, its cache, and the forward passes of a step."""
 
     def __init__(self, gpt: GPT, slots: int) -> None:
+        _check_mode(gpt)
         weight = gpt.token_embedding.weight
         self.gpt = gpt
         self.device = weight.device
         self.cache = KVCache(gpt.config, slots, device=weight.device, dtype=weight.dtype)
+
+    def check_replaceable(self, gpt: GPT) -> None:
+        """Raise ValueError unless `gpt` could use this cache as it is."""
+        _check_mode(gpt)
+        weight, old = gpt.token_embedding.weight, self.gpt.token_embedding.weight
+        if gpt.config != self.gpt.config:
+            raise ValueError("the new weights are of another shape than the model being served")
+        if (weight.device, weight.dtype) != (old.device, old.dtype):
+            raise ValueError(
+                f"the new weights are {weight.dtype} on {weight.device}, those being served "
+                f"{old.dtype} on {old.device}"
+            )
+
+    def replace(self, gpt: GPT) -> None:
+        """Compute with other weights from now on; the cache's contents mean nothing to them."""
+        self.gpt = gpt
 
     @property
     def rows_chunk(self) -> int:
@@ -67,6 +85,8 @@ class Runner:
         logits: list[Tensor] = []  # each (1, V)
         for chunk in plan.prefill:
             hidden = self.prefill(chunk)
+            if chunk.sequence.scores_prompt:
+                output.prompts[chunk.sequence] = self._prompt_scores(chunk, hidden)
             if chunk.sequence.logits is not None:
                 output.rows[chunk.sequence] = self._rows(chunk, hidden)
             elif chunk.completes_prompt:
@@ -123,11 +143,28 @@ class Runner:
             logits = logits[:, list(request.columns)]
         return Rows(positions, logits.float().cpu().numpy())
 
+    def _prompt_scores(self, chunk: PrefillChunk, hidden: Tensor) -> list[Sampled]:
+        """Logprobs of the prompt's tokens after each position of the chunk, block by block."""
+        request = chunk.sequence.generation
+        assert request is not None
+        following = request.token_ids[chunk.start + 1 : chunk.end + 1]  # one less at the end
+        scored: list[Sampled] = []
+        for start in range(0, len(following), BLOCK):
+            targets = following[start : start + BLOCK]
+            logits = self._logits(hidden[start : start + len(targets)])
+            scored += score(logits, targets, request.prompt_logprobs or 0)
+        return scored
+
     def _logits(self, hidden: Tensor) -> Tensor:
         """Logits (R, V) of hidden states (R, d_model), by rows padded like those of decode."""
         padding = -len(hidden) % ROW_GROUP
         padded = torch.nn.functional.pad(hidden, (0, 0, 0, padding))
         return self.gpt.logits(padded)[: len(hidden)]
+
+
+def _check_mode(gpt: GPT) -> None:
+    if gpt.training:
+        raise ValueError("the model is in training mode and would drop out; call eval() on it")
 
 
 def _row(sequence: Sequence) -> Row:

@@ -28,6 +28,7 @@ greedy rows an argmax. Not here: stop strings (text), constraints.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -176,22 +177,38 @@ def _invert_cdf(logits: Tensor, draws: list[float]) -> list[int]:
     return ids
 
 
+def score(logits: Tensor, token_ids: Sequence[int], count: int) -> list[Sampled]:
+    """Raw logprobs of given tokens under rows (R, V), and of the `count` likeliest of each."""
+    return [
+        Sampled(token_id, *_logprobs(row, token_id, count))
+        for row, token_id in zip(logits.float(), token_ids, strict=True)
+    ]
+
+
 def _result(row: Row, token_id: int, raw: Tensor, final: Tensor) -> Sampled:
     count = row.params.logprobs
     if count is None:
         return Sampled(token_id)
-    logprobs = (raw if row.params.logprobs_stage == "raw" else final).double().log_softmax(dim=-1)
+    logits = raw if row.params.logprobs_stage == "raw" else final
+    return Sampled(token_id, *_logprobs(logits, token_id, count))
+
+
+def _logprobs(
+    logits: Tensor, token_id: int, count: int
+) -> tuple[TokenLogprob, tuple[TokenLogprob, ...]]:
+    """The logprob of an id under one row (V,), and those of the `count` likeliest ids."""
+    logprobs = logits.double().log_softmax(dim=-1)
     own = logprobs[token_id]
     chosen = TokenLogprob(token_id, own.item(), int((logprobs > own).sum()) + 1)
-    top: tuple[TokenLogprob, ...] = ()
-    if count:
-        values, ids = logprobs.sort(descending=True, stable=True)
-        ranks = torch.searchsorted(-values, -values[:count]) + 1
-        top = tuple(
-            TokenLogprob(i, value, rank)
-            for i, value, rank in zip(
-                ids[:count].tolist(), values[:count].tolist(), ranks.tolist(), strict=True
-            )
-            if value > -math.inf
+    if not count:
+        return chosen, ()
+    values, ids = logprobs.sort(descending=True, stable=True)
+    ranks = torch.searchsorted(-values, -values[:count]) + 1
+    top = tuple(
+        TokenLogprob(i, value, rank)
+        for i, value, rank in zip(
+            ids[:count].tolist(), values[:count].tolist(), ranks.tolist(), strict=True
         )
-    return Sampled(token_id, chosen, top)
+        if value > -math.inf
+    )
+    return chosen, top

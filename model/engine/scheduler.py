@@ -1,12 +1,12 @@
 """Scheduler: which sequences the next step computes.
 
-First come, first served. A step prefills at most `prefill_chunk` positions, shared by as many
-prompts as fit, and decodes every running sequence once; so a long prompt delays a running
-sequence by one chunk at most, and never starves it. What was admitted can always finish: there is
-no preemption. Knows tokens and slots, not tensors.
+First come, first served, within a priority. A step prefills at most `prefill_chunk` positions,
+shared by as many prompts as fit, and decodes every running sequence once; so a long prompt delays
+a running sequence by one chunk at most, and never starves it. What was admitted can always finish:
+there is no preemption. Knows tokens and slots, not tensors.
 """
 
-from collections import deque
+import bisect
 from dataclasses import dataclass
 
 from model.config import BLOCK
@@ -49,16 +49,20 @@ class Scheduler:
         self.config = config
         self.rows_chunk = rows_chunk
         self.slots = SlotPool(config.slots)
-        self.waiting: deque[Sequence] = deque()
+        self.waiting: list[Sequence] = []  # in order of admission to come
         self.running: list[Sequence] = []  # in order of admission
+        self.only_started = False
+        """While set, nobody is admitted but siblings of those who were: the weights are about to
+        change, and a request is answered by one set of weights."""
         self._step = 0
 
     def enqueue(self, sequence: Sequence) -> None:
-        self.waiting.append(sequence)
+        """Queue behind all of the same or a lower priority number."""
+        bisect.insort(self.waiting, sequence, key=lambda queued: queued.request.priority)
 
     def has_work(self) -> bool:
         """Whether the next plan would hold anything: somebody can compute, or can be admitted."""
-        can_admit = bool(self.waiting) and self.slots.used < self.slots.total
+        can_admit = self._next() is not None and self.slots.used < self.slots.total
         return can_admit or any(sequence.may_compute for sequence in self.running)
 
     def plan(self, now: float) -> StepPlan:
@@ -98,18 +102,22 @@ class Scheduler:
         assert all(s.state is State.WAITING and s.slot is None for s in self.waiting)
 
     def _admit(self, now: float) -> None:
-        while self.waiting and self.slots.used < self.slots.total:
-            sequence = self.waiting[0]
+        while self.slots.used < self.slots.total and (sequence := self._next()) is not None:
             source, length = self._shared_prefix(sequence)
             if self._sibling_computes_more(sequence, length):
                 return
             slot = self.slots.acquire(self._step, preferred=source if length else None)
             assert slot is not None
-            self.waiting.popleft()
+            self.waiting.remove(sequence)
+            sequence.group.started = True
             sequence.slot = slot
             sequence.state = State.PREFILL
             sequence.admitted = now
             self.running.append(sequence)
+
+    def _next(self) -> Sequence | None:
+        """The sequence to be admitted next."""
+        return next((s for s in self.waiting if s.group.started or not self.only_started), None)
 
     def _sibling_computes_more(self, sequence: Sequence, length: int) -> bool:
         """Whether one of the same prompt is still computing blocks that this one will then copy,
@@ -117,17 +125,20 @@ class Scheduler:
         order anyway."""
         shareable, running = sequence.first_needed // BLOCK * BLOCK, self.running
         return (
-            self.config.prefix_reuse
+            self._reuses_prefix(sequence)
             and length < shareable
-            and any(s.request is sequence.request and s.state is State.PREFILL for s in running)
+            and any(s.group is sequence.group and s.state is State.PREFILL for s in running)
         )
 
     def _shared_prefix(self, sequence: Sequence) -> tuple[int, int]:
         """A slot to copy from, and how many positions before the first one whose hidden state
         the sequence needs."""
-        if not self.config.prefix_reuse:
+        if not self._reuses_prefix(sequence):
             return 0, 0
         return self.slots.longest_prefix(sequence.tokens[: sequence.first_needed + 1])
+
+    def _reuses_prefix(self, sequence: Sequence) -> bool:
+        return self.config.prefix_reuse and sequence.request.prefix_reuse
 
     def _prefill_chunks(self) -> list[PrefillChunk]:
         chunks = []

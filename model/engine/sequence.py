@@ -28,10 +28,18 @@ class State(Enum):
 
 
 @dataclass(eq=False, slots=True)
+class Group:
+    """What the sequences of one request share."""
+
+    request: Request
+    started: bool = False  # one of them was admitted
+
+
+@dataclass(eq=False, slots=True)
 class Sequence:
     """One of the n sequences of a request (a LogitsRequest has one)."""
 
-    request: Request
+    group: Group
     index: int
     arrived: float
     tokens: list[int] = field(init=False)  # the prompt, then what was generated
@@ -45,6 +53,10 @@ class Sequence:
 
     def __post_init__(self) -> None:
         self.tokens = list(self.request.token_ids)
+
+    @property
+    def request(self) -> Request:
+        return self.group.request
 
     @property
     def request_id(self) -> str:
@@ -74,7 +86,13 @@ class Sequence:
         copied from another slot."""
         if self.logits is not None:
             return self.logits.positions[0]
-        return self.prompt_length - 1
+        return 0 if self.scores_prompt else self.prompt_length - 1
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether this sequence computes the prompt's logprobs, on behalf of its siblings too."""
+        request = self.generation
+        return request is not None and request.prompt_logprobs is not None and self.index == 0
 
     @property
     def may_compute(self) -> bool:

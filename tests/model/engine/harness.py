@@ -19,6 +19,8 @@ from model.engine.api import (
     FinishReason,
     GenerationRequest,
     LogitsRequest,
+    PromptEvent,
+    PromptToken,
     Request,
     RowsEvent,
     SamplingParams,
@@ -50,6 +52,9 @@ def generation(
     *,
     n: int = 1,
     deadline: float | None = None,
+    prompt_logprobs: int | None = None,
+    priority: int = 0,
+    prefix_reuse: bool = True,
     sampling: SamplingParams | None = None,
     **fields: Any,
 ) -> GenerationRequest:
@@ -60,6 +65,9 @@ def generation(
         params=sampling or params(**fields),
         n=n,
         deadline=deadline,
+        prompt_logprobs=prompt_logprobs,
+        priority=priority,
+        prefix_reuse=prefix_reuse,
     )
 
 
@@ -98,6 +106,7 @@ class Outcome:
 
     tokens: list[TokenEvent] = field(default_factory=list)
     rows: list[RowsEvent] = field(default_factory=list)
+    prompt: list[PromptToken] = field(default_factory=list)
     finish: FinishEvent | None = None
 
     @property
@@ -158,13 +167,18 @@ class Driven:
 
     def record(self, events: Iterable[Event]) -> None:
         for event in events:
-            key = (event.request_id, event.index if not isinstance(event, RowsEvent) else 0)
+            index = 0 if isinstance(event, RowsEvent | PromptEvent) else event.index
+            key = (event.request_id, index)
             outcome = self.outcomes.setdefault(key, Outcome())
             assert outcome.finish is None, f"{event} came after the finish of {key}"
             if isinstance(event, TokenEvent):
                 outcome.tokens.append(event)
             elif isinstance(event, RowsEvent):
                 outcome.rows.append(event)
+            elif isinstance(event, PromptEvent):
+                assert event.start == len(outcome.prompt)
+                assert not outcome.tokens, "a prompt's logprobs come before its tokens"
+                outcome.prompt.extend(event.tokens)
             else:
                 outcome.finish = event
                 assert event.completion_tokens == len(outcome.tokens)

@@ -25,18 +25,21 @@ from tests.model.engine.harness import (
     generation,
     params,
     rows_request,
-    small_gpt,
 )
+from tests.model.factories import tiny_config, tiny_gpt
 
 VOCABULARY = 16
 CONTEXT = 80
 
 
-def make_gpt() -> GPT:
-    return small_gpt(n_layer=1, n_head=1, d_model=8, vocab_size=VOCABULARY, context_length=CONTEXT)
+def make_gpt(seed: int = 0) -> GPT:
+    shape = {"n_layer": 1, "n_head": 1, "d_model": 8}
+    config = tiny_config(**shape, vocab_size=VOCABULARY, context_length=CONTEXT)
+    return tiny_gpt(config, seed)
 
 
 GPT_OF_THE_MACHINE = make_gpt()
+OTHER_WEIGHTS = make_gpt(seed=1)
 
 # Prompts of few distinct blocks, so that they share prefixes.
 prompts = st.builds(
@@ -77,6 +80,8 @@ class EngineMachine(RuleBasedStateMachine):
         max_tokens=st.integers(1, 8),
         stop=st.frozensets(st.integers(0, VOCABULARY - 1), max_size=2),
         temperature=st.sampled_from([0.0, 1.0]),
+        scored=st.none() | st.integers(0, 2),
+        priority=st.integers(-1, 1),
         seconds=patience,
     )
     def submit_generation(
@@ -86,12 +91,22 @@ class EngineMachine(RuleBasedStateMachine):
         max_tokens: int,
         stop: frozenset[int],
         temperature: float,
+        scored: int | None,
+        priority: int,
         seconds: int | None,
     ) -> None:
         name = self.name()
         sampling = params(max_tokens, stop_token_ids=stop, temperature=temperature)
         self.driven.add(
-            generation(name, prompt, n=n, deadline=self.deadline(seconds), sampling=sampling)
+            generation(
+                name,
+                prompt,
+                n=n,
+                deadline=self.deadline(seconds),
+                prompt_logprobs=scored,
+                priority=priority,
+                sampling=sampling,
+            )
         )
         self.asked |= {(name, index): max_tokens for index in range(n)}
 
@@ -123,6 +138,11 @@ class EngineMachine(RuleBasedStateMachine):
     def grant(self, data: st.DataObject) -> None:
         name, _ = data.draw(st.sampled_from(sorted(self.driven.unfinished)))
         self.driven.engine.grant(name)
+
+    @rule(other=st.booleans())
+    def swap_weights(self, other: bool) -> None:
+        """Those who had begun go on; nobody is lost, whatever else happens meanwhile."""
+        self.driven.engine.swap_weights(OTHER_WEIGHTS if other else GPT_OF_THE_MACHINE)
 
     @rule(seconds=st.sampled_from([0.5, 1.0, 3.0]))
     def wait(self, seconds: float) -> None:

@@ -11,7 +11,7 @@ from model.config import BLOCK
 from model.engine import runner as runner_module
 from model.engine.runner import Runner
 from model.engine.scheduler import PrefillChunk, StepPlan
-from model.engine.sequence import Sequence, State
+from model.engine.sequence import Group, Sequence, State
 from model.gpt import GPT
 from tests.model.engine.harness import (
     generation,
@@ -40,7 +40,7 @@ def dtype(request: pytest.FixtureRequest) -> torch.dtype:
 
 
 def sequence(slot: int, prompt: Many[int]) -> Sequence:
-    one = Sequence(generation(str(slot), prompt), 0, 0.0)
+    one = Sequence(Group(generation(str(slot), prompt)), 0, 0.0)
     one.slot, one.state = slot, State.PREFILL
     return one
 
@@ -104,7 +104,7 @@ def test_pieces_of_rows_are_bounded_in_bytes(vocab_size: int, positions: int) ->
     """16 MB where a block of 32 positions fits, one block where it does not."""
     config = tiny_config(vocab_size=vocab_size, n_layer=1, n_head=1, d_model=4)
     with torch.device("meta"):
-        gpt = GPT(config)
+        gpt = GPT(config).eval()
     assert Runner(gpt, slots=1).rows_chunk == positions
     assert positions * vocab_size * 4 <= max(16 * 2**20, BLOCK * vocab_size * 4)
 
@@ -119,10 +119,14 @@ def test_one_run_serves_prefill_decode_and_rows() -> None:
     prefill(runner, 0, ids[0, :40].tolist(), [])
     decoding.tokens.append(int(ids[0, 40]))
     decoding.computed, decoding.state = 40, State.DECODE
-    prompt = Sequence(generation("prompt", ids[1].tolist(), sampling=params(logprobs=257)), 0, 0.0)
+    prompt = Sequence(
+        Group(generation("prompt", ids[1].tolist(), sampling=params(logprobs=257))), 0, 0.0
+    )
     prompt.slot = 1
     wanted = (3, 31, 32, 60)
-    rows = Sequence(rows_request("rows", ids[2].tolist(), wanted, columns=(5, 0, 256)), 0, 0.0)
+    rows = Sequence(
+        Group(rows_request("rows", ids[2].tolist(), wanted, columns=(5, 0, 256))), 0, 0.0
+    )
     rows.slot = 2
     unfinished = sequence(3, ids[1].tolist())
     output = runner.run(
@@ -155,3 +159,10 @@ def test_padding_is_what_keeps_the_bits(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(runner_module, "ROW_GROUP", 1)
     with pytest.raises(AssertionError):
         test_company_does_not_change_a_decoded_rows_bits(gpt, torch.float32)
+
+
+def test_a_model_in_training_mode_is_refused() -> None:
+    """It would apply its dropout to what it serves, and say nothing."""
+    gpt = tiny_gpt(tiny_config(dropout=0.1)).train()
+    with pytest.raises(ValueError, match="training mode"):
+        Runner(gpt, 1)

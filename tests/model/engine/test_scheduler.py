@@ -15,7 +15,7 @@ import pytest
 from model.config import BLOCK
 from model.engine.api import EngineConfig, Request
 from model.engine.scheduler import PrefillChunk, Scheduler, StepPlan
-from model.engine.sequence import ROWS_CREDIT, Sequence, State
+from model.engine.sequence import ROWS_CREDIT, Group, Sequence, State
 from tests.model.engine.harness import generation, rows_request
 
 CHUNK = 64
@@ -46,7 +46,8 @@ class Simulation:
         self.now = 0.0
 
     def add(self, request: Request, n: int = 1) -> list[Sequence]:
-        sequences = [Sequence(request, index, self.now) for index in range(n)]
+        group = Group(request)
+        sequences = [Sequence(group, index, self.now) for index in range(n)]
         for sequence in sequences:
             self.scheduler.enqueue(sequence)
         return sequences
