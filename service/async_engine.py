@@ -9,6 +9,7 @@ Knows no HTTP and no text.
 """
 
 import asyncio
+import contextlib
 import logging
 import math
 import queue
@@ -29,6 +30,9 @@ from model.engine.api import (
 from model.engine.engine import Engine, check_request
 
 logger = logging.getLogger("logitd.engine")
+
+FAILED = "the engine failed; the log says why"
+SHUTTING_DOWN = "the server is shutting down"
 
 
 class QueueFull(Exception):
@@ -96,7 +100,8 @@ class Submission:
         """
         if not self._events and self._open and self._failure is None:
             try:
-                await asyncio.wait_for(self._arrived.wait(), timeout)
+                async with asyncio.timeout(timeout):
+                    await self._arrived.wait()
             except TimeoutError:
                 return []
         self._arrived.clear()
@@ -127,6 +132,27 @@ class Submission:
         self._arrived.set()
 
 
+class Reservation:
+    """Requests that run one after the other, and the room for those still to come. Accepted as one:
+    neither a full queue nor the beginning of a drain refuses the later ones. Belongs to the event
+    loop; whoever has it releases it."""
+
+    def __init__(self, owner: "AsyncEngine", requests: Sequence[Request]) -> None:
+        self._owner = owner
+        self._waiting = list(requests)
+
+    def submit_next(self) -> Submission:
+        """Queue the next request. Raises EngineStopped when there will be no answer to it."""
+        submission = self._owner.submit_reserved(self._waiting[0])
+        del self._waiting[0]
+        return submission
+
+    def release(self) -> None:
+        """Give up the room of the requests that were not submitted."""
+        self._owner.release(sum(map(sequence_count, self._waiting)))
+        self._waiting.clear()
+
+
 class AsyncEngine:
     """Owns the engine's thread: submit, abort, grant, stop. Made on the event loop it serves."""
 
@@ -139,8 +165,10 @@ class AsyncEngine:
         self._inbox: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
         self._open: dict[str, _OpenRequest] = {}
         self._open_sequences = 0
+        self._reserved = 0
         self._pace = _Pace()
-        self._draining = False
+        self._draining = False  # no new requests
+        self._closed = False  # none that have a reservation either
         self._failure: str | None = None
         self._loop = asyncio.get_running_loop()
         self._idle = asyncio.Event()
@@ -157,40 +185,41 @@ class AsyncEngine:
 
     @property
     def open_sequences(self) -> int:
-        """Sequences submitted and not yet ended."""
-        return self._open_sequences
+        """Sequences submitted and not yet ended, and those that have room reserved."""
+        return self._open_sequences + self._reserved
 
     def now(self) -> float:
         """The engine's clock, on which deadlines are given."""
         return self._engine.clock()
 
-    def check_room(self, sequences: int) -> None:
-        """Raise EngineStopped or QueueFull unless so many sequences could be submitted now."""
-        if self._failure is not None:
-            raise EngineStopped(self._failure)
-        if self._draining:
-            raise EngineStopped("the server is shutting down")
-        slots = self._engine.slots
-        if self._open_sequences + sequences > slots + self._max_queue:
-            waiting = max(0, self._open_sequences - slots)
-            raise QueueFull(waiting, self._max_queue, self._pace.seconds_for(waiting + 1))
-
     def submit(self, requests: Sequence[Request]) -> Submission:
         """Queue requests: all, or none.
 
-        Raises InvalidRequest for what the model cannot compute, and as `check_room` does.
+        Raises InvalidRequest for what the model cannot compute, EngineStopped, or QueueFull.
         """
-        for request in requests:
-            check_request(request, self._engine.model_config)
-        self.check_room(sum(sequence_count(request) for request in requests))
-        submission = Submission(self, requests)
-        for request in requests:
-            count = sequence_count(request)
-            self._open[request.request_id] = _OpenRequest(submission, count)
-            self._open_sequences += count
-            self._inbox.put(_Add(request, self.now()))
+        self._check(requests)
+        return self._enqueue(requests)
+
+    def reserve(self, requests: Sequence[Request]) -> "Reservation":
+        """Room for requests that are to run one after the other. Raises as `submit` does."""
+        self._check(requests)
+        self._reserved += sum(map(sequence_count, requests))
         self._idle.clear()
-        return submission
+        return Reservation(self, requests)
+
+    def submit_reserved(self, request: Request) -> Submission:
+        """Queue a request that has its room; called by its Reservation."""
+        if self._failure is not None:
+            raise EngineStopped(self._failure)
+        if self._closed:
+            raise EngineStopped(SHUTTING_DOWN)
+        self._reserved -= sequence_count(request)
+        return self._enqueue([request])
+
+    def release(self, sequences: int) -> None:
+        """Give up room; called by a Reservation."""
+        self._reserved -= sequences
+        self._settle()
 
     def abort(self, request_id: str, index: int | None = None) -> None:
         """End a request or one of its sequences; harmless when it has ended meanwhile."""
@@ -205,9 +234,12 @@ class AsyncEngine:
         self._draining = True
         if self._stopped.is_set():
             return
-        try:
-            await asyncio.wait_for(self._idle.wait(), drain_timeout)
-        except TimeoutError:
+        if not self._idle.is_set():
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(drain_timeout):
+                    await self._idle.wait()
+        self._closed = True
+        if self._open:
             logger.warning("aborting %d sequences at shutdown", self._open_sequences)
             for request_id in list(self._open):
                 self.abort(request_id)
@@ -215,15 +247,42 @@ class AsyncEngine:
         await self._stopped.wait()
         self._thread.join()
 
+    def _check(self, requests: Sequence[Request]) -> None:
+        """Raise unless the requests could be submitted now."""
+        for request in requests:
+            check_request(request, self._engine.model_config)
+        if self._failure is not None:
+            raise EngineStopped(self._failure)
+        if self._draining:
+            raise EngineStopped(SHUTTING_DOWN)
+        slots, open_now = self._engine.slots, self.open_sequences
+        if open_now + sum(map(sequence_count, requests)) > slots + self._max_queue:
+            waiting = max(0, open_now - slots)
+            raise QueueFull(waiting, self._max_queue, self._pace.seconds_for(waiting + 1))
+
+    def _enqueue(self, requests: Sequence[Request]) -> Submission:
+        submission = Submission(self, requests)
+        for request in requests:
+            count = sequence_count(request)
+            self._open[request.request_id] = _OpenRequest(submission, count)
+            self._open_sequences += count
+            self._inbox.put(_Add(request, self.now()))
+        self._idle.clear()
+        return submission
+
+    def _settle(self) -> None:
+        if not self._open and not self._reserved:
+            self._idle.set()
+
     # The thread.
 
     def _run(self) -> None:
         try:
             while self._turn():
                 pass
-        except BaseException as error:  # whatever it was, the waiters are told
+        except BaseException:  # whatever it was, the waiters are told
             logger.exception("the engine failed")
-            self._loop.call_soon_threadsafe(self._fail, f"{type(error).__name__}: {error}")
+            self._loop.call_soon_threadsafe(self._fail)
         finally:
             self._loop.call_soon_threadsafe(self._stopped.set)
 
@@ -280,16 +339,15 @@ class AsyncEngine:
         request.open -= 1
         if not request.open:
             del self._open[request_id]
-        if not self._open:
-            self._idle.set()
+        self._settle()
 
-    def _fail(self, reason: str) -> None:
-        self._failure = reason
+    def _fail(self) -> None:
+        self._failure = FAILED
         for request in self._open.values():
-            request.submission.fail(reason)
+            request.submission.fail(FAILED)
         self._open.clear()
         self._open_sequences = 0
-        self._idle.set()
+        self._settle()
 
 
 @dataclass(slots=True)

@@ -3,7 +3,8 @@
     {"error": {"message": "...", "type": "...", "param": "...", "code": "..."}}
 
 The message is a sentence with the numbers and the way out; `type` and `code` are from closed sets.
-Nothing of the request is repeated, and of our own bugs nothing is told but the request's id.
+Of the request no more than a clipped name or number is repeated, so an error's body is small
+whatever was sent; of our own bugs nothing is told but the request's id.
 """
 
 from collections.abc import Mapping
@@ -18,6 +19,7 @@ from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
 from model.engine.api import FinishEvent, FinishReason, InvalidRequest
+from service.schemas import MAX_IDS, MAX_PROMPTS, MAX_STOP_TEXTS
 
 ErrorType = Literal[
     "invalid_request_error",
@@ -29,11 +31,14 @@ ErrorType = Literal[
 ]
 MAX_REPORTED = 5
 """Field errors named in one message."""
+MAX_PROBLEMS = 1000
+"""With more, a body's errors are only counted: to describe each would hold up everybody else."""
 
 SEVERAL_FORMS = {
-    "prompt": "a string, a list of token ids (integers from 0), or a list of either",
-    "stop": "a string or a list of strings",
-    "positions": "'last', 'all' or a list of integers",
+    "prompt": f"a string, a list of token ids (integers from 0, {MAX_IDS} at most), "
+    f"or a list of either ({MAX_PROMPTS} at most)",
+    "stop": f"a string or a list of strings ({MAX_STOP_TEXTS} at most)",
+    "positions": f"'last', 'all' or a list of integers ({MAX_IDS} at most)",
 }
 """Fields that take values of several forms, in words."""
 
@@ -94,19 +99,32 @@ def body_too_large(limit: int) -> ApiError:
     return ApiError(413, "invalid_request_error", message, None, "body_too_large")
 
 
+def client_gone() -> ApiError:
+    """For the log and the metrics alone: nobody is there to read it."""
+    return ApiError(499, "invalid_request_error", "the client closed the connection")
+
+
+def internal_error(request_id: str) -> ApiError:
+    """Our own bug."""
+    message = f"internal error; the log has it under the request id {request_id}"
+    return ApiError(500, "server_error", message, None, "internal")
+
+
 def unavailable(message: str, retry_after: int = 1) -> ApiError:
     return ApiError(503, "unavailable_error", message, None, "unavailable", retry_after)
 
 
 def from_validation(error: ValidationError) -> ApiError:
     """A body that does not fit its model, in one sentence per wrong field."""
+    if (count := error.error_count()) > MAX_PROBLEMS:
+        return bad_request(f"the body is wrong in {count} places; /docs describes its fields")
     problems = error.errors(include_url=False, include_context=False, include_input=False)
     # A field that may be several things fails once for each of them: one sentence says it.
     sentences = list(dict.fromkeys(_sentence(problem) for problem in problems))
     if len(sentences) > MAX_REPORTED:
         sentences[MAX_REPORTED:] = [f"and {len(sentences) - MAX_REPORTED} more"]
     location = problems[0]["loc"]
-    return bad_request("; ".join(sentences), str(location[0]) if location else None)
+    return bad_request("; ".join(sentences), clip(str(location[0])) if location else None)
 
 
 def from_invalid(error: InvalidRequest) -> ApiError:
@@ -149,16 +167,14 @@ def install(app: FastAPI) -> None:
         response.headers.update(error.headers or {})
         return response
 
-    @app.exception_handler(Exception)
-    async def own_bug(request: Request, error: Exception) -> Response:
-        # Starlette logs the traceback; the client learns that it was not its fault.
-        return ApiError(
-            500, "server_error", "internal error; the log has it", None, "internal"
-        ).response()
+
+def clip(text: str, limit: int = 80) -> str:
+    """The beginning of something a client sent, to repeat it in a message."""
+    return text if len(text) <= limit else f"{text[:limit]}..."
 
 
 def _from_status(status: int, request: Request) -> ApiError:
-    path = request.scope["path"]
+    path = clip(request.scope["path"])
     match status:
         case 404:
             return ApiError(404, "not_found_error", f"there is no {path} here; see /docs")
@@ -170,9 +186,10 @@ def _from_status(status: int, request: Request) -> ApiError:
 
 
 def _sentence(problem: Mapping[str, Any]) -> str:
-    field = ".".join(str(part) for part in problem["loc"])
-    if problem["loc"] and problem["loc"][0] in SEVERAL_FORMS and len(problem["loc"]) > 1:
-        return f"{problem['loc'][0]} must be {SEVERAL_FORMS[problem['loc'][0]]}"
+    location = problem["loc"]
+    field = clip(".".join(str(part) for part in location))
+    if location and location[0] in SEVERAL_FORMS and len(location) > 1:
+        return f"{location[0]} must be {SEVERAL_FORMS[location[0]]}"
     match problem["type"]:
         case "extra_forbidden":
             return f"{field} is no field of this endpoint"
@@ -180,5 +197,9 @@ def _sentence(problem: Mapping[str, Any]) -> str:
             return f"{field} is required"
         case "json_invalid":
             return f"the body is no JSON: {problem['msg'].removeprefix('Invalid JSON: ')}"
+        case "model_type":
+            return "the body must be a JSON object"
+        case "value_error":  # a sentence of our own
+            return str(problem["msg"]).removeprefix("Value error, ")
         case _:
             return f"{field}: {problem['msg'][:300]}" if field else str(problem["msg"])[:300]

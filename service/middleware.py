@@ -1,8 +1,9 @@
 """Middleware: what happens to every request, whatever its endpoint. Pure ASGI.
 
 A request id (taken from `X-Request-ID` or made, and returned), the count by endpoint and status,
-one log line, and a cap on the size of headers, which the HTTP parser does not have. Starlette's
-BaseHTTPMiddleware would hide a client's disconnect and make streams several times dearer.
+one log line, a cap on the size of headers, which the HTTP parser does not have, and the answer to
+what should not have happened. Starlette's BaseHTTPMiddleware would hide a client's disconnect and
+make streams several times dearer.
 """
 
 import logging
@@ -13,7 +14,7 @@ from collections.abc import Iterable
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from service.errors import ApiError
+from service.errors import ApiError, internal_error
 from service.metrics import Metrics, endpoint_label
 
 logger = logging.getLogger("logitd.http")
@@ -37,7 +38,7 @@ class RequestLog:
             return
         request_id = _request_id(scope["headers"])
         started = time.perf_counter()
-        status = 500
+        status = 0
 
         async def send_named(message: Message) -> None:
             nonlocal status
@@ -56,9 +57,14 @@ class RequestLog:
                 await too_large.response()(scope, receive, send_named)
             else:
                 await self._app(scope, receive, send_named)
+        except Exception:
+            if status:  # too late for another answer: the connection is closed
+                raise
+            logger.exception("our own bug, request %s", request_id.decode())
+            await internal_error(request_id.decode()).response()(scope, receive, send_named)
         finally:
             endpoint = endpoint_label(scope["path"])
-            self._metrics.requests.labels(endpoint, str(status)).inc()
+            self._metrics.requests.labels(endpoint, str(status or 500)).inc()
             logger.log(
                 logging.DEBUG if endpoint in QUIET else logging.INFO,
                 "%s %s %d %.1f ms %s",

@@ -8,11 +8,14 @@ import time
 import uuid
 from collections.abc import Iterable, Sequence
 from typing import Any
+from urllib.parse import quote
 
 from model.checkpoint import CheckpointInfo
 from model.engine.api import FinishEvent, FinishReason, TokenEvent, TokenLogprob
 from model.tokenizer import Tokenizer
 from service.stop_strings import StopFinder
+
+HEADER_SAFE = "".join(chr(code) for code in range(0x21, 0x7F) if chr(code) != "%")
 
 
 def new_id(kind: str) -> str:
@@ -40,10 +43,12 @@ def checkpoint_name(checkpoint: CheckpointInfo) -> dict[str, Any]:
 
 
 def checkpoint_headers(checkpoint: CheckpointInfo) -> dict[str, str]:
-    """The same for replies whose body is no JSON."""
+    """The same for replies whose body is no JSON. What is null has no header; what a header cannot
+    hold (a directory may have any name) is percent-encoded."""
     return {
-        f"X-Logitd-{name.replace('_', '-').title()}": str(value)
+        f"X-Logitd-{name.replace('_', '-').title()}": quote(str(value), safe=HEADER_SAFE)
         for name, value in checkpoint_name(checkpoint).items()
+        if value is not None
     }
 
 

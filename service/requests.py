@@ -6,21 +6,25 @@ is queued here.
 """
 
 import asyncio
+import re
 import secrets
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 from fastapi import Request
 from pydantic import BaseModel, ValidationError
+from starlette.requests import ClientDisconnect
 
 from model.engine.api import GenerationRequest, InvalidRequest, LogitsRequest, SamplingParams
 from model.tokenizer import Tokenizer
 from service import schemas
-from service.async_engine import EngineStopped, QueueFull, Submission
+from service.async_engine import EngineStopped, QueueFull, Reservation, Submission
 from service.errors import (
     ApiError,
     bad_request,
     body_too_large,
+    client_gone,
+    clip,
     context_too_long,
     from_invalid,
     from_validation,
@@ -34,6 +38,9 @@ Result = TypeVar("Result")
 
 THREAD_CHARACTERS = 100_000
 """Longer texts are encoded beside the event loop, not on it."""
+
+TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,9}")
+"""An id as the key of a JSON object: one spelling each, so that no key overwrites another."""
 
 
 def body_of(model: type[Body]) -> Callable[[Request], Awaitable[Body]]:
@@ -49,7 +56,7 @@ def body_of(model: type[Body]) -> Callable[[Request], Awaitable[Body]]:
             raise ApiError(
                 415,
                 "invalid_request_error",
-                f"the body's content type is {media_type[:80]!r}; send application/json "
+                f"the body's content type is {clip(media_type)!r}; send application/json "
                 "(curl: --json, or -H 'Content-Type: application/json')",
             )
         raw = await _bounded_body(request)
@@ -72,12 +79,13 @@ def described_by(model: type[schemas.RequestBody]) -> dict[str, Any]:
     return {"requestBody": {"required": True, "content": {"application/json": content}}}
 
 
-async def prompt_ids(prompt: Any, served: Served) -> list[tuple[int, ...]]:
-    """The token ids of each prompt of a body."""
+async def prompt_ids(prompt: Any, served: Served, n: int = 1) -> list[tuple[int, ...]]:
+    """The token ids of each prompt of a body, unless they make more sequences than can run."""
     if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)):
         prompt = [prompt]
     if not prompt:
         raise bad_request("the prompt is empty; give at least one token", "prompt")
+    _check_sequences(len(prompt) * n, "prompt" if n == 1 else "n", served)
     tokenizer, context = served.checkpoint.tokenizer, served.context_length
     ids = []
     for one in prompt:
@@ -93,7 +101,6 @@ def generation_requests(
     body: schemas.GenerateRequest, prompts: list[tuple[int, ...]], served: Served
 ) -> list[GenerationRequest]:
     """One engine request per prompt, or ApiError."""
-    _check_sequences(len(prompts) * body.n, served)
     deadline = _deadline(body.timeout, served)
     seed = secrets.randbits(63) if body.seed is None else body.seed
     requests = []
@@ -111,6 +118,9 @@ def generation_requests(
                 deadline=deadline,
             )
         )
+    if body.logprobs is not None:
+        tokens = sum(request.params.max_tokens for request in requests) * body.n
+        check_logprobs("logprobs", tokens * (1 + body.logprobs), served)
     return requests
 
 
@@ -140,20 +150,39 @@ def logits_request(
     )
 
 
-def check_requests(count: int, served: Served) -> None:
-    """Refuse more prompts than one request may have, or than there is room for."""
-    _check_sequences(count, served)
-    _translated(lambda: served.engine.check_room(count))
+def check_choice(token_ids: list[int] | None, top_k: int | None, served: Served) -> None:
+    """Refuse ids outside the vocabulary, or more of them than it has."""
+    vocab_size = served.checkpoint.tokenizer.vocab_size
+    if token_ids is not None:
+        _check_ids("token_ids", token_ids, vocab_size)
+    if top_k is not None and top_k > vocab_size:
+        raise bad_request(f"top_k is {top_k}; the vocabulary has {vocab_size} ids", "top_k")
 
 
-def bad_request_unless_ids(param: str, token_ids: list[int], served: Served) -> None:
-    """Refuse ids outside the vocabulary."""
-    _check_ids(param, token_ids, served.checkpoint.tokenizer.vocab_size)
+def check_logprobs(param: str, count: int, served: Served) -> None:
+    """Refuse more logprobs than one reply may hold: they are in memory together."""
+    limit = served.settings.max_logprobs
+    if count > limit:
+        raise bad_request(
+            f"the reply could hold {count} logprobs; {limit} are allowed in one. Ask for less, or "
+            "raise --max-logprobs",
+            param,
+        )
 
 
 def submit(served: Served, requests: list[GenerationRequest] | list[LogitsRequest]) -> Submission:
     """Queue requests, or raise the ApiError that says why not."""
     return _translated(lambda: served.engine.submit(requests))
+
+
+def reserve(served: Served, requests: list[LogitsRequest]) -> Reservation:
+    """Room for requests that run one after the other, or the ApiError that says why not."""
+    return _translated(lambda: served.engine.reserve(requests))
+
+
+def submit_next(reservation: Reservation) -> Submission:
+    """Queue the next request of a reservation."""
+    return _translated(reservation.submit_next)
 
 
 async def unless_gone(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
@@ -164,7 +193,7 @@ async def unless_gone(request: Request, work: Coroutine[Any, Any, Result]) -> Re
         await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
         if working.done():
             return working.result()
-        raise ApiError(499, "invalid_request_error", "the client closed the connection")
+        raise client_gone()
     finally:
         working.cancel()
         leaving.cancel()
@@ -172,14 +201,19 @@ async def unless_gone(request: Request, work: Coroutine[Any, Any, Result]) -> Re
 
 
 async def _bounded_body(request: Request) -> bytes:
-    """The body, read no further than the limit."""
+    """The body, read no further than the limit; not at all where it says that it is longer."""
     limit: int = request.app.state.service.settings.max_body_bytes
+    if int(request.headers.get("content-length", "0")) > limit:  # the parser took it for a number
+        raise body_too_large(limit)
     chunks, size = [], 0
-    async for chunk in request.stream():
-        size += len(chunk)
-        if size > limit:
-            raise body_too_large(limit)
-        chunks.append(chunk)
+    try:
+        async for chunk in request.stream():
+            size += len(chunk)
+            if size > limit:
+                raise body_too_large(limit)
+            chunks.append(chunk)
+    except ClientDisconnect as error:
+        raise client_gone() from error
     return b"".join(chunks)
 
 
@@ -257,8 +291,10 @@ def _sampling_params(
 def _logit_bias(biases: dict[str, float]) -> dict[int, float]:
     """JSON's keys are strings; ours are ids."""
     for key in biases:
-        if not (key.isascii() and key.isdigit()):
-            raise bad_request(f"logit_bias has the key {key[:40]!r}; keys are ids", "logit_bias")
+        if not TOKEN_ID.fullmatch(key):
+            raise bad_request(
+                f"logit_bias has the key {clip(key)!r}; keys are token ids", "logit_bias"
+            )
     return {int(key): bias for key, bias in biases.items()}
 
 
@@ -280,13 +316,20 @@ def _positions(positions: str | list[int], length: int) -> tuple[int, ...]:
     return tuple(resolved)
 
 
-def _check_sequences(count: int, served: Served) -> None:
-    limit = served.settings.max_sequences
-    if count > limit:
+def _check_sequences(count: int, param: str, served: Served) -> None:
+    settings = served.settings
+    if count > settings.max_sequences:
         raise bad_request(
-            f"the request has {count} sequences (prompts times n); {limit} are allowed in one. "
-            "Send less, or raise --max-sequences",
-            "n",
+            f"the request has {count} sequences (prompts times n); {settings.max_sequences} are "
+            "allowed in one. Send less, or raise --max-sequences",
+            param,
+        )
+    if count > settings.slots + settings.max_queue:
+        raise bad_request(
+            f"the request has {count} sequences (prompts times n); {settings.slots} slots and a "
+            f"queue of {settings.max_queue} never have room for so many. Send less, or raise "
+            "--max-queue",
+            param,
         )
 
 

@@ -15,9 +15,9 @@ from service.errors import from_finish, unavailable
 
 
 async def read_rows(submission: Submission) -> AsyncIterator[RowsEvent]:
-    """The pieces of a LogitsRequest in the order of their positions.
+    """The pieces of each LogitsRequest in the order of their positions.
 
-    Raises ApiError when the request ended before its last row.
+    Raises ApiError when a request ended before its last row.
     """
     while not submission.finished:
         try:

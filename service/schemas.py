@@ -8,20 +8,34 @@ replies themselves are written as plain dicts, which is several times faster.
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+MAX_IDS = 2**20
+MAX_PROMPTS = 4096
+MAX_STOP_TEXTS = 64
+
+# Lists stop at their first wrong item: a description of each would take the event loop seconds.
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Text = Annotated[str, Field(max_length=2**22)]
-TokenIds = Annotated[list[TokenId], Field(max_length=2**20)]
-Prompts = Annotated[list[Text | TokenIds], Field(max_length=4096)]
+TokenIds = Annotated[list[TokenId], Field(max_length=MAX_IDS, fail_fast=True)]
+ChosenIds = Annotated[TokenIds, Field(min_length=1)]
+Prompts = Annotated[list[Text | TokenIds], Field(max_length=MAX_PROMPTS, fail_fast=True)]
+Position = Annotated[int, Field(ge=-(2**31), lt=2**31)]
+Positions = Annotated[list[Position], Field(max_length=MAX_IDS, fail_fast=True)]
 Prompt = Annotated[
     Text | TokenIds | Prompts,
     Field(description="A text, a list of token ids, or a list of texts and lists of ids."),
 ]
-
-
 Examples = Mapping[str, Mapping[str, Any]]
 """Bodies that can be sent as they are, by what each one shows; /docs offers them."""
+
+Timeout = Annotated[
+    float | None,
+    Field(gt=0, le=86_400, description="Seconds from arrival until the request is ended (504)."),
+]
+ModelName = Annotated[
+    str | None, Field(max_length=256, description="If given, the name served here.")
+]
 
 
 class RequestBody(BaseModel):
@@ -75,7 +89,7 @@ class GenerateRequest(RequestBody):
         0.0, ge=0, le=1, description="Draw from those at least p times as likely as the likeliest."
     )
     repetition_penalty: float = Field(
-        1.0, gt=0, le=100, description="Divides the logits of tokens seen so far. 1: off."
+        1.0, ge=0.01, le=100, description="Divides the logits of tokens seen so far. 1: off."
     )
     presence_penalty: float = Field(
         0.0, ge=-100, le=100, description="Taken once from tokens generated so far."
@@ -86,14 +100,15 @@ class GenerateRequest(RequestBody):
     logit_bias: dict[str, float] = Field(
         default_factory=dict, max_length=4096, description="Added to the logits: {token id: bias}."
     )
-    allowed_token_ids: list[TokenId] | None = Field(
-        None, min_length=1, max_length=2**20, description="No other token can be drawn."
-    )
-    stop: Text | list[Text] = Field(
+    allowed_token_ids: ChosenIds | None = Field(None, description="No other token can be drawn.")
+    stop: Text | Annotated[list[Text], Field(fail_fast=True)] = Field(
         default_factory=list, description="Texts that end the completion; not part of it."
     )
     stop_token_ids: list[TokenId] = Field(
-        default_factory=list, max_length=4096, description="Tokens that end the completion."
+        default_factory=list,
+        max_length=4096,
+        fail_fast=True,
+        description="Tokens that end the completion.",
     )
     ignore_eos: bool = Field(False, description="Go on after the end-of-text token.")
     min_tokens: int = Field(
@@ -110,22 +125,21 @@ class GenerateRequest(RequestBody):
         "raw", description="Logprobs before or after bias, penalties, temperature and filters."
     )
     echo: bool = Field(False, description="Put the prompt in front of each text.")
-    timeout: float | None = Field(
-        None, gt=0, le=86_400, description="Seconds from arrival until the request is ended (504)."
-    )
-    model: str | None = Field(None, max_length=256, description="If given, the name served here.")
+    timeout: Timeout = None
+    model: ModelName = None
     stream: bool = Field(False, description="Answer with server-sent events.")
 
-    @model_validator(mode="after")
-    def _stop_texts(self) -> "GenerateRequest":
-        texts = self.stop_texts
-        if len(texts) > 64:
-            raise ValueError(f"stop has {len(texts)} texts; 64 are allowed")
+    @field_validator("stop")
+    @classmethod
+    def _stop_texts(cls, stop: str | list[str]) -> str | list[str]:
+        texts = [stop] if isinstance(stop, str) else stop
+        if len(texts) > MAX_STOP_TEXTS:
+            raise ValueError(f"stop has {len(texts)} texts; {MAX_STOP_TEXTS} are allowed")
         if any(not text for text in texts):
             raise ValueError("stop holds an empty text, which would end every completion at once")
         if any(len(text) > 1024 for text in texts):
             raise ValueError("stop holds a text of more than 1024 characters")
-        return self
+        return stop
 
     @property
     def stop_texts(self) -> list[str]:
@@ -204,26 +218,31 @@ class LogitsRequest(RequestBody):
     }
 
     prompt: Prompt
-    positions: Literal["last", "all"] | list[int] = Field(
+    positions: Literal["last", "all"] | Positions = Field(
         "last",
         description="Rows: the last position, all, or a list; negative ones count from the end.",
     )
-    token_ids: list[TokenId] | None = Field(
-        None, min_length=1, max_length=2**20, description="Columns. Absent: the whole vocabulary."
-    )
+    token_ids: ChosenIds | None = Field(None, description="Columns. Absent: the whole vocabulary.")
     top_k: int | None = Field(
         None, ge=1, lt=2**31, description="Only the k largest of each row. JSON only."
     )
-    dtype: Literal["float32", "float16"] = "float32"
-    timeout: float | None = Field(None, gt=0, le=86_400)
-    model: str | None = Field(None, max_length=256)
+    dtype: Literal["float32", "float16"] = Field(
+        "float32", description="Numbers of the reply; computed is in those of the server."
+    )
+    timeout: Timeout = None
+    model: ModelName = None
+
+    @field_validator("positions")
+    @classmethod
+    def _some_positions(cls, positions: str | list[int]) -> str | list[int]:
+        if not positions:
+            raise ValueError("positions is empty; give at least one, or 'last' or 'all'")
+        return positions
 
     @model_validator(mode="after")
     def _one_choice_of_columns(self) -> "LogitsRequest":
         if self.token_ids is not None and self.top_k is not None:
             raise ValueError("token_ids and top_k both choose columns; give one of them")
-        if isinstance(self.positions, list) and not self.positions:
-            raise ValueError("positions is empty; give at least one, or 'last' or 'all'")
         return self
 
 
@@ -271,11 +290,9 @@ class ProbsRequest(RequestBody):
     top_k: int | None = Field(
         None, ge=1, lt=2**31, description="The k likeliest tokens. Absent, without token_ids: 10."
     )
-    token_ids: list[TokenId] | None = Field(
-        None, min_length=1, max_length=2**20, description="These tokens, whatever their rank."
-    )
-    timeout: float | None = Field(None, gt=0, le=86_400)
-    model: str | None = Field(None, max_length=256)
+    token_ids: ChosenIds | None = Field(None, description="These tokens, whatever their rank.")
+    timeout: Timeout = None
+    model: ModelName = None
 
     @model_validator(mode="after")
     def _one_choice_of_tokens(self) -> "ProbsRequest":
@@ -341,7 +358,7 @@ class Info(ReplyBody):
     threads: int
     slots: int
     kv_cache_bytes: int
-    limits: dict[str, float]
+    limits: dict[str, int]
 
 
 class Version(ReplyBody):

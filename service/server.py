@@ -2,11 +2,12 @@
 
 SIGTERM or SIGINT: readiness turns 503 and new requests are refused, the running ones get
 `drain_timeout` seconds, what is left is aborted with an error of its own, and the process exits
-with 0. A second signal quits at once.
+with 0. A second signal quits at once, with 128 and its number.
 """
 
 import asyncio
 import logging
+import os
 import signal
 import socket
 import sys
@@ -38,6 +39,7 @@ class Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
+        logger.info("listening on port %d, loading %s", self._port, self._state.settings.checkpoint)
         self._start(self._announce_when_ready())
 
     @contextmanager
@@ -51,18 +53,23 @@ class Server(uvicorn.Server):
     def _on_signal(self, number: int) -> None:
         self._signals += 1
         if self._signals > 1:
-            self.force_exit = self.should_exit = True
-        else:
-            logger.info("%s: draining", signal.Signals(number).name)
-            self._start(self._drain_then_exit())
+            # Nothing here is worth waiting for, and a thread that is still loading would be.
+            logger.warning("%s again: quitting at once", signal.Signals(number).name)
+            os._exit(128 + number)
+        logger.info("%s: draining", signal.Signals(number).name)
+        self._start(self._drain_then_exit())
+
+    @property
+    def _port(self) -> int:
+        port: int = self.servers[0].sockets[0].getsockname()[1]
+        return port
 
     async def _announce_when_ready(self) -> None:
         await self._state.settled.wait()
         if self._state.served is None:
             self.should_exit = True  # there will never be anything to serve
         else:
-            port = self.servers[0].sockets[0].getsockname()[1]
-            self._announce(self._state.served, port)
+            self._announce(self._state.served, self._port)
 
     async def _drain_then_exit(self) -> None:
         await self._state.drain()
@@ -94,7 +101,10 @@ def serve(settings: ServeSettings, announce: Announce) -> int:
     server = Server(config, state, announce)
     loop_factory = config.get_loop_factory()
     with asyncio.Runner(loop_factory=loop_factory) as runner:
-        runner.run(server.serve())
+        try:
+            runner.run(server.serve())
+        except SystemExit:  # uvicorn's way out when it cannot bind; it has logged why
+            return 1
     return 0 if state.served is not None and server.started else 1
 
 

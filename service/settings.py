@@ -29,6 +29,7 @@ def _settings(command: str) -> SettingsConfigDict:
         cli_hide_none_type=True,
         cli_avoid_json=True,
         cli_show_env_vars=True,
+        allow_inf_nan=False,
         frozen=True,
     )
 
@@ -79,6 +80,12 @@ class ServeSettings(BaseSettings):
     max_sequences: int = Field(
         64, ge=1, description="sequences (prompts times n) in one request at most"
     )
+    max_logprobs: int = Field(
+        2**18,
+        ge=1,
+        description="logprobs in one reply at most: generated tokens times (1 + logprobs), "
+        "or prompts times listed tokens",
+    )
     max_body_bytes: int = Field(4 * 2**20, ge=1024, description="request body at most")
     slow_reader_timeout: float = Field(
         30, gt=0, description="seconds a client may leave a stream unread before it is aborted"
@@ -86,7 +93,7 @@ class ServeSettings(BaseSettings):
     drain_timeout: float = Field(
         30, ge=0, description="seconds that running requests get to finish at shutdown"
     )
-    log_level: LogLevel = "info"
+    log_level: LogLevel = Field("info", description="least severe log lines to print")
 
 
 class TrainSettings(BaseSettings, TrainingConfig):

@@ -85,11 +85,16 @@ class StreamedResponse(Response):
             }
         )
         async for piece in self._pieces:
-            message = {"type": "http.response.body", "body": piece, "more_body": True}
-            await asyncio.wait_for(send(message), self._write_timeout)
+            await self._send_body(send, piece, more=True)
             # A send that never suspends would keep the disconnect from being seen.
             await asyncio.sleep(0)
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+        await self._send_body(send, b"", more=False)
+
+    async def _send_body(self, send: Send, piece: bytes, *, more: bool) -> None:
+        message = {"type": "http.response.body", "body": piece, "more_body": more}
+        # Not wait_for: before Python 3.12 it can swallow the cancellation that ends this stream.
+        async with asyncio.timeout(self._write_timeout):
+            await send(message)
 
 
 async def _disconnect(receive: Receive) -> None:

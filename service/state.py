@@ -95,7 +95,7 @@ class ServiceState:
         if self.served is None:
             return "loading", None
         if self.served.engine.failure is not None:
-            return "failed", f"the engine failed: {self.served.engine.failure}"
+            return "failed", self.served.engine.failure
         return ("draining" if self._draining else "ok"), None
 
     def ready(self) -> Served:

@@ -45,6 +45,8 @@ def run(settings: GenerateSettings) -> int:
 def _request(
     settings: GenerateSettings, tokenizer: Tokenizer, seed: int, context_length: int
 ) -> GenerationRequest:
+    if any("\ud800" <= character <= "\udfff" for character in settings.prompt):
+        raise InvalidRequest("the prompt is no UTF-8 text")
     token_ids = tuple(tokenizer.encode(settings.prompt))
     room = context_length - len(token_ids)
     stop = () if tokenizer.end_of_text is None else (tokenizer.end_of_text,)
@@ -71,12 +73,16 @@ def _stream(engine: Engine, settings: GenerateSettings, tokenizer: Tokenizer) ->
         for event in engine.step().events:
             if isinstance(event, TokenEvent) and not tokenizer.is_special(event.token_id):
                 text = detokenizers[event.index].push(event.token_id)
-                texts[event.index] += text
-                if event.index == 0:
-                    _show(text)
-            elif isinstance(event, FinishEvent) and event.reason is FinishReason.ERROR:
-                print(f"\nlogitd generate: {event.error}", file=sys.stderr)
-                return 1
+            elif isinstance(event, FinishEvent):
+                if event.reason is FinishReason.ERROR:
+                    print(f"\nlogitd generate: {event.error}", file=sys.stderr)
+                    return 1
+                text = detokenizers[event.index].finish()
+            else:
+                continue
+            texts[event.index] += text
+            if event.index == 0:
+                _show(text)
     for text in texts[1:]:
         _show(f"\n---\n{text}")
     return 0

@@ -3,7 +3,8 @@
 import sys
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
+from rich.text import Text
 
 from model.checkpoint import CheckpointError, CheckpointInfo, load_checkpoint
 from model.device import choose_placement
@@ -39,6 +40,8 @@ def run(settings: InspectSettings) -> int:
 def _facts(checkpoint: CheckpointInfo, parameters: int) -> Table:
     training = checkpoint.training
     table = Table.grid(padding=(0, 2))
+    table.add_column()
+    table.add_column(overflow="fold")
     for name, value in (
         ("checkpoint", str(checkpoint.path)),
         ("weights sha256", checkpoint.weights_sha256),
@@ -51,12 +54,14 @@ def _facts(checkpoint: CheckpointInfo, parameters: int) -> Table:
         *((f"data: {key}", str(value)) for key, value in training.data.items()),
         *((f"model: {key}", str(value)) for key, value in checkpoint.config.to_dict().items()),
     ):
-        table.add_row(f"[bold]{name}[/bold]", value)
+        table.add_row(Text(name, "bold"), Text(value))
     return table
 
 
 def _shapes(stages: list[Stage]) -> Table:
-    table = Table("stage", "shape", "axes", "mean", "std", title="a forward pass")
+    # A narrow terminal folds; it does not cut.
+    columns = (Column(name, overflow="fold") for name in ("stage", "shape", "axes", "mean", "std"))
+    table = Table(*columns, title="a forward pass")
     for stage in stages:
         shape = " x ".join(map(str, stage.shape))
         table.add_row(stage.name, shape, stage.axes, f"{stage.mean:.4f}", f"{stage.std:.4f}")

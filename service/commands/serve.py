@@ -5,6 +5,7 @@ import sys
 from prometheus_client import disable_created_metrics
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from service.server import serve
 from service.settings import ServeSettings
@@ -37,7 +38,7 @@ def print_banner(served: Served, port: int) -> None:
         ("docs", f"{url}/docs"),
         ("metrics", f"{url}/metrics"),
     ):  # fmt: skip
-        table.add_row(f"[bold]{name}[/bold]", value)
+        table.add_row(Text(name, "bold"), Text(value))
     console.print("logitd is ready")
     console.print(table)
     console.print("try it:")

@@ -43,7 +43,7 @@ async def generate(body: GenerateBody, served: Ready, request: Request) -> Respo
 
     The same request with the same seed gives the same tokens, alone or among others."""
     served.check_model(body.model)
-    prompts = await prompt_ids(body.prompt, served)
+    prompts = await prompt_ids(body.prompt, served, body.n)
     generation = Generation(body, generation_requests(body, prompts, served), served)
     if not body.stream:
         reply = await unless_gone(request, generation.reply())

@@ -14,18 +14,18 @@ from model.engine.api import LogitsRequest as RowsRequest
 from model.engine.api import RowsEvent
 from model.tokenizer import Tokenizer
 from service import sse
-from service.async_engine import Submission
-from service.errors import ApiError, bad_request
+from service.errors import ApiError, bad_request, clip
 from service.openapi import ERRORS
 from service.replies import checkpoint_headers, envelope, new_id, token_json
 from service.requests import (
-    bad_request_unless_ids,
     body_of,
-    check_requests,
+    check_choice,
     described_by,
     logits_request,
     prompt_ids,
-    submit,
+    reserve,
+    submit_next,
+    unless_gone,
 )
 from service.rows import as_dtype, npy_header, read_rows
 from service.schemas import LogitsReply, LogitsRequest
@@ -58,17 +58,16 @@ async def logits(body: LogitsBody, served: Ready, request: Request) -> Response:
     served.check_model(body.model)
     media_type = _negotiate(request.headers.get("accept", "*/*"))
     prompts = await prompt_ids(body.prompt, served)
-    if body.token_ids is not None:
-        bad_request_unless_ids("token_ids", body.token_ids, served)
+    check_choice(body.token_ids, body.top_k, served)
     if media_type == NPY and len(prompts) > 1:
         raise bad_request(f"npy holds one array; the request has {len(prompts)} prompts", "prompt")
     if media_type == NPY and body.top_k is not None:
         raise bad_request("top_k has no place in npy; take JSON, or name token_ids", "top_k")
-    check_requests(len(prompts), served)
     reply = LogitsWriter(body, prompts, served)
+    await unless_gone(request, reply.start())
     return sse.StreamedResponse(
         reply.npy() if media_type == NPY else reply.json(),
-        on_end=reply.abort,
+        on_end=reply.end,
         write_timeout=served.settings.slow_reader_timeout,
         media_type=media_type,
         headers=checkpoint_headers(served.checkpoint),
@@ -78,8 +77,8 @@ async def logits(body: LogitsBody, served: Ready, request: Request) -> Response:
 class LogitsWriter:
     """Computes one prompt after the other and writes the rows as they come.
 
-    Once the status is sent an error can only break the connection off, so what can be refused is
-    refused before, and the first prompt is queued at once.
+    Once the status is sent an error can only break the connection off. So the room of all prompts
+    is taken at once, and the first rows are awaited (`start`) before anything is written.
     """
 
     def __init__(self, body: LogitsRequest, prompts: list[tuple[int, ...]], served: Served) -> None:
@@ -91,10 +90,23 @@ class LogitsWriter:
             )
             for ids in prompts
         ]
-        self._submission: Submission = submit(served, self._requests[:1])
+        self._reservation = reserve(served, self._requests)
+        self._submission = submit_next(self._reservation)
+        self._rows = read_rows(self._submission)
+        self._first: RowsEvent | None = None
 
-    def abort(self) -> None:
+    async def start(self) -> None:
+        """Wait for the first rows; whatever ends this call before ends the request."""
+        try:
+            self._first = await anext(self._rows)
+        finally:
+            if self._first is None:
+                self.end()
+
+    def end(self) -> None:
+        """Nobody reads any more."""
         self._submission.abort()
+        self._reservation.release()
 
     async def npy(self) -> AsyncIterator[bytes]:
         request = self._requests[0]
@@ -102,7 +114,7 @@ class LogitsWriter:
         columns = config.vocab_size if request.columns is None else len(request.columns)
         dtype = np.dtype(self._body.dtype).newbyteorder("<")
         yield npy_header((len(request.positions), columns), dtype)
-        async for piece in read_rows(self._submission):
+        async for piece in self._pieces():
             yield as_dtype(piece.rows, self._body.dtype).tobytes()
 
     async def json(self) -> AsyncIterator[bytes]:
@@ -112,7 +124,8 @@ class LogitsWriter:
         yield orjson.dumps(head)[:-1] + b',"prompts":['
         for index, request in enumerate(self._requests):
             if index:
-                self._submission = submit(self._served, [request])
+                self._submission = submit_next(self._reservation)
+                self._rows = read_rows(self._submission)
             async for part in self._prompt_json(index, request):
                 yield part
         yield b"]}"
@@ -129,24 +142,39 @@ class LogitsWriter:
         empty = {"logits": None, "top": None}
         del empty[member]
         yield (b"," if index else b"") + orjson.dumps(head | empty)[:-1] + f',"{member}":['.encode()
-        first = True
-        async for piece in read_rows(self._submission):
-            rows = await asyncio.to_thread(self._rows_json, piece)
-            yield rows if first else b"," + rows
-            first = False
+        comma = b""
+        async for piece in self._pieces():
+            rows = as_dtype(piece.rows, self._body.dtype)
+            if self._body.top_k is None:
+                yield comma + await asyncio.to_thread(_rows_json, rows)
+                comma = b","
+                continue
+            for row in rows:  # one by one: a token takes a hundred bytes of JSON
+                yield comma + await asyncio.to_thread(
+                    _top_json, row, self._body.top_k, self._served.checkpoint.tokenizer
+                )
+                comma = b","
         yield b"]}"
 
-    def _rows_json(self, piece: RowsEvent) -> bytes:
-        """Rows as JSON arrays with commas between them, without the outer brackets."""
-        rows = as_dtype(piece.rows, self._body.dtype)
-        if self._body.top_k is not None:
-            tokenizer = self._served.checkpoint.tokenizer
-            return orjson.dumps([_top(row, self._body.top_k, tokenizer) for row in rows])[1:-1]
-        return orjson.dumps(rows, option=orjson.OPT_SERIALIZE_NUMPY)[1:-1]
+    async def _pieces(self) -> AsyncIterator[RowsEvent]:
+        """The pieces of the prompt that is being computed."""
+        if self._first is not None:
+            yield self._first
+            self._first = None
+        async for piece in self._rows:
+            yield piece
 
 
-def _top(row: Any, count: int, tokenizer: Tokenizer) -> list[dict[str, Any]]:
-    return [{**token_json(tokenizer, int(i)), "logit": float(row[i])} for i in largest(row, count)]
+def _rows_json(rows: Any) -> bytes:
+    """Rows as JSON arrays with commas between them, without the outer brackets."""
+    return orjson.dumps(rows, option=orjson.OPT_SERIALIZE_NUMPY)[1:-1]
+
+
+def _top_json(row: Any, count: int, tokenizer: Tokenizer) -> bytes:
+    """The largest logits of a row, with their tokens."""
+    return orjson.dumps(
+        [{**token_json(tokenizer, int(i)), "logit": float(row[i])} for i in largest(row, count)]
+    )
 
 
 def _negotiate(accept: str) -> str:
@@ -160,5 +188,5 @@ def _negotiate(accept: str) -> str:
     raise ApiError(
         406,
         "invalid_request_error",
-        f"Accept is {accept[:80]!r}; this endpoint gives {JSON} and {NPY}",
+        f"Accept is {clip(accept)!r}; this endpoint gives {JSON} and {NPY}",
     )

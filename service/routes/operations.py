@@ -60,6 +60,7 @@ def info(served: Ready) -> Info:
                 "context_length": served.context_length,
                 "max_sequences": settings.max_sequences,
                 "max_queue": settings.max_queue,
+                "max_logprobs": settings.max_logprobs,
                 "max_body_bytes": settings.max_body_bytes,
             },
         }

@@ -12,9 +12,9 @@ from model.tokenizer import Tokenizer
 from service.openapi import ERRORS
 from service.replies import envelope, new_id, token_json
 from service.requests import (
-    bad_request_unless_ids,
     body_of,
-    check_requests,
+    check_choice,
+    check_logprobs,
     described_by,
     logits_request,
     prompt_ids,
@@ -45,9 +45,7 @@ async def probs(body: ProbsBody, served: Ready, request: Request) -> Response:
     rank; and the entropy of the whole distribution."""
     served.check_model(body.model)
     prompts = await prompt_ids(body.prompt, served)
-    check_requests(len(prompts), served)
-    if body.token_ids is not None:
-        bad_request_unless_ids("token_ids", body.token_ids, served)
+    check_choice(body.token_ids, body.top_k, served)
     reply = await unless_gone(request, _reply(body, prompts, served))
     return Response(orjson.dumps(reply), media_type="application/json")
 
@@ -57,21 +55,28 @@ async def _reply(
 ) -> dict[str, Any]:
     tokenizer = served.checkpoint.tokenizer
     top_k = body.top_k or DEFAULT_TOP_K
-    results = []
+    listed = top_k if body.token_ids is None else len(body.token_ids)
+    check_logprobs(
+        "top_k" if body.token_ids is None else "token_ids", listed * len(prompts), served
+    )
     requests = [logits_request(ids, "last", served, timeout=body.timeout) for ids in prompts]
-    submissions = [submit(served, [one]) for one in requests]
+    submission = submit(served, requests)
+    rows = {}
     try:
-        for index, (ids, submission) in enumerate(zip(prompts, submissions, strict=True)):
-            async for piece in read_rows(submission):
-                summary = await asyncio.to_thread(
-                    summarise, piece.rows[0], top_k=top_k, token_ids=body.token_ids
-                )
-                results.append(
-                    {"index": index, "token_ids": ids, **_summary_json(summary, tokenizer)}
-                )
+        async for piece in read_rows(submission):
+            rows[piece.request_id] = piece.rows[0]
     finally:
-        for submission in submissions:
-            submission.abort()
+        submission.abort()
+    summaries = [
+        await asyncio.to_thread(
+            summarise, rows[one.request_id], top_k=top_k, token_ids=body.token_ids
+        )
+        for one in requests
+    ]
+    results = [
+        {"index": index, "token_ids": ids, **_summary_json(summary, tokenizer)}
+        for index, (ids, summary) in enumerate(zip(prompts, summaries, strict=True))
+    ]
     return {**envelope(new_id("probs"), served.checkpoint), "stage": "raw", "prompts": results}
 
 

@@ -1,10 +1,12 @@
 """A real `logitd serve` in a process of its own, for tests from the outside."""
 
 import re
+import signal
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 
@@ -13,38 +15,61 @@ STARTUP_SECONDS = 60
 
 
 class ServedProcess:
-    """`logitd serve` on a free port of the loopback, from entering the block to leaving it."""
+    """`logitd serve` on a free port of the loopback, from making this to leaving its block.
+    Entering the block waits until it is ready."""
 
-    def __init__(self, *flags: str) -> None:
+    def __init__(
+        self, *flags: str, cwd: Path | None = None, environment: Mapping[str, str] | None = None
+    ) -> None:
         # To a file: nobody empties a pipe while a test waits for an answer.
         self._log = tempfile.NamedTemporaryFile("w+", suffix=".log")  # noqa: SIM115
         self.process = subprocess.Popen(
             [sys.executable, "-m", "service.cli", "serve", "--port", "0", *flags],
             stdout=self._log,
             stderr=subprocess.STDOUT,
+            cwd=cwd,
+            env=environment,
         )
-        self.address = ""
-
-    @property
-    def url(self) -> str:
-        return f"http://{self.address}"
 
     @property
     def output(self) -> str:
         """What it has printed so far."""
         return Path(self._log.name).read_text(encoding="utf-8")
 
-    def __enter__(self) -> "ServedProcess":
+    @property
+    def address(self) -> str:
+        """Where it listens, as far as it has said so."""
+        port = re.search(r"listening on port (\d+)", self.output)
+        return f"127.0.0.1:{port[1]}" if port else ""
+
+    @property
+    def url(self) -> str:
+        return f"http://{self.address}"
+
+    def wait_for(self, text: str) -> None:
+        """Until it has printed this."""
         deadline = time.monotonic() + STARTUP_SECONDS
         while time.monotonic() < deadline:
-            if found := re.search(r"service\s+http://(127\.0\.0\.1:\d+)", self.output):
-                self.address = found[1]
-                return self
-            if self.process.poll() is not None:
+            ended = self.process.poll() is not None
+            if text in self.output:
+                return
+            if ended:
                 break
-            time.sleep(0.05)
+            time.sleep(0.02)
         self.process.kill()
-        raise AssertionError(f"the server did not become ready:\n{self.output}")
+        raise AssertionError(f"{text!r} did not come:\n{self.output}")
+
+    def signal(self, number: signal.Signals) -> None:
+        self.process.send_signal(number)
+
+    def exit_code(self) -> int:
+        """Wait until it has ended."""
+        return self.process.wait(timeout=STARTUP_SECONDS)
+
+    def __enter__(self) -> "ServedProcess":
+        self.wait_for("logitd is ready")
+        self.wait_for("try it:")
+        return self
 
     def __exit__(
         self,
@@ -57,4 +82,5 @@ class ServedProcess:
             self.process.wait(timeout=30)
         finally:
             self.process.kill()
+            self.process.wait()
             self._log.close()

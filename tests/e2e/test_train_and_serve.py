@@ -1,0 +1,130 @@
+"""The whole way, by the commands alone: a text, a trained checkpoint, served numbers."""
+
+import io
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import torch
+
+from model import reference
+from model.checkpoint import CheckpointInfo, load_checkpoint
+from model.distribution import log_softmax
+from model.engine.api import SamplingParams
+from model.gpt import GPT
+from service import cli
+from tests.e2e.server import ServedProcess
+
+TEXT = "".join(
+    f"the cat sat on mat {i % 7} and looked at the dog who ran over the hill – “far”, it said.\n"
+    for i in range(300)
+)
+SHAPE = "--n-layer 2 --n-head 2 --n-kv-head 2 --head-dim 16 --d-model 32 --d-ff 64"
+ON = "--data text.txt --out run --vocab-size 300 --threads 1 --sample-every 1000 --sample-tokens 8"
+LENGTH = "--context-length 64 --batch-size 8 --steps 40 --eval-every 20 --eval-batches 2"
+PROMPT = "the cat"
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run directory."""
+    folder = tmp_path_factory.mktemp("e2e")
+    (folder / "text.txt").write_text(TEXT, encoding="utf-8")
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "service.cli",
+            "train",
+            *ON.split(),
+            *SHAPE.split(),
+            *LENGTH.split(),
+        ],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.rstrip().endswith("serve it:  logitd serve --checkpoint run/best")
+    return folder / "run"
+
+
+@pytest.fixture(scope="module")
+def trained(run: Path) -> tuple[CheckpointInfo, GPT]:
+    return load_checkpoint(run / "best", device=torch.device("cpu"), dtype=torch.float32)
+
+
+@pytest.fixture(scope="module")
+def client(run: Path) -> Iterator[httpx.Client]:
+    """A client of `logitd serve --checkpoint run/best`, as the trainer says."""
+    with (
+        ServedProcess("--checkpoint", "run/best", "--threads", "1", cwd=run.parent) as process,
+        httpx.Client(base_url=process.url, trust_env=False, timeout=60) as http,
+    ):
+        yield http
+
+
+def generate(client: httpx.Client, **fields: Any) -> Any:
+    response = client.post("/generate", json={"prompt": PROMPT, **fields})
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def test_replies_name_the_run(client: httpx.Client, run: Path) -> None:
+    config = json.loads((run / "best" / "config.json").read_text(encoding="utf-8"))
+    reply = generate(client, max_tokens=1)
+    assert reply["checkpoint"] == {
+        "name": (run / "best").resolve().name,
+        "step": config["training"]["step"],
+        "val_loss": config["training"]["val_loss"],
+        "weights_sha256": config["files"]["model.safetensors"],
+    }
+    info = client.get("/info").json()
+    assert info["config"] == config["model"]
+    assert info["training"] == config["training"]
+    assert info["checkpoint"]["val_loss"] < 3, "it learned"
+
+
+def test_what_is_served_is_what_was_trained(
+    client: httpx.Client, trained: tuple[CheckpointInfo, GPT]
+) -> None:
+    checkpoint, gpt = trained
+    ids = checkpoint.tokenizer.encode(PROMPT)
+    params = SamplingParams(max_tokens=30, seed=4, temperature=0.9, top_p=0.95)
+    (choice,) = generate(client, max_tokens=30, seed=4, temperature=0.9, top_p=0.95,
+                         ignore_eos=True)["choices"]  # fmt: skip
+    assert choice["token_ids"] == reference.generate(gpt, ids, params)
+    assert choice["text"] == checkpoint.tokenizer.decode(choice["token_ids"])
+    body = {"prompt": TEXT[:80], "positions": "all"}
+    response = client.post("/logits", json=body, headers={"Accept": "application/x-npy"})
+    rows = np.load(io.BytesIO(response.content))
+    plain = gpt(torch.tensor([checkpoint.tokenizer.encode(TEXT[:80])])).logits[0]
+    assert np.abs(rows - plain.numpy()).max() < 1e-4
+
+
+def test_it_has_learned_its_text(client: httpx.Client, trained: tuple[CheckpointInfo, GPT]) -> None:
+    """A token of the text costs far fewer nats than at random, by the numbers that are served."""
+    ids = trained[0].tokenizer.encode(TEXT[:100])
+    body = {"prompt": ids, "positions": "all"}
+    (prompt,) = client.post("/logits", json=body).json()["prompts"]
+    costs = [
+        -log_softmax(np.array(row))[i] for row, i in zip(prompt["logits"], ids[1:], strict=False)
+    ]
+    assert np.mean(costs) < 0.6 * math.log(300)
+
+
+def test_the_command_without_a_server_agrees(
+    client: httpx.Client, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ("--seed", "4", "--max-tokens", "40", "--threads", "1")
+    assert cli.run(["generate", PROMPT, "--checkpoint", str(run / "best"), *flags]) == 0
+    reply = generate(client, seed=4, max_tokens=40, temperature=0.8, echo=True)
+    assert capsys.readouterr().out == reply["choices"][0]["text"]

@@ -1,0 +1,66 @@
+"""Fixtures of the service's tests: checkpoints, servers to be asked, and a watch on the log."""
+
+import logging
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from model.checkpoint import load_checkpoint
+from model.gpt import GPT
+from tests.service.serving import Serving, serving
+from tests.service.spelling import save_spelling_checkpoint
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_settings_from_outside() -> None:
+    """LOGITD_* of whoever runs the tests would change what is tested."""
+    for name in [name for name in os.environ if name.startswith("LOGITD_")]:
+        del os.environ[name]
+
+
+@pytest.fixture(scope="session")
+def spelling_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_spelling_checkpoint(tmp_path_factory.mktemp("checkpoints") / "spelling").path
+
+
+@pytest.fixture(scope="session")
+def server(checkpoint_path: Path) -> Iterator[Serving]:
+    """The tiny random checkpoint, served. Ask it, leave nothing behind."""
+    with serving(checkpoint_path, slots=4) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def speller(spelling_path: Path) -> Iterator[Serving]:
+    """The spelling checkpoint, served. Ask it, leave nothing behind."""
+    with serving(spelling_path, slots=4) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def gpt(checkpoint_path: Path) -> GPT:
+    """The weights behind `server`, for oracles."""
+    return load_checkpoint(checkpoint_path, device=torch.device("cpu"), dtype=torch.float32)[1]
+
+
+class _Errors(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.ERROR)
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(self.format(record))
+
+
+@pytest.fixture(autouse=True)
+def logged_errors() -> Iterator[list[str]]:
+    """Whatever a test does, nothing is logged as an error. A test that provokes one takes this
+    list, looks at it and clears it."""
+    handler = _Errors()
+    logging.getLogger().addHandler(handler)
+    yield handler.messages
+    logging.getLogger().removeHandler(handler)
+    assert handler.messages == []

@@ -1,0 +1,257 @@
+"""POST /logits: the engine's rows to the bit, in every form, written in pieces."""
+
+import io
+import json
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import orjson
+import pytest
+import torch
+
+from model.engine.api import EngineConfig, LogitsRequest, RowsEvent
+from model.engine.engine import Engine
+from model.gpt import GPT
+from service.schemas import ErrorReply, LogitsReply
+from tests.service.serving import Serving, read_chunks, read_until, request_bytes
+from tests.service.spelling import long_prompt
+
+PROMPT = "A prompt of more than thirty-two tokens, to have two blocks"
+IDS = list(PROMPT.encode())
+JSON, NPY = "application/json", "application/x-npy"
+Rows = npt.NDArray[np.float32]
+
+
+@pytest.fixture(scope="module")
+def rows(gpt: GPT) -> Rows:
+    """What an engine of our own gives for PROMPT: (positions, V)."""
+    engine = Engine(gpt, EngineConfig())
+    engine.add(
+        LogitsRequest(request_id="a", token_ids=tuple(IDS), positions=tuple(range(len(IDS))))
+    )
+    pieces = []
+    while engine.has_work():
+        pieces += [e.rows for e in engine.step().events if isinstance(e, RowsEvent)]
+        engine.grant("a")
+    return np.concatenate(pieces)
+
+
+def npy(server: Serving, **fields: Any) -> npt.NDArray[Any]:
+    response = server.post("/logits", {"prompt": PROMPT, **fields}, Accept=NPY)
+    assert response.status_code == 200, response.text
+    assert response.headers["content-type"] == NPY
+    loaded: npt.NDArray[Any] = np.load(io.BytesIO(response.content), allow_pickle=False)
+    return loaded
+
+
+def prompts(server: Serving, prompt: Any = PROMPT, **fields: Any) -> list[dict[str, Any]]:
+    """The prompts of a JSON reply, which is what the schema says."""
+    response = server.post("/logits", {"prompt": prompt, **fields})
+    assert response.status_code == 200, response.text
+    LogitsReply.model_validate(response.json())
+    return list(orjson.loads(response.content)["prompts"])
+
+
+# The numbers
+
+
+def test_rows_are_the_engines_to_the_bit(server: Serving, rows: Rows) -> None:
+    assert np.array_equal(npy(server, positions="all"), rows)
+    (prompt,) = prompts(server, positions="all")
+    assert np.array_equal(np.array(prompt["logits"], dtype=np.float32), rows)
+    # JSON's numbers are float32 in the fewest digits, no rounded doubles.
+    assert json.dumps(prompt["logits"][0][0]) == orjson.dumps(rows[0, 0], option=16).decode()
+
+
+def test_rows_are_those_of_the_plain_forward(server: Serving, gpt: GPT) -> None:
+    plain = gpt(torch.tensor([IDS])).logits[0].numpy()
+    assert np.abs(npy(server, positions="all") - plain).max() < 1e-4
+
+
+def test_the_default_is_the_last_row(server: Serving, rows: Rows) -> None:
+    assert np.array_equal(npy(server), rows[-1:])
+    (prompt,) = prompts(server)
+    assert prompt["positions"] == [len(IDS) - 1]
+    assert prompt["token_ids"] == IDS
+    assert prompt["columns"] is None
+    assert prompt["top"] is None
+
+
+@pytest.mark.parametrize(
+    ("positions", "resolved"),
+    [("last", [58]), ([0], [0]), ([-1], [58]), ([-59, -1], [0, 58]), ([5, 6, 7], [5, 6, 7]),
+     ([0, 31, 32, -2], [0, 31, 32, 57])],
+)  # fmt: skip
+def test_positions(server: Serving, rows: Rows, positions: Any, resolved: list[int]) -> None:
+    assert len(IDS) == 59
+    assert np.array_equal(npy(server, positions=positions), rows[resolved])
+    (prompt,) = prompts(server, positions=positions)
+    assert prompt["positions"] == resolved
+    assert np.array_equal(np.array(prompt["logits"], dtype=np.float32), rows[resolved])
+
+
+@pytest.mark.parametrize("columns", [[0], [256, 0, 65], [7, 7]])
+def test_columns(server: Serving, rows: Rows, columns: list[int]) -> None:
+    assert np.array_equal(npy(server, positions="all", token_ids=columns), rows[:, columns])
+    (prompt,) = prompts(server, positions=[0, 40], token_ids=columns)
+    assert prompt["columns"] == columns
+    assert np.array_equal(np.array(prompt["logits"], dtype=np.float32), rows[[0, 40]][:, columns])
+
+
+@pytest.mark.parametrize("top_k", [1, 5, 257])
+def test_top_k(server: Serving, rows: Rows, top_k: int) -> None:
+    (prompt,) = prompts(server, positions=[3, -1], top_k=top_k)
+    assert prompt["logits"] is None
+    assert prompt["columns"] is None
+    for row, top in zip(rows[[3, -1]], prompt["top"], strict=True):
+        ids = np.argsort(-row, kind="stable")[:top_k]
+        assert [one["id"] for one in top] == ids.tolist()
+        assert np.array_equal(np.array([one["logit"] for one in top], dtype=np.float32), row[ids])
+        assert all(one["bytes"] == [one["id"]] for one in top if one["id"] < 256)
+
+
+def test_float16(server: Serving, rows: Rows) -> None:
+    half = npy(server, positions="all", dtype="float16")
+    assert half.dtype == np.float16
+    assert np.array_equal(half, rows.astype(np.float16))
+    (prompt,) = prompts(server, positions=[0], dtype="float16")
+    assert np.array_equal(np.array(prompt["logits"], dtype=np.float16), half[:1])
+
+
+def test_several_prompts_of_all_kinds(server: Serving, rows: Rows) -> None:
+    found = prompts(server, [PROMPT, IDS[:5], "x", [256]], positions=[-1])
+    assert [prompt["index"] for prompt in found] == [0, 1, 2, 3]
+    assert [prompt["positions"] for prompt in found] == [[58], [4], [0], [0]]
+    assert np.array_equal(np.array(found[0]["logits"], dtype=np.float32), rows[-1:])
+    for prompt in found:
+        alone = npy(server, prompt=prompt["token_ids"])
+        assert np.array_equal(np.array(prompt["logits"], dtype=np.float32), alone)
+
+
+def test_a_prompt_may_fill_the_context(server: Serving) -> None:
+    assert npy(server, prompt="x" * 128, positions="all").shape == (128, 257)
+
+
+def test_nothing_is_generated(server: Serving) -> None:
+    before = server.sample("logitd_generation_tokens_total")
+    npy(server, positions="all")
+    assert server.sample("logitd_generation_tokens_total") == before
+
+
+# The forms
+
+
+def test_the_shape_of_the_reply(server: Serving) -> None:
+    reply = LogitsReply.model_validate(server.json("/logits", {"prompt": "x", "top_k": 1}))
+    assert reply.model == reply.checkpoint.name == "tiny"
+    assert (reply.stage, reply.dtype) == ("raw", "float32")
+    assert reply.id.startswith("logits-")
+
+
+@pytest.mark.parametrize(
+    ("accept", "media_type"),
+    [(NPY, NPY), (f"{NPY}, {JSON}", NPY), (f"{JSON}, {NPY}", JSON), ("*/*", JSON), ("", JSON),
+     (f"text/html, {NPY};q=0.9, */*;q=0.1", NPY), ("application/*", JSON),
+     ("Application/X-NPY", NPY)],
+)  # fmt: skip
+def test_accept_chooses_the_form(server: Serving, accept: str, media_type: str) -> None:
+    response = server.post("/logits", {"prompt": "x"}, Accept=accept)
+    assert response.status_code == 200
+    assert response.headers["content-type"] == media_type
+
+
+@pytest.mark.parametrize("accept", ["text/html", "application/x-safetensors, image/png", "x" * 999])
+def test_accept_without_a_form_of_ours_is_406(server: Serving, accept: str) -> None:
+    response = server.post("/logits", {"prompt": "x"}, Accept=accept)
+    assert response.status_code == 406
+    error = ErrorReply.model_validate(response.json()).error
+    assert "application/json and application/x-npy" in error.message
+    assert len(error.message) < 300
+
+
+@pytest.mark.parametrize("accept", [NPY, JSON])
+def test_headers_name_the_weights(server: Serving, accept: str) -> None:
+    headers = server.post("/logits", {"prompt": "x"}, Accept=accept).headers
+    found = {name: value for name, value in headers.items() if name.startswith("x-logitd-")}
+    assert found == {
+        "x-logitd-name": "tiny",
+        "x-logitd-step": "7",
+        "x-logitd-val-loss": "2.5",
+        "x-logitd-weights-sha256": server.served.checkpoint.weights_sha256,
+    }
+
+
+@pytest.mark.parametrize(
+    ("fields", "accept", "param"),
+    [
+        ({"prompt": ["a", "b"]}, NPY, "prompt"),
+        ({"top_k": 3}, NPY, "top_k"),
+        ({"top_k": 258}, "*/*", "top_k"),
+        ({"token_ids": [257]}, "*/*", "token_ids"),
+        ({"token_ids": [1], "top_k": 1}, "*/*", None),
+        ({"positions": [2, 1]}, "*/*", "positions"),
+        ({"positions": [1, 1]}, "*/*", "positions"),
+        ({"positions": [1, -58]}, "*/*", "positions"),
+        ({"positions": [59]}, "*/*", "positions"),
+        ({"positions": [-60]}, "*/*", "positions"),
+        ({"positions": []}, "*/*", "positions"),
+        ({"prompt": "x" * 129}, "*/*", "prompt"),
+        ({"prompt": ["x", "x" * 129]}, "*/*", "prompt"),
+        ({"prompt": ["x", [257]]}, "*/*", "prompt"),
+        ({"dtype": "int8"}, "*/*", "dtype"),
+        ({"max_tokens": 5}, "*/*", "max_tokens"),
+    ],
+)
+def test_what_cannot_be_given_is_refused_before_anything_is_written(
+    server: Serving, fields: dict[str, Any], accept: str, param: str | None
+) -> None:
+    response = server.post("/logits", {"prompt": PROMPT, **fields}, Accept=accept)
+    assert response.status_code == 400
+    assert ErrorReply.model_validate(response.json()).error.param == param
+
+
+def test_a_timeout_before_the_first_row_is_504(speller: Serving) -> None:
+    body = {"prompt": long_prompt(8000), "positions": [7999], "timeout": 1e-6}
+    response = speller.post("/logits", body)
+    assert response.status_code == 504
+    assert ErrorReply.model_validate(response.json()).error.code == "deadline_exceeded"
+    speller.wait_idle()
+
+
+# Pieces
+
+
+@pytest.mark.parametrize("accept", [NPY, JSON])
+def test_a_large_reply_is_written_in_pieces(speller: Serving, accept: str) -> None:
+    body = {"prompt": long_prompt(1500), "positions": "all"}
+    with speller.connect() as raw:
+        raw.sendall(request_bytes("/logits", body, f"Accept: {accept}", "Connection: close"))
+        found = read_chunks(raw)
+    assert len(found) >= 1500 // 256
+    whole = b"".join(found)
+    assert max(map(len, found)) < len(whole) / 4
+    if accept == NPY:
+        assert np.load(io.BytesIO(whole)).shape == (1500, 257)
+    else:
+        (prompt,) = orjson.loads(whole)["prompts"]
+        assert np.array(prompt["logits"]).shape == (1500, 257)
+
+
+def test_a_client_that_leaves_in_the_middle_frees_the_slot(speller: Serving) -> None:
+    aborted = speller.finished("abort")
+    with speller.connect() as raw:
+        raw.sendall(request_bytes("/logits", {"prompt": long_prompt(8000), "positions": "all"}))
+        assert b"200 OK" in read_until(raw, b"\r\n\r\n")
+        assert speller.served.engine.open_sequences == 1
+    speller.wait_idle()
+    assert speller.finished("abort") == aborted + 1
+
+
+def test_a_client_that_leaves_gives_up_the_prompts_that_have_not_begun(speller: Serving) -> None:
+    body = {"prompt": [long_prompt(8000)] * 3, "positions": "all"}
+    with speller.connect() as raw:
+        raw.sendall(request_bytes("/logits", body))
+        read_until(raw, b"\r\n\r\n")
+        assert speller.served.engine.open_sequences == 3
+    speller.wait_idle()

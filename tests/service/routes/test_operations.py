@@ -1,0 +1,251 @@
+"""GET endpoints: the life of the service as seen from outside, what is served, and the metrics."""
+
+import asyncio
+import os
+import shutil
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from model.config import GPTConfig
+from model.engine.api import EngineConfig
+from model.engine.engine import Engine
+from model.gpt import GPT
+from model.version import VERSION
+from service.app import create_app
+from service.async_engine import AsyncEngine
+from service.schemas import ErrorReply, Health, Info, Version
+from tests.service.serving import (
+    PATIENCE,
+    Serving,
+    events,
+    eventually,
+    serve_settings,
+    serving,
+    serving_app,
+)
+
+
+@pytest.fixture
+def loading(checkpoint_path: Path, tmp_path: Path) -> Iterator[tuple[Serving, Path]]:
+    """A service whose checkpoint's config.json is a pipe: it loads until somebody writes there."""
+    path = Path(shutil.copytree(checkpoint_path, tmp_path / "slow"))
+    (path / "config.json").unlink()
+    os.mkfifo(path / "config.json")
+    with serving_app(create_app(serve_settings(path))) as running:
+        yield running, path / "config.json"
+
+
+def health(server: Serving, path: str = "/health") -> tuple[int, str]:
+    response = server.client.get(path)
+    body = Health.model_validate(response.json())
+    assert ("retry-after" in response.headers) == (response.status_code == 503 and path != LIVE)
+    return response.status_code, body.status
+
+
+LIVE = "/health/live"
+POSTS = ("/generate", "/logits", "/probs")
+
+
+def series(server: Serving) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+    """Every series of /metrics, read as Prometheus reads it."""
+    response = server.client.get("/metrics")
+    assert response.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
+    return {
+        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+        for family in text_string_to_metric_families(response.text)
+        for sample in family.samples
+    }
+
+
+# Health
+
+
+def test_a_service_that_is_ready(server: Serving) -> None:
+    for path in ("/health", "/health/ready", LIVE):
+        assert health(server, path) == (200, "ok")
+        assert server.client.get(path).json() == {"status": "ok", "reason": None}
+
+
+def test_while_loading_only_life_is_answered(
+    loading: tuple[Serving, Path], checkpoint_path: Path
+) -> None:
+    server, pipe = loading
+    assert health(server) == health(server, "/health/ready") == (503, "loading")
+    assert health(server, LIVE) == (200, "loading")
+    for response in [*(server.post(path, {"prompt": "a"}) for path in POSTS),
+                     server.client.get("/info")]:  # fmt: skip
+        assert response.status_code == 503
+        assert response.headers["retry-after"] == "1"
+        error = ErrorReply.model_validate(response.json()).error
+        assert error.type == "unavailable_error"
+        assert "being loaded" in error.message
+    assert server.client.get("/version").status_code == 200
+    assert server.sample("logitd_ready") == 0
+    pipe.write_bytes((checkpoint_path / "config.json").read_bytes())
+    eventually(lambda: health(server) == (200, "ok"))
+    assert server.json("/probs", {"prompt": "a"})["model"] == "slow"
+    assert server.sample("logitd_ready") == 1
+
+
+def test_a_checkpoint_that_cannot_be_loaded(
+    loading: tuple[Serving, Path], logged_errors: list[str]
+) -> None:
+    server, pipe = loading
+    pipe.write_text("{}")
+    eventually(lambda: health(server, LIVE) == (503, "failed"))
+    assert health(server) == (503, "failed")
+    assert "format_version" in str(server.client.get("/health").json()["reason"])
+    assert server.post("/generate", {"prompt": "a"}).status_code == 503
+    assert len(logged_errors) == 1
+    logged_errors.clear()
+
+
+def test_while_draining_new_requests_are_refused_and_running_ones_finish(
+    spelling_path: Path,
+) -> None:
+    with (
+        serving(spelling_path, slots=2, drain_timeout=PATIENCE) as server,
+        server.client.stream(
+            "POST", "/generate", json={"prompt": "a", "stream": True, "ignore_eos": True,
+                                       "max_tokens": 2000}
+        ) as running,
+    ):  # fmt: skip
+        pieces = running.iter_raw()
+        received = next(pieces)
+        drain = asyncio.run_coroutine_threadsafe(server.state.drain(), server.loop)
+        eventually(lambda: health(server) == (503, "draining"))
+        assert health(server, LIVE) == (200, "draining")
+        for path in POSTS:
+            response = server.post(path, {"prompt": "a"})
+            assert response.status_code == 503
+            assert response.headers["retry-after"] == "1"
+            assert "shutting down" in ErrorReply.model_validate(response.json()).error.message
+        assert not drain.done(), "the stream was to outlast this"
+        *_, last = events(received + b"".join(pieces))
+        assert last["usage"]["completion_tokens"] == 2000
+        drain.result(PATIENCE)
+
+
+def test_an_engine_that_failed_is_no_longer_ready_and_not_alive(
+    checkpoint_path: Path, gpt: GPT, logged_errors: list[str]
+) -> None:
+    class BrokenEngine(Engine):
+        def step(self) -> Any:
+            raise ZeroDivisionError("a secret of the engine")
+
+    with serving(checkpoint_path) as server:
+        broken = BrokenEngine(gpt, EngineConfig(slots=2))
+        state = server.state
+
+        async def swap() -> None:
+            await server.served.engine.stop(0)
+            engine = AsyncEngine(broken, max_queue=5, on_step=state.on_step)
+            state.served = replace(server.served, engine=engine)
+
+        asyncio.run_coroutine_threadsafe(swap(), server.loop).result(PATIENCE)
+        for body in ({"prompt": "a"}, {"prompt": "b"}):
+            response = server.post("/generate", body)
+            assert response.status_code == 503
+            assert "secret" not in response.text
+        assert health(server) == health(server, LIVE) == (503, "failed")
+        assert "secret" not in server.client.get("/health").text
+        assert "a secret of the engine" in logged_errors[0]
+        logged_errors.clear()
+
+
+# Info and version
+
+
+def test_info(server: Serving) -> None:
+    info = Info.model_validate(server.client.get("/info").json())
+    assert info.version == VERSION
+    assert info.model == info.checkpoint.name == "tiny"
+    assert GPTConfig.from_dict(info.config) == server.served.checkpoint.config
+    assert info.training["step"] == 7
+    assert info.training["data"]["licence"] == "MIT"
+    assert info.parameters == server.served.parameters > 0
+    assert (info.dtype, info.threads, info.slots) == ("float32", 1, 4)
+    assert info.device.startswith("cpu")
+    # layers x (keys, values) x slots x positions x width x bytes
+    assert info.kv_cache_bytes >= 3 * 2 * 4 * 128 * 32 * 4
+    assert info.limits == {
+        "context_length": 128,
+        "max_sequences": 64,
+        "max_queue": 256,
+        "max_logprobs": 2**18,
+        "max_body_bytes": 2**22,
+    }
+
+
+def test_version(server: Serving) -> None:
+    assert Version.model_validate(server.client.get("/version").json()).version == VERSION
+
+
+# Metrics
+
+
+def test_the_sums_are_right_after_known_requests(checkpoint_path: Path) -> None:
+    with serving(checkpoint_path, slots=2) as server:
+        server.generate("hello", n=3, max_tokens=4, seed=1, ignore_eos=True)
+        server.generate(["ab", [1]], max_tokens=2, seed=1, ignore_eos=True)
+        server.post("/generate", {"prompt": "x", "timeout": 1e-9})
+        server.post("/generate", {"prompt": ""})
+        server.json("/logits", {"prompt": "abc", "positions": "all"})
+        server.json("/probs", {"prompt": ["abcd", "e"]})
+        server.wait_idle()
+        found = series(server)
+
+        def total(series_name: str, **labels: str) -> float:
+            return found[series_name, tuple(sorted(labels.items()))]
+
+        assert total("logitd_http_requests_total", endpoint="/generate", status="200") == 2
+        assert total("logitd_http_requests_total", endpoint="/generate", status="504") == 1
+        assert total("logitd_http_requests_total", endpoint="/generate", status="400") == 1
+        assert total("logitd_http_requests_total", endpoint="/logits", status="200") == 1
+        assert total("logitd_http_requests_total", endpoint="/probs", status="200") == 1
+        assert total("logitd_sequences_finished_total", reason="length") == 5
+        assert total("logitd_sequences_finished_total", reason="stop") == 3  # rows are all there
+        assert total("logitd_sequences_finished_total", reason="timeout") == 1
+        assert total("logitd_sequences_finished_total", reason="abort") == 0
+        assert total("logitd_generation_tokens_total") == 3 * 4 + 2 * 2
+        # Of a prompt that was not computed the tokens count too: it has ended.
+        assert total("logitd_prompt_tokens_total") == 3 * 5 + 2 + 1 + 1 + 3 + 4 + 1
+        assert total("logitd_time_to_first_token_seconds_count") == 5
+        assert total("logitd_inter_token_latency_seconds_count") == 3 * 3 + 2 * 1
+        assert total("logitd_sequence_seconds_count") == 9
+        assert total("logitd_sequence_queue_seconds_count") == 8
+        assert total("logitd_sequence_generation_tokens_sum") == 16
+        assert total("logitd_kv_slots") == 2
+        assert total("logitd_kv_slots_used") == 0
+        assert total("logitd_ready") == 1
+        checkpoint = server.served.checkpoint
+        assert total(
+            "logitd_checkpoint_info",
+            name="tiny", step="7", weights_sha256=checkpoint.weights_sha256,
+        ) == 1  # fmt: skip
+
+
+def test_no_request_makes_a_series_of_its_own(server: Serving) -> None:
+    def visit(number: int) -> None:
+        server.client.get(f"/nothing/{number}")
+        server.client.get(f"/health?{number}", headers={"X-Request-ID": f"id-{number}"})
+        server.client.delete("/generate")
+        server.generate(f"prompt {number}", max_tokens=1, seed=number)
+        server.post("/probs", {"prompt": "a", "model": f"model-{number}"})
+        series(server)
+
+    visit(0)
+    before = series(server).keys()
+    for number in range(1, 20):
+        visit(number)
+    assert series(server).keys() == before
+    endpoints = Counter(dict(labels).get("endpoint") for _, labels in before)
+    assert set(endpoints) <= {
+        None, "/generate", "/logits", "/probs", "/info", "/version", "/metrics", "/health", "other"
+    }  # fmt: skip

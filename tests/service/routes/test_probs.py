@@ -1,0 +1,134 @@
+"""POST /probs: the distribution, against a plain computation from the model's own forward."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from model.gpt import GPT
+from service.schemas import ErrorReply, ProbsReply
+from tests.service.serving import Serving
+
+PROMPT = "for i in "
+
+
+def probs(server: Serving, prompt: Any = PROMPT, **fields: Any) -> ProbsReply:
+    return ProbsReply.model_validate(server.json("/probs", {"prompt": prompt, **fields}))
+
+
+@pytest.fixture(scope="module")
+def plain(gpt: GPT) -> list[float]:
+    """Softmax by the book, in Python's own floats."""
+    logits = gpt(torch.tensor([list(PROMPT.encode())])).logits[0, -1].tolist()
+    weights = [math.exp(x - max(logits)) for x in logits]
+    return [weight / math.fsum(weights) for weight in weights]
+
+
+def test_the_whole_distribution(server: Serving, plain: list[float]) -> None:
+    reply = probs(server, top_k=257)
+    (prompt,) = reply.prompts
+    assert [token.rank for token in prompt.tokens] == list(range(1, 258))
+    assert {token.id for token in prompt.tokens} == set(range(257))
+    assert math.fsum(token.prob for token in prompt.tokens) == pytest.approx(1, abs=1e-12)
+    assert prompt.mass == pytest.approx(1, abs=1e-12)
+    for token in prompt.tokens:
+        assert token.prob == pytest.approx(plain[token.id], rel=1e-3)
+        assert token.logprob == pytest.approx(math.log(plain[token.id]), abs=1e-4)
+        assert math.exp(token.logprob) == pytest.approx(token.prob)
+    entropy = -math.fsum(p * math.log(p) for p in plain)
+    assert prompt.entropy == pytest.approx(entropy, abs=1e-4)
+
+
+@pytest.mark.parametrize(("fields", "count"), [({}, 10), ({"top_k": 3}, 3), ({"top_k": 1}, 1)])
+def test_the_likeliest(
+    server: Serving, plain: list[float], fields: dict[str, Any], count: int
+) -> None:
+    (prompt,) = probs(server, **fields).prompts
+    best = sorted(range(257), key=lambda i: -plain[i])[:count]
+    assert [token.id for token in prompt.tokens] == best
+    assert [token.rank for token in prompt.tokens] == list(range(1, count + 1))
+    assert prompt.mass == pytest.approx(sum(plain[i] for i in best), abs=1e-4)
+    (everything,) = probs(server, top_k=257).prompts
+    assert prompt.entropy == everything.entropy, "of all of it, whatever is listed"
+
+
+def test_named_tokens_keep_their_order_and_know_their_rank(
+    server: Serving, plain: list[float]
+) -> None:
+    (everything,) = probs(server, top_k=257).prompts
+    known = {token.id: token for token in everything.tokens}
+    ids = [256, 0, everything.tokens[0].id, everything.tokens[99].id]
+    (prompt,) = probs(server, token_ids=ids).prompts
+    assert prompt.tokens == [known[i] for i in ids]
+    assert [token.rank for token in prompt.tokens][2:] == [1, 100]
+    assert prompt.mass == pytest.approx(sum(plain[i] for i in ids), rel=1e-3)
+
+
+def test_a_token_that_is_named_twice_has_its_mass_once(server: Serving) -> None:
+    (once,) = probs(server, token_ids=[32]).prompts
+    (twice,) = probs(server, token_ids=[32, 32]).prompts
+    assert len(twice.tokens) == 2
+    assert twice.mass == once.mass == once.tokens[0].prob
+
+
+def test_id_text_and_bytes(server: Serving) -> None:
+    (prompt,) = probs(server, token_ids=[65, 233, 256]).prompts
+    assert [(token.text, token.bytes) for token in prompt.tokens] == [
+        ("A", [65]),
+        ("\ufffd", [233]),
+        ("<|endoftext|>", list(b"<|endoftext|>")),
+    ]
+
+
+def test_many_prompts_of_all_kinds(server: Serving) -> None:
+    prompts: list[Any] = [PROMPT, "x", [256, 3], list(PROMPT.encode()), "é" * 64]
+    reply = probs(server, prompts, top_k=4)
+    assert [prompt.index for prompt in reply.prompts] == [0, 1, 2, 3, 4]
+    assert reply.prompts[3].token_ids == list(PROMPT.encode())
+    assert reply.prompts[3].tokens == reply.prompts[0].tokens
+    for prompt, found in zip(prompts, reply.prompts, strict=True):
+        (alone,) = probs(server, prompt, top_k=4).prompts
+        assert (alone.tokens, alone.entropy) == (found.tokens, found.entropy)
+
+
+def test_the_reply_names_its_model(server: Serving) -> None:
+    reply = probs(server)
+    assert reply.model == reply.checkpoint.name == "tiny"
+    assert reply.stage == "raw"
+    assert reply.id.startswith("probs-")
+
+
+def test_it_is_the_distribution_that_generate_draws_from(server: Serving) -> None:
+    choice = server.generate(PROMPT, max_tokens=1, logprobs=5, seed=2)["choices"][0]
+    (prompt,) = probs(server, top_k=5).prompts
+    for top, token in zip(choice["tokens"][0]["top"], prompt.tokens, strict=True):
+        assert (top["id"], top["rank"]) == (token.id, token.rank)
+        assert top["logprob"] == pytest.approx(token.logprob, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"top_k": 258}, "top_k"),
+        ({"top_k": 0}, "top_k"),
+        ({"token_ids": [257]}, "token_ids"),
+        ({"token_ids": []}, "token_ids"),
+        ({"token_ids": [1], "top_k": 1}, None),
+        ({"prompt": "x" * 129}, "prompt"),
+        ({"prompt": ""}, "prompt"),
+        ({"temperature": 1}, "temperature"),
+    ],
+)
+def test_what_has_no_answer_is_refused(
+    server: Serving, fields: dict[str, Any], param: str | None
+) -> None:
+    response = server.post("/probs", {"prompt": PROMPT, **fields})
+    assert response.status_code == 400
+    assert ErrorReply.model_validate(response.json()).error.param == param
+
+
+def test_a_timeout_is_504(server: Serving) -> None:
+    response = server.post("/probs", {"prompt": PROMPT, "timeout": 1e-9})
+    assert response.status_code == 504
+    assert ErrorReply.model_validate(response.json()).error.type == "timeout_error"

@@ -1,0 +1,202 @@
+"""Serving: the real application in a real uvicorn, in a thread of the test process, on a port of
+its own; and raw sockets for what a well-behaved client cannot do.
+"""
+
+import asyncio
+import io
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import uvicorn
+
+from service.app import create_app
+from service.settings import ServeSettings
+from service.state import Served, ServiceState
+
+PATIENCE = 60.0
+"""Seconds after which something that should happen at once counts as never; machines are busy."""
+
+
+class Serving:
+    """A running service, seen from outside (`client`, `connect`) and from inside (`state`)."""
+
+    def __init__(self, app: Any, server: uvicorn.Server, loop: asyncio.AbstractEventLoop) -> None:
+        self.app = app
+        self.state: ServiceState = app.state.service
+        self.loop = loop
+        self.port: int = server.servers[0].sockets[0].getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.client = client(self.url)
+
+    @property
+    def served(self) -> Served:
+        assert self.state.served is not None
+        return self.state.served
+
+    def post(self, path: str, body: Any, **headers: str) -> httpx.Response:
+        """POST JSON, as it is if it is bytes."""
+        content = body if isinstance(body, bytes) else json.dumps(body).encode()
+        return self.client.post(
+            path, content=content, headers={"Content-Type": "application/json"} | headers
+        )
+
+    def json(self, path: str, body: Any) -> Any:
+        """The body of a reply that must be good."""
+        response = self.post(path, body)
+        assert response.status_code == 200, response.text
+        return response.json()
+
+    def generate(self, prompt: Any, **fields: Any) -> Any:
+        return self.json("/generate", {"prompt": prompt, **fields})
+
+    def connect(self, receive_buffer: int | None = None) -> socket.socket:
+        """A raw connection; a small receive buffer makes a reader that stops felt soon."""
+        raw = socket.socket()
+        if receive_buffer is not None:
+            raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+        raw.settimeout(PATIENCE)
+        raw.connect(("127.0.0.1", self.port))
+        return raw
+
+    def sample(self, name: str, **labels: str) -> float:
+        """The value of a metric; 0 while a labelled series is not there yet."""
+        return self.state.metrics.registry.get_sample_value(name, labels) or 0.0
+
+    def finished(self, reason: str) -> float:
+        return self.sample("logitd_sequences_finished_total", reason=reason)
+
+    def wait_idle(self) -> None:
+        """Until no sequence is open and every slot is free."""
+        eventually(lambda: self.served.engine.open_sequences == 0)
+        eventually(lambda: self.sample("logitd_kv_slots_used") == 0)
+        assert self.sample("logitd_num_sequences_running") == 0
+        assert self.sample("logitd_num_sequences_waiting") == 0
+
+
+class _ThreadServer(uvicorn.Server):
+    """Tells its thread's owner when it listens, and on which loop."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.listening = threading.Event()
+        self.loop: asyncio.AbstractEventLoop
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.loop = asyncio.get_running_loop()
+        self.listening.set()
+
+
+@contextmanager
+def serving_app(app: Any) -> Iterator[Serving]:
+    """Run an application of `create_app`; it may be loading still."""
+    server = _ThreadServer(
+        uvicorn.Config(app, host="127.0.0.1", port=0, log_config=None, access_log=False,
+                       timeout_graceful_shutdown=5)
+    )  # fmt: skip
+    thread = threading.Thread(target=server.run, name="uvicorn")
+    thread.start()
+    try:
+        assert server.listening.wait(PATIENCE)
+        running = Serving(app, server, server.loop)
+        with running.client:
+            yield running
+    finally:
+        server.should_exit = True
+        thread.join(PATIENCE)
+        assert not thread.is_alive(), "the server does not stop"
+
+
+@contextmanager
+def serving(checkpoint: Path, **settings: Any) -> Iterator[Serving]:
+    """Serve a checkpoint; ready when the block begins."""
+    with serving_app(create_app(serve_settings(checkpoint, **settings))) as running:
+        settled = asyncio.run_coroutine_threadsafe(running.state.settled.wait(), running.loop)
+        settled.result(PATIENCE)
+        assert running.state.status() == ("ok", None)
+        yield running
+
+
+def serve_settings(checkpoint: Path, **settings: Any) -> ServeSettings:
+    values: dict[str, Any] = {"threads": 1, "drain_timeout": 0.0, **settings}
+    return ServeSettings(_env_file=None, checkpoint=checkpoint, device="cpu", **values)
+
+
+def client(url: str) -> httpx.Client:
+    return httpx.Client(base_url=url, trust_env=False, timeout=PATIENCE)
+
+
+def eventually(condition: Callable[[], bool], patience: float = PATIENCE) -> None:
+    """Wait for something that has no event of its own, because it is seen from outside."""
+    end = time.monotonic() + patience
+    while not condition():
+        assert time.monotonic() < end, f"not within {patience} s"
+        time.sleep(0.002)
+
+
+def request_bytes(path: str, body: Any, *headers: str) -> bytes:
+    """A POST as it goes over the wire."""
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    lines = [
+        f"POST {path} HTTP/1.1",
+        "Host: test",
+        "Content-Type: application/json",
+        f"Content-Length: {len(content)}",
+        *headers,
+    ]
+    return "\r\n".join(lines).encode() + b"\r\n\r\n" + content
+
+
+def read_until(raw: socket.socket, *wanted: bytes) -> bytes:
+    """What comes until one of `wanted` has come, or the end."""
+    received = bytearray()
+    while data := raw.recv(65536):
+        looked_at = max(0, len(received) - max(map(len, wanted)))
+        received += data
+        if any(received.find(part, looked_at) >= 0 for part in wanted):
+            break
+    return bytes(received)
+
+
+def read_all(raw: socket.socket) -> bytes:
+    """What comes until the other side closes."""
+    received = bytearray()
+    while data := raw.recv(65536):
+        received += data
+    return bytes(received)
+
+
+def read_chunks(raw: socket.socket) -> list[bytes]:
+    """The chunks of a chunked body, as they were written; the connection is to be closed after."""
+    return dechunked(read_all(raw))
+
+
+def dechunked(response: bytes) -> list[bytes]:
+    """The chunks of a whole response."""
+    head, _, body = response.partition(b"\r\n\r\n")
+    assert b"transfer-encoding: chunked" in head.lower()
+    stream = io.BytesIO(body)
+    found = []
+    while size := int(stream.readline(), 16):
+        found.append(stream.read(size))
+        assert stream.read(2) == b"\r\n"
+    assert stream.read() == b"\r\n"
+    return found
+
+
+def events(stream: bytes) -> list[Any]:
+    """The events of a whole stream, its format checked byte by byte: `data: `, one line, a blank
+    line; comments between them; `[DONE]` at the end."""
+    assert b"\r" not in stream
+    assert stream.endswith(b"\n\n")
+    parts = [part for part in stream[:-2].split(b"\n\n") if not part.startswith(b":")]
+    assert all(part.startswith(b"data: ") and b"\n" not in part for part in parts)
+    assert parts[-1] == b"data: [DONE]"
+    return [json.loads(part.removeprefix(b"data: ")) for part in parts[:-1]]

@@ -1,0 +1,81 @@
+"""Spelling: a real GPT whose text is known. After each letter of ALPHABET it gives the next one.
+
+Weights instead of a mock: the embeddings of the letters are orthogonal, the blocks add nothing, and
+the head's row of a letter is the embedding of the letter before it. So the completion of any
+prompt can be written down, stop strings can be placed, and characters of two, three and four bytes
+arrive byte by byte. After the last letter comes END_OF_TEXT, then the first letter again; every id
+that is no letter is followed by the first letter.
+"""
+
+from pathlib import Path
+
+import torch
+
+from model.checkpoint import CheckpointInfo
+from model.gpt import GPT, Block
+from tests.model.factories import VOCAB_SIZE, random_ids, save_tiny_checkpoint, tiny_config
+
+ALPHABET = "abcdefghijklmnopqrstuvwxyz é€😀."
+END_OF_TEXT_ID = 256
+RING = (*ALPHABET.encode(), END_OF_TEXT_ID)
+CONTEXT_LENGTH = 8192
+"""So long that a generation of what fits outlasts anything a test does meanwhile."""
+
+_WIDTH = 64
+_SHARPNESS = 40.0
+"""Logit of the letter that is next; those of the others are about 0, so it is always drawn."""
+
+
+def spelling_gpt() -> GPT:
+    gpt = GPT(
+        tiny_config(
+            n_layer=1,
+            n_head=2,
+            d_model=_WIDTH,
+            context_length=CONTEXT_LENGTH,
+            positions="rotary",
+            bias=False,
+            tied_head=False,
+        )
+    ).requires_grad_(False)
+    letters = _orthogonal_rows()
+    gpt.token_embedding.weight.copy_(letters[RING.index(END_OF_TEXT_ID)])  # what is no letter
+    # A little noise between those that are not next, so that their order is the same everywhere.
+    gpt.head.weight.copy_(torch.randn(gpt.head.weight.shape, generator=_generator()) * 1e-3)
+    for place, token_id in enumerate(RING):
+        gpt.token_embedding.weight[token_id] = letters[place]
+        gpt.head.weight[RING[(place + 1) % len(RING)]] = letters[place] * _SHARPNESS / _WIDTH
+    for block in gpt.blocks:
+        assert isinstance(block, Block)
+        block.attention_out.weight.zero_()
+        block.mlp_down.weight.zero_()
+    return gpt.eval()
+
+
+def save_spelling_checkpoint(path: Path) -> CheckpointInfo:
+    return save_tiny_checkpoint(path, gpt=spelling_gpt())
+
+
+def spelled(prompt: str, tokens: int) -> list[int]:
+    """The ids that follow a prompt, END_OF_TEXT not minded."""
+    last = prompt.encode()[-1]
+    place = RING.index(last) if last in RING else -1
+    return [RING[(place + 1 + i) % len(RING)] for i in range(tokens)]
+
+
+def long_prompt(length: int) -> list[int]:
+    """A prompt of random ids; its last is a letter."""
+    ids: list[int] = random_ids(length, vocab_size=VOCAB_SIZE - 1).tolist()
+    return [*ids[:-1], ord("a")]
+
+
+def _orthogonal_rows() -> torch.Tensor:
+    """Rows of +1 and -1 with sum 0, orthogonal to each other (a Hadamard matrix less one row)."""
+    matrix = torch.ones(1, 1)
+    while len(matrix) < _WIDTH:
+        matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)))
+    return matrix[1:]
+
+
+def _generator() -> torch.Generator:
+    return torch.Generator().manual_seed(0)

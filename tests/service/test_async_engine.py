@@ -1,0 +1,541 @@
+"""AsyncEngine: the engine behind an event loop, without HTTP. Real engines, small models; one that
+breaks on purpose, and one that waits for permission to step.
+"""
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from model.engine.api import (
+    EngineConfig,
+    Event,
+    FinishEvent,
+    FinishReason,
+    GenerationRequest,
+    InvalidRequest,
+    LogitsRequest,
+    Request,
+    RowsEvent,
+    SamplingParams,
+    StepResult,
+    TokenEvent,
+)
+from model.engine.engine import Engine
+from model.reference import generate
+from service.async_engine import (
+    AsyncEngine,
+    EngineStopped,
+    QueueFull,
+    StepReport,
+    Submission,
+    sequence_count,
+)
+from tests.model.factories import tiny_gpt
+from tests.service.serving import PATIENCE
+from tests.service.spelling import long_prompt, spelled, spelling_gpt
+
+TINY = tiny_gpt()
+SPELLING = spelling_gpt()
+
+
+class GatedEngine(Engine):
+    """Steps when it is allowed to; so that a test knows what has happened."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.gate = threading.Event()
+        self.gate.set()
+        self.steps = 0
+
+    def step(self) -> StepResult:
+        assert self.gate.wait(PATIENCE)
+        self.steps += 1
+        return super().step()
+
+
+class BrokenEngine(Engine):
+    """Its scheduler has a bug that shows at the fourth step."""
+
+    steps = 0
+
+    def step(self) -> StepResult:
+        self.steps += 1
+        if self.steps == 4:
+            raise ZeroDivisionError("a secret of the engine")
+        return super().step()
+
+
+def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    asyncio.run(asyncio.wait_for(test(), PATIENCE))
+
+
+@asynccontextmanager
+async def running(
+    engine: Engine, max_queue: int = 100, drain_timeout: float = PATIENCE
+) -> AsyncIterator[tuple[AsyncEngine, list[StepReport]]]:
+    reports: list[StepReport] = []
+    owner = AsyncEngine(engine, max_queue=max_queue, on_step=reports.append)
+    try:
+        yield owner, reports
+    finally:
+        await owner.stop(drain_timeout)
+        engine.check_integrity()
+
+
+def tiny(slots: int = 4) -> GatedEngine:
+    return GatedEngine(TINY, EngineConfig(slots=slots))
+
+
+def generation(
+    name: str, tokens: int = 5, *, n: int = 1, seed: int = 0, deadline: float | None = None
+) -> GenerationRequest:
+    return GenerationRequest(
+        request_id=name,
+        token_ids=tuple(name.encode()),
+        params=SamplingParams(max_tokens=tokens, seed=seed),
+        n=n,
+        deadline=deadline,
+    )
+
+
+def all_rows(name: str, length: int) -> LogitsRequest:
+    return LogitsRequest(
+        request_id=name, token_ids=tuple(long_prompt(length)), positions=tuple(range(length))
+    )
+
+
+async def rest(submission: Submission) -> list[Event]:
+    events: list[Event] = []
+    while not submission.finished:
+        events += await submission.take()
+    return events
+
+
+def token_ids(events: list[Event], name: str, index: int = 0) -> list[int]:
+    return [
+        event.token_id
+        for event in events
+        if isinstance(event, TokenEvent) and (event.request_id, event.index) == (name, index)
+    ]
+
+
+def finishes(events: list[Event]) -> list[FinishEvent]:
+    return [event for event in events if isinstance(event, FinishEvent)]
+
+
+# Requests and their events
+
+
+def test_every_request_gets_its_own_events_and_one_end() -> None:
+    async def test() -> None:
+        async with running(tiny(slots=2)) as (owner, _):
+            requests: list[Request] = [
+                generation(f"request {i}", tokens=i + 1, n=1 + i % 2, seed=i) for i in range(8)
+            ]
+            submissions = [owner.submit([request]) for request in requests]
+            assert owner.open_sequences == 12
+            for request, submission in zip(requests, submissions, strict=True):
+                assert isinstance(request, GenerationRequest)
+                events = await rest(submission)
+                assert {event.request_id for event in events} == {request.request_id}
+                assert len(finishes(events)) == request.n
+                assert isinstance(events[-1], FinishEvent)
+                for index in range(request.n):
+                    assert token_ids(events, request.request_id, index) == generate(
+                        TINY, request.token_ids, request.params, index
+                    )
+            assert owner.open_sequences == 0
+
+    run(test)
+
+
+def test_one_submission_of_many_requests_is_one_mailbox() -> None:
+    async def test() -> None:
+        async with running(tiny()) as (owner, _):
+            submission = owner.submit([generation("one"), generation("two", n=2)])
+            assert submission.request_ids == ("one", "two")
+            events = await rest(submission)
+            assert [len(token_ids(events, "one")), len(token_ids(events, "two", 1))] == [5, 5]
+            assert len(finishes(events)) == 3
+            assert submission.finished
+
+    run(test)
+
+
+def test_one_hand_over_per_step_however_many_sequences() -> None:
+    async def test() -> None:
+        engine = tiny(slots=4)
+        async with running(engine) as (owner, reports):
+            engine.gate.clear()
+            submission = owner.submit([generation("a", 10, n=4)])
+            engine.gate.set()
+            await rest(submission)
+        assert len(reports) == engine.steps
+        tokens = [sum(isinstance(e, TokenEvent) for e in report.events) for report in reports]
+        assert sum(tokens) == 40
+        assert max(tokens) == 4, "tokens of one step come together"
+        assert engine.steps < 20
+
+    run(test)
+
+
+def test_a_slow_taker_gets_fewer_larger_pieces() -> None:
+    async def test() -> None:
+        async with running(tiny()) as (owner, reports):
+            submission = owner.submit([generation("a", 20)])
+            while owner.open_sequences:
+                await asyncio.sleep(0)
+            events = await submission.take()
+            assert len(token_ids(events, "a")) == 20
+            assert submission.finished
+            assert len(reports) >= 20
+
+    run(test)
+
+
+def test_take_gives_up_after_its_timeout_and_loses_nothing() -> None:
+    async def test() -> None:
+        engine = tiny()
+        async with running(engine) as (owner, _):
+            engine.gate.clear()
+            submission = owner.submit([generation("a", 2)])
+            assert await submission.take(timeout=0.01) == []
+            assert not submission.finished
+            engine.gate.set()
+            assert len(token_ids(await rest(submission), "a")) == 2
+
+    run(test)
+
+
+def test_a_taker_that_is_cancelled_is_cancelled() -> None:
+    """Also when an event comes in the same moment; else a client that has left would keep its
+    request going."""
+
+    async def test() -> None:
+        engine = tiny()
+        async with running(engine) as (owner, reports):
+            engine.gate.clear()
+            submission = owner.submit([generation("a", 100)])
+            taking = asyncio.ensure_future(submission.take(timeout=PATIENCE))
+            await asyncio.sleep(0)
+            engine.gate.set()
+            while not reports:  # the hand-over and the cancellation meet in one turn of the loop
+                await asyncio.sleep(0)
+            taking.cancel()
+            await asyncio.wait({taking})
+            assert taking.cancelled()
+            await rest(submission)
+
+    run(test)
+
+
+# What is refused
+
+
+def test_what_the_model_cannot_compute_is_refused_before_it_is_queued() -> None:
+    async def test() -> None:
+        async with running(tiny()) as (owner, _):
+            for request in (generation("x" * 100, 29), generation(""), all_rows("a", 129)):
+                with pytest.raises(InvalidRequest):
+                    owner.submit([generation("good"), request])
+                with pytest.raises(InvalidRequest):
+                    owner.reserve([request])
+            assert owner.open_sequences == 0, "all or none"
+
+    run(test)
+
+
+def test_a_full_queue_refuses_all_or_nothing_and_says_when() -> None:
+    async def test() -> None:
+        engine = tiny(slots=2)
+        async with running(engine, max_queue=3) as (owner, _):
+            engine.gate.clear()
+            accepted = [owner.submit([generation("a", n=2)]), owner.submit([generation("b", n=2)])]
+            for refused in ([generation("c", n=2)], [generation("c"), generation("d")]):
+                with pytest.raises(QueueFull, match=r"^2 sequences .* queue holds 3$") as caught:
+                    owner.submit(refused)
+                assert 1 <= caught.value.retry_after <= 60
+            assert owner.open_sequences == 4
+            accepted.append(owner.submit([generation("e")]))
+            engine.gate.set()
+            for submission in accepted:
+                ends = [event.reason for event in finishes(await rest(submission))]
+                assert set(ends) == {FinishReason.LENGTH}
+            await rest(owner.submit([generation("c", n=2)]))
+
+    run(test)
+
+
+def test_without_a_queue_what_has_a_slot_is_accepted() -> None:
+    async def test() -> None:
+        async with running(tiny(slots=2), max_queue=0) as (owner, _):
+            submission = owner.submit([generation("a", n=2)])
+            with pytest.raises(QueueFull):
+                owner.submit([generation("b")])
+            await rest(submission)
+
+    run(test)
+
+
+# Abort, deadlines, rows
+
+
+def test_abort_ends_one_sequence_a_request_or_all() -> None:
+    async def test() -> None:
+        engine = tiny(slots=4)
+        async with running(engine) as (owner, _):
+            engine.gate.clear()
+            submission = owner.submit([generation("a", 50, n=2), generation("b", 50)])
+            submission.abort("a", 1)
+            engine.gate.set()
+            events = await submission.take()
+            while not any(isinstance(event, TokenEvent) for event in events):
+                events += await submission.take()
+            submission.abort("b")
+            events += await rest(submission)
+            ends = {(e.request_id, e.index): e.reason for e in finishes(events)}
+            assert ends == {
+                ("a", 0): FinishReason.LENGTH,
+                ("a", 1): FinishReason.ABORT,
+                ("b", 0): FinishReason.ABORT,
+            }
+            submission.abort()  # they have ended: nothing happens
+            assert owner.open_sequences == 0
+
+    run(test)
+
+
+def test_an_abort_in_the_queue_is_answered_at_once() -> None:
+    async def test() -> None:
+        engine = GatedEngine(SPELLING, EngineConfig(slots=1))
+        async with running(engine, drain_timeout=0) as (owner, _):
+            first = owner.submit([generation("a", 8000)])
+            second = owner.submit([generation("b", 8000)])
+            await first.take()
+            second.abort()
+            (end,) = finishes(await rest(second))
+            assert (end.reason, end.completion_tokens) == (FinishReason.ABORT, 0)
+            assert end.times.admitted is None
+            assert not first.finished
+            first.abort()
+            await rest(first)
+
+    run(test)
+
+
+def test_a_deadline_ends_what_runs_and_what_waits() -> None:
+    async def test() -> None:
+        engine = GatedEngine(SPELLING, EngineConfig(slots=1))
+        async with running(engine) as (owner, _):
+            soon = owner.now() + 0.05
+            running_one = owner.submit([generation("a", 8000, deadline=soon)])
+            waiting_one = owner.submit([generation("b", 8000, deadline=soon)])
+            for submission in (running_one, waiting_one):
+                (end,) = finishes(await rest(submission))
+                assert end.reason is FinishReason.TIMEOUT
+                assert end.times.finished >= soon
+
+    run(test)
+
+
+def test_rows_wait_for_their_reader_and_for_nobody_else() -> None:
+    async def test() -> None:
+        engine = GatedEngine(SPELLING, EngineConfig(slots=2, prefill_chunk=64))
+        async with running(engine) as (owner, reports):
+            rows = owner.submit([all_rows("rows", 640)])
+            # Nobody takes the rows: the engine computes what its credit allows, and stops.
+            events = await rest(owner.submit([generation("a", 50)]))
+            assert token_ids(events, "a") == spelled("a", 50)
+            handed = [e for r in reports for e in r.events if isinstance(e, RowsEvent)]
+            assert 1 <= len(handed) <= 2
+            assert not rows.finished
+            pieces = [e for e in await rest(rows) if isinstance(e, RowsEvent)]
+            assert [p for piece in pieces for p in piece.positions] == list(range(640))
+            assert all(piece.rows.shape == (64, 257) for piece in pieces)
+
+    run(test)
+
+
+def test_the_deadline_of_paused_rows_passes_although_nothing_steps() -> None:
+    async def test() -> None:
+        engine = GatedEngine(SPELLING, EngineConfig(slots=1, prefill_chunk=64))
+        async with running(engine) as (owner, reports):
+            length = 640
+            request = LogitsRequest(
+                request_id="rows",
+                token_ids=tuple(long_prompt(length)),
+                positions=tuple(range(length)),
+                deadline=owner.now() + 0.2,
+            )
+            submission = owner.submit([request])
+            while not any(isinstance(e, FinishEvent) for r in reports for e in r.events):
+                await asyncio.sleep(0.001)
+            (end,) = finishes(await rest(submission))
+            assert end.reason is FinishReason.TIMEOUT
+
+    run(test)
+
+
+# Reservations
+
+
+def test_a_reservation_takes_the_room_of_all_and_runs_one_at_a_time() -> None:
+    async def test() -> None:
+        async with running(tiny(slots=2), max_queue=1) as (owner, _):
+            reservation = owner.reserve([all_rows(name, 9) for name in "abc"])
+            assert owner.open_sequences == 3
+            with pytest.raises(QueueFull):
+                owner.submit([generation("late")])
+            for name in "abc":
+                submission = reservation.submit_next()
+                assert submission.request_ids == (name,)
+                rows = [e for e in await rest(submission) if isinstance(e, RowsEvent)]
+                assert len(rows) == 1
+            reservation.release()
+            assert owner.open_sequences == 0
+
+    run(test)
+
+
+def test_what_is_released_is_free() -> None:
+    async def test() -> None:
+        async with running(tiny(slots=1), max_queue=2) as (owner, _):
+            reservation = owner.reserve([all_rows(name, 9) for name in "abc"])
+            await rest(reservation.submit_next())
+            reservation.release()
+            reservation.release()
+            assert owner.open_sequences == 0
+            await rest(owner.submit([generation("a", n=3)]))
+
+    run(test)
+
+
+def test_a_drain_waits_for_a_reservation() -> None:
+    async def test() -> None:
+        async with running(tiny()) as (owner, _):
+            reservation = owner.reserve([all_rows("a", 9), all_rows("b", 9)])
+            await rest(reservation.submit_next())
+            stopping = asyncio.ensure_future(owner.stop(PATIENCE))
+            await asyncio.sleep(0)
+            with pytest.raises(EngineStopped):
+                owner.submit([generation("late")])
+            assert len(await rest(reservation.submit_next())) == 2
+            assert not stopping.done()
+            reservation.release()
+            await stopping
+
+    run(test)
+
+
+def test_a_drain_that_is_over_does_not() -> None:
+    async def test() -> None:
+        async with running(tiny()) as (owner, _):
+            reservation = owner.reserve([all_rows("a", 9), all_rows("b", 9)])
+            await owner.stop(0)
+            with pytest.raises(EngineStopped, match="shutting down"):
+                reservation.submit_next()
+            reservation.release()
+
+    run(test)
+
+
+# The end
+
+
+def test_a_drain_lets_the_running_ones_finish() -> None:
+    async def test() -> None:
+        async with running(tiny(slots=1)) as (owner, _):
+            submissions = [owner.submit([generation(name, 30)]) for name in "abc"]
+            stopping = asyncio.ensure_future(owner.stop(PATIENCE))
+            for submission in submissions:
+                (end,) = finishes(await rest(submission))
+                assert end.reason is FinishReason.LENGTH
+            await stopping
+            with pytest.raises(EngineStopped, match="shutting down"):
+                owner.submit([generation("late")])
+
+    run(test)
+
+
+def test_a_short_drain_aborts_the_rest_and_tells_them(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def test() -> None:
+        engine = GatedEngine(SPELLING, EngineConfig(slots=1))
+        async with running(engine) as (owner, _):
+            submissions = [owner.submit([generation(name, 8000)]) for name in "ab"]
+            await submissions[0].take()
+            await owner.stop(0.01)
+            for submission in submissions:
+                (end,) = finishes(await rest(submission))
+                assert end.reason is FinishReason.ABORT
+            assert owner.open_sequences == 0
+
+    run(test)
+    assert caplog.messages == ["aborting 2 sequences at shutdown"]
+
+
+def test_stopping_an_idle_engine_is_quick_quiet_and_can_be_repeated(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def test() -> None:
+        async with running(tiny()) as (owner, _):
+            await owner.stop(0)
+            await owner.stop(0)
+
+    run(test)
+    assert caplog.messages == []
+
+
+def test_a_failure_of_the_engine_is_told_to_everyone(logged_errors: list[str]) -> None:
+    async def test() -> None:
+        engine = BrokenEngine(TINY, EngineConfig(slots=2))
+        owner = AsyncEngine(engine, max_queue=10, on_step=lambda report: None)
+        # Running, waiting for a slot, and with nothing taken yet.
+        submissions = [owner.submit([generation(name, 50)]) for name in "abc"]
+        reservation = owner.reserve([all_rows("rows", 9)])
+        told = await asyncio.gather(*map(rest, submissions), return_exceptions=True)
+        assert [type(one) for one in told] == [EngineStopped] * 3
+        assert owner.failure is not None
+        assert owner.open_sequences == 1, "of the reservation"
+        attempts: list[Callable[[], Submission]] = [
+            lambda: owner.submit([generation("late")]),
+            reservation.submit_next,
+        ]
+        for attempt in attempts:
+            with pytest.raises(EngineStopped) as caught:
+                attempt()
+            assert "secret" not in str(caught.value), "why is for the log alone"
+        reservation.release()
+        await owner.stop(PATIENCE)
+
+    run(test)
+    assert len(logged_errors) == 1
+    assert "a secret of the engine" in logged_errors[0]
+    logged_errors.clear()
+
+
+def test_what_was_computed_before_a_failure_is_not_lost(logged_errors: list[str]) -> None:
+    async def test() -> None:
+        engine = BrokenEngine(TINY, EngineConfig(slots=2))
+        owner = AsyncEngine(engine, max_queue=10, on_step=lambda report: None)
+        submission = owner.submit([generation("a", 50)])
+        while owner.failure is None:
+            await asyncio.sleep(0)
+        events = await submission.take()
+        assert len(token_ids(events, "a")) >= 2
+        with pytest.raises(EngineStopped):
+            await submission.take()
+        await owner.stop(PATIENCE)
+
+    run(test)
+    logged_errors.clear()
+
+
+def test_a_sequence_counts_once_a_request_n_times() -> None:
+    assert sequence_count(generation("a", n=3)) == 3
+    assert sequence_count(all_rows("a", 9)) == 1

@@ -1,0 +1,197 @@
+"""The command line: help that is complete and immediate, and a sentence for every mistake."""
+
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from model.version import VERSION
+from service.cli import COMMANDS, run
+from tests.model.factories import FAMILIES, save_tiny_checkpoint, tiny_config, tiny_gpt
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A working directory without somebody's .env, and a terminal that breaks no line."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "1000")
+
+
+def exit_code(*arguments: str) -> int:
+    """What the process would exit with; argparse exits by itself."""
+    try:
+        return run(arguments)
+    except SystemExit as exit_:
+        return int(str(exit_.code))
+
+
+# Help
+
+
+@pytest.mark.parametrize("arguments", [(), ("--help",), ("-h",), ("help",)])
+def test_help_lists_the_commands(
+    arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert exit_code(*arguments) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    for command, settings in COMMANDS.items():
+        assert re.search(rf"^  {command} +{re.escape(str(settings.__doc__).splitlines()[0])}$",
+                         out, flags=re.MULTILINE)  # fmt: skip
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_of_a_command_names_every_field(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert exit_code(command, "--help") == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    assert out.startswith(f"usage: logitd {command} ")
+    text = " ".join(out.split())
+    for name, field in COMMANDS[command].model_fields.items():
+        flag = f"-{name}" if len(name) == 1 else f"--{name.replace('_', '-')}"
+        assert flag in out or name.upper() in out, name
+        assert " ".join(str(field.description).split()) in text, name
+        if flag in out:
+            assert f"[env: LOGITD_{name.upper()}]" in text, name
+
+
+@pytest.mark.parametrize("arguments", [("--version",), ("-V",), ("version",)])
+def test_version(arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    assert exit_code(*arguments) == 0
+    assert capsys.readouterr().out == f"logitd {VERSION}\n"
+
+
+# Mistakes
+
+
+def test_an_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert exit_code("sevre") == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("logitd: there is no command 'sevre'\n")
+    assert "serve" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("serve", "--prot", "1"), "logitd serve: error: unrecognized arguments: --prot 1"),
+        (("serve", "extra"), "logitd serve: error: unrecognized arguments: extra"),
+        (("serve", "--port"), "logitd serve: error: argument --port: expected one argument"),
+        (("serve", "--port", "abc"), "logitd serve: --port: Input should be a valid integer, "
+         "unable to parse string as an integer (given: 'abc')"),
+        (("serve", "--slots", "0"),
+         "logitd serve: --slots: Input should be greater than or equal to 1 (given: '0')"),
+        (("serve", "--drain-timeout", "inf"),
+         "logitd serve: --drain-timeout: Input should be a finite number (given: 'inf')"),
+        (("serve", "--dtype", "int8"), "logitd serve: --dtype: Input should be 'auto', 'float32', "
+         "'bfloat16' or 'float16' (given: 'int8')"),
+        (("generate",), "logitd generate: error: the following arguments are required: PROMPT"),
+        (("generate", "x", "--temperature", "nan"), "logitd generate: --temperature: Input should "
+         "be a finite number (given: 'nan')"),
+        (("train", "--steps", "0"),
+         "logitd train: --steps: Input should be greater than or equal to 1 (given: '0')"),
+    ],
+)  # fmt: skip
+def test_a_wrong_command_line_exits_2_with_a_sentence(
+    arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert exit_code(*arguments) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.strip().splitlines()[-1] == message
+
+
+@pytest.mark.parametrize("source", ["environment", ".env"])
+def test_a_wrong_variable_exits_2_with_a_sentence(
+    source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    if source == "environment":
+        monkeypatch.setenv("LOGITD_PORT", "99999")
+    else:
+        (tmp_path / ".env").write_text("LOGITD_PORT=99999\n")
+    assert exit_code("serve") == 2
+    assert capsys.readouterr().err == (
+        "logitd serve: --port: Input should be less than or equal to 65535 (given: '99999')\n"
+    )
+
+
+def test_a_variable_that_cannot_be_read_exits_2_with_a_sentence(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("LOGITD_DATA", "texts/*.txt")  # a list is written as JSON
+    assert exit_code("train") == 2
+    err = capsys.readouterr().err
+    assert err.startswith("logitd train: ")
+    assert "data" in err
+    assert len(err.splitlines()) == 1
+
+
+# As a process
+
+
+def python(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
+
+
+@pytest.mark.parametrize("command", ["", *COMMANDS])
+def test_help_imports_nothing_heavy(command: str) -> None:
+    arguments = [command, "--help"] if command else ["--help"]
+    done = python(
+        "import sys\n"
+        "from service.cli import run\n"
+        "try:\n"
+        f"    run({arguments!r})\n"
+        "except SystemExit:\n"
+        "    pass\n"
+        "heavy = {'torch', 'fastapi', 'uvicorn', 'numpy', 'tiktoken'} & set(sys.modules)\n"
+        "sys.stderr.write(repr(heavy))\n"
+    )
+    assert done.stderr == "set()"
+
+
+def test_the_console_script_and_the_module_are_the_same() -> None:
+    script = Path(sys.executable).parent / "logitd"
+    by_script = subprocess.run([script, "--help"], capture_output=True, check=True, timeout=60)
+    by_module = subprocess.run(
+        [sys.executable, "-m", "service.cli", "--help"],
+        capture_output=True,
+        check=True,
+        timeout=60,
+    )
+    assert by_script.stdout == by_module.stdout != b""
+
+
+def test_a_reader_that_has_enough_is_no_error_and_no_compiler_was_loaded(tmp_path: Path) -> None:
+    """As in `logitd generate ... | head -c 3`. torch's compiler takes a second to import, and
+    nothing here compiles."""
+    gpt = tiny_gpt(tiny_config(**FAMILIES["modern"], context_length=4096))
+    checkpoint = save_tiny_checkpoint(tmp_path / "modern", gpt=gpt)
+    program = (
+        "import atexit, sys\n"
+        "from service.cli import main\n"
+        "atexit.register(lambda: print({'sympy', 'torch._dynamo'} & set(sys.modules),"
+        " file=sys.stderr))\n"
+        "main()\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", program, "generate", "a" * 60, "--checkpoint", checkpoint.path,
+         "--max-tokens", "4000", "--threads", "1"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )  # fmt: skip
+    assert process.stdout is not None
+    assert process.stderr is not None
+    with process.stdout as out, process.stderr as err:
+        assert out.read(3) == b"aaa"
+        out.close()
+        assert err.read() == b"set()\n"
+    assert process.wait(60) == 128 + signal.SIGPIPE

@@ -1,0 +1,266 @@
+"""Clients that leave, and clients that stop reading: their slots are free within a moment, whatever
+they were waiting for, and nobody else notices. Real sockets.
+"""
+
+import random
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+import pytest
+
+from tests.service.serving import (
+    PATIENCE,
+    Serving,
+    events,
+    eventually,
+    read_all,
+    read_chunks,
+    read_until,
+    request_bytes,
+    serving,
+)
+from tests.service.spelling import long_prompt, spelled
+
+AT_ONCE = 10.0
+"""Seconds that are far less than a generation here would take on a busy machine."""
+
+LONG: dict[str, Any] = {"prompt": "a", "ignore_eos": True, "n": 4}
+"""Four sequences of 8,191 tokens."""
+WHOLE: dict[str, Any] = {"prompt": long_prompt(8000), "positions": "all"}
+"""Rows of 25 MB as JSON: more than sockets hold."""
+
+
+@pytest.fixture
+def server(spelling_path: Path) -> Iterator[Serving]:
+    """A service whose slots and counters are this test's own."""
+    with serving(spelling_path, slots=4, max_queue=40) as running:
+        yield running
+
+
+def begin(server: Serving, path: str, body: Any, **connect: Any) -> socket.socket:
+    """Send a request and wait until it is accepted."""
+    open_before = server.served.engine.open_sequences
+    raw = server.connect(**connect)
+    raw.sendall(request_bytes(path, body))
+    eventually(lambda: server.served.engine.open_sequences > open_before)
+    return raw
+
+
+def vanish(raw: socket.socket) -> None:
+    """Close at once, by a reset: nothing that was received is acknowledged."""
+    raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+    raw.close()
+
+
+LEAVE: dict[str, Callable[[socket.socket], None]] = {
+    "closes": socket.socket.close,
+    "is cut off": vanish,
+}
+
+
+@pytest.mark.parametrize("leave", LEAVE)
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/generate", LONG | {"stream": True}),
+        ("/generate", LONG),
+        ("/logits", WHOLE),
+        ("/logits", WHOLE | {"prompt": [WHOLE["prompt"]] * 3}),
+    ],
+    ids=["a stream", "one reply", "rows", "rows of three prompts"],
+)
+def test_a_client_that_leaves_while_it_runs(
+    server: Serving, path: str, body: Any, leave: str
+) -> None:
+    raw = begin(server, path, body)
+    eventually(lambda: server.sample("logitd_kv_slots_used") > 0)
+    started = time.monotonic()
+    LEAVE[leave](raw)
+    server.wait_idle()
+    assert time.monotonic() - started < AT_ONCE
+    assert server.finished("abort") == (4 if path == "/generate" else 1)
+    assert server.finished("length") == server.finished("stop") == 0
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_client_that_leaves_the_queue(server: Serving, streamed: bool) -> None:
+    running = begin(server, "/generate", LONG)
+    eventually(lambda: server.sample("logitd_num_sequences_running") == 4)
+    queued = [
+        begin(server, "/generate", LONG | {"stream": streamed}),
+        begin(server, "/logits", WHOLE),
+        begin(server, "/probs", {"prompt": ["a", "b"]}),
+    ]
+    eventually(lambda: server.sample("logitd_num_sequences_waiting") == 7)
+    for raw in queued:
+        raw.close()
+    eventually(lambda: server.sample("logitd_num_sequences_waiting") == 0)
+    assert server.sample("logitd_num_sequences_running") == 4
+    assert server.finished("abort") == 7
+    running.close()
+    server.wait_idle()
+
+
+def test_a_client_that_leaves_during_prefill(spelling_path: Path) -> None:
+    with serving(spelling_path, slots=1, prefill_chunk=32) as server:
+        raw = begin(server, "/generate", LONG | {"prompt": long_prompt(8000), "n": 1})
+        eventually(lambda: server.sample("logitd_prefill_tokens_total") > 0)
+        raw.close()
+        server.wait_idle()
+        assert server.finished("abort") == 1
+        assert server.sample("logitd_prefill_tokens_total") < 8000
+        assert server.sample("logitd_generation_tokens_total") == 0
+
+
+def test_a_client_that_leaves_mid_stream(server: Serving) -> None:
+    with server.connect() as raw:
+        raw.sendall(request_bytes("/generate", LONG | {"stream": True}))
+        assert b"200 OK" in read_until(raw, b'"text":"b')
+    server.wait_idle()
+    assert server.finished("abort") == 4
+    assert server.sample("logitd_generation_tokens_total") < 4 * 8191
+
+
+@pytest.mark.parametrize("sent", [0.0, 0.5, 1.0])
+def test_a_client_that_leaves_before_it_has_sent_all(server: Serving, sent: float) -> None:
+    whole = request_bytes("/generate", {"prompt": "a", "max_tokens": 1})
+    head, _, body = whole.partition(b"\r\n\r\n")
+    with server.connect() as raw:
+        raw.sendall(head + b"\r\n\r\n" + body[: int(sent * (len(body) - 1))])
+    eventually(
+        lambda: server.sample("logitd_http_requests_total", endpoint="/generate", status="499") == 1
+    )
+    server.wait_idle()
+    assert server.sample("logitd_http_requests_total", endpoint="/generate", status="500") == 0
+
+
+def test_a_client_that_leaves_after_its_answer_changes_nothing(server: Serving) -> None:
+    for _ in range(3):
+        with server.connect() as raw:
+            raw.sendall(request_bytes("/generate", {"prompt": "a", "max_tokens": 2}))
+            assert b'"completion_tokens":2' in read_until(raw, b'"timings":')
+    server.wait_idle()
+    assert server.finished("abort") == 0
+    assert server.finished("length") == 3
+
+
+def test_nobody_else_waits_for_a_client_that_has_left(server: Serving) -> None:
+    """A stream that always has something to say once kept the event loop to itself."""
+    rawest = [begin(server, "/generate", LONG | {"n": 1, "stream": True}) for _ in range(3)]
+    for raw in rawest:
+        raw.close()
+    started = time.monotonic()
+    assert server.client.get("/health").status_code == 200
+    assert time.monotonic() - started < AT_ONCE
+    server.wait_idle()
+    assert server.finished("abort") == 3
+
+
+def test_a_storm_of_clients_that_leave_at_any_time(server: Serving) -> None:
+    """Streams, replies and rows, cut at a random moment; then everything is as before."""
+    chance = random.Random(0)
+    fields = [
+        ("/generate", {"prompt": "a", "max_tokens": 300, "ignore_eos": True, "stream": True}),
+        ("/generate", {"prompt": "a", "max_tokens": 300, "ignore_eos": True, "n": 2}),
+        ("/logits", {"prompt": long_prompt(2000), "positions": "all"}),
+        ("/probs", {"prompt": ["a", "b"]}),
+    ]
+
+    def visit(number: int) -> None:
+        path, body = fields[number % len(fields)]
+        with server.connect() as raw:
+            raw.sendall(request_bytes(path, body))
+            raw.settimeout(chance.random() * 0.2)
+            try:
+                while raw.recv(4096):
+                    pass
+            except TimeoutError:
+                pass
+
+    def visits(first: int) -> None:
+        for number in range(first, first + 10):
+            visit(number)
+
+    threads = [threading.Thread(target=visits, args=(10 * i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE)
+    server.wait_idle()
+    ended = sum(server.finished(reason) for reason in ("stop", "length", "abort"))
+    assert server.sample("logitd_sequence_seconds_count") == ended
+    assert server.finished("error") == server.finished("timeout") == 0
+    (choice,) = server.generate("a", max_tokens=30)["choices"]
+    assert choice["token_ids"] == spelled("a", 30)
+
+
+# Readers that stop
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/logits", WHOLE),
+        ("/generate", {"prompt": "a", "stream": True, "ignore_eos": True, "max_tokens": 900,
+                       "logprobs": 257}),
+    ],
+    ids=["rows", "a stream"],
+)  # fmt: skip
+def test_a_reader_that_stops_is_given_up_and_nobody_else(
+    spelling_path: Path, path: str, body: Any, logged_errors: list[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    with (
+        serving(spelling_path, slots=2, slow_reader_timeout=0.5) as server,
+        begin(server, path, body, receive_buffer=4096) as stopped,
+    ):
+        # Others are answered meanwhile, as long as it takes to give the reader up.
+        while not caplog.messages:
+            (choice,) = server.generate("a", max_tokens=30)["choices"]
+            assert choice["token_ids"] == spelled("a", 30)
+        assert caplog.messages[0] == "a client left its stream unread for 0.5 s"
+        server.wait_idle()
+        received = read_all(stopped)  # to the end, which comes without the last chunk
+        assert not received.endswith(b"0\r\n\r\n")
+        if path == "/logits":
+            assert server.finished("abort") == 1
+        logged_errors.clear()  # uvicorn says that the reply was not completed
+
+
+def test_a_reader_that_pauses_gets_everything(spelling_path: Path) -> None:
+    """Slower than the engine, never slower than the timeout: the rows wait for it."""
+    with serving(spelling_path, slots=2, slow_reader_timeout=PATIENCE) as server:
+        body = {"prompt": long_prompt(4000), "positions": "all"}
+        with server.connect(receive_buffer=4096) as raw:
+            raw.sendall(request_bytes("/logits", body, "Connection: close"))
+            eventually(lambda: server.sample("logitd_prefill_tokens_total") > 0)
+            server.generate("a", max_tokens=300, ignore_eos=True)
+            assert server.sample("logitd_prefill_tokens_total") < 4000, "they would not fit"
+            whole = b"".join(read_chunks(raw))
+        (prompt,) = orjson.loads(whole)["prompts"]
+        assert np.array(prompt["logits"]).shape == (4000, 257)
+        server.wait_idle()
+        assert server.finished("stop") == 1
+        assert server.sample("logitd_http_requests_total", endpoint="/logits", status="200") == 1
+
+
+def test_streams_go_on_beside_a_reader_that_stopped(spelling_path: Path) -> None:
+    with ExitStack() as stack:
+        server = stack.enter_context(serving(spelling_path, slots=2, slow_reader_timeout=PATIENCE))
+        stack.enter_context(begin(server, "/logits", WHOLE, receive_buffer=4096))
+        eventually(lambda: server.sample("logitd_prefill_tokens_total") > 256)
+        response = server.post(
+            "/generate", {"prompt": "a", "stream": True, "ignore_eos": True, "max_tokens": 500}
+        )
+        *chunks, last = events(response.content)
+        assert last["usage"]["completion_tokens"] == 500
+        ids = [i for chunk in chunks for choice in chunk["choices"] for i in choice["token_ids"]]
+        assert ids == spelled("a", 500)
+        assert server.sample("logitd_kv_slots_used") == 1, "the rows still wait for their reader"

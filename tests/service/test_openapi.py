@@ -1,0 +1,108 @@
+"""/docs teaches: every body is described, every example is accepted, nothing comes from outside."""
+
+import re
+from typing import Any
+
+import pytest
+
+from service.schemas import GenerateRequest, LogitsRequest, ProbsRequest, RequestBody
+from tests.service.serving import Serving
+
+BODIES: dict[str, type[RequestBody]] = {
+    "/generate": GenerateRequest,
+    "/logits": LogitsRequest,
+    "/probs": ProbsRequest,
+}
+GETS = ("/health", "/health/live", "/health/ready", "/info", "/version", "/metrics")
+
+
+@pytest.fixture(scope="module")
+def document(server: Serving) -> dict[str, Any]:
+    response = server.client.get("/openapi.json")
+    assert response.status_code == 200
+    return dict(response.json())
+
+
+def references(value: Any) -> list[str]:
+    if isinstance(value, dict):
+        own = [value["$ref"]] if isinstance(value.get("$ref"), str) else []
+        return own + [found for part in value.values() for found in references(part)]
+    if isinstance(value, list):
+        return [found for part in value for found in references(part)]
+    return []
+
+
+def test_every_endpoint_is_there_and_says_what_it_does(document: dict[str, Any]) -> None:
+    assert set(document["paths"]) == {*BODIES, *GETS}
+    for path, methods in document["paths"].items():
+        assert set(methods) == {"post" if path in BODIES else "get"}
+        for operation in methods.values():
+            assert operation["summary"], path
+            assert operation["tags"], path
+
+
+def test_every_reference_leads_somewhere(document: dict[str, Any]) -> None:
+    found = set(references(document))
+    assert found
+    for reference in found:
+        value: Any = document
+        for part in reference.removeprefix("#/").split("/"):
+            value = value[part]
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_a_body_is_described_field_by_field(document: dict[str, Any], path: str) -> None:
+    model = BODIES[path]
+    body = document["paths"][path]["post"]["requestBody"]
+    assert body["required"] is True
+    schema = document["components"]["schemas"][
+        body["content"]["application/json"]["schema"]["$ref"].rpartition("/")[2]
+    ]
+    assert set(schema["properties"]) == set(model.model_fields)
+    assert schema["additionalProperties"] is False
+    assert schema["required"] == ["prompt"]
+    assert all(field["description"] for field in schema["properties"].values())
+
+
+@pytest.mark.parametrize(
+    ("path", "summary"), [(path, one) for path, model in BODIES.items() for one in model.examples]
+)
+def test_every_documented_example_is_accepted(
+    document: dict[str, Any], server: Serving, path: str, summary: str
+) -> None:
+    content = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]
+    assert set(content["examples"]) == set(BODIES[path].examples)
+    response = server.post(path, content["examples"][summary]["value"])
+    assert response.status_code == 200, response.text
+    if response.headers["content-type"] == "application/json":
+        assert response.json()["model"] == "tiny"
+    else:
+        assert response.content.endswith(b"data: [DONE]\n\n")
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_errors_are_documented(document: dict[str, Any], path: str) -> None:
+    responses = document["paths"][path]["post"]["responses"]
+    assert {"200", "400", "404", "413", "415", "429", "500", "503", "504"} <= set(responses)
+    for status, response in responses.items():
+        if status != "200":
+            assert response["content"]["application/json"]["schema"]["$ref"].endswith("/ErrorReply")
+            assert response["description"]
+
+
+def test_the_page_uses_local_files_alone(server: Serving) -> None:
+    page = server.client.get("/docs")
+    assert page.status_code == 200
+    assert page.headers["content-type"].startswith("text/html")
+    assert not re.search(r"(?:https?:)?//[a-z0-9]", page.text, flags=re.IGNORECASE)
+    files = re.findall(r"(?:href|src)=[\"']([^\"']+)", page.text)
+    assert {file.rpartition(".")[2] for file in files} == {"css", "js", "png"}
+    for file in [*files, "/openapi.json"]:
+        assert file in page.text
+        response = server.client.get(file)
+        assert response.status_code == 200, file
+        assert len(response.content) > 500, file
+
+
+def test_there_is_no_second_documentation(server: Serving) -> None:
+    assert server.client.get("/redoc").status_code == 404

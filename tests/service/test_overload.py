@@ -1,0 +1,184 @@
+"""More than fits: refused with 429 before it is queued; all that was accepted is answered."""
+
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import httpx
+import orjson
+import pytest
+
+from service import sse
+from service.schemas import ErrorReply
+from tests.service.serving import (
+    PATIENCE,
+    Serving,
+    client,
+    dechunked,
+    events,
+    eventually,
+    read_all,
+    read_chunks,
+    read_until,
+    request_bytes,
+    serving,
+)
+from tests.service.spelling import long_prompt, spelled
+
+POSTS: dict[str, Any] = {
+    "/generate": {"prompt": "a", "max_tokens": 5},
+    "/logits": {"prompt": "a"},
+    "/probs": {"prompt": "a"},
+}
+
+
+@pytest.fixture
+def server(spelling_path: Path) -> Iterator[Serving]:
+    """One slot, and a queue of two."""
+    with serving(spelling_path, slots=1, max_queue=2, slow_reader_timeout=PATIENCE) as running:
+        yield running
+
+
+def occupy(server: Serving, stack: ExitStack) -> None:
+    """Hold the slot for as long as the stack is open: by rows whose reader does not read."""
+    raw = stack.enter_context(server.connect(receive_buffer=4096))
+    raw.sendall(request_bytes("/logits", {"prompt": long_prompt(8000), "positions": "all"}))
+    eventually(lambda: server.sample("logitd_kv_slots_used") == 1)
+
+
+class Poster:
+    """A request in a thread of its own."""
+
+    def __init__(self, server: Serving, path: str, body: Any) -> None:
+        self._response: httpx.Response | None = None
+
+        def post() -> None:
+            with client(server.url) as http:
+                self._response = http.post(path, json=body)
+
+        self._thread = threading.Thread(target=post)
+        self._thread.start()
+
+    def response(self) -> httpx.Response:
+        self._thread.join(PATIENCE)
+        assert self._response is not None
+        return self._response
+
+
+def queue_full(response: httpx.Response) -> None:
+    assert response.status_code == 429, response.text
+    assert 1 <= int(response.headers["retry-after"]) <= 60
+    error = ErrorReply.model_validate(response.json()).error
+    assert (error.type, error.code) == ("rate_limit_error", "queue_full")
+    assert "the queue holds 2" in error.message
+    assert f"try again in about {response.headers['retry-after']} s" in error.message
+
+
+def test_a_full_queue_refuses_and_what_was_accepted_is_answered(server: Serving) -> None:
+    with ExitStack() as stack:
+        occupy(server, stack)
+        accepted = [Poster(server, "/generate", {"prompt": "a", "n": 2, "max_tokens": 5})]
+        eventually(lambda: server.sample("logitd_num_sequences_waiting") == 2)
+        for path, body in POSTS.items():
+            queue_full(server.post(path, body))
+        queue_full(server.post("/generate", POSTS["/generate"] | {"stream": True}))
+        assert server.client.get("/health").status_code == 200
+    choices = accepted[0].response().json()["choices"]
+    assert [choice["token_ids"] for choice in choices] == [spelled("a", 5)] * 2
+    server.wait_idle()
+    for path, body in POSTS.items():
+        assert server.post(path, body).status_code == 200
+    assert server.sample("logitd_http_requests_total", endpoint="/generate", status="429") == 2
+
+
+def test_a_request_is_accepted_whole_or_not_at_all(server: Serving) -> None:
+    with ExitStack() as stack:
+        occupy(server, stack)
+        for path, body in POSTS.items():
+            many = body | {"prompt": ["a", "b", "c"]}
+            queue_full(server.post(path, many))
+        assert server.served.engine.open_sequences == 1
+        accepted = [Poster(server, "/probs", {"prompt": ["a", "b"]})]
+        eventually(lambda: server.sample("logitd_num_sequences_waiting") == 2)
+    assert len(accepted[0].response().json()["prompts"]) == 2
+
+
+def test_prompts_that_come_later_in_a_reply_have_their_room_from_the_start(
+    spelling_path: Path,
+) -> None:
+    """Once a reply has begun, a full queue cannot break it off any more."""
+    with (
+        serving(spelling_path, slots=2, max_queue=1, slow_reader_timeout=PATIENCE) as server,
+        server.connect(receive_buffer=4096) as raw,
+    ):
+        body = {"prompt": [long_prompt(4000), "a", "b"], "positions": "all", "token_ids": [98, 99]}
+        whole = {"prompt": [long_prompt(4000), "a", "b"], "positions": "all"}
+        raw.sendall(request_bytes("/logits", whole, "Connection: close"))
+        eventually(lambda: server.sample("logitd_kv_slots_used") == 1)
+        refused = server.post("/probs", {"prompt": "a"})
+        assert refused.status_code == 429, "three have their room: two slots and a queue of one"
+        reply = orjson.loads(b"".join(read_chunks(raw)))
+        assert [len(prompt["logits"]) for prompt in reply["prompts"]] == [4000, 1, 1]
+        server.wait_idle()
+        assert server.post("/logits", body).status_code == 200
+
+
+def test_ten_times_too_much(spelling_path: Path) -> None:
+    """Every request is answered: 200 with the right tokens, or 429 with a time to wait."""
+    with serving(spelling_path, slots=4, max_queue=8) as server:
+        posters = [
+            Poster(
+                server, "/generate",
+                {"prompt": "a", "max_tokens": 60, "ignore_eos": True, "stream": bool(i % 2)},
+            )
+            for i in range(80)
+        ]  # fmt: skip
+        responses = [poster.response() for poster in posters]
+        statuses = [response.status_code for response in responses]
+        assert set(statuses) <= {200, 429}
+        assert statuses.count(200) >= 12
+        for response in responses:
+            if response.status_code == 429:
+                assert 1 <= int(response.headers["retry-after"]) <= 60
+            elif response.headers["content-type"].startswith("application/json"):
+                assert response.json()["choices"][0]["token_ids"] == spelled("a", 60)
+            else:
+                deltas = [c for chunk in events(response.content) for c in chunk["choices"]]
+                assert [i for c in deltas for i in c["token_ids"]] == spelled("a", 60)
+        server.wait_idle()
+        assert server.finished("length") == statuses.count(200)
+        for status in (200, 429):
+            assert server.sample(
+                "logitd_http_requests_total", endpoint="/generate", status=str(status)
+            ) == statuses.count(status)
+
+
+def test_a_deadline_passes_in_the_queue_too(server: Serving) -> None:
+    with ExitStack() as stack:
+        occupy(server, stack)
+        for path, body in POSTS.items():
+            response = server.post(path, body | {"timeout": 0.05})
+            assert response.status_code == 504
+            assert ErrorReply.model_validate(response.json()).error.code == "deadline_exceeded"
+        assert server.served.engine.open_sequences == 1
+    server.wait_idle()
+    assert server.finished("timeout") == 3
+
+
+def test_a_stream_that_waits_is_kept_alive(
+    server: Serving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A comment now and then, so that no proxy takes it for dead."""
+    monkeypatch.setattr(sse, "KEEP_ALIVE_SECONDS", 0.02)
+    with server.connect() as raw:
+        with ExitStack() as stack:
+            occupy(server, stack)
+            body = POSTS["/generate"] | {"stream": True}
+            raw.sendall(request_bytes("/generate", body, "Connection: close"))
+            begun = read_until(raw, b": keep-alive\n\n\r\ne\r\n: keep-alive\n\n")
+        stream = b"".join(dechunked(begun + read_all(raw)))
+    assert stream.startswith(b": keep-alive\n\n: keep-alive\n\n")
+    deltas = [choice for chunk in events(stream) for choice in chunk["choices"]]
+    assert [i for choice in deltas for i in choice["token_ids"]] == spelled("a", 5)

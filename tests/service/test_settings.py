@@ -1,0 +1,96 @@
+"""Settings: flag over environment over .env over default, for every command."""
+
+import math
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+from pydantic_settings import BaseSettings, CliApp
+
+from model.engine.api import EngineConfig
+from service.cli import COMMANDS
+from service.settings import GenerateSettings, ServeSettings
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A working directory without somebody's .env."""
+    monkeypatch.chdir(tmp_path)
+
+
+def serve(*flags: str) -> ServeSettings:
+    return CliApp.run(ServeSettings, cli_args=list(flags))
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_field_is_described_and_every_settings_model_too(command: str) -> None:
+    settings = COMMANDS[command]
+    assert settings.__doc__
+    missing = [name for name, field in settings.model_fields.items() if not field.description]
+    assert missing == []
+
+
+def test_precedence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert serve().port == 8000
+    (tmp_path / ".env").write_text("LOGITD_PORT=1001\nLOGITD_SLOTS=3\nLOGITD_HOST=::1\n")
+    assert serve().port == 1001
+    monkeypatch.setenv("LOGITD_PORT", "1002")
+    monkeypatch.setenv("LOGITD_SLOTS", "5")
+    assert serve().port == 1002
+    settings = serve("--port", "1003")
+    assert (settings.port, settings.slots, settings.host) == (1003, 5, "::1")
+
+
+def test_env_files_of_others_do_no_harm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / ".env").write_text("DATABASE=x\nLOGITD_PRESET=tiny\nLOGITD_WHATEVER=1\n")
+    monkeypatch.setenv("LOGITD_NOTHING", "1")
+    assert serve() == ServeSettings(_env_file=None)
+
+
+def test_flags_are_written_as_people_write_them() -> None:
+    settings = serve("--max-queue=7", "--no-prefix-reuse", "--slow-reader-timeout", "1.5")
+    assert settings.max_queue == 7
+    assert settings.prefix_reuse is False
+    assert settings.slow_reader_timeout == 1.5
+
+
+def test_defaults_of_the_engine_stand_in_the_engine() -> None:
+    settings, config = serve(), EngineConfig()
+    assert (settings.slots, settings.prefill_chunk, settings.prefix_reuse) == (
+        config.slots,
+        config.prefill_chunk,
+        config.prefix_reuse,
+    )
+
+
+def test_the_default_address_is_reachable_from_this_machine_alone() -> None:
+    assert (serve().host, serve().port) == ("127.0.0.1", 8000)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("port", -1), ("port", 65536), ("slots", 0), ("prefill_chunk", 33), ("prefill_chunk", 0),
+     ("max_queue", -1), ("max_sequences", 0), ("max_body_bytes", 10), ("max_logprobs", 0),
+     ("slow_reader_timeout", 0), ("slow_reader_timeout", math.inf),
+     ("slow_reader_timeout", math.nan), ("drain_timeout", -1), ("drain_timeout", math.inf),
+     ("drain_timeout", math.nan), ("dtype", "int8"), ("log_level", "loud"), ("threads", -1)],
+)  # fmt: skip
+def test_impossible_values_are_refused(field: str, value: object) -> None:
+    with pytest.raises(ValidationError) as caught:
+        ServeSettings.model_validate({field: value})
+    assert [error["loc"] for error in caught.value.errors()] == [(field,)]
+
+
+@pytest.mark.parametrize("temperature", [math.nan, math.inf, -0.1])
+def test_impossible_temperatures_are_refused(temperature: float) -> None:
+    with pytest.raises(ValidationError):
+        GenerateSettings(prompt="a", temperature=temperature)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_settings_do_not_change_once_read(command: str) -> None:
+    model: type[BaseSettings] = COMMANDS[command]
+    arguments = ["text"] if command == "generate" else []
+    settings = CliApp.run(model, cli_args=arguments)
+    with pytest.raises(ValidationError, match="frozen"):
+        settings.device = "cpu"  # type: ignore[attr-defined]
