@@ -90,7 +90,13 @@ async def _load(state: ServiceState) -> None:
                 device=describe(placement.device),
                 parameters=gpt.parameter_count(),
                 kv_cache_bytes=engine.kv_cache_bytes,
-                engine=AsyncEngine(engine, max_queue=settings.max_queue, on_step=state.on_step),
+                engine=AsyncEngine(
+                    engine,
+                    max_queue=settings.max_queue,
+                    max_queue_tokens=settings.max_queue_tokens,
+                    stall_timeout=settings.stall_timeout,
+                    on_step=state.on_step,
+                ),
                 settings=settings,
             )
         )

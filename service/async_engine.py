@@ -38,8 +38,8 @@ SHUTTING_DOWN = "the server is shutting down"
 class QueueFull(Exception):
     """No room for a request; `retry_after` seconds from now there may be."""
 
-    def __init__(self, waiting: int, limit: int, retry_after: int) -> None:
-        super().__init__(f"{waiting} sequences are waiting, the queue holds {limit}")
+    def __init__(self, waiting: str, limit: int, retry_after: int) -> None:
+        super().__init__(f"{waiting} are waiting, the queue holds {limit}")
         self.retry_after = retry_after
 
 
@@ -157,15 +157,26 @@ class AsyncEngine:
     """Owns the engine's thread: submit, abort, grant, stop. Made on the event loop it serves."""
 
     def __init__(
-        self, engine: Engine, *, max_queue: int, on_step: Callable[[StepReport], None]
+        self,
+        engine: Engine,
+        *,
+        max_queue: int,
+        max_queue_tokens: int,
+        stall_timeout: float,
+        on_step: Callable[[StepReport], None],
     ) -> None:
         self._engine = engine
         self._max_queue = max_queue
+        self._max_queue_tokens = max_queue_tokens
+        self._stall_timeout = stall_timeout
         self._on_step = on_step
         self._inbox: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
         self._open: dict[str, _OpenRequest] = {}
         self._open_sequences = 0
+        self._open_tokens = 0  # of their prompts
+        self._running_tokens = 0  # of these, admitted as of the last step
         self._reserved = 0
+        self._step_began: float | None = None  # written by the thread
         self._pace = _Pace()
         self._draining = False  # no new requests
         self._closed = False  # none that have a reservation either
@@ -188,6 +199,12 @@ class AsyncEngine:
         """Sequences submitted and not yet ended, and those that have room reserved."""
         return self._open_sequences + self._reserved
 
+    def stalled(self) -> float | None:
+        """Seconds that the present step has taken, when that is more than a step can."""
+        began = self._step_began
+        seconds = 0.0 if began is None else time.monotonic() - began
+        return seconds if seconds > self._stall_timeout else None
+
     def now(self) -> float:
         """The engine's clock, on which deadlines are given."""
         return self._engine.clock()
@@ -199,6 +216,23 @@ class AsyncEngine:
         """
         self._check(requests)
         return self._enqueue(requests)
+
+    def check_room(self, sequences: int, tokens: int = 0) -> None:
+        """Raise EngineStopped, or QueueFull, unless as much could be queued now.
+
+        An empty queue takes a request of any number of tokens: it will be computed next.
+        """
+        if self._failure is not None:
+            raise EngineStopped(self._failure)
+        if self._draining:
+            raise EngineStopped(SHUTTING_DOWN)
+        waiting = max(0, self.open_sequences - self._engine.slots)
+        retry_after = self._pace.seconds_for(waiting + 1)
+        if self.open_sequences + sequences > self._engine.slots + self._max_queue:
+            raise QueueFull(f"{waiting} sequences", self._max_queue, retry_after)
+        queued = max(0, self._open_tokens - self._running_tokens)
+        if waiting and queued + tokens > self._max_queue_tokens:
+            raise QueueFull(f"{queued} prompt tokens", self._max_queue_tokens, retry_after)
 
     def reserve(self, requests: Sequence[Request]) -> "Reservation":
         """Room for requests that are to run one after the other. Raises as `submit` does."""
@@ -251,14 +285,7 @@ class AsyncEngine:
         """Raise unless the requests could be submitted now."""
         for request in requests:
             check_request(request, self._engine.model_config)
-        if self._failure is not None:
-            raise EngineStopped(self._failure)
-        if self._draining:
-            raise EngineStopped(SHUTTING_DOWN)
-        slots, open_now = self._engine.slots, self.open_sequences
-        if open_now + sum(map(sequence_count, requests)) > slots + self._max_queue:
-            waiting = max(0, open_now - slots)
-            raise QueueFull(waiting, self._max_queue, self._pace.seconds_for(waiting + 1))
+        self.check_room(sum(map(sequence_count, requests)), sum(map(prompt_tokens, requests)))
 
     def _enqueue(self, requests: Sequence[Request]) -> Submission:
         submission = Submission(self, requests)
@@ -266,6 +293,7 @@ class AsyncEngine:
             count = sequence_count(request)
             self._open[request.request_id] = _OpenRequest(submission, count)
             self._open_sequences += count
+            self._open_tokens += prompt_tokens(request)
             self._inbox.put(_Add(request, self.now()))
         self._idle.clear()
         return submission
@@ -290,9 +318,9 @@ class AsyncEngine:
         """Empty the inbox, step, hand over. False after the command to stop."""
         commands = self._take_commands()
         events = [event for command in commands if command for event in self._obey(command)]
-        started = time.perf_counter()
+        self._step_began = began = time.monotonic()
         result = self._engine.step()
-        seconds = time.perf_counter() - started
+        seconds, self._step_began = time.monotonic() - began, None
         report = StepReport((*events, *result.events), result, self._engine.stats(), seconds)
         self._loop.call_soon_threadsafe(self._hand_over, report)
         return None not in commands
@@ -330,15 +358,17 @@ class AsyncEngine:
             request = self._open[event.request_id]
             request.submission.deliver(event)
             if isinstance(event, FinishEvent):
-                self._end(event.request_id, request)
+                self._end(event, request)
+        self._running_tokens = report.stats.running_tokens
         self._on_step(report)
 
-    def _end(self, request_id: str, request: "_OpenRequest") -> None:
+    def _end(self, event: FinishEvent, request: "_OpenRequest") -> None:
         self._pace.finished(queued=self._open_sequences > self._engine.slots)
         self._open_sequences -= 1
+        self._open_tokens -= event.prompt_tokens
         request.open -= 1
         if not request.open:
-            del self._open[request_id]
+            del self._open[event.request_id]
         self._settle()
 
     def _fail(self) -> None:
@@ -346,7 +376,7 @@ class AsyncEngine:
         for request in self._open.values():
             request.submission.fail(FAILED)
         self._open.clear()
-        self._open_sequences = 0
+        self._open_sequences = self._open_tokens = 0
         self._settle()
 
 
@@ -377,3 +407,8 @@ class _Pace:
 def sequence_count(request: Request) -> int:
     """Sequences that a request will run as."""
     return request.n if isinstance(request, GenerationRequest) else 1
+
+
+def prompt_tokens(request: Request) -> int:
+    """Prompt tokens that the sequences of a request hold in the queue."""
+    return sequence_count(request) * len(request.token_ids)

@@ -11,7 +11,13 @@ from typing import Any
 from urllib.parse import quote
 
 from model.checkpoint import CheckpointInfo
-from model.engine.api import FinishEvent, FinishReason, TokenEvent, TokenLogprob
+from model.engine.api import (
+    FinishEvent,
+    FinishReason,
+    PromptToken,
+    TokenEvent,
+    TokenLogprob,
+)
 from model.tokenizer import Tokenizer
 from service.stop_strings import StopFinder
 
@@ -69,11 +75,22 @@ def logprob_json(tokenizer: Tokenizer, token: TokenLogprob) -> dict[str, Any]:
     }
 
 
+def scored_json(tokenizer: Tokenizer, token: PromptToken | TokenEvent) -> dict[str, Any]:
+    """A token with its logprob and the likeliest in its place; null where nothing predicts it."""
+    chosen = token.chosen
+    return {
+        **token_json(tokenizer, token.token_id),
+        "logprob": None if chosen is None else chosen.logprob,
+        "rank": None if chosen is None else chosen.rank,
+        "top": [logprob_json(tokenizer, one) for one in token.top],
+    }
+
+
 class Completion:
     """One choice on its way from tokens to text.
 
     A stop token is among `token_ids` and not in the text. A stop text is not in the text; the token
-    that completes it is the last of `token_ids`.
+    that completes it is the last of `token_ids`. With `echo` the prompt is in front of all three.
     """
 
     def __init__(
@@ -84,7 +101,7 @@ class Completion:
         prompt_index: int,
         stop: Sequence[str],
         stop_token_ids: frozenset[int],
-        echo: str = "",
+        echo: Sequence[int] = (),
     ) -> None:
         self.index = index
         self.prompt_index = prompt_index
@@ -97,8 +114,8 @@ class Completion:
         self._finish_reason: str | None = None
         self._stop_reason: str | int | None = None
         # What the next `take` gives.
-        self._text = echo
-        self._token_ids: list[int] = []
+        self._text = tokenizer.decode(echo)
+        self._token_ids = list(echo)
         self._tokens: list[dict[str, Any]] = []
 
     def push(self, event: TokenEvent) -> bool:
@@ -108,12 +125,7 @@ class Completion:
         self.generated += 1
         self._token_ids.append(event.token_id)
         if event.chosen is not None:
-            self._tokens.append(
-                {
-                    **logprob_json(self._tokenizer, event.chosen),
-                    "top": [logprob_json(self._tokenizer, token) for token in event.top],
-                }
-            )
+            self._tokens.append(scored_json(self._tokenizer, event))
         if event.token_id in self._stop_token_ids:
             return False
         text, stopped = self._stop_finder.push(self._detokenizer.push(event.token_id))
@@ -121,6 +133,10 @@ class Completion:
         if stopped is not None:
             self._end("stop", stopped)
         return stopped is not None
+
+    def push_prompt(self, tokens: Iterable[PromptToken]) -> None:
+        """Take in logprobs of the prompt that is echoed."""
+        self._tokens += [scored_json(self._tokenizer, token) for token in tokens]
 
     def finish(self, event: FinishEvent) -> None:
         """The engine ended the sequence, with an answer."""

@@ -85,7 +85,9 @@ async def prompt_ids(prompt: Any, served: Served, n: int = 1) -> list[tuple[int,
         prompt = [prompt]
     if not prompt:
         raise bad_request("the prompt is empty; give at least one token", "prompt")
-    _check_sequences(len(prompt) * n, "prompt" if n == 1 else "n", served)
+    sequences = len(prompt) * n
+    _check_sequences(sequences, "prompt" if n == 1 else "n", served)
+    _translated(lambda: served.engine.check_room(sequences))  # before any text is encoded
     tokenizer, context = served.checkpoint.tokenizer, served.context_length
     ids = []
     for one in prompt:
@@ -115,13 +117,35 @@ def generation_requests(
                 token_ids=prompt,
                 params=_sampling_params(body, max_tokens, seed, served.checkpoint.tokenizer),
                 n=body.n,
+                prompt_logprobs=_prompt_logprobs(body),
+                priority=body.priority,
+                prefix_reuse=body.prefix_reuse,
                 deadline=deadline,
             )
         )
-    if body.logprobs is not None:
-        tokens = sum(request.params.max_tokens for request in requests) * body.n
-        check_logprobs("logprobs", tokens * (1 + body.logprobs), served)
+    _check_generation_logprobs(body, requests, served)
     return requests
+
+
+def _prompt_logprobs(body: schemas.GenerateRequest) -> int | None:
+    """Those of the prompt's tokens: asked for as such, or by an echo with logprobs."""
+    echoed = body.logprobs if body.echo else None
+    return max((k for k in (body.prompt_logprobs, echoed) if k is not None), default=None)
+
+
+def _check_generation_logprobs(
+    body: schemas.GenerateRequest, requests: list[GenerationRequest], served: Served
+) -> None:
+    """Refuse a request whose reply could hold more logprobs than are allowed in one."""
+    generated = sum(request.params.max_tokens for request in requests) * body.n
+    prompted = sum(len(request.token_ids) for request in requests)
+    count, param = 0, "logprobs"
+    if body.prompt_logprobs is not None:
+        count, param = prompted * (1 + body.prompt_logprobs), "prompt_logprobs"
+    if body.logprobs is not None:
+        echoed = prompted * body.n if body.echo else 0
+        count, param = count + (generated + echoed) * (1 + body.logprobs), "logprobs"
+    check_logprobs(param, count, served)
 
 
 def logits_request(

@@ -124,10 +124,31 @@ class GenerateRequest(RequestBody):
     logprobs_stage: Literal["raw", "processed"] = Field(
         "raw", description="Logprobs before or after bias, penalties, temperature and filters."
     )
-    echo: bool = Field(False, description="Put the prompt in front of each text.")
+    prompt_logprobs: int | None = Field(
+        None,
+        ge=0,
+        lt=2**31,
+        description="Raw logprob of each token of the prompt, and of the k likeliest in its place.",
+    )
+    echo: bool = Field(False, description="Put the prompt in front of text, token_ids and tokens.")
+    priority: int = Field(
+        0, ge=-100, le=100, description="Lower is admitted earlier; equals as they arrive."
+    )
+    prefix_reuse: bool = Field(
+        True, description="Whether the prompt may copy a prefix that was computed before."
+    )
     timeout: Timeout = None
     model: ModelName = None
     stream: bool = Field(False, description="Answer with server-sent events.")
+
+    @model_validator(mode="after")
+    def _prompt_is_not_processed(self) -> "GenerateRequest":
+        if self.echo and self.logprobs is not None and self.logprobs_stage == "processed":
+            raise ValueError(
+                "echo gives the prompt's logprobs too, and those are raw: set logprobs_stage to "
+                "'raw', or leave one of the two out"
+            )
+        return self
 
     @field_validator("stop")
     @classmethod
@@ -161,8 +182,18 @@ class TopToken(ReplyBody):
     rank: int = Field(description="1 is the likeliest.")
 
 
-class Token(TopToken):
+class Token(ReplyBody):
+    id: int
+    text: str
+    bytes: list[int]
+    logprob: float | None = Field(description="null for the first of a prompt: nothing predicts it")
+    rank: int | None
     top: list[TopToken]
+
+
+class ScoredPrompt(ReplyBody):
+    index: int
+    tokens: list[Token]
 
 
 class Choice(ReplyBody):
@@ -196,6 +227,7 @@ class GenerateReply(ReplyBody):
     model: str
     checkpoint: CheckpointName
     choices: list[Choice]
+    prompts: list[ScoredPrompt] | None = Field(None, description="With prompt_logprobs.")
     usage: Usage
     seed: int
     timings: Timings
@@ -342,7 +374,7 @@ class ErrorReply(ReplyBody):
 
 
 class Health(ReplyBody):
-    status: Literal["ok", "loading", "draining", "failed"]
+    status: Literal["ok", "loading", "draining", "stalled", "failed"]
     reason: str | None = None
 
 

@@ -77,6 +77,9 @@ class ServeSettings(BaseSettings):
     max_queue: int = Field(
         256, ge=0, description="sequences that may wait for a slot; more are answered 429"
     )
+    max_queue_tokens: int = Field(
+        2**18, ge=1, description="prompt tokens that may wait for a slot; more are answered 429"
+    )
     max_sequences: int = Field(
         64, ge=1, description="sequences (prompts times n) in one request at most"
     )
@@ -89,6 +92,9 @@ class ServeSettings(BaseSettings):
     max_body_bytes: int = Field(4 * 2**20, ge=1024, description="request body at most")
     slow_reader_timeout: float = Field(
         30, gt=0, description="seconds a client may leave a stream unread before it is aborted"
+    )
+    stall_timeout: float = Field(
+        60, gt=0, description="seconds after which a step that does not end makes /health fail"
     )
     drain_timeout: float = Field(
         30, ge=0, description="seconds that running requests get to finish at shutdown"

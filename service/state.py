@@ -21,7 +21,7 @@ from service.settings import ServeSettings
 
 logger = logging.getLogger("logitd")
 
-Status = Literal["loading", "ok", "draining", "failed"]
+Status = Literal["loading", "ok", "draining", "stalled", "failed"]
 
 
 @dataclass(frozen=True)
@@ -96,6 +96,8 @@ class ServiceState:
             return "loading", None
         if self.served.engine.failure is not None:
             return "failed", self.served.engine.failure
+        if (seconds := self.served.engine.stalled()) is not None:
+            return "stalled", f"a step of the engine has been running for {seconds:.0f} s"
         return ("draining" if self._draining else "ok"), None
 
     def ready(self) -> Served:

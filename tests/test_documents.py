@@ -46,8 +46,7 @@ def mapped_files() -> set[str]:
 
 def goes_without_saying(name: str, files: set[str]) -> bool:
     """Whether a file's place tells what it is: a package's opening, or the tests of one module."""
-    folder, _, base = name.rpartition("/")
-    if base == "__init__.py":
+    if name.rpartition("/")[2] == "__init__.py":
         return True
     tested = re.fullmatch(r"tests/(.+)/test_(\w+\.py)", name)
     return tested is not None and f"{tested[1]}/{tested[2]}" in files

@@ -53,9 +53,9 @@ def violations() -> list[str]:
                 wrong.append(f"{name} imports {outside}: the engine knows tokens, not these")
             if roots(imported) & {"threading", "queue"}:
                 wrong.append(f"{name} knows threads; they are service.async_engine's")
-        elif "model.training" not in name:
-            if up := {n for n in imported if n.startswith("model.training")}:
-                wrong.append(f"{name} imports {up}: the trainer stands above it")
+        trainer = {n for n in imported if n.startswith("model.training")}
+        if trainer and not name.startswith("model.training"):
+            wrong.append(f"{name} imports {trainer}: the trainer stands above it")
     for name, imported in modules("service"):
         if "torch" in roots(imported):
             wrong.append(f"{name} imports torch: only model computes")

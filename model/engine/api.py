@@ -258,6 +258,7 @@ class EngineStats:
 
     waiting: int
     running: int
+    running_tokens: int  # of the running sequences' prompts
     slots: int
     slots_used: int
 

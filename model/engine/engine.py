@@ -130,6 +130,7 @@ class Engine:
         return EngineStats(
             waiting=len(scheduler.waiting),
             running=len(scheduler.running),
+            running_tokens=sum(sequence.prompt_length for sequence in scheduler.running),
             slots=scheduler.slots.total,
             slots_used=scheduler.slots.used,
         )

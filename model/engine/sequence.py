@@ -34,6 +34,12 @@ class Group:
     request: Request
     started: bool = False  # one of them was admitted
 
+    @property
+    def scored(self) -> bool:
+        """Whether the prompt's own logprobs were asked for."""
+        request = self.request
+        return isinstance(request, GenerationRequest) and request.prompt_logprobs is not None
+
 
 @dataclass(eq=False, slots=True)
 class Sequence:
@@ -91,8 +97,7 @@ class Sequence:
     @property
     def scores_prompt(self) -> bool:
         """Whether this sequence computes the prompt's logprobs, on behalf of its siblings too."""
-        request = self.generation
-        return request is not None and request.prompt_logprobs is not None and self.index == 0
+        return self.group.scored and self.index == 0
 
     @property
     def may_compute(self) -> bool:

@@ -7,12 +7,18 @@ import orjson
 from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
-from model.engine.api import FinishEvent, GenerationRequest, TokenEvent
+from model.engine.api import (
+    FinishEvent,
+    GenerationRequest,
+    PromptEvent,
+    PromptToken,
+    TokenEvent,
+)
 from service import sse
 from service.async_engine import EngineStopped, Submission
 from service.errors import ApiError, from_finish, unavailable
 from service.openapi import ERRORS
-from service.replies import Completion, envelope, new_id, timings, usage
+from service.replies import Completion, envelope, new_id, scored_json, timings, usage
 from service.requests import (
     body_of,
     described_by,
@@ -62,7 +68,8 @@ class Generation:
     def __init__(
         self, body: GenerateRequest, requests: list[GenerationRequest], served: Served
     ) -> None:
-        tokenizer = served.checkpoint.tokenizer
+        self._body = body
+        self._tokenizer = tokenizer = served.checkpoint.tokenizer
         self._head = envelope(new_id("gen"), served.checkpoint)
         self._seed = requests[0].params.seed
         self._completions = {
@@ -72,11 +79,13 @@ class Generation:
                 prompt_index=prompt_index,
                 stop=body.stop_texts,
                 stop_token_ids=request.params.stop_token_ids,
-                echo=tokenizer.decode(request.token_ids) if body.echo else "",
+                echo=request.token_ids if body.echo else (),
             )
             for prompt_index, request in enumerate(requests)
             for index in range(body.n)
         }
+        self._prompts = {request.request_id: index for index, request in enumerate(requests)}
+        self._scores: dict[int, list[dict[str, Any]]] = {}  # new ones, by prompt
         self._finishes: list[FinishEvent] = []
         self.submission: Submission = submit(served, requests)
 
@@ -88,7 +97,7 @@ class Generation:
         finally:
             self.submission.abort()
         choices = [completion.take() for completion in self._completions.values()]
-        return {**self._head, "choices": choices, **self._tail()}
+        return {**self._head, "choices": choices, **self._take_scores(), **self._tail()}
 
     async def events(self) -> AsyncIterator[bytes]:
         """The answer as server-sent events."""
@@ -98,8 +107,9 @@ class Generation:
                     yield sse.KEEP_ALIVE
                     continue
                 new = (completion.take() for completion in self._completions.values())
-                if choices := [choice for choice in new if choice is not None]:
-                    yield sse.event({**self._head, "choices": choices})
+                choices, scores = [one for one in new if one is not None], self._take_scores()
+                if choices or scores:
+                    yield sse.event({**self._head, "choices": choices, **scores})
             yield sse.event({**self._head, "choices": [], **self._tail()})
         except ApiError as error:
             yield sse.event(error.body())
@@ -115,9 +125,29 @@ class Generation:
             if isinstance(event, TokenEvent):
                 if self._completions[event.request_id, event.index].push(event):
                     self.submission.abort(event.request_id, event.index)
+            elif isinstance(event, PromptEvent):
+                self._score(event)
             elif isinstance(event, FinishEvent):
                 self._finish(event)
         return bool(events)
+
+    def _score(self, event: PromptEvent) -> None:
+        """Logprobs of a prompt's tokens: for the reply's `prompts`, for its echoes, or both."""
+        prompt_index, body = self._prompts[event.request_id], self._body
+        if body.prompt_logprobs is not None:
+            tokens = [_first(token, body.prompt_logprobs) for token in event.tokens]
+            new = [scored_json(self._tokenizer, token) for token in tokens]
+            self._scores.setdefault(prompt_index, []).extend(new)
+        if body.echo and body.logprobs is not None:
+            tokens = [_first(token, body.logprobs) for token in event.tokens]
+            for index in range(body.n):
+                self._completions[event.request_id, index].push_prompt(tokens)
+
+    def _take_scores(self) -> dict[str, Any]:
+        """The member `prompts` of a reply with what is new; none when nothing is."""
+        scores, self._scores = self._scores, {}
+        prompts = [{"index": index, "tokens": tokens} for index, tokens in scores.items()]
+        return {"prompts": sorted(prompts, key=lambda one: one["index"])} if prompts else {}
 
     def _finish(self, event: FinishEvent) -> None:
         completion = self._completions[event.request_id, event.index]
@@ -133,3 +163,8 @@ class Generation:
             "seed": self._seed,
             "timings": timings(self._finishes, generated),
         }
+
+
+def _first(token: PromptToken, count: int) -> PromptToken:
+    """A token with the `count` likeliest in its place: the engine computed the most asked for."""
+    return PromptToken(token.token_id, token.chosen, token.top[:count])

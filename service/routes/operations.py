@@ -32,9 +32,9 @@ def ready(state: State, response: Response) -> Health:
 
 @router.get("/health/live", responses=UNREADY, summary="Alive?")
 def live(state: State, response: Response) -> Health:
-    """200 while the process can still become or stay useful; 503 when it has failed for good."""
+    """200 while the process can still become or stay useful; 503 when it hangs or has failed."""
     status, reason = state.status()
-    if status == "failed":
+    if status in ("stalled", "failed"):
         response.status_code = 503
     return Health(status=status, reason=reason)
 
@@ -60,6 +60,7 @@ def info(served: Ready) -> Info:
                 "context_length": served.context_length,
                 "max_sequences": settings.max_sequences,
                 "max_queue": settings.max_queue,
+                "max_queue_tokens": settings.max_queue_tokens,
                 "max_logprobs": settings.max_logprobs,
                 "max_body_bytes": settings.max_body_bytes,
             },

@@ -75,10 +75,20 @@ def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
 
 @asynccontextmanager
 async def running(
-    engine: Engine, max_queue: int = 100, drain_timeout: float = PATIENCE
+    engine: Engine,
+    max_queue: int = 100,
+    max_queue_tokens: int = 10_000,
+    stall_timeout: float = PATIENCE,
+    drain_timeout: float = PATIENCE,
 ) -> AsyncIterator[tuple[AsyncEngine, list[StepReport]]]:
     reports: list[StepReport] = []
-    owner = AsyncEngine(engine, max_queue=max_queue, on_step=reports.append)
+    owner = AsyncEngine(
+        engine,
+        max_queue=max_queue,
+        max_queue_tokens=max_queue_tokens,
+        stall_timeout=stall_timeout,
+        on_step=reports.append,
+    )
     try:
         yield owner, reports
     finally:
@@ -266,6 +276,42 @@ def test_a_full_queue_refuses_all_or_nothing_and_says_when() -> None:
                 ends = [event.reason for event in finishes(await rest(submission))]
                 assert set(ends) == {FinishReason.LENGTH}
             await rest(owner.submit([generation("c", n=2)]))
+
+    run(test)
+
+
+def test_the_queue_is_bounded_by_prompt_tokens_too() -> None:
+    """Few long prompts fill it as many short ones do; but an empty queue takes any prompt that
+    fits the model, or it would never be computed."""
+
+    async def test() -> None:
+        engine = tiny(slots=1)
+        async with running(engine, max_queue=50, max_queue_tokens=60) as (owner, _):
+            engine.gate.clear()
+            accepted = [owner.submit([generation("r" * 100)])]
+            accepted.append(owner.submit([generation("l" * 90)]))
+            with pytest.raises(QueueFull, match=r"prompt tokens are waiting, the queue holds 60$"):
+                owner.submit([generation("one more")])
+            engine.gate.set()
+            for submission in accepted:
+                await rest(submission)
+            await rest(owner.submit([generation("one more")]))
+
+    run(test)
+
+
+def test_a_step_that_hangs_is_seen() -> None:
+    async def test() -> None:
+        engine = tiny()
+        async with running(engine, stall_timeout=0.05) as (owner, _):
+            assert owner.stalled() is None, "nothing to do is no stall"
+            engine.gate.clear()
+            submission = owner.submit([generation("a")])
+            while owner.stalled() is None:
+                await asyncio.sleep(0.01)
+            engine.gate.set()
+            await rest(submission)
+            assert owner.stalled() is None
 
     run(test)
 
@@ -494,7 +540,13 @@ def test_stopping_an_idle_engine_is_quick_quiet_and_can_be_repeated(
 def test_a_failure_of_the_engine_is_told_to_everyone(logged_errors: list[str]) -> None:
     async def test() -> None:
         engine = BrokenEngine(TINY, EngineConfig(slots=2))
-        owner = AsyncEngine(engine, max_queue=10, on_step=lambda report: None)
+        owner = AsyncEngine(
+            engine,
+            max_queue=10,
+            max_queue_tokens=1000,
+            stall_timeout=PATIENCE,
+            on_step=lambda report: None,
+        )
         # Running, waiting for a slot, and with nothing taken yet.
         submissions = [owner.submit([generation(name, 50)]) for name in "abc"]
         reservation = owner.reserve([all_rows("rows", 9)])
@@ -522,7 +574,13 @@ def test_a_failure_of_the_engine_is_told_to_everyone(logged_errors: list[str]) -
 def test_what_was_computed_before_a_failure_is_not_lost(logged_errors: list[str]) -> None:
     async def test() -> None:
         engine = BrokenEngine(TINY, EngineConfig(slots=2))
-        owner = AsyncEngine(engine, max_queue=10, on_step=lambda report: None)
+        owner = AsyncEngine(
+            engine,
+            max_queue=10,
+            max_queue_tokens=1000,
+            stall_timeout=PATIENCE,
+            on_step=lambda report: None,
+        )
         submission = owner.submit([generation("a", 50)])
         while owner.failure is None:
             await asyncio.sleep(0)

@@ -46,7 +46,7 @@ def report(
     return StepReport(
         events=tuple(events),
         result=StepResult((), prefilled_tokens=prefilled, decoded_sequences=decoded),
-        stats=EngineStats(waiting=waiting, running=2, slots=4, slots_used=2),
+        stats=EngineStats(waiting=waiting, running=2, running_tokens=9, slots=4, slots_used=2),
         seconds=0.25,
     )
 

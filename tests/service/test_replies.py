@@ -35,14 +35,14 @@ def checkpoint(checkpoint_path: Path) -> CheckpointInfo:
     return read_checkpoint(checkpoint_path)
 
 
-def completion(*stop: str, echo: str = "") -> Completion:
+def completion(*stop: str, echo: bytes = b"") -> Completion:
     return Completion(
         TOKENIZER,
         index=3,
         prompt_index=1,
         stop=stop,
         stop_token_ids=frozenset({END_OF_TEXT_ID}),
-        echo=echo,
+        echo=list(echo),
     )
 
 
@@ -150,10 +150,11 @@ def test_a_stop_token_is_among_the_ids_and_not_in_the_text() -> None:
 
 
 def test_echo_comes_first_and_is_not_searched_for_stop_texts() -> None:
-    one = completion("hi", echo="say hi")
+    one = completion("hi", echo=b"say hi")
     first = one.take()
     assert first is not None
     assert first["text"] == "say hi"
+    assert first["token_ids"] == list(b"say hi")
     assert not one.push(token(ord("h")))
     assert one.push(token(ord("i")))
 

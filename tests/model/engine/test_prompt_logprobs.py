@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from model.engine.api import InvalidRequest
+from model.engine.api import InvalidRequest, PromptEvent, TokenEvent
 from tests.model.engine.harness import Driven, generation, random_prompt, run, small_gpt
 
 GPT = small_gpt()
@@ -75,3 +75,19 @@ def test_priority_goes_before_arrival() -> None:
         driven.add(generation(name, [1, 2], max_tokens=2, priority=priority))
     order = list(dict.fromkeys(name for name, _ in driven.drain()))
     assert order == ["c", "e", "a", "d", "b"]
+
+
+@pytest.mark.parametrize("prefill_chunk", [32, 64, 96, 128])
+def test_no_token_comes_before_the_scores(prefill_chunk: int) -> None:
+    """The sequence that scores computes the whole prompt while its siblings could copy all of it;
+    an echo would begin with the completion if they got ahead of it."""
+    driven = Driven(GPT, prefill_chunk=prefill_chunk)
+    driven.add(generation("before", PROMPT))
+    driven.drain()
+    driven.add(generation("p", PROMPT, n=3, prompt_logprobs=1))
+    first_token_seen = False
+    while driven.engine.has_work():
+        for event in driven.step().events:
+            first_token_seen |= isinstance(event, TokenEvent)
+            assert not (first_token_seen and isinstance(event, PromptEvent))
+    assert len(driven.outcomes["p", 0].prompt) == len(PROMPT)

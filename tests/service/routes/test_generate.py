@@ -12,7 +12,15 @@ from model import reference
 from model.distribution import log_softmax
 from model.engine.api import SamplingParams
 from model.gpt import GPT
-from service.schemas import Choice, ErrorReply, GenerateReply, Timings, Usage
+from service.schemas import (
+    Choice,
+    ErrorReply,
+    GenerateReply,
+    Timings,
+    Token,
+    TopToken,
+    Usage,
+)
 from tests.service.serving import Serving, events, read_until, request_bytes
 from tests.service.spelling import (
     ALPHABET,
@@ -300,9 +308,60 @@ def test_echo_puts_the_prompt_in_front_of_every_text(speller: Serving) -> None:
     fields: dict[str, Any] = {"echo": True, "max_tokens": 3, "n": 2, "stop": "ab"}
     whole = speller.generate(["tab", list(b"x")], **fields)["choices"]
     assert [choice["text"] for choice in whole] == ["tabcde", "tabcde", "xyz ", "xyz "]
-    assert whole[0]["token_ids"] == list(b"cde")
+    assert whole[0]["token_ids"] == list(b"tabcde"), "ids and text stay side by side"
     chunks = stream(speller, ["tab", list(b"x")], **fields)
     assert [joined(chunks, index)["text"] for index in range(4)] == [c["text"] for c in whole]
+
+
+def prompt_logprobs(gpt: GPT, prompt: str) -> list[float | None]:
+    """Of each byte of a prompt under the plain forward; nothing predicts the first."""
+    ids = list(prompt.encode())
+    rows = gpt(torch.tensor([ids])).logits[0].double().log_softmax(dim=-1)
+    return [None, *(rows[i, ids[i + 1]].item() for i in range(len(ids) - 1))]
+
+
+def test_prompt_logprobs_are_those_of_the_model(server: Serving, gpt: GPT) -> None:
+    prompts = [PROMPT, "x", PROMPT * 3]
+    fields: dict[str, Any] = {"max_tokens": 2, "seed": 1, "n": 2, "prompt_logprobs": 2}
+    reply = GenerateReply.model_validate(server.generate(prompts, **fields))
+    assert reply.prompts is not None
+    assert [scored.index for scored in reply.prompts] == [0, 1, 2]
+    for scored, prompt in zip(reply.prompts, prompts, strict=True):
+        assert [token.id for token in scored.tokens] == list(prompt.encode())
+        expected = prompt_logprobs(gpt, prompt)
+        assert [token.logprob for token in scored.tokens] == pytest.approx(expected, abs=1e-4)
+        assert [len(token.top) for token in scored.tokens] == [0] + [2] * (len(prompt) - 1)
+    streamed: dict[int, list[int]] = {}
+    for chunk in stream(server, prompts, **fields):
+        for scored in chunk.get("prompts", []):
+            streamed.setdefault(scored["index"], []).extend(t["id"] for t in scored["tokens"])
+    assert streamed == {i: list(prompt.encode()) for i, prompt in enumerate(prompts)}
+    assert reply.choices[0].tokens is None
+
+
+def test_echo_with_logprobs_covers_the_prompt_warm_or_cold(server: Serving, gpt: GPT) -> None:
+    """What is cached must not show: the prompt is computed again for its logprobs."""
+    fields: dict[str, Any] = {"echo": True, "logprobs": 1, "max_tokens": 3, "n": 2, "seed": 3}
+    cold = server.generate(PROMPT * 3, prefix_reuse=False, **fields)["choices"]
+    warm = server.generate(PROMPT * 3, **fields)["choices"]
+    assert warm == cold
+    for choice in warm:
+        assert [token["id"] for token in choice["tokens"]] == choice["token_ids"]
+        logprobs = [token["logprob"] for token in choice["tokens"]]
+        expected = prompt_logprobs(gpt, PROMPT * 3)
+        assert logprobs[: len(expected)] == pytest.approx(expected, abs=1e-4)
+        assert len(logprobs) == len(expected) + 3
+    chunks = stream(server, PROMPT * 3, **fields)
+    for index in range(2):
+        parts = [c for chunk in chunks for c in chunk["choices"] if c["index"] == index]
+        assert [t for part in parts for t in part.get("tokens", [])] == warm[index]["tokens"]
+
+
+def test_a_prompt_can_be_kept_from_the_cache(server: Serving) -> None:
+    prompt = "k" * 70
+    for prefix_reuse, cached in ((True, 0), (True, 64), (False, 0)):
+        reply = server.generate(prompt, max_tokens=1, prefix_reuse=prefix_reuse)
+        assert reply["usage"]["cached_tokens"] == cached
 
 
 @pytest.mark.parametrize("stage", ["raw", "processed"])
@@ -327,7 +386,8 @@ def test_logprobs_are_those_of_the_model(server: Serving, gpt: GPT, stage: str) 
         assert token.rank == 1 + sum(logprobs > logprobs[token.id])
         assert [top.id for top in token.top] == np.argsort(-logprobs, kind="stable")[:4].tolist()
         assert [top.rank for top in token.top] == [1, 2, 3, 4]
-        for top in [*token.top, token]:
+        same: tuple[TopToken | Token, ...] = (*token.top, token)
+        for top in same:
             assert top.logprob == pytest.approx(logprobs[top.id], abs=1e-4)
             assert bytes(top.bytes) == server.served.checkpoint.tokenizer.token_bytes(top.id)
             assert top.text == bytes(top.bytes).decode(errors="replace")

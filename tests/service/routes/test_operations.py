@@ -145,7 +145,13 @@ def test_an_engine_that_failed_is_no_longer_ready_and_not_alive(
 
         async def swap() -> None:
             await server.served.engine.stop(0)
-            engine = AsyncEngine(broken, max_queue=5, on_step=state.on_step)
+            engine = AsyncEngine(
+                broken,
+                max_queue=5,
+                max_queue_tokens=100,
+                stall_timeout=PATIENCE,
+                on_step=state.on_step,
+            )
             state.served = replace(server.served, engine=engine)
 
         asyncio.run_coroutine_threadsafe(swap(), server.loop).result(PATIENCE)
