@@ -56,8 +56,9 @@ class ServedProcess:
             if ended:
                 break
             time.sleep(0.02)
-        self.process.kill()
-        raise AssertionError(f"{text!r} did not come:\n{self.output}")
+        output = self.output
+        self.close()
+        raise AssertionError(f"{text!r} did not come:\n{output}")
 
     def signal(self, number: signal.Signals) -> None:
         self.process.send_signal(number)
@@ -81,6 +82,10 @@ class ServedProcess:
         try:
             self.process.wait(timeout=30)
         finally:
-            self.process.kill()
-            self.process.wait()
-            self._log.close()
+            self.close()
+
+    def close(self) -> None:
+        """End it, whatever it does."""
+        self.process.kill()
+        self.process.wait()
+        self._log.close()

@@ -5,6 +5,7 @@ import shutil
 import signal
 import socket
 import threading
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -77,31 +78,31 @@ def test_it_answers_while_it_loads_and_then_serves(checkpoint_path: Path, tmp_pa
     path = Path(shutil.copytree(checkpoint_path, tmp_path / "slow"))
     (path / "config.json").unlink()
     os.mkfifo(path / "config.json")  # whoever reads it waits until somebody writes
-    server = process(path)
-    server.wait_for("listening on port")
-    assert "logitd is ready" not in server.output
-    with client(server.url) as http:
-        assert http.get("/health").status_code == 503
-        assert http.get("/health/live").status_code == 200
-        assert http.post("/generate", json=LONG).status_code == 503
-        (path / "config.json").write_bytes((checkpoint_path / "config.json").read_bytes())
-        with server:
+    with closing(process(path)) as server:
+        server.wait_for("listening on port")
+        assert "logitd is ready" not in server.output
+        with client(server.url) as http:
+            assert http.get("/health").status_code == 503
+            assert http.get("/health/live").status_code == 200
+            assert http.post("/generate", json=LONG).status_code == 503
+            (path / "config.json").write_bytes((checkpoint_path / "config.json").read_bytes())
+            server.wait_for("logitd is ready")
             assert http.get("/health").status_code == 200
-            server.signal(signal.SIGINT)
-            assert server.exit_code() == 0
+        server.signal(signal.SIGINT)
+        assert server.exit_code() == 0
 
 
 def test_a_second_signal_quits_even_while_it_loads(checkpoint_path: Path, tmp_path: Path) -> None:
     path = Path(shutil.copytree(checkpoint_path, tmp_path / "stuck"))
     (path / "config.json").unlink()
     os.mkfifo(path / "config.json")
-    server = process(path)
-    server.wait_for("listening on port")
-    server.signal(signal.SIGTERM)
-    server.wait_for("SIGTERM: draining")
-    server.signal(signal.SIGTERM)
-    assert server.exit_code() == 128 + signal.SIGTERM
-    assert "Traceback" not in server.output
+    with closing(process(path)) as server:
+        server.wait_for("listening on port")
+        server.signal(signal.SIGTERM)
+        server.wait_for("SIGTERM: draining")
+        server.signal(signal.SIGTERM)
+        assert server.exit_code() == 128 + signal.SIGTERM
+        assert "Traceback" not in server.output
 
 
 def test_a_drain_finishes_what_runs_and_what_waits_and_refuses_what_is_new(

@@ -184,6 +184,7 @@ def test_info(server: Serving) -> None:
         "context_length": 128,
         "max_sequences": 64,
         "max_queue": 256,
+        "max_queue_tokens": 2**18,
         "max_logprobs": 2**18,
         "max_body_bytes": 2**22,
     }
