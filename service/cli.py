@@ -61,9 +61,11 @@ def run(arguments: Sequence[str]) -> int:
     except SettingsError as error:  # an environment variable or a key of .env that cannot be read
         print(f"logitd {name}: {error}", file=sys.stderr)
         return 2
-    # A thread that spins while it waits for another one is slow company on a busy machine: with a
-    # neighbour on one of two cores training ran 7 times slower than with threads that sleep.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    # Compute threads that wait for each other spin before they sleep, by default for so long that a
+    # busy neighbour on one of two cores stops them nearly dead (a benchmark of a minute had no
+    # result after one). With 20,000 turns a step takes as long beside a neighbour as alone, and
+    # alone about as long as with the default; asleep at once it takes twice as long.
+    os.environ.setdefault("GOMP_SPINCOUNT", "20000")
     # The one import by name: torch takes seconds, and only a command that computes needs it.
     command = importlib.import_module(f"service.commands.{name}")
     code: int = command.run(settings)

@@ -52,7 +52,7 @@ def test_curl_line(command: str, server: ServedProcess, tmp_path: Path) -> None:
         text=True,
         timeout=60,
     )
-    assert ('"error"' in done.stdout) == ("refused" in command)
+    assert ('{"error"' in done.stdout) == ("refused" in command)
     if "/metrics" in command:
         assert "logitd_" in done.stdout
     elif '"stream": true' in command:
