@@ -270,3 +270,9 @@ def assert_is_reference(
         for _ in range(50)
     }
     assert {tokens[common], expected[common]} <= drawn, f"{tokens} is not {expected}"
+
+
+def counts(engine: Engine) -> tuple[int, int, int, int]:
+    """Waiting, running, slots, slots used."""
+    stats = engine.stats()
+    return stats.waiting, stats.running, stats.slots, stats.slots_used

@@ -34,6 +34,7 @@ from tests.model.engine.harness import (
     FakeClock,
     Outcome,
     assert_is_reference,
+    counts,
     generation,
     params,
     random_params,
@@ -264,11 +265,12 @@ def test_stats(gpt: GPT) -> None:
     assert engine.kv_cache_bytes == 2 * 2 * 2 * 2 * 128 * 8 * 4
     for i in range(5):
         driven.add(generation(str(i), [i], max_tokens=9))
-    assert dataclasses.astuple(engine.stats()) == (5, 0, 2, 0)
+    assert counts(engine) == (5, 0, 2, 0)
     driven.step()
-    assert dataclasses.astuple(engine.stats()) == (3, 2, 2, 2)
+    assert counts(engine) == (3, 2, 2, 2)
+    assert engine.stats().running_tokens == 2, "two prompts of a token each"
     driven.drain()
-    assert dataclasses.astuple(engine.stats()) == (0, 0, 2, 0)
+    assert counts(engine) == (0, 0, 2, 0)
 
 
 # Rows
@@ -441,7 +443,7 @@ def busy(gpt: GPT, clock: FakeClock | None = None, deadline: float | None = None
     driven.add(generation("prefill", [2] * 90, deadline=deadline))
     driven.add(generation("queued", [3], deadline=deadline))
     driven.step()
-    assert dataclasses.astuple(driven.engine.stats()) == (1, 2, 2, 2)
+    assert counts(driven.engine) == (1, 2, 2, 2)
     return driven
 
 
@@ -743,7 +745,7 @@ def endure(requests: int, seed: int) -> None:
     assert tracked_objects() - half_way < 100, "something piles up"
     assert tracked_objects(*kinds) == before
     assert endurance.ends == endurance.expected
-    assert dataclasses.astuple(endurance.engine.stats()) == (0, 0, 16, 0)
+    assert counts(endurance.engine) == (0, 0, 16, 0)
 
 
 def test_two_thousand_requests_leave_nothing_behind() -> None:
