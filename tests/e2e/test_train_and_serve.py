@@ -128,3 +128,29 @@ def test_the_command_without_a_server_agrees(
     assert cli.run(["generate", PROMPT, "--checkpoint", str(run / "best"), *flags]) == 0
     reply = generate(client, seed=4, max_tokens=40, temperature=0.8, echo=True)
     assert capsys.readouterr().out == reply["choices"][0]["text"]
+
+
+def test_the_classroom_model_is_served(tmp_path: Path) -> None:
+    """decoder-8x64: post-LN, sinusoids, and a context of 16, shorter than a cache block."""
+    (tmp_path / "text.txt").write_text(TEXT, encoding="utf-8")
+    flags = (
+        "--preset decoder-8x64 --data text.txt --out run --vocab-size 300 --threads 1 --steps 60"
+    )
+    subprocess.run(
+        [sys.executable, "-m", "service.cli", "train", *flags.split(), "--sample-tokens", "4"],
+        cwd=tmp_path,
+        check=True,
+        capture_output=True,
+        timeout=100,
+    )
+    info, gpt = load_checkpoint(
+        tmp_path / "run" / "best", device=torch.device("cpu"), dtype=torch.float32
+    )
+    prompt = info.tokenizer.encode(PROMPT)
+    params = SamplingParams(max_tokens=16 - len(prompt), seed=0, temperature=0)
+    with (
+        ServedProcess("--checkpoint", "run/best", "--threads", "1", cwd=tmp_path) as process,
+        httpx.Client(base_url=process.url, trust_env=False, timeout=60) as http,
+    ):
+        reply = generate(http, temperature=0, ignore_eos=True)
+    assert reply["choices"][0]["token_ids"] == reference.generate(gpt, prompt, params)
