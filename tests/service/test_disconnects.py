@@ -62,6 +62,8 @@ def vanish(raw: socket.socket) -> None:
 LEAVE: dict[str, Callable[[socket.socket], None]] = {
     "closes": socket.socket.close,
     "is cut off": vanish,
+    # Half-closed: it could still read, but servers take the end of its side for the end of all.
+    "says no more": lambda raw: raw.shutdown(socket.SHUT_WR),
 }
 
 
@@ -85,6 +87,7 @@ def test_a_client_that_leaves_while_it_runs(
     LEAVE[leave](raw)
     server.wait_idle()
     assert time.monotonic() - started < AT_ONCE
+    raw.close()
     assert server.finished("abort") == (4 if path == "/generate" else 1)
     assert server.finished("length") == server.finished("stop") == 0
 
