@@ -22,6 +22,7 @@ from model.engine.api import (
     EngineStats,
     Event,
     FinishEvent,
+    FinishReason,
     GenerationRequest,
     Request,
     RowsEvent,
@@ -67,6 +68,7 @@ class _Add:
 class _Abort:
     request_id: str
     index: int | None
+    reason: FinishReason
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,12 +115,15 @@ class Submission:
                 self._owner.grant(event.request_id)
         return events
 
-    def abort(self, request_id: str | None = None, index: int | None = None) -> None:
-        """End all, one request, or one of its sequences; harmless when they have ended. The last
-        event of each still comes."""
+    def abort(self) -> None:
+        """End all that has not ended. The last event of each sequence still comes."""
         if self._open:
-            for target in self.request_ids if request_id is None else (request_id,):
-                self._owner.abort(target, index)
+            for request_id in self.request_ids:
+                self._owner.abort(request_id)
+
+    def stop(self, request_id: str, index: int) -> None:
+        """End one sequence whose text has come to a stop; harmless when it has ended."""
+        self._owner.abort(request_id, index, FinishReason.STOP)
 
     def deliver(self, event: Event) -> None:
         """Put an event into the mailbox; called by the owner."""
@@ -255,9 +260,14 @@ class AsyncEngine:
         self._reserved -= sequences
         self._settle()
 
-    def abort(self, request_id: str, index: int | None = None) -> None:
+    def abort(
+        self,
+        request_id: str,
+        index: int | None = None,
+        reason: FinishReason = FinishReason.ABORT,
+    ) -> None:
         """End a request or one of its sequences; harmless when it has ended meanwhile."""
-        self._inbox.put(_Abort(request_id, index))
+        self._inbox.put(_Abort(request_id, index, reason))
 
     def grant(self, request_id: str) -> None:
         """Let a LogitsRequest compute one more piece."""
@@ -345,8 +355,8 @@ class AsyncEngine:
         match command:
             case _Add(request, arrived):
                 self._engine.add(request, arrived)
-            case _Abort(request_id, index):
-                return self._engine.abort(request_id, index)
+            case _Abort(request_id, index, reason):
+                return self._engine.abort(request_id, index, reason)
             case _Grant(request_id):
                 self._engine.grant(request_id)
         return ()

@@ -72,11 +72,17 @@ class Engine:
         for sequence in sequences:
             self._scheduler.enqueue(sequence)
 
-    def abort(self, request_id: str, index: int | None = None) -> list[Event]:
+    def abort(
+        self,
+        request_id: str,
+        index: int | None = None,
+        reason: FinishReason = FinishReason.ABORT,
+    ) -> list[Event]:
         """End a request, or one of its sequences. Its slot is free at the next step. An id that
-        is unknown, or finished meanwhile, is no error: the two may cross."""
+        is unknown, or finished meanwhile, is no error: the two may cross. `reason` is STOP when the
+        caller found in the text what ends it."""
         ended = [s for s in self._sequences.get(request_id, []) if index in (None, s.index)]
-        return [self._finish(sequence, FinishReason.ABORT) for sequence in ended]
+        return [self._finish(sequence, reason) for sequence in ended]
 
     def grant(self, request_id: str) -> None:
         """The reader of a LogitsRequest took a piece: one more may be computed."""

@@ -124,7 +124,7 @@ class Generation:
         for event in events:
             if isinstance(event, TokenEvent):
                 if self._completions[event.request_id, event.index].push(event):
-                    self.submission.abort(event.request_id, event.index)
+                    self.submission.stop(event.request_id, event.index)
             elif isinstance(event, PromptEvent):
                 self._score(event)
             elif isinstance(event, FinishEvent):

@@ -336,18 +336,18 @@ def test_abort_ends_one_sequence_a_request_or_all() -> None:
         async with running(engine) as (owner, _):
             engine.gate.clear()
             submission = owner.submit([generation("a", 50, n=2), generation("b", 50)])
-            submission.abort("a", 1)
+            owner.abort("a", 1)
             engine.gate.set()
             events = await submission.take()
             while not any(isinstance(event, TokenEvent) for event in events):
                 events += await submission.take()
-            submission.abort("b")
+            submission.stop("b", 0)
             events += await rest(submission)
             ends = {(e.request_id, e.index): e.reason for e in finishes(events)}
             assert ends == {
                 ("a", 0): FinishReason.LENGTH,
                 ("a", 1): FinishReason.ABORT,
-                ("b", 0): FinishReason.ABORT,
+                ("b", 0): FinishReason.STOP,  # its reader found in the text what ends it
             }
             submission.abort()  # they have ended: nothing happens
             assert owner.open_sequences == 0

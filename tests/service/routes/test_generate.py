@@ -248,7 +248,7 @@ def test_min_tokens_keeps_what_would_end_it_away(server: Serving, gpt: GPT) -> N
 def test_stop_strings(
     speller: Serving, stop: Any, text: str, found: str, tokens: int, streamed: bool
 ) -> None:
-    aborted = speller.finished("abort")
+    before = speller.finished("stop"), speller.finished("abort"), speller.finished("length")
     if streamed:
         chunks = stream(speller, "a", stop=stop, ignore_eos=True)
         choice, usage = joined(chunks), chunks[-1]["usage"]
@@ -262,7 +262,8 @@ def test_stop_strings(
     assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", found)
     assert usage["completion_tokens"] == tokens
     speller.wait_idle()
-    assert speller.finished("abort") == aborted + 1, "the sequence does not run on"
+    after = speller.finished("stop"), speller.finished("abort"), speller.finished("length")
+    assert after == (before[0] + 1, *before[1:]), "it ended as told, and does not run on"
 
 
 @pytest.mark.parametrize("streamed", [False, True])
