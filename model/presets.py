@@ -101,7 +101,7 @@ def preset(name: str) -> Preset:
 _ALL = (
     Preset(
         name="tiny",
-        summary="1.3 M parameters, a minute or two on two cores: to see everything work",
+        summary="1.3 M parameters, about three minutes on one core: to see everything work",
         shape={**MODERN, "n_layer": 4, "n_head": 2, "d_model": 128, "context_length": 256},
         recipe=Recipe(
             steps=1200,

@@ -70,7 +70,7 @@ class GenerateRequest(RequestBody):
             "logprobs": 3,
         },
         "Two streams for each of two prompts": {
-            "prompt": ["The ", "class "],
+            "prompt": ["The", "class"],
             "n": 2,
             "max_tokens": 8,
             "stream": True,
@@ -311,9 +311,9 @@ class ProbsRequest(RequestBody):
     """The distribution of the token after each prompt. Nothing is sampled."""
 
     examples: ClassVar[Examples] = {
-        "The three likeliest next tokens": {"prompt": "import ", "top_k": 3},
+        "The three likeliest next tokens": {"prompt": "if __name__ ==", "top_k": 3},
         "Two tokens by id, after each of two prompts": {
-            "prompt": ["for i in ", "if not "],
+            "prompt": ["for i in", "if not"],
             "token_ids": [32, 40],
         },
     }
