@@ -10,9 +10,6 @@ BIN := $(VENV)/bin
 TORCH := torch==2.13.0
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 
-# Compute threads that spin for long stop each other on a busy machine: see service/cli.py.
-export GOMP_SPINCOUNT ?= 20000
-
 .PHONY: help setup serve train test test-slow lint format lock clean
 .DEFAULT_GOAL := help
 

@@ -61,11 +61,6 @@ def run(arguments: Sequence[str]) -> int:
     except SettingsError as error:  # an environment variable or a key of .env that cannot be read
         print(f"logitd {name}: {error}", file=sys.stderr)
         return 2
-    # Compute threads that wait for each other spin before they sleep, by default for so long that a
-    # busy neighbour on one of two cores stops them nearly dead (a benchmark of a minute had no
-    # result after one). With 20,000 turns a step takes as long beside a neighbour as alone, and
-    # alone about as long as with the default; asleep at once it takes twice as long.
-    os.environ.setdefault("GOMP_SPINCOUNT", "20000")
     # The one import by name: torch takes seconds, and only a command that computes needs it.
     command = importlib.import_module(f"service.commands.{name}")
     code: int = command.run(settings)

@@ -3,6 +3,7 @@ breaks on purpose, and one that waits for permission to step.
 """
 
 import asyncio
+import random
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
@@ -597,3 +598,33 @@ def test_what_was_computed_before_a_failure_is_not_lost(logged_errors: list[str]
 def test_a_sequence_counts_once_a_request_n_times() -> None:
     assert sequence_count(generation("a", n=3)) == 3
     assert sequence_count(all_rows("a", 9)) == 1
+
+
+@pytest.mark.slow
+def test_ten_thousand_requests_leave_no_task_and_no_record() -> None:
+    """Of every shape, some aborted: each is answered, and the event loop is as it was before."""
+
+    async def one(owner: AsyncEngine, number: int) -> None:
+        rng = random.Random(number)
+        name = f"{number:05}" + "x" * rng.randrange(60)
+        if number % 5 == 0:
+            submission, sequences = owner.submit([all_rows(name, rng.randint(1, 40))]), 1
+        else:
+            sequences = rng.randint(1, 3)
+            submission = owner.submit([generation(name, rng.randint(1, 6), n=sequences)])
+        if number % 7 == 0:
+            submission.abort()
+        assert len(finishes(await rest(submission))) == sequences
+        assert submission.finished
+
+    async def test() -> None:
+        async with running(tiny(slots=16), max_queue=1000, max_queue_tokens=10**6) as (owner, _):
+            tasks = len(asyncio.all_tasks())
+            for first in range(0, 10_000, 100):
+                await asyncio.gather(*(one(owner, first + i) for i in range(100)))
+            assert len(asyncio.all_tasks()) == tasks
+            assert owner.open_sequences == 0
+            assert not owner._open
+            assert (owner._open_tokens, owner._reserved) == (0, 0)
+
+    asyncio.run(test())
