@@ -119,7 +119,7 @@ _ALL = (
     ),
     Preset(
         name="small",
-        summary="7.3 M parameters, an hour on one core: the bundled checkpoint",
+        summary="7.3 M parameters, half an hour on two cores: the bundled checkpoint",
         shape={
             **MODERN,
             "n_layer": 6,
