@@ -32,7 +32,7 @@ class Summary:
 
 
 def log_softmax(logits: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
-    """Logprobs of a row (V,) of logits."""
+    """Logprobs of a row (V,) of logits; -inf, of an id that was dropped, stays -inf."""
     shifted = logits.astype(np.float64) - np.max(logits)
     result: npt.NDArray[np.float64] = shifted - np.log(np.exp(shifted).sum())
     return result
@@ -51,9 +51,14 @@ def largest(values: npt.NDArray[Any], count: int) -> npt.NDArray[np.intp]:
 def summarise(
     logits: npt.NDArray[Any], *, top_k: int | None = None, token_ids: Sequence[int] | None = None
 ) -> Summary:
-    """The `top_k` likeliest ids of a row (V,), or the given ones in the given order."""
+    """The `top_k` likeliest ids of a row (V,), or the given ones in the given order. An id that was
+    dropped (-inf) is not among the likeliest."""
     logprobs = log_softmax(logits)
-    ids = largest(logprobs, top_k or 0) if token_ids is None else np.asarray(token_ids)
+    if token_ids is None:
+        ids = largest(logprobs, top_k or 0)
+        ids = ids[logprobs[ids] > -np.inf]
+    else:
+        ids = np.asarray(token_ids)
     ascending = np.sort(logprobs)
     chosen = logprobs[ids]
     ranks = len(logprobs) - np.searchsorted(ascending, chosen, side="right") + 1
@@ -64,4 +69,6 @@ def summarise(
     )
     everything = np.exp(logprobs)
     mass = everything[np.unique(ids)].sum()  # an id that is named twice is one token
-    return Summary(tokens, float(mass), float(-(everything * logprobs).sum()))
+    possible = everything > 0  # the limit of p log p at 0 is 0
+    entropy = -(everything[possible] * logprobs[possible]).sum()
+    return Summary(tokens, float(mass), float(entropy))

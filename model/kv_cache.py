@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from model.attention import Attend
+from model.attention import Attend, Observer, attend_blocks, block_mask
 from model.config import BLOCK, GPTConfig
 
 
@@ -32,10 +32,7 @@ class KVCache:
         shape = (config.n_layer, slots, config.n_kv_head, self.slot_length, config.head_dim)
         self.keys = torch.zeros(shape, device=device, dtype=dtype)  # (n_layer, S, K, L, D)
         self.values = torch.zeros(shape, device=device, dtype=dtype)
-        # Row i of the last block sees all keys but the last BLOCK - 1 - i: sliced from the right,
-        # this one mask serves a block at any position.
-        visible = torch.ones(BLOCK, self.slot_length, dtype=torch.bool, device=device)
-        self._block_mask = visible.tril(self.slot_length - BLOCK)  # (BLOCK, L)
+        self._block_mask = block_mask(self.slot_length, device)  # (BLOCK, L)
 
     @property
     def slots(self) -> int:
@@ -45,7 +42,7 @@ class KVCache:
     def nbytes(self) -> int:
         return self.keys.nbytes + self.values.nbytes
 
-    def prefill(self, slot: int, start: int) -> Attend:
+    def prefill(self, slot: int, start: int, observe: Observer | None = None) -> Attend:
         """Attention of whole blocks of new positions of one slot, the first at `start`."""
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -53,19 +50,9 @@ class KVCache:
             keys, values = self.keys[layer, slot], self.values[layer, slot]  # (K, L, D)
             keys[:, start : start + k.shape[2]] = k[0]
             values[:, start : start + v.shape[2]] = v[0]
-            blocks = []
-            for offset in range(0, q.shape[2], BLOCK):
-                end = start + offset + BLOCK
-                blocks.append(
-                    F.scaled_dot_product_attention(
-                        q[:, :, offset : offset + BLOCK],
-                        keys[None, :, :end],
-                        values[None, :, :end],
-                        attn_mask=self._block_mask[:, self.slot_length - end :],
-                        enable_gqa=q.shape[1] != k.shape[1],
-                    )
-                )
-            return torch.cat(blocks, dim=2)  # (1, H, T, D)
+            return attend_blocks(
+                layer, q, keys, values, start=start, mask=self._block_mask, observe=observe
+            )
 
         return attend
 

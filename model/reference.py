@@ -37,10 +37,10 @@ def sample_row(
     index: int = 0,
 ) -> int:
     """The next token of one sequence; the steps are numbered as in `model/engine/sampler.py`."""
-    row = penalised(logits, tokens, prompt_length, params)
+    row = processed_row(logits, tokens, prompt_length, params)
     if params.temperature == 0:
         return max(range(len(row)), key=lambda i: (row[i], -i))
-    probs = _softmax(filtered(row, params))
+    probs = _softmax(row)
     threshold = uniform(params.seed, len(tokens), index) * sum(probs)
     mass = 0.0
     for token_id, prob in enumerate(probs):
@@ -48,6 +48,14 @@ def sample_row(
         if mass > threshold:
             return token_id
     return max(i for i, prob in enumerate(probs) if prob > 0)
+
+
+def processed_row(
+    logits: Sequence[float], tokens: Sequence[int], prompt_length: int, params: SamplingParams
+) -> list[float]:
+    """What is drawn from: steps 1 to 9, or 1 to 5 at temperature 0."""
+    row = penalised(logits, tokens, prompt_length, params)
+    return filtered(row, params) if params.temperature else row
 
 
 def penalised(

@@ -25,7 +25,16 @@ from model.version import VERSION
 from service import errors, openapi
 from service.async_engine import AsyncEngine
 from service.middleware import RequestLog
-from service.routes import generate, logits, operations, probs
+from service.numbers.budget import ByteBudget
+from service.routes import (
+    attention,
+    generate,
+    hidden_states,
+    logits,
+    operations,
+    probs,
+    score,
+)
 from service.settings import ServeSettings
 from service.state import Served, ServiceState
 
@@ -62,8 +71,8 @@ def create_app(settings: ServeSettings) -> FastAPI:
     app.state.service = state
     errors.install(app)
     openapi.install(app)
-    for router in (generate.router, logits.router, probs.router, operations.router):
-        app.include_router(router)
+    for routes in (generate, logits, probs, score, hidden_states, attention, operations):
+        app.include_router(routes.router)
     _serve_docs(app)
     _serve_playground(app)
     app.add_middleware(RequestLog, metrics=state.metrics)
@@ -98,6 +107,7 @@ async def _load(state: ServiceState) -> None:
                     on_step=state.on_step,
                 ),
                 settings=settings,
+                reply_budget=ByteBudget(settings.max_reply_bytes),
             )
         )
 

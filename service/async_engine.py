@@ -23,12 +23,13 @@ from model.engine.api import (
     Event,
     FinishEvent,
     FinishReason,
-    GenerationRequest,
     Request,
     RowsEvent,
     StepResult,
+    sequence_lengths,
 )
-from model.engine.engine import Engine, check_request
+from model.engine.engine import Engine
+from model.engine.refusals import check_request
 
 logger = logging.getLogger("logitd.engine")
 
@@ -270,7 +271,7 @@ class AsyncEngine:
         self._inbox.put(_Abort(request_id, index, reason))
 
     def grant(self, request_id: str) -> None:
-        """Let a LogitsRequest compute one more piece."""
+        """Let a RowsRequest compute one more piece."""
         self._inbox.put(_Grant(request_id))
 
     async def stop(self, drain_timeout: float) -> None:
@@ -416,9 +417,9 @@ class _Pace:
 
 def sequence_count(request: Request) -> int:
     """Sequences that a request will run as."""
-    return request.n if isinstance(request, GenerationRequest) else 1
+    return len(sequence_lengths(request))
 
 
 def prompt_tokens(request: Request) -> int:
     """Prompt tokens that the sequences of a request hold in the queue."""
-    return sequence_count(request) * len(request.token_ids)
+    return sum(sequence_lengths(request))

@@ -10,9 +10,23 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from pydantic.json_schema import models_json_schema
 
-from service.schemas import ErrorReply, GenerateRequest, LogitsRequest, ProbsRequest
+from service.numbers.schemas import (
+    AttentionRequest,
+    HiddenStatesRequest,
+    LogitsRequest,
+    ProbsRequest,
+    ScoreRequest,
+)
+from service.schemas import ErrorReply, GenerateRequest
 
-REQUEST_BODIES = (GenerateRequest, LogitsRequest, ProbsRequest)
+REQUEST_BODIES = (
+    GenerateRequest,
+    LogitsRequest,
+    ProbsRequest,
+    ScoreRequest,
+    HiddenStatesRequest,
+    AttentionRequest,
+)
 
 ERRORS: dict[int | str, dict[str, Any]] = {
     400: {"model": ErrorReply, "description": "A field is wrong, or the context is too short"},

@@ -86,6 +86,11 @@ def scored_json(tokenizer: Tokenizer, token: PromptToken | TokenEvent) -> dict[s
     }
 
 
+def first_likeliest(token: PromptToken, count: int) -> PromptToken:
+    """A token with the `count` likeliest in its place: the engine computed the most asked for."""
+    return PromptToken(token.token_id, token.chosen, token.top[:count])
+
+
 class Completion:
     """One choice on its way from tokens to text.
 

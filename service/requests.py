@@ -15,7 +15,19 @@ from fastapi import Request
 from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect
 
-from model.engine.api import GenerationRequest, InvalidRequest, LogitsRequest, SamplingParams
+from model.engine.api import (
+    AttentionWeights,
+    GenerationRequest,
+    HiddenStates,
+    InvalidRequest,
+    Logits,
+    RowsRequest,
+    SamplingParams,
+    ScoreRequest,
+)
+from model.engine.api import (
+    Request as EngineRequest,
+)
 from model.tokenizer import Tokenizer
 from service import schemas
 from service.async_engine import EngineStopped, QueueFull, Reservation, Submission
@@ -30,6 +42,7 @@ from service.errors import (
     from_validation,
     unavailable,
 )
+from service.numbers.schemas import PositionChoice, PositionRange, Processing
 from service.replies import new_id
 from service.state import Served
 
@@ -79,23 +92,32 @@ def described_by(model: type[schemas.RequestBody]) -> dict[str, Any]:
     return {"requestBody": {"required": True, "content": {"application/json": content}}}
 
 
-async def prompt_ids(prompt: Any, served: Served, n: int = 1) -> list[tuple[int, ...]]:
-    """The token ids of each prompt of a body, unless they make more sequences than can run."""
+async def prompt_ids(
+    prompt: Any, served: Served, n: int = 1, param: str = "n"
+) -> list[tuple[int, ...]]:
+    """The token ids of each prompt of a body, unless they make more sequences than can run, `n`
+    for each. `param` is the field that says so."""
     if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)):
         prompt = [prompt]
     if not prompt:
         raise bad_request("the prompt is empty; give at least one token", "prompt")
     sequences = len(prompt) * n
-    _check_sequences(sequences, "prompt" if n == 1 else "n", served)
+    _check_sequences(sequences, "prompt" if n == 1 else param, served)
     _translated(lambda: served.engine.check_room(sequences))  # before any text is encoded
-    tokenizer, context = served.checkpoint.tokenizer, served.context_length
-    ids = []
-    for one in prompt:
-        encoded = await _encode(one, tokenizer, context) if isinstance(one, str) else tuple(one)
-        if not encoded:
-            raise bad_request("the prompt is empty; give at least one token", "prompt")
-        _check_ids("prompt", encoded, tokenizer.vocab_size)
-        ids.append(encoded)
+    return [await text_or_ids(one, "prompt", served) for one in prompt]
+
+
+async def text_or_ids(given: str | Sequence[int], param: str, served: Served) -> tuple[int, ...]:
+    """The token ids of one text of a body, or the ids that it gives; at least one."""
+    tokenizer = served.checkpoint.tokenizer
+    if isinstance(given, str):
+        ids = await _encode(given, param, tokenizer, served.context_length)
+    else:
+        ids = tuple(given)
+    if not ids:
+        what = "the prompt" if param == "prompt" else f"one of {param}"
+        raise bad_request(f"{what} is empty; give at least one token", param)
+    _check_ids(param, ids, tokenizer.vocab_size)
     return ids
 
 
@@ -148,29 +170,100 @@ def _check_generation_logprobs(
     check_logprobs(param, count, served)
 
 
-def logits_request(
+def rows_request(
     prompt: tuple[int, ...],
-    positions: str | list[int],
+    positions: PositionChoice,
+    wanted: Logits | HiddenStates | AttentionWeights,
     served: Served,
     *,
-    columns: list[int] | None = None,
     timeout: float | None = None,
-) -> LogitsRequest:
-    """The rows of one prompt, or ApiError."""
-    length = len(prompt)
+) -> RowsRequest:
+    """What the model computes at some positions of one prompt, or ApiError."""
+    check_length(len(prompt), "prompt", served)
+    return RowsRequest(
+        request_id=new_id("rows"),
+        token_ids=prompt,
+        positions=_positions(positions, len(prompt)),
+        wanted=wanted,
+        deadline=_deadline(timeout, served),
+    )
+
+
+def score_request(
+    prompt: tuple[int, ...],
+    continuations: Sequence[tuple[int, ...]],
+    served: Served,
+    *,
+    top: int,
+    timeout: float | None = None,
+) -> ScoreRequest:
+    """The logprobs of a prompt, or of continuations of it, or ApiError."""
+    check_length(len(prompt), "prompt", served)
+    for continuation in continuations:
+        check_length(len(prompt) + len(continuation), "continuations", served)
+    return ScoreRequest(
+        request_id=new_id("score"),
+        token_ids=prompt,
+        continuations=tuple(continuations),
+        top=top,
+        deadline=_deadline(timeout, served),
+    )
+
+
+def check_length(length: int, param: str, served: Served) -> None:
+    """Refuse more tokens than the model's context holds."""
     if length > served.context_length:
+        what = "the prompt has" if param == "prompt" else "a prompt with its continuation has"
         raise bad_request(
-            f"the prompt has {length} tokens; the model's context is {served.context_length}. "
+            f"{what} {length} tokens; the model's context is {served.context_length}. "
             f"Shorten it by {length - served.context_length} tokens",
-            "prompt",
+            param,
             "context_length_exceeded",
         )
-    return LogitsRequest(
-        request_id=new_id("logits"),
-        token_ids=prompt,
-        positions=_positions(positions, length),
-        columns=None if columns is None else tuple(columns),
-        deadline=_deadline(timeout, served),
+
+
+def chosen(param: str, places: Sequence[int] | None, count: int, what: str) -> tuple[int, ...]:
+    """Indices into `count` things, negative ones from the end, ascending; all of them for None."""
+    if places is None:
+        return tuple(range(count))
+    for place in places:
+        if not -count <= place < count:
+            raise bad_request(
+                f"{param} has {place}; {what} (0 to {count - 1}, or -{count} to -1 from the end)",
+                param,
+            )
+    resolved = [place % count for place in places]
+    if resolved != sorted(set(resolved)):
+        raise bad_request(f"{param} {resolved[:20]} must be ascending and distinct", param)
+    return tuple(resolved)
+
+
+def wanted_logits(
+    stage: str, processing: Processing | None, columns: Sequence[int] | None = None
+) -> Logits:
+    """What a body asks for of its logits: which columns, raw or processed."""
+    chosen_columns = None if columns is None else tuple(columns)
+    if stage == "raw":
+        return Logits(columns=chosen_columns)
+    fields = processing or Processing()
+    allowed = fields.allowed_token_ids
+    params = _translated(
+        lambda: SamplingParams(
+            max_tokens=1,
+            seed=0,  # nothing is drawn
+            temperature=fields.temperature,
+            top_k=fields.top_k,
+            top_p=fields.top_p,
+            min_p=fields.min_p,
+            repetition_penalty=fields.repetition_penalty,
+            presence_penalty=fields.presence_penalty,
+            frequency_penalty=fields.frequency_penalty,
+            logit_bias=logit_bias(fields.logit_bias),
+            allowed_token_ids=None if allowed is None else tuple(allowed),
+        )
+    )
+    return Logits(
+        columns=chosen_columns, processing=params, completion_start=fields.completion_start
     )
 
 
@@ -179,8 +272,14 @@ def check_choice(token_ids: list[int] | None, top_k: int | None, served: Served)
     vocab_size = served.checkpoint.tokenizer.vocab_size
     if token_ids is not None:
         _check_ids("token_ids", token_ids, vocab_size)
-    if top_k is not None and top_k > vocab_size:
-        raise bad_request(f"top_k is {top_k}; the vocabulary has {vocab_size} ids", "top_k")
+    check_count("top_k", top_k, served)
+
+
+def check_count(param: str, count: int | None, served: Served) -> None:
+    """Refuse to list more ids than the vocabulary has."""
+    vocab_size = served.checkpoint.tokenizer.vocab_size
+    if count is not None and count > vocab_size:
+        raise bad_request(f"{param} is {count}; the vocabulary has {vocab_size} ids", param)
 
 
 def check_logprobs(param: str, count: int, served: Served) -> None:
@@ -194,12 +293,12 @@ def check_logprobs(param: str, count: int, served: Served) -> None:
         )
 
 
-def submit(served: Served, requests: list[GenerationRequest] | list[LogitsRequest]) -> Submission:
+def submit(served: Served, requests: Sequence[EngineRequest]) -> Submission:
     """Queue requests, or raise the ApiError that says why not."""
     return _translated(lambda: served.engine.submit(requests))
 
 
-def reserve(served: Served, requests: list[LogitsRequest]) -> Reservation:
+def reserve(served: Served, requests: Sequence[EngineRequest]) -> Reservation:
     """Room for requests that run one after the other, or the ApiError that says why not."""
     return _translated(lambda: served.engine.reserve(requests))
 
@@ -265,13 +364,14 @@ def _translated(call: Callable[[], Result]) -> Result:
         raise unavailable(str(error)) from error
 
 
-async def _encode(text: str, tokenizer: Tokenizer, context: int) -> tuple[int, ...]:
+async def _encode(text: str, param: str, tokenizer: Tokenizer, context: int) -> tuple[int, ...]:
     least = -(-len(text.encode()) // tokenizer.longest_token)
     if least > context:
+        what = "the prompt" if param == "prompt" else f"one of {param}"
         raise bad_request(
-            f"the prompt has {len(text)} characters, at least {least} tokens; the model's context "
-            f"is {context}. Shorten the prompt",
-            "prompt",
+            f"{what} has {len(text)} characters, at least {least} tokens; the model's context is "
+            f"{context}. Shorten it",
+            param,
             "context_length_exceeded",
         )
     try:
@@ -279,7 +379,7 @@ async def _encode(text: str, tokenizer: Tokenizer, context: int) -> tuple[int, .
             return tuple(await asyncio.to_thread(tokenizer.encode, text))
         return tuple(tokenizer.encode(text))
     except ValueError as error:  # the pattern gave up on a pathological text
-        raise bad_request(f"the prompt cannot be tokenized: {error}", "prompt") from error
+        raise bad_request(f"{param} cannot be tokenized: {error}", param) from error
 
 
 def _sampling_params(
@@ -299,7 +399,7 @@ def _sampling_params(
             repetition_penalty=body.repetition_penalty,
             presence_penalty=body.presence_penalty,
             frequency_penalty=body.frequency_penalty,
-            logit_bias=_logit_bias(body.logit_bias),
+            logit_bias=logit_bias(body.logit_bias),
             allowed_token_ids=(
                 None if body.allowed_token_ids is None else tuple(body.allowed_token_ids)
             ),
@@ -312,7 +412,7 @@ def _sampling_params(
         raise from_invalid(error) from error
 
 
-def _logit_bias(biases: dict[str, float]) -> dict[int, float]:
+def logit_bias(biases: dict[str, float]) -> dict[int, float]:
     """JSON's keys are strings; ours are ids."""
     for key in biases:
         if not TOKEN_ID.fullmatch(key):
@@ -322,22 +422,23 @@ def _logit_bias(biases: dict[str, float]) -> dict[int, float]:
     return {int(key): bias for key, bias in biases.items()}
 
 
-def _positions(positions: str | list[int], length: int) -> tuple[int, ...]:
-    if positions == "last":
-        return (length - 1,)
-    if positions == "all":
-        return tuple(range(length))
-    for position in positions:
-        if not isinstance(position, int) or not -length <= position < length:
-            raise bad_request(
-                f"position {position} is outside the prompt of {length} tokens "
-                f"(0 to {length - 1}, or -{length} to -1 from the end)",
-                "positions",
-            )
-    resolved = [int(position) % length for position in positions]
-    if resolved != sorted(set(resolved)):
-        raise bad_request(f"positions {resolved[:20]} must be ascending and distinct", "positions")
-    return tuple(resolved)
+def _positions(positions: PositionChoice, length: int) -> tuple[int, ...]:
+    match positions:
+        case "last":
+            return (length - 1,)
+        case "all":
+            return tuple(range(length))
+        case PositionRange():
+            found = tuple(range(length)[positions.start : positions.to])
+            if not found:
+                raise bad_request(
+                    f"positions from {positions.start} to {positions.to} of a prompt of {length} "
+                    "tokens are none; `to` is the first position left out",
+                    "positions",
+                )
+            return found
+        case _:
+            return chosen("positions", positions, length, f"the prompt has {length} tokens")
 
 
 def _check_sequences(count: int, param: str, served: Served) -> None:

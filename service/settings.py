@@ -89,6 +89,12 @@ class ServeSettings(BaseSettings):
         description="logprobs in one reply at most: generated tokens times (1 + logprobs), "
         "or prompts times listed tokens",
     )
+    max_reply_bytes: int = Field(
+        64 * 2**20,
+        ge=2**16,
+        description="hidden states and attention weights in one reply at most, and those that all "
+        "replies may hold together",
+    )
     max_body_bytes: int = Field(4 * 2**20, ge=1024, description="request body at most")
     slow_reader_timeout: float = Field(
         30, gt=0, description="seconds a client may leave a stream unread before it is aborted"

@@ -17,6 +17,7 @@ from model.engine.api import FinishEvent
 from service.async_engine import AsyncEngine, StepReport
 from service.errors import ApiError, unavailable
 from service.metrics import Metrics
+from service.numbers.budget import ByteBudget
 from service.settings import ServeSettings
 
 logger = logging.getLogger("logitd")
@@ -35,6 +36,7 @@ class Served:
     kv_cache_bytes: int
     engine: AsyncEngine
     settings: ServeSettings
+    reply_budget: ByteBudget
 
     @property
     def context_length(self) -> int:

@@ -29,7 +29,7 @@ class InvalidRequest(ValueError):
 class FinishReason(StrEnum):
     """Why a sequence ended. The first two are answers, the others are not."""
 
-    STOP = "stop"  # it produced one of its stop tokens, or a rows request got its last row
+    STOP = "stop"  # it produced one of its stop tokens, or all numbers asked for were computed
     LENGTH = "length"  # max_tokens
     ABORT = "abort"  # the caller asked
     TIMEOUT = "timeout"  # its deadline passed, in the queue or later
@@ -147,8 +147,40 @@ class GenerationRequest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LogitsRequest:
-    """Raw logits of a prompt: the rows of `positions` (ascending), all columns or `columns`.
+class Logits:
+    """Rows of logits: the columns of all ids, or of `columns` in their order: (P, columns).
+
+    processing        None: raw; else these steps of the sampler are applied to each row as if it
+                      were drawn from, with -inf for what they drop
+    completion_start  the position from which the prompt's tokens count as generated, which is what
+                      presence and frequency penalties look at (None: none of them)
+    """
+
+    columns: tuple[int, ...] | None = None
+    processing: SamplingParams | None = None
+    completion_start: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HiddenStates:
+    """Rows of the residual stream: (P, layers, d_model). Layer 0 is after the embeddings, i after
+    block i, before the final norm."""
+
+    layers: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionWeights:
+    """Rows of attention weights: (P, layers, heads, T), T the prompt's length; what a position
+    does not see is 0. Layers count from 0, the first block."""
+
+    layers: tuple[int, ...]
+    heads: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowsRequest:
+    """What the model computes at the `positions` (ascending) of a prompt. Nothing is generated.
 
     Rows are computed a piece at a time. A piece is handed out as a `RowsEvent`, and the next one
     but one is computed only after `Engine.grant`: a slow reader pauses its own request.
@@ -157,13 +189,44 @@ class LogitsRequest:
     request_id: str
     token_ids: tuple[int, ...]
     positions: tuple[int, ...]
-    columns: tuple[int, ...] | None = None
+    wanted: Logits | HiddenStates | AttentionWeights = Logits()
     priority: int = 0
     prefix_reuse: bool = True
     deadline: float | None = None
 
 
-Request = GenerationRequest | LogitsRequest
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoreRequest:
+    """Raw logprobs of given texts: of each of `continuations` after the prompt, a sequence each, or
+    of the prompt itself where there are none.
+
+    The prompt is computed once, up to the last whole block that all share.
+
+    top   also tell the k likeliest in the place of each token
+    """
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    continuations: tuple[tuple[int, ...], ...] = ()
+    top: int = 0
+    priority: int = 0
+    prefix_reuse: bool = True
+    deadline: float | None = None
+
+
+Request = GenerationRequest | RowsRequest | ScoreRequest
+
+
+def sequence_lengths(request: Request) -> list[int]:
+    """Prompt tokens of each sequence that a request will run as."""
+    length = len(request.token_ids)
+    match request:
+        case GenerationRequest(n=n):
+            return [length] * n
+        case ScoreRequest(continuations=continuations) if continuations:
+            return [length + len(continuation) for continuation in continuations]
+        case _:
+            return [length]
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,8 +251,8 @@ class TokenEvent:
 
 @dataclass(frozen=True, slots=True)
 class PromptToken:
-    """A token of a prompt with its raw logprob, and the likeliest in its place. The first token
-    of a prompt has none: nothing predicts it."""
+    """A given token with its raw logprob, and the likeliest in its place. The first token of a
+    prompt has none: nothing predicts it."""
 
     token_id: int
     chosen: TokenLogprob | None = None
@@ -198,17 +261,20 @@ class PromptToken:
 
 @dataclass(frozen=True, slots=True)
 class PromptEvent:
-    """Logprobs of a prompt's tokens from position `start` on, when they were asked for. Told once
-    per request, for all of its sequences, before the first of their tokens."""
+    """Logprobs of given tokens from position `start` on, when they were asked for. A generation is
+    told once those of its prompt (index 0), before its first token; a ScoreRequest those of each
+    of its sequences."""
 
     request_id: str
+    index: int
     start: int
     tokens: tuple[PromptToken, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class RowsEvent:
-    """Some rows of a LogitsRequest: `rows` is a NumPy array (len(positions), columns), float32."""
+    """Some rows of a RowsRequest: `rows` is a NumPy array, float32, its first axis the positions
+    and the others those of what was wanted."""
 
     request_id: str
     positions: tuple[int, ...]

@@ -6,25 +6,24 @@ What runs next is the scheduler's decision, what is computed the runner's.
 """
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 
-from model.config import GPTConfig
 from model.engine.api import (
     EngineConfig,
     EngineStats,
     Event,
     FinishReason,
-    GenerationRequest,
     InvalidRequest,
-    LogitsRequest,
     PromptEvent,
     PromptToken,
     Request,
     RowsEvent,
     StepResult,
     TokenEvent,
+    sequence_lengths,
 )
-from model.engine.runner import Runner, StepOutput
+from model.engine.refusals import check_request
+from model.engine.runner import Runner, Scores, StepOutput
 from model.engine.sampler import Sampled
 from model.engine.scheduler import PrefillChunk, Scheduler, StepPlan
 from model.engine.sequence import Group, Sequence, State
@@ -44,7 +43,7 @@ class Engine:
         self.model_config = gpt.config
         self.clock = clock
         self._runner = Runner(gpt, config.slots)
-        self._scheduler = Scheduler(config, rows_chunk=self._runner.rows_chunk)
+        self._scheduler = Scheduler(config, self._runner.row_width)
         self._sequences: dict[str, list[Sequence]] = {}  # unfinished, by request
         self._next_weights: GPT | None = None
 
@@ -64,9 +63,9 @@ class Engine:
         check_request(request, self.model_config)
         if request.request_id in self._sequences:
             raise InvalidRequest(f"request id {request.request_id!r} is in use")
-        count = request.n if isinstance(request, GenerationRequest) else 1
         arrived = self.clock() if arrived is None else arrived
         group = Group(request)
+        count = len(sequence_lengths(request))
         sequences = [Sequence(group, index, arrived) for index in range(count)]
         self._sequences[request.request_id] = sequences
         for sequence in sequences:
@@ -85,7 +84,7 @@ class Engine:
         return [self._finish(sequence, reason) for sequence in ended]
 
     def grant(self, request_id: str) -> None:
-        """The reader of a LogitsRequest took a piece: one more may be computed."""
+        """The reader of a RowsRequest took a piece: one more may be computed."""
         for sequence in self._sequences.get(request_id, []):
             sequence.credit += 1
 
@@ -172,29 +171,26 @@ class Engine:
         for sequence in plan.decode:
             sequence.computed += 1
         for chunk in plan.prefill:
+            sequence = chunk.sequence
             self._scheduler.prefilled(chunk, now)
-            if chunk.sequence in output.rows:
-                yield from self._hand_out_rows(chunk, output)
-            if chunk.sequence in output.prompts:
-                yield self._prompt_event(chunk, output.prompts[chunk.sequence])
+            if sequence in output.scores:
+                yield self._prompt_event(chunk, output.scores[sequence])
+            if (rows := output.rows.get(sequence)) is not None:
+                sequence.credit -= 1
+                yield RowsEvent(sequence.request_id, rows.positions, rows.values)
+            if chunk.completes_prompt and sequence.generation is None:
+                yield self._finish(sequence, FinishReason.STOP)
         for sequence, sampled in output.sampled.items():
             yield from self._append(sequence, sampled)
 
-    def _hand_out_rows(self, chunk: PrefillChunk, output: StepOutput) -> Iterator[Event]:
-        sequence, rows = chunk.sequence, output.rows[chunk.sequence]
-        if rows.positions:
-            sequence.credit -= 1
-            yield RowsEvent(sequence.request_id, rows.positions, rows.values)
-        if chunk.completes_prompt:
-            yield self._finish(sequence, FinishReason.STOP)
-
-    def _prompt_event(self, chunk: PrefillChunk, scored: list[Sampled]) -> Event:
-        """The row of a position scores the token after it; nothing scores the first."""
-        tokens = [PromptToken(s.token_id, s.chosen, s.top) for s in scored]
-        if chunk.start == 0:
-            tokens.insert(0, PromptToken(chunk.sequence.tokens[0]))
-        start = chunk.start + 1 if chunk.start else 0
-        return PromptEvent(chunk.sequence.request_id, start, tuple(tokens))
+    def _prompt_event(self, chunk: PrefillChunk, scores: Scores) -> Event:
+        """The row of a position scores the token after it; nothing scores a prompt's first."""
+        tokens = [PromptToken(s.token_id, s.chosen, s.top) for s in scores.tokens]
+        sequence, start = chunk.sequence, scores.start
+        if start == 1 and sequence.scores_first:
+            start = 0
+            tokens.insert(0, PromptToken(sequence.tokens[0]))
+        return PromptEvent(sequence.request_id, sequence.index, start, tuple(tokens))
 
     def _append(self, sequence: Sequence, sampled: Sampled) -> Iterator[Event]:
         request = sequence.generation
@@ -233,71 +229,3 @@ class Engine:
             del self._sequences[sequence.request_id]
         self._swap_when_idle()
         return sequence.finish_event(reason, self.clock(), stop_token_id=stop_token_id, error=error)
-
-
-def check_request(request: Request, config: GPTConfig) -> None:
-    """Raise InvalidRequest, with the numbers, for what this model cannot compute."""
-    length = len(request.token_ids)
-    if length == 0:
-        raise InvalidRequest("the prompt is empty; give at least one token", "prompt")
-    _check_ids("prompt", request.token_ids, config.vocab_size)
-    if isinstance(request, LogitsRequest):
-        if length > config.context_length:
-            raise InvalidRequest(
-                f"the prompt has {length} tokens; the model's context is {config.context_length}. "
-                "Shorten the prompt",
-                "prompt",
-            )
-        _check_positions(request.positions, length)
-        if request.columns is not None:
-            if not request.columns:
-                raise InvalidRequest("token_ids is empty; no column is chosen", "token_ids")
-            _check_ids("token_ids", request.columns, config.vocab_size)
-        return
-    params = request.params
-    if length + params.max_tokens > config.context_length:
-        raise InvalidRequest(
-            f"the prompt has {length} tokens and max_tokens is {params.max_tokens}: together "
-            f"{length + params.max_tokens}, the model's context is {config.context_length}. "
-            "Shorten the prompt or lower max_tokens",
-            "max_tokens",
-        )
-    if request.n < 1:
-        raise InvalidRequest(f"n is {request.n}; it must be at least 1", "n")
-    _check_ids("logit_bias", params.logit_bias, config.vocab_size)
-    _check_ids("allowed_token_ids", params.allowed_token_ids or (), config.vocab_size)
-    _check_ids("stop_token_ids", params.stop_token_ids, config.vocab_size)
-    if params.min_tokens and len(params.stop_token_ids) == config.vocab_size:
-        raise InvalidRequest(
-            f"stop_token_ids holds all {config.vocab_size} ids, which min_tokens forbids",
-            "min_tokens",
-        )
-    for name, count in (
-        ("logprobs", params.logprobs),
-        ("prompt_logprobs", request.prompt_logprobs),
-    ):
-        if count is not None and not 0 <= count <= config.vocab_size:
-            raise InvalidRequest(
-                f"{name} is {count}; the vocabulary has {config.vocab_size} ids", name
-            )
-
-
-def _check_ids(param: str, token_ids: Iterable[int], vocab_size: int) -> None:
-    for token_id in token_ids:
-        if not 0 <= token_id < vocab_size:
-            raise InvalidRequest(
-                f"token id {token_id} in {param} is outside the vocabulary of {vocab_size} ids "
-                f"(0 to {vocab_size - 1})",
-                param,
-            )
-
-
-def _check_positions(positions: tuple[int, ...], length: int) -> None:
-    if not positions or list(positions) != sorted(set(positions)):
-        raise InvalidRequest("positions must be ascending, distinct and at least one", "positions")
-    if positions[0] < 0 or positions[-1] >= length:
-        raise InvalidRequest(
-            f"positions run from {positions[0]} to {positions[-1]}; the prompt has {length} "
-            f"tokens, positions 0 to {length - 1}",
-            "positions",
-        )

@@ -17,24 +17,32 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from model.attention import AttentionRecorder, Observer
 from model.config import BLOCK
-from model.engine.sampler import Row, Sampled, sample, score
+from model.engine.api import AttentionWeights, HiddenStates, Logits, RowsRequest
+from model.engine.sampler import Row, Sampled, process, sample, score
 from model.engine.scheduler import PrefillChunk, StepPlan
 from model.engine.sequence import Sequence
 from model.gpt import GPT
 from model.kv_cache import KVCache
 
 ROW_GROUP = 4
-ROWS_BYTES = 16 * 2**20
-"""What one piece of full-vocabulary rows may take in float32."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Logits of some prompt positions: a NumPy array (len(positions), columns), float32."""
+    """What a RowsRequest wants of some positions: a NumPy array (len(positions), ...), float32."""
 
     positions: tuple[int, ...]
     values: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """Scored tokens of a prompt from position `start` on."""
+
+    start: int
+    tokens: list[Sampled]
 
 
 @dataclass(slots=True)
@@ -43,7 +51,7 @@ class StepOutput:
 
     sampled: dict[Sequence, Sampled] = field(default_factory=dict)
     rows: dict[Sequence, Rows] = field(default_factory=dict)
-    prompts: dict[Sequence, list[Sampled]] = field(default_factory=dict)
+    scores: dict[Sequence, Scores] = field(default_factory=dict)
 
 
 class Runner:
@@ -72,11 +80,16 @@ class Runner:
         """Compute with other weights from now on; the cache's contents mean nothing to them."""
         self.gpt = gpt
 
-    @property
-    def rows_chunk(self) -> int:
-        """Positions of a LogitsRequest to compute at once, whole blocks of 32."""
-        row_bytes = 4 * self.gpt.config.vocab_size
-        return max(1, ROWS_BYTES // row_bytes // BLOCK) * BLOCK
+    def row_width(self, request: RowsRequest) -> int:
+        """How many numbers are computed for a request's row at one position."""
+        config = self.gpt.config
+        match request.wanted:
+            case Logits():
+                return config.vocab_size
+            case HiddenStates(layers=layers):
+                return len(layers) * config.d_model
+            case AttentionWeights(layers=layers, heads=heads):
+                return len(layers) * len(heads) * len(request.token_ids)
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepOutput:
@@ -84,13 +97,17 @@ class Runner:
         sequences: list[Sequence] = []
         logits: list[Tensor] = []  # each (1, V)
         for chunk in plan.prefill:
+            sequence = chunk.sequence
+            if sequence.rows is not None:
+                handed_out = self._rows(chunk, sequence.rows)
+                if handed_out.positions:
+                    output.rows[sequence] = handed_out
+                continue
             hidden = self.prefill(chunk)
-            if chunk.sequence.scores_prompt:
-                output.prompts[chunk.sequence] = self._prompt_scores(chunk, hidden)
-            if chunk.sequence.logits is not None:
-                output.rows[chunk.sequence] = self._rows(chunk, hidden)
-            elif chunk.completes_prompt:
-                sequences.append(chunk.sequence)
+            if sequence.scores_from is not None and chunk.end > sequence.scores_from:
+                output.scores[sequence] = self._scores(chunk, hidden, sequence.scores_from)
+            if chunk.completes_prompt and sequence.generation is not None:
+                sequences.append(sequence)
                 logits.append(self._logits(hidden[-1:]))
         if plan.decode:
             sequences.extend(plan.decode)
@@ -101,8 +118,16 @@ class Runner:
             output.sampled = dict(zip(sequences, sampled, strict=True))
         return output
 
-    def prefill(self, chunk: PrefillChunk) -> Tensor:
-        """Compute a chunk into its slot; the hidden states of its positions (T, d_model)."""
+    def prefill(
+        self,
+        chunk: PrefillChunk,
+        states: list[Tensor] | None = None,
+        observe: Observer | None = None,
+    ) -> Tensor:
+        """Compute a chunk into its slot; the final hidden states of its positions (T, d_model).
+
+        `states` collects what `GPT.transform` says, (1, T padded, d_model) each; `observe` is shown
+        what attention works on."""
         sequence, start = chunk.sequence, chunk.start
         assert sequence.slot is not None
         assert start % BLOCK == 0
@@ -117,7 +142,8 @@ class Runner:
         )
         positions = torch.arange(start, chunk.end + padding, device=self.device)
         positions = positions.clamp(max=self.gpt.config.context_length - 1)[None]
-        hidden = self.gpt.transform(token_ids, positions, self.cache.prefill(sequence.slot, start))
+        attend = self.cache.prefill(sequence.slot, start, observe)
+        hidden = self.gpt.transform(token_ids, positions, attend, states)
         return hidden[0, :length]
 
     def decode(self, sequences: tuple[Sequence, ...]) -> Tensor:
@@ -133,27 +159,55 @@ class Runner:
         hidden = self.gpt.transform(token_ids[:, None], positions[:, None], attend)
         return self.gpt.logits(hidden[:, 0])[: len(sequences)]
 
-    def _rows(self, chunk: PrefillChunk, hidden: Tensor) -> Rows:
-        request = chunk.sequence.logits
-        assert request is not None
+    def _rows(self, chunk: PrefillChunk, request: RowsRequest) -> Rows:
+        """Compute a chunk, and the rows that are wanted of it."""
         positions = tuple(p for p in request.positions if chunk.start <= p < chunk.end)
-        # (P, C) of those positions, then (P, V), then (P, columns)
-        logits = self._logits(hidden[[p - chunk.start for p in positions]])
-        if request.columns is not None:
-            logits = logits[:, list(request.columns)]
-        return Rows(positions, logits.float().cpu().numpy())
+        offsets = [position - chunk.start for position in positions]
+        match request.wanted:
+            case Logits() as wanted:
+                hidden = self.prefill(chunk)[offsets]  # (P, d_model)
+                values = self._wanted_logits(chunk.sequence, wanted, positions, hidden)
+            case HiddenStates(layers=layers):
+                states: list[Tensor] = []
+                self.prefill(chunk, states)
+                chosen = [states[layer][0, offsets] for layer in layers]
+                values = torch.stack(chosen, dim=1)  # (P, layers, d_model)
+            case AttentionWeights(layers=layers, heads=heads):
+                weights = AttentionRecorder(layers, heads, len(request.token_ids))
+                self.prefill(chunk, observe=weights)
+                values = weights.rows()[offsets]  # (P, layers, heads, T)
+        return Rows(positions, values.float().cpu().numpy())
 
-    def _prompt_scores(self, chunk: PrefillChunk, hidden: Tensor) -> list[Sampled]:
-        """Logprobs of the prompt's tokens after each position of the chunk, block by block."""
-        request = chunk.sequence.generation
-        assert request is not None
-        following = request.token_ids[chunk.start + 1 : chunk.end + 1]  # one less at the end
+    def _wanted_logits(
+        self, sequence: Sequence, wanted: Logits, positions: tuple[int, ...], hidden: Tensor
+    ) -> Tensor:
+        """Logits (P, columns) of final hidden states (P, d_model)."""
+        logits = self._logits(hidden)
+        if wanted.processing is not None:
+            rows = [
+                Row(
+                    wanted.processing,
+                    sequence.index,
+                    sequence.tokens[: position + 1],
+                    _prompt_part(position + 1, wanted.completion_start),
+                )
+                for position in positions
+            ]
+            logits = process(logits, rows)
+        return logits if wanted.columns is None else logits[:, list(wanted.columns)]
+
+    def _scores(self, chunk: PrefillChunk, hidden: Tensor, scores_from: int) -> Scores:
+        """Logprobs of the tokens after the chunk's positions, block by block."""
+        tokens, first = chunk.sequence.tokens, max(chunk.start, scores_from)
+        hidden = hidden[first - chunk.start :]
+        # One less where the prompt ends.
+        following = tokens[first + 1 : min(chunk.end + 1, chunk.sequence.prompt_length)]
         scored: list[Sampled] = []
         for start in range(0, len(following), BLOCK):
             targets = following[start : start + BLOCK]
             logits = self._logits(hidden[start : start + len(targets)])
-            scored += score(logits, targets, request.prompt_logprobs or 0)
-        return scored
+            scored += score(logits, targets, chunk.sequence.scored_top)
+        return Scores(first + 1, scored)
 
     def _logits(self, hidden: Tensor) -> Tensor:
         """Logits (R, V) of hidden states (R, d_model), by rows padded like those of decode."""
@@ -165,6 +219,11 @@ class Runner:
 def _check_mode(gpt: GPT) -> None:
     if gpt.training:
         raise ValueError("the model is in training mode and would drop out; call eval() on it")
+
+
+def _prompt_part(length: int, completion_start: int | None) -> int:
+    """How many of a text's leading tokens are prompt, the rest counting as generated."""
+    return length if completion_start is None else min(length, completion_start)
 
 
 def _row(sequence: Sequence) -> Row:

@@ -86,6 +86,17 @@ def sample(logits: Tensor, rows: list[Row]) -> list[Sampled]:
     ]
 
 
+def process(logits: Tensor, rows: list[Row]) -> Tensor:
+    """Rows (R, V) as they would be drawn from: steps 1 to 9, or 1 to 5 at temperature 0; -inf for
+    what is dropped. float32; the rows given are left as they are."""
+    values = _biased_and_penalised(logits.float(), rows)
+    drawn = [i for i, row in enumerate(rows) if row.params.temperature > 0]
+    if not drawn:
+        return values
+    left = filtered(values[drawn], [rows[i].params for i in drawn])
+    return values.index_copy(0, torch.tensor(drawn, device=values.device), left)
+
+
 def filtered(logits: Tensor, params: list[SamplingParams]) -> Tensor:
     """Steps 6 to 9: logits (R, V) with -inf for what the filters drop. Temperatures above 0."""
     device, width = logits.device, logits.shape[-1]
@@ -200,15 +211,20 @@ def _logprobs(
     logprobs = logits.double().log_softmax(dim=-1)
     own = logprobs[token_id]
     chosen = TokenLogprob(token_id, own.item(), int((logprobs > own).sum()) + 1)
-    if not count:
-        return chosen, ()
-    values, ids = logprobs.sort(descending=True, stable=True)
-    ranks = torch.searchsorted(-values, -values[:count]) + 1
-    top = tuple(
+    return chosen, _likeliest(logprobs, count) if count else ()
+
+
+def _likeliest(logprobs: Tensor, count: int) -> tuple[TokenLogprob, ...]:
+    """The `count` likeliest ids of a row (V,), equals in the order of their ids; not those that
+    were dropped."""
+    # Whatever is at least the count-th largest, equals included, in a stable sort of those alone.
+    threshold = logprobs.topk(count).values[-1]
+    candidates = (logprobs >= threshold).nonzero()[:, 0]
+    values, order = logprobs[candidates].sort(descending=True, stable=True)
+    ids, values = candidates[order][:count], values[:count]
+    ranks = torch.searchsorted(-values, -values) + 1
+    return tuple(
         TokenLogprob(i, value, rank)
-        for i, value, rank in zip(
-            ids[:count].tolist(), values[:count].tolist(), ranks.tolist(), strict=True
-        )
+        for i, value, rank in zip(ids.tolist(), values.tolist(), ranks.tolist(), strict=True)
         if value > -math.inf
     )
-    return chosen, top

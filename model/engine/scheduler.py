@@ -4,15 +4,26 @@ First come, first served, within a priority. A step prefills at most `prefill_ch
 shared by as many prompts as fit, and decodes every running sequence once; so a long prompt delays
 a running sequence by one chunk at most, and never starves it. What was admitted can always finish:
 there is no preemption. Knows tokens and slots, not tensors.
+
+Rows that are handed out have a price of their own, in numbers (positions times what each is wide):
+a step computes ROWS_BUDGET of them at most, and after a step that computed many, sequences that
+decode have the engine to themselves for as long as that step took. So a large reply at most doubles
+the time between their tokens, and takes a bounded part of the memory.
 """
 
 import bisect
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from model.config import BLOCK
-from model.engine.api import EngineConfig
+from model.engine.api import EngineConfig, RowsRequest
 from model.engine.sequence import Sequence, State
 from model.engine.slots import SlotPool
+
+ROWS_BUDGET = 2**21
+"""Numbers of rows in one step; a single block of positions may have more."""
+MANY_ROWS = 2**20
+"""A step with as many numbers is followed by a rest for the sake of those who decode."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,12 +53,13 @@ class StepPlan:
 class Scheduler:
     """Queue, running set and slots; turns them into one `StepPlan` after another.
 
-    `rows_chunk` bounds a chunk whose rows are handed out: they take memory by the vocabulary.
+    `row_width` says how many numbers a request's row at one position is.
     """
 
-    def __init__(self, config: EngineConfig, rows_chunk: int) -> None:
+    def __init__(self, config: EngineConfig, row_width: Callable[[RowsRequest], int]) -> None:
         self.config = config
-        self.rows_chunk = rows_chunk
+        self.rows_budget = ROWS_BUDGET
+        self._row_width = row_width
         self.slots = SlotPool(config.slots)
         self.waiting: list[Sequence] = []  # in order of admission to come
         self.running: list[Sequence] = []  # in order of admission
@@ -55,6 +67,9 @@ class Scheduler:
         """While set, nobody is admitted but siblings of those who were: the weights are about to
         change, and a request is answered by one set of weights."""
         self._step = 0
+        self._planned_at = 0.0
+        self._planned_numbers = 0  # of rows, in the present step
+        self._rows_rest_until = 0.0
 
     def enqueue(self, sequence: Sequence) -> None:
         """Queue behind all of the same or a lower priority number."""
@@ -68,9 +83,11 @@ class Scheduler:
     def plan(self, now: float) -> StepPlan:
         """Admit what fits and choose the work of the next step."""
         self._step += 1
+        self._planned_at, self._planned_numbers = now, 0
         self._admit(now)
         decode = tuple(s for s in self.running if s.state is State.DECODE)
-        return StepPlan(prefill=tuple(self._prefill_chunks()), decode=decode)
+        rows_rest = bool(decode) and now < self._rows_rest_until
+        return StepPlan(prefill=tuple(self._prefill_chunks(rows_rest)), decode=decode)
 
     def remove(self, sequence: Sequence) -> None:
         """Take a sequence out, whatever it was doing. Its slot is free for the next step."""
@@ -88,6 +105,8 @@ class Scheduler:
         sequence = chunk.sequence
         assert sequence.slot is not None
         sequence.computed = chunk.end
+        if self._planned_numbers >= MANY_ROWS:
+            self._rows_rest_until = now + (now - self._planned_at)
         self.slots.keep(sequence.slot, sequence.tokens[: chunk.end - chunk.end % BLOCK])
         if chunk.completes_prompt:
             sequence.state = State.DECODE
@@ -140,25 +159,50 @@ class Scheduler:
     def _reuses_prefix(self, sequence: Sequence) -> bool:
         return self.config.prefix_reuse and sequence.request.prefix_reuse
 
-    def _prefill_chunks(self) -> list[PrefillChunk]:
+    def _prefill_chunks(self, rows_rest: bool) -> list[PrefillChunk]:
         chunks = []
         budget = self.config.prefill_chunk
         for sequence in self.running:
             if sequence.state is State.PREFILL and sequence.may_compute and budget:
-                chunk = self._chunk(sequence, budget)
-                budget -= -(-(chunk.end - chunk.start) // BLOCK) * BLOCK
-                chunks.append(chunk)
+                chunk = self._chunk(sequence, budget, rows_rest)
+                if chunk is not None:
+                    budget -= -(-(chunk.end - chunk.start) // BLOCK) * BLOCK
+                    chunks.append(chunk)
         return chunks
 
-    def _chunk(self, sequence: Sequence, budget: int) -> PrefillChunk:
-        copy_from = None
+    def _chunk(self, sequence: Sequence, budget: int, rows_rest: bool) -> PrefillChunk | None:
+        """The next positions of a prompt; None where its rows have no place in this step."""
+        copy_from, start = None, sequence.computed
+        if start == 0:
+            source, start = self._shared_prefix(sequence)
+            copy_from = source if start else None
+        end = min(start + budget, sequence.prompt_length)
+        if sequence.rows is not None:
+            end = self._book_rows(sequence.rows, start, end, rows_rest)
+            if end == start:
+                return None
         if sequence.computed == 0:
             assert sequence.slot is not None
-            source, length = self._shared_prefix(sequence)
-            copy_from = source if length else None
-            sequence.computed = sequence.cached = length
+            sequence.computed = sequence.cached = start
             # Chunks run in the order planned here: from now on the row holds the prefix alone.
-            self.slots.keep(sequence.slot, sequence.tokens[:length])
-        size = budget if sequence.logits is None else min(budget, self.rows_chunk)
-        start = sequence.computed
-        return PrefillChunk(sequence, start, min(start + size, sequence.prompt_length), copy_from)
+            self.slots.keep(sequence.slot, sequence.tokens[:start])
+        return PrefillChunk(sequence, start, end, copy_from)
+
+    def _book_rows(self, request: RowsRequest, start: int, end: int, rest: bool) -> int:
+        """Where a chunk that begins at `start` ends so that the rows in it can be afforded, whole
+        blocks from `start`, and count these. `start` itself when none can."""
+        width, positions, request_end = self._row_width(request), request.positions, end
+        first, behind = bisect.bisect_left(positions, start), bisect.bisect_left(positions, end)
+        affordable = max(0, self.rows_budget - self._planned_numbers) // width
+        if behind - first > affordable:
+            end = positions[first + affordable] // BLOCK * BLOCK
+            if end <= start:
+                if self._planned_numbers:
+                    return start
+                end = min(start + BLOCK, request_end)  # a step's only rows may be dearer
+            behind = bisect.bisect_left(positions, end)
+        numbers = (behind - first) * width
+        if rest and numbers >= MANY_ROWS:
+            return start
+        self._planned_numbers += numbers
+        return end

@@ -1,4 +1,4 @@
-"""Sequence: one running generation, or one prompt whose rows are being computed.
+"""Sequence: one running generation, or one prompt whose numbers are being computed.
 
 Its tokens, how many of them are in the cache, and what moments it has passed. Mutable, owned by
 the engine alone. Decides nothing: see `scheduler.py`.
@@ -11,8 +11,9 @@ from model.engine.api import (
     FinishEvent,
     FinishReason,
     GenerationRequest,
-    LogitsRequest,
     Request,
+    RowsRequest,
+    ScoreRequest,
     SequenceTimes,
 )
 
@@ -34,21 +35,16 @@ class Group:
     request: Request
     started: bool = False  # one of them was admitted
 
-    @property
-    def scored(self) -> bool:
-        """Whether the prompt's own logprobs were asked for."""
-        request = self.request
-        return isinstance(request, GenerationRequest) and request.prompt_logprobs is not None
-
 
 @dataclass(eq=False, slots=True)
 class Sequence:
-    """One of the n sequences of a request (a LogitsRequest has one)."""
+    """One of the sequences of a request."""
 
     group: Group
     index: int
     arrived: float
     tokens: list[int] = field(init=False)  # the prompt, then what was generated
+    prompt_length: int = field(init=False)
     state: State = State.WAITING
     slot: int | None = None
     computed: int = 0  # leading tokens whose keys and values are in the cache
@@ -59,6 +55,9 @@ class Sequence:
 
     def __post_init__(self) -> None:
         self.tokens = list(self.request.token_ids)
+        if isinstance(self.request, ScoreRequest) and self.request.continuations:
+            self.tokens += self.request.continuations[self.index]
+        self.prompt_length = len(self.tokens)
 
     @property
     def request(self) -> Request:
@@ -67,10 +66,6 @@ class Sequence:
     @property
     def request_id(self) -> str:
         return self.request.request_id
-
-    @property
-    def prompt_length(self) -> int:
-        return len(self.request.token_ids)
 
     @property
     def generated(self) -> int:
@@ -82,27 +77,51 @@ class Sequence:
         return self.request if isinstance(self.request, GenerationRequest) else None
 
     @property
-    def logits(self) -> LogitsRequest | None:
+    def rows(self) -> RowsRequest | None:
         """The request, if it asks for rows."""
-        return self.request if isinstance(self.request, LogitsRequest) else None
+        return self.request if isinstance(self.request, RowsRequest) else None
+
+    @property
+    def scores_from(self) -> int | None:
+        """The first position whose row scores the token after it, if tokens are scored. Of a
+        generation the first sequence does it, on behalf of its siblings."""
+        match self.request:
+            case ScoreRequest(token_ids=prompt, continuations=continuations):
+                return len(prompt) - 1 if continuations else 0
+            case GenerationRequest(prompt_logprobs=int()) if self.index == 0:
+                return 0
+            case _:
+                return None
+
+    @property
+    def scores_first(self) -> bool:
+        """Whether its first token is told among the scored ones, although nothing predicts it."""
+        request = self.request
+        return not (isinstance(request, ScoreRequest) and request.continuations)
+
+    @property
+    def scored_top(self) -> int:
+        """How many of the likeliest are told in the place of each scored token."""
+        match self.request:
+            case ScoreRequest(top=top):
+                return top
+            case GenerationRequest(prompt_logprobs=int(top)):
+                return top
+            case _:
+                return 0
 
     @property
     def first_needed(self) -> int:
         """The first prompt position whose hidden state is asked for; those before it may be
         copied from another slot."""
-        if self.logits is not None:
-            return self.logits.positions[0]
-        return 0 if self.scores_prompt else self.prompt_length - 1
-
-    @property
-    def scores_prompt(self) -> bool:
-        """Whether this sequence computes the prompt's logprobs, on behalf of its siblings too."""
-        return self.group.scored and self.index == 0
+        if self.rows is not None:
+            return self.rows.positions[0]
+        return self.prompt_length - 1 if self.scores_from is None else self.scores_from
 
     @property
     def may_compute(self) -> bool:
         """False while the reader of its rows is behind."""
-        return self.generation is not None or self.credit > 0
+        return self.rows is None or self.credit > 0
 
     def finish_event(
         self,

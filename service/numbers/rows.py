@@ -1,21 +1,64 @@
-"""Rows: pieces of logits from the engine, as an async iterator and as bytes of a reply.
+"""Rows: what the engine computes at the positions of prompts, as it comes.
 
-A full-vocabulary reply is never held whole: pieces are written as they are computed, and the
-engine computes the next ones only as these are taken.
+Prompts are computed one after the other, each a piece of positions at a time, and the engine
+computes the next piece but one only as they are taken: a reply is written while it is computed and
+never held whole. In which bytes it is written is the business of `arrays.py` and the routes.
 """
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 
-import numpy as np
-import numpy.typing as npt
-
-from model.engine.api import FinishEvent, RowsEvent
+from model.engine.api import FinishEvent, RowsEvent, RowsRequest
 from service.async_engine import EngineStopped, Submission
 from service.errors import from_finish, unavailable
+from service.requests import reserve, submit_next
+from service.state import Served
+
+
+class RowsReader:
+    """The rows of several prompts, in order.
+
+    Once the status is sent an error can only break the connection off. So the room of all prompts
+    is taken at once, and the first rows are awaited (`start`) before anything is written.
+    """
+
+    def __init__(self, requests: Sequence[RowsRequest], served: Served) -> None:
+        self.requests = tuple(requests)
+        self._reservation = reserve(served, list(requests))
+        self._submission = submit_next(self._reservation)
+        self._rows = read_rows(self._submission)
+        self._first: RowsEvent | None = None
+
+    async def start(self) -> None:
+        """Wait for the first rows; whatever ends this call before ends the request."""
+        try:
+            self._first = await anext(self._rows)
+        finally:
+            if self._first is None:
+                self.end()
+
+    def end(self) -> None:
+        """Nobody reads any more."""
+        self._submission.abort()
+        self._reservation.release()
+
+    async def prompts(self) -> AsyncIterator[tuple[RowsRequest, AsyncIterator[RowsEvent]]]:
+        """Each request with its pieces, which are to be taken before the next request."""
+        for index, request in enumerate(self.requests):
+            if index:
+                self._submission = submit_next(self._reservation)
+                self._rows = read_rows(self._submission)
+            yield request, self._pieces()
+
+    async def _pieces(self) -> AsyncIterator[RowsEvent]:
+        if self._first is not None:
+            yield self._first
+            self._first = None
+        async for piece in self._rows:
+            yield piece
 
 
 async def read_rows(submission: Submission) -> AsyncIterator[RowsEvent]:
-    """The pieces of each LogitsRequest in the order of their positions.
+    """The pieces of a submission's requests, in the order of their positions each.
 
     Raises ApiError when a request ended before its last row.
     """
@@ -29,16 +72,3 @@ async def read_rows(submission: Submission) -> AsyncIterator[RowsEvent]:
                 yield event
             elif isinstance(event, FinishEvent) and (failure := from_finish(event)) is not None:
                 raise failure
-
-
-def npy_header(shape: tuple[int, int], dtype: np.dtype[np.floating]) -> bytes:
-    """The header of an .npy file (format version 1.0) of rows that follow in C order."""
-    text = f"{{'descr': '{dtype.str}', 'fortran_order': False, 'shape': {shape}, }}"
-    padding = -(10 + len(text) + 1) % 64
-    header = text + " " * padding + "\n"
-    return b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header.encode("latin-1")
-
-
-def as_dtype(rows: npt.NDArray[np.float32], dtype: str) -> npt.NDArray[np.floating]:
-    """Rows in the numbers asked for, contiguous; float32 is what the engine gives."""
-    return np.ascontiguousarray(rows, dtype=dtype)

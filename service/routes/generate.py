@@ -11,14 +11,21 @@ from model.engine.api import (
     FinishEvent,
     GenerationRequest,
     PromptEvent,
-    PromptToken,
     TokenEvent,
 )
 from service import sse
 from service.async_engine import EngineStopped, Submission
 from service.errors import ApiError, from_finish, unavailable
 from service.openapi import ERRORS
-from service.replies import Completion, envelope, new_id, scored_json, timings, usage
+from service.replies import (
+    Completion,
+    envelope,
+    first_likeliest,
+    new_id,
+    scored_json,
+    timings,
+    usage,
+)
 from service.requests import (
     body_of,
     described_by,
@@ -135,11 +142,11 @@ class Generation:
         """Logprobs of a prompt's tokens: for the reply's `prompts`, for its echoes, or both."""
         prompt_index, body = self._prompts[event.request_id], self._body
         if body.prompt_logprobs is not None:
-            tokens = [_first(token, body.prompt_logprobs) for token in event.tokens]
+            tokens = [first_likeliest(token, body.prompt_logprobs) for token in event.tokens]
             new = [scored_json(self._tokenizer, token) for token in tokens]
             self._scores.setdefault(prompt_index, []).extend(new)
         if body.echo and body.logprobs is not None:
-            tokens = [_first(token, body.logprobs) for token in event.tokens]
+            tokens = [first_likeliest(token, body.logprobs) for token in event.tokens]
             for index in range(body.n):
                 self._completions[event.request_id, index].push_prompt(tokens)
 
@@ -163,8 +170,3 @@ class Generation:
             "seed": self._seed,
             "timings": timings(self._finishes, generated),
         }
-
-
-def _first(token: PromptToken, count: int) -> PromptToken:
-    """A token with the `count` likeliest in its place: the engine computed the most asked for."""
-    return PromptToken(token.token_id, token.chosen, token.top[:count])

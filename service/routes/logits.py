@@ -1,39 +1,37 @@
-"""POST /logits: raw logits, as JSON or as a NumPy array, written as they are computed."""
+"""POST /logits: logits as JSON, npy or safetensors, written as they are computed."""
 
-import asyncio
 from collections.abc import AsyncIterator
 from typing import Annotated, Any
 
 import numpy as np
+import numpy.typing as npt
 import orjson
 from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
 from model.distribution import largest
-from model.engine.api import LogitsRequest as RowsRequest
-from model.engine.api import RowsEvent
-from model.tokenizer import Tokenizer
+from model.engine.api import RowsEvent, RowsRequest
 from service import sse
-from service.errors import ApiError, bad_request, clip
-from service.openapi import ERRORS
+from service.errors import bad_request
+from service.numbers.arrays import byte_parts, encoded, json_parts, npy_header
+from service.numbers.negotiation import NPY, RESPONSES, SAFETENSORS, check_form, negotiate
+from service.numbers.rows import RowsReader
+from service.numbers.schemas import LogitsReply, LogitsRequest
+from service.numbers.tensors import tensor_file_head
 from service.replies import checkpoint_headers, envelope, new_id, token_json
 from service.requests import (
     body_of,
     check_choice,
+    check_logprobs,
     described_by,
-    logits_request,
     prompt_ids,
-    reserve,
-    submit_next,
+    rows_request,
     unless_gone,
+    wanted_logits,
 )
-from service.rows import as_dtype, npy_header, read_rows
-from service.schemas import LogitsReply, LogitsRequest
 from service.state import Ready, Served
 
 router = APIRouter()
-
-JSON, NPY = "application/json", "application/x-npy"
 
 LogitsBody = Annotated[LogitsRequest, Depends(body_of(LogitsRequest))]
 
@@ -41,33 +39,30 @@ LogitsBody = Annotated[LogitsRequest, Depends(body_of(LogitsRequest))]
 @router.post(
     "/logits",
     response_model=LogitsReply,
-    responses={
-        **ERRORS,
-        200: {"content": {NPY: {"schema": {"type": "string", "format": "binary"}}}},
-        406: ERRORS[400] | {"description": "`Accept` names no format of this endpoint"},
-    },
+    responses=RESPONSES,
     openapi_extra=described_by(LogitsRequest),
-    summary="Raw logits",
+    summary="Logits",
     tags=["numbers"],
 )
 async def logits(body: LogitsBody, served: Ready, request: Request) -> Response:
     """Logits of the chosen positions: row i predicts the token after position i.
 
     `Accept: application/x-npy` gives one prompt's rows as an array (positions, columns) for
-    `numpy.load`; otherwise JSON."""
+    `numpy.load`, `application/vnd.safetensors` those of all prompts; otherwise JSON."""
     served.check_model(body.model)
-    media_type = _negotiate(request.headers.get("accept", "*/*"))
+    media_type = negotiate(request.headers.get("accept", "*/*"))
     prompts = await prompt_ids(body.prompt, served)
+    check_form(media_type, body.dtype, len(prompts))
     check_choice(body.token_ids, body.top_k, served)
-    if media_type == NPY and len(prompts) > 1:
-        raise bad_request(f"npy holds one array; the request has {len(prompts)} prompts", "prompt")
     if media_type == NPY and body.top_k is not None:
-        raise bad_request("top_k has no place in npy; take JSON, or name token_ids", "top_k")
-    reply = LogitsWriter(body, prompts, served)
-    await unless_gone(request, reply.start())
+        raise bad_request(
+            f"top_k has no place in npy; take JSON or {SAFETENSORS}, or name token_ids", "top_k"
+        )
+    writer = LogitsWriter(body, prompts, served)
+    await unless_gone(request, writer.reader.start())
     return sse.StreamedResponse(
-        reply.npy() if media_type == NPY else reply.json(),
-        on_end=reply.end,
+        writer.pieces(media_type),
+        on_end=writer.reader.end,
         write_timeout=served.settings.slow_reader_timeout,
         media_type=media_type,
         headers=checkpoint_headers(served.checkpoint),
@@ -75,118 +70,133 @@ async def logits(body: LogitsBody, served: Ready, request: Request) -> Response:
 
 
 class LogitsWriter:
-    """Computes one prompt after the other and writes the rows as they come.
-
-    Once the status is sent an error can only break the connection off. So the room of all prompts
-    is taken at once, and the first rows are awaited (`start`) before anything is written.
-    """
+    """Writes one prompt's rows after the other's, as they are computed."""
 
     def __init__(self, body: LogitsRequest, prompts: list[tuple[int, ...]], served: Served) -> None:
         self._body = body
         self._served = served
-        self._requests: list[RowsRequest] = [
-            logits_request(
-                ids, body.positions, served, columns=body.token_ids, timeout=body.timeout
-            )
+        self._tokenizer = served.checkpoint.tokenizer
+        wanted = wanted_logits(body.stage, body.processing, body.token_ids)
+        requests = [
+            rows_request(ids, body.positions, wanted, served, timeout=body.timeout)
             for ids in prompts
         ]
-        self._reservation = reserve(served, self._requests)
-        self._submission = submit_next(self._reservation)
-        self._rows = read_rows(self._submission)
-        self._first: RowsEvent | None = None
+        if body.top_k is not None:
+            listed = body.top_k * sum(len(one.positions) for one in requests)
+            check_logprobs("top_k", listed, served)
+        self.reader = RowsReader(requests, served)
 
-    async def start(self) -> None:
-        """Wait for the first rows; whatever ends this call before ends the request."""
-        try:
-            self._first = await anext(self._rows)
-        finally:
-            if self._first is None:
-                self.end()
+    def pieces(self, media_type: str) -> AsyncIterator[bytes]:
+        """The reply's body."""
+        if media_type == NPY:
+            return self._npy()
+        if media_type != SAFETENSORS:
+            return self._json()
+        return self._tensors() if self._body.top_k is None else self._top_tensors()
 
-    def end(self) -> None:
-        """Nobody reads any more."""
-        self._submission.abort()
-        self._reservation.release()
+    async def _npy(self) -> AsyncIterator[bytes]:
+        request = self.reader.requests[0]
+        yield npy_header((len(request.positions), self._columns), self._body.dtype)
+        async for part in self._row_bytes():
+            yield part
 
-    async def npy(self) -> AsyncIterator[bytes]:
-        request = self._requests[0]
-        config = self._served.checkpoint.config
-        columns = config.vocab_size if request.columns is None else len(request.columns)
-        dtype = np.dtype(self._body.dtype).newbyteorder("<")
-        yield npy_header((len(request.positions), columns), dtype)
-        async for piece in self._pieces():
-            yield as_dtype(piece.rows, self._body.dtype).tobytes()
+    async def _tensors(self) -> AsyncIterator[bytes]:
+        """`logits` (positions, columns), with the ids and positions of its rows."""
+        yield tensor_file_head(
+            self._served.checkpoint,
+            [("logits", self._body.dtype, self._shapes(self._columns))],
+            self.reader.requests,
+            {"stage": self._body.stage},
+        )
+        async for part in self._row_bytes():
+            yield part
 
-    async def json(self) -> AsyncIterator[bytes]:
-        """The LogitsReply, a piece of rows at a time."""
-        head = envelope(new_id("logits"), self._served.checkpoint)
-        head |= {"stage": "raw", "dtype": self._body.dtype}
-        yield orjson.dumps(head)[:-1] + b',"prompts":['
-        for index, request in enumerate(self._requests):
-            if index:
-                self._submission = submit_next(self._reservation)
-                self._rows = read_rows(self._submission)
-            async for part in self._prompt_json(index, request):
+    async def _top_tensors(self) -> AsyncIterator[bytes]:
+        """`top_logits` and `top_ids` (positions, k); -inf and -1 behind those that are left."""
+        count = self._body.top_k or 0
+        yield tensor_file_head(
+            self._served.checkpoint,
+            [
+                ("top_ids", "int64", self._shapes(count)),
+                ("top_logits", self._body.dtype, self._shapes(count)),
+            ],
+            self.reader.requests,
+            {"stage": self._body.stage},
+        )
+        async for request, pieces in self.reader.prompts():
+            ids = np.full((len(request.positions), count), -1, dtype="<i8")
+            values = np.full((len(request.positions), count), -np.inf, dtype=np.float32)
+            filled = 0
+            async for piece in pieces:
+                for row in piece.rows:
+                    best = _kept(row, count)
+                    ids[filled, : len(best)] = best
+                    values[filled, : len(best)] = row[best]
+                    filled += 1
+            for part in (*byte_parts(ids), *byte_parts(encoded(values, self._body.dtype))):
                 yield part
+
+    async def _row_bytes(self) -> AsyncIterator[bytes]:
+        async for _, pieces in self.reader.prompts():
+            async for piece in pieces:
+                for part in byte_parts(encoded(piece.rows, self._body.dtype)):
+                    yield part
+
+    async def _json(self) -> AsyncIterator[bytes]:
+        """The LogitsReply, a row at a time."""
+        head = envelope(new_id("logits"), self._served.checkpoint)
+        head |= {"stage": self._body.stage, "dtype": self._body.dtype}
+        yield orjson.dumps(head)[:-1] + b',"prompts":['
+        index = 0
+        async for request, pieces in self.reader.prompts():
+            yield (b"," if index else b"") + self._prompt_head(index, request)
+            async for part in self._json_rows(pieces):
+                yield part
+            yield b"]}"
+            index += 1
         yield b"]}"
 
-    async def _prompt_json(self, index: int, request: RowsRequest) -> AsyncIterator[bytes]:
-        columns = None if request.columns is None else list(request.columns)
+    def _prompt_head(self, index: int, request: RowsRequest) -> bytes:
+        """A prompt's JSON up to the bracket that its rows follow."""
+        columns = self._body.token_ids
         head: dict[str, Any] = {
             "index": index,
             "token_ids": list(request.token_ids),
             "positions": list(request.positions),
             "columns": columns,
         }
-        member = "logits" if self._body.top_k is None else "top"
-        empty = {"logits": None, "top": None}
-        del empty[member]
-        yield (b"," if index else b"") + orjson.dumps(head | empty)[:-1] + f',"{member}":['.encode()
+        member, other = ("logits", "top") if self._body.top_k is None else ("top", "logits")
+        return orjson.dumps(head | {other: None})[:-1] + f',"{member}":['.encode()
+
+    async def _json_rows(self, pieces: AsyncIterator[RowsEvent]) -> AsyncIterator[bytes]:
         comma = b""
-        async for piece in self._pieces():
-            rows = as_dtype(piece.rows, self._body.dtype)
-            if self._body.top_k is None:
-                yield comma + await asyncio.to_thread(_rows_json, rows)
+        async for piece in pieces:
+            for row in encoded(piece.rows, self._body.dtype):
+                if self._body.top_k is None:
+                    yield comma + b"".join(json_parts(row))
+                else:
+                    yield comma + self._top_json(row, self._body.top_k)
                 comma = b","
-                continue
-            for row in rows:  # one by one: a token takes a hundred bytes of JSON
-                yield comma + await asyncio.to_thread(
-                    _top_json, row, self._body.top_k, self._served.checkpoint.tokenizer
-                )
-                comma = b","
-        yield b"]}"
 
-    async def _pieces(self) -> AsyncIterator[RowsEvent]:
-        """The pieces of the prompt that is being computed."""
-        if self._first is not None:
-            yield self._first
-            self._first = None
-        async for piece in self._rows:
-            yield piece
+    def _top_json(self, row: npt.NDArray[Any], count: int) -> bytes:
+        """The largest logits of a row, with their tokens."""
+        return orjson.dumps(
+            [
+                {**token_json(self._tokenizer, int(i)), "logit": float(row[i])}
+                for i in _kept(row, count)
+            ]
+        )
 
+    def _shapes(self, width: int) -> list[tuple[int, ...]]:
+        return [(len(request.positions), width) for request in self.reader.requests]
 
-def _rows_json(rows: Any) -> bytes:
-    """Rows as JSON arrays with commas between them, without the outer brackets."""
-    return orjson.dumps(rows, option=orjson.OPT_SERIALIZE_NUMPY)[1:-1]
+    @property
+    def _columns(self) -> int:
+        chosen = self._body.token_ids
+        return self._tokenizer.vocab_size if chosen is None else len(chosen)
 
 
-def _top_json(row: Any, count: int, tokenizer: Tokenizer) -> bytes:
-    """The largest logits of a row, with their tokens."""
-    return orjson.dumps(
-        [{**token_json(tokenizer, int(i)), "logit": float(row[i])} for i in largest(row, count)]
-    )
-
-
-def _negotiate(accept: str) -> str:
-    """The format to answer in: npy when it is named before JSON, JSON when anything is welcome."""
-    for part in accept.split(","):
-        media_type = part.partition(";")[0].strip().lower()
-        if media_type == NPY:
-            return NPY
-        if media_type in (JSON, "application/*", "*/*", ""):
-            return JSON
-    raise ApiError(
-        406,
-        "invalid_request_error",
-        f"Accept is {clip(accept)!r}; this endpoint gives {JSON} and {NPY}",
-    )
+def _kept(row: npt.NDArray[Any], count: int) -> npt.NDArray[np.intp]:
+    """The `count` largest of a row, less those that processing dropped."""
+    best = largest(row, count)
+    return best[row[best] > -np.inf]

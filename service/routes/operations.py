@@ -62,6 +62,7 @@ def info(served: Ready) -> Info:
                 "max_queue": settings.max_queue,
                 "max_queue_tokens": settings.max_queue_tokens,
                 "max_logprobs": settings.max_logprobs,
+                "max_reply_bytes": settings.max_reply_bytes,
                 "max_body_bytes": settings.max_body_bytes,
             },
         }

@@ -18,9 +18,9 @@ from model.engine.api import (
     FinishReason,
     GenerationRequest,
     InvalidRequest,
-    LogitsRequest,
     Request,
     RowsEvent,
+    RowsRequest,
     SamplingParams,
     StepResult,
     TokenEvent,
@@ -113,8 +113,8 @@ def generation(
     )
 
 
-def all_rows(name: str, length: int) -> LogitsRequest:
-    return LogitsRequest(
+def all_rows(name: str, length: int) -> RowsRequest:
+    return RowsRequest(
         request_id=name, token_ids=tuple(long_prompt(length)), positions=tuple(range(length))
     )
 
@@ -412,7 +412,7 @@ def test_the_deadline_of_paused_rows_passes_although_nothing_steps() -> None:
         engine = GatedEngine(SPELLING, EngineConfig(slots=1, prefill_chunk=64))
         async with running(engine) as (owner, reports):
             length = 640
-            request = LogitsRequest(
+            request = RowsRequest(
                 request_id="rows",
                 token_ids=tuple(long_prompt(length)),
                 positions=tuple(range(length)),

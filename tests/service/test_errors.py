@@ -21,7 +21,8 @@ from service.errors import (
     internal_error,
     unavailable,
 )
-from service.schemas import ErrorReply, GenerateRequest, LogitsRequest, RequestBody
+from service.numbers.schemas import LogitsRequest
+from service.schemas import ErrorReply, GenerateRequest, RequestBody
 
 LARGEST_BODY = 4096
 """Bytes that an error may take, whatever was sent."""

@@ -5,13 +5,23 @@ from typing import Any
 
 import pytest
 
-from service.schemas import GenerateRequest, LogitsRequest, ProbsRequest, RequestBody
+from service.numbers.schemas import (
+    AttentionRequest,
+    HiddenStatesRequest,
+    LogitsRequest,
+    ProbsRequest,
+    ScoreRequest,
+)
+from service.schemas import GenerateRequest, RequestBody
 from tests.service.serving import Serving
 
 BODIES: dict[str, type[RequestBody]] = {
     "/generate": GenerateRequest,
     "/logits": LogitsRequest,
     "/probs": ProbsRequest,
+    "/score": ScoreRequest,
+    "/hidden_states": HiddenStatesRequest,
+    "/attention": AttentionRequest,
 }
 GETS = ("/health", "/health/live", "/health/ready", "/info", "/version", "/metrics")
 

@@ -13,7 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from service.schemas import ErrorReply, GenerateReply, LogitsReply, ProbsReply
+from service.numbers.schemas import LogitsReply, ProbsReply
+from service.schemas import ErrorReply, GenerateReply
 from tests.service.serving import (
     Serving,
     read_all,

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 
 from service import schemas
-from service.schemas import GenerateRequest, LogitsRequest, ProbsRequest, RequestBody
+from service.numbers.schemas import LogitsRequest, ProbsRequest
+from service.schemas import GenerateRequest, RequestBody
 
 REQUESTS: list[type[RequestBody]] = [GenerateRequest, LogitsRequest, ProbsRequest]
 MODELS = [
@@ -140,7 +141,8 @@ def test_positions(positions: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "positions", [[], "first", "", 0, [0.5], ["last"], [True], [2**31], [-(10**40)], None, {}]
+    "positions",
+    [[], "first", "", 0, [0.5], ["last"], [True], [2**31], [-(10**40)], None, {}, {"at": 1}],
 )
 def test_no_other_positions_are_taken(positions: Any) -> None:
     with pytest.raises(ValidationError):

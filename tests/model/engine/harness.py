@@ -18,14 +18,17 @@ from model.engine.api import (
     FinishEvent,
     FinishReason,
     GenerationRequest,
-    LogitsRequest,
+    Logits,
     PromptEvent,
     PromptToken,
     Request,
     RowsEvent,
+    RowsRequest,
     SamplingParams,
+    ScoreRequest,
     StepResult,
     TokenEvent,
+    sequence_lengths,
 )
 from model.engine.engine import Engine
 from model.gpt import GPT
@@ -78,15 +81,27 @@ def rows_request(
     *,
     columns: tuple[int, ...] | None = None,
     deadline: float | None = None,
-) -> LogitsRequest:
+) -> RowsRequest:
     """A request for rows: all positions unless told otherwise."""
     token_ids = tuple(prompt)
-    return LogitsRequest(
+    return RowsRequest(
         request_id=request_id,
         token_ids=token_ids,
         positions=tuple(range(len(token_ids)) if positions is None else positions),
-        columns=columns,
+        wanted=Logits(columns=columns),
         deadline=deadline,
+    )
+
+
+def score_request(
+    request_id: str, prompt: Iterable[int], *continuations: Iterable[int], top: int = 0
+) -> ScoreRequest:
+    """A request for scores: of the prompt itself when there are no continuations."""
+    return ScoreRequest(
+        request_id=request_id,
+        token_ids=tuple(prompt),
+        continuations=tuple(map(tuple, continuations)),
+        top=top,
     )
 
 
@@ -107,6 +122,7 @@ class Outcome:
     tokens: list[TokenEvent] = field(default_factory=list)
     rows: list[RowsEvent] = field(default_factory=list)
     prompt: list[PromptToken] = field(default_factory=list)
+    prompt_start: int = 0
     finish: FinishEvent | None = None
 
     @property
@@ -135,7 +151,7 @@ class Driven:
 
     def add(self, request: Request) -> None:
         self.engine.add(request)
-        count = request.n if isinstance(request, GenerationRequest) else 1
+        count = len(sequence_lengths(request))
         self.accepted |= {(request.request_id, index) for index in range(count)}
 
     def abort(self, request_id: str, index: int | None = None) -> None:
@@ -167,7 +183,7 @@ class Driven:
 
     def record(self, events: Iterable[Event]) -> None:
         for event in events:
-            index = 0 if isinstance(event, RowsEvent | PromptEvent) else event.index
+            index = 0 if isinstance(event, RowsEvent) else event.index
             key = (event.request_id, index)
             outcome = self.outcomes.setdefault(key, Outcome())
             assert outcome.finish is None, f"{event} came after the finish of {key}"
@@ -176,7 +192,9 @@ class Driven:
             elif isinstance(event, RowsEvent):
                 outcome.rows.append(event)
             elif isinstance(event, PromptEvent):
-                assert event.start == len(outcome.prompt)
+                if not outcome.prompt:
+                    outcome.prompt_start = event.start
+                assert event.start == outcome.prompt_start + len(outcome.prompt)
                 assert not outcome.tokens, "a prompt's logprobs come before its tokens"
                 outcome.prompt.extend(event.tokens)
             else:

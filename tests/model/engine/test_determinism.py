@@ -13,7 +13,15 @@ import pytest
 import torch
 
 from model.engine import runner as runner_module
-from model.engine.api import GenerationRequest, LogitsRequest, Request, RowsEvent
+from model.engine.api import (
+    AttentionWeights,
+    GenerationRequest,
+    HiddenStates,
+    Request,
+    RowsEvent,
+    RowsRequest,
+    ScoreRequest,
+)
 from model.gpt import GPT
 from tests.model.engine.harness import (
     Driven,
@@ -22,6 +30,7 @@ from tests.model.engine.harness import (
     random_params,
     random_prompt,
     rows_request,
+    score_request,
     skip_unless_rows_depend_on_their_number,
 )
 from tests.model.factories import FAMILIES, tiny_config, tiny_gpt
@@ -35,6 +44,10 @@ SHAPES: dict[str, dict[str, Any]] = {
     "odd-llama": {**FAMILIES["llama"], "n_head": 6, "head_dim": 10, "d_model": 51, "d_ff": 111},
 }
 DTYPES = [torch.float32, torch.bfloat16]
+NUMBERS: list[HiddenStates | AttentionWeights] = [
+    HiddenStates(layers=(0, 1)),
+    AttentionWeights(layers=(0,), heads=(0, 1)),
+]
 
 
 def shape(name: str, dtype: torch.dtype = torch.float32, **overrides: Any) -> GPT:
@@ -50,7 +63,19 @@ def pool_of_requests(rng: random.Random, gpt: GPT, count: int, max_tokens: int) 
         length = rng.choice([rng.randint(1, 12), rng.randint(1, context - max_tokens)])
         common = rng.randint(0, length)
         prompt = shared[:common] + random_prompt(rng, length - common, vocab_size)
-        if i % 5 == 4:
+        if i % 10 == 8:
+            room = context - length
+            continuations = [random_prompt(rng, rng.randint(1, room), vocab_size) for _ in range(3)]
+            pool.append(score_request(str(i), prompt, *continuations[: rng.randint(0, 3)], top=2))
+        elif i % 10 == 3:
+            wanted = rng.choice(NUMBERS)
+            positions = tuple(range(rng.randrange(length), length))
+            pool.append(
+                RowsRequest(
+                    request_id=str(i), token_ids=tuple(prompt), positions=positions, wanted=wanted
+                )
+            )
+        elif i % 5 == 4:
             pool.append(rows_request(str(i), prompt, range(rng.randrange(length), length)))
         else:
             sampling = random_params(rng, rng.randint(1, max_tokens), vocab_size)
@@ -63,7 +88,12 @@ def bits(outcome: Outcome) -> object:
     """All that a sequence computed, to the last bit."""
     rows = [(event.positions, event.rows) for event in outcome.rows]
     positions = [position for piece, _ in rows for position in piece]
-    return outcome.tokens, positions, b"".join(values.tobytes() for _, values in rows)
+    return (
+        outcome.tokens,
+        outcome.prompt,
+        positions,
+        b"".join(values.tobytes() for _, values in rows),
+    )
 
 
 def alone(gpt: GPT, pool: list[Request]) -> dict[tuple[str, int], object]:
@@ -188,7 +218,8 @@ def test_pools_are_made_of_every_kind() -> None:
     """What the mixes claim to cover is in them."""
     pool = pool_of_requests(random.Random("gpt2"), shape("gpt2"), 60, 8)
     generations = [request for request in pool if isinstance(request, GenerationRequest)]
-    assert sum(isinstance(request, LogitsRequest) for request in pool) == 12
+    assert sum(isinstance(request, RowsRequest) for request in pool) == 18
+    assert sum(isinstance(request, ScoreRequest) for request in pool) == 6
     assert any(request.n > 1 for request in generations)
     for asks in (
         lambda p: p.temperature == 0,

@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from model.attention import Attend
-from model.engine import runner as runner_module
 from model.engine.api import (
     EngineConfig,
     Event,
@@ -19,10 +18,12 @@ from model.engine.api import (
     FinishReason,
     GenerationRequest,
     InvalidRequest,
-    LogitsRequest,
+    Logits,
     Request,
     RowsEvent,
+    RowsRequest,
     SamplingParams,
+    ScoreRequest,
     TokenEvent,
 )
 from model.engine.engine import Engine
@@ -41,6 +42,7 @@ from tests.model.engine.harness import (
     random_prompt,
     rows_request,
     run,
+    score_request,
     small_gpt,
 )
 from tests.model.factories import FAMILIES
@@ -88,10 +90,11 @@ def check_generation(gpt: GPT, request: GenerationRequest, index: int, outcome: 
                 assert token.logprob == pytest.approx(float(row[token.token_id]), abs=2e-3)
 
 
-def check_rows(gpt: GPT, request: LogitsRequest, outcome: Outcome) -> None:
+def check_rows(gpt: GPT, request: RowsRequest, outcome: Outcome) -> None:
     expected = logits_of(gpt, list(request.token_ids))[list(request.positions)]
-    if request.columns is not None:
-        expected = expected[:, list(request.columns)]
+    assert isinstance(request.wanted, Logits)
+    if request.wanted.columns is not None:
+        expected = expected[:, list(request.wanted.columns)]
     positions = outcome.positions
     if outcome.ended.reason is FinishReason.ABORT:
         assert tuple(positions) == request.positions[: len(positions)]
@@ -103,6 +106,18 @@ def check_rows(gpt: GPT, request: LogitsRequest, outcome: Outcome) -> None:
         rows = torch.cat([torch.from_numpy(event.rows) for event in outcome.rows])
         assert rows.dtype == torch.float32
         assert_close(rows, expected[: len(positions)], atol=2e-3, rtol=1e-3)
+
+
+def check_score(gpt: GPT, request: ScoreRequest, index: int, outcome: Outcome) -> None:
+    continuation = request.continuations[index] if request.continuations else ()
+    text = [*request.token_ids, *continuation]
+    start = len(request.token_ids) if continuation else 0
+    assert [token.token_id for token in outcome.prompt] == text[start:]
+    logprobs = logits_of(gpt, text).double().log_softmax(dim=-1)
+    for position, token in enumerate(outcome.prompt, start=start):
+        for one in (*((token.chosen,) if token.chosen else ()), *token.top):
+            expected = logprobs[position - 1, one.token_id].item()
+            assert one.logprob == pytest.approx(expected, abs=2e-3)
 
 
 def random_request(rng: random.Random, name: str, gpt: GPT, shared: list[int]) -> Request:
@@ -117,6 +132,10 @@ def random_request(rng: random.Random, name: str, gpt: GPT, shared: list[int]) -
         positions = sorted(rng.sample(range(length), rng.randint(1, length)))
         columns = tuple(random_prompt(rng, 3, vocab_size)) if rng.random() < 0.5 else None
         return rows_request(name, prompt, positions, columns=columns)
+    if rng.random() < 0.1:
+        room = context - length
+        continuations = [random_prompt(rng, rng.randint(1, room), vocab_size) for _ in range(2)]
+        return score_request(name, prompt, *continuations[: rng.randint(0, 2)], top=2)
     sampling = random_params(rng, rng.randint(1, min(20, context - length)), vocab_size)
     return generation(name, prompt, n=rng.choice([1, 1, 1, 2, 3]), sampling=sampling)
 
@@ -147,8 +166,10 @@ def test_any_mix_is_what_the_reference_says(family: str, seed: int) -> None:
         request = requests[name]
         if isinstance(request, GenerationRequest):
             check_generation(gpt, request, index, outcome)
-        else:
+        elif isinstance(request, RowsRequest):
             check_rows(gpt, request, outcome)
+        elif outcome.ended.reason is FinishReason.STOP:
+            check_score(gpt, request, index, outcome)
 
 
 def test_greedy_text_fills_the_context_to_its_end(gpt: GPT) -> None:
@@ -276,9 +297,9 @@ def test_stats(gpt: GPT) -> None:
 # Rows
 
 
-def test_rows_come_in_pieces_as_they_are_granted(gpt: GPT, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner_module, "ROWS_BYTES", 1)  # pieces of one block
+def test_rows_come_in_pieces_as_they_are_granted(gpt: GPT) -> None:
     driven = Driven(gpt, prefill_chunk=128)
+    driven.engine._scheduler.rows_budget = 1  # pieces of one block
     request = rows_request("rows", random_prompt(random.Random(0), 120))
     driven.add(request)
     driven.add(generation("other", [3], max_tokens=20))
@@ -302,9 +323,9 @@ def test_a_grant_for_nobody_is_harmless(gpt: GPT) -> None:
     Driven(gpt).engine.grant("nobody")
 
 
-def test_a_granted_row_does_not_wait_for_others(gpt: GPT, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner_module, "ROWS_BYTES", 1)
+def test_a_granted_row_does_not_wait_for_others(gpt: GPT) -> None:
     driven = Driven(gpt, slots=3, prefill_chunk=64)
+    driven.engine._scheduler.rows_budget = 1
     for name in ("slow", "quick"):
         driven.add(rows_request(name, random_prompt(random.Random(0), 128)))
     while driven.engine.has_work():
@@ -507,7 +528,7 @@ def test_a_deadline_ends_a_request_in_every_state(gpt: GPT) -> None:
 def test_a_deadline_ends_all_siblings_and_a_paused_reader(gpt: GPT) -> None:
     clock = FakeClock()
     driven = Driven(gpt, clock)
-    driven.engine._scheduler.rows_chunk = 32
+    driven.engine._scheduler.rows_budget = 1
     driven.add(generation("a", [1], n=3, max_tokens=100, deadline=101.0))
     driven.add(rows_request("rows", [2] * 128, deadline=102.0))
     for _ in range(5):
@@ -623,10 +644,7 @@ def test_nothing_of_a_failed_step_is_shared(gpt: GPT) -> None:
     assert driven.drain()["again", 0].ended.cached_tokens == 96
 
 
-def test_a_failed_step_does_not_touch_a_paused_reader(
-    gpt: GPT, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(runner_module, "ROWS_BYTES", 1)
+def test_a_failed_step_does_not_touch_a_paused_reader(gpt: GPT) -> None:
     driven = Driven(failing_gpt(gpt, 3), slots=2, prefill_chunk=32)
     request = rows_request("rows", random_prompt(random.Random(0), 100))
     driven.add(request)
@@ -736,7 +754,7 @@ class Endurance:
 
 def endure(requests: int, seed: int) -> None:
     """Serve two halves; after each, nothing is left of anybody."""
-    kinds = Sequence, GenerationRequest, LogitsRequest, TokenEvent
+    kinds = Sequence, GenerationRequest, RowsRequest, TokenEvent
     before = tracked_objects(*kinds)
     endurance = Endurance(seed)
     endurance.serve(requests // 2)

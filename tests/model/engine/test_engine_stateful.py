@@ -62,7 +62,7 @@ class EngineMachine(RuleBasedStateMachine):
             prefill_chunk=32 * blocks,
             prefix_reuse=prefix_reuse,
         )
-        self.driven.engine._scheduler.rows_chunk = 32
+        self.driven.engine._scheduler.rows_budget = 1
         self.count = 0
         self.asked: dict[tuple[str, int], int] = {}  # tokens or rows, by sequence
         self.ended_by_us: set[tuple[str, int]] = set()

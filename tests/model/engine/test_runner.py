@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from model.config import BLOCK
 from model.engine import runner as runner_module
 from model.engine.runner import Runner
 from model.engine.scheduler import PrefillChunk, StepPlan
@@ -94,19 +93,6 @@ def test_company_does_not_change_a_decoded_rows_bits(gpt: GPT, dtype: torch.dtyp
     for count in (2, 3, 4, 5, 7, 8, 12, 13, 31, 33):
         company = torch.randperm(slots, generator=torch.Generator().manual_seed(count))[:count]
         assert torch.equal(logits(company.tolist()), alone[company]), count
-
-
-@pytest.mark.parametrize(
-    ("vocab_size", "positions"),
-    [(257, 16_320), (50_257, 64), (131_072, 32), (200_000, 32), (4_194_304, 32)],
-)
-def test_pieces_of_rows_are_bounded_in_bytes(vocab_size: int, positions: int) -> None:
-    """16 MB where a block of 32 positions fits, one block where it does not."""
-    config = tiny_config(vocab_size=vocab_size, n_layer=1, n_head=1, d_model=4)
-    with torch.device("meta"):
-        gpt = GPT(config).eval()
-    assert Runner(gpt, slots=1).rows_chunk == positions
-    assert positions * vocab_size * 4 <= max(16 * 2**20, BLOCK * vocab_size * 4)
 
 
 def test_one_run_serves_prefill_decode_and_rows() -> None:

@@ -14,12 +14,12 @@ import pytest
 
 from model.config import BLOCK
 from model.engine.api import EngineConfig, Request
-from model.engine.scheduler import PrefillChunk, Scheduler, StepPlan
+from model.engine.scheduler import MANY_ROWS, PrefillChunk, Scheduler, StepPlan
 from model.engine.sequence import ROWS_CREDIT, Group, Sequence, State
 from tests.model.engine.harness import generation, rows_request
 
 CHUNK = 64
-ROWS_CHUNK = 32
+ROWS_BUDGET = 32
 
 
 @dataclass(frozen=True)
@@ -39,8 +39,9 @@ class Simulation:
     ) -> None:
         self.scheduler = Scheduler(
             EngineConfig(slots=slots, prefill_chunk=prefill_chunk, prefix_reuse=prefix_reuse),
-            rows_chunk=ROWS_CHUNK,
+            row_width=lambda request: 1,
         )
+        self.scheduler.rows_budget = ROWS_BUDGET
         self.cells: list[dict[int, Cell]] = [{} for _ in range(slots)]
         self.admitted: list[Sequence] = []
         self.now = 0.0
@@ -68,7 +69,7 @@ class Simulation:
             self.decode(sequence)
         for chunk in plan.prefill:
             self.scheduler.prefilled(chunk, self.now)
-            if chunk.sequence.logits is not None:
+            if chunk.sequence.rows is not None:
                 self.hand_out(chunk)
             elif chunk.completes_prompt:
                 self.append(chunk.sequence)
@@ -87,17 +88,19 @@ class Simulation:
             assert chunk.start % BLOCK == 0
             assert chunk.start < chunk.end
             assert chunk.end % BLOCK == 0 or chunk.completes_prompt
-            if chunk.sequence.logits is not None:
-                assert chunk.end - chunk.start <= ROWS_CHUNK
+        rows = sum(map(rows_in, plan.prefill))
+        assert rows <= ROWS_BUDGET
         # Who is served is who came first of those that may compute, and there is no need to stop
-        # serving before the budget is spent.
+        # serving before the budget is spent, nor to pass over anybody but for the rows' own budget.
         able = [s for s in self.scheduler.running if s.state is State.PREFILL and s.may_compute]
         served = [chunk.sequence for chunk in plan.prefill]
-        assert served == able[: len(served)]
-        if len(served) < len(able):
-            assert spent == self.scheduler.config.prefill_chunk
+        assert served == [s for s in able if s in served]
+        if spent < self.scheduler.config.prefill_chunk:
+            passed_over = [s for s in able if s not in served]
+            assert not passed_over or rows
+            assert all(s.rows is not None for s in passed_over)
         for chunk in plan.prefill[:-1]:
-            whole = chunk.completes_prompt or chunk.sequence.logits is not None
+            whole = chunk.completes_prompt or chunk.sequence.rows is not None
             assert whole, "a later prompt was served while an earlier one could have gone on"
 
     def prefill(self, chunk: PrefillChunk) -> None:
@@ -158,9 +161,7 @@ class Simulation:
         )
 
     def hand_out(self, chunk: PrefillChunk) -> None:
-        request = chunk.sequence.logits
-        assert request is not None
-        if any(chunk.start <= p < chunk.end for p in request.positions):
+        if rows_in(chunk):
             chunk.sequence.credit -= 1
         if chunk.completes_prompt:
             self.scheduler.remove(chunk.sequence)
@@ -177,6 +178,12 @@ class Simulation:
                 return
             self.step()
         raise AssertionError("it never ends")
+
+
+def rows_in(chunk: PrefillChunk) -> int:
+    """Rows that a chunk hands out."""
+    request = chunk.sequence.rows
+    return sum(chunk.start <= p < chunk.end for p in request.positions) if request else 0
 
 
 def blocks(*tokens: int, rest: int = 0) -> list[int]:
@@ -381,16 +388,67 @@ def test_a_slow_reader_pauses_itself_alone() -> None:
     (other,) = simulation.add(generation("other", [2] * 70, max_tokens=5))
     while simulation.scheduler.has_work():
         simulation.step()
-    assert rows.computed == ROWS_CREDIT * ROWS_CHUNK
+    assert rows.computed == ROWS_CREDIT * ROWS_BUDGET
     assert states([rows, other]) == [State.PREFILL, State.FINISHED]
     rows.credit += 1
     assert simulation.scheduler.has_work()
     simulation.step()
-    assert rows.computed == (ROWS_CREDIT + 1) * ROWS_CHUNK
+    assert rows.computed == (ROWS_CREDIT + 1) * ROWS_BUDGET
     assert not simulation.scheduler.has_work()
     rows.credit += 100
     simulation.drain()
     assert states([rows]) == [State.FINISHED]
+
+
+def test_few_rows_fit_beside_many() -> None:
+    """Somebody who wants one row does not wait for a large reply to end."""
+    simulation = Simulation(slots=2, prefill_chunk=128)
+    simulation.scheduler.rows_budget = 40
+    simulation.add(rows_request("large", [1] * 320, range(320)))
+    simulation.add(rows_request("small", [2] * 64, [63]))
+    plan = simulation.scheduler.plan(1.0)
+    assert [(c.sequence.request_id, c.start, c.end) for c in plan.prefill] == [
+        ("large", 0, 32),
+        ("small", 0, 64),
+    ]
+
+
+def test_a_row_that_is_not_wanted_costs_nothing() -> None:
+    simulation = Simulation(slots=1, prefill_chunk=256)
+    simulation.add(rows_request("last", [1] * 250, [100, 249]))
+    assert [(c.start, c.end) for c in simulation.step().prefill] == [(0, 250)]
+
+
+@pytest.mark.parametrize("width", [MANY_ROWS, MANY_ROWS // BLOCK])
+def test_who_decodes_rests_from_many_rows_as_long_as_they_took(width: int) -> None:
+    scheduler = Scheduler(EngineConfig(slots=2, prefill_chunk=CHUNK), lambda request: width)
+    decoding = Sequence(Group(generation("decoding", [1], max_tokens=99)), 0, 0.0)
+    rows = Sequence(Group(rows_request("rows", [2] * 200, range(200))), 0, 0.0)
+    rows.credit = 100
+    for sequence in (decoding, rows):
+        scheduler.enqueue(sequence)
+    plan = scheduler.plan(10.0)  # the rows' first block, then 3 s in which they may not
+    assert [chunk.end for chunk in plan.prefill] == [1, 32]
+    for chunk in plan.prefill:
+        scheduler.prefilled(chunk, 13.0)
+    assert [scheduler.plan(now).prefill for now in (13.0, 14.0, 15.9)] == [(), (), ()]
+    (second,) = scheduler.plan(16.0).prefill
+    assert second.start == 32
+    scheduler.prefilled(second, 17.0)
+    scheduler.remove(decoding)
+    (third,) = scheduler.plan(17.0).prefill  # nobody decodes: no reason to rest
+    assert third.start == second.end
+
+
+def test_few_rows_do_not_rest() -> None:
+    scheduler = Scheduler(EngineConfig(slots=2, prefill_chunk=32), lambda request: 1)
+    decoding = Sequence(Group(generation("decoding", [1], max_tokens=99)), 0, 0.0)
+    scheduler.enqueue(decoding)
+    scheduler.prefilled(scheduler.plan(0.0).prefill[0], 1.0)
+    rows = Sequence(Group(rows_request("rows", [2] * 64, range(64))), 0, 0.0)
+    scheduler.enqueue(rows)
+    scheduler.prefilled(scheduler.plan(1.0).prefill[0], 9.0)
+    assert [chunk.start for chunk in scheduler.plan(9.0).prefill] == [32]
 
 
 def test_pieces_without_rows_need_no_credit() -> None:

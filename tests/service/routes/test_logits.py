@@ -2,24 +2,27 @@
 
 import io
 import json
+import math
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import orjson
 import pytest
+import safetensors.torch
 import torch
 
-from model.engine.api import EngineConfig, LogitsRequest, RowsEvent
+from model.engine.api import EngineConfig, RowsEvent, RowsRequest
 from model.engine.engine import Engine
 from model.gpt import GPT
-from service.schemas import ErrorReply, LogitsReply
+from service.numbers.schemas import LogitsReply
+from service.schemas import ErrorReply
 from tests.service.serving import Serving, read_chunks, read_until, request_bytes
 from tests.service.spelling import long_prompt
 
 PROMPT = "A prompt of more than thirty-two tokens, to have two blocks"
 IDS = list(PROMPT.encode())
-JSON, NPY = "application/json", "application/x-npy"
+JSON, NPY, SAFETENSORS = "application/json", "application/x-npy", "application/vnd.safetensors"
 Rows = npt.NDArray[np.float32]
 
 
@@ -27,9 +30,7 @@ Rows = npt.NDArray[np.float32]
 def rows(gpt: GPT) -> Rows:
     """What an engine of our own gives for PROMPT: (positions, V)."""
     engine = Engine(gpt, EngineConfig())
-    engine.add(
-        LogitsRequest(request_id="a", token_ids=tuple(IDS), positions=tuple(range(len(IDS))))
-    )
+    engine.add(RowsRequest(request_id="a", token_ids=tuple(IDS), positions=tuple(range(len(IDS)))))
     pieces = []
     while engine.has_work():
         pieces += [e.rows for e in engine.step().events if isinstance(e, RowsEvent)]
@@ -64,6 +65,12 @@ def test_rows_are_the_engines_to_the_bit(server: Serving, rows: Rows) -> None:
     assert json.dumps(prompt["logits"][0][0]) == orjson.dumps(rows[0, 0], option=16).decode()
 
 
+def test_rows_are_the_models_own_to_the_bit(server: Serving, gpt: GPT) -> None:
+    """What anybody gets who loads the checkpoint and asks the model itself."""
+    own = gpt.forward_as_served(torch.tensor(IDS)).logits[0]
+    assert np.array_equal(npy(server, positions="all"), own.numpy())
+
+
 def test_rows_are_those_of_the_plain_forward(server: Serving, gpt: GPT) -> None:
     plain = gpt(torch.tensor([IDS])).logits[0].numpy()
     assert np.abs(npy(server, positions="all") - plain).max() < 1e-4
@@ -81,7 +88,8 @@ def test_the_default_is_the_last_row(server: Serving, rows: Rows) -> None:
 @pytest.mark.parametrize(
     ("positions", "resolved"),
     [("last", [58]), ([0], [0]), ([-1], [58]), ([-59, -1], [0, 58]), ([5, 6, 7], [5, 6, 7]),
-     ([0, 31, 32, -2], [0, 31, 32, 57])],
+     ([0, 31, 32, -2], [0, 31, 32, 57]), ({"from": 3, "to": 6}, [3, 4, 5]),
+     ({"from": -2}, [57, 58]), ({"to": 2}, [0, 1]), ({"to": -57}, [0, 1])],
 )  # fmt: skip
 def test_positions(server: Serving, rows: Rows, positions: Any, resolved: list[int]) -> None:
     assert len(IDS) == 59
@@ -139,6 +147,88 @@ def test_nothing_is_generated(server: Serving) -> None:
     assert server.sample("logitd_generation_tokens_total") == before
 
 
+def tensors(server: Serving, **fields: Any) -> dict[str, torch.Tensor]:
+    response = server.post("/logits", {"prompt": PROMPT, **fields}, Accept=SAFETENSORS)
+    assert response.status_code == 200, response.text
+    assert response.headers["content-type"] == SAFETENSORS
+    return safetensors.torch.load(response.content)
+
+
+def test_safetensors_of_one_prompt(server: Serving, rows: Rows) -> None:
+    found = tensors(server, positions=[0, 31, -1], token_ids=[5, 256])
+    assert found.keys() == {"token_ids", "positions", "logits"}
+    assert found["token_ids"].tolist() == IDS
+    assert found["positions"].tolist() == [0, 31, 58]
+    assert np.array_equal(found["logits"].numpy(), rows[[0, 31, -1]][:, [5, 256]])
+
+
+def test_safetensors_of_many_prompts(server: Serving) -> None:
+    prompts_given: list[Any] = [PROMPT, "x", [256, 3, 5]]
+    found = tensors(server, prompt=prompts_given, positions="all")
+    for index, prompt in enumerate(prompts_given):
+        alone = npy(server, prompt=prompt, positions="all")
+        assert np.array_equal(found[f"logits.{index}"].numpy(), alone)
+        assert found[f"positions.{index}"].tolist() == list(range(len(alone)))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_safetensors_in_every_dtype(server: Serving, rows: Rows, dtype: str) -> None:
+    found = tensors(server, positions="all", dtype=dtype)["logits"]
+    assert torch.equal(found, torch.from_numpy(rows).to(getattr(torch, dtype)))
+
+
+def test_the_largest_in_safetensors(server: Serving, rows: Rows) -> None:
+    found = tensors(server, positions=[2, -1], top_k=4)
+    assert found.keys() == {"token_ids", "positions", "top_ids", "top_logits"}
+    for row, ids, values in zip(rows[[2, -1]], found["top_ids"], found["top_logits"], strict=True):
+        best = np.argsort(-row, kind="stable")[:4]
+        assert ids.tolist() == best.tolist()
+        assert np.array_equal(values.numpy(), row[best])
+
+
+# Processed
+
+
+def test_processed_logits_are_what_generate_draws_from(server: Serving, rows: Rows) -> None:
+    processing = {"temperature": 0.5, "top_k": 6}
+    (prompt,) = prompts(server, stage="processed", processing=processing)
+    (row,) = prompt["logits"]
+    kept = [i for i, value in enumerate(row) if value is not None]
+    assert sorted(kept) == sorted(np.argsort(-rows[-1], kind="stable")[:6].tolist())
+    assert np.allclose([row[i] for i in kept], rows[-1][kept] / 0.5, rtol=1e-6)
+    choice = server.generate(
+        PROMPT, max_tokens=1, logprobs=257, logprobs_stage="processed", seed=4, **processing
+    )["choices"][0]
+    drawn = {one["id"]: one["logprob"] for one in choice["tokens"][0]["top"]}
+    assert drawn.keys() == set(kept)
+    total = math.log(sum(math.exp(row[i]) for i in kept))
+    for i in kept:
+        assert drawn[i] == pytest.approx(row[i] - total, abs=1e-5)
+
+
+def test_what_was_dropped_is_not_listed(server: Serving) -> None:
+    fields: dict[str, Any] = {"stage": "processed", "processing": {"top_k": 3}}
+    (prompt,) = prompts(server, top_k=10, **fields)
+    assert len(prompt["top"][0]) == 3
+    found = tensors(server, top_k=10, **fields)
+    assert found["top_ids"][0, 3:].tolist() == [-1] * 7
+    assert found["top_logits"][0, 3:].tolist() == [-math.inf] * 7
+    assert np.isneginf(npy(server, **fields)).sum() == 254
+
+
+def test_penalties_look_at_what_counts_as_generated(server: Serving, rows: Rows) -> None:
+    found = npy(
+        server,
+        positions=[-1],
+        stage="processed",
+        processing={"frequency_penalty": 2.0, "completion_start": 50},
+    )
+    expected = rows[-1].copy()
+    for token_id in IDS[50:]:
+        expected[token_id] -= 2.0
+    assert np.allclose(found[0], expected, atol=1e-4)
+
+
 # The forms
 
 
@@ -153,7 +243,8 @@ def test_the_shape_of_the_reply(server: Serving) -> None:
     ("accept", "media_type"),
     [(NPY, NPY), (f"{NPY}, {JSON}", NPY), (f"{JSON}, {NPY}", JSON), ("*/*", JSON), ("", JSON),
      (f"text/html, {NPY};q=0.9, */*;q=0.1", NPY), ("application/*", JSON),
-     ("Application/X-NPY", NPY)],
+     ("Application/X-NPY", NPY), (SAFETENSORS, SAFETENSORS),
+     (f"{SAFETENSORS}, {NPY}", SAFETENSORS)],
 )  # fmt: skip
 def test_accept_chooses_the_form(server: Serving, accept: str, media_type: str) -> None:
     response = server.post("/logits", {"prompt": "x"}, Accept=accept)
@@ -166,7 +257,7 @@ def test_accept_without_a_form_of_ours_is_406(server: Serving, accept: str) -> N
     response = server.post("/logits", {"prompt": "x"}, Accept=accept)
     assert response.status_code == 406
     error = ErrorReply.model_validate(response.json()).error
-    assert "application/json and application/x-npy" in error.message
+    assert "application/json, application/x-npy and application/vnd.safetens" in error.message
     assert len(error.message) < 300
 
 
@@ -200,9 +291,21 @@ def test_headers_name_the_weights(server: Serving, accept: str) -> None:
         ({"prompt": ["x", "x" * 129]}, "*/*", "prompt"),
         ({"prompt": ["x", [257]]}, "*/*", "prompt"),
         ({"dtype": "int8"}, "*/*", "dtype"),
+        ({"dtype": "bfloat16"}, "*/*", "dtype"),
+        ({"dtype": "bfloat16"}, NPY, "dtype"),
+        ({"positions": {"from": 59}}, "*/*", "positions"),
+        ({"positions": {"from": 5, "to": 5}}, "*/*", "positions"),
+        ({"positions": {"from": 5, "step": 2}}, "*/*", "positions"),
+        ({"processing": {"top_k": 1}}, "*/*", None),
+        ({"stage": "cooked"}, "*/*", "stage"),
+        ({"stage": "processed", "processing": {"frequency_penalty": 1.0}}, "*/*", "processing"),
+        ({"stage": "processed", "processing": {"logit_bias": {"257": 1}}}, "*/*", "logit_bias"),
+        ({"stage": "processed", "processing": {"allowed_token_ids": [257]}}, "*/*",
+         "allowed_token_ids"),
+        ({"stage": "processed", "processing": {"seed": 1}}, "*/*", "processing"),
         ({"max_tokens": 5}, "*/*", "max_tokens"),
     ],
-)
+)  # fmt: skip
 def test_what_cannot_be_given_is_refused_before_anything_is_written(
     server: Serving, fields: dict[str, Any], accept: str, param: str | None
 ) -> None:

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from model.gpt import GPT
-from service.schemas import ErrorReply, ProbsReply
+from service.numbers.schemas import ProbsReply
+from service.schemas import ErrorReply
 from tests.service.serving import Serving
 
 PROMPT = "for i in "
@@ -35,6 +36,7 @@ def test_the_whole_distribution(server: Serving, plain: list[float]) -> None:
     for token in prompt.tokens:
         assert token.prob == pytest.approx(plain[token.id], rel=1e-3)
         assert token.logprob == pytest.approx(math.log(plain[token.id]), abs=1e-4)
+        assert token.logprob is not None
         assert math.exp(token.logprob) == pytest.approx(token.prob)
     entropy = -math.fsum(p * math.log(p) for p in plain)
     assert prompt.entropy == pytest.approx(entropy, abs=1e-4)
@@ -81,6 +83,46 @@ def test_id_text_and_bytes(server: Serving) -> None:
     ]
 
 
+def test_tokens_by_text(server: Serving) -> None:
+    (prompt,) = probs(server, tokens=["a", " ", "<|endoftext|>"]).prompts
+    (by_id,) = probs(server, token_ids=[97, 32, 256]).prompts
+    assert prompt.tokens == by_id.tokens
+
+
+def test_what_processing_leaves(server: Serving, plain: list[float]) -> None:
+    processing = {"temperature": 0.5, "top_p": 0.5}
+    (prompt,) = probs(server, stage="processed", processing=processing, top_k=257).prompts
+    weights = [p**2 for p in plain]
+    best = sorted(range(257), key=lambda i: -plain[i])
+    kept, mass = [], 0.0
+    for i in best:
+        if mass >= 0.5:
+            break
+        kept.append(i)
+        mass += weights[i] / sum(weights)
+    assert [token.id for token in prompt.tokens] == kept
+    left = sum(weights[i] for i in kept)
+    for token in prompt.tokens:
+        assert token.prob == pytest.approx(weights[token.id] / left, rel=1e-3)
+    assert prompt.mass == pytest.approx(1)
+    entropy = -sum(weights[i] / left * math.log(weights[i] / left) for i in kept)
+    assert prompt.entropy == pytest.approx(entropy, abs=1e-3)
+    (dropped,) = probs(
+        server, stage="processed", processing=processing, token_ids=[best[-1]]
+    ).prompts
+    assert (dropped.tokens[0].prob, dropped.tokens[0].logprob) == (0, None)
+
+
+def test_the_perplexity_of_the_prompts_themselves(server: Serving, gpt: GPT) -> None:
+    reply = probs(server, [PROMPT, "x"], perplexity=True, top_k=1)
+    ids = list(PROMPT.encode())
+    rows = gpt(torch.tensor([ids])).logits[0].double().log_softmax(dim=-1)
+    mean = sum(rows[i, ids[i + 1]].item() for i in range(len(ids) - 1)) / (len(ids) - 1)
+    assert reply.prompts[0].perplexity == pytest.approx(math.exp(-mean), rel=1e-3)
+    assert reply.prompts[1].perplexity is None
+    assert "perplexity" not in server.json("/probs", {"prompt": PROMPT})["prompts"][0]
+
+
 def test_many_prompts_of_all_kinds(server: Serving) -> None:
     prompts: list[Any] = [PROMPT, "x", [256, 3], list(PROMPT.encode()), "é" * 64]
     reply = probs(server, prompts, top_k=4)
@@ -118,6 +160,12 @@ def test_it_is_the_distribution_that_generate_draws_from(server: Serving) -> Non
         ({"prompt": "x" * 129}, "prompt"),
         ({"prompt": ""}, "prompt"),
         ({"temperature": 1}, "temperature"),
+        ({"tokens": ["ab"]}, "tokens"),
+        ({"tokens": [""]}, "tokens"),
+        ({"tokens": []}, "tokens"),
+        ({"tokens": ["a"], "token_ids": [1]}, None),
+        ({"processing": {"top_k": 1}}, None),
+        ({"stage": "processed", "processing": {"top_p": 0}}, "processing"),
     ],
 )
 def test_what_has_no_answer_is_refused(

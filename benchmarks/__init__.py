@@ -1,0 +1,1 @@
+"""Measurements, each a command; results with machine and date stand in README.md beside them."""

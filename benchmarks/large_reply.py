@@ -1,0 +1,187 @@
+"""What a large reply of logits costs the server and everybody else.
+
+    python -m benchmarks.large_reply [--threads N]
+
+Serves a synthetic model with a vocabulary of 50,257 in a process of its own, streams tokens from
+it, and asks meanwhile for the logits of all 1,024 positions of a prompt (206 MB as float32). Prints
+how much memory the server took for it, and the time between two tokens of the stream before and
+during it. The last line is JSON.
+"""
+
+import argparse
+import itertools
+import json
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from benchmarks.synthetic import save_synthetic
+from model.config import gpt2_shape
+
+CONTEXT, VOCABULARY = 1024, 50_257
+PROMPT = [i % VOCABULARY for i in range(CONTEXT)]
+REPLY_BYTES = CONTEXT * VOCABULARY * 4
+
+
+@contextmanager
+def served(checkpoint: Path, threads: int) -> Iterator[tuple[str, int]]:
+    """A server of its own process: its URL and its process id."""
+    with tempfile.NamedTemporaryFile("w+") as log:
+        server = subprocess.Popen(
+            [sys.executable, "-m", "service.cli", "serve", "--checkpoint", str(checkpoint),
+             "--port", "0", "--slots", "4", "--threads", str(threads)],
+            stdout=log, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+        try:
+            while "try it:" not in (output := Path(log.name).read_text(encoding="utf-8")):
+                if server.poll() is not None:
+                    raise RuntimeError(output)
+                time.sleep(0.05)
+            port = re.search(r"listening on port (\d+)", output)
+            assert port is not None
+            yield f"http://127.0.0.1:{port[1]}", server.pid
+        finally:
+            server.terminate()
+            server.wait()
+
+
+class MemoryWatch:
+    """The resident memory of a process, at its highest, from here to `stop`."""
+
+    def __init__(self, pid: int) -> None:
+        self._status = Path(f"/proc/{pid}/status")
+        self.before = self.peak = self._resident()
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch)
+        self._thread.start()
+
+    def stop(self) -> int:
+        """Bytes by which it rose."""
+        self._over.set()
+        self._thread.join()
+        return self.peak - self.before
+
+    def _watch(self) -> None:
+        while not self._over.wait(0.005):
+            self.peak = max(self.peak, self._resident())
+
+    def _resident(self) -> int:
+        found = re.search(r"VmRSS:\s+(\d+) kB", self._status.read_text(encoding="utf-8"))
+        assert found is not None
+        return int(found[1]) * 1024
+
+
+class TokenWatch:
+    """A stream of tokens, and when each came."""
+
+    def __init__(self, url: str) -> None:
+        self.times: list[float] = []
+        self._url = url
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._read)
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def between(self, start: float, end: float) -> list[float]:
+        """Seconds between tokens that came from `start` to `end`."""
+        inside = [moment for moment in self.times if start <= moment <= end]
+        return [later - earlier for earlier, later in itertools.pairwise(inside)]
+
+    def _read(self) -> None:
+        body = {"prompt": [1], "max_tokens": CONTEXT - 1, "ignore_eos": True, "stream": True}
+        with httpx.Client(base_url=self._url, timeout=600) as client:
+            while not self._over.is_set():
+                with client.stream("POST", "/generate", json=body) as reply:
+                    for line in reply.iter_lines():
+                        if line.startswith('data: {"id'):
+                            self.times.append(time.perf_counter())
+                        if self._over.is_set():
+                            break
+
+
+def ask(url: str, accept: str) -> tuple[float, float]:
+    """Read the whole reply, keeping nothing; when it began and ended."""
+    began, size = time.perf_counter(), 0
+    body = {"prompt": PROMPT, "positions": "all"}
+    with httpx.stream(
+        "POST", f"{url}/logits", json=body, headers={"Accept": accept}, timeout=600
+    ) as reply:
+        reply.raise_for_status()
+        for part in reply.iter_raw(2**20):
+            size += len(part)
+    assert size >= REPLY_BYTES or accept == "application/json", size
+    return began, time.perf_counter()
+
+
+def measure(url: str, pid: int, accept: str) -> dict[str, Any]:
+    """One reply beside one stream of tokens."""
+    tokens = TokenWatch(url)
+    while len(tokens.times) < 20:
+        time.sleep(0.05)
+    quiet = time.perf_counter()
+    time.sleep(3)
+    memory = MemoryWatch(pid)
+    began, ended = ask(url, accept)
+    rose = memory.stop()
+    tokens.stop()
+    before, during = tokens.between(quiet, began), tokens.between(began, ended)
+    return {
+        "accept": accept,
+        "seconds": ended - began,
+        "rose_mb": rose / 1e6,
+        "token_ms_before": 1e3 * statistics.mean(before),
+        "token_ms_during": 1e3 * statistics.mean(during),
+        "tokens_during": len(during),
+        "ratio": statistics.mean(during) / statistics.mean(before),
+        "worst_gap_ms": 1e3 * max(during),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--width", type=int, default=384)
+    arguments = parser.parse_args()
+    config = gpt2_shape(
+        vocab_size=VOCABULARY,
+        context_length=CONTEXT,
+        n_layer=arguments.layers,
+        n_head=arguments.width // 64,
+        d_model=arguments.width,
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        checkpoint = save_synthetic(Path(folder) / "wide", config)
+        with served(checkpoint.path, arguments.threads) as (url, pid):
+            ask(url, "application/x-npy")  # what is allocated once is no part of a reply
+            results = [
+                measure(url, pid, accept)
+                for accept in ("application/x-npy", "application/vnd.safetensors",
+                               "application/json")
+            ]  # fmt: skip
+    heads = ("s", "rose MB", "ms/token", "during", "ratio", "worst")
+    print(f"{'form':28} " + " ".join(f"{head:>8}" for head in heads))
+    for one in results:
+        figures = ("seconds", "rose_mb", "token_ms_before", "token_ms_during", "ratio",
+                   "worst_gap_ms")  # fmt: skip
+        print(f"{one['accept']:28} " + " ".join(f"{one[name]:8.2f}" for name in figures))
+    print(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()

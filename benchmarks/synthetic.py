@@ -1,0 +1,52 @@
+"""Synthetic checkpoints: any shape with random weights, for what depends on sizes alone.
+
+The vocabulary is the 256 bytes, then pairs of bytes, then three: a real one for tiktoken, of any
+size that peers' models have. The weights are random, the text is noise.
+"""
+
+import itertools
+from pathlib import Path
+
+import torch
+
+from model.checkpoint import CheckpointInfo, TrainingRecord, save_checkpoint
+from model.config import GPTConfig
+from model.gpt import GPT
+from model.tokenizer import END_OF_TEXT, SPLIT_PATTERN, Tokenizer
+
+
+def synthetic_tokenizer(vocab_size: int) -> Tokenizer:
+    """`vocab_size` tokens, END_OF_TEXT the last of them."""
+    letters = range(97, 123)
+    longer = itertools.chain(
+        itertools.product(range(256), repeat=2),
+        itertools.product(letters, range(256), letters),
+    )
+    tokens = itertools.chain(((byte,) for byte in range(256)), longer)
+    ranks = {
+        bytes(token): rank for rank, token in enumerate(itertools.islice(tokens, vocab_size - 1))
+    }
+    return Tokenizer(
+        ranks=ranks, pattern=SPLIT_PATTERN, special_tokens={END_OF_TEXT: vocab_size - 1}
+    )
+
+
+def save_synthetic(
+    path: Path, config: GPTConfig, *, dtype: torch.dtype | None = None
+) -> CheckpointInfo:
+    """Save a GPT of this shape with GPT-2's initial weights at `path`."""
+    torch.manual_seed(0)
+    return save_checkpoint(
+        path,
+        gpt=GPT(config).to(dtype or torch.float32).eval(),
+        tokenizer=synthetic_tokenizer(config.vocab_size),
+        training=TrainingRecord(
+            step=0,
+            tokens=0,
+            val_loss=None,
+            val_bits_per_byte=None,
+            data={"name": "none: random weights", "licence": "none"},
+            created="2026-01-01T00:00:00Z",
+        ),
+        card=f"# {path.name}\n\nRandom weights, for measuring.\n",
+    )

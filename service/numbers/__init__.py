@@ -1,0 +1,1 @@
+"""Replies that carry numbers: what /logits, /probs, /score, /hidden_states and /attention share."""

@@ -1,0 +1,109 @@
+"""POST /score: how likely given texts are. Nothing is sampled."""
+
+import math
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import orjson
+from fastapi import APIRouter, Depends, Request
+from starlette.responses import Response
+
+from model.engine.api import PromptToken
+from model.engine.api import ScoreRequest as EngineScoreRequest
+from model.tokenizer import Tokenizer
+from service.numbers.gathering import gather, logprobs_of, perplexity
+from service.numbers.schemas import ScoreReply, ScoreRequest
+from service.openapi import ERRORS
+from service.replies import envelope, first_likeliest, new_id, scored_json
+from service.requests import (
+    body_of,
+    check_count,
+    check_logprobs,
+    described_by,
+    prompt_ids,
+    score_request,
+    submit,
+    text_or_ids,
+    unless_gone,
+)
+from service.state import Ready, Served
+
+router = APIRouter()
+
+ScoreBody = Annotated[ScoreRequest, Depends(body_of(ScoreRequest))]
+
+
+@router.post(
+    "/score",
+    response_model=ScoreReply,
+    responses=ERRORS,
+    openapi_extra=described_by(ScoreRequest),
+    summary="How likely given texts are",
+    tags=["numbers"],
+)
+async def score(body: ScoreBody, served: Ready, request: Request) -> Response:
+    """The logprob of each prompt, or of continuations of it: as a sum, by token if asked for, as
+    perplexity and as bits per byte. A prompt with several continuations is computed once."""
+    served.check_model(body.model)
+    check_count("logprobs", body.logprobs, served)
+    given = body.continuations or []
+    prompts = await prompt_ids(body.prompt, served, max(1, len(given)), "continuations")
+    continuations = [await text_or_ids(one, "continuations", served) for one in given]
+    # One more than asked for, so that it is known whether a token was the likeliest.
+    top = max(1, body.logprobs or 0)
+    requests = [
+        score_request(ids, continuations, served, top=top, timeout=body.timeout) for ids in prompts
+    ]
+    scored = [sum(map(len, continuations)) or len(ids) for ids in prompts]
+    check_logprobs("logprobs", sum(scored) * (1 + top), served)
+    reply = await unless_gone(request, _reply(body, requests, served))
+    return Response(orjson.dumps(reply), media_type="application/json")
+
+
+async def _reply(
+    body: ScoreRequest, requests: Sequence[EngineScoreRequest], served: Served
+) -> dict[str, Any]:
+    tokenizer = served.checkpoint.tokenizer
+    computed = await gather(submit(served, requests))
+    prompts = []
+    for index, request in enumerate(requests):
+        scores = [
+            _text_score(number, computed.tokens[request.request_id, number], body, tokenizer)
+            for number in range(max(1, len(request.continuations)))
+        ]
+        scored = {"continuations": scores} if request.continuations else {"score": scores[0]}
+        prompts.append({"index": index, "token_ids": request.token_ids, **scored})
+    everything = [len(logprobs_of(tokens)) for tokens in computed.tokens.values()]
+    usage = {
+        "prompt_tokens": sum(len(request.token_ids) for request in requests),
+        "scored_tokens": sum(everything),
+        "cached_tokens": sum(event.cached_tokens for event in computed.finishes),
+    }
+    head = envelope(new_id("score"), served.checkpoint)
+    return {**head, "prompts": prompts, "usage": usage}
+
+
+def _text_score(
+    index: int, tokens: Sequence[PromptToken], body: ScoreRequest, tokenizer: Tokenizer
+) -> dict[str, Any]:
+    scored = [token for token in tokens if token.chosen is not None]
+    total = math.fsum(logprobs_of(scored))
+    size = len(tokenizer.decode_bytes([token.token_id for token in scored]))
+    score = {
+        "index": index,
+        "token_ids": [token.token_id for token in tokens],
+        "scored_tokens": len(scored),
+        "logprob": total,
+        "is_greedy": all(_was_likeliest(token) for token in scored),
+        "perplexity": perplexity(scored),
+        "bits_per_byte": -total / math.log(2) / size if size else None,
+    }
+    if body.logprobs is not None:
+        listed = (first_likeliest(token, body.logprobs) for token in tokens)
+        score["tokens"] = [scored_json(tokenizer, token) for token in listed]
+    return score
+
+
+def _was_likeliest(token: PromptToken) -> bool:
+    """Whether temperature 0 would have given it: of equals, only the one of the lowest id."""
+    return [one.token_id for one in token.top[:1]] == [token.token_id]
