@@ -182,6 +182,7 @@ class AsyncEngine:
         self._open_tokens = 0  # of their prompts
         self._running_tokens = 0  # of these, admitted as of the last step
         self._reserved = 0
+        self._decoding = False  # in the last step
         self._step_began: float | None = None  # written by the thread
         self._pace = _Pace()
         self._draining = False  # no new requests
@@ -204,6 +205,11 @@ class AsyncEngine:
     def open_sequences(self) -> int:
         """Sequences submitted and not yet ended, and those that have room reserved."""
         return self._open_sequences + self._reserved
+
+    @property
+    def decoding(self) -> bool:
+        """Whether somebody's tokens were computed in the last step."""
+        return self._decoding
 
     def stalled(self) -> float | None:
         """Seconds that the present step has taken, when that is more than a step can."""
@@ -371,6 +377,7 @@ class AsyncEngine:
             if isinstance(event, FinishEvent):
                 self._end(event, request)
         self._running_tokens = report.stats.running_tokens
+        self._decoding = report.result.decoded_sequences > 0
         self._on_step(report)
 
     def _end(self, event: FinishEvent, request: "_OpenRequest") -> None:

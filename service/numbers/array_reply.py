@@ -28,7 +28,7 @@ from service.numbers.arrays import (
     npy_header,
 )
 from service.numbers.negotiation import NPY, SAFETENSORS
-from service.numbers.rows import RowsReader
+from service.numbers.rows import RowsReader, paced
 from service.numbers.tensors import tensor_file_head
 from service.replies import checkpoint_headers, envelope, new_id
 from service.requests import unless_gone
@@ -121,13 +121,12 @@ class ArrayReply:
         async for request, rows in self._reader.prompts():
             array = await self._gather(wanted.shapes[index], rows)
             if media_type in (NPY, SAFETENSORS):
-                parts = byte_parts(array)
+                for part in byte_parts(array):
+                    yield part
             else:
                 yield (b"," if index else b"") + self._prompt_head(index, request)
-                parts = json_parts(array)
-            for part in parts:
-                yield part
-            if media_type not in (NPY, SAFETENSORS):
+                async for part in paced(json_parts(array), self._served):
+                    yield part
                 yield b"}"
             index += 1
         if media_type not in (NPY, SAFETENSORS):

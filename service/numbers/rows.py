@@ -5,7 +5,9 @@ computes the next piece but one only as they are taken: a reply is written while
 never held whole. In which bytes it is written is the business of `arrays.py` and the routes.
 """
 
-from collections.abc import AsyncIterator, Sequence
+import asyncio
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
 
 from model.engine.api import FinishEvent, RowsEvent, RowsRequest
 from service.async_engine import EngineStopped, Submission
@@ -55,6 +57,20 @@ class RowsReader:
             self._first = None
         async for piece in self._rows:
             yield piece
+
+
+async def paced(parts: Iterator[bytes], served: Served) -> AsyncIterator[bytes]:
+    """Parts whose making keeps the interpreter for itself (JSON does), with pauses as long as they
+    took while somebody decodes: the engine's thread needs the interpreter too."""
+    while True:
+        began = time.perf_counter()
+        part = next(parts, None)
+        if part is None:
+            return
+        took = time.perf_counter() - began
+        yield part
+        if served.engine.decoding:
+            await asyncio.sleep(took)
 
 
 async def read_rows(submission: Submission) -> AsyncIterator[RowsEvent]:

@@ -1,6 +1,6 @@
 """POST /logits: logits as JSON, npy or safetensors, written as they are computed."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Annotated, Any
 
 import numpy as np
@@ -15,7 +15,7 @@ from service import sse
 from service.errors import bad_request
 from service.numbers.arrays import byte_parts, encoded, json_parts, npy_header
 from service.numbers.negotiation import NPY, RESPONSES, SAFETENSORS, check_form, negotiate
-from service.numbers.rows import RowsReader
+from service.numbers.rows import RowsReader, paced
 from service.numbers.schemas import LogitsReply, LogitsRequest
 from service.numbers.tensors import tensor_file_head
 from service.replies import checkpoint_headers, envelope, new_id, token_json
@@ -171,12 +171,18 @@ class LogitsWriter:
     async def _json_rows(self, pieces: AsyncIterator[RowsEvent]) -> AsyncIterator[bytes]:
         comma = b""
         async for piece in pieces:
-            for row in encoded(piece.rows, self._body.dtype):
-                if self._body.top_k is None:
-                    yield comma + b"".join(json_parts(row))
-                else:
-                    yield comma + self._top_json(row, self._body.top_k)
-                comma = b","
+            async for part in paced(self._rows_json(piece, comma), self._served):
+                yield part
+            comma = b","
+
+    def _rows_json(self, piece: RowsEvent, comma: bytes) -> Iterator[bytes]:
+        """The rows of a piece, one by one."""
+        for row in encoded(piece.rows, self._body.dtype):
+            if self._body.top_k is None:
+                yield comma + b"".join(json_parts(row))
+            else:
+                yield comma + self._top_json(row, self._body.top_k)
+            comma = b","
 
     def _top_json(self, row: npt.NDArray[Any], count: int) -> bytes:
         """The largest logits of a row, with their tokens."""
