@@ -20,7 +20,10 @@ from model.engine.api import FinishEvent, FinishReason, TokenEvent
 from service.async_engine import StepReport
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-ENDPOINTS = ("/generate", "/logits", "/probs", "/info", "/version", "/metrics", "/health", "other")
+ENDPOINTS = (
+    *("/generate", "/logits", "/probs", "/tokenize", "/detokenize", "/tokenizer_info"),
+    *("/info", "/version", "/metrics", "/health", "other"),
+)
 
 # 0.1 ms to about 105 s by doubling.
 _LATENCY = tuple(0.0001 * 2**i for i in range(21))

@@ -10,9 +10,22 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from pydantic.json_schema import models_json_schema
 
-from service.schemas import ErrorReply, GenerateRequest, LogitsRequest, ProbsRequest
+from service.schemas import (
+    DetokenizeRequest,
+    ErrorReply,
+    GenerateRequest,
+    LogitsRequest,
+    ProbsRequest,
+    TokenizeRequest,
+)
 
-REQUEST_BODIES = (GenerateRequest, LogitsRequest, ProbsRequest)
+REQUEST_BODIES = (
+    GenerateRequest,
+    LogitsRequest,
+    ProbsRequest,
+    TokenizeRequest,
+    DetokenizeRequest,
+)
 
 ERRORS: dict[int | str, dict[str, Any]] = {
     400: {"model": ErrorReply, "description": "A field is wrong, or the context is too short"},

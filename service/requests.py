@@ -63,7 +63,7 @@ def body_of(model: type[Body]) -> Callable[[Request], Awaitable[Body]]:
         try:
             return model.model_validate_json(raw)
         except ValidationError as error:
-            raise from_validation(error) from error
+            raise from_validation(error, model.model_fields) from error
 
     return read
 
@@ -97,6 +97,14 @@ async def prompt_ids(prompt: Any, served: Served, n: int = 1) -> list[tuple[int,
         _check_ids("prompt", encoded, tokenizer.vocab_size)
         ids.append(encoded)
     return ids
+
+
+def encode_text(text: str, tokenizer: Tokenizer, *, special_ids: bool = False) -> list[int]:
+    """`Tokenizer.encode`, or the ApiError that says why not."""
+    try:
+        return tokenizer.encode(text, special_ids=special_ids)
+    except ValueError as error:  # the pattern gave up on a pathological text
+        raise bad_request(f"the prompt cannot be tokenized: {error}", "prompt") from error
 
 
 def generation_requests(
@@ -274,12 +282,9 @@ async def _encode(text: str, tokenizer: Tokenizer, context: int) -> tuple[int, .
             "prompt",
             "context_length_exceeded",
         )
-    try:
-        if len(text) > THREAD_CHARACTERS:
-            return tuple(await asyncio.to_thread(tokenizer.encode, text))
-        return tuple(tokenizer.encode(text))
-    except ValueError as error:  # the pattern gave up on a pathological text
-        raise bad_request(f"the prompt cannot be tokenized: {error}", "prompt") from error
+    if len(text) > THREAD_CHARACTERS:
+        return tuple(await asyncio.to_thread(encode_text, text, tokenizer))
+    return tuple(encode_text(text, tokenizer))
 
 
 def _sampling_params(

@@ -60,6 +60,7 @@ class ServiceState:
         self.metrics = Metrics()
         self.served: Served | None = None
         self.settled = asyncio.Event()  # loading has ended, well or badly
+        self.long_texts = asyncio.Lock()  # held while one is encoded or decoded
         self._failure: str | None = None
         self._draining = False
 

@@ -5,15 +5,30 @@ from typing import Any
 
 import pytest
 
-from service.schemas import GenerateRequest, LogitsRequest, ProbsRequest, RequestBody
+from service.schemas import (
+    ALIASES,
+    DetokenizeRequest,
+    GenerateRequest,
+    LogitsRequest,
+    ProbsRequest,
+    RequestBody,
+    TokenizeRequest,
+)
 from tests.service.serving import Serving
 
 BODIES: dict[str, type[RequestBody]] = {
     "/generate": GenerateRequest,
     "/logits": LogitsRequest,
     "/probs": ProbsRequest,
+    "/tokenize": TokenizeRequest,
+    "/detokenize": DetokenizeRequest,
 }
-GETS = ("/health", "/health/live", "/health/ready", "/info", "/version", "/metrics")
+QUEUED = ("/generate", "/logits", "/probs")
+"""Bodies that become work of the engine."""
+GETS = (
+    *("/health", "/health/live", "/health/ready", "/info", "/version", "/metrics"),
+    "/tokenizer_info",
+)
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +75,7 @@ def test_a_body_is_described_field_by_field(document: dict[str, Any], path: str)
     ]
     assert set(schema["properties"]) == set(model.model_fields)
     assert schema["additionalProperties"] is False
-    assert schema["required"] == ["prompt"]
+    assert schema["required"] == ["tokens" if path == "/detokenize" else "prompt"]
     assert all(field["description"] for field in schema["properties"].values())
 
 
@@ -83,11 +98,21 @@ def test_every_documented_example_is_accepted(
 @pytest.mark.parametrize("path", BODIES)
 def test_errors_are_documented(document: dict[str, Any], path: str) -> None:
     responses = document["paths"][path]["post"]["responses"]
-    assert {"200", "400", "404", "413", "415", "429", "500", "503", "504"} <= set(responses)
+    assert {"200", "400", "404", "413", "415", "500", "503"} <= set(responses)
+    assert ({"429", "504"} <= set(responses)) == (path in QUEUED)
     for status, response in responses.items():
         if status != "200":
             assert response["content"]["application/json"]["schema"]["$ref"].endswith("/ErrorReply")
             assert response["description"]
+
+
+def test_second_names_of_fields_are_told(document: dict[str, Any]) -> None:
+    schemas = document["components"]["schemas"]
+    for path, model in BODIES.items():
+        for field, description in schemas[model.__name__]["properties"].items():
+            for alias, name in ALIASES.items():
+                told = f"Also called `{alias}`" in description["description"]
+                assert told == (field == name), (path, field)
 
 
 def test_the_page_uses_local_files_alone(server: Serving) -> None:

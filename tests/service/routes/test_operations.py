@@ -49,7 +49,7 @@ def health(server: Serving, path: str = "/health") -> tuple[int, str]:
 
 
 LIVE = "/health/live"
-POSTS = ("/generate", "/logits", "/probs")
+POSTS = ("/generate", "/logits", "/probs", "/tokenize")
 
 
 def series(server: Serving) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
@@ -78,8 +78,11 @@ def test_while_loading_only_life_is_answered(
     server, pipe = loading
     assert health(server) == health(server, "/health/ready") == (503, "loading")
     assert health(server, LIVE) == (200, "loading")
-    for response in [*(server.post(path, {"prompt": "a"}) for path in POSTS),
-                     server.client.get("/info")]:  # fmt: skip
+    for response in [
+        *(server.post(path, {"prompt": "a"}) for path in POSTS),
+        server.post("/detokenize", {"tokens": [97]}),
+        *(server.client.get(path) for path in ("/info", "/tokenizer_info")),
+    ]:
         assert response.status_code == 503
         assert response.headers["retry-after"] == "1"
         error = ErrorReply.model_validate(response.json()).error
@@ -254,5 +257,6 @@ def test_no_request_makes_a_series_of_its_own(server: Serving) -> None:
     assert series(server).keys() == before
     endpoints = Counter(dict(labels).get("endpoint") for _, labels in before)
     assert set(endpoints) <= {
-        None, "/generate", "/logits", "/probs", "/info", "/version", "/metrics", "/health", "other"
-    }  # fmt: skip
+        *(None, "/generate", "/logits", "/probs", "/tokenize", "/detokenize", "/tokenizer_info"),
+        *("/info", "/version", "/metrics", "/health", "other"),
+    }
