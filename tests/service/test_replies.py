@@ -20,6 +20,7 @@ from service.replies import (
     checkpoint_headers,
     envelope,
     new_id,
+    server_timing,
     timings,
     token_json,
     usage,
@@ -216,6 +217,14 @@ def test_timings_span_all_sequences() -> None:
 def test_timings_of_what_never_started_divide_by_nothing() -> None:
     never = finish(FinishReason.ABORT, times=SequenceTimes(10.0, None, None, 12.0))
     assert timings([never], 0)["tokens_per_second"] == 0.0
+
+
+def test_the_phases_are_a_header_too() -> None:
+    first = finish(times=SequenceTimes(10.0, 10.5, 11.0, 13.0))
+    second = finish(times=SequenceTimes(10.0, 11.5, 12.0, 15.00025))
+    assert server_timing([second, first]) == {
+        "Server-Timing": "queue;dur=500.000, prefill;dur=500.000, decode;dur=4000.250"
+    }
 
 
 # Who answers
