@@ -23,6 +23,7 @@ from service.schemas import ALIASES, MAX_IDS, MAX_PROMPTS, MAX_STOP_TEXTS
 
 ErrorType = Literal[
     "invalid_request_error",
+    "authentication_error",
     "not_found_error",
     "rate_limit_error",
     "unavailable_error",

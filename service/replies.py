@@ -21,6 +21,10 @@ from model.engine.api import (
 from model.tokenizer import Tokenizer
 from service.stop_strings import StopFinder
 
+CHECKPOINT_HEADERS = tuple(
+    f"X-Logitd-{name}" for name in ("Name", "Step", "Val-Loss", "Weights-Sha256")
+)
+"""The headers of a reply whose body is no JSON."""
 HEADER_SAFE = "".join(chr(code) for code in range(0x21, 0x7F) if chr(code) != "%")
 
 

@@ -559,6 +559,7 @@ class Info(ReplyBody):
     threads: int
     slots: int
     kv_cache_bytes: int
+    api_keys: bool = Field(description="Whether requests need an API key.")
     limits: dict[str, int]
 
 

@@ -15,6 +15,7 @@ from model.checkpoint import CheckpointInfo
 from model.device import Placement
 from model.engine.api import FinishEvent
 from service.async_engine import AsyncEngine, StepReport
+from service.auth import NO_KEY, ApiKeys
 from service.errors import ApiError, unavailable
 from service.metrics import Metrics
 from service.settings import ServeSettings
@@ -35,6 +36,7 @@ class Served:
     kv_cache_bytes: int
     engine: AsyncEngine
     settings: ServeSettings
+    key_names: tuple[str, ...]  # of API keys; none: no request needs one
 
     @property
     def context_length(self) -> int:
@@ -55,9 +57,10 @@ class Served:
 class ServiceState:
     """The life of the service, and what it serves."""
 
-    def __init__(self, settings: ServeSettings) -> None:
+    def __init__(self, settings: ServeSettings, keys: ApiKeys) -> None:
         self.settings = settings
-        self.metrics = Metrics()
+        self.keys = keys
+        self.metrics = Metrics(callers=(*keys.names, NO_KEY) if keys.names else ())
         self.served: Served | None = None
         self.settled = asyncio.Event()  # loading has ended, well or badly
         self.long_texts = asyncio.Lock()  # held while one is encoded or decoded

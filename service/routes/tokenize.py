@@ -82,7 +82,7 @@ async def detokenize(
 
 @router.get(
     "/tokenizer_info",
-    responses={503: ERRORS[503]},
+    responses={401: ERRORS[401], 431: ERRORS[431], 503: ERRORS[503]},
     summary="The vocabulary",
 )
 def tokenizer_info(served: Ready) -> TokenizerInfo:

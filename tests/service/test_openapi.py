@@ -98,12 +98,32 @@ def test_every_documented_example_is_accepted(
 @pytest.mark.parametrize("path", BODIES)
 def test_errors_are_documented(document: dict[str, Any], path: str) -> None:
     responses = document["paths"][path]["post"]["responses"]
-    assert {"200", "400", "404", "413", "415", "500", "503"} <= set(responses)
+    assert {"200", "400", "401", "404", "413", "415", "431", "500", "503"} <= set(responses)
     assert ({"429", "504"} <= set(responses)) == (path in QUEUED)
     for status, response in responses.items():
         if status != "200":
             assert response["content"]["application/json"]["schema"]["$ref"].endswith("/ErrorReply")
             assert response["description"]
+
+
+@pytest.mark.parametrize("path", GETS)
+def test_errors_of_what_takes_no_body_are_documented(document: dict[str, Any], path: str) -> None:
+    responses = set(document["paths"][path]["get"]["responses"])
+    assert {"200", "431"} <= responses
+    assert ("401" in responses) != path.startswith("/health")
+
+
+def test_a_status_that_is_not_documented_fails_a_test(server: Serving) -> None:
+    """`Serving.client` looks each status up that a test provokes."""
+    app = server.app
+    described = app.openapi()
+    try:
+        app.openapi_schema = {"paths": {"/generate": {"post": {"responses": {"200": {}}}}}}
+        with pytest.raises(AssertionError, match="/generate"):
+            server.post("/generate", {"prompt": ""})
+    finally:
+        app.openapi_schema = described
+    assert server.post("/generate", {"prompt": ""}).status_code == 400
 
 
 def test_second_names_of_fields_are_told(document: dict[str, Any]) -> None:

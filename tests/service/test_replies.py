@@ -16,6 +16,7 @@ from model.engine.api import (
     TokenLogprob,
 )
 from service.replies import (
+    CHECKPOINT_HEADERS,
     Completion,
     checkpoint_headers,
     envelope,
@@ -250,6 +251,7 @@ def test_headers_say_the_same(checkpoint: CheckpointInfo) -> None:
         "X-Logitd-Val-Loss": "2.5",
         "X-Logitd-Weights-Sha256": checkpoint.weights_sha256,
     }
+    assert tuple(checkpoint_headers(checkpoint)) == CHECKPOINT_HEADERS
 
 
 @pytest.mark.parametrize(

@@ -86,6 +86,17 @@ def test_a_remote_tokenizer_learns_what_ends_a_text(merging: Serving) -> None:
     assert merging.json("/tokenize", body)["tokens"] == [info["eos_token_id"]] == [END_OF_TEXT_ID]
 
 
+def test_a_remote_tokenizer_sends_its_key(checkpoint_path: Path) -> None:
+    with serving(checkpoint_path, api_keys="eval=0123456789") as server:
+        body = {"prompt": "ab", "add_special_tokens": False}
+        for path, sent in [("/tokenize", body), ("/detokenize", {"tokens": [97]})]:
+            refusal(server.post(path, sent), 401)
+            assert server.post(path, sent, Authorization="Bearer 0123456789").status_code == 200
+        refusal(server.client.get("/tokenizer_info"), 401)
+        headers = {"Authorization": "Bearer 0123456789"}
+        assert server.client.get("/tokenizer_info", headers=headers).status_code == 200
+
+
 # Texts to ids
 
 
