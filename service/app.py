@@ -25,7 +25,7 @@ from model.version import VERSION
 from service import errors, openapi
 from service.async_engine import AsyncEngine
 from service.middleware import RequestLog
-from service.routes import generate, logits, operations, probs
+from service.routes import chat, completions, generate, logits, models, operations, probs
 from service.settings import ServeSettings
 from service.state import Served, ServiceState
 
@@ -62,8 +62,8 @@ def create_app(settings: ServeSettings) -> FastAPI:
     app.state.service = state
     errors.install(app)
     openapi.install(app)
-    for router in (generate.router, logits.router, probs.router, operations.router):
-        app.include_router(router)
+    for routes in (generate, logits, probs, completions, chat, models, operations):
+        app.include_router(routes.router)
     _serve_docs(app)
     _serve_playground(app)
     app.add_middleware(RequestLog, metrics=state.metrics)

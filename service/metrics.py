@@ -20,7 +20,10 @@ from model.engine.api import FinishEvent, FinishReason, TokenEvent
 from service.async_engine import StepReport
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-ENDPOINTS = ("/generate", "/logits", "/probs", "/info", "/version", "/metrics", "/health", "other")
+ENDPOINTS = (
+    *("/generate", "/logits", "/probs", "/v1/completions", "/v1/chat/completions", "/v1/models"),
+    *("/info", "/version", "/metrics", "/health", "other"),
+)
 
 # 0.1 ms to about 105 s by doubling.
 _LATENCY = tuple(0.0001 * 2**i for i in range(21))
@@ -149,6 +152,7 @@ class Metrics:
 
 def endpoint_label(path: str) -> str:
     """The label of a path: one of ENDPOINTS, whatever a client sends."""
-    if path.startswith("/health"):
-        return "/health"
+    for whole in ("/health", "/v1/models"):
+        if path == whole or path.startswith(f"{whole}/"):
+            return whole
     return path if path in ENDPOINTS else "other"

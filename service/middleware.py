@@ -12,21 +12,25 @@ import time
 import uuid
 from collections.abc import Iterable
 
+from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from service.errors import ApiError, internal_error
+from service.errors import ApiError, clip, internal_error
 from service.metrics import Metrics, endpoint_label
 
 logger = logging.getLogger("logitd.http")
 
 REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 MAX_HEADER_BYTES = 64 * 1024
+MAX_USER = 64
+"""Characters of `user` that are logged."""
 QUIET = ("/health", "/metrics")
 """Endpoints that are polled: logged at debug level."""
 
 
 class RequestLog:
-    """Names, counts and logs each request. Never logs what a request says."""
+    """Names, counts and logs each request. Of what it says, only the `user` of an OpenAI request is
+    logged."""
 
     def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
         self._app = app
@@ -67,13 +71,28 @@ class RequestLog:
             self._metrics.requests.labels(endpoint, str(status or 500)).inc()
             logger.log(
                 logging.DEBUG if endpoint in QUIET else logging.INFO,
-                "%s %s %d %.1f ms %s",
+                "%s %s %d %.1f ms %s%s",
                 scope["method"],
                 endpoint,
                 status,
                 1e3 * (time.perf_counter() - started),
                 request_id.decode(),
+                _logged_user(scope),
             )
+
+
+def note_user(request: Request, user: str | None) -> None:
+    """Let the request's line in the log say on whose behalf it came."""
+    if user:
+        request.state.user = user
+
+
+def _logged_user(scope: Scope) -> str:
+    """Nothing that could begin another line or paint a terminal; last, so that it can pass for
+    nothing else."""
+    user: str = scope.get("state", {}).get("user", "")
+    printable = "".join(c if c.isprintable() else "?" for c in user)
+    return f" user={clip(printable, MAX_USER)}" if user else ""
 
 
 def _request_id(headers: Iterable[tuple[bytes, bytes]]) -> bytes:

@@ -10,9 +10,10 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from pydantic.json_schema import models_json_schema
 
+from service.openai.schemas import ChatRequest, CompletionRequest
 from service.schemas import ErrorReply, GenerateRequest, LogitsRequest, ProbsRequest
 
-REQUEST_BODIES = (GenerateRequest, LogitsRequest, ProbsRequest)
+REQUEST_BODIES = (GenerateRequest, LogitsRequest, ProbsRequest, CompletionRequest, ChatRequest)
 
 ERRORS: dict[int | str, dict[str, Any]] = {
     400: {"model": ErrorReply, "description": "A field is wrong, or the context is too short"},

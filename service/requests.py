@@ -85,18 +85,22 @@ async def prompt_ids(prompt: Any, served: Served, n: int = 1) -> list[tuple[int,
         prompt = [prompt]
     if not prompt:
         raise bad_request("the prompt is empty; give at least one token", "prompt")
-    sequences = len(prompt) * n
-    _check_sequences(sequences, "prompt" if n == 1 else "n", served)
-    _translated(lambda: served.engine.check_room(sequences))  # before any text is encoded
+    check_room(len(prompt) * n, "prompt" if n == 1 else "n", served)  # before any text is encoded
     tokenizer, context = served.checkpoint.tokenizer, served.context_length
     ids = []
     for one in prompt:
-        encoded = await _encode(one, tokenizer, context) if isinstance(one, str) else tuple(one)
+        encoded = await encode_text(one, tokenizer, context) if isinstance(one, str) else tuple(one)
         if not encoded:
             raise bad_request("the prompt is empty; give at least one token", "prompt")
         _check_ids("prompt", encoded, tokenizer.vocab_size)
         ids.append(encoded)
     return ids
+
+
+def check_room(sequences: int, param: str, served: Served) -> None:
+    """Refuse more sequences than one request may have, or than there is room for now."""
+    _check_sequences(sequences, param, served)
+    _translated(lambda: served.engine.check_room(sequences))
 
 
 def generation_requests(
@@ -265,7 +269,8 @@ def _translated(call: Callable[[], Result]) -> Result:
         raise unavailable(str(error)) from error
 
 
-async def _encode(text: str, tokenizer: Tokenizer, context: int) -> tuple[int, ...]:
+async def encode_text(text: str, tokenizer: Tokenizer, context: int) -> tuple[int, ...]:
+    """Token ids of a text, unless there are certainly more than the context holds."""
     least = -(-len(text.encode()) // tokenizer.longest_token)
     if least > context:
         raise bad_request(

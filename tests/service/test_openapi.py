@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from service.openai.schemas import ChatRequest, CompletionRequest
 from service.schemas import GenerateRequest, LogitsRequest, ProbsRequest, RequestBody
 from tests.service.serving import Serving
 
@@ -12,8 +13,13 @@ BODIES: dict[str, type[RequestBody]] = {
     "/generate": GenerateRequest,
     "/logits": LogitsRequest,
     "/probs": ProbsRequest,
+    "/v1/completions": CompletionRequest,
+    "/v1/chat/completions": ChatRequest,
 }
-GETS = ("/health", "/health/live", "/health/ready", "/info", "/version", "/metrics")
+GETS = (
+    *("/health", "/health/live", "/health/ready", "/info", "/version", "/metrics"),
+    *("/v1/models", "/v1/models/{model}"),
+)
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +66,7 @@ def test_a_body_is_described_field_by_field(document: dict[str, Any], path: str)
     ]
     assert set(schema["properties"]) == set(model.model_fields)
     assert schema["additionalProperties"] is False
-    assert schema["required"] == ["prompt"]
+    assert schema["required"] == ["messages" if model is ChatRequest else "prompt"]
     assert all(field["description"] for field in schema["properties"].values())
 
 
@@ -68,14 +74,14 @@ def test_a_body_is_described_field_by_field(document: dict[str, Any], path: str)
     ("path", "summary"), [(path, one) for path, model in BODIES.items() for one in model.examples]
 )
 def test_every_documented_example_is_accepted(
-    document: dict[str, Any], server: Serving, path: str, summary: str
+    document: dict[str, Any], chatter: Serving, path: str, summary: str
 ) -> None:
     content = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]
     assert set(content["examples"]) == set(BODIES[path].examples)
-    response = server.post(path, content["examples"][summary]["value"])
+    response = chatter.post(path, content["examples"][summary]["value"])
     assert response.status_code == 200, response.text
     if response.headers["content-type"] == "application/json":
-        assert response.json()["model"] == "tiny"
+        assert response.json()["model"] == "chatty"
     else:
         assert response.content.endswith(b"data: [DONE]\n\n")
 
