@@ -1,6 +1,7 @@
 """Checkpoint: the one directory that passes from the trainer to the service.
 
-  config.json         format_version, model, tokenizer, training record, sha256 of the other files
+  config.json         format_version, model, tokenizer (with a chat template, if there is one),
+                      training record, sha256 of the other files
   model.safetensors   weights; a tied head is not stored twice
   tokenizer.tiktoken  the vocabulary's ranks
   README.md           the model card (free text; not hashed, so that people may edit it)
@@ -29,6 +30,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from model.chat_template import ChatTemplate, ChatTemplateError
 from model.config import ConfigError, GPTConfig
 from model.gpt import GPT
 from model.tokenizer import Tokenizer, TokenizerError
@@ -76,6 +78,7 @@ class CheckpointInfo:
     tokenizer: Tokenizer
     training: TrainingRecord
     files: Mapping[str, str]  # name -> sha256
+    chat_template: ChatTemplate | None = None
 
     @property
     def weights_sha256(self) -> str:
@@ -90,11 +93,13 @@ def save_checkpoint(
     training: TrainingRecord,
     card: str,
     dtype: torch.dtype = torch.float32,
+    chat_template: str | None = None,
 ) -> CheckpointInfo:
     """Write a new checkpoint directory at `path`, whole or not at all.
 
-    `dtype` is the numbers on disk (bfloat16 halves the size). Raises CheckpointError when `path`
-    exists: a checkpoint never changes once written.
+    `dtype` is the numbers on disk (bfloat16 halves the size), `chat_template` the source of one.
+    Raises CheckpointError when `path` exists (a checkpoint never changes once written), or when
+    the template does not compile.
     """
     if path.exists():
         raise CheckpointError(f"{path} exists; checkpoints are never overwritten")
@@ -103,6 +108,7 @@ def save_checkpoint(
             f"the model has {gpt.config.vocab_size} token ids and the tokenizer "
             f"{tokenizer.vocab_size}"
         )
+    _chat_template(chat_template, path)
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
     try:
@@ -120,6 +126,7 @@ def save_checkpoint(
                 "pattern": tokenizer.pattern,
                 "special_tokens": tokenizer.special_tokens,
                 "vocab_size": tokenizer.vocab_size,
+                **({} if chat_template is None else {"chat_template": chat_template}),
             },
             "training": asdict(training),
             "files": {name: _sha256((aside / name).read_bytes()) for name in (WEIGHTS, RANKS)},
@@ -181,6 +188,7 @@ def read_checkpoint(path: Path) -> CheckpointInfo:
         tokenizer=tokenizer,
         training=_training_record(training_part, path),
         files=dict(files),
+        chat_template=_chat_template(tokenizer_part.get("chat_template"), path),
     )
 
 
@@ -284,6 +292,18 @@ def _training_record(section: Mapping[str, Any], path: Path) -> TrainingRecord:
                 f"{path / CONFIG}: {name} of the training record is {section[name]!r}"
             )
     return TrainingRecord(**section)
+
+
+def _chat_template(source: Any, path: Path) -> ChatTemplate | None:
+    """The compiled template of a checkpoint, if it has one."""
+    if source is None:
+        return None
+    if not isinstance(source, str):
+        raise CheckpointError(f"{path / CONFIG}: chat_template is no string")
+    try:
+        return ChatTemplate(source)
+    except ChatTemplateError as error:
+        raise CheckpointError(f"{path / CONFIG}: {error}") from error
 
 
 def _section(document: Mapping[str, Any], name: str, path: Path) -> dict[str, Any]:

@@ -30,9 +30,12 @@ from service.middleware import EXPOSED_HEADERS, BugAnswer, RequestLog
 from service.numbers.budget import ByteBudget
 from service.routes import (
     attention,
+    chat,
+    completions,
     generate,
     hidden_states,
     logits,
+    models,
     operations,
     probs,
     score,
@@ -75,7 +78,8 @@ def create_app(settings: ServeSettings) -> FastAPI:
     errors.install(app)
     openapi.install(app, needs_key=lambda path: _needs_key(state, path))
     for routes in (
-        generate, logits, probs, score, hidden_states, attention, tokenize, operations
+        generate, logits, probs, score, hidden_states, attention, tokenize,
+        completions, chat, models, operations,
     ):  # fmt: skip
         app.include_router(routes.router)
     _serve_docs(app)

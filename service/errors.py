@@ -70,6 +70,8 @@ class ApiError(Exception):
 
     def response(self) -> Response:
         headers = {} if self.retry_after is None else {"Retry-After": str(self.retry_after)}
+        if self.status == 500:  # a client that sends it again would meet the same fault again
+            headers["X-Should-Retry"] = "false"
         return Response(
             orjson.dumps(self.body()),
             status_code=self.status,

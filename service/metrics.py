@@ -30,6 +30,9 @@ ENDPOINTS = (
     "/tokenize",
     "/detokenize",
     "/tokenizer_info",
+    "/v1/completions",
+    "/v1/chat/completions",
+    "/v1/models",
     "/info",
     "/version",
     "/metrics",
@@ -176,6 +179,7 @@ class Metrics:
 
 def endpoint_label(path: str) -> str:
     """The label of a path: one of ENDPOINTS, whatever a client sends."""
-    if path.startswith("/health"):
-        return "/health"
+    for whole in ("/health", "/v1/models"):
+        if path == whole or path.startswith(f"{whole}/"):
+            return whole
     return path if path in ENDPOINTS else "other"

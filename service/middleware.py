@@ -14,10 +14,11 @@ import time
 import uuid
 from collections.abc import Iterable
 
+from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from service.auth import CALLER
-from service.errors import ApiError, internal_error
+from service.errors import ApiError, clip, internal_error
 from service.metrics import Metrics, endpoint_label
 from service.replies import CHECKPOINT_HEADERS
 
@@ -27,6 +28,8 @@ REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 REQUEST_ID_SCOPE = "logitd.request_id"
 """Where a request's scope holds its id."""
 MAX_HEADER_BYTES = 64 * 1024
+MAX_USER = 64
+"""Characters of `user` that are logged."""
 QUIET = ("/health", "/metrics")
 """Endpoints that are polled: logged at debug level."""
 EXPOSED_HEADERS = ("X-Request-ID", "Retry-After", "Server-Timing", *CHECKPOINT_HEADERS)
@@ -34,7 +37,8 @@ EXPOSED_HEADERS = ("X-Request-ID", "Retry-After", "Server-Timing", *CHECKPOINT_H
 
 
 class RequestLog:
-    """Names, counts and logs each request. Never logs what a request says."""
+    """Names, counts and logs each request. Of what it says, only the `user` of an OpenAI request is
+    logged."""
 
     def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
         self._app = app
@@ -75,13 +79,14 @@ class RequestLog:
         self._metrics.observe_request(endpoint, status or 500, caller)
         logger.log(
             logging.DEBUG if endpoint in QUIET else logging.INFO,
-            "%s %s %d %.1f ms %s%s",
+            "%s %s %d %.1f ms %s%s%s",
             scope["method"],
             endpoint,
             status,
             milliseconds,
             scope[REQUEST_ID_SCOPE],
             "" if caller is None else f" key={caller}",
+            _logged_user(scope),
         )
 
 
@@ -110,6 +115,20 @@ class BugAnswer:
             request_id: str = scope[REQUEST_ID_SCOPE]
             logger.exception("our own bug, request %s", request_id)
             await internal_error(request_id).response()(scope, receive, send)
+
+
+def note_user(request: Request, user: str | None) -> None:
+    """Let the request's line in the log say on whose behalf it came."""
+    if user:
+        request.state.user = user
+
+
+def _logged_user(scope: Scope) -> str:
+    """Nothing that could begin another line or paint a terminal; last, so that it can pass for
+    nothing else."""
+    user: str = scope.get("state", {}).get("user", "")
+    printable = "".join(c if c.isprintable() else "?" for c in user)
+    return f" user={clip(printable, MAX_USER)}" if user else ""
 
 
 def _request_id(headers: Iterable[tuple[bytes, bytes]]) -> bytes:

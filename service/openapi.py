@@ -19,6 +19,7 @@ from service.numbers.schemas import (
     ProbsRequest,
     ScoreRequest,
 )
+from service.openai.schemas import ChatRequest, CompletionRequest
 from service.schemas import (
     DetokenizeRequest,
     ErrorReply,
@@ -35,6 +36,8 @@ REQUEST_BODIES = (
     AttentionRequest,
     TokenizeRequest,
     DetokenizeRequest,
+    CompletionRequest,
+    ChatRequest,
 )
 
 ERRORS: dict[int | str, dict[str, Any]] = {

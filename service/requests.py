@@ -101,9 +101,8 @@ async def prompt_ids(
         prompt = [prompt]
     if not prompt:
         raise bad_request("the prompt is empty; give at least one token", "prompt")
-    sequences = len(prompt) * n
-    _check_sequences(sequences, "prompt" if n == 1 else param, served)
-    _translated(lambda: served.engine.check_room(sequences))  # before any text is encoded
+    # Before any text is encoded.
+    check_room(len(prompt) * n, "prompt" if n == 1 else param, served)
     return [await text_or_ids(one, "prompt", served) for one in prompt]
 
 
@@ -111,7 +110,7 @@ async def text_or_ids(given: str | Sequence[int], param: str, served: Served) ->
     """The token ids of one text of a body, or the ids that it gives; at least one."""
     tokenizer = served.checkpoint.tokenizer
     if isinstance(given, str):
-        ids = await _encode(given, param, tokenizer, served.context_length)
+        ids = await encode_within(given, param, tokenizer, served.context_length)
     else:
         ids = tuple(given)
     if not ids:
@@ -128,6 +127,12 @@ def encode_text(
         return tokenizer.encode(text, special_ids=special_ids)
     except ValueError as error:  # the pattern gave up on a pathological text
         raise bad_request(f"{_spoken(param)} cannot be tokenized: {error}", param) from error
+
+
+def check_room(sequences: int, param: str, served: Served) -> None:
+    """Refuse more sequences than one request may have, or than there is room for now."""
+    _check_sequences(sequences, param, served)
+    _translated(lambda: served.engine.check_room(sequences))
 
 
 def generation_requests(
@@ -373,7 +378,10 @@ def _translated(call: Callable[[], Result]) -> Result:
         raise unavailable(str(error)) from error
 
 
-async def _encode(text: str, param: str, tokenizer: Tokenizer, context: int) -> tuple[int, ...]:
+async def encode_within(
+    text: str, param: str, tokenizer: Tokenizer, context: int
+) -> tuple[int, ...]:
+    """Token ids of a text, unless there are certainly more than the context holds."""
     least = -(-len(text.encode()) // tokenizer.longest_token)
     if least > context:
         raise bad_request(

@@ -79,6 +79,11 @@ class TrainingConfig(BaseModel):
     vocab_size: int | None = Field(
         None, ge=257, le=1_000_000, description="size of a vocabulary of one's own"
     )
+    chat_template: Path | None = Field(
+        None,
+        description="file with a chat template (Jinja), for the checkpoints to carry: how a "
+        "conversation is written in the text",
+    )
     val_fraction: float | None = Field(
         None, gt=0, le=0.5, description="share of the text held out for validation"
     )
@@ -165,7 +170,7 @@ RESUMABLE = frozenset(
     (
         *("resume", "out", "minutes", "device", "threads", "steps", "log_every", "data_licence"),
         *("eval_every", "eval_batches", "patience", "sample_every", "sample_tokens", "prompts"),
-        *("checkpoint_every", "keep", "save_dtype"),
+        *("checkpoint_every", "keep", "save_dtype", "chat_template"),
     )
 )
 """What may be given anew when a run is resumed; anything else would make it another run."""

@@ -23,6 +23,7 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 
+from model.chat_template import ChatTemplate, ChatTemplateError
 from model.checkpoint import TrainingRecord, save_checkpoint
 from model.config import GPTConfig
 from model.device import Placement, describe, use_threads
@@ -102,6 +103,7 @@ def _new(config: TrainingConfig, report: Reporter) -> "Trainer":
     recipe, shape = settle(config)
     start = preset(config.preset)
     start.config(recipe.vocab_size, **shape)  # refuse what no vocabulary makes possible right away
+    chat_template = _chat_template(config)
     placement = training_placement(config.device, recipe.dtype, config.threads)
     text = open_text(config.data, config.data_licence)
     run = RunDirectory.create(_path(config))
@@ -114,7 +116,7 @@ def _new(config: TrainingConfig, report: Reporter) -> "Trainer":
         raise
     report(Prepared(prepared.record, prepared.tokenizer.vocab_size))
     _describe(run, config, recipe, model)
-    return Trainer(config, recipe, model, prepared, run, placement, report)
+    return Trainer(config, recipe, model, prepared, run, placement, chat_template, report)
 
 
 def _resumed(config: TrainingConfig, report: Reporter) -> "Trainer":
@@ -123,14 +125,30 @@ def _resumed(config: TrainingConfig, report: Reporter) -> "Trainer":
     first = TrainingConfig(**description["config"])
     recipe = settle_again(config, first, Recipe(**description["recipe"]))
     config = TrainingConfig(**{**description["config"], **_given(config)})
+    chat_template = _chat_template(config)
     prepared = read_prepared(run.data)
     report(Prepared(prepared.record, prepared.tokenizer.vocab_size))
     model = GPTConfig.from_dict(description["model"])
     placement = training_placement(config.device, recipe.dtype, config.threads)
-    trainer = Trainer(config, recipe, model, prepared, run, placement, report)
+    trainer = Trainer(config, recipe, model, prepared, run, placement, chat_template, report)
     trainer.load()
     _describe(run, config, recipe, model)
     return trainer
+
+
+def _chat_template(config: TrainingConfig) -> str | None:
+    """The chat template for the checkpoints, read once: one that does not compile is refused
+    before hours of training, not after."""
+    if config.chat_template is None:
+        return None
+    try:
+        return ChatTemplate(config.chat_template.read_text(encoding="utf-8")).source
+    except (OSError, UnicodeDecodeError) as error:
+        raise TrainingError(
+            f"the chat template {config.chat_template} cannot be read: {error}"
+        ) from error
+    except ChatTemplateError as error:
+        raise TrainingError(f"{config.chat_template}: {error}") from error
 
 
 def _path(config: TrainingConfig) -> Path:
@@ -160,12 +178,14 @@ class Trainer:
         prepared: PreparedText,
         run: RunDirectory,
         placement: Placement,
+        chat_template: str | None,
         report: Reporter,
     ) -> None:
         use_threads(placement.threads)
         torch.manual_seed(recipe.seed)
         self.config, self.recipe, self.prepared = config, recipe, prepared
         self.run, self.placement, self.report = run, placement, report
+        self.chat_template = chat_template
         self.gpt = GPT(model)
         initialise(self.gpt, recipe, torch.Generator().manual_seed(recipe.seed))
         self.gpt.to(placement.device).train()
@@ -387,6 +407,7 @@ class Trainer:
             ),
             card=self._card(path.name),
             dtype=getattr(torch, self.recipe.save_dtype),
+            chat_template=self.chat_template,
         )
         run.link_newest_and_best()
         run.prune(self.recipe.keep)

@@ -89,7 +89,7 @@ def tokenizer_info(served: Ready) -> TokenizerInfo:
     """Its size, its special tokens and the pattern that cuts texts. A vocabulary without an
     end-of-text token has null for `eos_token`."""
     checkpoint, tokenizer = served.checkpoint, served.checkpoint.tokenizer
-    eos = tokenizer.end_of_text
+    eos, template = tokenizer.end_of_text, checkpoint.chat_template
     return TokenizerInfo.model_validate(
         {
             "model": checkpoint.name,
@@ -99,7 +99,7 @@ def tokenizer_info(served: Ready) -> TokenizerInfo:
             "eos_token_id": eos,
             "bos_token": None,
             "pad_token": None,
-            "chat_template": None,
+            "chat_template": None if template is None else template.source,
             "pattern": tokenizer.pattern,
             "special_tokens": tokenizer.special_tokens,
         }

@@ -17,6 +17,15 @@ from model.tokenizer import END_OF_TEXT, SPLIT_PATTERN, Tokenizer
 VOCAB_SIZE = 257
 """Ids of `byte_tokenizer`: the 256 bytes and END_OF_TEXT."""
 
+CHAT_TEMPLATE = """\
+{% for message in messages %}
+<|im_start|>{{ message.role }}
+{{ message.content | trim }}<|im_end|>
+{% endfor %}
+<|im_start|>assistant
+"""
+"""A usual one, in the manner of ChatML."""
+
 FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "gpt2": {},
     "original": ORIGINAL,
@@ -41,6 +50,13 @@ def byte_tokenizer() -> Tokenizer:
         pattern=SPLIT_PATTERN,
         special_tokens={END_OF_TEXT: 256},
     )
+
+
+def chat_tokenizer() -> Tokenizer:
+    """`byte_tokenizer` with the special tokens of CHAT_TEMPLATE."""
+    plain = byte_tokenizer()
+    special_tokens = {END_OF_TEXT: 256, "<|im_start|>": 257, "<|im_end|>": 258}
+    return Tokenizer(ranks=plain.ranks, pattern=plain.pattern, special_tokens=special_tokens)
 
 
 def tiny_config(**overrides: Any) -> GPTConfig:

@@ -30,6 +30,7 @@ from model.checkpoint import (
 from model.gpt import GPT
 from model.tokenizer import Tokenizer
 from tests.model.factories import (
+    CHAT_TEMPLATE,
     FAMILIES,
     byte_tokenizer,
     random_ids,
@@ -181,6 +182,28 @@ def test_a_loaded_model_is_a_copy(saved: Path) -> None:
     os.truncate(saved / WEIGHTS, 0)
     assert torch.equal(gpt(ids).logits, before)
     assert all(parameter.isfinite().all() for parameter in gpt.parameters())
+
+
+def test_a_chat_template_is_kept_and_compiled(tmp_path: Path) -> None:
+    info = save_tiny_checkpoint(tmp_path / "chatty", chat_template=CHAT_TEMPLATE)
+    assert info.chat_template is not None
+    assert info.chat_template.source == CHAT_TEMPLATE
+    document = json.loads((tmp_path / "chatty" / CONFIG).read_text())
+    assert document["format_version"] == 1
+    assert document["tokenizer"]["chat_template"] == CHAT_TEMPLATE
+
+
+def test_a_checkpoint_needs_no_chat_template(saved: Path) -> None:
+    assert "chat_template" not in json.loads((saved / CONFIG).read_text())["tokenizer"]
+    assert read_checkpoint(saved).chat_template is None
+    edit_config(saved, lambda document: document["tokenizer"].update(chat_template=None))
+    assert read_checkpoint(saved).chat_template is None
+
+
+def test_a_chat_template_that_does_not_compile_is_not_saved(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"chatty/config.json: line 2 of the chat template"):
+        save_tiny_checkpoint(tmp_path / "chatty", chat_template="\n{{")
+    assert list(tmp_path.iterdir()) == []
 
 
 # Saving is all or nothing
@@ -435,6 +458,16 @@ def test_a_missing_section(saved: Path, section: str) -> None:
             {"pattern": "("},
             "the tokenizer of {path} cannot be read: "
             "the split pattern '(' is no regular expression: ...",
+        ),
+        (
+            "tokenizer",
+            {"chat_template": 5},
+            "{path}/config.json: chat_template is no string",
+        ),
+        (
+            "tokenizer",
+            {"chat_template": "{% for %}"},
+            "{path}/config.json: line 1 of the chat template: ...",
         ),
         (
             "training",

@@ -10,6 +10,13 @@ import torch
 
 from model.checkpoint import load_checkpoint
 from model.gpt import GPT
+from tests.model.factories import (
+    CHAT_TEMPLATE,
+    chat_tokenizer,
+    save_tiny_checkpoint,
+    tiny_config,
+    tiny_gpt,
+)
 from tests.service.serving import Serving, serving
 from tests.service.spelling import save_spelling_checkpoint
 
@@ -37,6 +44,20 @@ def server(checkpoint_path: Path) -> Iterator[Serving]:
 def speller(spelling_path: Path) -> Iterator[Serving]:
     """The spelling checkpoint, served. Ask it, leave nothing behind."""
     with serving(spelling_path, slots=4) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def chatter(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
+    """A checkpoint with a chat template, served. Ask it, leave nothing behind."""
+    path = tmp_path_factory.mktemp("checkpoints") / "chatty"
+    save_tiny_checkpoint(
+        path,
+        gpt=tiny_gpt(tiny_config(vocab_size=259, context_length=512)),
+        tokenizer=chat_tokenizer(),
+        chat_template=CHAT_TEMPLATE,
+    )
+    with serving(path, slots=4) as running:
         yield running
 
 

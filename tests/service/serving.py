@@ -9,7 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ import uvicorn
 from service.app import create_app
 from service.settings import ServeSettings
 from service.state import Served, ServiceState
+from tests.service.spelling import long_prompt
 
 PATIENCE = 60.0
 """Seconds after which something that should happen at once counts as never; machines are busy."""
@@ -141,6 +142,14 @@ def serve_settings(checkpoint: Path, **settings: Any) -> ServeSettings:
 
 def client(url: str) -> httpx.Client:
     return httpx.Client(base_url=url, trust_env=False, timeout=PATIENCE)
+
+
+def occupy(server: Serving, stack: ExitStack) -> None:
+    """Hold the one slot of a service of the spelling checkpoint for as long as the stack is open:
+    by rows whose reader does not read."""
+    raw = stack.enter_context(server.connect(receive_buffer=4096))
+    raw.sendall(request_bytes("/logits", {"prompt": long_prompt(8000), "positions": "all"}))
+    eventually(lambda: server.sample("logitd_kv_slots_used") == 1)
 
 
 def eventually(condition: Callable[[], bool], patience: float = PATIENCE) -> None:

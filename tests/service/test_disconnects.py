@@ -73,10 +73,12 @@ LEAVE: dict[str, Callable[[socket.socket], None]] = {
     [
         ("/generate", LONG | {"stream": True}),
         ("/generate", LONG),
+        ("/v1/completions", LONG | {"max_tokens": 8000, "stream": True}),
+        ("/v1/completions", LONG | {"max_tokens": 8000}),
         ("/logits", WHOLE),
         ("/logits", WHOLE | {"prompt": [WHOLE["prompt"]] * 3}),
     ],
-    ids=["a stream", "one reply", "rows", "rows of three prompts"],
+    ids=["a stream", "one reply", "openai stream", "openai reply", "rows", "rows of three prompts"],
 )
 def test_a_client_that_leaves_while_it_runs(
     server: Serving, path: str, body: Any, leave: str
@@ -88,7 +90,7 @@ def test_a_client_that_leaves_while_it_runs(
     server.wait_idle()
     assert time.monotonic() - started < AT_ONCE
     raw.close()
-    assert server.finished("abort") == (4 if path == "/generate" else 1)
+    assert server.finished("abort") == (1 if path == "/logits" else 4)
     assert server.finished("length") == server.finished("stop") == 0
 
 

@@ -78,6 +78,16 @@ def test_only_what_may_be_tried_again_says_when() -> None:
     assert "retry-after" not in bad_request("m").response().headers
 
 
+def test_what_will_fail_again_is_not_to_be_sent_again() -> None:
+    """openai's client sends every 500 three times unless it is told."""
+    engine = from_finish(finished(FinishReason.ERROR, "the model failed"))
+    assert engine is not None
+    for error in (engine, internal_error("abc")):
+        assert error.response().headers["x-should-retry"] == "false"
+    for error in (unavailable("m"), bad_request("m")):
+        assert "x-should-retry" not in error.response().headers
+
+
 def test_our_own_bug_tells_the_request_id_and_nothing_else() -> None:
     assert internal_error("abc").body()["error"]["message"] == (
         "internal error; the log has it under the request id abc"

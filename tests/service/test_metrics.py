@@ -192,6 +192,8 @@ def test_any_path_has_one_of_the_labels(path: str) -> None:
 def test_endpoints_have_labels_of_their_own() -> None:
     assert {endpoint_label(path) for path in ENDPOINTS} == set(ENDPOINTS)
     assert endpoint_label("/health/live") == endpoint_label("/health/ready") == "/health"
+    assert endpoint_label("/v1/models/any/name") == endpoint_label("/v1/models/") == "/v1/models"
+    assert endpoint_label("/healthy") == endpoint_label("/v1/modelsx") == "other"
     assert endpoint_label("/docs") == endpoint_label("/nothing") == "other"
 
 

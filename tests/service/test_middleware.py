@@ -150,6 +150,45 @@ def test_a_request_is_one_line_without_anything_that_it_said(
     assert second.startswith("GET other 404 ")
 
 
+@pytest.mark.parametrize(
+    ("user", "logged"),
+    [
+        ("alice", " user=alice"),
+        ("Ann of Québec, 2", " user=Ann of Québec, 2"),
+        (
+            "a\nPOST /generate 200\r\x1b[31m\x00\u2028\u202eb",
+            " user=a?POST /generate 200??[31m???b",
+        ),
+        ("x" * 500, f" user={'x' * 64}..."),
+        ("", ""),
+        (None, ""),
+    ],
+    ids=["a name", "some words", "control characters", "long", "empty", "null"],
+)
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_the_user_of_an_openai_request_is_in_its_line(
+    chatter: Serving,
+    caplog: pytest.LogCaptureFixture,
+    path: str,
+    user: str | None,
+    logged: str,
+) -> None:
+    caplog.set_level(logging.INFO, "logitd.http")
+    prompt = {"prompt": "a"} if path == "/v1/completions" else {
+        "messages": [{"role": "user", "content": "a"}]
+    }  # fmt: skip
+    for more in ({}, {"n": 65}):
+        body = {**prompt, "user": user, "max_tokens": 1, **more}
+        chatter.post(path, body, **{"X-Request-ID": "abc"})
+    eventually(lambda: len(caplog.records) == 2)
+    done, refused = (record.getMessage() for record in caplog.records)
+    assert done.startswith(f"POST {path} 200 ")
+    assert refused.startswith(f"POST {path} 400 ")
+    for line in (done, refused):
+        assert line.endswith(f" ms abc{logged}")
+        assert line.isprintable()
+
+
 def test_what_is_polled_is_not_logged(server: Serving, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "logitd.http")
     for path in ("/health", "/health/live", "/metrics"):

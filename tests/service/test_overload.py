@@ -19,6 +19,7 @@ from tests.service.serving import (
     dechunked,
     events,
     eventually,
+    occupy,
     read_all,
     read_chunks,
     read_until,
@@ -31,6 +32,7 @@ POSTS: dict[str, Any] = {
     "/generate": {"prompt": "a", "max_tokens": 5},
     "/logits": {"prompt": "a"},
     "/probs": {"prompt": "a"},
+    "/v1/completions": {"prompt": "a"},
 }
 
 
@@ -39,13 +41,6 @@ def server(spelling_path: Path) -> Iterator[Serving]:
     """One slot, and a queue of two."""
     with serving(spelling_path, slots=1, max_queue=2, slow_reader_timeout=PATIENCE) as running:
         yield running
-
-
-def occupy(server: Serving, stack: ExitStack) -> None:
-    """Hold the slot for as long as the stack is open: by rows whose reader does not read."""
-    raw = stack.enter_context(server.connect(receive_buffer=4096))
-    raw.sendall(request_bytes("/logits", {"prompt": long_prompt(8000), "positions": "all"}))
-    eventually(lambda: server.sample("logitd_kv_slots_used") == 1)
 
 
 class Poster:
@@ -167,7 +162,7 @@ def test_a_deadline_passes_in_the_queue_too(server: Serving) -> None:
             assert ErrorReply.model_validate(response.json()).error.code == "deadline_exceeded"
         assert server.served.engine.open_sequences == 1
     server.wait_idle()
-    assert server.finished("timeout") == 3
+    assert server.finished("timeout") == len(POSTS)
 
 
 def test_a_stream_that_waits_is_kept_alive(

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from pydantic import BaseModel
 
 from service.numbers.schemas import LogitsReply, ProbsReply
+from service.openai.schemas import CompletionReply
 from service.schemas import ErrorReply, GenerateReply
 from tests.service.serving import (
     Serving,
@@ -23,11 +24,12 @@ from tests.service.serving import (
     serving,
 )
 
-POSTS = ("/generate", "/logits", "/probs")
+POSTS = ("/generate", "/logits", "/probs", "/v1/completions")
 REPLIES: dict[str, type[BaseModel]] = {
     "/generate": GenerateReply,
     "/logits": LogitsReply,
     "/probs": ProbsReply,
+    "/v1/completions": CompletionReply,
 }
 LARGEST_ERROR = 4096
 JSON = {"Content-Type": "application/json"}

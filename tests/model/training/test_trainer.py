@@ -181,7 +181,7 @@ def test_a_run_killed_while_it_saves_is_resumed_from_the_last_whole_state(
         train(config)
     assert sorted(path.name for path in (tmp_path / "killed").glob("step-*")) == ["step-000006"]
     monkeypatch.undo()
-    result = train(TrainingConfig(out=config.out, resume=True))
+    result = train(TrainingConfig(out=tmp_path / "run", resume=True))
     assert result.step == 12
     assert read_checkpoint(result.checkpoint).training.step == 12
     assert _state(tmp_path / "straight") == _state(tmp_path / "killed")
@@ -314,6 +314,44 @@ def test_patience_ends_a_run_that_no_longer_improves(
     assert result.reason == "no improvement"
     assert read_checkpoint(result.best).training.step == 8
     assert result.step == 14
+
+
+def test_every_checkpoint_of_a_run_carries_its_chat_template(
+    configure: Configure, tmp_path: Path
+) -> None:
+    """As it was when the run began, or went on."""
+    file = tmp_path / "chat.jinja"
+    file.write_text("{{ messages[0].content }} é", encoding="utf-8")
+    train(configure(chat_template=file), StopAt(8))
+    paths = [tmp_path / "run" / name for name in ("step-000006", "step-000008", "best")]
+    assert [_template(path) for path in paths] == ["{{ messages[0].content }} é"] * 3
+    file.write_text("{{ messages }}", encoding="utf-8")
+    result = train(TrainingConfig(out=tmp_path / "run", resume=True))
+    assert _template(result.checkpoint) == "{{ messages }}"
+    file.unlink()
+    with pytest.raises(TrainingError, match=r"chat\.jinja cannot be read: "):
+        train(TrainingConfig(out=tmp_path / "run", resume=True))
+
+
+def _template(checkpoint: Path) -> str | None:
+    template = read_checkpoint(checkpoint).chat_template
+    return None if template is None else template.source
+
+
+@pytest.mark.parametrize(
+    ("written", "sentence"),
+    [(b"{% for %}", r"chat\.jinja: line 1 of the chat template: "), (b"\xff", "cannot be read: "),
+     (None, "cannot be read: .*No such file")],
+)  # fmt: skip
+def test_a_bad_chat_template_is_refused_before_anything_is_done(
+    configure: Configure, tmp_path: Path, written: bytes | None, sentence: str
+) -> None:
+    file = tmp_path / "chat.jinja"
+    if written is not None:
+        file.write_bytes(written)
+    with pytest.raises(TrainingError, match=sentence):
+        train(configure(chat_template=file))
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(

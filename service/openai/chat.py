@@ -1,0 +1,115 @@
+"""Chat: from messages to a prompt by the checkpoint's template, and the replies of
+/v1/chat/completions from those of /generate.
+"""
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+from model.chat_template import ChatTemplateError, Message
+from model.checkpoint import CheckpointInfo
+from service.errors import bad_request
+from service.openai.envelope import head, usage, usage_member
+from service.openai.logprobs import ShownTokens, chat_logprobs
+from service.openai.schemas import ChatRequest
+from service.requests import encode_within
+from service.state import Served
+
+
+async def chat_prompt(body: ChatRequest, served: Served) -> tuple[int, ...]:
+    """The token ids of a conversation that the assistant is to continue, or ApiError."""
+    checkpoint = served.checkpoint
+    if checkpoint.chat_template is None:
+        raise bad_request(
+            f"{checkpoint.name} has no chat template, so it is not known how a conversation is "
+            "written for it. Send the text to /v1/completions; or give the checkpoint a template: "
+            "`logitd train --chat-template FILE`, or chat_template in the tokenizer section of "
+            "its config.json",
+            "messages",
+            "no_chat_template",
+        )
+    messages = [_message(one.role, one.content, one.name) for one in body.messages]
+    try:
+        # Beside the event loop: how long it takes is up to the template.
+        pieces = await asyncio.to_thread(
+            checkpoint.chat_template.render, messages, checkpoint.tokenizer
+        )
+    except ChatTemplateError as error:
+        raise bad_request(str(error), "messages", "chat_template_failed") from error
+    ids: list[int] = []
+    for piece in pieces:
+        if isinstance(piece, int):
+            ids.append(piece)
+        else:
+            ids += await encode_within(
+                piece, "messages", checkpoint.tokenizer, served.context_length
+            )
+    if not ids:
+        raise bad_request("the chat template makes nothing of these messages", "messages")
+    return tuple(ids)
+
+
+def _message(role: str, content: str, name: str | None) -> Message:
+    """A message as templates know it."""
+    message = {"role": "system" if role == "developer" else role, "content": content}
+    return message if name is None else {**message, "name": name}
+
+
+class ChatShape:
+    """One request's replies."""
+
+    def __init__(self, body: ChatRequest, checkpoint: CheckpointInfo) -> None:
+        self._head = head("chatcmpl", "chat.completion", checkpoint)
+        self._tokenizer = checkpoint.tokenizer
+        self._body = body
+        self._tokens: dict[int, ShownTokens] = {}  # of the choices that have begun
+
+    def whole(self, reply: dict[str, Any]) -> dict[str, Any]:
+        choices = [
+            {
+                "index": native["index"],
+                "message": {"role": "assistant", "content": native["text"], "refusal": None},
+                "logprobs": self._logprobs(native),
+                "finish_reason": native["finish_reason"],
+            }
+            for native in reply["choices"]
+        ]
+        return {**self._head, "choices": choices, "usage": usage(reply["usage"])}
+
+    def parts(self, chunk: dict[str, Any], counts: dict[str, int]) -> Iterator[dict[str, Any]]:
+        """The role, the text as it grows, the reason of the end: a chunk each."""
+        options = self._body.stream_options
+        chunk_head = {**self._head, "object": "chat.completion.chunk"}
+        told = usage_member(options, usage(counts))
+        for native in chunk["choices"]:
+            for choice in self._deltas(native):
+                yield {**chunk_head, "choices": [choice], **told}
+        if "usage" in chunk and options is not None and options.include_usage:
+            yield {**chunk_head, "choices": [], "usage": usage(chunk["usage"])}
+
+    def _deltas(self, native: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        index = native["index"]
+        if index not in self._tokens:
+            yield _delta(index, {"role": "assistant", "content": "", "refusal": None})
+        logprobs = self._logprobs(native)
+        if native["text"] or (logprobs is not None and logprobs["content"]):
+            yield _delta(index, {"content": native["text"]}, logprobs)
+        if native["finish_reason"] is not None:
+            yield _delta(index, {}, finish_reason=native["finish_reason"])
+
+    def _logprobs(self, native: dict[str, Any]) -> dict[str, Any] | None:
+        shown = self._tokens.setdefault(native["index"], ShownTokens()).push(native)
+        if not self._body.logprobs:
+            return None
+        if shown and isinstance(native["stop_reason"], int):
+            shown = shown[:-1]  # the special token that ended the answer is no part of it
+        return chat_logprobs(self._tokenizer, shown)
+
+
+def _delta(
+    index: int,
+    delta: dict[str, Any],
+    logprobs: dict[str, Any] | None = None,
+    finish_reason: str | None = None,
+) -> dict[str, Any]:
+    return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}

@@ -1,0 +1,45 @@
+"""POST /v1/chat/completions: a conversation in OpenAI's shape."""
+
+from typing import Annotated
+
+from fastapi import APIRouter, Depends, Request
+from starlette.responses import Response
+
+from service.generation import Generation, respond
+from service.middleware import note_user
+from service.openai.chat import ChatShape, chat_prompt
+from service.openai.schemas import ChatReply, ChatRequest
+from service.openai.translate import native_chat, param_names
+from service.openapi import ERRORS
+from service.requests import body_of, check_room, described_by, generation_requests
+from service.state import Ready
+
+router = APIRouter()
+
+ChatBody = Annotated[ChatRequest, Depends(body_of(ChatRequest))]
+
+
+@router.post(
+    "/v1/chat/completions",
+    response_model=ChatReply,
+    responses=ERRORS,
+    openapi_extra=described_by(ChatRequest),
+    summary="Answer in a conversation, as OpenAI's API does",
+    tags=["openai"],
+)
+async def chat_completions(body: ChatBody, served: Ready, request: Request) -> Response:
+    """Write the messages by the checkpoint's chat template and continue them, as /generate does
+    after those token ids. An answer ends at any special token.
+
+    With `stream`, server-sent events: the role, the text as it grows, the reason of the end, then
+    `[DONE]`."""
+    note_user(request, body.user)
+    served.check_model(body.model)
+    check_room(body.n or 1, "n", served)  # before anything is rendered
+    with param_names(prompt="messages", logprobs="top_logprobs"):
+        prompt = await chat_prompt(body, served)
+        native = native_chat(body, prompt, served.checkpoint.tokenizer)
+        requests = generation_requests(native, [prompt], served)
+        shape = ChatShape(body, served.checkpoint)
+        generation = Generation(native, requests, served, shape)
+    return await respond(request, generation, stream=native.stream)

@@ -1,0 +1,41 @@
+"""POST /v1/completions: generation in OpenAI's shape."""
+
+from typing import Annotated
+
+from fastapi import APIRouter, Depends, Request
+from starlette.responses import Response
+
+from service.generation import Generation, respond
+from service.middleware import note_user
+from service.openai.completions import CompletionShape
+from service.openai.schemas import CompletionReply, CompletionRequest
+from service.openai.translate import native_completion
+from service.openapi import ERRORS
+from service.requests import body_of, described_by, generation_requests, prompt_ids
+from service.state import Ready
+
+router = APIRouter()
+
+CompletionBody = Annotated[CompletionRequest, Depends(body_of(CompletionRequest))]
+
+
+@router.post(
+    "/v1/completions",
+    response_model=CompletionReply,
+    responses=ERRORS,
+    openapi_extra=described_by(CompletionRequest),
+    summary="Generate text, as OpenAI's API does",
+    tags=["openai"],
+)
+async def completions(body: CompletionBody, served: Ready, request: Request) -> Response:
+    """Continue a prompt, with the tokens and logprobs that /generate gives for the same fields.
+
+    `logprobs` are those of the model itself unless `logprobs_stage` says otherwise. With `stream`,
+    server-sent events, a choice in each, then `[DONE]`."""
+    note_user(request, body.user)
+    served.check_model(body.model)
+    native = native_completion(body)
+    prompts = await prompt_ids(native.prompt, served, native.n)
+    requests = generation_requests(native, prompts, served)
+    shape = CompletionShape(body, prompts, served.checkpoint)
+    return await respond(request, Generation(native, requests, served, shape), stream=native.stream)

@@ -1,0 +1,55 @@
+"""GET /v1/models: the model that is served, as OpenAI's clients list it."""
+
+from datetime import UTC, datetime
+from typing import Any
+
+from fastapi import APIRouter
+
+from service.openai.schemas import Model, ModelList
+from service.openapi import ERRORS
+from service.replies import checkpoint_name
+from service.state import Ready, Served
+
+router = APIRouter(tags=["openai"])
+
+
+REFUSALS = {status: ERRORS[status] for status in (401, 431, 503)}
+
+
+@router.get("/v1/models", responses=REFUSALS, summary="The models served: one")
+def models(served: Ready) -> ModelList:
+    """The checkpoint that answers."""
+    return ModelList(object="list", data=[_model(served)])
+
+
+@router.get(
+    "/v1/models/{model:path}",  # a directory, and so a model, may have any name
+    responses={**REFUSALS, 404: ERRORS[404]},
+    summary="One model",
+)
+def one_model(model: str, served: Ready) -> Model:
+    """The checkpoint that answers, if that is its name."""
+    served.check_model(model)
+    return _model(served)
+
+
+def _model(served: Served) -> Model:
+    checkpoint = served.checkpoint
+    described: dict[str, Any] = {
+        "id": checkpoint.name,
+        "object": "model",
+        "created": _timestamp(checkpoint.training.created),
+        "owned_by": "logitd",
+        "max_model_len": served.context_length,
+        "checkpoint": checkpoint_name(checkpoint),
+    }
+    return Model.model_validate(described)
+
+
+def _timestamp(created: str) -> int:
+    """Seconds since 1970 of an ISO 8601 time; 0 for anything else."""
+    try:
+        time = datetime.fromisoformat(created)
+    except ValueError:
+        return 0
+    return int((time if time.tzinfo else time.replace(tzinfo=UTC)).timestamp())

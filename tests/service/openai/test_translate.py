@@ -1,0 +1,164 @@
+"""From OpenAI's bodies to the native one, field by field."""
+
+import json
+from typing import Any
+
+import pytest
+
+from service.errors import ApiError, bad_request
+from service.openai.schemas import ChatRequest, CompletionRequest, ResponseFormat
+from service.openai.translate import (
+    constraint_fields,
+    native_chat,
+    native_completion,
+    param_names,
+)
+from service.schemas import GenerateRequest
+from tests.model.factories import chat_tokenizer
+
+TOKENIZER = chat_tokenizer()
+SHARED: dict[str, Any] = {
+    "model": "tiny",
+    "temperature": 0.5,
+    "top_p": 0.9,
+    "n": 3,
+    "stream": True,
+    "logit_bias": {"5": -1.5},
+    "stop": ["a", "b"],
+    "seed": 7,
+    "presence_penalty": 0.25,
+    "frequency_penalty": -0.25,
+    "top_k": 11,
+    "min_p": 0.1,
+    "repetition_penalty": 1.1,
+    "allowed_token_ids": [1, 2],
+    "ignore_eos": True,
+    "min_tokens": 2,
+    "stop_token_ids": [9],
+    "logprobs_stage": "processed",
+    "priority": -3,
+    "timeout": 5.0,
+}
+"""A value of each field that both endpoints have and /generate has too; none is a default."""
+
+
+def completion(**fields: Any) -> GenerateRequest:
+    body = CompletionRequest.model_validate_json(json.dumps({"prompt": "a", **fields}))
+    return native_completion(body)
+
+
+def chat(**fields: Any) -> GenerateRequest:
+    message = {"role": "user", "content": "a"}
+    body = ChatRequest.model_validate_json(json.dumps({"messages": [message], **fields}))
+    return native_chat(body, (1, 2), TOKENIZER)
+
+
+def set_fields(native: GenerateRequest) -> dict[str, Any]:
+    """What differs from a request that says nothing."""
+    nothing = GenerateRequest(prompt="").model_dump()
+    return {name: value for name, value in native.model_dump().items() if value != nothing[name]}
+
+
+def refused(call: Any, **fields: Any) -> ApiError:
+    with pytest.raises(ApiError) as caught:
+        call(**fields)
+    assert caught.value.status == 400
+    return caught.value
+
+
+def test_fields_of_the_same_name_are_taken_over() -> None:
+    fields = SHARED | {"echo": True, "logprobs": 2, "max_tokens": 5, "logprobs_stage": "raw"}
+    wanted = {key: value for key, value in fields.items() if key != "logprobs_stage"}
+    assert set_fields(completion(**fields)) == {"prompt": "a", **wanted}
+    assert set_fields(chat(**SHARED, max_tokens=5)) == {
+        "prompt": [1, 2],
+        "max_tokens": 5,
+        **SHARED,
+    }
+
+
+def test_what_is_null_is_the_native_default() -> None:
+    nulls = {name: None for name in CompletionRequest.model_fields if name != "prompt"}
+    assert set_fields(completion(**nulls)) == {"prompt": "a", "max_tokens": 16}
+    nulls = {name: None for name in ChatRequest.model_fields if name != "messages"}
+    assert set_fields(chat(**nulls)) == {"prompt": [1, 2], "stop_token_ids": [256, 257, 258]}
+
+
+@pytest.mark.parametrize("prompt", ["a", ["a", "b"], [1, 2], [[1], [2, 3]]])
+def test_every_form_of_a_prompt(prompt: Any) -> None:
+    assert completion(prompt=prompt).prompt == prompt
+
+
+def test_nothing_is_generated_only_to_see_the_prompt() -> None:
+    assert completion(max_tokens=0, echo=True).max_tokens == 1
+    for echo in (False, None):
+        error = refused(completion, max_tokens=0, echo=echo)
+        assert (error.param, "Set echo" in error.message) == ("max_tokens", True)
+
+
+def test_every_seed_has_a_native_one_of_its_own() -> None:
+    seeds = [0, 1, 2**63 - 1, -1, -2, -(2**63)]
+    natives = [completion(seed=seed).seed for seed in seeds]
+    assert natives == [0, 1, 2**63 - 1, 2**64 - 1, 2**64 - 2, 2**63]
+    assert [chat(seed=seed).seed for seed in seeds] == natives
+
+
+def test_an_answer_ends_at_any_special_token_unless_it_shall_go_on() -> None:
+    assert chat().stop_token_ids == [256, 257, 258]
+    assert chat(stop_token_ids=[300, 7]).stop_token_ids == [7, 256, 257, 258, 300]
+    assert chat(ignore_eos=True).stop_token_ids == []
+
+
+def test_the_limit_of_an_answer_has_two_names() -> None:
+    assert chat().max_tokens is None, "what fits"
+    for fields in ({"max_tokens": 3}, {"max_completion_tokens": 3},
+                   {"max_tokens": 3, "max_completion_tokens": 3}):  # fmt: skip
+        assert chat(**fields).max_tokens == 3
+    error = refused(chat, max_tokens=3, max_completion_tokens=4)
+    assert (error.param, "is 4 and max_tokens" in error.message) == ("max_completion_tokens", True)
+
+
+def test_logprobs_of_a_chat() -> None:
+    assert chat().logprobs is None
+    assert chat(logprobs=False).logprobs is None
+    assert chat(logprobs=True).logprobs == 0
+    assert chat(logprobs=True, top_logprobs=4).logprobs == 4
+    for logprobs in (None, False):
+        assert refused(chat, logprobs=logprobs, top_logprobs=0).param == "top_logprobs"
+
+
+def test_options_of_a_stream_need_one() -> None:
+    for call in (completion, chat):
+        for stream in (None, False):
+            assert refused(call, stream=stream, stream_options={}).param == "stream_options"
+        assert call(stream=True, stream_options={"include_usage": True}).stream
+
+
+def test_what_the_native_request_refuses_keeps_its_sentence() -> None:
+    for call in (completion, chat):
+        error = refused(call, stop=["a", ""])
+        assert (error.param, "stop holds an empty text" in error.message) == ("stop", True)
+
+
+def test_a_response_format_is_a_schema() -> None:
+    schema = {"type": "integer"}
+    form = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
+    assert constraint_fields(ResponseFormat.model_validate(form)) == {"json_schema": schema}
+    assert constraint_fields(ResponseFormat(type="json_object")) == {
+        "json_schema": {"type": "object"}
+    }
+    assert constraint_fields(ResponseFormat(type="text")) == constraint_fields(None) == {}
+
+
+def test_json_is_not_promised() -> None:
+    for form in ({"type": "json_object"},
+                 {"type": "json_schema", "json_schema": {"schema": {}}}):  # fmt: skip
+        error = refused(chat, response_format=form)
+        assert (error.param, "not supported here" in error.message) == ("response_format", True)
+
+
+def test_errors_name_the_clients_fields() -> None:
+    for native, told in {"prompt": "messages", "n": "n", None: None}.items():
+        with pytest.raises(ApiError) as caught, param_names(prompt="messages"):
+            raise bad_request("no", native)
+        assert caught.value.param == told

@@ -1,0 +1,326 @@
+"""The official client, `openai`, against a real server: sync and async, one reply and streams, all
+forms of a prompt, its exceptions, and what it does when it is to try again.
+"""
+
+import asyncio
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from openai.types import Completion
+from openai.types.chat import ChatCompletion, ChatCompletionMessageParam
+
+from model.gpt import GPT
+from tests.service.serving import PATIENCE, Serving, occupy, serving
+
+MESSAGES: list[ChatCompletionMessageParam] = [{"role": "user", "content": "What is é?"}]
+
+
+def client(server: Serving, **settings: Any) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="x", timeout=PATIENCE, **settings)
+
+
+def async_client(server: Serving) -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="x", timeout=PATIENCE)
+
+
+@pytest.fixture
+def tiny(server: Serving) -> Iterator[openai.OpenAI]:
+    with client(server) as one:
+        yield one
+
+
+@pytest.fixture
+def chatty(chatter: Serving) -> Iterator[openai.OpenAI]:
+    with client(chatter) as one:
+        yield one
+
+
+@pytest.fixture
+def narrow(spelling_path: Path) -> Iterator[Serving]:
+    """One slot and no queue."""
+    with serving(spelling_path, slots=1, max_queue=0, slow_reader_timeout=PATIENCE) as running:
+        yield running
+
+
+def answered(server: Serving, status: int) -> float:
+    return server.sample(
+        "logitd_http_requests_total", endpoint="/v1/completions", status=str(status)
+    )
+
+
+# Completions
+
+
+@pytest.mark.parametrize("prompt", ["ab", ["ab", "c"], [97, 98], [[97, 98], [99]]])
+def test_every_form_of_a_prompt(tiny: openai.OpenAI, server: Serving, prompt: Any) -> None:
+    reply = tiny.completions.create(model="tiny", prompt=prompt, n=2, seed=3, max_tokens=8)
+    native = server.generate(prompt, n=2, seed=3, max_tokens=8)
+    assert [choice.text for choice in reply.choices] == [c["text"] for c in native["choices"]]
+    assert [choice.index for choice in reply.choices] == list(range(len(native["choices"])))
+    assert reply.usage is not None
+    assert reply.usage.total_tokens == native["usage"]["total_tokens"]
+    Completion.model_validate(reply.model_dump(), strict=True)
+
+
+def test_logprobs_and_echo(tiny: openai.OpenAI, server: Serving) -> None:
+    reply = tiny.completions.create(
+        model="tiny", prompt="ab", seed=3, max_tokens=4, echo=True, logprobs=2, temperature=0
+    )
+    (native,) = server.generate("ab", max_tokens=4, echo=True, logprobs=2, temperature=0)["choices"]
+    (choice,) = reply.choices
+    assert choice.logprobs is not None
+    assert choice.logprobs.token_logprobs == [token["logprob"] for token in native["tokens"]]
+    assert choice.logprobs.tokens is not None
+    assert choice.logprobs.tokens[:2] == ["a", "b"]
+    assert choice.logprobs.text_offset is not None
+    assert choice.logprobs.text_offset[:3] == [0, 1, 2]
+
+
+def test_every_field_of_the_client_is_understood(tiny: openai.OpenAI) -> None:
+    reply = tiny.completions.create(
+        model="tiny",
+        prompt="ab",
+        best_of=2,
+        echo=False,
+        frequency_penalty=0.5,
+        logit_bias={"65": 5},
+        logprobs=5,
+        max_tokens=4,
+        n=2,
+        presence_penalty=-0.5,
+        seed=-3,
+        stop=["\n", "x"],
+        stream=False,
+        suffix="",
+        temperature=0.7,
+        top_p=0.9,
+        user="me",
+        extra_body={"top_k": 5, "min_p": 0.01, "ignore_eos": True, "timeout": 60},
+    )
+    assert len(reply.choices) == 2
+
+
+def test_a_stream_is_the_reply_in_pieces(tiny: openai.OpenAI) -> None:
+    fields: dict[str, Any] = {"model": "tiny", "prompt": "ab", "seed": 3, "max_tokens": 20, "n": 2}
+    whole = tiny.completions.create(**fields)
+    texts, usage = ["", ""], None
+    for chunk in tiny.completions.create(
+        **fields, stream=True, stream_options={"include_usage": True}
+    ):
+        for choice in chunk.choices:
+            texts[choice.index] += choice.text
+        usage = chunk.usage
+    assert texts == [choice.text for choice in whole.choices]
+    assert whole.usage is not None
+    assert usage is not None
+    assert usage.total_tokens == whole.usage.total_tokens
+
+
+def test_a_stream_may_be_left(speller: Serving) -> None:
+    with (
+        client(speller) as http,
+        http.completions.create(
+            model="spelling",
+            prompt="a",
+            max_tokens=8000,
+            stream=True,
+            extra_body={"ignore_eos": True},
+        ) as chunks,
+    ):
+        assert next(iter(chunks)).choices[0].text
+    speller.wait_idle()
+
+
+def test_async(server: Serving, gpt: GPT) -> None:
+    fields: dict[str, Any] = {"model": "tiny", "prompt": "ab", "seed": 3, "max_tokens": 12}
+
+    async def ask() -> tuple[str, str]:
+        async with async_client(server) as http:
+            reply = await http.completions.create(**fields)
+            text = ""
+            async for chunk in await http.completions.create(**fields, stream=True):
+                text += chunk.choices[0].text
+            return reply.choices[0].text, text
+
+    whole, streamed = asyncio.run(ask())
+    assert whole == streamed == server.generate("ab", seed=3, max_tokens=12)["choices"][0]["text"]
+
+
+def test_models(tiny: openai.OpenAI) -> None:
+    assert [model.id for model in tiny.models.list()] == ["tiny"]
+    assert tiny.models.retrieve("tiny").owned_by == "logitd"
+    with pytest.raises(openai.NotFoundError):
+        tiny.models.retrieve("gpt-4")
+
+
+# Chat
+
+
+def test_chat(chatty: openai.OpenAI) -> None:
+    fields: dict[str, Any] = {"model": "chatty", "messages": MESSAGES, "seed": 3, "max_tokens": 9}
+    reply = chatty.chat.completions.create(**fields, logprobs=True, top_logprobs=2)
+    ChatCompletion.model_validate(reply.model_dump(), strict=True)
+    (choice,) = reply.choices
+    assert choice.logprobs is not None
+    assert choice.logprobs.content is not None
+    raw = b"".join(bytes(one.bytes or ()) for one in choice.logprobs.content)
+    assert raw.decode(errors="replace") == choice.message.content
+    text, roles, reasons = "", [], []
+    for chunk in chatty.chat.completions.create(**fields, stream=True):
+        (delta,) = chunk.choices
+        text += delta.delta.content or ""
+        roles.append(delta.delta.role)
+        reasons.append(delta.finish_reason)
+    assert text == choice.message.content
+    assert roles == ["assistant", *[None] * (len(roles) - 1)]
+    assert reasons == [*[None] * (len(reasons) - 1), choice.finish_reason]
+
+
+def test_an_answer_can_be_sent_back(chatty: openai.OpenAI) -> None:
+    first = chatty.chat.completions.create(model="chatty", messages=MESSAGES, max_tokens=3, seed=1)
+    more: list[Any] = [*MESSAGES, first.choices[0].message, {"role": "user", "content": "and?"}]
+    again = chatty.chat.completions.create(model="chatty", messages=more, max_tokens=3, seed=1)
+    assert again.usage is not None
+    assert first.usage is not None
+    assert again.usage.prompt_tokens > first.usage.prompt_tokens
+
+
+def test_the_helper_for_streams_of_chat(chatty: openai.OpenAI) -> None:
+    """It puts the chunks together by its own rules."""
+    fields: dict[str, Any] = {
+        "model": "chatty",
+        "messages": MESSAGES,
+        "seed": 3,
+        "logprobs": True,
+        "logit_bias": {"258": 50},  # a special token ends it
+        "extra_body": {"min_tokens": 5},
+    }
+    with chatty.chat.completions.stream(**fields) as stream:
+        for _ in stream:
+            pass
+        final = stream.get_final_completion().choices[0]
+    (whole,) = chatty.chat.completions.create(**fields).choices
+    assert final.message.content == whole.message.content
+    assert (final.finish_reason, final.logprobs) == ("stop", whole.logprobs)
+    assert whole.logprobs is not None
+    assert len(whole.logprobs.content or ()) == 5
+
+
+def test_async_chat(chatter: Serving) -> None:
+    async def ask() -> str:
+        async with async_client(chatter) as http:
+            chunks = await http.chat.completions.create(
+                model="chatty", messages=MESSAGES, seed=3, max_tokens=9, stream=True
+            )
+            return "".join([chunk.choices[0].delta.content or "" async for chunk in chunks])
+
+    with client(chatter) as http:
+        whole = http.chat.completions.create(
+            model="chatty", messages=MESSAGES, seed=3, max_tokens=9
+        )
+    assert asyncio.run(ask()) == whole.choices[0].message.content
+
+
+# Errors
+
+
+def test_a_bad_request_is_one(tiny: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="suffix is not supported") as caught:
+        tiny.completions.create(model="tiny", prompt="a", suffix="b")
+    assert (caught.value.param, caught.value.type) == ("suffix", "invalid_request_error")
+    with pytest.raises(openai.BadRequestError) as caught:
+        tiny.completions.create(model="tiny", prompt="a" * 500)
+    assert caught.value.code == "context_length_exceeded"
+    with pytest.raises(openai.BadRequestError) as caught:
+        tiny.chat.completions.create(model="tiny", messages=MESSAGES)
+    assert caught.value.code == "no_chat_template"
+
+
+def test_another_model_is_not_found(tiny: openai.OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError) as caught:
+        tiny.completions.create(model="gpt-4", prompt="a")
+    assert caught.value.code == "model_not_found"
+
+
+def test_a_full_queue_is_tried_again_when_it_says_so(narrow: Serving) -> None:
+    """Twice, unless the client is told otherwise; and then it is an exception."""
+    with client(narrow) as http:
+        with ExitStack() as stack:
+            occupy(narrow, stack)
+            started = time.monotonic()
+            with pytest.raises(openai.RateLimitError) as caught:
+                http.completions.create(model="spelling", prompt="a", max_tokens=3)
+            waited = int(caught.value.response.headers["retry-after"])
+            assert time.monotonic() - started >= 2 * waited >= 2
+        assert caught.value.code == "queue_full"
+        assert answered(narrow, 429) == 3
+        narrow.wait_idle()
+        assert http.completions.create(model="spelling", prompt="a", max_tokens=3).choices
+
+
+def test_a_queue_that_was_full_is_answered_at_the_second_try(narrow: Serving) -> None:
+    async def ask() -> str:
+        async with async_client(narrow) as http:
+            with ExitStack() as stack:
+                occupy(narrow, stack)
+                asking = asyncio.ensure_future(
+                    http.completions.create(model="spelling", prompt="a", max_tokens=3)
+                )
+                while not answered(narrow, 429):
+                    await asyncio.sleep(0.01)
+            return (await asking).choices[0].text
+
+    assert asyncio.run(ask()) == "bcd"
+    assert answered(narrow, 429) == 1
+
+
+def break_the_model(server: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next steps of the engine raise, as a forward pass out of memory does."""
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(server.served.engine._engine._runner, "run", fail)
+
+
+def test_a_request_that_breaks_the_engine_is_not_sent_again(
+    narrow: Serving, monkeypatch: pytest.MonkeyPatch, logged_errors: list[str]
+) -> None:
+    break_the_model(narrow, monkeypatch)
+    with client(narrow) as http, pytest.raises(openai.InternalServerError) as caught:
+        http.completions.create(model="spelling", prompt="a")
+    assert caught.value.code == "engine"
+    assert caught.value.response.headers["x-should-retry"] == "false"
+    assert answered(narrow, 500) == 1
+    logged_errors.clear()
+
+
+def test_an_error_in_a_stream_is_raised(
+    narrow: Serving, monkeypatch: pytest.MonkeyPatch, logged_errors: list[str]
+) -> None:
+    with client(narrow) as http:
+        chunks = iter(http.completions.create(
+            model="spelling", prompt="a", max_tokens=8000, stream=True,
+            extra_body={"ignore_eos": True},
+        ))  # fmt: skip
+        assert next(chunks).choices[0].text
+        break_the_model(narrow, monkeypatch)
+        with pytest.raises(openai.APIError, match="the engine failed on this request") as caught:
+            for _ in chunks:
+                pass
+    assert caught.value.code == "engine"
+    logged_errors.clear()
+
+
+def test_a_timeout_is_an_error_of_the_server(narrow: Serving) -> None:
+    with client(narrow, max_retries=0) as http, pytest.raises(openai.InternalServerError) as caught:
+        http.completions.create(
+            model="spelling", prompt="a", max_tokens=8000,
+            extra_body={"timeout": 0.05, "ignore_eos": True},
+        )  # fmt: skip
+    assert (caught.value.status_code, caught.value.code) == (504, "deadline_exceeded")
