@@ -170,4 +170,11 @@ def _check_mode(gpt: GPT) -> None:
 def _row(sequence: Sequence) -> Row:
     request = sequence.generation
     assert request is not None
-    return Row(request.params, sequence.index, sequence.tokens, sequence.prompt_length)
+    matcher = sequence.matcher
+    return Row(
+        request.params,
+        sequence.index,
+        sequence.tokens,
+        sequence.prompt_length,
+        None if matcher is None else matcher.allowed(),
+    )

@@ -14,6 +14,8 @@ from model.engine.api import (
     LogitsRequest,
     Request,
     SequenceTimes,
+    TokenConstraint,
+    TokenMatcher,
 )
 
 ROWS_CREDIT = 2
@@ -49,6 +51,7 @@ class Sequence:
     index: int
     arrived: float
     tokens: list[int] = field(init=False)  # the prompt, then what was generated
+    matcher: TokenMatcher | None = field(init=False)  # of its constraint, if it has one
     state: State = State.WAITING
     slot: int | None = None
     computed: int = 0  # leading tokens whose keys and values are in the cache
@@ -59,6 +62,7 @@ class Sequence:
 
     def __post_init__(self) -> None:
         self.tokens = list(self.request.token_ids)
+        self.matcher = None if self.constraint is None else self.constraint.matcher()
 
     @property
     def request(self) -> Request:
@@ -80,6 +84,11 @@ class Sequence:
     def generation(self) -> GenerationRequest | None:
         """The request, if it generates."""
         return self.request if isinstance(self.request, GenerationRequest) else None
+
+    @property
+    def constraint(self) -> TokenConstraint | None:
+        """What its text has to be, if that was asked for."""
+        return None if self.generation is None else self.generation.params.constraint
 
     @property
     def logits(self) -> LogitsRequest | None:
@@ -111,6 +120,7 @@ class Sequence:
         *,
         stop_token_id: int | None = None,
         error: str | None = None,
+        param: str | None = None,
     ) -> FinishEvent:
         return FinishEvent(
             request_id=self.request_id,
@@ -122,4 +132,5 @@ class Sequence:
             completion_tokens=self.generated,
             stop_token_id=stop_token_id,
             error=error,
+            param=param,
         )
