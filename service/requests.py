@@ -15,6 +15,7 @@ from fastapi import Request
 from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect
 
+from model.constraint import Constraint
 from model.engine.api import GenerationRequest, InvalidRequest, LogitsRequest, SamplingParams
 from model.tokenizer import Tokenizer
 from service import schemas
@@ -100,11 +101,15 @@ async def prompt_ids(prompt: Any, served: Served, n: int = 1) -> list[tuple[int,
 
 
 def generation_requests(
-    body: schemas.GenerateRequest, prompts: list[tuple[int, ...]], served: Served
+    body: schemas.GenerateRequest,
+    prompts: list[tuple[int, ...]],
+    served: Served,
+    constraint: Constraint | None,
+    deadline: float | None,
 ) -> list[GenerationRequest]:
     """One engine request per prompt, or ApiError."""
-    deadline = _deadline(body.timeout, served)
     seed = secrets.randbits(63) if body.seed is None else body.seed
+    tokenizer = served.checkpoint.tokenizer
     requests = []
     for prompt in prompts:
         room = served.context_length - len(prompt)
@@ -115,7 +120,7 @@ def generation_requests(
             GenerationRequest(
                 request_id=new_id("gen"),
                 token_ids=prompt,
-                params=_sampling_params(body, max_tokens, seed, served.checkpoint.tokenizer),
+                params=_sampling_params(body, max_tokens, seed, tokenizer, constraint),
                 n=body.n,
                 prompt_logprobs=_prompt_logprobs(body),
                 priority=body.priority,
@@ -170,7 +175,7 @@ def logits_request(
         token_ids=prompt,
         positions=_positions(positions, length),
         columns=None if columns is None else tuple(columns),
-        deadline=_deadline(timeout, served),
+        deadline=deadline_of(timeout, served),
     )
 
 
@@ -283,7 +288,11 @@ async def _encode(text: str, tokenizer: Tokenizer, context: int) -> tuple[int, .
 
 
 def _sampling_params(
-    body: schemas.GenerateRequest, max_tokens: int, seed: int, tokenizer: Tokenizer
+    body: schemas.GenerateRequest,
+    max_tokens: int,
+    seed: int,
+    tokenizer: Tokenizer,
+    constraint: Constraint | None,
 ) -> SamplingParams:
     stop_token_ids = set(body.stop_token_ids)
     if tokenizer.end_of_text is not None and not body.ignore_eos:
@@ -303,6 +312,7 @@ def _sampling_params(
             allowed_token_ids=(
                 None if body.allowed_token_ids is None else tuple(body.allowed_token_ids)
             ),
+            constraint=constraint,
             stop_token_ids=frozenset(stop_token_ids),
             min_tokens=body.min_tokens,
             logprobs=body.logprobs,
@@ -366,5 +376,5 @@ def _check_ids(param: str, token_ids: Sequence[int], vocab_size: int) -> None:
         )
 
 
-def _deadline(timeout: float | None, served: Served) -> float | None:
+def deadline_of(timeout: float | None, served: Served) -> float | None:
     return None if timeout is None else served.engine.now() + timeout

@@ -7,6 +7,7 @@ import orjson
 from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
+from model.constraint import Constraint
 from model.engine.api import (
     FinishEvent,
     GenerationRequest,
@@ -16,11 +17,13 @@ from model.engine.api import (
 )
 from service import sse
 from service.async_engine import EngineStopped, Submission
+from service.constraints import source_of
 from service.errors import ApiError, from_finish, unavailable
 from service.openapi import ERRORS
 from service.replies import Completion, envelope, new_id, scored_json, timings, usage
 from service.requests import (
     body_of,
+    deadline_of,
     described_by,
     generation_requests,
     prompt_ids,
@@ -49,8 +52,11 @@ async def generate(body: GenerateBody, served: Ready, request: Request) -> Respo
 
     The same request with the same seed gives the same tokens, alone or among others."""
     served.check_model(body.model)
+    deadline = deadline_of(body.timeout, served)
     prompts = await prompt_ids(body.prompt, served, body.n)
-    generation = Generation(body, generation_requests(body, prompts, served), served)
+    constraint = await _constraint(body, served, request)
+    requests = generation_requests(body, prompts, served, constraint, deadline)
+    generation = Generation(body, requests, served)
     if not body.stream:
         reply = await unless_gone(request, generation.reply())
         return Response(orjson.dumps(reply), media_type="application/json")
@@ -163,6 +169,15 @@ class Generation:
             "seed": self._seed,
             "timings": timings(self._finishes, generated),
         }
+
+
+async def _constraint(body: GenerateRequest, served: Served, request: Request) -> Constraint | None:
+    """What the body's text has to be, compiled, if it asks for that."""
+    source = source_of(body)
+    if source is None:
+        return None
+    kept = served.constraints.kept(source)
+    return kept or await unless_gone(request, served.constraints.compiled(source))
 
 
 def _first(token: PromptToken, count: int) -> PromptToken:
