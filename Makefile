@@ -45,10 +45,10 @@ lock:  ## write requirements.lock and requirements-dev.lock anew (needs uv)
 	echo '$(TORCH)+cpu' > build-lock.in
 	uv pip compile --quiet --universal --python-version 3.11 --generate-hashes \
 	  --no-emit-package torch --no-emit-index-url --no-emit-find-links --custom-compile-command 'make lock' \
-	  --extra train pyproject.toml -c build-lock.in -o requirements.lock
+	  --extra train --extra constrain pyproject.toml -c build-lock.in -o requirements.lock
 	uv pip compile --quiet --universal --python-version 3.11 --generate-hashes \
 	  --no-emit-package torch --no-emit-index-url --no-emit-find-links --custom-compile-command 'make lock' \
-	  --extra train --group dev pyproject.toml -c build-lock.in -o requirements-dev.lock
+	  --extra train --extra constrain --group dev pyproject.toml -c build-lock.in -o requirements-dev.lock
 	rm build-lock.in
 
 clean:  ## remove .venv and every cache

@@ -19,13 +19,20 @@ from model.gpt import GPT
 def generate(gpt: GPT, prompt: Sequence[int], params: SamplingParams, index: int = 0) -> list[int]:
     """The completion's token ids, a stop token included."""
     tokens = list(prompt)
+    matcher = params.constraint.matcher() if params.constraint else None
     device = gpt.token_embedding.weight.device
     while len(tokens) - len(prompt) < params.max_tokens:
         logits = gpt(torch.tensor([tokens], device=device)).logits[0, -1]
-        token_id = sample_row(logits.float().tolist(), tokens, len(prompt), params, index)
+        allowed = matcher.allowed().tolist() if matcher else None
+        row = logits.float().tolist()
+        token_id = sample_row(row, tokens, len(prompt), params, index, allowed)
         tokens.append(token_id)
         if token_id in params.stop_token_ids:
             break
+        if matcher:
+            matcher.advance(token_id)
+            if matcher.complete:
+                break
     return tokens[len(prompt) :]
 
 
@@ -35,9 +42,10 @@ def sample_row(
     prompt_length: int,
     params: SamplingParams,
     index: int = 0,
+    allowed: Sequence[bool] | None = None,
 ) -> int:
     """The next token of one sequence; the steps are numbered as in `model/engine/sampler.py`."""
-    row = processed_row(logits, tokens, prompt_length, params)
+    row = processed_row(logits, tokens, prompt_length, params, allowed)
     if params.temperature == 0:
         return max(range(len(row)), key=lambda i: (row[i], -i))
     probs = _softmax(row)
@@ -51,23 +59,33 @@ def sample_row(
 
 
 def processed_row(
-    logits: Sequence[float], tokens: Sequence[int], prompt_length: int, params: SamplingParams
+    logits: Sequence[float],
+    tokens: Sequence[int],
+    prompt_length: int,
+    params: SamplingParams,
+    allowed: Sequence[bool] | None = None,
 ) -> list[float]:
-    """What is drawn from: steps 1 to 9, or 1 to 5 at temperature 0."""
-    row = penalised(logits, tokens, prompt_length, params)
+    """What is drawn from: steps 1 to 10, or 1 to 6 at temperature 0."""
+    row = penalised(logits, tokens, prompt_length, params, allowed)
     return filtered(row, params) if params.temperature else row
 
 
 def penalised(
-    logits: Sequence[float], tokens: Sequence[int], prompt_length: int, params: SamplingParams
+    logits: Sequence[float],
+    tokens: Sequence[int],
+    prompt_length: int,
+    params: SamplingParams,
+    allowed: Sequence[bool] | None = None,
 ) -> list[float]:
-    """Steps 1 to 5."""
+    """Steps 1 to 6; `allowed` is what a constraint lets come next."""
     row = list(logits)
     completion = tokens[prompt_length:]
     for token_id, bias in params.logit_bias.items():
         row[token_id] += bias
     if params.allowed_token_ids is not None:
         row = [x if i in params.allowed_token_ids else -math.inf for i, x in enumerate(row)]
+    if allowed is not None:
+        row = [x if may else -math.inf for x, may in zip(row, allowed, strict=True)]
     if len(completion) < params.min_tokens:
         for token_id in params.stop_token_ids:
             row[token_id] = -math.inf
@@ -82,7 +100,7 @@ def penalised(
 
 
 def filtered(logits: Sequence[float], params: SamplingParams) -> list[float]:
-    """Steps 6 to 9."""
+    """Steps 7 to 10."""
     row = [x / max(params.temperature, 1e-5) for x in logits]
     if 0 < params.top_k < len(row):
         kth = sorted(row, reverse=True)[params.top_k - 1]

@@ -18,14 +18,18 @@ from fastapi.responses import FileResponse
 from fastapi.staticfiles import StaticFiles
 
 from model.checkpoint import CheckpointError, CheckpointInfo, load_checkpoint
+from model.constraint import Compiler, ConstraintsUnavailable
+from model.constraint_check import Checker
 from model.device import DeviceError, Placement, choose_placement, describe, use_threads
 from model.engine.api import EngineConfig, InvalidRequest
 from model.engine.engine import Engine
 from model.gpt import GPT
+from model.tokenizer import Tokenizer
 from model.version import VERSION
 from service import errors, openapi
 from service.async_engine import AsyncEngine
 from service.auth import ApiKeyCheck, is_public, read_api_keys
+from service.constraints import Constraints
 from service.middleware import EXPOSED_HEADERS, BugAnswer, RequestLog
 from service.numbers.budget import ByteBudget
 from service.routes import (
@@ -114,6 +118,8 @@ async def _load(state: ServiceState) -> None:
     try:
         placement = choose_placement(settings.device, settings.dtype, settings.threads)
         checkpoint, gpt, engine = await asyncio.to_thread(_build, settings, placement)
+        compiler = await asyncio.to_thread(_compiler, checkpoint.tokenizer)
+        checker = await asyncio.to_thread(Checker, checkpoint.tokenizer)
     except (CheckpointError, DeviceError, InvalidRequest) as error:
         logger.error("cannot serve: %s", error)
         state.fail(str(error))
@@ -135,6 +141,12 @@ async def _load(state: ServiceState) -> None:
                     stall_timeout=settings.stall_timeout,
                     on_step=state.on_step,
                 ),
+                constraints=Constraints(
+                    compiler,
+                    checker,
+                    timeout=settings.constraint_timeout,
+                    metrics=state.metrics,
+                ),
                 settings=settings,
                 reply_budget=ByteBudget(settings.max_reply_bytes),
                 key_names=state.keys.names,
@@ -153,6 +165,14 @@ def _build(settings: ServeSettings, placement: Placement) -> tuple[CheckpointInf
         prefix_reuse=settings.prefix_reuse,
     )
     return checkpoint, gpt, Engine(gpt, config)
+
+
+def _compiler(tokenizer: Tokenizer) -> Compiler | str:
+    """The compiler of constraints, or why requests that have one will be refused."""
+    try:
+        return Compiler(tokenizer)
+    except ConstraintsUnavailable as error:
+        return str(error)
 
 
 def _serve_playground(app: FastAPI) -> None:

@@ -154,6 +154,8 @@ def from_finish(event: FinishEvent) -> ApiError | None:
             )
         case FinishReason.ABORT:
             return unavailable("the request was aborted: the server is shutting down")
+        case FinishReason.ERROR if event.param is not None:
+            return bad_request(f"{event.param}: {event.error}", event.param, "constraint_failed")
         case FinishReason.ERROR:
             return ApiError(
                 500, "server_error", "the engine failed on this request", None, "engine"

@@ -12,6 +12,7 @@ import orjson
 from fastapi import Request
 from starlette.responses import Response
 
+from model.constraint import Constraint
 from model.engine.api import (
     FinishEvent,
     GenerationRequest,
@@ -20,6 +21,7 @@ from model.engine.api import (
 )
 from service import sse
 from service.async_engine import EngineStopped, Submission
+from service.constraints import source_of
 from service.errors import ApiError, from_finish, unavailable
 from service.replies import (
     Completion,
@@ -31,7 +33,7 @@ from service.replies import (
     timings,
     usage,
 )
-from service.requests import submit, unless_gone
+from service.requests import generation_requests, submit, unless_gone
 from service.schemas import GenerateRequest
 from service.state import Served
 
@@ -74,6 +76,28 @@ async def respond(request: Request, generation: "Generation", *, stream: bool) -
         write_timeout=generation.slow_reader_timeout,
         media_type="text/event-stream",
     )
+
+
+async def accept(
+    body: GenerateRequest,
+    prompts: list[tuple[int, ...]],
+    served: Served,
+    request: Request,
+    shape: Shape,
+    deadline: float | None,
+) -> "Generation":
+    """Compile what the text has to be, if that is asked for, and queue the request; or ApiError."""
+    constraint = await _constraint(body, served, request)
+    requests = generation_requests(body, prompts, served, constraint, deadline)
+    return Generation(body, requests, served, shape)
+
+
+async def _constraint(body: GenerateRequest, served: Served, request: Request) -> Constraint | None:
+    source = source_of(body)
+    if source is None:
+        return None
+    kept = served.constraints.kept(source)
+    return kept or await unless_gone(request, served.constraints.compiled(source))
 
 
 class Generation:

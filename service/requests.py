@@ -15,6 +15,7 @@ from fastapi import Request
 from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect
 
+from model.constraint import Constraint
 from model.engine.api import (
     AttentionWeights,
     GenerationRequest,
@@ -136,11 +137,15 @@ def check_room(sequences: int, param: str, served: Served) -> None:
 
 
 def generation_requests(
-    body: schemas.GenerateRequest, prompts: list[tuple[int, ...]], served: Served
+    body: schemas.GenerateRequest,
+    prompts: list[tuple[int, ...]],
+    served: Served,
+    constraint: Constraint | None,
+    deadline: float | None,
 ) -> list[GenerationRequest]:
     """One engine request per prompt, or ApiError."""
-    deadline = _deadline(body.timeout, served)
     seed = secrets.randbits(63) if body.seed is None else body.seed
+    tokenizer = served.checkpoint.tokenizer
     requests = []
     for prompt in prompts:
         room = served.context_length - len(prompt)
@@ -151,7 +156,7 @@ def generation_requests(
             GenerationRequest(
                 request_id=new_id("gen"),
                 token_ids=prompt,
-                params=_sampling_params(body, max_tokens, seed, served.checkpoint.tokenizer),
+                params=_sampling_params(body, max_tokens, seed, tokenizer, constraint),
                 n=body.n,
                 prompt_logprobs=_prompt_logprobs(body),
                 priority=body.priority,
@@ -199,7 +204,7 @@ def rows_request(
         token_ids=prompt,
         positions=_positions(positions, len(prompt)),
         wanted=wanted,
-        deadline=_deadline(timeout, served),
+        deadline=deadline_of(timeout, served),
     )
 
 
@@ -220,7 +225,7 @@ def score_request(
         token_ids=prompt,
         continuations=tuple(continuations),
         top=top,
-        deadline=_deadline(timeout, served),
+        deadline=deadline_of(timeout, served),
     )
 
 
@@ -396,7 +401,11 @@ async def encode_within(
 
 
 def _sampling_params(
-    body: schemas.GenerateRequest, max_tokens: int, seed: int, tokenizer: Tokenizer
+    body: schemas.GenerateRequest,
+    max_tokens: int,
+    seed: int,
+    tokenizer: Tokenizer,
+    constraint: Constraint | None,
 ) -> SamplingParams:
     stop_token_ids = set(body.stop_token_ids)
     if tokenizer.end_of_text is not None and not body.ignore_eos:
@@ -416,6 +425,7 @@ def _sampling_params(
             allowed_token_ids=(
                 None if body.allowed_token_ids is None else tuple(body.allowed_token_ids)
             ),
+            constraint=constraint,
             stop_token_ids=frozenset(stop_token_ids),
             min_tokens=body.min_tokens,
             logprobs=body.logprobs,
@@ -485,5 +495,5 @@ def _spoken(param: str) -> str:
     return "the prompt" if param == "prompt" else f"one of {param}"
 
 
-def _deadline(timeout: float | None, served: Served) -> float | None:
+def deadline_of(timeout: float | None, served: Served) -> float | None:
     return None if timeout is None else served.engine.now() + timeout

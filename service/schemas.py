@@ -5,6 +5,7 @@ out they are the documentation that /docs shows, and the tests hold every reply 
 replies themselves are written as plain dicts, which is several times faster.
 """
 
+import json
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -32,9 +33,14 @@ def _names(field: str) -> AliasChoices:
     return AliasChoices(field, *(alias for alias, name in ALIASES.items() if name == field))
 
 
+MAX_CHOICES = 1024
+MAX_CONSTRAINT = 2**15
+"""Characters of a regex, of a grammar, of a schema as JSON, and of all choices together."""
+
 # Lists stop at their first wrong item: a description of each would take the event loop seconds.
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Text = Annotated[str, Field(max_length=2**22)]
+Pattern = Annotated[str, Field(max_length=MAX_CONSTRAINT)]
 TokenIds = Annotated[list[TokenId], Field(max_length=MAX_IDS, fail_fast=True)]
 ChosenIds = Annotated[TokenIds, Field(min_length=1)]
 Prompts = Annotated[list[Text | TokenIds], Field(max_length=MAX_PROMPTS, fail_fast=True)]
@@ -96,6 +102,34 @@ class GenerateRequest(RequestBody):
             "stream": True,
         },
         "Until the line ends": {"prompt": "    return ", "max_tokens": 60, "stop": "\n"},
+        "Text that matches a regular expression": {
+            "prompt": "__version__ = ",
+            "regex": '"[0-9]\\.[0-9]{1,2}\\.[0-9]{1,2}"',
+            "max_tokens": 24,
+        },
+        "JSON by a schema": {
+            "prompt": "# The settings as JSON:\n",
+            "json_schema": {
+                "type": "object",
+                "properties": {
+                    "name": {"type": "string", "pattern": "^[a-z_]{1,12}$"},
+                    "debug": {"type": "boolean"},
+                },
+                "required": ["name", "debug"],
+                "additionalProperties": False,
+            },
+            "max_tokens": 60,
+        },
+        "One of several answers": {
+            "prompt": "import os.path as ",
+            "choice": ["path", "osp", "p"],
+            "max_tokens": 8,
+        },
+        "A sentence of a grammar": {
+            "prompt": "total = ",
+            "grammar": 'start: TERM (" + " TERM){0,3}\nTERM: /[a-z]{1,8}/',
+            "max_tokens": 40,
+        },
     }
 
     prompt: Prompt
@@ -125,6 +159,18 @@ class GenerateRequest(RequestBody):
         default_factory=dict, max_length=4096, description="Added to the logits: {token id: bias}."
     )
     allowed_token_ids: ChosenIds | None = Field(None, description="No other token can be drawn.")
+    regex: Pattern | None = Field(
+        None, description="The whole text matches this expression, in the syntax of Rust's regex."
+    )
+    json_schema: dict[str, Any] | None = Field(
+        None, description="The text is one JSON value by this schema, on one line."
+    )
+    choice: Annotated[list[Text], Field(fail_fast=True)] | None = Field(
+        None, description="The text is one of these."
+    )
+    grammar: Pattern | None = Field(
+        None, description="The text is a sentence of this grammar, in llguidance's dialect of Lark."
+    )
     stop: Text | Annotated[list[Text], Field(fail_fast=True)] = Field(
         default_factory=list, description="Texts that end the completion; not part of it."
     )
@@ -173,6 +219,42 @@ class GenerateRequest(RequestBody):
                 "'raw', or leave one of the two out"
             )
         return self
+
+    @model_validator(mode="after")
+    def _one_constraint(self) -> "GenerateRequest":
+        fields = ("regex", "json_schema", "choice", "grammar")
+        given = [name for name in fields if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise ValueError(f"{' and '.join(given)} each say what the text is; give one of them")
+        if given and self.ignore_eos:
+            raise ValueError(
+                f"{given[0]} says where the text ends, ignore_eos that it does not end: give one"
+            )
+        return self
+
+    @field_validator("json_schema")
+    @classmethod
+    def _schema(cls, schema: dict[str, Any] | None) -> dict[str, Any] | None:
+        if schema is not None and (length := len(json.dumps(schema))) > MAX_CONSTRAINT:
+            raise ValueError(f"json_schema has {length} characters; {MAX_CONSTRAINT} are allowed")
+        return schema
+
+    @field_validator("choice")
+    @classmethod
+    def _choices(cls, choice: list[str] | None) -> list[str] | None:
+        if choice is None:
+            return None
+        if not all(choice) or not choice:
+            raise ValueError("choice must hold at least one text, and none that is empty")
+        if len(set(choice)) < len(choice):
+            raise ValueError("choice holds a text twice")
+        length = sum(map(len, choice))
+        if len(choice) > MAX_CHOICES or length > MAX_CONSTRAINT:
+            raise ValueError(
+                f"choice has {len(choice)} texts of {length} characters together; {MAX_CHOICES} "
+                f"and {MAX_CONSTRAINT} are allowed"
+            )
+        return choice
 
     @field_validator("stop")
     @classmethod

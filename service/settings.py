@@ -136,6 +136,9 @@ class ServeSettings(BaseSettings):
         "replies may hold together",
     )
     max_body_bytes: int = Field(4 * 2**20, ge=1024, description="request body at most")
+    constraint_timeout: float = Field(
+        5, gt=0, le=3600, description="seconds that compiling a regex, schema or grammar may take"
+    )
     slow_reader_timeout: float = Field(
         30, gt=0, description="seconds a client may leave a stream unread before it is aborted"
     )

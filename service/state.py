@@ -16,6 +16,7 @@ from model.device import Placement
 from model.engine.api import FinishEvent
 from service.async_engine import AsyncEngine, StepReport
 from service.auth import NO_KEY, ApiKeys
+from service.constraints import Constraints
 from service.errors import ApiError, unavailable
 from service.metrics import Metrics
 from service.numbers.budget import ByteBudget
@@ -36,6 +37,7 @@ class Served:
     parameters: int
     kv_cache_bytes: int
     engine: AsyncEngine
+    constraints: Constraints
     settings: ServeSettings
     reply_budget: ByteBudget
     key_names: tuple[str, ...]  # of API keys; none: no request needs one
@@ -85,6 +87,7 @@ class ServiceState:
         self._draining = True
         if self.served is not None:
             await self.served.engine.stop(self.settings.drain_timeout)
+            self.served.constraints.close()
 
     def on_step(self, report: StepReport) -> None:
         """Called after each step of the engine, on the event loop."""
@@ -92,7 +95,7 @@ class ServiceState:
             self.metrics.observe_step(report, self.served.engine.now())
         for event in report.events:
             if isinstance(event, FinishEvent) and event.error is not None:
-                logger.error("request %s: %s", event.request_id, event.error)
+                _log(event)
 
     def status(self) -> tuple[Status, str | None]:
         """The state of the service and, when it is failed, why."""
@@ -117,6 +120,13 @@ class ServiceState:
                 "draining": "the server is shutting down",
             }.get(status, f"the service has failed: {reason}")
         )
+
+
+def _log(event: FinishEvent) -> None:
+    if event.param is None:
+        logger.error("request %s: %s", event.request_id, event.error)
+    else:  # the client is told; what its request says is not for the log
+        logger.warning("request %s: its %s could not go on", event.request_id, event.param)
 
 
 async def service_state(request: Request) -> ServiceState:

@@ -10,6 +10,8 @@ ROOT = Path(__file__).parent.parent
 
 SERVICE_ONLY = {"fastapi", "starlette", "uvicorn", "uvloop", "asyncio", "anyio"}
 WITH_TORCH = {"model.engine.runner", "model.engine.sampler"}
+ONE_MODULE = {"llguidance": "model.constraint", "subprocess": "model.constraint_check"}
+"""What a single module may import."""
 ENGINE_OUTSIDE = {"model.attention", "model.config", "model.gpt", "model.kv_cache"}
 """What the engine may import of `model` besides itself."""
 
@@ -41,6 +43,10 @@ def roots(names: set[str]) -> set[str]:
 def violations() -> list[str]:
     """Every import that a layer forbids."""
     wrong = []
+    for name, imported in [*modules("model"), *modules("service")]:
+        for library, owner in ONE_MODULE.items():
+            if library in roots(imported) and name != owner:
+                wrong.append(f"{name} imports {library}: only {owner} may")
     for name, imported in modules("model"):
         if above := roots(imported) & ({"service"} | SERVICE_ONLY):
             wrong.append(f"{name} imports {above}: nothing in model knows the service")
@@ -74,11 +80,13 @@ def test_the_rule_can_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         "model/a.py": "def f():\n    from service import app\n",
         "model/engine/scheduler.py": "import torch\n",
         "service/b.py": "import torch.nn\n",
+        "service/c.py": "def f():\n    import llguidance.numpy\n",
     }.items():
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / file).write_text(source)
     monkeypatch.setattr("tests.test_layering.ROOT", tmp_path)
     assert [line.partition(" ")[0] for line in violations()] == [
+        "service.c",
         "model.a",
         "model.engine.scheduler",
         "service.b",

@@ -1,7 +1,8 @@
 """The engine's words: what goes in, what comes out, and what can be wrong.
 
 Requests and parameters (in), events and statistics (out), the configuration and the errors.
-Everything is frozen plain data of the standard library, so that it can cross a thread or a process.
+Everything is frozen plain data of the standard library, so that it can cross a thread or a process;
+of a constraint only the shape is told here (`model/constraint.py` makes them).
 Token ids only: texts, stop strings and the end-of-text token are the caller's business.
 """
 
@@ -10,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from model.config import BLOCK
 
@@ -24,6 +25,10 @@ class InvalidRequest(ValueError):
     def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(message)
         self.param = param
+
+
+class ConstraintError(Exception):
+    """A constraint that cannot be compiled, or that lets nothing follow; the message says why."""
 
 
 class FinishReason(StrEnum):
@@ -60,6 +65,36 @@ class EngineConfig:
             )
 
 
+class TokenMatcher(Protocol):
+    """How far one sequence has come in its constraint."""
+
+    @property
+    def complete(self) -> bool:
+        """Whether nothing may follow."""
+
+    def allowed(self) -> Any:
+        """Which ids may come next: a NumPy array of booleans (V,), at least one of them true. Not
+        to be changed."""
+
+    def advance(self, token_id: int) -> None:
+        """Take in a token that was allowed. Raises ConstraintError when nothing can follow it."""
+
+
+class TokenConstraint(Protocol):
+    """What the token ids of a sequence have to be, one after the other."""
+
+    @property
+    def kind(self) -> str:
+        """The field of a request that it comes from."""
+
+    @property
+    def vocab_size(self) -> int:
+        """The vocabulary that it was made for."""
+
+    def matcher(self) -> TokenMatcher:
+        """The matcher of one more sequence."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How one request draws its tokens. `model/engine/sampler.py` defines each step.
@@ -73,6 +108,8 @@ class SamplingParams:
     repetition_penalty, presence_penalty, frequency_penalty   1, 0 and 0 do nothing
     logit_bias         added to the logits of ids
     allowed_token_ids  no other id can be drawn (None: all)
+    constraint         what the whole text has to be (None: anything); ends the sequence when
+                       nothing may follow, and may be cut short by max_tokens
     stop_token_ids     end the sequence; part of its ids
     min_tokens         before as many tokens, stop tokens cannot be drawn
     logprobs           None: none; k: of each token, and of the k likeliest
@@ -90,6 +127,7 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] = field(default_factory=lambda: MappingProxyType({}))
     allowed_token_ids: tuple[int, ...] | None = None
+    constraint: TokenConstraint | None = None
     stop_token_ids: frozenset[int] = frozenset()
     min_tokens: int = 0
     logprobs: int | None = None
@@ -123,6 +161,8 @@ class SamplingParams:
             raise InvalidRequest(
                 "allowed_token_ids holds only stop tokens, which min_tokens forbids", "min_tokens"
             )
+        if self.constraint is not None:
+            _check_alone(self.constraint, self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -304,6 +344,7 @@ class FinishEvent:
     completion_tokens: int
     stop_token_id: int | None = None
     error: str | None = None
+    param: str | None = None  # the field of the request that the error comes from, if it is one
 
 
 Event = TokenEvent | PromptEvent | RowsEvent | FinishEvent
@@ -327,6 +368,19 @@ class EngineStats:
     running_tokens: int  # of the running sequences' prompts
     slots: int
     slots_used: int
+
+
+def _check_alone(constraint: TokenConstraint, params: SamplingParams) -> None:
+    """Refuse what could leave a constrained sequence without any token to draw."""
+    for name, asked in (
+        ("allowed_token_ids", params.allowed_token_ids is not None),
+        ("min_tokens", params.min_tokens > 0),
+    ):
+        if asked:
+            raise InvalidRequest(
+                f"{name} and {constraint.kind} could forbid every token together; leave one out",
+                name,
+            )
 
 
 def _check_range(name: str, value: float, low: float, high: float = math.inf) -> None:

@@ -1,14 +1,16 @@
 """Engine: a synchronous object that one thread drives by calling `step`.
 
-Accepts requests, turns plans into events and ends sequences: by a stop token, max_tokens, abort,
-deadline or error. Each accepted sequence gets exactly one `FinishEvent`, and nothing after it.
-What runs next is the scheduler's decision, what is computed the runner's.
+Accepts requests, turns plans into events and ends sequences: by a stop token, a constraint that is
+complete, max_tokens, abort, deadline or error. Each accepted sequence gets exactly one
+`FinishEvent`, and nothing after it. What runs next is the scheduler's decision, what is computed
+the runner's.
 """
 
 import time
 from collections.abc import Callable, Iterator
 
 from model.engine.api import (
+    ConstraintError,
     EngineConfig,
     EngineStats,
     Event,
@@ -203,8 +205,26 @@ class Engine:
         yield TokenEvent(sequence.request_id, sequence.index, token_id, sampled.chosen, sampled.top)
         if token_id in request.params.stop_token_ids:
             yield self._finish(sequence, FinishReason.STOP, stop_token_id=token_id)
+        elif (end := self._end_of_constraint(sequence, token_id)) is not None:
+            yield end
         elif sequence.generated == request.params.max_tokens:
             yield self._finish(sequence, FinishReason.LENGTH)
+
+    def _end_of_constraint(self, sequence: Sequence, token_id: int) -> Event | None:
+        """Take a token into the sequence's constraint; the last event of a sequence that it ends,
+        by being complete or by failing."""
+        constraint, matcher = sequence.constraint, sequence.matcher
+        if constraint is None or matcher is None:
+            return None
+        try:
+            matcher.advance(token_id)
+        except ConstraintError as error:
+            reason, param = FinishReason.ERROR, constraint.kind
+            return self._finish(sequence, reason, error=str(error), param=param)
+        except Exception as error:  # a bug of the matcher's, for which nobody else has to pay
+            message = f"the constraint failed: {type(error).__name__}: {error}"
+            return self._finish(sequence, FinishReason.ERROR, error=message)
+        return self._finish(sequence, FinishReason.STOP) if matcher.complete else None
 
     def _fail(self, plan: StepPlan, error: Exception) -> Iterator[Event]:
         # What the step wrote into the cache is unknown: nothing of it may be shared.
@@ -220,6 +240,7 @@ class Engine:
         *,
         stop_token_id: int | None = None,
         error: str | None = None,
+        param: str | None = None,
     ) -> Event:
         assert sequence.state is not State.FINISHED
         self._scheduler.remove(sequence)
@@ -228,4 +249,6 @@ class Engine:
         if not siblings:
             del self._sequences[sequence.request_id]
         self._swap_when_idle()
-        return sequence.finish_event(reason, self.clock(), stop_token_id=stop_token_id, error=error)
+        return sequence.finish_event(
+            reason, self.clock(), stop_token_id=stop_token_id, error=error, param=param
+        )

@@ -54,6 +54,12 @@ def _check_params(params: SamplingParams, config: GPTConfig) -> None:
     _check_ids("logit_bias", params.logit_bias, config.vocab_size)
     _check_ids("allowed_token_ids", params.allowed_token_ids or (), config.vocab_size)
     _check_ids("stop_token_ids", params.stop_token_ids, config.vocab_size)
+    if params.constraint is not None and params.constraint.vocab_size != config.vocab_size:
+        raise InvalidRequest(
+            f"the constraint is for a vocabulary of {params.constraint.vocab_size} ids, the model "
+            f"has {config.vocab_size}",
+            params.constraint.kind,
+        )
     if params.min_tokens and len(params.stop_token_ids) == config.vocab_size:
         raise InvalidRequest(
             f"stop_token_ids holds all {config.vocab_size} ids, which min_tokens forbids",

@@ -229,4 +229,11 @@ def _prompt_part(length: int, completion_start: int | None) -> int:
 def _row(sequence: Sequence) -> Row:
     request = sequence.generation
     assert request is not None
-    return Row(request.params, sequence.index, sequence.tokens, sequence.prompt_length)
+    matcher = sequence.matcher
+    return Row(
+        request.params,
+        sequence.index,
+        sequence.tokens,
+        sequence.prompt_length,
+        None if matcher is None else matcher.allowed(),
+    )

@@ -4,32 +4,35 @@ The definitions, in the order in which they are applied:
 
 1. logit_bias          l[i] += bias[i]                                            (OpenAI API)
 2. allowed_token_ids   l[i] = -inf for every other id
-3. min_tokens          l[i] = -inf for stop tokens while fewer were generated
-4. repetition_penalty  l[i] = l[i] / r if l[i] > 0 else l[i] * r, for ids in the prompt or the
+3. constraint          l[i] = -inf for every id that its matcher does not allow here
+4. min_tokens          l[i] = -inf for stop tokens while fewer were generated
+5. repetition_penalty  l[i] = l[i] / r if l[i] > 0 else l[i] * r, for ids in the prompt or the
                        completion so far                            (Keskar et al., 2019, CTRL)
-5. frequency_penalty, presence_penalty
+6. frequency_penalty, presence_penalty
                        l[i] -= f * count[i] + p * (count[i] > 0), counts of the completion so far
                                                                                    (OpenAI API)
    temperature 0: the token is argmax l, the lowest id among equals; what follows is skipped
-6. temperature         l[i] /= t
-7. top_k               keep l[i] >= the k-th largest (ties are all kept)      (Fan et al., 2018)
-8. top_p               of what is left, keep the likeliest ids, equals by id, until their mass
+7. temperature         l[i] /= t
+8. top_k               keep l[i] >= the k-th largest (ties are all kept)      (Fan et al., 2018)
+9. top_p               of what is left, keep the likeliest ids, equals by id, until their mass
                        reaches p                                        (Holtzman et al., 2020)
-9. min_p               of what is left, keep prob[i] >= min_p * the largest   (Nguyen et al., 2024)
-10. draw               the first id, in the order of ids, at which the cumulated probability in
+10. min_p              of what is left, keep prob[i] >= min_p * the largest   (Nguyen et al., 2024)
+11. draw               the first id, in the order of ids, at which the cumulated probability in
                        float64 exceeds u times the total; u of `model/engine/philox.py`
 
 `raw` logprobs are log softmax of the logits as they came, `processed` of what is left after the
-last step that applied (1 to 5 for temperature 0), both in float64; `rank` counts from 1 the ids
+last step that applied (1 to 6 for temperature 0), both in float64; `rank` counts from 1 the ids
 that are strictly likelier, so that equals share a rank.
 
 A row's result depends on that row alone. Rows without penalties or filters cost nothing for them,
-greedy rows an argmax. Not here: stop strings (text), constraints.
+greedy rows an argmax. Not here: stop strings (text), and what a constraint allows where
+(`model/constraint.py`).
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,6 +52,7 @@ class Row:
     index: int  # among the n sequences of its prompt
     tokens: list[int]  # prompt and completion so far; not changed
     prompt_length: int
+    allowed: Any = None  # what its constraint lets come next: NumPy booleans (V,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +102,7 @@ def process(logits: Tensor, rows: list[Row]) -> Tensor:
 
 
 def filtered(logits: Tensor, params: list[SamplingParams]) -> Tensor:
-    """Steps 6 to 9: logits (R, V) with -inf for what the filters drop. Temperatures above 0."""
+    """Steps 7 to 10: logits (R, V) with -inf for what the filters drop. Temperatures above 0."""
     device, width = logits.device, logits.shape[-1]
     # Colder than 1e-5 is greedy in all but name, and would overflow.
     temperature = [max(p.temperature, 1e-5) for p in params]
@@ -125,7 +129,7 @@ def filtered(logits: Tensor, params: list[SamplingParams]) -> Tensor:
 
 
 def _biased_and_penalised(raw: Tensor, rows: list[Row]) -> Tensor:
-    """Steps 1 to 5 (R, V): `raw` itself when no row asks for any."""
+    """Steps 1 to 6 (R, V): `raw` itself when no row asks for any."""
     changed = [i for i, row in enumerate(rows) if _changes_logits(row)]
     if not changed:
         return raw
@@ -140,6 +144,7 @@ def _changes_logits(row: Row) -> bool:
     return bool(
         params.logit_bias
         or params.allowed_token_ids is not None
+        or row.allowed is not None
         or generated < params.min_tokens
         or params.repetition_penalty != 1
         or ((params.frequency_penalty or params.presence_penalty) and generated)
@@ -147,7 +152,7 @@ def _changes_logits(row: Row) -> bool:
 
 
 def _bias_and_penalise(values: Tensor, row: Row) -> None:
-    """Steps 1 to 5 on one row (V,), in place."""
+    """Steps 1 to 6 on one row (V,), in place."""
     params, device = row.params, values.device
     completion = row.tokens[row.prompt_length :]
     if params.logit_bias:
@@ -160,6 +165,8 @@ def _bias_and_penalise(values: Tensor, row: Row) -> None:
         kept = values[allowed]
         values.fill_(-math.inf)
         values[allowed] = kept
+    if row.allowed is not None:
+        values.masked_fill_(torch.from_numpy(~row.allowed).to(device), -math.inf)
     if len(completion) < params.min_tokens and params.stop_token_ids:
         values[torch.tensor(sorted(params.stop_token_ids), device=device)] = -math.inf
     if params.repetition_penalty != 1:
@@ -178,7 +185,7 @@ def _uniform(row: Row) -> float:
 
 
 def _invert_cdf(logits: Tensor, draws: list[float]) -> list[int]:
-    """Step 10 on rows (R, V)."""
+    """Step 11 on rows (R, V)."""
     cumulated = logits.double().softmax(dim=-1).cumsum(dim=-1)  # (R, V)
     total = cumulated[:, -1:].contiguous()  # (R, 1)
     u = torch.tensor(draws, device=logits.device, dtype=torch.float64)[:, None]

@@ -15,6 +15,8 @@ from model.engine.api import (
     RowsRequest,
     ScoreRequest,
     SequenceTimes,
+    TokenConstraint,
+    TokenMatcher,
 )
 
 ROWS_CREDIT = 2
@@ -45,6 +47,7 @@ class Sequence:
     arrived: float
     tokens: list[int] = field(init=False)  # the prompt, then what was generated
     prompt_length: int = field(init=False)
+    matcher: TokenMatcher | None = field(init=False)  # of its constraint, if it has one
     state: State = State.WAITING
     slot: int | None = None
     computed: int = 0  # leading tokens whose keys and values are in the cache
@@ -58,6 +61,7 @@ class Sequence:
         if isinstance(self.request, ScoreRequest) and self.request.continuations:
             self.tokens += self.request.continuations[self.index]
         self.prompt_length = len(self.tokens)
+        self.matcher = None if self.constraint is None else self.constraint.matcher()
 
     @property
     def request(self) -> Request:
@@ -75,6 +79,11 @@ class Sequence:
     def generation(self) -> GenerationRequest | None:
         """The request, if it generates."""
         return self.request if isinstance(self.request, GenerationRequest) else None
+
+    @property
+    def constraint(self) -> TokenConstraint | None:
+        """What its text has to be, if that was asked for."""
+        return None if self.generation is None else self.generation.params.constraint
 
     @property
     def rows(self) -> RowsRequest | None:
@@ -130,6 +139,7 @@ class Sequence:
         *,
         stop_token_id: int | None = None,
         error: str | None = None,
+        param: str | None = None,
     ) -> FinishEvent:
         return FinishEvent(
             request_id=self.request_id,
@@ -141,4 +151,5 @@ class Sequence:
             completion_tokens=self.generated,
             stop_token_id=stop_token_id,
             error=error,
+            param=param,
         )

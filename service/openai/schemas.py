@@ -79,6 +79,33 @@ class StreamOptions(RequestBody):
     include_obfuscation: Annotated[Any, only(False)] = refused()
 
 
+class JsonSchemaFormat(RequestBody):
+    """A JSON schema that a reply has to fit."""
+
+    name: str | None = None
+    description: str | None = None
+    schema_: dict[str, Any] = Field(alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(RequestBody):
+    """What a reply has to look like."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = Field(None, validate_default=True)
+
+    @field_validator("json_schema")
+    @classmethod
+    def _schema_with_its_type(
+        cls, schema: JsonSchemaFormat | None, info: ValidationInfo
+    ) -> JsonSchemaFormat | None:
+        if (schema is not None) != (info.data.get("type") == "json_schema"):
+            raise ValueError(
+                "response_format: the type 'json_schema' and the member json_schema go together"
+            )
+        return schema
+
+
 # POST /v1/completions
 
 
@@ -132,6 +159,9 @@ class CompletionRequest(RequestBody):
     seed: Seed = None
     presence_penalty: float | None = native("presence_penalty")
     frequency_penalty: float | None = native("frequency_penalty")
+    response_format: ResponseFormat | None = Field(
+        None, description="Text, any JSON object, or JSON that fits a schema."
+    )
     user: User = None
 
     top_k: int | None = native("top_k")
@@ -236,33 +266,6 @@ class Message(RequestBody):
     function_call: Annotated[Any, only()] = refused()
     refusal: Annotated[Any, only("")] = refused()
     tool_calls: Annotated[Any, only([])] = refused()
-
-
-class JsonSchemaFormat(RequestBody):
-    """A JSON schema that a reply has to fit."""
-
-    name: str | None = None
-    description: str | None = None
-    schema_: dict[str, Any] = Field(alias="schema")
-    strict: bool | None = None
-
-
-class ResponseFormat(RequestBody):
-    """What a reply has to look like."""
-
-    type: Literal["text", "json_object", "json_schema"]
-    json_schema: JsonSchemaFormat | None = Field(None, validate_default=True)
-
-    @field_validator("json_schema")
-    @classmethod
-    def _schema_with_its_type(
-        cls, schema: JsonSchemaFormat | None, info: ValidationInfo
-    ) -> JsonSchemaFormat | None:
-        if (schema is not None) != (info.data.get("type") == "json_schema"):
-            raise ValueError(
-                "response_format: the type 'json_schema' and the member json_schema go together"
-            )
-        return schema
 
 
 class ChatRequest(RequestBody):

@@ -31,7 +31,14 @@ def native_completion(body: CompletionRequest) -> GenerateRequest:
         )
     max_tokens = COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
     # The engine's generations have at least one token; with 0 the reply leaves it out.
-    return _native(body, {"prompt": body.prompt, "max_tokens": max(1, max_tokens)})
+    return _native(
+        body,
+        {
+            "prompt": body.prompt,
+            "max_tokens": max(1, max_tokens),
+            **constraint_fields(body.response_format),
+        },
+    )
 
 
 def native_chat(
@@ -40,13 +47,6 @@ def native_chat(
     """The same request for /generate, with the conversation as token ids; or ApiError."""
     if body.top_logprobs is not None and not body.logprobs:
         raise bad_request("top_logprobs goes with logprobs: true", "top_logprobs")
-    constraint = constraint_fields(body.response_format)
-    if constraint and not constraint.keys() <= GenerateRequest.model_fields.keys():
-        raise bad_request(
-            "response_format asks for JSON, which is not supported here; leave it out, or ask for "
-            '{"type": "text"}',
-            "response_format",
-        )
     stop_token_ids = set(body.stop_token_ids or ())
     if not body.ignore_eos:
         # Whatever the template ends a turn with: no special token is part of an answer.
@@ -58,7 +58,7 @@ def native_chat(
             "max_tokens": _one_limit(body),
             "logprobs": (body.top_logprobs or 0) if body.logprobs else None,
             "stop_token_ids": sorted(stop_token_ids),
-            **constraint,
+            **constraint_fields(body.response_format),
         },
     )
 

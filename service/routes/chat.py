@@ -5,13 +5,13 @@ from typing import Annotated
 from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
-from service.generation import Generation, respond
+from service.generation import accept, respond
 from service.middleware import note_user
 from service.openai.chat import ChatShape, chat_prompt
 from service.openai.schemas import ChatReply, ChatRequest
 from service.openai.translate import native_chat, param_names
 from service.openapi import ERRORS
-from service.requests import body_of, check_room, described_by, generation_requests
+from service.requests import body_of, check_room, deadline_of, described_by
 from service.state import Ready
 
 router = APIRouter()
@@ -35,11 +35,12 @@ async def chat_completions(body: ChatBody, served: Ready, request: Request) -> R
     `[DONE]`."""
     note_user(request, body.user)
     served.check_model(body.model)
+    deadline = deadline_of(body.timeout, served)
     check_room(body.n or 1, "n", served)  # before anything is rendered
-    with param_names(prompt="messages", logprobs="top_logprobs"):
+    names = {"prompt": "messages", "logprobs": "top_logprobs", "json_schema": "response_format"}
+    with param_names(**names):
         prompt = await chat_prompt(body, served)
         native = native_chat(body, prompt, served.checkpoint.tokenizer)
-        requests = generation_requests(native, [prompt], served)
         shape = ChatShape(body, served.checkpoint)
-        generation = Generation(native, requests, served, shape)
+        generation = await accept(native, [prompt], served, request, shape, deadline)
     return await respond(request, generation, stream=native.stream)

@@ -5,13 +5,13 @@ from typing import Annotated
 from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
-from service.generation import Generation, respond
+from service.generation import accept, respond
 from service.middleware import note_user
 from service.openai.completions import CompletionShape
 from service.openai.schemas import CompletionReply, CompletionRequest
-from service.openai.translate import native_completion
+from service.openai.translate import native_completion, param_names
 from service.openapi import ERRORS
-from service.requests import body_of, described_by, generation_requests, prompt_ids
+from service.requests import body_of, deadline_of, described_by, prompt_ids
 from service.state import Ready
 
 router = APIRouter()
@@ -35,7 +35,9 @@ async def completions(body: CompletionBody, served: Ready, request: Request) -> 
     note_user(request, body.user)
     served.check_model(body.model)
     native = native_completion(body)
+    deadline = deadline_of(native.timeout, served)
     prompts = await prompt_ids(native.prompt, served, native.n)
-    requests = generation_requests(native, prompts, served)
     shape = CompletionShape(body, prompts, served.checkpoint)
-    return await respond(request, Generation(native, requests, served, shape), stream=native.stream)
+    with param_names(json_schema="response_format"):
+        generation = await accept(native, prompts, served, request, shape, deadline)
+    return await respond(request, generation, stream=native.stream)

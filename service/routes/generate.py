@@ -5,9 +5,9 @@ from typing import Annotated
 from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
-from service.generation import Generation, Native, respond
+from service.generation import Native, accept, respond
 from service.openapi import ERRORS
-from service.requests import body_of, described_by, generation_requests, prompt_ids
+from service.requests import body_of, deadline_of, described_by, prompt_ids
 from service.schemas import GenerateReply, GenerateRequest
 from service.state import Ready
 
@@ -30,7 +30,7 @@ async def generate(body: GenerateBody, served: Ready, request: Request) -> Respo
 
     The same request with the same seed gives the same tokens, alone or among others."""
     served.check_model(body.model)
+    deadline = deadline_of(body.timeout, served)
     prompts = await prompt_ids(body.prompt, served, body.n)
-    requests = generation_requests(body, prompts, served)
-    generation = Generation(body, requests, served, Native())
+    generation = await accept(body, prompts, served, request, Native(), deadline)
     return await respond(request, generation, stream=body.stream)

@@ -13,7 +13,7 @@ from service.state import Ready, Served
 router = APIRouter(tags=["openai"])
 
 
-REFUSALS = {status: ERRORS[status] for status in (401, 431, 503)}
+REFUSALS: dict[int | str, dict[str, Any]] = {status: ERRORS[status] for status in (401, 431, 503)}
 
 
 @router.get("/v1/models", responses=REFUSALS, summary="The models served: one")

@@ -45,7 +45,7 @@ TEXTS = [
 ]
 PROMPTS = ["def main(", "import os\nimport ", "class Reader:\n    def "]
 
-TASKS = {
+TASKS: dict[str, dict[str, Any]] = {
     "choices": {
         "output_type": "multiple_choice",
         "doc_to_text": "{{text}}",

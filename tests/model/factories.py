@@ -59,6 +59,22 @@ def chat_tokenizer() -> Tokenizer:
     return Tokenizer(ranks=plain.ranks, pattern=plain.pattern, special_tokens=special_tokens)
 
 
+def merging_tokenizer() -> Tokenizer:
+    """The bytes, tokens that cut characters, words and JSON in odd places, and two special ones."""
+    pieces = (
+        b"\xc3\xa9", b"\xa9a", b"\xe2\x82", b"\x82\xac", b"\xf0\x9f", b"\x9f\x98\x80",
+        b"\x80\xe2", b"ab", b"abc", b"ca", b"bb", b" a", b"a\n", b"\n\n", b"00", b"12", b"1.",
+        b"-0", b"5e", b".5", b'{"', b'": ', b', "', b'"}', b"}}", b"[{", b"]}", b"[]", b"], ",
+        b"tru", b"e}", b"null", b'"a": ', b'\\"', b"\\u", b"<|", b"|>", b"endoftext",
+    )  # fmt: skip
+    tokens = [bytes([byte]) for byte in range(256)] + list(pieces)
+    return Tokenizer(
+        ranks={token: rank for rank, token in enumerate(tokens)},
+        pattern=SPLIT_PATTERN,
+        special_tokens={"<|other|>": len(tokens), END_OF_TEXT: len(tokens) + 1},
+    )
+
+
 def tiny_config(**overrides: Any) -> GPTConfig:
     """GPT-2's shape, tiny, with the vocabulary of `byte_tokenizer`."""
     values = {

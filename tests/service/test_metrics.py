@@ -150,7 +150,8 @@ def test_the_text_is_the_classic_format(checkpoint_path: Path) -> None:
         assert family.type in ("counter", "gauge", "histogram")
         for sample in family.samples:
             assert set(sample.labels) <= {
-                "endpoint", "status", "reason", "le", "name", "step", "weights_sha256", "key",
+                "endpoint", "status", "reason", "outcome", "le", "name", "step", "key",
+                "weights_sha256",
             }  # fmt: skip
             if family.type == "counter":
                 assert sample.name.endswith(("_total", "_created"))

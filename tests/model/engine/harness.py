@@ -4,14 +4,18 @@
 share: one finish per sequence and nothing after it, no slot lost, no step without work.
 """
 
+import dataclasses
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from model.constraint import Compiler, Source
 from model.engine.api import (
     EngineConfig,
     Event,
@@ -27,13 +31,15 @@ from model.engine.api import (
     SamplingParams,
     ScoreRequest,
     StepResult,
+    TokenConstraint,
     TokenEvent,
+    TokenMatcher,
     sequence_lengths,
 )
 from model.engine.engine import Engine
 from model.gpt import GPT
 from model.reference import generate, sample_row
-from tests.model.factories import tiny_config, tiny_gpt
+from tests.model.factories import VOCAB_SIZE, byte_tokenizer, tiny_config, tiny_gpt
 
 SMALL_VOCABULARY = 40
 
@@ -103,6 +109,38 @@ def score_request(
         continuations=tuple(map(tuple, continuations)),
         top=top,
     )
+
+
+@dataclass(frozen=True)
+class Steps:
+    """A constraint that needs no text: every token leaves, divided by `by`, the remainder of its
+    place in the completion. Whole after `length` tokens; then nothing may follow."""
+
+    vocab_size: int
+    by: int = 2
+    length: int | None = None
+    kind: str = "steps"
+
+    def matcher(self) -> "StepsMatcher":
+        return StepsMatcher(self)
+
+
+class StepsMatcher:
+    def __init__(self, steps: Steps) -> None:
+        self.steps = steps
+        self.place = 0
+
+    @property
+    def complete(self) -> bool:
+        return self.place == self.steps.length
+
+    def allowed(self) -> np.ndarray:
+        return np.arange(self.steps.vocab_size) % self.steps.by == self.place % self.steps.by
+
+    def advance(self, token_id: int) -> None:
+        if not self.allowed()[token_id]:
+            raise AssertionError(f"{token_id} was drawn at {self.place}")
+        self.place += 1
 
 
 class FakeClock:
@@ -231,8 +269,23 @@ def random_prompt(rng: random.Random, length: int, vocab_size: int = SMALL_VOCAB
     return [rng.randrange(vocab_size) for _ in range(length)]
 
 
+@cache
+def text_constraints() -> tuple[TokenConstraint, ...]:
+    """Some for the byte vocabulary; one text ends soon, one late, one when it likes."""
+    compiler = Compiler(byte_tokenizer())
+    expressions = ("[ab]{2,4}", "(?:x|[0-9]{3})*", ".{500}")
+    return tuple(compiler.compile(Source("regex", expression)) for expression in expressions)
+
+
+def random_constraint(rng: random.Random, max_tokens: int, vocab_size: int) -> TokenConstraint:
+    if vocab_size == VOCAB_SIZE and rng.random() < 0.5:
+        return rng.choice(text_constraints())
+    length = rng.choice([None, rng.randint(1, max_tokens)])
+    return Steps(vocab_size, rng.randint(1, 4), length)
+
+
 def random_params(rng: random.Random, max_tokens: int, vocab_size: int) -> SamplingParams:
-    """Any mix of parameters; each is off about half the time."""
+    """Any mix of parameters; each is off about half the time, a constraint more often."""
 
     def maybe(value: Any, off: Any) -> Any:
         return value if rng.random() < 0.5 else off
@@ -240,7 +293,7 @@ def random_params(rng: random.Random, max_tokens: int, vocab_size: int) -> Sampl
     def ids(count: int) -> list[int]:
         return rng.sample(range(vocab_size), count)
 
-    return SamplingParams(
+    mixed = SamplingParams(
         max_tokens=max_tokens,
         seed=rng.getrandbits(64),
         temperature=rng.choice([0.0, 0.3, 1.0, 1.0, 1.7]),
@@ -257,6 +310,10 @@ def random_params(rng: random.Random, max_tokens: int, vocab_size: int) -> Sampl
         logprobs=rng.choice([None, 0, 3]),
         logprobs_stage=rng.choice(["raw", "processed"]),
     )
+    if mixed.seed % 4:
+        return mixed
+    constraint = random_constraint(random.Random(mixed.seed), max_tokens, vocab_size)
+    return dataclasses.replace(mixed, constraint=constraint, allowed_token_ids=None, min_tokens=0)
 
 
 def assert_is_reference(
@@ -274,6 +331,9 @@ def assert_is_reference(
         i for i in range(len(expected) + 1) if tokens[: i + 1] != expected[: i + 1]
     )  # the first token that differs
     text = [*prompt, *expected[:common]]
+    allowed = None
+    if sampling.constraint is not None:
+        allowed = advanced(sampling.constraint, expected[:common]).allowed().tolist()
     with torch.inference_mode():
         logits = gpt(torch.tensor([text])).logits[0, -1].double()
     noise = torch.Generator().manual_seed(0)
@@ -284,10 +344,25 @@ def assert_is_reference(
             len(prompt),
             sampling,
             index,
+            allowed,
         )
         for _ in range(50)
     }
     assert {tokens[common], expected[common]} <= drawn, f"{tokens} is not {expected}"
+
+
+def advanced(constraint: TokenConstraint, token_ids: Iterable[int]) -> TokenMatcher:
+    """A new matcher that has taken in a completion."""
+    matcher = constraint.matcher()
+    for token_id in token_ids:
+        matcher.advance(token_id)
+    return matcher
+
+
+def constraint_is_complete(sampling: SamplingParams, token_ids: Iterable[int]) -> bool:
+    """Whether nothing may follow a completion, because of a constraint."""
+    constraint = sampling.constraint
+    return constraint is not None and advanced(constraint, token_ids).complete
 
 
 def counts(engine: Engine) -> tuple[int, int, int, int]:

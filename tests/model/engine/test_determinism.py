@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from model.constraint import Constraint
 from model.engine import runner as runner_module
 from model.engine.api import (
     AttentionWeights,
@@ -26,6 +27,7 @@ from model.gpt import GPT
 from tests.model.engine.harness import (
     Driven,
     Outcome,
+    Steps,
     generation,
     random_params,
     random_prompt,
@@ -227,6 +229,8 @@ def test_pools_are_made_of_every_kind() -> None:
         lambda p: p.min_p > 0,
         lambda p: p.repetition_penalty != 1,
         lambda p: p.allowed_token_ids is not None,
+        lambda p: isinstance(p.constraint, Steps),
+        lambda p: isinstance(p.constraint, Constraint),
         lambda p: p.logprobs == 3 and p.logprobs_stage == "raw",
         lambda p: p.logprobs == 3 and p.logprobs_stage == "processed",
     ):

@@ -35,6 +35,7 @@ from tests.model.engine.harness import (
     FakeClock,
     Outcome,
     assert_is_reference,
+    constraint_is_complete,
     counts,
     generation,
     params,
@@ -74,9 +75,10 @@ def check_generation(gpt: GPT, request: GenerationRequest, index: int, outcome: 
     else:
         assert_is_reference(gpt, prompt, sampling, index, tokens)
         stopped = tokens[-1] in sampling.stop_token_ids
-        assert end.reason is (FinishReason.STOP if stopped else FinishReason.LENGTH)
+        whole = constraint_is_complete(sampling, tokens)
+        assert end.reason is (FinishReason.STOP if stopped or whole else FinishReason.LENGTH)
         assert end.stop_token_id == (tokens[-1] if stopped else None)
-        assert stopped or len(tokens) == sampling.max_tokens
+        assert stopped or whole or len(tokens) == sampling.max_tokens
         assert not set(tokens[:-1]) & sampling.stop_token_ids
     assert (end.prompt_tokens, end.completion_tokens) == (len(prompt), len(tokens))
     assert end.error is None

@@ -22,6 +22,7 @@ from tests.model.engine.harness import (
     Driven,
     FakeClock,
     Outcome,
+    Steps,
     generation,
     params,
     rows_request,
@@ -65,6 +66,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.driven.engine._scheduler.rows_budget = 1
         self.count = 0
         self.asked: dict[tuple[str, int], int] = {}  # tokens or rows, by sequence
+        self.steps: dict[tuple[str, int], int | None] = {}  # after which nothing may follow
         self.ended_by_us: set[tuple[str, int]] = set()
 
     def name(self) -> str:
@@ -80,6 +82,7 @@ class EngineMachine(RuleBasedStateMachine):
         max_tokens=st.integers(1, 8),
         stop=st.frozensets(st.integers(0, VOCABULARY - 1), max_size=2),
         temperature=st.sampled_from([0.0, 1.0]),
+        steps=st.none() | st.integers(1, 8),
         scored=st.none() | st.integers(0, 2),
         priority=st.integers(-1, 1),
         seconds=patience,
@@ -91,12 +94,16 @@ class EngineMachine(RuleBasedStateMachine):
         max_tokens: int,
         stop: frozenset[int],
         temperature: float,
+        steps: int | None,
         scored: int | None,
         priority: int,
         seconds: int | None,
     ) -> None:
         name = self.name()
-        sampling = params(max_tokens, stop_token_ids=stop, temperature=temperature)
+        constraint = None if steps is None else Steps(VOCABULARY, length=steps)
+        sampling = params(
+            max_tokens, stop_token_ids=stop, temperature=temperature, constraint=constraint
+        )
         self.driven.add(
             generation(
                 name,
@@ -109,6 +116,7 @@ class EngineMachine(RuleBasedStateMachine):
             )
         )
         self.asked |= {(name, index): max_tokens for index in range(n)}
+        self.steps |= {(name, index): steps for index in range(n)}
 
     @rule(prompt=prompts, data=st.data(), seconds=patience)
     def submit_rows(self, prompt: list[int], data: st.DataObject, seconds: int | None) -> None:
@@ -188,7 +196,8 @@ class EngineMachine(RuleBasedStateMachine):
         if end.reason is FinishReason.LENGTH or (outcome.rows and end.reason is FinishReason.STOP):
             assert got == self.asked[key]
         if end.reason is FinishReason.STOP and outcome.tokens:
-            assert end.stop_token_id == outcome.tokens[-1].token_id
+            last = outcome.tokens[-1].token_id
+            assert end.stop_token_id == last or got == self.steps[key]
         times = end.times
         moments = [times.arrived, times.admitted, times.prefilled, times.finished]
         known = [moment for moment in moments if moment is not None]

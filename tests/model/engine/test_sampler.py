@@ -7,9 +7,10 @@ a slightly wider filter, and draws to the interval of their token.
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import assume, given, settings
@@ -27,6 +28,17 @@ VOCAB = 13
 def row(sampling: SamplingParams, prompt: Sequence[int] = (0,), *more: int, index: int = 0) -> Row:
     """A row whose sequence has this prompt and then `more` generated tokens."""
     return Row(sampling, index, [*prompt, *more], len(prompt))
+
+
+def mask(allowed: Iterable[int]) -> np.ndarray:
+    """What a constraint that lets these ids come next says."""
+    return np.isin(np.arange(VOCAB), list(allowed))
+
+
+def defined(logits: Sequence[float], one: Row) -> list[float]:
+    """A row after steps 1 to 6, by the definition."""
+    allowed = None if one.allowed is None else one.allowed.tolist()
+    return penalised(logits, one.tokens, one.prompt_length, one.params, allowed)
 
 
 def sample_one(logits: Sequence[float], one: Row) -> Sampled:
@@ -82,12 +94,16 @@ greedy_or_not = st.sampled_from([0.0, 0.5, 1.0, 1.3]) | st.floats(0.05, 50)
 
 @st.composite
 def rows(draw: st.DrawFn, temperature: st.SearchStrategy[float] = greedy_or_not) -> Row:
-    return row(
+    one = row(
         draw(sampling_params(temperature)),
         draw(st.lists(ids, min_size=1, max_size=6)),
         *draw(st.lists(ids, max_size=6)),
         index=draw(st.integers(0, 3)),
     )
+    if one.params.allowed_token_ids is not None or one.params.min_tokens:
+        return one  # a constraint has neither beside it
+    allowed = draw(st.none() | st.sets(ids, min_size=1))
+    return one if allowed is None else dataclasses.replace(one, allowed=mask(allowed))
 
 
 logit_rows = st.lists(numbers, min_size=VOCAB, max_size=VOCAB)
@@ -108,7 +124,7 @@ def support(logits: Sequence[float], sampling: SamplingParams) -> set[int]:
 
 @given(logit_rows, rows(temperature=st.just(0.0)))
 def test_greedy_takes_the_best_of_the_definition(logits: list[float], one: Row) -> None:
-    expected = penalised(logits, one.tokens, one.prompt_length, one.params)
+    expected = defined(logits, one)
     token_id = sample_one(logits, one).token_id
     assert expected[token_id] >= max(expected) - 1e-4
     left = processed(logits, one)
@@ -125,7 +141,7 @@ def test_greedy_takes_the_lowest_id_among_equals(logits: list[int]) -> None:
 
 @given(logit_rows, rows(temperature=st.floats(0.05, 50)))
 def test_what_is_left_is_what_the_definition_leaves(logits: list[float], one: Row) -> None:
-    base = penalised(logits, one.tokens, one.prompt_length, one.params)
+    base = defined(logits, one)
     sharp = max(abs(x) for x in base if x > -math.inf) / one.params.temperature
     hair = 1e-6 * (1 + sharp)  # what float32 leaves open in a scaled logit
     # A k-th largest that rounding ties with the next one may let that one in.
@@ -332,6 +348,21 @@ def test_min_tokens_bars_the_stop_tokens_until_then() -> None:
 def test_allowed_ids_are_all_that_is_left() -> None:
     assert ids_left(allowed_token_ids=(4, 0, 4)) == {0, 4}
     assert ids_left(allowed_token_ids=(4,)) == {4}
+
+
+def test_a_constraint_is_all_that_is_left() -> None:
+    sampling = params(temperature=1, logit_bias={1: 100.0}, top_k=2)
+    one = dataclasses.replace(row(sampling, (2,)), allowed=mask({0, 2, 4})[: len(LOGITS)])
+    left = processed(LOGITS, one)
+    assert left.keys() == {0, 2}  # the bias lifts what is not allowed; top_k counts what is
+    assert math.fsum(map(math.exp, left.values())) == pytest.approx(1)
+
+
+def test_a_constraint_comes_before_the_penalties() -> None:
+    """What is not allowed stays so, whatever they divide or add."""
+    sampling = params(repetition_penalty=0.5, presence_penalty=-100, frequency_penalty=-100)
+    one = dataclasses.replace(row(sampling, (1,), 1, 1, 3), allowed=mask({4, 5})[: len(LOGITS)])
+    assert processed(LOGITS, one).keys() == {4, 5}
 
 
 # Logprobs

@@ -150,11 +150,10 @@ def test_a_response_format_is_a_schema() -> None:
     assert constraint_fields(ResponseFormat(type="text")) == constraint_fields(None) == {}
 
 
-def test_json_is_not_promised() -> None:
-    for form in ({"type": "json_object"},
-                 {"type": "json_schema", "json_schema": {"schema": {}}}):  # fmt: skip
-        error = refused(chat, response_format=form)
-        assert (error.param, "not supported here" in error.message) == ("response_format", True)
+def test_a_response_format_becomes_a_constraint() -> None:
+    for call in (completion, chat):
+        assert call(response_format={"type": "json_object"}).json_schema == {"type": "object"}
+        assert call(response_format={"type": "text"}).json_schema is None
 
 
 def test_errors_name_the_clients_fields() -> None:

@@ -1,0 +1,214 @@
+"""What a constraint costs each step, and each mask.
+
+    python -m benchmarks.constraints [--checkpoint DIRECTORY] [--threads N]
+
+Steps: decoding 1, 8 and 32 sequences that all write JSON by a schema, against as many that write
+freely, in turns in one process; and the time inside the matchers, as a share of a step. Masks: the
+time of one token's advance and mask, for the checkpoint's vocabulary and for one of 50,000 tokens
+that are made up. Run it on a machine that does nothing else; the last line is JSON.
+"""
+
+import argparse
+import json
+import random
+import statistics
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from model.checkpoint import load_checkpoint
+from model.constraint import Compiler, Constraint, Source
+from model.device import choose_placement, describe, use_threads
+from model.engine.api import EngineConfig, GenerationRequest, SamplingParams, TokenMatcher
+from model.engine.engine import Engine
+from model.gpt import GPT
+from model.tokenizer import SPLIT_PATTERN, Tokenizer
+
+PROMPT, STEPS, ROUNDS, LARGE = 64, 60, 5, 50_000
+
+SCHEMA = {
+    "type": "array",
+    "minItems": 10_000,  # so that no sequence ends while it is measured
+    "items": {
+        "type": "object",
+        "properties": {
+            "name": {"type": "string"},
+            "kind": {"enum": ["module", "class", "function"]},
+            "line": {"type": "integer", "minimum": 1},
+            "score": {"type": "number"},
+            "tags": {"type": "array", "items": {"type": "string", "pattern": "^[a-z]+$"}},
+        },
+        "required": ["name", "kind", "line"],
+        "additionalProperties": False,
+    },
+}
+
+
+class TimedMatcher:
+    """A matcher that adds up the time of its steps."""
+
+    def __init__(self, matcher: TokenMatcher, clock: "MatcherClock") -> None:
+        self._matcher = matcher
+        self._clock = clock
+
+    @property
+    def complete(self) -> bool:
+        return self._matcher.complete
+
+    def allowed(self) -> Any:
+        return self._matcher.allowed()
+
+    def advance(self, token_id: int) -> None:
+        began = time.perf_counter()
+        self._matcher.advance(token_id)
+        self._clock.seconds += time.perf_counter() - began
+
+
+@dataclass(eq=False)
+class MatcherClock:
+    """A constraint whose matchers are timed."""
+
+    constraint: Constraint
+    seconds: float = 0.0
+
+    @property
+    def kind(self) -> str:
+        return self.constraint.kind
+
+    @property
+    def vocab_size(self) -> int:
+        return self.constraint.vocab_size
+
+    def matcher(self) -> TokenMatcher:
+        return TimedMatcher(self.constraint.matcher(), self)
+
+
+def engine_decoding(gpt: GPT, sequences: int, constraint: MatcherClock | None) -> Engine:
+    """An engine whose sequences all have their prompt behind them and decode for long."""
+    engine = Engine(gpt, EngineConfig(slots=sequences, prefill_chunk=256))
+    generator = torch.Generator().manual_seed(0)
+    for index in range(sequences):
+        ids = torch.randint(gpt.config.vocab_size, (PROMPT,), generator=generator).tolist()
+        params = SamplingParams(max_tokens=4 * STEPS, seed=index, constraint=constraint)
+        engine.add(GenerationRequest(request_id=str(index), token_ids=tuple(ids), params=params))
+    while engine.step().decoded_sequences < sequences:
+        pass
+    return engine
+
+
+def steps(gpt: GPT, sequences: int, constraint: MatcherClock | None) -> tuple[float, float]:
+    """Median microseconds of a step, and of its matchers."""
+    engine = engine_decoding(gpt, sequences, constraint)
+    whole, matching = [], []
+    for _ in range(STEPS):
+        if constraint is not None:
+            constraint.seconds = 0.0
+        began = time.perf_counter()
+        assert engine.step().decoded_sequences == sequences
+        whole.append(1e6 * (time.perf_counter() - began))
+        matching.append(0.0 if constraint is None else 1e6 * constraint.seconds)
+    return statistics.median(whole), statistics.median(matching)
+
+
+@dataclass(frozen=True)
+class Cost:
+    sequences: int
+    free_us: float
+    constrained_us: float
+    matching_us: float
+
+    @property
+    def share(self) -> float:
+        """Of a constrained step, inside the matchers."""
+        return self.matching_us / self.constrained_us
+
+    @property
+    def ratio(self) -> float:
+        return self.constrained_us / self.free_us
+
+
+def cost_of_steps(gpt: GPT, constraint: MatcherClock, sequences: int) -> Cost:
+    """The medians of rounds in turns."""
+    free, constrained, matching = [], [], []
+    for _ in range(ROUNDS):
+        free.append(steps(gpt, sequences, None)[0])
+        step, inside = steps(gpt, sequences, constraint)
+        constrained.append(step)
+        matching.append(inside)
+    return Cost(sequences, *map(statistics.median, (free, constrained, matching)))
+
+
+def large_tokenizer() -> Tokenizer:
+    """LARGE tokens: all bytes, then words and pieces of words that look like those of a text."""
+    rng = random.Random(0)
+    tokens = {bytes([byte]): byte for byte in range(256)}
+    letters = "etaoinshrdlcumwfgypbvkxjqz"
+    while len(tokens) < LARGE:
+        word = "".join(rng.choices(letters, range(len(letters), 0, -1), k=rng.randint(2, 9)))
+        first, last = rng.choice(["", " ", " ", '"', "_"]), rng.choice(["", "", "", '"', ":", ","])
+        tokens.setdefault((first + word + last).encode(), len(tokens))
+    return Tokenizer(ranks=tokens, pattern=SPLIT_PATTERN, special_tokens={})
+
+
+def mask_times(constraint: Constraint, tokens: int) -> list[float]:
+    """Microseconds of one token's advance and mask, sorted, along random texts."""
+    rng, times = random.Random(0), []
+    matcher = constraint.matcher()
+    for _ in range(tokens):
+        token_id = rng.choice(matcher.allowed().nonzero()[0].tolist())
+        began = time.perf_counter()
+        matcher.advance(token_id)
+        times.append(1e6 * (time.perf_counter() - began))
+    return sorted(times)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--checkpoint", type=Path, default=Path("checkpoints/python-small"))
+    parser.add_argument("--threads", type=int, default=0)
+    arguments = parser.parse_args()
+    placement = choose_placement("cpu", "float32", arguments.threads)
+    use_threads(placement.threads)
+    info, gpt = load_checkpoint(
+        arguments.checkpoint, device=placement.device, dtype=placement.dtype
+    )
+    source = Source("json_schema", json.dumps(SCHEMA))
+    small = Compiler(info.tokenizer).compile(source)
+    costs = [cost_of_steps(gpt, MatcherClock(small), count) for count in (1, 8, 32)]
+    masks = {
+        size: mask_times(constraint, 1000)
+        for size, constraint in (
+            (info.tokenizer.vocab_size, small),
+            (LARGE, Compiler(large_tokenizer()).compile(source)),
+        )
+    }
+    where = f"{describe(placement.device)}, {placement.threads} threads, torch {torch.__version__}"
+    print(f"{info.name}, {gpt.parameter_count():,} parameters, float32; {where}\n")
+    print("sequences  free us  JSON us  matchers us  share  JSON / free")
+    for cost in costs:
+        print(
+            f"{cost.sequences:9} {cost.free_us:8.0f} {cost.constrained_us:8.0f} "
+            f"{cost.matching_us:12.0f} {cost.share:6.1%} {cost.ratio:12.2f}"
+        )
+    print("\nvocabulary  advance and mask us: median     99 %  longest")
+    for size, times in masks.items():
+        print(
+            f"{size:10} {times[len(times) // 2]:28.0f} {times[len(times) * 99 // 100]:8.0f} "
+            f"{times[-1]:8.0f}"
+        )
+    print(
+        json.dumps(
+            {
+                "matcher_share": {cost.sequences: cost.share for cost in costs},
+                "json_over_free": {cost.sequences: cost.ratio for cost in costs},
+                "mask_us": {size: times[len(times) // 2] for size, times in masks.items()},
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,95 @@
+"""`response_format` as the official client sends it: what comes back is JSON that fits."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import openai
+import pytest
+
+from tests.model.factories import CHAT_TEMPLATE, chat_tokenizer, save_tiny_checkpoint, tiny_gpt
+from tests.model.factories import tiny_config as config
+from tests.service.serving import Serving, serving
+
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {"ok": {"type": "boolean"}, "n": {"enum": [1, 22, 333]}},
+    "required": ["ok", "n"],
+    "additionalProperties": False,
+}
+FORMAT: Any = {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA}}
+MESSAGES: Any = [{"role": "user", "content": "Well?"}]
+
+
+@pytest.fixture(scope="module")
+def chatter(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
+    path: Path = tmp_path_factory.mktemp("checkpoints") / "chatty"
+    tokenizer = chat_tokenizer()
+    save_tiny_checkpoint(
+        path,
+        gpt=tiny_gpt(config(vocab_size=tokenizer.vocab_size)),
+        tokenizer=tokenizer,
+        chat_template=CHAT_TEMPLATE,
+    )
+    with serving(path) as running:
+        yield running
+
+
+@pytest.fixture
+def client(chatter: Serving) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{chatter.url}/v1", api_key="x") as made:
+        yield made
+
+
+def fits(text: str | None) -> bool:
+    jsonschema.validate(json.loads(text or ""), SCHEMA)
+    return True
+
+
+def test_answers_fit_the_schema(client: openai.OpenAI) -> None:
+    reply = client.chat.completions.create(
+        model="chatty", messages=MESSAGES, response_format=FORMAT, n=6, seed=1, temperature=2
+    )
+    assert [choice.finish_reason for choice in reply.choices] == ["stop"] * 6
+    assert all(fits(choice.message.content) for choice in reply.choices)
+
+
+def test_streams_fit_the_schema(client: openai.OpenAI) -> None:
+    stream = client.chat.completions.create(
+        model="chatty", messages=MESSAGES, response_format=FORMAT, stream=True
+    )
+    assert fits("".join(chunk.choices[0].delta.content or "" for chunk in stream))
+
+
+def test_completions_fit_the_schema(client: openai.OpenAI) -> None:
+    reply = client.completions.create(
+        model="chatty", prompt="Well? ", max_tokens=60, n=4, extra_body={"response_format": FORMAT}
+    )
+    assert all(fits(choice.text) for choice in reply.choices)
+
+
+def test_an_object_is_an_object(client: openai.OpenAI) -> None:
+    reply = client.completions.create(
+        model="chatty",
+        prompt="Well? ",
+        max_tokens=90,
+        n=8,
+        seed=3,
+        extra_body={"response_format": {"type": "json_object"}},
+    )
+    whole = [choice.text for choice in reply.choices if choice.finish_reason == "stop"]
+    assert all(isinstance(json.loads(text), dict) for text in whole)
+    assert all(choice.text.startswith("{") for choice in reply.choices)
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_a_schema_that_does_not_compile_names_the_clients_field(
+    chatter: Serving, path: str
+) -> None:
+    asked = {"prompt": "x"} if path == "/v1/completions" else {"messages": MESSAGES}
+    form = {"type": "json_schema", "json_schema": {"schema": {"type": "integr"}}}
+    response = chatter.post(path, {**asked, "response_format": form})
+    assert response.status_code == 400, response.text
+    assert response.json()["error"]["param"] == "response_format"
