@@ -7,15 +7,14 @@ have been found. So these consist of characters that the template wrote and of n
 did, whatever the template does with messages: it may cut, join, reverse, repeat them or change
 their case, and write parts of special tokens beside them.
 
-A template that does what is usual sees nothing of this: a `MessageText` is compared, searched,
-split, stripped and put into another case as what it says. Only a plain string that was made from
-it holds the surrogates, and what looks into that (`'a' in ('x' ~ content)`) does not find those
-characters.
+A template that does what is usual sees nothing of this: the methods of a `MessageText` answer as
+what it says. Only a plain string that was made from it holds the surrogates, and what looks into
+that (`'a' in ('x' ~ content)`) does not find those characters.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Self, SupportsIndex
+from typing import Any, Self
 
 SURROGATES = range(0xDC00, 0xE000)
 
@@ -29,11 +28,13 @@ class Hidden:
 
     @classmethod
     def of(cls, special_tokens: Iterable[str], texts: Iterable[str]) -> Self:
-        """Those of special tokens, and those of these texts that become one in another case.
-        Raises ValueError when there are too many."""
-        dangerous = set[str]().union(*special_tokens)
-        found = {c for c in set[str]().union(*texts) if dangerous & set(_other_cases(c))}
-        characters = sorted(map(ord, dangerous | found))
+        """Those of special tokens, and those of these texts that become one in another case, in
+        every case. Raises ValueError when there are too many."""
+        dangerous = _in_all_cases(set[str]().union(*special_tokens))
+        for character in set[str]().union(*texts):
+            if dangerous & (cases := _in_all_cases({character})):
+                dangerous |= cases
+        characters = sorted(map(ord, dangerous))
         if len(characters) > len(SURROGATES):
             raise ValueError(
                 f"the special tokens have {len(characters)} characters; {len(SURROGATES)} can be "
@@ -43,105 +44,94 @@ class Hidden:
         return cls(hide, {surrogate: character for character, surrogate in hide.items()})
 
 
-def _looking(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """A method of str that looks for its arguments, or cuts: of what the text says."""
+def _answering(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """A method of str that answers as what the text says."""
 
     def method(self: "MessageText", *args: Any, **kwargs: Any) -> Any:
-        hide = self._hidden.hide
-        args = tuple(_hidden_in(one, hide) for one in args)
-        kwargs = {name: _hidden_in(one, hide) for name, one in kwargs.items()}
-        return _kept(plain(self, *args, **kwargs), self._hidden)
-
-    return method
-
-
-def _in_case(plain: Callable[[str], str]) -> Callable[["MessageText"], "MessageText"]:
-    """A method of str that gives what the text says in another case."""
-
-    def method(self: "MessageText") -> "MessageText":
-        return MessageText(plain(self.translate(self._hidden.show)), self._hidden)
+        said = tuple(_said(one) for one in args)
+        answer = plain(self._said, *said, **{name: _said(one) for name, one in kwargs.items()})
+        return _kept(answer, self._hidden)
 
     return method
 
 
 class MessageText(str):
-    """A text in which characters are hidden. What comes out of its methods is of this kind again,
-    and what goes into them is compared with what it says."""
+    """A text in which characters are hidden, and the strings that come out of its methods. What a
+    method puts in counts as said by the message, and makes no special token either."""
 
+    _said: str
     _hidden: Hidden
 
-    def __new__(cls, text: str, hidden: Hidden) -> Self:
-        return cls.made_of(text.translate(hidden.hide), hidden)
-
-    @classmethod
-    def made_of(cls, text: str, hidden: Hidden) -> Self:
-        """One of a text in which they are hidden already."""
-        made = super().__new__(cls, text)
-        made._hidden = hidden
-        return made
+    def __new__(cls, said: str, hidden: Hidden) -> Self:
+        text = super().__new__(cls, said.translate(hidden.hide))
+        text._said, text._hidden = said, hidden
+        return text
 
     def __str__(self) -> Self:
         return self
 
-    def __repr__(self) -> str:
-        return repr(self.translate(self._hidden.show)).translate(self._hidden.hide)
-
     def __hash__(self) -> int:
-        return hash(self.translate(self._hidden.show))
+        return hash(self._said)
 
     def __iter__(self) -> Iterator[str]:
-        return (self.made_of(character, self._hidden) for character in super().__iter__())
+        return (MessageText(character, self._hidden) for character in self._said)
 
-    def replace(self, old: str, new: str, count: SupportsIndex = -1, /) -> Self:
-        """`new` is the template's, and so not hidden."""
-        replaced = super().replace(old.translate(self._hidden.hide), new, count)
-        return self.made_of(replaced, self._hidden)
-
-    __eq__ = _looking(str.__eq__)
-    __ne__ = _looking(str.__ne__)
-    __contains__ = _looking(str.__contains__)
-    __getitem__ = _looking(str.__getitem__)
-    startswith = _looking(str.startswith)
-    endswith = _looking(str.endswith)
-    find = _looking(str.find)
-    rfind = _looking(str.rfind)
-    index = _looking(str.index)
-    rindex = _looking(str.rindex)
-    count = _looking(str.count)
-    split = _looking(str.split)
-    rsplit = _looking(str.rsplit)
-    splitlines = _looking(str.splitlines)
-    partition = _looking(str.partition)
-    rpartition = _looking(str.rpartition)
-    strip = _looking(str.strip)
-    lstrip = _looking(str.lstrip)
-    rstrip = _looking(str.rstrip)
-    removeprefix = _looking(str.removeprefix)
-    removesuffix = _looking(str.removesuffix)
-    upper = _in_case(str.upper)
-    lower = _in_case(str.lower)
-    title = _in_case(str.title)
-    capitalize = _in_case(str.capitalize)
-    casefold = _in_case(str.casefold)
-    swapcase = _in_case(str.swapcase)
-
-
-def _hidden_in(argument: Any, hide: Mapping[int, int]) -> Any:
-    if isinstance(argument, str):
-        return argument.translate(hide)
-    if isinstance(argument, tuple):
-        return tuple(_hidden_in(one, hide) for one in argument)
-    return argument
+    __repr__ = _answering(str.__repr__)
+    __eq__ = _answering(str.__eq__)
+    __ne__ = _answering(str.__ne__)
+    __contains__ = _answering(str.__contains__)
+    __getitem__ = _answering(str.__getitem__)
+    startswith = _answering(str.startswith)
+    endswith = _answering(str.endswith)
+    find = _answering(str.find)
+    rfind = _answering(str.rfind)
+    index = _answering(str.index)
+    rindex = _answering(str.rindex)
+    count = _answering(str.count)
+    split = _answering(str.split)
+    rsplit = _answering(str.rsplit)
+    splitlines = _answering(str.splitlines)
+    partition = _answering(str.partition)
+    rpartition = _answering(str.rpartition)
+    strip = _answering(str.strip)
+    lstrip = _answering(str.lstrip)
+    rstrip = _answering(str.rstrip)
+    removeprefix = _answering(str.removeprefix)
+    removesuffix = _answering(str.removesuffix)
+    replace = _answering(str.replace)
+    upper = _answering(str.upper)
+    lower = _answering(str.lower)
+    title = _answering(str.title)
+    capitalize = _answering(str.capitalize)
+    casefold = _answering(str.casefold)
+    swapcase = _answering(str.swapcase)
+    isalpha = _answering(str.isalpha)
+    isdigit = _answering(str.isdigit)
+    isspace = _answering(str.isspace)
 
 
-def _kept(result: Any, hidden: Hidden) -> Any:
-    """A result, its strings of the same kind."""
-    if isinstance(result, str):
-        return MessageText.made_of(result, hidden)
-    if isinstance(result, (list, tuple)):
-        return type(result)(_kept(one, hidden) for one in result)
-    return result
+def _said(argument: Any) -> Any:
+    """An argument, its texts of messages as they are said."""
+    if isinstance(argument, MessageText):
+        return argument._said
+    return tuple(map(_said, argument)) if isinstance(argument, tuple) else argument
 
 
-def _other_cases(character: str) -> str:
-    return character.upper() + character.lower() + character.title() + character.casefold()
+def _kept(answer: Any, hidden: Hidden) -> Any:
+    """An answer, its strings hidden."""
+    if isinstance(answer, str):
+        return MessageText(answer, hidden)
+    if isinstance(answer, (list, tuple)):
+        return type(answer)(_kept(one, hidden) for one in answer)
+    return answer
+
+
+def _in_all_cases(characters: Iterable[str]) -> set[str]:
+    """These characters, and all that become of them by any changes of case."""
+    known: set[str] = set()
+    new = set(characters)
+    while new:
+        known |= new
+        cases = (c.upper() + c.lower() + c.title() + c.casefold() for c in new)
+        new = set[str]().union(*cases) - known
+    return known

@@ -181,7 +181,7 @@ def test_a_run_killed_while_it_saves_is_resumed_from_the_last_whole_state(
         train(config)
     assert sorted(path.name for path in (tmp_path / "killed").glob("step-*")) == ["step-000006"]
     monkeypatch.undo()
-    result = train(TrainingConfig(out=tmp_path / "run", resume=True))
+    result = train(TrainingConfig(out=config.out, resume=True))
     assert result.step == 12
     assert read_checkpoint(result.checkpoint).training.step == 12
     assert _state(tmp_path / "straight") == _state(tmp_path / "killed")
