@@ -19,6 +19,7 @@ RUN pip install ${TORCH_INDEX:+--index-url ${TORCH_INDEX}} torch==2.13.0
 COPY pyproject.toml README.md LICENSE ./
 COPY model model
 COPY service service
+COPY logitd logitd
 RUN pip install --no-deps . && pip uninstall --yes pip
 
 FROM ${PYTHON_IMAGE}

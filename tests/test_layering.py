@@ -1,6 +1,7 @@
 """The import rules of ARCHITECTURE.md, read from the sources."""
 
 import ast
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +15,8 @@ ONE_MODULE = {"llguidance": "model.constraint", "subprocess": "model.constraint_
 """What a single module may import."""
 ENGINE_OUTSIDE = {"model.attention", "model.config", "model.gpt", "model.kv_cache"}
 """What the engine may import of `model` besides itself."""
+CLIENT_NEEDS = sys.stdlib_module_names | {"httpx", "numpy"}
+"""What the Python client may import besides itself: who asks a server need not have one."""
 
 
 def modules(package: str) -> Iterator[tuple[str, set[str]]]:
@@ -62,11 +65,22 @@ def violations() -> list[str]:
         trainer = {n for n in imported if n.startswith("model.training")}
         if trainer and not name.startswith("model.training"):
             wrong.append(f"{name} imports {trainer}: the trainer stands above it")
+        if "logitd" in roots(imported):
+            wrong.append(f"{name} imports logitd: that is for those who ask a server")
     for name, imported in modules("service"):
         if "torch" in roots(imported):
             wrong.append(f"{name} imports torch: only model computes")
         if name != "service.async_engine" and roots(imported) & {"threading", "queue"}:
             wrong.append(f"{name} knows threads; they are service.async_engine's")
+        if name.startswith("service.client"):
+            others = {n for n in imported if not n.startswith("service.client")}
+            if more := {n for n in others if n.partition(".")[0] not in CLIENT_NEEDS}:
+                wrong.append(f"{name} imports {more}: the client stands for itself")
+        if "logitd" in roots(imported):
+            wrong.append(f"{name} imports logitd: that is for those who ask a server")
+    for name, imported in modules("logitd"):
+        if imported != {"service.client"}:
+            wrong.append(f"{name} imports {imported}: it is the names of service.client")
     return wrong
 
 
@@ -80,16 +94,24 @@ def test_the_rule_can_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         "model/a.py": "def f():\n    from service import app\n",
         "model/engine/scheduler.py": "import torch\n",
         "service/b.py": "import torch.nn\n",
-        "service/c.py": "def f():\n    import llguidance.numpy\n",
+        "service/f.py": "def f():\n    import llguidance.numpy\n",
+        "service/c.py": "import logitd\n",
+        "service/client/d.py": "import httpx, json\nfrom service import schemas\n",
+        "service/client/e.py": "import pydantic\nfrom service.client import results\n",
+        "logitd/__init__.py": "from service.client import *\nimport os\n",
     }.items():
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / file).write_text(source)
     monkeypatch.setattr("tests.test_layering.ROOT", tmp_path)
     assert [line.partition(" ")[0] for line in violations()] == [
-        "service.c",
+        "service.f",
         "model.a",
         "model.engine.scheduler",
         "service.b",
+        "service.c",
+        "service.client.d",
+        "service.client.e",
+        "logitd",
     ]
 
 

@@ -1,0 +1,355 @@
+"""AsyncClient: `Client` for asyncio, call by call the same.
+
+    async with AsyncClient() as client:
+        print((await client.generate("def main():", max_tokens=40)).text)
+
+What the calls take, give and raise stands there. A client may be shared by the tasks of one event
+loop; to cancel a task ends its request on the server, too.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from types import TracebackType
+from typing import Self, TypeVar, Unpack, overload
+
+import httpx
+
+from service.client import calls, transport
+from service.client.fields import (
+    AttentionFields,
+    DetokenizeFields,
+    GenerateFields,
+    HiddenStatesFields,
+    LogitsFields,
+    ManyPrompts,
+    OneOrManyIds,
+    OnePrompt,
+    ProbsFields,
+    Prompt,
+    ScoreFields,
+    TokenIds,
+    TokenizeFields,
+)
+from service.client.results import (
+    Attention,
+    Chunk,
+    Detokenized,
+    Generation,
+    Health,
+    HiddenStates,
+    Info,
+    Logits,
+    Probs,
+    Scores,
+    Timings,
+    Tokenized,
+    TokenizerInfo,
+    TopLogits,
+    Usage,
+)
+from service.client.streaming import StreamState
+from service.client.transport import Exchange
+
+Result = TypeVar("Result")
+
+
+class AsyncClient:
+    """Asks one server.
+
+    base_url     where it is; else LOGITD_BASE_URL, else http://127.0.0.1:8000
+    api_key      sent as a bearer token, and never shown; else LOGITD_API_KEY
+    timeout      seconds that the server may be silent; for an answer in one piece, the time that it
+                 takes. Waits before further tries are no longer, together. None: no limit. Another
+                 thing is the field `timeout` of a request, after which the server gives up (504)
+    max_retries  further tries where the first was refused for now, or got no answer
+    http         an httpx.AsyncClient of yours, for proxies, certificates and so on. `close` leaves
+                 it open; its timeout is not used
+    """
+
+    def __init__(
+        self,
+        base_url: str | None = None,
+        *,
+        api_key: str | None = None,
+        timeout: float | None = 600.0,
+        max_retries: int = 2,
+        http: httpx.AsyncClient | None = None,
+    ) -> None:
+        self._settings = transport.settings_of(base_url, api_key, timeout, max_retries, http)
+        self._owned = http is None
+        self._http = httpx.AsyncClient() if http is None else http
+
+    def __repr__(self) -> str:
+        return f"AsyncClient({self._settings.base_url!r})"
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Close the connections; no calls after this."""
+        if self._owned:
+            await self._http.aclose()
+
+    async def generate(self, prompt: Prompt, **fields: Unpack[GenerateFields]) -> Generation:
+        """Continue a prompt, or several."""
+        return await self._run(calls.generate(prompt, fields))
+
+    def stream(self, prompt: Prompt, **fields: Unpack[GenerateFields]) -> "AsyncStream":
+        """The same, piece by piece. The request is sent when the stream is entered (`with`), or
+        when the first chunk is asked for."""
+        return AsyncStream(self._http, Exchange(self._settings, calls.stream(prompt, fields)))
+
+    @overload
+    async def logits(  # type: ignore[overload-overlap]  # a text is a sequence of texts
+        self, prompt: OnePrompt, **fields: Unpack[LogitsFields]
+    ) -> Logits: ...
+    @overload
+    async def logits(  # type: ignore[overload-overlap]
+        self, prompt: OnePrompt, *, top_k: int, **fields: Unpack[LogitsFields]
+    ) -> TopLogits: ...
+    @overload
+    async def logits(self, prompt: ManyPrompts, **fields: Unpack[LogitsFields]) -> list[Logits]: ...
+    @overload
+    async def logits(
+        self, prompt: ManyPrompts, *, top_k: int, **fields: Unpack[LogitsFields]
+    ) -> list[TopLogits]: ...
+    async def logits(
+        self, prompt: Prompt, *, top_k: int | None = None, **fields: Unpack[LogitsFields]
+    ) -> Logits | TopLogits | list[Logits] | list[TopLogits]:
+        """Logits of a prompt as an array; of a list of prompts, a list of results. With `top_k`
+        the largest of each row and their ids."""
+        return await self._run(calls.logits(prompt, top_k, fields))
+
+    @overload
+    async def hidden_states(  # type: ignore[overload-overlap]
+        self, prompt: OnePrompt, **fields: Unpack[HiddenStatesFields]
+    ) -> HiddenStates: ...
+    @overload
+    async def hidden_states(
+        self, prompt: ManyPrompts, **fields: Unpack[HiddenStatesFields]
+    ) -> list[HiddenStates]: ...
+    async def hidden_states(
+        self, prompt: Prompt, **fields: Unpack[HiddenStatesFields]
+    ) -> HiddenStates | list[HiddenStates]:
+        """The residual stream, layer by layer; of a list of prompts, a list of results."""
+        return await self._run(calls.hidden_states(prompt, fields))
+
+    @overload
+    async def attention(  # type: ignore[overload-overlap]
+        self, prompt: OnePrompt, **fields: Unpack[AttentionFields]
+    ) -> Attention: ...
+    @overload
+    async def attention(
+        self, prompt: ManyPrompts, **fields: Unpack[AttentionFields]
+    ) -> list[Attention]: ...
+    async def attention(
+        self, prompt: Prompt, **fields: Unpack[AttentionFields]
+    ) -> Attention | list[Attention]:
+        """Attention weights by layer and head; of a list of prompts, a list of results."""
+        return await self._run(calls.attention(prompt, fields))
+
+    async def probs(self, prompt: Prompt, **fields: Unpack[ProbsFields]) -> Probs:
+        """The distribution of the next token after each prompt."""
+        return await self._run(calls.probs(prompt, fields))
+
+    async def score(self, prompt: Prompt, **fields: Unpack[ScoreFields]) -> Scores:
+        """How likely given texts are: each prompt, or continuations of it."""
+        return await self._run(calls.score(prompt, fields))
+
+    @overload
+    async def tokenize(  # type: ignore[overload-overlap]
+        self, text: str, **fields: Unpack[TokenizeFields]
+    ) -> Tokenized: ...
+    @overload
+    async def tokenize(
+        self, text: Sequence[str], **fields: Unpack[TokenizeFields]
+    ) -> list[Tokenized]: ...
+    async def tokenize(
+        self, text: str | Sequence[str], **fields: Unpack[TokenizeFields]
+    ) -> Tokenized | list[Tokenized]:
+        """The token ids of a text; of a list of texts, a list of results."""
+        return await self._run(calls.tokenize(text, fields))
+
+    @overload
+    async def detokenize(
+        self, tokens: TokenIds, **fields: Unpack[DetokenizeFields]
+    ) -> Detokenized: ...
+    @overload
+    async def detokenize(
+        self, tokens: Sequence[TokenIds], **fields: Unpack[DetokenizeFields]
+    ) -> list[Detokenized]: ...
+    async def detokenize(
+        self, tokens: OneOrManyIds, **fields: Unpack[DetokenizeFields]
+    ) -> Detokenized | list[Detokenized]:
+        """The text of token ids; of a list of lists of ids, a list of results."""
+        return await self._run(calls.detokenize(tokens, fields))
+
+    async def tokenizer_info(self) -> TokenizerInfo:
+        """The vocabulary."""
+        return await self._run(calls.tokenizer_info())
+
+    async def info(self) -> Info:
+        """What is served, where and how."""
+        return await self._run(calls.info())
+
+    async def health(self) -> Health:
+        """Whether requests are answered. A server that loads or shuts down gives a result, too."""
+        return await self._run(calls.health())
+
+    async def version(self) -> str:
+        """The version of the server."""
+        return await self._run(calls.version())
+
+    async def _run(self, call: calls.Call[Result]) -> Result:
+        """The result of one call."""
+        exchange = Exchange(self._settings, call.request)
+        response, body = await _open(self._http, exchange), bytearray()
+        try:
+            async for piece in response.aiter_bytes():
+                body += piece
+        except httpx.RequestError as error:
+            raise exchange.broken_off(error, len(body)) from error
+        finally:
+            await response.aclose()
+        return call.result(exchange.answer(response, body))
+
+
+class AsyncStream:
+    """A generation as it comes: iterate over its chunks, within a `with` block, whose end closes
+    it. To close it early ends the request on the server.
+
+    An error of the server is raised where it comes; StreamError if the stream breaks off. What had
+    come until then stays in `text`.
+    """
+
+    def __init__(self, http: httpx.AsyncClient, exchange: Exchange) -> None:
+        self._http = http
+        self._exchange = exchange
+        self._state = StreamState()
+        self._response: httpx.Response | None = None
+        self._pieces: AsyncIterator[bytes]
+        self._closed = False
+
+    async def __aenter__(self) -> Self:
+        await self._begin()
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Chunk:
+        try:
+            while not self._closed:
+                if (chunk := self._state.next()) is not None:
+                    return chunk
+                await self._receive()
+        except BaseException:
+            await self.close()
+            raise
+        raise StopAsyncIteration
+
+    async def close(self) -> None:
+        """Ask for no more: if the server is not done, it stops."""
+        self._closed = True
+        if self._response is not None:
+            await self._response.aclose()
+
+    async def result(self) -> Generation:
+        """The whole answer, as `generate` gives it; reads what has not been read."""
+        async for _ in self:
+            pass
+        return self._state.result()
+
+    @property
+    def text(self) -> str:
+        """The first completion so far."""
+        return self._state.text
+
+    @property
+    def usage(self) -> Usage:
+        """At the end; LogitdError before."""
+        return self._state.tail.usage
+
+    @property
+    def seed(self) -> int:
+        """At the end; LogitdError before."""
+        return self._state.tail.seed
+
+    @property
+    def timings(self) -> Timings:
+        """At the end; LogitdError before."""
+        return self._state.tail.timings
+
+    @property
+    def request_id(self) -> str:
+        return self._exchange.request_id
+
+    async def _begin(self) -> None:
+        if self._response is None and not self._closed:
+            self._response = await _open(self._http, self._exchange)
+            self._state.request_id = self._exchange.request_id
+            self._pieces = self._response.aiter_bytes()
+
+    async def _receive(self) -> None:
+        """Take in the next piece; close behind the end, of which httpx needs to see the last byte
+        to use the connection again."""
+        await self._begin()
+        try:
+            piece = await anext(self._pieces, None)
+        except httpx.RequestError as error:
+            if not self._state.ended:
+                tokens = self._state.tokens
+                raise self._exchange.stream_broken_off(error, tokens) from error
+            piece = None
+        if self._state.ended:
+            await self.close()
+        elif piece is None:
+            raise self._state.cut()
+        else:
+            self._state.push(piece)
+
+
+async def _open(http: httpx.AsyncClient, exchange: Exchange) -> httpx.Response:
+    """A reply that has begun with a good status; whatever comes before it is tried again, as
+    `Exchange` says."""
+    while True:
+        try:
+            response = await http.send(exchange.next_try(http), stream=True)
+        except httpx.RequestError as error:
+            wait = exchange.wait_after_error(error)
+        else:
+            if exchange.begun(response):
+                return response
+            wait = exchange.wait_after_refusal(response, await _refusal_body(response))
+        await asyncio.sleep(wait)
+
+
+async def _refusal_body(response: httpx.Response) -> bytes:
+    """The beginning of a reply that says no, as much of it as comes."""
+    body = bytearray()
+    try:
+        async for piece in response.aiter_bytes():
+            body += piece
+            if len(body) > transport.MAX_REFUSAL_BYTES:
+                break
+    except httpx.RequestError:
+        pass  # the status has said the most of it
+    finally:
+        await response.aclose()
+    return bytes(body)

@@ -1,0 +1,295 @@
+"""Calls: for each endpoint what is sent and how its answer is read. Nothing is sent from here.
+
+What both clients share: they take a `Call`, get an `Answer` in their own way and give `call.result`
+of it. Prompts and fields may hold NumPy arrays and numbers, such as those of earlier results.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+
+from service.client import errors
+from service.client.errors import MalformedReplyError
+from service.client.fields import OneOrManyIds, Prompt
+from service.client.reading import WrongShape, read
+from service.client.results import (
+    Attention,
+    Detokenized,
+    Generation,
+    Health,
+    HiddenStates,
+    Info,
+    Logits,
+    Probs,
+    Scores,
+    Tokenized,
+    TokenizerInfo,
+    TopLogits,
+)
+from service.client.tensors import TensorFile
+
+Result = TypeVar("Result")
+Results = TypeVar("Results", covariant=True)
+
+JSON = "application/json"
+EVENTS = "text/event-stream"
+SAFETENSORS = "application/vnd.safetensors"
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What is sent. `answers` are the statuses whose reply is an answer and no refusal."""
+
+    method: str
+    path: str
+    body: bytes | None = None
+    accept: str = JSON
+    answers: frozenset[int] = frozenset({200})
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A whole reply whose status was among the request's `answers`."""
+
+    status: int
+    content_type: str
+    body: bytearray
+    request_id: str
+
+    def json(self) -> Any:
+        try:
+            return json.loads(self.body)
+        except (ValueError, RecursionError) as error:
+            message = f"the reply is {self.content_type or 'of no content type'}, and no JSON"
+            raise WrongShape(message) from error
+
+
+@dataclass(frozen=True, slots=True)
+class Call(Generic[Results]):
+    """One request, and what its answer means. `read` raises WrongShape if it means nothing."""
+
+    request: Request
+    read: Callable[[Answer], Results]
+
+    def result(self, answer: Answer) -> Results:
+        try:
+            return self.read(answer)
+        except WrongShape as error:
+            message = f"{self.request.path} gave no reply that this client can read: {error}"
+            raise MalformedReplyError(message, answer.request_id) from error
+
+
+@dataclass(frozen=True, slots=True)
+class _Version:
+    version: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Prompts:
+    prompts: tuple[dict[str, Any], ...]
+
+
+def generate(prompt: Prompt, fields: Mapping[str, object]) -> Call[Generation]:
+    if "stream" in fields:
+        raise TypeError("generate gives one reply and takes no `stream`; call stream instead")
+    return Call(post("/generate", {"prompt": prompt, **fields}), _generation)
+
+
+def stream(prompt: Prompt, fields: Mapping[str, object]) -> Request:
+    if "stream" in fields:
+        raise TypeError("stream always streams and takes no `stream`")
+    return post("/generate", {"prompt": prompt, **fields, "stream": True}, EVENTS)
+
+
+def logits(prompt: Prompt, top_k: int | None, fields: Mapping[str, object]) -> Call[Any]:
+    """Logits, or TopLogits with `top_k`; of many prompts, a list of them."""
+    one = _logits if top_k is None else _top_logits
+    chosen = {} if top_k is None else {"top_k": top_k}
+    return _arrays("/logits", prompt, {**fields, **chosen}, one)
+
+
+def hidden_states(prompt: Prompt, fields: Mapping[str, object]) -> Call[Any]:
+    """HiddenStates; of many prompts, a list of them."""
+    return _arrays("/hidden_states", prompt, fields, _hidden_states)
+
+
+def attention(prompt: Prompt, fields: Mapping[str, object]) -> Call[Any]:
+    """Attention; of many prompts, a list of them."""
+    return _arrays("/attention", prompt, fields, _attention)
+
+
+def probs(prompt: Prompt, fields: Mapping[str, object]) -> Call[Probs]:
+    return Call(post("/probs", {"prompt": prompt, **fields}), partial(_object, Probs))
+
+
+def score(prompt: Prompt, fields: Mapping[str, object]) -> Call[Scores]:
+    return Call(post("/score", {"prompt": prompt, **fields}), partial(_object, Scores))
+
+
+def tokenize(text: str | Sequence[str], fields: Mapping[str, object]) -> Call[Any]:
+    """Tokenized; of many texts, a list of them."""
+    many = not isinstance(text, str)
+    request = post("/tokenize", {"prompt": text, **fields})
+    return Call(request, partial(_one_or_many, Tokenized, many))
+
+
+def detokenize(tokens: OneOrManyIds, fields: Mapping[str, object]) -> Call[Any]:
+    """Detokenized; of many lists of ids, a list of them. An empty list is one of no ids."""
+    many = len(tokens) > 0 and is_many(tokens)
+    request = post("/detokenize", {"tokens": tokens, **fields})
+    return Call(request, partial(_one_or_many, Detokenized, many))
+
+
+def tokenizer_info() -> Call[TokenizerInfo]:
+    return Call(Request("GET", "/tokenizer_info"), partial(_object, TokenizerInfo))
+
+
+def info() -> Call[Info]:
+    return Call(Request("GET", "/info"), partial(_object, Info))
+
+
+def version() -> Call[str]:
+    return Call(Request("GET", "/version"), _version)
+
+
+def health() -> Call[Health]:
+    return Call(Request("GET", "/health", answers=frozenset({200, 503})), _health)
+
+
+def is_many(prompt: Prompt) -> bool:
+    """Whether this is a list of prompts, and no text and no token ids."""
+    if isinstance(prompt, str):
+        return False
+    if isinstance(prompt, np.ndarray):
+        return prompt.ndim > 1
+    return len(prompt) == 0 or not isinstance(prompt[0], (int, np.integer))
+
+
+def post(path: str, body: Mapping[str, object], accept: str = JSON) -> Request:
+    """A request with a JSON body. ValueError or TypeError if JSON cannot say it."""
+    content = json.dumps(_with_text_keys(body), default=_plain, allow_nan=False)
+    return Request("POST", path, content.encode(), accept)
+
+
+def _with_text_keys(value: Any) -> Any:
+    """JSON's keys are texts; token ids may be keys of a bias, and NumPy's integers ids."""
+    if isinstance(value, Mapping):
+        return {str(name): _with_text_keys(one) for name, one in value.items()}
+    return value
+
+
+def _plain(value: Any) -> Any:
+    """NumPy's arrays and numbers, and sequences of other kinds, as what JSON knows."""
+    if isinstance(value, (np.ndarray, np.generic)):
+        return value.tolist()
+    if isinstance(value, Sequence) and not isinstance(value, (bytes, bytearray, memoryview)):
+        return list(value)
+    raise TypeError(f"{type(value).__name__} has no place in a request")
+
+
+def _object(form: type[Result], answer: Answer) -> Result:
+    """A JSON reply as a result with its request's id."""
+    result: Result = read(form, with_request_id(answer.json(), answer.request_id))
+    return result
+
+
+def _one_or_many(form: type[Result], many: bool, answer: Answer) -> Result | list[Result]:
+    """The results of a reply that has one around its head, or several in `prompts`."""
+    if not many:
+        return _object(form, answer)
+    head = with_request_id(answer.json(), answer.request_id)
+    prompts = read(_Prompts, head).prompts
+    return [read(form, head | prompt, f"prompts.{i}") for i, prompt in enumerate(prompts)]
+
+
+def with_request_id(value: Any, request_id: str) -> Any:
+    return {**value, "request_id": request_id} if isinstance(value, dict) else value
+
+
+def _generation(answer: Answer) -> Generation:
+    generation = _object(Generation, answer)
+    if not generation.choices:
+        raise WrongShape("choices is empty")
+    return generation
+
+
+def _version(answer: Answer) -> str:
+    version: str = read(_Version, answer.json()).version
+    return version
+
+
+def _health(answer: Answer) -> Health:
+    """Whatever its status says; but a 503 that says nothing about health is a refusal."""
+    try:
+        return _object(Health, answer)
+    except WrongShape:
+        if answer.status == 200:
+            raise
+        raise errors.from_reply(answer.status, {}, answer.body, answer.request_id) from None
+
+
+def _arrays(
+    path: str,
+    prompt: Prompt,
+    fields: Mapping[str, object],
+    one: Callable[[TensorFile, str, str], Any],
+) -> Call[Any]:
+    """A call with a safetensors answer; `one` takes a prompt's result out of the file, the end of
+    its tensors' names and the request's id."""
+    many = is_many(prompt)
+    count = len(prompt) if many else 1
+    suffixes = [""] if count == 1 else [f".{i}" for i in range(count)]
+
+    def results(answer: Answer) -> Any:
+        file = TensorFile(answer.body)
+        found = [one(file, suffix, answer.request_id) for suffix in suffixes]
+        return found if many else found[0]
+
+    return Call(post(path, {"prompt": prompt, **fields}, SAFETENSORS), results)
+
+
+def _logits(file: TensorFile, suffix: str, request_id: str) -> Logits:
+    return Logits(
+        logits=file.array(f"logits{suffix}"),
+        positions=file.array(f"positions{suffix}"),
+        token_ids=file.array(f"token_ids{suffix}"),
+        stage=file.stage,
+        checkpoint=file.checkpoint,
+        request_id=request_id,
+    )
+
+
+def _top_logits(file: TensorFile, suffix: str, request_id: str) -> TopLogits:
+    return TopLogits(
+        top_ids=file.array(f"top_ids{suffix}"),
+        top_logits=file.array(f"top_logits{suffix}"),
+        positions=file.array(f"positions{suffix}"),
+        token_ids=file.array(f"token_ids{suffix}"),
+        stage=file.stage,
+        checkpoint=file.checkpoint,
+        request_id=request_id,
+    )
+
+
+def _hidden_states(file: TensorFile, suffix: str, request_id: str) -> HiddenStates:
+    return HiddenStates(
+        hidden_states=file.array(f"hidden_states{suffix}"),
+        positions=file.array(f"positions{suffix}"),
+        token_ids=file.array(f"token_ids{suffix}"),
+        checkpoint=file.checkpoint,
+        request_id=request_id,
+    )
+
+
+def _attention(file: TensorFile, suffix: str, request_id: str) -> Attention:
+    return Attention(
+        attention=file.array(f"attention{suffix}"),
+        positions=file.array(f"positions{suffix}"),
+        token_ids=file.array(f"token_ids{suffix}"),
+        checkpoint=file.checkpoint,
+        request_id=request_id,
+    )

@@ -1,0 +1,100 @@
+"""Tensors: the safetensors replies of the server, as NumPy arrays and the checkpoint they are from.
+
+The arrays are views of the reply's own bytes: a large reply is held once. NumPy has no bfloat16, so
+that becomes float32, exactly. The safetensors package would copy each tensor, refuses bfloat16
+without torch and does not give the metadata of a file in memory.
+"""
+
+import json
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from service.client.reading import WrongShape, read
+from service.client.results import Checkpoint
+
+Array = npt.NDArray[Any]
+
+DTYPES = {"F32": "<f4", "F16": "<f2", "BF16": "<u2", "I64": "<i8"}
+
+
+@dataclass(frozen=True, slots=True)
+class TensorPlace:
+    """Where a tensor is, as the header says it; offsets in bytes from the header's end."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data_offsets: tuple[int, ...]
+
+
+class TensorFile:
+    """A whole safetensors file. WrongShape, here and below, if it is none."""
+
+    def __init__(self, content: bytearray) -> None:
+        size = int.from_bytes(content[:8], "little")
+        if len(content) < 8 or size > len(content) - 8:
+            raise WrongShape(f"the reply has {len(content)} bytes and is no safetensors file")
+        try:
+            header = json.loads(content[8 : 8 + size])
+        except (ValueError, RecursionError) as error:
+            raise WrongShape("the reply is no safetensors file: its header is no JSON") from error
+        self._header: dict[str, Any] = read(dict[str, Any], header, "the header")
+        self._data = memoryview(content)[8 + size :]
+
+    def array(self, name: str) -> Array:
+        """The tensor of this name, over the file's own bytes."""
+        if name not in self._header:
+            raise WrongShape(f"{name} is missing")
+        place: TensorPlace = read(TensorPlace, self._header[name], name)
+        if place.dtype not in DTYPES:
+            raise WrongShape(f"{name}.dtype is none of {', '.join(DTYPES)}")
+        flat = self._numbers(name, place, np.dtype(DTYPES[place.dtype]))
+        try:
+            array = flat.reshape(place.shape)
+        except (ValueError, OverflowError) as error:  # no array has such a shape, not even empty
+            raise WrongShape(f"{name}.shape is no shape") from error
+        return _widened(array) if place.dtype == "BF16" else array
+
+    def _numbers(self, name: str, place: TensorPlace, dtype: np.dtype[Any]) -> Array:
+        """The tensor as a flat array, once its place is known to fit its shape and the file."""
+        match place.data_offsets:
+            case (start, end) if (
+                0 <= start <= end <= len(self._data)
+                and all(length >= 0 for length in place.shape)
+                and end - start == prod(place.shape) * dtype.itemsize
+            ):
+                numbers = np.frombuffer(self._data[start:end], dtype=dtype)
+                return np.require(numbers, requirements=["ALIGNED"])
+        raise WrongShape(f"{name} has a place that does not fit its shape or the reply")
+
+    @property
+    def stage(self) -> str:
+        stage: str = read(str, self._metadata("stage"), "stage")
+        return stage
+
+    @property
+    def checkpoint(self) -> Checkpoint:
+        """From the metadata, where everything is text."""
+        name, step, val_loss, weights_sha256 = (
+            self._metadata(f"checkpoint_{one}")
+            for one in ("name", "step", "val_loss", "weights_sha256")
+        )
+        try:
+            loss = None if val_loss == "None" else float(val_loss)
+            return Checkpoint(name, int(step), loss, weights_sha256)
+        except ValueError as error:
+            raise WrongShape("checkpoint_step or checkpoint_val_loss is no number") from error
+
+    def _metadata(self, name: str) -> str:
+        metadata = read(dict[str, str], self._header.get("__metadata__", {}), "__metadata__")
+        if name not in metadata:
+            raise WrongShape(f"__metadata__.{name} is missing")
+        return str(metadata[name])
+
+
+def _widened(bits: Array) -> npt.NDArray[np.float32]:
+    """bfloat16, given as the uint16 of its bits, as float32: the same numbers."""
+    return (bits.astype("<u4") << 16).view("<f4")

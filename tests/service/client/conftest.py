@@ -1,0 +1,35 @@
+"""Fixtures of the client's tests: clients of both kinds."""
+
+import asyncio
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import httpx
+import pytest
+
+from logitd import AsyncClient, Client
+from tests.service.client.driven import driven
+from tests.service.serving import PATIENCE
+
+Connect = Callable[..., Client]
+"""Makes a client of a URL, and of further arguments of `Client`."""
+
+
+@pytest.fixture(params=["Client", "AsyncClient"])
+def connect(request: pytest.FixtureRequest) -> Iterator[Connect]:
+    """Clients of either kind, closed when the test is over; proxies of this machine are not for
+    them."""
+    with ExitStack() as stack:
+        runner = stack.enter_context(asyncio.Runner())
+
+        def make(url: str, **options: Any) -> Client:
+            options = {"timeout": PATIENCE, **options}
+            if request.param == "Client":
+                http = stack.enter_context(httpx.Client(trust_env=False))
+                return Client(url, **{"http": http, **options})
+            http_async = httpx.AsyncClient(trust_env=False)
+            stack.callback(lambda: runner.run(http_async.aclose()))
+            return driven(runner, AsyncClient(url, **{"http": http_async, **options}))
+
+        yield make

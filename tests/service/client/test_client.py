@@ -1,0 +1,265 @@
+"""Client and AsyncClient against a real server: every call gives what its endpoint gives."""
+
+import asyncio
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+import logitd
+from logitd import AsyncClient, Client, LogitdError, UnavailableError
+from service import schemas
+from service.app import create_app
+from service.numbers import schemas as numbers
+from tests.service.client.conftest import Connect
+from tests.service.serving import Serving, eventually, serve_settings, serving_app
+from tests.service.spelling import spelled
+
+LONG: dict[str, Any] = {"prompt": "a", "ignore_eos": True}
+"""A generation that outlasts whatever a test does meanwhile."""
+
+
+def plain(value: Any) -> Any:
+    """A result as the JSON that it was read from, less what is null, and less what two replies to
+    the same request differ in."""
+    match value:
+        case dict():
+            passing = ("request_id", "id", "created", "timings") if "checkpoint" in value else ()
+            return {k: plain(v) for k, v in value.items() if k not in passing and v is not None}
+        case list() | tuple() | bytes():
+            return [plain(one) for one in value]
+        case _:
+            return value
+
+
+def same(result: Any, raw: Any) -> None:
+    assert plain(asdict(result)) == plain(raw)
+
+
+# Generate
+
+
+@pytest.mark.parametrize(
+    ("prompt", "fields"),
+    [
+        ("def main():", {"max_tokens": 20}),
+        ([65, 32, 112], {"max_tokens": 5, "n": 3, "temperature": 0.5, "top_k": 40}),
+        (["a", [98, 99]], {"max_tokens": 4, "logprobs": 2, "prompt_logprobs": 1}),
+        ("abc", {"max_tokens": 4, "logprobs": 3, "echo": True, "stop": ["zzz"]}),
+        ("abc", {"max_tokens": 9, "logit_bias": {120: 100.0}, "stop": "xx"}),
+        ("abc", {"max_tokens": 9, "stop_token_ids": list(range(99, 256)), "min_tokens": 2}),
+    ],
+)
+def test_generate_and_stream_give_what_the_endpoint_gives(
+    server: Serving, connect: Connect, prompt: Any, fields: dict[str, Any]
+) -> None:
+    client = connect(server.url)
+    raw = server.generate(prompt, seed=5, **fields)
+    generation = client.generate(prompt, seed=5, **fields)
+    same(generation, raw)
+    assert generation.text == raw["choices"][0]["text"]
+    assert generation.timings.tokens_per_second > 0
+
+    with client.stream(prompt, seed=5, **fields) as stream:
+        chunks = list(stream)
+    same(stream.result(), raw)
+    assert stream.text == "".join(chunk.text for chunk in chunks) == generation.text
+    assert stream.usage == generation.usage
+    assert stream.seed == 5
+    assert stream.timings.decode_ms > 0
+
+
+def test_tokens_have_their_bytes(server: Serving, connect: Connect) -> None:
+    (choice,) = connect(server.url).generate("a", max_tokens=8, logprobs=1).choices
+    assert choice.tokens is not None
+    assert [list(token.bytes) for token in choice.tokens] == [[i] for i in choice.token_ids]
+
+
+def test_the_text_of_a_stream_grows(speller: Serving, connect: Connect) -> None:
+    with connect(speller.url).stream("a", max_tokens=200, ignore_eos=True) as stream:
+        assert stream.text == ""
+        texts = []
+        for chunk in stream:
+            texts.append(chunk.text)
+            assert stream.text == "".join(texts)
+    ids = spelled("a", 200)
+    ring = bytes(i for i in spelled("a", 35) if i < 256).decode()
+    assert len(texts) > 1
+    assert stream.text.startswith(f"{ring.partition('.')[0]}.<|endoftext|>abc")
+    assert stream.result().choices[0].token_ids == tuple(ids)
+
+
+def test_a_stream_without_a_block(speller: Serving, connect: Connect) -> None:
+    stream = connect(speller.url).stream("a", max_tokens=3)
+    assert "".join(chunk.text for chunk in stream) == stream.text == "bcd"
+    assert connect(speller.url).stream("a", max_tokens=3).result().text == "bcd"
+
+
+def test_what_stands_at_the_end_is_refused_before(speller: Serving, connect: Connect) -> None:
+    with connect(speller.url).stream(**LONG) as stream:
+        next(iter(stream))
+        for name in ("usage", "seed", "timings"):
+            with pytest.raises(LogitdError, match="has not come to its end"):
+                getattr(stream, name)
+
+
+# Texts and ids
+
+
+def test_texts_become_ids_and_back(server: Serving, connect: Connect) -> None:
+    client = connect(server.url)
+    text = "naïve 😀<|endoftext|>"
+    one = client.tokenize(text)
+    same(one, server.json("/tokenize", {"prompt": text}))
+    assert one.tokens == (*"naïve 😀".encode(), 256)
+    assert one.count == len(one.tokens)
+    assert one.pieces is not None
+    assert b"".join(piece.bytes for piece in one.pieces) == text.encode()
+    assert client.tokenize(text, pieces=False, special_tokens="text").pieces is None
+    back = client.detokenize(one.tokens)
+    assert (back.text, back.bytes) == (text, text.encode())
+    assert client.detokenize([]).text == ""
+
+    texts = ["a", "", "bc"]
+    raw = server.json("/tokenize", {"prompt": texts})
+    many = client.tokenize(texts)
+    assert [one.tokens for one in many] == [(97,), (), (98, 99)]
+    for one, its in zip(many, raw["prompts"], strict=True):
+        del its["index"]
+        same(one, {**raw, **its} | {"prompts": None})
+    lists: list[Any] = [one.tokens for one in many]
+    assert [one.text for one in client.detokenize(lists)] == texts
+    assert [one.text for one in client.detokenize([[]])] == [""]
+    ids: Any = np.array([[97, 98], [99, 100]])
+    assert [one.text for one in client.detokenize(ids)] == ["ab", "cd"]
+    assert client.detokenize(ids[0]).bytes == b"ab"
+
+
+def test_the_vocabulary(server: Serving, connect: Connect) -> None:
+    info = connect(server.url).tokenizer_info()
+    assert plain(asdict(info)) == plain(server.client.get("/tokenizer_info").json())
+    assert info.special_tokens == {"<|endoftext|>": 256}
+
+
+# Info, health, version
+
+
+def test_info_health_and_version(server: Serving, connect: Connect) -> None:
+    client = connect(server.url)
+    info, raw = client.info(), server.client.get("/info").json()
+    assert plain(asdict(info)) == plain(raw)
+    assert info.limits["context_length"] == 128
+    assert client.version() == raw["version"]
+    health = client.health()
+    assert (health.status, health.ok, health.reason) == ("ok", True, None)
+
+
+def test_health_is_told_while_nothing_else_is_answered(
+    checkpoint_path: Path, tmp_path: Path, connect: Connect
+) -> None:
+    """A checkpoint whose config.json is a pipe loads until somebody writes there."""
+    path = Path(shutil.copytree(checkpoint_path, tmp_path / "slow"))
+    config = (path / "config.json").read_bytes()
+    (path / "config.json").unlink()
+    os.mkfifo(path / "config.json")
+    with serving_app(create_app(serve_settings(path))) as running:
+        client = connect(running.url, max_retries=0)
+        assert (client.health().status, client.health().ok) == ("loading", False)
+        for call in (client.info, lambda: client.generate("a"), lambda: client.logits("a")):
+            with pytest.raises(UnavailableError, match="being loaded") as caught:
+                call()
+            assert caught.value.retry_after == 1
+        (path / "config.json").write_bytes(config)
+        eventually(lambda: client.health().ok)
+        assert client.generate("a", max_tokens=1).usage.completion_tokens == 1
+
+
+# What the two sides know of each other
+
+
+EXAMPLES = [
+    (model, summary)
+    for model in (
+        schemas.GenerateRequest,
+        schemas.TokenizeRequest,
+        schemas.DetokenizeRequest,
+        numbers.LogitsRequest,
+        numbers.ProbsRequest,
+        numbers.ScoreRequest,
+        numbers.HiddenStatesRequest,
+        numbers.AttentionRequest,
+    )
+    for summary in model.examples
+]
+
+
+@pytest.mark.parametrize(("model", "summary"), EXAMPLES, ids=lambda one: str(one)[:30])
+def test_every_example_of_the_endpoints_can_be_asked(
+    server: Serving, connect: Connect, model: type[schemas.RequestBody], summary: str
+) -> None:
+    body = dict(model.examples[summary])
+    client = connect(server.url)
+    if body.pop("stream", False):
+        assert client.stream(**body).result().usage.completion_tokens > 0
+        return
+    call: dict[type[schemas.RequestBody], Callable[..., Any]] = {
+        schemas.GenerateRequest: client.generate,
+        schemas.TokenizeRequest: client.tokenize,
+        schemas.DetokenizeRequest: client.detokenize,
+        numbers.LogitsRequest: client.logits,
+        numbers.ProbsRequest: client.probs,
+        numbers.ScoreRequest: client.score,
+        numbers.HiddenStatesRequest: client.hidden_states,
+        numbers.AttentionRequest: client.attention,
+    }
+    given = body.pop("tokens" if model is schemas.DetokenizeRequest else "prompt")
+    result = call[model](given, **body)
+    assert all(one.request_id for one in (result if isinstance(result, list) else [result]))
+
+
+# The client itself
+
+
+def test_the_address_of_the_environment(speller: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOGITD_BASE_URL", speller.url)
+    monkeypatch.setenv("NO_PROXY", "*")
+    with Client() as client:
+        assert client.generate("a", max_tokens=3).text == "bcd"
+        assert repr(client) == f"Client('{speller.url}')"
+
+    async def main() -> str:
+        async with AsyncClient() as client:
+            return (await client.generate("a", max_tokens=3)).text
+
+    assert asyncio.run(main()) == "bcd"
+
+
+def test_a_client_of_the_callers_stays_open(speller: Serving) -> None:
+    with httpx.Client(trust_env=False, base_url=speller.url) as http:
+        with Client(http=http) as client:
+            assert client.version()
+        assert not http.is_closed
+        assert http.get("/health").status_code == 200
+    own = Client(speller.url)
+    own.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        own.version()
+
+
+def test_both_clients_have_the_same_calls() -> None:
+    def calls(kind: type) -> dict[str, Any]:
+        return {
+            name: {**value.__annotations__, "return": None}
+            for name, value in vars(kind).items()
+            if callable(value) and not name.startswith("_")
+        }
+
+    assert calls(Client) == calls(AsyncClient)
+    assert calls(logitd.Stream) == calls(logitd.AsyncStream)
+    assert {"generate", "stream", "logits"} < set(calls(Client))

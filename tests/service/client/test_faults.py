@@ -1,0 +1,316 @@
+"""Faults between client and server: refusals that pass, connections that break, silence, proxies.
+What may be tried again is, and nothing whose reply has begun.
+"""
+
+import asyncio
+import logging
+import socket
+import time
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+
+from logitd import (
+    APIConnectionError,
+    APIStatusError,
+    APITimeoutError,
+    AsyncClient,
+    AuthenticationError,
+    Client,
+    DeadlineExceededError,
+    LogitdError,
+    MalformedReplyError,
+    QueueFullError,
+    StreamError,
+    UnavailableError,
+)
+from service.client import transport
+from tests.service.client.conftest import Connect
+from tests.service.client.scripted import Script, events, refusal, reply, scripted
+from tests.service.client.test_streaming import CHUNKS, TAIL, chunk
+from tests.service.serving import PATIENCE
+
+KEY = "sk-0123456789abcdef"
+VERSION = reply(200, {"version": "9"})
+STREAM = events(*CHUNKS, chunk(**TAIL))
+BUSY = refusal(503, "Retry-After: 0")
+SOON = 0.6
+"""Seconds of a timeout that is to pass."""
+
+SENT: dict[str, Callable[[Client], Any]] = {
+    "generate": lambda client: client.generate("a"),
+    "stream": lambda client: list(client.stream("a")),
+    "logits": lambda client: client.logits("a"),
+    "version": lambda client: client.version(),
+}
+
+
+# Tried again
+
+
+@pytest.mark.parametrize(
+    "first",
+    [
+        refusal(429, "Retry-After: 0"),
+        refusal(502),
+        BUSY,
+        Script(BUSY, "close"),
+        Script(b"", "close"),
+        Script(reply(503, b"{", length=999), "close"),
+    ],
+    ids=["429", "502", "503", "503 and closed", "closed", "503 and broken off"],
+)
+def test_what_passes_is_tried_again(
+    connect: Connect, first: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transport, "FIRST_WAIT_SECONDS", 0.01)
+    with scripted(first, first, VERSION) as server:
+        assert connect(server.url).version() == "9"
+        ids = [server.header("X-Request-ID", request) for request in range(3)]
+        assert len(set(ids)) == 1, "the log shows them as one"
+        assert len(server.requests) == 3
+    with scripted(first, first, VERSION) as server:
+        with pytest.raises(LogitdError):
+            connect(server.url, max_retries=1).version()
+        assert len(server.requests) == 2
+    with scripted(first, STREAM) as server:
+        assert connect(server.url).stream("a").result().text == "a\u2028b"
+        assert server.body(1) == {"prompt": "a", "stream": True}
+
+
+def test_calls_have_ids_of_their_own(connect: Connect) -> None:
+    with scripted(VERSION, VERSION) as server:
+        client = connect(server.url)
+        client.version()
+        client.version()
+        assert server.header("X-Request-ID", 0) != server.header("X-Request-ID", 1)
+        assert server.connections == 1
+
+
+def test_a_wait_is_as_long_as_the_server_asks_for(connect: Connect) -> None:
+    with scripted(refusal(429, "Retry-After: 1"), VERSION) as server:
+        started = time.monotonic()
+        connect(server.url).version()
+        assert time.monotonic() - started >= 1
+
+
+def test_a_wait_that_is_longer_than_the_timeout_is_not_begun(connect: Connect) -> None:
+    with scripted(refusal(429, "Retry-After: 9"), VERSION) as server:
+        with pytest.raises(QueueFullError, match="no, says 429") as caught:
+            connect(server.url, timeout=5).version()
+        assert caught.value.retry_after == 9
+        assert len(server.requests) == 1
+
+
+def test_nobody_answers(connect: Connect) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    url = f"http://127.0.0.1:{port}"
+    with pytest.raises(APIConnectionError, match=f"no connection to {url}.*Is the server running"):
+        connect(url, max_retries=1).version()
+
+
+# Not tried again
+
+
+@pytest.mark.parametrize("name", SENT)
+@pytest.mark.parametrize("status", [400, 401, 404, 500, 504])
+def test_what_does_not_pass_is_not_tried_again(connect: Connect, name: str, status: int) -> None:
+    with scripted(refusal(status, "Retry-After: 0"), VERSION) as server:
+        with pytest.raises(APIStatusError) as caught:
+            SENT[name](connect(server.url))
+        assert caught.value.status == status
+        assert len(server.requests) == 1
+
+
+@pytest.mark.parametrize("name", SENT)
+def test_a_reply_that_has_begun_is_not_asked_for_again(connect: Connect, name: str) -> None:
+    begun = reply(200, b'{"ver', length=999)
+    with scripted(Script(begun, "close"), VERSION) as server:
+        with pytest.raises((APIConnectionError, StreamError), match="broke off after") as caught:
+            SENT[name](connect(server.url))
+        assert len(server.requests) == 1
+        error = caught.value
+        assert isinstance(error, StreamError) == (name == "stream")
+        assert error.request_id == server.header("X-Request-ID")
+
+
+@pytest.mark.parametrize(
+    ("stream", "how"),
+    [
+        (events(*CHUNKS[:2], end=False, whole=False), "broke off"),
+        (events(*CHUNKS[:2], end=False), "ended without its end"),
+        (events(*CHUNKS[:2], end=False, whole=False) + b"5\r\ndata:", "broke off"),
+        (events(*CHUNKS[:2], end=False, whole=False) + b"no chunk", "broke off"),
+    ],
+    ids=["cut", "ended", "cut within a chunk", "nonsense"],
+)
+def test_a_stream_that_is_cut_says_how_much_had_come(
+    connect: Connect, stream: bytes, how: str
+) -> None:
+    with scripted(Script(stream, "close"), STREAM) as server:
+        with connect(server.url).stream("a") as cut:
+            chunks = iter(cut)
+            assert [next(chunks).text, next(chunks).text] == ["a\u2028", ""]
+            with pytest.raises(StreamError, match=f"the stream {how}.* after 3 tokens") as caught:
+                next(chunks)
+            assert caught.value.tokens == 3
+            assert cut.text == "a\u2028"
+            assert list(chunks) == []
+            with pytest.raises(StreamError, match="no whole result"):
+                cut.result()
+        assert len(server.requests) == 1
+
+
+def test_an_error_within_a_stream_ends_it(connect: Connect) -> None:
+    error = {"message": "late", "type": "timeout_error", "param": None, "code": "c"}
+    with scripted(Script(events(CHUNKS[0], {"error": error}, chunk()), "hold")) as server:
+        with connect(server.url).stream("a") as stream:
+            with pytest.raises(DeadlineExceededError, match="late") as caught:
+                list(stream)
+            assert server.left.wait(PATIENCE), "nothing more is read"
+        assert (caught.value.status, caught.value.code) == (504, "c")
+        assert caught.value.request_id == server.header("X-Request-ID") == stream.request_id
+
+
+def test_an_event_that_cannot_be_read_ends_a_stream(connect: Connect) -> None:
+    with scripted(Script(events({"a": 1}, end=False, whole=False), "hold")) as server:
+        with pytest.raises(MalformedReplyError, match="id is missing"):
+            list(connect(server.url).stream("a"))
+        assert server.left.wait(PATIENCE)
+
+
+# Silence
+
+
+@pytest.mark.parametrize("name", SENT)
+def test_no_answer_in_time(connect: Connect, name: str) -> None:
+    with scripted(Script(b"", "hold"), VERSION) as server:
+        with pytest.raises(APITimeoutError, match=f"did not answer within {SOON} s"):
+            SENT[name](connect(server.url, timeout=SOON))
+        assert server.left.wait(PATIENCE), "the connection is closed, and the request with it"
+        assert len(server.requests) == 1
+
+
+def test_an_answer_that_stands_still(connect: Connect) -> None:
+    begun = reply(200, b"x" * 77, length=999)
+    with scripted(Script(begun, "hold")) as server:
+        with pytest.raises(APITimeoutError, match=f"stood still for {SOON} s after 77 bytes"):
+            connect(server.url, timeout=SOON).logits("a")
+        assert server.left.wait(PATIENCE)
+
+
+def test_a_stream_that_stands_still(connect: Connect) -> None:
+    with scripted(Script(events(*CHUNKS[:2], end=False, whole=False), "hold")) as server:
+        with pytest.raises(APITimeoutError, match=f"stood still for {SOON} s after 3 tokens"):
+            list(connect(server.url, timeout=SOON).stream("a"))
+        assert server.left.wait(PATIENCE)
+
+
+def test_too_many_calls_at_once() -> None:
+    """All connections taken by others, for too long."""
+    with scripted(Script(b"", "hold")) as server:
+
+        async def main() -> None:
+            limits = httpx.Limits(max_connections=1)
+            async with httpx.AsyncClient(trust_env=False, limits=limits) as http:
+                patient = AsyncClient(server.url, http=http, timeout=PATIENCE)
+                hasty = AsyncClient(server.url, http=http, timeout=SOON)
+                task = asyncio.create_task(patient.version())
+                while not server.requests:
+                    await asyncio.sleep(0.002)
+                with pytest.raises(APITimeoutError, match="too many calls at once"):
+                    await hasty.version()
+                task.cancel()
+
+        asyncio.run(main())
+
+
+# Connections
+
+
+def test_a_connection_is_used_again(connect: Connect) -> None:
+    with scripted(STREAM, VERSION, refusal(400), STREAM, VERSION) as server:
+        client = connect(server.url)
+        client.stream("a").result()
+        client.version()
+        with pytest.raises(LogitdError):
+            client.version()
+        with client.stream("a") as stream:
+            list(stream)
+        client.version()
+        assert server.connections == 1
+
+
+def test_what_comes_behind_the_end_of_a_stream_does_not_matter(connect: Connect) -> None:
+    for more in (b"", b"5\r\n: xyz", b"nonsense", b"5\r\n: xyz\r\n5\r\n"):
+        whole = events(*CHUNKS, chunk(**TAIL), whole=False) + more
+        with scripted(Script(whole, "close")) as server:
+            assert connect(server.url).stream("a").result().usage.completion_tokens == 3
+
+
+def test_a_large_refusal_is_not_read_to_its_end(connect: Connect) -> None:
+    begun = reply(500, b"x" * 10**6, length=10**12)
+    with scripted(Script(begun, "hold")) as server:
+        with pytest.raises(APIStatusError, match="500 Internal Server Error, and not in logitd's"):
+            connect(server.url).version()
+        assert server.left.wait(PATIENCE)
+
+
+# Proxies
+
+
+def test_the_page_of_a_proxy(connect: Connect) -> None:
+    page = b"<html><title>403 Forbidden</title><body><h1>Go away</h1></body></html>"
+    html = "Content-Type: text/html"
+    moved = reply(302, b"", "Location: /x")
+    with scripted(reply(403, page, html), reply(200, page, html), moved) as server:
+        client = connect(server.url)
+        with pytest.raises(APIStatusError, match="403 Forbidden, and not in logitd's") as caught:
+            client.generate("a")
+        assert (caught.value.status, caught.value.type) == (403, None)
+        with pytest.raises(MalformedReplyError, match=r"/generate gave .* text/html, and no JSON"):
+            client.generate("a")
+        with pytest.raises(APIStatusError, match="302 Found"):
+            client.generate("a")
+
+
+def test_the_name_that_a_proxy_gives_a_request(connect: Connect) -> None:
+    theirs, new = refusal(502, "X-Request-ID: theirs"), refusal(400, "X-Request-ID: new")
+    with scripted(theirs, new) as server:
+        with pytest.raises(APIStatusError, match=r"no, says 400 \(request new\)"):
+            connect(server.url).version()
+        assert server.header("X-Request-ID", 0) == server.header("X-Request-ID", 1) != "theirs"
+
+
+# The key
+
+
+def test_the_key_is_sent_and_shown_nowhere(
+    connect: Connect, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    wrong = refusal(401, type="authentication_error", code="invalid_api_key")
+    echo = reply(403, f"<pre>Authorization: Bearer {KEY}</pre>".encode())
+    with scripted(VERSION, wrong, echo, Script(b"", "close"), Script(b"", "close")) as server:
+        client = connect(server.url, api_key=KEY, max_retries=1)
+        assert client.version() == "9"
+        assert server.header("Authorization") == f"Bearer {KEY}"
+        errors: list[Exception] = []
+        for kind in (AuthenticationError, APIStatusError, APIConnectionError):
+            with pytest.raises(kind) as caught:
+                client.stream("a").result()
+            errors.append(caught.value)
+        shown = [repr(client), str(client), *map(repr, errors), *map(str, errors), caplog.text]
+        assert all("0123456789" not in one for one in shown)
+        assert caplog.text, "there was a log"
+        assert "[API key]" in str(errors[1])
+
+
+def test_a_server_that_is_unavailable_says_so(connect: Connect) -> None:
+    with scripted(refusal(503, "Retry-After: 30")) as server:
+        with pytest.raises(UnavailableError) as caught:
+            connect(server.url, timeout=5).generate("a")
+        assert caught.value.retry_after == 30

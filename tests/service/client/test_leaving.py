@@ -1,0 +1,104 @@
+"""Whoever leaves a stream or a call ends it on the server: its slot is free again."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from logitd import (
+    AsyncClient,
+    StreamError,
+)
+from tests.service.client.conftest import Connect
+from tests.service.serving import (
+    Serving,
+    serving,
+)
+from tests.service.spelling import spelled
+
+LONG: dict[str, Any] = {"prompt": "a", "ignore_eos": True}
+"""A generation that outlasts whatever a test does meanwhile."""
+
+
+# Streams that are closed
+
+
+@pytest.fixture
+def watched(spelling_path: Path) -> Any:
+    """A service whose slots and counters are this test's own."""
+    with serving(spelling_path, slots=2) as running:
+        yield running
+
+
+def test_to_close_a_stream_ends_the_request(watched: Serving, connect: Connect) -> None:
+    stream = connect(watched.url).stream(**LONG)
+    chunks = iter(stream)
+    next(chunks)
+    assert watched.served.engine.open_sequences == 1
+    stream.close()
+    watched.wait_idle()
+    assert watched.finished("abort") == 1
+    assert watched.sample("logitd_generation_tokens_total") < 8191
+    assert stream.text.startswith("b")
+    assert list(chunks) == []
+    stream.close()
+    with pytest.raises(StreamError, match=r"left after \d+ tokens") as caught:
+        stream.result()
+    assert caught.value.tokens > 0
+
+
+def test_to_leave_the_block_of_a_stream_ends_the_request(
+    watched: Serving, connect: Connect
+) -> None:
+    def leave() -> None:
+        with connect(watched.url).stream(**LONG) as stream:
+            next(iter(stream))
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        leave()
+    watched.wait_idle()
+    assert watched.finished("abort") == 1
+
+
+def test_a_stream_that_is_closed_unused_asks_nothing(watched: Serving, connect: Connect) -> None:
+    stream = connect(watched.url).stream(**LONG)
+    stream.close()
+    with stream:
+        assert list(stream) == []
+    assert watched.sample("logitd_http_requests_total", endpoint="/generate", status="200") == 0
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_to_cancel_a_task_ends_its_request(watched: Serving, streamed: bool) -> None:
+    async def main() -> None:
+        async with (
+            httpx.AsyncClient(trust_env=False) as http,
+            AsyncClient(watched.url, http=http) as client,
+        ):
+            call = client.stream(**LONG).result() if streamed else client.generate(**LONG)
+            task = asyncio.create_task(call)
+            while watched.served.engine.open_sequences == 0:
+                await asyncio.sleep(0.002)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+
+    asyncio.run(main())
+    watched.wait_idle()
+    assert watched.finished("abort") == 1
+
+
+def test_many_tasks_share_a_client(speller: Serving) -> None:
+    async def main() -> list[str]:
+        async with (
+            httpx.AsyncClient(trust_env=False) as http,
+            AsyncClient(speller.url, http=http) as client,
+        ):
+            calls = [client.generate(chr(97 + i % 20), max_tokens=3) for i in range(40)]
+            return [generation.text for generation in await asyncio.gather(*calls)]
+
+    texts = asyncio.run(main())
+    assert texts == [bytes(spelled(chr(97 + i % 20), 3)).decode() for i in range(40)]

@@ -1,0 +1,215 @@
+"""Each refusal of a real server is its exception, and a full queue is asked again."""
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from logitd import (
+    APIStatusError,
+    AuthenticationError,
+    BadRequestError,
+    Client,
+    DeadlineExceededError,
+    NotFoundError,
+    QueueFullError,
+    RequestTooLargeError,
+    ServerError,
+    StreamError,
+    UnsupportedMediaTypeError,
+)
+from service.client.transport import Exchange
+from tests.service.client.conftest import Connect
+from tests.service.serving import (
+    PATIENCE,
+    Serving,
+    eventually,
+    request_bytes,
+    serving,
+)
+from tests.service.spelling import long_prompt
+
+KEY = "0123456789abcdef"
+LONG: dict[str, Any] = {"prompt": "a", "ignore_eos": True}
+"""A generation that outlasts whatever a test does meanwhile."""
+
+
+# Refusals
+
+
+@pytest.fixture
+def narrow(spelling_path: Path) -> Any:
+    """One slot, no queue, small bodies: a server that soon refuses."""
+    settings = {"slots": 1, "max_queue": 0, "max_body_bytes": 1024}
+    with serving(spelling_path, slow_reader_timeout=PATIENCE, **settings) as running:
+        yield running
+
+
+def refused(kind: type[APIStatusError], call: Callable[[], Any]) -> APIStatusError:
+    """The error of a call; exactly of this kind, and with the id of its request."""
+    with pytest.raises(APIStatusError) as caught:
+        call()
+    error = caught.value
+    assert type(error) is kind
+    assert error.request_id
+    assert str(error) == f"{error.message} (request {error.request_id})"
+    return error
+
+
+def test_a_wrong_field(server: Serving, connect: Connect) -> None:
+    client = connect(server.url)
+    error = refused(
+        BadRequestError,
+        lambda: client.generate("x", temprature=0),  # type: ignore[call-arg]
+    )
+    assert (error.status, error.type, error.param, error.code) == (
+        400, "invalid_request_error", "temprature", None,
+    )  # fmt: skip
+    assert error.message == "temprature is no field of this endpoint"
+    assert error.retry_after is None
+    error = refused(BadRequestError, lambda: client.logits("x", top_k=1000))
+    assert error.message == "top_k is 1000; the vocabulary has 257 ids"
+    error = refused(BadRequestError, lambda: client.logits([]))
+    assert error.message == "the prompt is empty; give at least one token"
+    error = refused(BadRequestError, lambda: client.stream("x" * 100, max_tokens=29).result())
+    assert error.code == "context_length_exceeded"
+
+
+def test_a_key(checkpoint_path: Path, connect: Connect) -> None:
+    with serving(checkpoint_path, api_keys=f"ci={KEY}") as server:
+        assert connect(server.url, api_key=KEY).info().api_keys
+        for key in (None, "another-key"):
+            client = connect(server.url, api_key=key)
+            error = refused(AuthenticationError, client.info)
+            assert (error.status, error.type) == (401, "authentication_error")
+            refused(AuthenticationError, lambda: connect(server.url).stream("a").result())
+            assert client.health().ok
+
+
+def test_another_model(server: Serving, connect: Connect) -> None:
+    error = refused(NotFoundError, lambda: connect(server.url).generate("x", model="gpt-9"))
+    assert (error.status, error.code) == (404, "model_not_found")
+    error = refused(NotFoundError, lambda: connect(f"{server.url}/elsewhere/").info())
+    assert error.message == "there is no /elsewhere/info here; see /docs"
+
+
+def test_a_body_that_is_too_large(narrow: Serving, connect: Connect) -> None:
+    error = refused(RequestTooLargeError, lambda: connect(narrow.url).generate("x" * 2000))
+    assert (error.status, error.code) == (413, "body_too_large")
+
+
+def test_a_deadline(narrow: Serving, connect: Connect) -> None:
+    error = refused(
+        DeadlineExceededError, lambda: connect(narrow.url).generate(**LONG, timeout=0.05)
+    )
+    assert (error.status, error.code) == (504, "deadline_exceeded")
+    assert narrow.sample("logitd_http_requests_total", endpoint="/generate", status="504") == 1
+
+
+def test_a_deadline_within_a_stream(speller: Serving, connect: Connect) -> None:
+    with connect(speller.url).stream(**LONG, timeout=1.0) as stream:
+        error = refused(DeadlineExceededError, lambda: list(stream))
+        assert (error.status, error.param) == (504, "timeout")
+        assert stream.text.startswith("bcd"), "what had come stays"
+        assert list(stream) == []
+        with pytest.raises(StreamError, match=r"no whole result"):
+            stream.result()
+
+
+def test_the_servers_own_fault(
+    server: Serving, connect: Connect, monkeypatch: pytest.MonkeyPatch, logged_errors: list[str]
+) -> None:
+    def broken(*_: Any) -> None:
+        raise ZeroDivisionError("a secret")
+
+    monkeypatch.setattr("service.state.Served.check_model", broken)
+    error = refused(ServerError, lambda: connect(server.url).probs("a"))
+    assert (error.status, error.code) == (500, "internal")
+    assert error.message.endswith(f"request id {error.request_id}")
+    assert str(error.request_id) in logged_errors[0], "the log has it"
+    logged_errors.clear()
+
+
+@pytest.mark.parametrize(
+    ("kind", "status", "name", "value"),
+    [
+        (UnsupportedMediaTypeError, 415, "Content-Type", "text/plain"),
+        (APIStatusError, 406, "Accept", "image/png"),
+    ],
+)
+def test_what_was_changed_on_the_way(
+    server: Serving, kind: type[APIStatusError], status: int, name: str, value: str
+) -> None:
+    """As a proxy might."""
+
+    def change(request: httpx.Request) -> None:
+        request.headers[name] = value
+
+    hooks: Any = {"request": [change]}
+    with httpx.Client(trust_env=False, event_hooks=hooks) as http:
+        error = refused(kind, lambda: Client(server.url, http=http).logits("a"))
+    assert error.status == status
+
+
+# A full queue
+
+
+def occupy(server: Serving, stack: ExitStack) -> Callable[[], None]:
+    """Hold the slot by rows whose reader does not read, until the returned call."""
+    raw = stack.enter_context(server.connect(receive_buffer=4096))
+    raw.sendall(request_bytes("/logits", {"prompt": long_prompt(8000), "positions": "all"}))
+    eventually(lambda: server.sample("logitd_kv_slots_used") == 1)
+    return raw.close
+
+
+def test_a_full_queue(spelling_path: Path, connect: Connect) -> None:
+    with serving(spelling_path, slots=1, max_queue=0, slow_reader_timeout=PATIENCE) as server:
+
+        def answered(status: int) -> float:
+            return server.sample(
+                "logitd_http_requests_total", endpoint="/generate", status=str(status)
+            )
+
+        with ExitStack() as stack:
+            occupy(server, stack)
+            client = connect(server.url, max_retries=0)
+            error = refused(QueueFullError, lambda: client.generate("a"))
+            assert (error.status, error.code) == (429, "queue_full")
+            assert error.retry_after is not None
+            assert error.retry_after >= 1
+            with pytest.raises(QueueFullError), client.stream("a"):
+                pass
+            assert answered(429) == 2
+            patient = connect(server.url, max_retries=1)
+            refused(QueueFullError, lambda: patient.generate("a"))
+            assert answered(429) == 4, "one more try, and no more"
+
+
+def test_a_queue_that_empties(
+    spelling_path: Path, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The slot is let go when the first refusal has been heard."""
+    with (
+        serving(spelling_path, slots=1, max_queue=0, slow_reader_timeout=PATIENCE) as server,
+        ExitStack() as stack,
+    ):
+        leave = occupy(server, stack)
+        waits: list[float] = []
+        decide = Exchange.wait_after_refusal
+
+        def let_go(*args: Any) -> float:
+            waits.append(decide(*args))
+            leave()
+            server.wait_idle()
+            return waits[-1]
+
+        monkeypatch.setattr("service.client.transport.Exchange.wait_after_refusal", let_go)
+        client = connect(server.url)
+        assert client.generate("a", max_tokens=3).text == "bcd"
+        assert len(waits) == 1
+        assert waits[0] >= 1, "as the server said"
+        ok = server.sample("logitd_http_requests_total", endpoint="/generate", status="200")
+        assert ok == 1

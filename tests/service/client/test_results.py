@@ -1,0 +1,47 @@
+"""Results have the members of the endpoints' replies, every one and no other."""
+
+from dataclasses import MISSING, fields
+
+import pytest
+from pydantic import BaseModel
+
+from service import schemas
+from service.client import results
+from service.numbers import schemas as numbers
+
+OURS = {"request_id"}
+"""What comes from a reply's header."""
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        (results.Checkpoint, schemas.CheckpointName),
+        (results.TopToken, schemas.TopToken),
+        (results.Token, schemas.Token),
+        (results.ScoredPrompt, schemas.ScoredPrompt),
+        (results.Choice, schemas.Choice),
+        (results.Usage, schemas.Usage),
+        (results.Timings, schemas.Timings),
+        (results.Generation, schemas.GenerateReply),
+        (results.TokenProb, numbers.TokenProb),
+        (results.PromptProbs, numbers.PromptProbs),
+        (results.Probs, numbers.ProbsReply),
+        (results.TextScore, numbers.TextScore),
+        (results.PromptScores, numbers.PromptScores),
+        (results.ScoreUsage, numbers.ScoreUsage),
+        (results.Scores, numbers.ScoreReply),
+        (results.Piece, schemas.Piece),
+        (results.Tokenized, schemas.TokenizeReply),
+        (results.Detokenized, schemas.DetokenizeReply),
+        (results.TokenizerInfo, schemas.TokenizerInfo),
+        (results.Info, schemas.Info),
+        (results.Health, schemas.Health),
+    ],
+)
+def test_members_are_those_of_the_reply(ours: type, theirs: type[BaseModel]) -> None:
+    members = {field.name: field for field in fields(ours) if field.name not in OURS}
+    assert set(members) == set(theirs.model_fields)
+    for name, field in theirs.model_fields.items():
+        needed = members[name].default is MISSING
+        assert needed == field.is_required(), f"{name} is needed by one side alone"

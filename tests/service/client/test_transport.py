@@ -1,0 +1,223 @@
+"""How a client is set up, and how long it waits before it asks again. Nothing is sent."""
+
+import time
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from logitd import APIConnectionError, APIStatusError, AsyncClient, Client, LogitdError
+from service.client.calls import Request
+from service.client.transport import DEFAULT_BASE_URL, Exchange, Settings, settings_of
+
+KEY = "sk-0123456789abcdef"
+GET = Request("GET", "/info")
+
+
+def settings(
+    base_url: str | None = None,
+    api_key: str | None = None,
+    timeout: float | None = 600.0,
+    max_retries: int = 2,
+    http: httpx.Client | None = None,
+) -> Settings:
+    return settings_of(base_url, api_key, timeout, max_retries, http)
+
+
+def exchange(request: Request = GET, tries: int = 1, **options: Any) -> Exchange:
+    """A call that was sent so often."""
+    one = Exchange(settings(**options), request)
+    with httpx.Client(verify=False) as http:  # reads no certificates: nothing is sent
+        for _ in range(tries):
+            one.next_try(http)
+    return one
+
+
+def wait(status: int, asked: str | None = None, **options: Any) -> float:
+    headers = {} if asked is None else {"Retry-After": asked}
+    return exchange(**options).wait_after_refusal(httpx.Response(status, headers=headers), b"")
+
+
+# Settings
+
+
+def test_what_is_given_goes_before_the_environment_and_that_before_the_default(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert settings().base_url == DEFAULT_BASE_URL == "http://127.0.0.1:8000"
+    assert settings().key is None
+    monkeypatch.setenv("LOGITD_BASE_URL", "http://environment:1")
+    monkeypatch.setenv("LOGITD_API_KEY", KEY)
+    assert (settings().base_url, settings().key) == ("http://environment:1", KEY)
+    with httpx.Client(base_url="https://own/prefix") as http:
+        assert settings(http=http).base_url == "https://own/prefix"
+        assert settings("http://given/", "other", http=http).base_url == "http://given"
+    with httpx.Client() as http:
+        assert settings(http=http).base_url == "http://environment:1"
+    assert settings(api_key="other").key == "other"
+    monkeypatch.setenv("LOGITD_API_KEY", "")
+    assert settings().key is None
+
+
+@pytest.mark.parametrize(
+    ("url", "complaint"),
+    [
+        ("127.0.0.1:8000", "http:// or https://"),
+        ("localhost", "http:// or https://"),
+        ("ftp://host", "http:// or https://"),
+        ("http://", "http:// or https://"),
+        ("http://host/?a=b", "http:// or https://"),
+        ("http://host/#a", "http:// or https://"),
+        ("http://host:port", "no URL"),
+        ("http://\n", "no URL"),
+    ],
+)
+def test_an_address_that_is_none(url: str, complaint: str) -> None:
+    for kind in (Client, AsyncClient):
+        with pytest.raises(ValueError, match=complaint):
+            kind(url)
+
+
+def test_a_password_in_an_address_is_refused_and_not_repeated() -> None:
+    """httpx would send it in the place of the API key."""
+    with pytest.raises(ValueError, match="password") as caught:
+        Client("http://user:hunter2@host")
+    assert "hunter2" not in str(caught.value)
+
+
+@pytest.mark.parametrize("key", ["a\nb", "abc\n", "a b", "kéy", "\0"])
+def test_a_key_that_no_header_can_hold_is_refused_and_not_repeated(key: str) -> None:
+    """h11 would repeat it in its error."""
+    with pytest.raises(ValueError, match=f"has {len(key)} characters") as caught:
+        Client(api_key=key)
+    assert key not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"timeout": 0}, {"timeout": -1.0}, {"timeout": float("nan")}, {"max_retries": -1}]
+)
+def test_numbers_that_make_no_sense(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        Client(**wrong)
+
+
+def test_limits() -> None:
+    assert settings(timeout=600).limits == httpx.Timeout(600, connect=10)
+    assert settings(timeout=2).limits == httpx.Timeout(2)
+    assert settings(timeout=None).limits == httpx.Timeout(None, connect=10)
+
+
+def test_what_is_sent() -> None:
+    post = Request("POST", "/logits", b"{}", accept="a/b")
+    with httpx.Client(headers={"X-Own": "1"}) as http:
+        first = Exchange(settings("https://host/prefix/", KEY, timeout=5), post)
+        request = first.next_try(http)
+        other = Exchange(settings(), GET).next_try(http)
+    assert str(request.url) == "https://host/prefix/logits"
+    assert (request.method, request.content) == ("POST", b"{}")
+    assert request.headers["Authorization"] == f"Bearer {KEY}"
+    assert request.headers["Content-Type"] == "application/json"
+    assert (request.headers["Accept"], request.headers["X-Own"]) == ("a/b", "1")
+    assert request.headers["X-Request-ID"] == first.request_id
+    assert request.extensions["timeout"]["read"] == 5
+    assert "Authorization" not in other.headers
+    assert "Content-Type" not in other.headers
+    assert other.headers["X-Request-ID"] != first.request_id
+
+
+# When a call is tried again
+
+
+@pytest.mark.parametrize("status", [429, 502, 503])
+def test_a_refusal_for_now_is_tried_again(status: int) -> None:
+    assert 0 < wait(status) <= 0.5
+    with pytest.raises(APIStatusError):
+        wait(status, tries=3)
+    with pytest.raises(APIStatusError):
+        wait(status, max_retries=0)
+
+
+@pytest.mark.parametrize("status", [302, 400, 401, 404, 413, 415, 431, 499, 500, 501, 504])
+def test_a_refusal_for_good_is_not(status: int) -> None:
+    """Nor a deadline: the request ran for all of it."""
+    with pytest.raises(APIStatusError) as caught:
+        wait(status, "1")
+    assert caught.value.status == status
+
+
+@given(st.integers(0, 60), st.sampled_from([429, 503]))
+def test_the_wait_is_what_the_server_asks_for_and_a_little_more(asked: int, status: int) -> None:
+    assert asked <= wait(status, str(asked)) <= asked + 0.25
+
+
+@given(st.integers(61, 10**8))
+def test_who_asks_for_too_much_gets_nothing(asked: int) -> None:
+    with pytest.raises(APIStatusError) as caught:
+        wait(429, str(asked), timeout=None)
+    assert caught.value.retry_after == asked
+
+
+def test_no_wait_is_longer_than_the_timeout() -> None:
+    assert wait(429, "5", timeout=6) >= 5
+    with pytest.raises(APIStatusError):
+        wait(429, "5", timeout=4.9)
+    late = exchange(timeout=6)
+    late._began = time.monotonic() - 3  # what it has waited already
+    with pytest.raises(APIStatusError):
+        late.wait_after_refusal(httpx.Response(429, headers={"Retry-After": "5"}), b"")
+    assert wait(429, "5", timeout=None) >= 5
+
+
+@given(st.integers(1, 40))
+def test_waits_double_up_to_a_bound(tries: int) -> None:
+    longest = min(0.5 * 2 ** (tries - 1), 8)
+    assert longest / 2 <= wait(503, tries=tries, max_retries=40) <= longest
+
+
+def test_waits_differ() -> None:
+    assert len({wait(503) for _ in range(20)}) > 10
+    assert len({wait(503, "3") for _ in range(20)}) > 10
+
+
+@pytest.mark.parametrize(
+    "error",
+    [httpx.ConnectError("x"), httpx.ConnectTimeout("x"), httpx.ReadError(""),
+     httpx.WriteError("x"), httpx.RemoteProtocolError("x"), httpx.CloseError("x")],
+    ids=lambda error: type(error).__name__,
+)  # fmt: skip
+def test_a_connection_that_was_lost_is_made_again(error: httpx.RequestError) -> None:
+    assert 0 < exchange().wait_after_error(error) <= 0.5
+    with pytest.raises(APIConnectionError, match=r"127\.0\.0\.1:8000") as caught:
+        exchange(max_retries=0).wait_after_error(error)
+    assert caught.value.request_id
+
+
+@pytest.mark.parametrize(
+    "error",
+    [httpx.ReadTimeout("x"), httpx.WriteTimeout("x"), httpx.PoolTimeout("x"),
+     httpx.LocalProtocolError("x"), httpx.ProxyError("x"), httpx.UnsupportedProtocol("x"),
+     httpx.DecodingError("x"), httpx.TooManyRedirects("x")],
+    ids=lambda error: type(error).__name__,
+)  # fmt: skip
+def test_what_would_be_the_same_again_is_not_tried(error: httpx.RequestError) -> None:
+    with pytest.raises(APIConnectionError) as caught:
+        exchange().wait_after_error(error)
+    assert isinstance(caught.value, LogitdError)
+    assert caught.value.__cause__ is error
+
+
+# The key
+
+
+def test_the_key_is_shown_nowhere() -> None:
+    known = settings(api_key=KEY)
+    for kind in (Client, AsyncClient):
+        assert KEY not in repr(kind("http://host", api_key=KEY)) + str(kind(api_key=KEY))
+    assert KEY not in repr(known)
+    assert KEY not in repr(known.headers(GET, "id"))
+    page = f"You sent: Authorization: Bearer {KEY}".encode()
+    with pytest.raises(APIStatusError, match=r"Bearer \[API key\]") as caught:
+        exchange(api_key=KEY).wait_after_refusal(httpx.Response(403), page)
+    assert KEY not in repr(caught.value)
