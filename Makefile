@@ -27,7 +27,7 @@ train: setup  ## train on the text that Python itself carries, into runs/
 test: $(VENV)/.dev  ## run the test suite
 	$(BIN)/python -m pytest $(ARGS)
 
-test-slow: $(VENV)/.dev  ## run the tests that take minutes
+test-slow: $(VENV)/.slow  ## run the tests that take minutes
 	$(BIN)/python -m pytest -m slow --timeout 1200 $(ARGS)
 
 lint: $(VENV)/.dev  ## ruff, mypy (strict), Dockerfile and compose checks
@@ -41,14 +41,15 @@ format: $(VENV)/.dev  ## let ruff format and fix the sources
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-lock:  ## write requirements.lock and requirements-dev.lock anew (needs uv)
+UV_COMPILE := uv pip compile --quiet --universal --python-version 3.11 --generate-hashes \
+  --no-emit-package torch --no-emit-index-url --no-emit-find-links --custom-compile-command 'make lock' \
+  $(UV_ARGS) --extra train --extra constrain pyproject.toml -c build-lock.in
+
+lock:  ## write the requirements*.lock files anew (needs uv)
 	echo '$(TORCH)+cpu' > build-lock.in
-	uv pip compile --quiet --universal --python-version 3.11 --generate-hashes \
-	  --no-emit-package torch --no-emit-index-url --no-emit-find-links --custom-compile-command 'make lock' \
-	  --extra train --extra constrain pyproject.toml -c build-lock.in -o requirements.lock
-	uv pip compile --quiet --universal --python-version 3.11 --generate-hashes \
-	  --no-emit-package torch --no-emit-index-url --no-emit-find-links --custom-compile-command 'make lock' \
-	  --extra train --extra constrain --group dev pyproject.toml -c build-lock.in -o requirements-dev.lock
+	$(UV_COMPILE) --group dev --group slow -o requirements-slow.lock
+	$(UV_COMPILE) --group dev -c requirements-slow.lock -o requirements-dev.lock
+	$(UV_COMPILE) -c requirements-slow.lock -o requirements.lock
 	rm build-lock.in
 
 clean:  ## remove .venv and every cache
@@ -66,4 +67,9 @@ $(VENV)/.runtime: requirements.lock pyproject.toml
 
 $(VENV)/.dev: $(VENV)/.runtime requirements-dev.lock
 	$(PIP) install --quiet --require-hashes -r requirements-dev.lock
+	@touch $@
+
+# --no-deps: the lock is complete, and pip cannot match hashes of packages with extras.
+$(VENV)/.slow: $(VENV)/.dev requirements-slow.lock
+	$(PIP) install --quiet --no-deps --require-hashes -r requirements-slow.lock
 	@touch $@
