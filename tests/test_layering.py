@@ -10,7 +10,13 @@ ROOT = Path(__file__).parent.parent
 
 SERVICE_ONLY = {"fastapi", "starlette", "uvicorn", "uvloop", "asyncio", "anyio"}
 WITH_TORCH = {"model.engine.runner", "model.engine.sampler"}
-ENGINE_OUTSIDE = {"model.attention", "model.config", "model.gpt", "model.kv_cache"}
+ENGINE_OUTSIDE = {
+    "model.attention",
+    "model.config",
+    "model.gpt",
+    "model.kernels.plain",
+    "model.kv_cache",
+}
 """What the engine may import of `model` besides itself."""
 
 
