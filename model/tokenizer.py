@@ -1,16 +1,16 @@
 """Tokenizer: text to token ids and back, by tiktoken, read from files alone.
 
 Covers the ranks file (`tokenizer.tiktoken`: one base64 token, a space and its rank per line), the
-split pattern and special tokens that stand beside it in `config.json`, and incremental decoding
-that never shows half a character. Does not cover learning a vocabulary
-(`model/training/vocabulary.py`), and never opens a network connection by itself: only
+split pattern and special tokens that stand beside it in `config.json`, where each token lies in
+its text, and incremental decoding that never shows half a character. Does not cover learning a
+vocabulary (`model/training/vocabulary.py`), and never opens a network connection by itself: only
 `Tokenizer.named` asks tiktoken for a published encoding, which tiktoken may download.
 """
 
 import base64
 import binascii
 import codecs
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,6 +29,9 @@ The shape of GPT-4's pattern with at most two digits together, and with every op
 white space bounded: the published patterns overflow tiktoken's stack on about a million spaces.
 """
 
+_CONTINUATION = bytes(range(0x80, 0xC0))
+"""Bytes of UTF-8 that go on with a character; every other one begins one."""
+
 
 class TokenizerError(ValueError):
     """A vocabulary or a token id that cannot be used; the message says which and why."""
@@ -46,7 +49,7 @@ class Tokenizer:
     """A byte-level BPE vocabulary with its split pattern and special tokens.
 
     Ordinary ids are the ranks 0 .. n - 1; special tokens follow. Text that looks like a special
-    token is encoded as plain text.
+    token is encoded as plain text, unless its id is asked for.
     """
 
     def __init__(
@@ -83,9 +86,12 @@ class Tokenizer:
         """The id that ends a document, if the vocabulary has one."""
         return self.special_tokens.get(END_OF_TEXT)
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids of a text, special tokens' names included as plain text."""
-        return self._encoding.encode(text, disallowed_special=())
+    def encode(self, text: str, *, special_ids: bool = False) -> list[int]:
+        """Token ids of a text. The name of a special token is plain text, or, with `special_ids`,
+        becomes its id."""
+        return self._encoding.encode(
+            text, allowed_special="all" if special_ids else set(), disallowed_special=()
+        )
 
     def encode_batch(self, texts: Sequence[str], threads: int) -> list[list[int]]:
         """`encode` of many texts, on several threads."""
@@ -113,6 +119,19 @@ class Tokenizer:
 
     def is_special(self, token_id: int) -> bool:
         return token_id in self._special_ids
+
+    def spans(self, token_ids: Iterable[int]) -> list[TokenSpan]:
+        """Where each id of an encoded text lies in it. A token that holds some bytes of a character
+        touches that character, so neighbours may share one.
+
+        Found from the bytes alone: tiktoken's own offsets raise on what is no whole text.
+        """
+        spans, begun = [], 0  # characters whose first byte has come
+        for token in map(self.token_bytes, token_ids):
+            start = begun - 1 if token and token[0] in _CONTINUATION else begun
+            begun += len(token.translate(None, _CONTINUATION))
+            spans.append(TokenSpan(start, begun))
+        return spans
 
     def detokenizer(self) -> "Detokenizer":
         return Detokenizer(self)

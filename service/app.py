@@ -12,6 +12,7 @@ from pathlib import Path
 
 import fastapi_offline
 from fastapi import FastAPI, Response
+from fastapi.middleware.cors import CORSMiddleware
 from fastapi.openapi.docs import get_swagger_ui_html
 from fastapi.responses import FileResponse
 from fastapi.staticfiles import StaticFiles
@@ -24,7 +25,8 @@ from model.gpt import GPT
 from model.version import VERSION
 from service import errors, openapi
 from service.async_engine import AsyncEngine
-from service.middleware import RequestLog
+from service.auth import ApiKeyCheck, is_public, read_api_keys
+from service.middleware import EXPOSED_HEADERS, BugAnswer, RequestLog
 from service.numbers.budget import ByteBudget
 from service.routes import (
     attention,
@@ -34,6 +36,7 @@ from service.routes import (
     operations,
     probs,
     score,
+    tokenize,
 )
 from service.settings import ServeSettings
 from service.state import Served, ServiceState
@@ -47,8 +50,8 @@ Prompts are texts, lists of token ids, or lists of either. Errors are
 
 
 def create_app(settings: ServeSettings) -> FastAPI:
-    """The service as an ASGI application."""
-    state = ServiceState(settings)
+    """The service as an ASGI application; ApiKeyError if its keys cannot be used."""
+    state = ServiceState(settings, read_api_keys(settings.api_keys, settings.api_key_file))
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -70,13 +73,35 @@ def create_app(settings: ServeSettings) -> FastAPI:
     )
     app.state.service = state
     errors.install(app)
-    openapi.install(app)
-    for routes in (generate, logits, probs, score, hidden_states, attention, operations):
+    openapi.install(app, needs_key=lambda path: _needs_key(state, path))
+    for routes in (
+        generate, logits, probs, score, hidden_states, attention, tokenize, operations
+    ):  # fmt: skip
         app.include_router(routes.router)
     _serve_docs(app)
     _serve_playground(app)
-    app.add_middleware(RequestLog, metrics=state.metrics)
+    _add_middleware(app, state)
     return app
+
+
+def _needs_key(state: ServiceState, path: str) -> bool:
+    return bool(state.keys.names) and not is_public(path, state.settings.public_endpoints)
+
+
+def _add_middleware(app: FastAPI, state: ServiceState) -> None:
+    """What a request passes on its way in, the innermost first."""
+    if state.keys.names:
+        app.add_middleware(ApiKeyCheck, keys=state.keys, public=state.settings.public_endpoints)
+    app.add_middleware(BugAnswer)
+    if state.settings.cors_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=state.settings.cors_origins,
+            allow_methods=("GET", "POST"),
+            allow_headers=("*",),
+            expose_headers=EXPOSED_HEADERS,
+        )
+    app.add_middleware(RequestLog, metrics=state.metrics)
 
 
 async def _load(state: ServiceState) -> None:
@@ -108,6 +133,7 @@ async def _load(state: ServiceState) -> None:
                 ),
                 settings=settings,
                 reply_budget=ByteBudget(settings.max_reply_bytes),
+                key_names=state.keys.names,
             )
         )
 

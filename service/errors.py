@@ -7,7 +7,7 @@ Of the request no more than a clipped name or number is repeated, so an error's 
 whatever was sent; of our own bugs nothing is told but the request's id.
 """
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any, Literal
@@ -19,10 +19,11 @@ from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
 from model.engine.api import FinishEvent, FinishReason, InvalidRequest
-from service.schemas import MAX_IDS, MAX_PROMPTS, MAX_STOP_TEXTS
+from service.schemas import ALIASES, MAX_IDS, MAX_PROMPTS, MAX_STOP_TEXTS
 
 ErrorType = Literal[
     "invalid_request_error",
+    "authentication_error",
     "not_found_error",
     "rate_limit_error",
     "unavailable_error",
@@ -40,6 +41,8 @@ SEVERAL_FORMS = {
     "stop": f"a string or a list of strings ({MAX_STOP_TEXTS} at most)",
     "positions": f"'last', 'all', a list of integers ({MAX_IDS} at most) or "
     "{'from': first, 'to': first left out}",
+    "tokens": f"a list of token ids (integers from 0, {MAX_IDS} at most), or a list of such lists "
+    f"({MAX_PROMPTS} at most)",
 }
 """Fields that take values of several forms, in words."""
 
@@ -115,13 +118,13 @@ def unavailable(message: str, retry_after: int = 1) -> ApiError:
     return ApiError(503, "unavailable_error", message, None, "unavailable", retry_after)
 
 
-def from_validation(error: ValidationError) -> ApiError:
-    """A body that does not fit its model, in one sentence per wrong field."""
+def from_validation(error: ValidationError, fields: Container[str] = ()) -> ApiError:
+    """A body that does not fit its model, whose fields are `fields`: a sentence per wrong one."""
     if (count := error.error_count()) > MAX_PROBLEMS:
         return bad_request(f"the body is wrong in {count} places; /docs describes its fields")
     problems = error.errors(include_url=False, include_context=False, include_input=False)
     # A field that may be several things fails once for each of them: one sentence says it.
-    sentences = list(dict.fromkeys(_sentence(problem) for problem in problems))
+    sentences = list(dict.fromkeys(_sentence(problem, fields) for problem in problems))
     if len(sentences) > MAX_REPORTED:
         sentences[MAX_REPORTED:] = [f"and {len(sentences) - MAX_REPORTED} more"]
     location = problems[0]["loc"]
@@ -186,12 +189,15 @@ def _from_status(status: int, request: Request) -> ApiError:
             return ApiError(status, "invalid_request_error", HTTPStatus(status).phrase)
 
 
-def _sentence(problem: Mapping[str, Any]) -> str:
+def _sentence(problem: Mapping[str, Any], fields: Container[str]) -> str:
     location = problem["loc"]
     field = clip(".".join(str(part) for part in location))
-    if location and location[0] in SEVERAL_FORMS and len(location) > 1:
-        return f"{location[0]} must be {SEVERAL_FORMS[location[0]]}"
+    own = ALIASES.get(location[0], location[0]) if location else ""
+    if own in SEVERAL_FORMS and len(location) > 1:
+        return f"{location[0]} must be {SEVERAL_FORMS[own]}"
     match problem["type"]:
+        case "extra_forbidden" if own != location[0] and own in fields:  # or it were taken
+            return f"{field} is another name of {own}, and both are given; leave one of them out"
         case "extra_forbidden":
             return f"{field} is no field of this endpoint"
         case "missing":

@@ -27,6 +27,9 @@ ENDPOINTS = (
     "/score",
     "/hidden_states",
     "/attention",
+    "/tokenize",
+    "/detokenize",
+    "/tokenizer_info",
     "/info",
     "/version",
     "/metrics",
@@ -43,7 +46,8 @@ _BATCH = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 class Metrics:
     """All of logitd's series."""
 
-    def __init__(self) -> None:
+    def __init__(self, callers: Iterable[str] = ()) -> None:
+        """`callers` are the names that requests can have; each has a series from the start."""
         self.registry = CollectorRegistry()
 
         def counter(name: str, text: str, labels: Iterable[str] = ()) -> Counter:
@@ -57,6 +61,9 @@ class Metrics:
 
         self.requests = counter(
             "logitd_http_requests", "HTTP requests answered", ("endpoint", "status")
+        )
+        self.key_requests = counter(
+            "logitd_api_key_requests", "HTTP requests by the name of their API key", ("key",)
         )
         self.finished = counter("logitd_sequences_finished", "Sequences ended", ("reason",))
         self.running = gauge("logitd_num_sequences_running", "Sequences that have a slot")
@@ -104,6 +111,8 @@ class Metrics:
         )
         for reason in FinishReason:  # a series that is there from the start can be alerted on
             self.finished.labels(reason.value)
+        for caller in callers:
+            self.key_requests.labels(caller)
         self._last_token: dict[tuple[str, int], float] = {}
 
     def render(self) -> bytes:
@@ -116,6 +125,12 @@ class Metrics:
         ).set(1)
         self.slots.set(slots)
         self.ready.set(1)
+
+    def observe_request(self, endpoint: str, status: int, caller: str | None) -> None:
+        """Book one HTTP request; `caller` is None where no keys are asked for."""
+        self.requests.labels(endpoint, str(status)).inc()
+        if caller is not None:
+            self.key_requests.labels(caller).inc()
 
     def observe_step(self, report: StepReport, now: float) -> None:
         """Book one step that was handed over at `now`, on the engine's clock."""

@@ -1,9 +1,11 @@
 """Middleware: what happens to every request, whatever its endpoint. Pure ASGI.
 
-A request id (taken from `X-Request-ID` or made, and returned), the count by endpoint and status,
-one log line, a cap on the size of headers, which the HTTP parser does not have, and the answer to
-what should not have happened. Starlette's BaseHTTPMiddleware would hide a client's disconnect and
-make streams several times dearer.
+From the outside in: `RequestLog` (a request id, taken from `X-Request-ID` or made, and returned;
+the count by endpoint and status; one log line; a cap on the size of headers, which the HTTP parser
+does not have), CORS where it is asked for, `BugAnswer` (the answer to what should not have
+happened; inside CORS, so that a browser can read it), and the API keys (`service/auth.py`).
+Starlette's BaseHTTPMiddleware would hide a client's disconnect and make streams several times
+dearer.
 """
 
 import logging
@@ -14,15 +16,21 @@ from collections.abc import Iterable
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from service.auth import CALLER
 from service.errors import ApiError, internal_error
 from service.metrics import Metrics, endpoint_label
+from service.replies import CHECKPOINT_HEADERS
 
 logger = logging.getLogger("logitd.http")
 
 REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
+REQUEST_ID_SCOPE = "logitd.request_id"
+"""Where a request's scope holds its id."""
 MAX_HEADER_BYTES = 64 * 1024
 QUIET = ("/health", "/metrics")
 """Endpoints that are polled: logged at debug level."""
+EXPOSED_HEADERS = ("X-Request-ID", "Retry-After", "Server-Timing", *CHECKPOINT_HEADERS)
+"""What a page of another origin may read of a reply, besides what it always may."""
 
 
 class RequestLog:
@@ -37,6 +45,7 @@ class RequestLog:
             await self._app(scope, receive, send)
             return
         request_id = _request_id(scope["headers"])
+        scope[REQUEST_ID_SCOPE] = request_id.decode()
         started = time.perf_counter()
         status = 0
 
@@ -57,23 +66,50 @@ class RequestLog:
                 await too_large.response()(scope, receive, send_named)
             else:
                 await self._app(scope, receive, send_named)
-        except Exception:
-            if status:  # too late for another answer: the connection is closed
-                raise
-            logger.exception("our own bug, request %s", request_id.decode())
-            await internal_error(request_id.decode()).response()(scope, receive, send_named)
         finally:
-            endpoint = endpoint_label(scope["path"])
-            self._metrics.requests.labels(endpoint, str(status or 500)).inc()
-            logger.log(
-                logging.DEBUG if endpoint in QUIET else logging.INFO,
-                "%s %s %d %.1f ms %s",
-                scope["method"],
-                endpoint,
-                status,
-                1e3 * (time.perf_counter() - started),
-                request_id.decode(),
-            )
+            self._book(scope, status, 1e3 * (time.perf_counter() - started))
+
+    def _book(self, scope: Scope, status: int, milliseconds: float) -> None:
+        """Count a request that has ended, and write its line."""
+        endpoint, caller = endpoint_label(scope["path"]), scope.get(CALLER)
+        self._metrics.observe_request(endpoint, status or 500, caller)
+        logger.log(
+            logging.DEBUG if endpoint in QUIET else logging.INFO,
+            "%s %s %d %.1f ms %s%s",
+            scope["method"],
+            endpoint,
+            status,
+            milliseconds,
+            scope[REQUEST_ID_SCOPE],
+            "" if caller is None else f" key={caller}",
+        )
+
+
+class BugAnswer:
+    """Answers an exception with 500: the traceback to the log, the request's id to the client."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        begun = False
+
+        async def send_noted(message: Message) -> None:
+            nonlocal begun
+            begun = True
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_noted)
+        except Exception:
+            if begun:  # too late for another answer: the connection is closed
+                raise
+            request_id: str = scope[REQUEST_ID_SCOPE]
+            logger.exception("our own bug, request %s", request_id)
+            await internal_error(request_id).response()(scope, receive, send)
 
 
 def _request_id(headers: Iterable[tuple[bytes, bytes]]) -> bytes:

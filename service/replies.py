@@ -21,6 +21,10 @@ from model.engine.api import (
 from model.tokenizer import Tokenizer
 from service.stop_strings import StopFinder
 
+CHECKPOINT_HEADERS = tuple(
+    f"X-Logitd-{name}" for name in ("Name", "Step", "Val-Loss", "Weights-Sha256")
+)
+"""The headers of a reply whose body is no JSON."""
 HEADER_SAFE = "".join(chr(code) for code in range(0x21, 0x7F) if chr(code) != "%")
 
 
@@ -207,3 +211,10 @@ def timings(finishes: Sequence[FinishEvent], completion_tokens: int) -> dict[str
         "ttft_ms": 1e3 * (prefilled - arrived),
         "tokens_per_second": completion_tokens / decoding if decoding > 0 else 0.0,
     }
+
+
+def server_timing(finishes: Sequence[FinishEvent]) -> dict[str, str]:
+    """The same phases as a header, which the developer tools of browsers draw. Milliseconds."""
+    spent = timings(finishes, 0)
+    phases = (f"{phase};dur={spent[f'{phase}_ms']:.3f}" for phase in ("queue", "prefill", "decode"))
+    return {"Server-Timing": ", ".join(phases)}

@@ -76,7 +76,7 @@ def body_of(model: type[Body]) -> Callable[[Request], Awaitable[Body]]:
         try:
             return model.model_validate_json(raw)
         except ValidationError as error:
-            raise from_validation(error) from error
+            raise from_validation(error, model.model_fields) from error
 
     return read
 
@@ -115,10 +115,19 @@ async def text_or_ids(given: str | Sequence[int], param: str, served: Served) ->
     else:
         ids = tuple(given)
     if not ids:
-        what = "the prompt" if param == "prompt" else f"one of {param}"
-        raise bad_request(f"{what} is empty; give at least one token", param)
+        raise bad_request(f"{_spoken(param)} is empty; give at least one token", param)
     _check_ids(param, ids, tokenizer.vocab_size)
     return ids
+
+
+def encode_text(
+    text: str, tokenizer: Tokenizer, param: str = "prompt", *, special_ids: bool = False
+) -> list[int]:
+    """`Tokenizer.encode`, or the ApiError that says why not; `param` is the text's field."""
+    try:
+        return tokenizer.encode(text, special_ids=special_ids)
+    except ValueError as error:  # the pattern gave up on a pathological text
+        raise bad_request(f"{_spoken(param)} cannot be tokenized: {error}", param) from error
 
 
 def generation_requests(
@@ -367,19 +376,15 @@ def _translated(call: Callable[[], Result]) -> Result:
 async def _encode(text: str, param: str, tokenizer: Tokenizer, context: int) -> tuple[int, ...]:
     least = -(-len(text.encode()) // tokenizer.longest_token)
     if least > context:
-        what = "the prompt" if param == "prompt" else f"one of {param}"
         raise bad_request(
-            f"{what} has {len(text)} characters, at least {least} tokens; the model's context is "
-            f"{context}. Shorten it",
+            f"{_spoken(param)} has {len(text)} characters, at least {least} tokens; the model's "
+            f"context is {context}. Shorten it",
             param,
             "context_length_exceeded",
         )
-    try:
-        if len(text) > THREAD_CHARACTERS:
-            return tuple(await asyncio.to_thread(tokenizer.encode, text))
-        return tuple(tokenizer.encode(text))
-    except ValueError as error:  # the pattern gave up on a pathological text
-        raise bad_request(f"{param} cannot be tokenized: {error}", param) from error
+    if len(text) > THREAD_CHARACTERS:
+        return tuple(await asyncio.to_thread(encode_text, text, tokenizer, param))
+    return tuple(encode_text(text, tokenizer, param))
 
 
 def _sampling_params(
@@ -465,6 +470,11 @@ def _check_ids(param: str, token_ids: Sequence[int], vocab_size: int) -> None:
             f"(0 to {vocab_size - 1})",
             param,
         )
+
+
+def _spoken(param: str) -> str:
+    """A text of a body, in a sentence."""
+    return "the prompt" if param == "prompt" else f"one of {param}"
 
 
 def _deadline(timeout: float | None, served: Served) -> float | None:

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 import uvicorn
 
 from service.app import create_app
+from service.auth import ApiKeyError
 from service.settings import ServeSettings
 from service.state import Served, ServiceState
 
@@ -85,7 +86,11 @@ class Server(uvicorn.Server):
 def serve(settings: ServeSettings, announce: Announce) -> int:
     """Run until a signal comes; the process's exit code."""
     configure_logging(settings.log_level)
-    app = create_app(settings)
+    try:
+        app = create_app(settings)
+    except ApiKeyError as error:
+        logger.error("cannot serve: %s", error)
+        return 1
     state: ServiceState = app.state.service
     config = uvicorn.Config(
         app,

@@ -5,11 +5,12 @@ here or in the trainer's `TrainingConfig`, and nowhere else. Imports neither tor
 that --help is immediate.
 """
 
+import re
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
-from pydantic_settings import BaseSettings, CliPositionalArg, SettingsConfigDict
+from pydantic import AfterValidator, BeforeValidator, Field, SecretStr
+from pydantic_settings import BaseSettings, CliPositionalArg, NoDecode, SettingsConfigDict
 
 from model.config import DTypeName
 from model.engine.api import EngineConfig
@@ -34,6 +35,27 @@ def _settings(command: str) -> SettingsConfigDict:
     )
 
 
+def _split(value: Any) -> Any:
+    """A list as people write it in a flag or a variable: its items with commas between them."""
+    if not isinstance(value, str):
+        return value
+    return [item.strip() for item in value.split(",")] if value.strip() else []
+
+
+def _origin(text: str) -> str:
+    if not re.fullmatch(r"\*|[a-z][a-z0-9+.-]*://[^\s/?#A-Z]+", text):
+        raise ValueError(
+            "an origin is * or written as https://host or https://host:port, in small letters"
+        )
+    return text
+
+
+def _path(text: str) -> str:
+    if not re.fullmatch(r"/|(/[^\s/?#]+)+", text):
+        raise ValueError("a path begins with / and does not end with it, except / itself")
+    return text
+
+
 LogLevel = Literal["debug", "info", "warning", "error"]
 
 CheckpointPath = Annotated[
@@ -48,6 +70,24 @@ DType = Annotated[
 ]
 Threads = Annotated[
     int, Field(ge=0, le=1024, description="compute threads; 0 is one per available processor")
+]
+Origins = Annotated[
+    tuple[Annotated[str, AfterValidator(_origin)], ...],
+    NoDecode,
+    BeforeValidator(_split),
+    Field(
+        description="origins, such as https://example.org, whose pages may read replies in a "
+        "browser, with commas between them; * is any"
+    ),
+]
+PublicPaths = Annotated[
+    tuple[Annotated[str, AfterValidator(_path)], ...],
+    NoDecode,
+    BeforeValidator(_split),
+    Field(
+        description="paths that answer without an API key, with what is below them and commas "
+        "between them; /health always does"
+    ),
 ]
 
 
@@ -105,6 +145,16 @@ class ServeSettings(BaseSettings):
     drain_timeout: float = Field(
         30, ge=0, description="seconds that running requests get to finish at shutdown"
     )
+    api_keys: SecretStr | None = Field(
+        None,
+        description="keys of which a request must send one, as NAME=KEY,NAME=KEY; better set by "
+        "environment or --api-key-file, because every user of a machine can see its flags",
+    )
+    api_key_file: Path | None = Field(
+        None, description="file of such keys, a NAME=KEY on each line; # begins a comment line"
+    )
+    public_endpoints: PublicPaths = ("/", "/static", "/docs", "/openapi.json", "/version")
+    cors_origins: Origins = ()
     log_level: LogLevel = Field("info", description="least severe log lines to print")
 
 

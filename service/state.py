@@ -15,6 +15,7 @@ from model.checkpoint import CheckpointInfo
 from model.device import Placement
 from model.engine.api import FinishEvent
 from service.async_engine import AsyncEngine, StepReport
+from service.auth import NO_KEY, ApiKeys
 from service.errors import ApiError, unavailable
 from service.metrics import Metrics
 from service.numbers.budget import ByteBudget
@@ -37,6 +38,7 @@ class Served:
     engine: AsyncEngine
     settings: ServeSettings
     reply_budget: ByteBudget
+    key_names: tuple[str, ...]  # of API keys; none: no request needs one
 
     @property
     def context_length(self) -> int:
@@ -57,11 +59,13 @@ class Served:
 class ServiceState:
     """The life of the service, and what it serves."""
 
-    def __init__(self, settings: ServeSettings) -> None:
+    def __init__(self, settings: ServeSettings, keys: ApiKeys) -> None:
         self.settings = settings
-        self.metrics = Metrics()
+        self.keys = keys
+        self.metrics = Metrics(callers=(*keys.names, NO_KEY) if keys.names else ())
         self.served: Served | None = None
         self.settled = asyncio.Event()  # loading has ended, well or badly
+        self.long_texts = asyncio.Lock()  # held while one is encoded or decoded
         self._failure: str | None = None
         self._draining = False
 

@@ -34,6 +34,7 @@ def print_banner(served: Served, port: int) -> None:
         ("context", f"{served.context_length} tokens"),
         ("slots", f"{settings.slots} sequences at once, "
                   f"{served.kv_cache_bytes / 2**20:,.0f} MiB of keys and values"),
+        ("keys", ", ".join(served.key_names) or "none: whoever can connect is answered"),
         ("service", url),
         ("docs", f"{url}/docs"),
         ("metrics", f"{url}/metrics"),
@@ -41,9 +42,10 @@ def print_banner(served: Served, port: int) -> None:
         table.add_row(Text(name, "bold"), Text(value))
     console.print("logitd is ready")
     console.print(table)
+    key = "-H 'Authorization: Bearer KEY' " if served.key_names else ""
     console.print("try it:")
     console.print(
-        f"  curl {url}/generate -H 'Content-Type: application/json' "
+        f"  curl {url}/generate -H 'Content-Type: application/json' {key}"
         """-d '{"prompt": "def main():", "max_tokens": 40}'""",
         markup=False,
     )

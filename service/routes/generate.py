@@ -23,6 +23,7 @@ from service.replies import (
     first_likeliest,
     new_id,
     scored_json,
+    server_timing,
     timings,
     usage,
 )
@@ -60,7 +61,11 @@ async def generate(body: GenerateBody, served: Ready, request: Request) -> Respo
     generation = Generation(body, generation_requests(body, prompts, served), served)
     if not body.stream:
         reply = await unless_gone(request, generation.reply())
-        return Response(orjson.dumps(reply), media_type="application/json")
+        return Response(
+            orjson.dumps(reply),
+            media_type="application/json",
+            headers=server_timing(generation.finishes),
+        )
     return sse.StreamedResponse(
         generation.events(),
         on_end=generation.submission.abort,
@@ -93,7 +98,7 @@ class Generation:
         }
         self._prompts = {request.request_id: index for index, request in enumerate(requests)}
         self._scores: dict[int, list[dict[str, Any]]] = {}  # new ones, by prompt
-        self._finishes: list[FinishEvent] = []
+        self.finishes: list[FinishEvent] = []
         self.submission: Submission = submit(served, requests)
 
     async def reply(self) -> dict[str, Any]:
@@ -158,7 +163,7 @@ class Generation:
 
     def _finish(self, event: FinishEvent) -> None:
         completion = self._completions[event.request_id, event.index]
-        self._finishes.append(event)
+        self.finishes.append(event)
         if not completion.finished and (error := from_finish(event)) is not None:
             raise error
         completion.finish(event)
@@ -166,7 +171,7 @@ class Generation:
     def _tail(self) -> dict[str, Any]:
         generated = sum(completion.generated for completion in self._completions.values())
         return {
-            "usage": usage(self._finishes, generated),
+            "usage": usage(self.finishes, generated),
             "seed": self._seed,
-            "timings": timings(self._finishes, generated),
+            "timings": timings(self.finishes, generated),
         }

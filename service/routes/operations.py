@@ -12,7 +12,7 @@ from service.replies import checkpoint_name
 from service.schemas import Health, Info, Version
 from service.state import Ready, State
 
-router = APIRouter(tags=["operations"])
+router = APIRouter(tags=["operations"], responses={431: ERRORS[431]})
 
 UNREADY: dict[int | str, dict[str, Any]] = {
     503: {"model": Health, "description": "Loading, draining or failed"}
@@ -39,7 +39,11 @@ def live(state: State, response: Response) -> Health:
     return Health(status=status, reason=reason)
 
 
-@router.get("/info", responses={503: ERRORS[503]}, summary="What is served, where and how")
+@router.get(
+    "/info",
+    responses={401: ERRORS[401], 503: ERRORS[503]},
+    summary="What is served, where and how",
+)
 def info(served: Ready) -> Info:
     """The checkpoint, its shape and training, the device, and the limits of a request."""
     checkpoint, settings = served.checkpoint, served.settings
@@ -56,6 +60,7 @@ def info(served: Ready) -> Info:
             "threads": served.placement.threads,
             "slots": settings.slots,
             "kv_cache_bytes": served.kv_cache_bytes,
+            "api_keys": bool(served.key_names),
             "limits": {
                 "context_length": served.context_length,
                 "max_sequences": settings.max_sequences,
@@ -69,12 +74,17 @@ def info(served: Ready) -> Info:
     )
 
 
-@router.get("/version", summary="The version of logitd")
+@router.get("/version", responses={401: ERRORS[401]}, summary="The version of logitd")
 def version() -> Version:
     return Version(version=VERSION)
 
 
-@router.get("/metrics", response_class=Response, summary="Prometheus metrics")
+@router.get(
+    "/metrics",
+    response_class=Response,
+    responses={401: ERRORS[401]},
+    summary="Prometheus metrics",
+)
 def metrics(state: State) -> Response:
     """Prometheus' text format."""
     return Response(state.metrics.render(), media_type=CONTENT_TYPE)

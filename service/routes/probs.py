@@ -1,5 +1,6 @@
 """POST /probs: the distribution of the next token. Nothing is sampled."""
 
+import asyncio
 from typing import Annotated, Any
 
 import orjson
@@ -7,12 +8,13 @@ from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
 from model.distribution import Summary, summarise
+from model.engine.api import RowsRequest
 from model.tokenizer import Tokenizer
 from service.errors import bad_request, clip
-from service.numbers.gathering import gather, perplexity
+from service.numbers.gathering import Gathered, gather, perplexity
 from service.numbers.schemas import ProbsReply, ProbsRequest
 from service.openapi import ERRORS
-from service.replies import envelope, new_id, token_json
+from service.replies import envelope, new_id, server_timing, token_json
 from service.requests import (
     body_of,
     check_choice,
@@ -48,34 +50,57 @@ async def probs(body: ProbsBody, served: Ready, request: Request) -> Response:
     served.check_model(body.model)
     prompts = await prompt_ids(body.prompt, served)
     check_choice(body.token_ids, body.top_k, served)
-    reply = await unless_gone(request, _reply(body, prompts, served))
-    return Response(orjson.dumps(reply), media_type="application/json")
+    computation = _Computation(body, prompts, served)
+    computed = await unless_gone(request, computation.run())
+    reply = await asyncio.to_thread(computation.reply, computed)  # sorts whole vocabularies
+    return Response(
+        orjson.dumps(reply),
+        media_type="application/json",
+        headers=server_timing(computed.finishes),
+    )
 
 
-async def _reply(
-    body: ProbsRequest, prompts: list[tuple[int, ...]], served: Served
-) -> dict[str, Any]:
-    tokenizer = served.checkpoint.tokenizer
-    token_ids = _named(body, tokenizer)
-    top_k = body.top_k or DEFAULT_TOP_K
-    listed = len(prompts) * (top_k if token_ids is None else len(token_ids))
-    check_logprobs("top_k" if token_ids is None else "token_ids", listed, served)
-    wanted = wanted_logits(body.stage, body.processing)
-    rows = [rows_request(ids, "last", wanted, served, timeout=body.timeout) for ids in prompts]
-    scores = [score_request(ids, (), served, top=0, timeout=body.timeout) for ids in prompts]
-    computed = await gather(submit(served, [*rows, *scores] if body.perplexity else rows))
-    results = []
-    for index, (ids, row, score) in enumerate(zip(prompts, rows, scores, strict=True)):
+class _Computation:
+    """The rows of one request, and the scores of its prompts where these are wanted too."""
+
+    def __init__(self, body: ProbsRequest, prompts: list[tuple[int, ...]], served: Served) -> None:
+        self._body = body
+        self._served = served
+        self._token_ids = _named(body, served.checkpoint.tokenizer)
+        self._top_k = body.top_k or DEFAULT_TOP_K
+        listed = self._top_k if self._token_ids is None else len(self._token_ids)
+        param = "top_k" if self._token_ids is None else "token_ids"
+        check_logprobs(param, listed * len(prompts), served)
+        wanted = wanted_logits(body.stage, body.processing)
+        self._rows = [
+            rows_request(ids, "last", wanted, served, timeout=body.timeout) for ids in prompts
+        ]
+        self._scores = [
+            score_request(ids, (), served, top=0, timeout=body.timeout)
+            for ids in prompts
+            if body.perplexity
+        ]
+
+    async def run(self) -> Gathered:
+        return await gather(submit(self._served, [*self._rows, *self._scores]))
+
+    def reply(self, computed: Gathered) -> dict[str, Any]:
+        prompts = [
+            {"index": index, "token_ids": row.token_ids, **self._distribution(row, computed)}
+            for index, row in enumerate(self._rows)
+        ]
+        for prompt, score in zip(prompts, self._scores, strict=False):  # all of them, or none
+            prompt["perplexity"] = perplexity(computed.tokens[score.request_id, 0])
+        head = envelope(new_id("probs"), self._served.checkpoint)
+        return {**head, "stage": self._body.stage, "prompts": prompts}
+
+    def _distribution(self, row: RowsRequest, computed: Gathered) -> dict[str, Any]:
         logits = computed.rows[row.request_id][0]
-        summary = summarise(
-            logits, top_k=None if token_ids is not None else top_k, token_ids=token_ids
-        )
-        result = {"index": index, "token_ids": ids, **_summary_json(summary, tokenizer)}
-        if body.perplexity:
-            result["perplexity"] = perplexity(computed.tokens[score.request_id, 0])
-        results.append(result)
-    head = envelope(new_id("probs"), served.checkpoint)
-    return {**head, "stage": body.stage, "prompts": results}
+        if self._token_ids is None:
+            summary = summarise(logits, top_k=self._top_k)
+        else:
+            summary = summarise(logits, token_ids=self._token_ids)
+        return _summary_json(summary, self._served.checkpoint.tokenizer)
 
 
 def _named(body: ProbsRequest, tokenizer: Tokenizer) -> list[int] | None:

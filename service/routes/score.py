@@ -11,10 +11,10 @@ from starlette.responses import Response
 from model.engine.api import PromptToken
 from model.engine.api import ScoreRequest as EngineScoreRequest
 from model.tokenizer import Tokenizer
-from service.numbers.gathering import gather, logprobs_of, perplexity
+from service.numbers.gathering import Gathered, gather, logprobs_of, perplexity
 from service.numbers.schemas import ScoreReply, ScoreRequest
 from service.openapi import ERRORS
-from service.replies import envelope, first_likeliest, new_id, scored_json
+from service.replies import envelope, first_likeliest, new_id, scored_json, server_timing
 from service.requests import (
     body_of,
     check_count,
@@ -56,15 +56,18 @@ async def score(body: ScoreBody, served: Ready, request: Request) -> Response:
     ]
     scored = [sum(map(len, continuations)) or len(ids) for ids in prompts]
     check_logprobs("logprobs", sum(scored) * (1 + top), served)
-    reply = await unless_gone(request, _reply(body, requests, served))
-    return Response(orjson.dumps(reply), media_type="application/json")
+    computed = await unless_gone(request, gather(submit(served, requests)))
+    return Response(
+        orjson.dumps(_reply(body, requests, computed, served)),
+        media_type="application/json",
+        headers=server_timing(computed.finishes),
+    )
 
 
-async def _reply(
-    body: ScoreRequest, requests: Sequence[EngineScoreRequest], served: Served
+def _reply(
+    body: ScoreRequest, requests: Sequence[EngineScoreRequest], computed: Gathered, served: Served
 ) -> dict[str, Any]:
     tokenizer = served.checkpoint.tokenizer
-    computed = await gather(submit(served, requests))
     prompts = []
     for index, request in enumerate(requests):
         scores = [

@@ -13,7 +13,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from tiktoken.load import load_tiktoken_bpe
 
-from model.tokenizer import END_OF_TEXT, SPLIT_PATTERN, Tokenizer, TokenizerError
+from model.tokenizer import END_OF_TEXT, SPLIT_PATTERN, Tokenizer, TokenizerError, TokenSpan
 from tests.model.factories import byte_tokenizer
 
 MERGES = (
@@ -32,6 +32,7 @@ TOKENIZER = Tokenizer(
 )
 PLAIN = tiktoken.Encoding("plain", pat_str=SPLIT_PATTERN, mergeable_ranks=RANKS, special_tokens={})
 BYTES = byte_tokenizer()
+BARE = Tokenizer(ranks=RANKS, pattern=SPLIT_PATTERN, special_tokens={})
 ID = st.integers(0, TOKENIZER.vocab_size - 1)
 RAGGED_TEXT = st.lists(
     st.text(max_size=20)
@@ -92,9 +93,8 @@ def test_special_tokens() -> None:
     assert not TOKENIZER.is_special(299)
     assert TOKENIZER.token_bytes(300) == b"<|user|>"
     assert TOKENIZER.decode([104, 105, len(RANKS)]) == "hi" + END_OF_TEXT
-    bare = Tokenizer(ranks=RANKS, pattern=SPLIT_PATTERN, special_tokens={})
-    assert bare.end_of_text is None
-    assert bare.vocab_size == len(RANKS)
+    assert BARE.end_of_text is None
+    assert BARE.vocab_size == len(RANKS)
 
 
 def test_ids_between_special_tokens_have_no_bytes() -> None:
@@ -121,6 +121,74 @@ def test_an_id_outside_the_vocabulary_is_refused(token_id: int) -> None:
     ):
         with pytest.raises(TokenizerError, match=f"^{re.escape(sentence)}$"):
             use(token_id)
+
+
+# Names of special tokens
+
+
+@pytest.mark.parametrize(
+    ("text", "ids"),
+    [
+        (END_OF_TEXT, [277]),
+        (f"a{END_OF_TEXT}b", [97, 277, 98]),
+        ("<|user|>é<|user|>", [300, 276, 300]),
+        (f"{END_OF_TEXT}{END_OF_TEXT}", [277, 277]),
+        ("<|user", [60, 124, 117, 115, 101, 114]),
+        ("", []),
+    ],
+)
+def test_names_become_ids_where_that_is_asked_for(text: str, ids: list[int]) -> None:
+    assert TOKENIZER.encode(text, special_ids=True) == ids
+    assert not any(map(TOKENIZER.is_special, TOKENIZER.encode(text)))
+
+
+@given(st.lists(RAGGED_TEXT | st.sampled_from([END_OF_TEXT, "<|user|>"])).map("".join))
+def test_a_text_with_special_ids_comes_back_and_its_parts_stand_alone(text: str) -> None:
+    ids = TOKENIZER.encode(text, special_ids=True)
+    assert TOKENIZER.decode_bytes(ids) == text.encode()
+    parts = re.split(r"(<\|endoftext\|>|<\|user\|>)", text)
+    alone = [
+        [TOKENIZER.special_tokens[part]] if index % 2 else TOKENIZER.encode(part)
+        for index, part in enumerate(parts)
+    ]
+    assert ids == [token_id for part in alone for token_id in part]
+
+
+@given(RAGGED_TEXT)
+def test_a_vocabulary_without_special_tokens_has_no_names(text: str) -> None:
+    assert BARE.encode(text, special_ids=True) == BARE.encode(text) == TOKENIZER.encode(text)
+
+
+# Where tokens lie
+
+
+def touched(text: str, tokens: list[bytes]) -> list[TokenSpan]:
+    """The characters that each token's bytes touch, looked up byte by byte."""
+    of_byte = [index for index, character in enumerate(text) for _ in character.encode()]
+    spans, at = [], 0
+    for token in tokens:
+        mine = of_byte[at : at + len(token)]
+        spans.append(TokenSpan(mine[0], mine[-1] + 1))
+        at += len(token)
+    return spans
+
+
+@given(RAGGED_TEXT | st.text(), st.booleans())
+def test_spans_are_the_characters_that_a_token_touches(text: str, special_ids: bool) -> None:
+    for tokenizer in (TOKENIZER, BYTES):
+        ids = tokenizer.encode(text, special_ids=special_ids)
+        tokens = [tokenizer.token_bytes(token_id) for token_id in ids]
+        assert tokenizer.spans(ids) == touched(text, tokens)
+
+
+def test_tokens_that_share_a_character() -> None:
+    ids = TOKENIZER.encode("té 😀!")
+    tokens = [TOKENIZER.token_bytes(token_id) for token_id in ids]
+    assert tokens == [b"t\xc3", b"\xa9", b" ", b"\xf0\x9f\x98", b"\x80", b"!"]
+    assert TOKENIZER.spans(ids) == [
+        *(TokenSpan(0, 2), TokenSpan(1, 2), TokenSpan(2, 3)),
+        *(TokenSpan(3, 4), TokenSpan(3, 4), TokenSpan(4, 5)),
+    ]
 
 
 # Piece by piece

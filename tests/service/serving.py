@@ -34,6 +34,16 @@ class Serving:
         self.port: int = server.servers[0].sockets[0].getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         self.client = client(self.url)
+        self.client.event_hooks["response"] = [self._check_described]
+
+    def _check_described(self, response: httpx.Response) -> None:
+        """Whatever a test provokes, /docs says that it can happen."""
+        if response.status_code == 200:
+            return
+        request = response.request
+        path = self.app.openapi()["paths"].get(request.url.path, {})
+        if (operation := path.get(request.method.lower())) is not None:
+            assert str(response.status_code) in operation["responses"], request.url
 
     @property
     def served(self) -> Served:

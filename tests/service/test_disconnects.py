@@ -92,6 +92,23 @@ def test_a_client_that_leaves_while_it_runs(
     assert server.finished("length") == server.finished("stop") == 0
 
 
+@pytest.mark.parametrize("leave", LEAVE)
+@pytest.mark.parametrize("body", [LONG | {"stream": True}, LONG], ids=["a stream", "one reply"])
+def test_a_client_that_leaves_is_noticed_through_all_middleware(
+    spelling_path: Path, leave: str, body: Any
+) -> None:
+    keys = {"cors_origins": "*", "api_keys": "page=a-key-of-the-page"}
+    headers = ("Origin: https://page.example", "Authorization: Bearer a-key-of-the-page")
+    with serving(spelling_path, slots=4, **keys) as server, server.connect() as raw:
+        raw.sendall(request_bytes("/generate", body, *headers))
+        eventually(lambda: server.sample("logitd_kv_slots_used") > 0)
+        started = time.monotonic()
+        LEAVE[leave](raw)
+        server.wait_idle()
+        assert time.monotonic() - started < AT_ONCE
+        assert server.finished("abort") == 4
+
+
 @pytest.mark.parametrize("streamed", [False, True])
 def test_a_client_that_leaves_the_queue(server: Serving, streamed: bool) -> None:
     running = begin(server, "/generate", LONG)

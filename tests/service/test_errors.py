@@ -31,7 +31,7 @@ LARGEST_BODY = 4096
 def refused(raw: bytes, model: type[RequestBody] = GenerateRequest) -> ApiError:
     with pytest.raises(ValidationError) as caught:
         model.model_validate_json(raw)
-    error = from_validation(caught.value)
+    error = from_validation(caught.value, model.model_fields)
     assert error.status == 400
     ErrorReply.model_validate(error.body())
     assert len(error.response().body) <= LARGEST_BODY
@@ -106,11 +106,24 @@ def test_our_own_bug_tells_the_request_id_and_nothing_else() -> None:
         ('{"prompt": "a", "stop_token_ids": [1, -1]}', "stop_token_ids",
          "stop_token_ids.1: Input should be greater than or equal to 0"),
         ('{"prompt": "a"} x', None, "the body is no JSON: trailing characters at line 1 column 17"),
+        ('{"inputs": 5}', "inputs", "inputs must be a string, a list of token ids (integers from "
+         "0, 1048576 at most), or a list of either (4096 at most)"),
+        ('{"inputs": "a", "prompt": "a"}', "inputs",
+         "inputs is another name of prompt, and both are given; leave one of them out"),
+        ('{"prompt": "a", "max_new_tokens": 1, "max_tokens": 1}', "max_new_tokens",
+         "max_new_tokens is another name of max_tokens, and both are given; leave one of them out"),
+        ('{"prompt": "a", "max_new_tokens": 0}', "max_new_tokens",
+         "max_new_tokens: Input should be greater than or equal to 1"),
     ],
 )  # fmt: skip
 def test_a_wrong_field_gets_a_sentence(raw: str, param: str | None, message: str) -> None:
     error = refused(raw.encode())
     assert (error.param, error.message) == (param, message)
+
+
+def test_a_second_name_of_what_an_endpoint_does_not_have_is_no_field_of_it() -> None:
+    error = refused(b'{"prompt": "a", "max_new_tokens": 1}', LogitsRequest)
+    assert error.message == "max_new_tokens is no field of this endpoint"
 
 
 def test_several_wrong_fields_are_named_and_the_rest_is_counted() -> None:

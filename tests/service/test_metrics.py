@@ -139,7 +139,8 @@ def test_nothing_is_remembered_of_a_sequence_that_has_ended(metrics: Metrics) ->
 # Names and labels
 
 
-def test_the_text_is_the_classic_format(metrics: Metrics, checkpoint_path: Path) -> None:
+def test_the_text_is_the_classic_format(checkpoint_path: Path) -> None:
+    metrics = Metrics(callers=["alice", "none"])
     metrics.serving(read_checkpoint(checkpoint_path), slots=4)
     found = {family.name: family for family in families(metrics)}
     for name, family in found.items():
@@ -149,7 +150,7 @@ def test_the_text_is_the_classic_format(metrics: Metrics, checkpoint_path: Path)
         assert family.type in ("counter", "gauge", "histogram")
         for sample in family.samples:
             assert set(sample.labels) <= {
-                "endpoint", "status", "reason", "le", "name", "step", "weights_sha256",
+                "endpoint", "status", "reason", "le", "name", "step", "weights_sha256", "key",
             }  # fmt: skip
             if family.type == "counter":
                 assert sample.name.endswith(("_total", "_created"))
@@ -160,6 +161,17 @@ def test_the_text_is_the_classic_format(metrics: Metrics, checkpoint_path: Path)
 def test_every_way_to_end_is_there_from_the_start(metrics: Metrics) -> None:
     for reason in FinishReason:
         assert value(metrics, "logitd_sequences_finished_total", reason=reason.value) == 0
+
+
+def test_every_caller_is_there_from_the_start_and_counted_alone() -> None:
+    metrics = Metrics(callers=["alice", "ci"])
+    metrics.observe_request("/generate", 200, "alice")
+    metrics.observe_request("/generate", 429, "alice")
+    metrics.observe_request("/probs", 200, None)
+    assert value(metrics, "logitd_api_key_requests_total", key="alice") == 2
+    assert value(metrics, "logitd_api_key_requests_total", key="ci") == 0
+    assert value(metrics, "logitd_http_requests_total", endpoint="/generate", status="429") == 1
+    assert value(metrics, "logitd_http_requests_total", endpoint="/probs", status="200") == 1
 
 
 @pytest.mark.parametrize(

@@ -1,29 +1,41 @@
-"""What happens to every request: its id, its line in the log, the cap on headers, our own bugs."""
+"""What happens to every request: its id, its line in the log, the cap on headers, our own bugs, and
+what a page of another origin may do."""
 
 import logging
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 from starlette.responses import StreamingResponse
 
 from service.app import create_app
-from service.middleware import MAX_HEADER_BYTES
+from service.middleware import EXPOSED_HEADERS, MAX_HEADER_BYTES
 from service.schemas import ErrorReply
-from tests.service.serving import Serving, eventually, read_all, serve_settings, serving_app
+from tests.service.serving import (
+    Serving,
+    events,
+    eventually,
+    read_all,
+    request_bytes,
+    serve_settings,
+    serving,
+    serving_app,
+)
 
 
-@pytest.fixture(scope="module")
-def buggy(checkpoint_path: Path) -> Iterator[Serving]:
+@contextmanager
+def with_bugs(checkpoint_path: Path, **settings: str) -> Iterator[Serving]:
     """The service with two endpoints that have a bug."""
-    app = create_app(serve_settings(checkpoint_path))
+    app = create_app(serve_settings(checkpoint_path, **settings))
 
-    @app.get("/bug")
+    @app.get("/bug", include_in_schema=False)
     def bug() -> None:
         raise ZeroDivisionError("/secret/path of our own")
 
-    @app.get("/late-bug")
+    @app.get("/late-bug", include_in_schema=False)
     def late_bug() -> StreamingResponse:
         def body() -> Iterator[bytes]:
             yield b"one"
@@ -32,6 +44,12 @@ def buggy(checkpoint_path: Path) -> Iterator[Serving]:
         return StreamingResponse(body())
 
     with serving_app(app) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def buggy(checkpoint_path: Path) -> Iterator[Serving]:
+    with with_bugs(checkpoint_path) as running:
         yield running
 
 
@@ -100,6 +118,7 @@ def test_a_bug_after_the_first_byte_breaks_the_reply_off(
         buggy.client.get("/late-bug")
     eventually(lambda: len(logged_errors) > 0)
     assert "/secret/path of our own" in logged_errors[0]
+    assert "our own bug" not in logged_errors[0], "nothing is answered a second time"
     logged_errors.clear()
 
 
@@ -144,3 +163,160 @@ def test_what_is_no_http_gets_an_answer_and_the_service_goes_on(server: Serving)
             raw.sendall(nonsense)
             assert read_all(raw).startswith(b"HTTP/1.1 400 ")
     assert server.client.get("/version").status_code == 200
+
+
+# Pages of other origins
+
+PAGE = "https://page.example"
+KEY = {"Authorization": "Bearer a-key-of-the-page"}
+
+
+@pytest.fixture(scope="module")
+def open_to_page(checkpoint_path: Path) -> Iterator[Serving]:
+    """A service that one origin and its sibling may use, with a key."""
+    origins = f"{PAGE},http://localhost:3000"
+    keys = "page=a-key-of-the-page"
+    with with_bugs(checkpoint_path, cors_origins=origins, api_keys=keys) as running:
+        eventually(lambda: running.state.served is not None)
+        yield running
+
+
+def preflight(server: Serving, path: str, *, origin: str = PAGE, **headers: str) -> httpx.Response:
+    """What a browser asks before it sends a request with a JSON body or a key."""
+    asked = {
+        "Origin": origin,
+        "Access-Control-Request-Method": "POST",
+        "Access-Control-Request-Headers": "authorization,content-type,x-stainless-os",
+    }
+    return server.client.options(path, headers=asked | headers)
+
+
+def readable(response: httpx.Response, origin: str = PAGE) -> None:
+    """The page may read the reply, and the headers that are worth reading."""
+    assert response.headers.get_list("access-control-allow-origin") == [origin]
+    exposed = response.headers["access-control-expose-headers"].lower().split(", ")
+    assert {"x-request-id", "retry-after", "server-timing"} <= set(exposed)
+    for name in response.headers:
+        assert not name.startswith("x-logitd") or name in exposed
+    assert "access-control-allow-credentials" not in response.headers
+
+
+@pytest.mark.parametrize("path", ["/generate", "/tokenize", "/metrics", "/nothing"])
+def test_a_browser_may_ask_without_a_key(open_to_page: Serving, path: str) -> None:
+    for origin in (PAGE, "http://localhost:3000"):
+        response = preflight(open_to_page, path, origin=origin)
+        assert response.status_code == 200
+        assert response.headers["access-control-allow-origin"] == origin
+        assert "POST" in response.headers["access-control-allow-methods"]
+        allowed = response.headers["access-control-allow-headers"]
+        assert {"authorization", "content-type", "x-stainless-os"} <= set(allowed.split(","))
+
+
+@pytest.mark.parametrize(
+    "origin", ["https://other.example", "http://page.example", f"{PAGE}:8443", "null", "", "*"]
+)
+def test_no_other_origin_may(open_to_page: Serving, origin: str) -> None:
+    assert preflight(open_to_page, "/generate", origin=origin).status_code == 400
+    response = open_to_page.client.get("/version", headers={"Origin": origin})
+    for one in (response, preflight(open_to_page, "/generate", origin=origin)):
+        assert "access-control-allow-origin" not in one.headers
+
+
+def test_what_only_looks_like_a_preflight_needs_a_key(open_to_page: Serving) -> None:
+    for headers in ({}, {"Origin": PAGE}, {"Access-Control-Request-Method": "POST"}):
+        assert open_to_page.client.options("/generate", headers=headers).status_code == 401
+
+
+def test_a_preflight_is_named_and_counted(
+    open_to_page: Serving, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "logitd.http")
+    response = preflight(open_to_page, "/probs", **{"X-Request-ID": "abc"})
+    assert response.headers.get_list("x-request-id") == ["abc"]
+    counted = {"endpoint": "/probs", "status": "200"}
+    eventually(lambda: open_to_page.sample("logitd_http_requests_total", **counted) == 1)
+    eventually(lambda: len(caplog.records) == 1)  # written when the reply has gone
+    (record,) = caplog.records
+    assert record.getMessage().startswith("OPTIONS /probs 200 ")
+    assert record.getMessage().endswith(" ms abc")
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status"),
+    [("/generate", {"prompt": "a", "max_tokens": 1}, 200), ("/generate", {"prompt": ""}, 400),
+     ("/generate", {"prompt": "a", "model": "b"}, 404), ("/generate", b"x" * 5_000_000, 413),
+     ("/tokenize", {"prompt": "a"}, 200), ("/logits", {"prompt": "a"}, 200), ("/info", {}, 405),
+     ("/nothing", {}, 404)],
+    ids=lambda value: str(value)[:20],
+)  # fmt: skip
+def test_a_page_can_read_replies_and_errors(
+    open_to_page: Serving, path: str, body: Any, status: int
+) -> None:
+    response = open_to_page.post(path, body, Origin=PAGE, **KEY)
+    assert response.status_code == status
+    readable(response)
+    assert response.headers["x-request-id"]
+
+
+def test_a_page_can_read_that_it_lacks_a_key(open_to_page: Serving) -> None:
+    response = open_to_page.post("/generate", {"prompt": "a"}, Origin=PAGE)
+    assert response.status_code == 401
+    assert ErrorReply.model_validate(response.json()).error.code == "invalid_api_key"
+    readable(response)
+
+
+def test_a_page_can_read_of_our_own_bug(open_to_page: Serving, logged_errors: list[str]) -> None:
+    response = open_to_page.client.get("/bug", headers={"Origin": PAGE, **KEY})
+    assert response.status_code == 500
+    assert response.headers["x-request-id"] in response.json()["error"]["message"]
+    readable(response)
+    logged_errors.clear()
+
+
+def test_a_page_can_read_that_the_queue_is_full(spelling_path: Path) -> None:
+    with (
+        serving(spelling_path, slots=1, max_queue=0, cors_origins="*") as server,
+        server.connect() as running,
+    ):
+        running.sendall(request_bytes("/generate", {"prompt": "a", "ignore_eos": True}))
+        eventually(lambda: server.sample("logitd_kv_slots_used") == 1)
+        response = server.post("/generate", {"prompt": "a"}, Origin=PAGE)
+        assert response.status_code == 429
+        assert response.headers["retry-after"]
+        readable(response, origin="*")
+
+
+def test_a_page_can_read_a_stream(open_to_page: Serving) -> None:
+    response = open_to_page.post(
+        "/generate", {"prompt": "a", "max_tokens": 3, "stream": True}, Origin=PAGE, **KEY
+    )
+    assert events(response.content)[-1]["usage"]["completion_tokens"] <= 3
+    assert response.headers["x-request-id"]
+    readable(response)
+
+
+def test_a_page_can_read_which_weights_made_an_array(open_to_page: Serving) -> None:
+    response = open_to_page.post(
+        "/logits", {"prompt": "a"}, Origin=PAGE, Accept="application/x-npy", **KEY
+    )
+    assert {name for name in response.headers if name.startswith("x-logitd")} == {
+        name.lower() for name in EXPOSED_HEADERS if name.startswith("X-Logitd")
+    }
+    readable(response)
+
+
+def test_without_the_setting_no_page_may_read_anything(server: Serving) -> None:
+    assert preflight(server, "/generate").status_code == 405
+    for response in (
+        preflight(server, "/generate"),
+        server.client.get("/version", headers={"Origin": PAGE}),
+        server.post("/generate", {"prompt": ""}, Origin=PAGE),
+    ):
+        assert not any(name.startswith("access-control") for name in response.headers)
+
+
+def test_headers_are_capped_before_anything_else(open_to_page: Serving) -> None:
+    asked = "x" * MAX_HEADER_BYTES
+    response = preflight(open_to_page, "/generate", **{"Access-Control-Request-Headers": asked})
+    assert response.status_code == 431
+    assert response.headers["x-request-id"]

@@ -12,7 +12,13 @@ from service.numbers.schemas import (
     ProbsRequest,
     ScoreRequest,
 )
-from service.schemas import GenerateRequest, RequestBody
+from service.schemas import (
+    ALIASES,
+    DetokenizeRequest,
+    GenerateRequest,
+    RequestBody,
+    TokenizeRequest,
+)
 from tests.service.serving import Serving
 
 BODIES: dict[str, type[RequestBody]] = {
@@ -22,8 +28,15 @@ BODIES: dict[str, type[RequestBody]] = {
     "/score": ScoreRequest,
     "/hidden_states": HiddenStatesRequest,
     "/attention": AttentionRequest,
+    "/tokenize": TokenizeRequest,
+    "/detokenize": DetokenizeRequest,
 }
-GETS = ("/health", "/health/live", "/health/ready", "/info", "/version", "/metrics")
+QUEUED = ("/generate", "/logits", "/probs", "/score", "/hidden_states", "/attention")
+"""Bodies that become work of the engine."""
+GETS = (
+    *("/health", "/health/live", "/health/ready", "/info", "/version", "/metrics"),
+    "/tokenizer_info",
+)
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +83,7 @@ def test_a_body_is_described_field_by_field(document: dict[str, Any], path: str)
     ]
     assert set(schema["properties"]) == set(model.model_fields)
     assert schema["additionalProperties"] is False
-    assert schema["required"] == ["prompt"]
+    assert schema["required"] == ["tokens" if path == "/detokenize" else "prompt"]
     assert all(field["description"] for field in schema["properties"].values())
 
 
@@ -93,11 +106,41 @@ def test_every_documented_example_is_accepted(
 @pytest.mark.parametrize("path", BODIES)
 def test_errors_are_documented(document: dict[str, Any], path: str) -> None:
     responses = document["paths"][path]["post"]["responses"]
-    assert {"200", "400", "404", "413", "415", "429", "500", "503", "504"} <= set(responses)
+    assert {"200", "400", "401", "404", "413", "415", "431", "500", "503"} <= set(responses)
+    assert ({"429", "504"} <= set(responses)) == (path in QUEUED)
     for status, response in responses.items():
         if status != "200":
             assert response["content"]["application/json"]["schema"]["$ref"].endswith("/ErrorReply")
             assert response["description"]
+
+
+@pytest.mark.parametrize("path", GETS)
+def test_errors_of_what_takes_no_body_are_documented(document: dict[str, Any], path: str) -> None:
+    responses = set(document["paths"][path]["get"]["responses"])
+    assert {"200", "431"} <= responses
+    assert ("401" in responses) != path.startswith("/health")
+
+
+def test_a_status_that_is_not_documented_fails_a_test(server: Serving) -> None:
+    """`Serving.client` looks each status up that a test provokes."""
+    app = server.app
+    described = app.openapi()
+    try:
+        app.openapi_schema = {"paths": {"/generate": {"post": {"responses": {"200": {}}}}}}
+        with pytest.raises(AssertionError, match="/generate"):
+            server.post("/generate", {"prompt": ""})
+    finally:
+        app.openapi_schema = described
+    assert server.post("/generate", {"prompt": ""}).status_code == 400
+
+
+def test_second_names_of_fields_are_told(document: dict[str, Any]) -> None:
+    schemas = document["components"]["schemas"]
+    for path, model in BODIES.items():
+        for field, description in schemas[model.__name__]["properties"].items():
+            for alias, name in ALIASES.items():
+                told = f"Also called `{alias}`" in description["description"]
+                assert told == (field == name), (path, field)
 
 
 def test_the_page_uses_local_files_alone(server: Serving) -> None:

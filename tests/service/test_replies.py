@@ -16,10 +16,12 @@ from model.engine.api import (
     TokenLogprob,
 )
 from service.replies import (
+    CHECKPOINT_HEADERS,
     Completion,
     checkpoint_headers,
     envelope,
     new_id,
+    server_timing,
     timings,
     token_json,
     usage,
@@ -218,6 +220,14 @@ def test_timings_of_what_never_started_divide_by_nothing() -> None:
     assert timings([never], 0)["tokens_per_second"] == 0.0
 
 
+def test_the_phases_are_a_header_too() -> None:
+    first = finish(times=SequenceTimes(10.0, 10.5, 11.0, 13.0))
+    second = finish(times=SequenceTimes(10.0, 11.5, 12.0, 15.00025))
+    assert server_timing([second, first]) == {
+        "Server-Timing": "queue;dur=500.000, prefill;dur=500.000, decode;dur=4000.250"
+    }
+
+
 # Who answers
 
 
@@ -241,6 +251,7 @@ def test_headers_say_the_same(checkpoint: CheckpointInfo) -> None:
         "X-Logitd-Val-Loss": "2.5",
         "X-Logitd-Weights-Sha256": checkpoint.weights_sha256,
     }
+    assert tuple(checkpoint_headers(checkpoint)) == CHECKPOINT_HEADERS
 
 
 @pytest.mark.parametrize(

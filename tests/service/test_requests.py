@@ -149,7 +149,8 @@ def test_a_token_id_outside_the_vocabulary(server: Serving, path: str, prompt: A
         ({"model": 5}, "model"),
         ({"model": "m" * 257}, "model"),
         ({"Temperature": 1}, "Temperature"),
-        ({"max_new_tokens": 5}, "max_new_tokens"),
+        ({"max_new_tokens": 5}, "max_new_tokens"),  # beside max_tokens
+        ({"inputs": "a"}, "inputs"),
     ],
     ids=lambda value: str(value)[:40],
 )

@@ -94,3 +94,75 @@ def test_settings_do_not_change_once_read(command: str) -> None:
     settings = CliApp.run(model, cli_args=arguments)
     with pytest.raises(ValidationError, match="frozen"):
         settings.device = "cpu"  # type: ignore[attr-defined]
+
+
+# Lists with commas, and keys
+
+
+@pytest.mark.parametrize("source", ["flag", "two flags", "environment", ".env"])
+def test_lists_are_written_with_commas(
+    source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    origins = ("https://a.example", "http://localhost:3000")
+    flags: tuple[str, ...] = ()
+    match source:
+        case "flag":
+            flags = ("--cors-origins", ", ".join(origins))
+        case "two flags":
+            flags = ("--cors-origins", origins[0], "--cors-origins", origins[1])
+        case "environment":
+            monkeypatch.setenv("LOGITD_CORS_ORIGINS", ",".join(origins))
+        case ".env":
+            (tmp_path / ".env").write_text(f"LOGITD_CORS_ORIGINS={','.join(origins)}\n")
+    assert serve(*flags).cors_origins == origins
+
+
+def test_a_list_can_be_empty(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert serve().cors_origins == ()
+    assert "/docs" in serve().public_endpoints
+    assert serve("--public-endpoints", "").public_endpoints == ()
+    monkeypatch.setenv("LOGITD_PUBLIC_ENDPOINTS", "")
+    assert serve().public_endpoints == ()
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("cors_origins", one) for one in (
+        "page.example", "https://page.example/", "https://Page.example", "https://a.example,",
+        "https://a.example,,https://b.example", "null", "https://", "https://a b", "**",
+        "https://a.example?x", "https://a.example/path", "file:///")]
+    + [("public_endpoints", one) for one in (
+        "metrics", "/metrics/", "//", "/metrics,", "/metrics,docs", "/a b", "/a?b", "*")],
+)  # fmt: skip
+def test_a_wrong_item_of_a_list_is_refused(field: str, value: str) -> None:
+    with pytest.raises(ValidationError) as caught:
+        serve(f"--{field.replace('_', '-')}", value)
+    for error in caught.value.errors():
+        assert error["loc"][0] == field
+        assert len(error["msg"].split()) > 5, "a sentence"
+
+
+@pytest.mark.parametrize("source", ["flag", "environment", ".env"])
+def test_keys_can_come_from_anywhere_and_do_not_show(
+    source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listed = "alice=secret-of-alice,ci=secret-of-ci"
+    flags: tuple[str, ...] = ()
+    match source:
+        case "flag":
+            flags = ("--api-keys", listed)
+        case "environment":
+            monkeypatch.setenv("LOGITD_API_KEYS", listed)
+        case ".env":
+            (tmp_path / ".env").write_text(f"LOGITD_API_KEYS={listed}\n")
+    settings = serve(*flags)
+    assert settings.api_keys is not None
+    assert settings.api_keys.get_secret_value() == listed
+    assert "secret" not in repr(settings)
+
+
+def test_a_variable_of_no_keys_is_not_the_same_as_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever meant to set keys and lost them on the way must not serve everybody."""
+    assert serve().api_keys is None
+    monkeypatch.setenv("LOGITD_API_KEYS", "")
+    assert serve().api_keys is not None

@@ -40,6 +40,7 @@ def test_the_banner_says_what_is_served_and_where(process: ServedProcess) -> Non
         "device": rows["device"],
         "context": "128 tokens",
         "slots": "3 sequences at once, 0 MiB of keys and values",
+        "keys": "none: whoever can connect is answered",
         "service": process.url,
         "docs": f"{process.url}/docs",
         "metrics": f"{process.url}/metrics",
@@ -61,6 +62,28 @@ def test_the_banners_links_and_its_curl_line_work(process: ServedProcess) -> Non
     )
     assert f'"model":"{ODD_NAME}"' in done.stdout
     assert '"completion_tokens":40' in done.stdout or '"finish_reason":"stop"' in done.stdout
+
+
+def test_the_banner_names_the_keys_and_tells_none(checkpoint_path: Path, tmp_path: Path) -> None:
+    (tmp_path / ".env").write_text("LOGITD_API_KEYS=alice=secret-of-alice,ci=secret-of-ci\n")
+    flags = ("--checkpoint", str(checkpoint_path), "--threads", "1")
+    with ServedProcess(*flags, cwd=tmp_path) as process, client(process.url) as http:
+        assert re.search(r"^keys +alice, ci *$", process.output, flags=re.MULTILINE)
+        body = {"prompt": "a", "max_tokens": 1}
+        assert http.post("/generate", json=body).status_code == 401
+        line = process.output[process.output.index("try it:") :].splitlines()[1]
+        curl = line.replace("Bearer KEY", "Bearer secret-of-ci")
+        assert curl != line
+        done = subprocess.run(
+            [*shlex.split(curl), "--silent", "--noproxy", "*"],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=True,
+        )
+        assert '"model":"tiny"' in done.stdout
+        process.wait_for(" key=ci")  # written when the reply has gone
+        assert "secret" not in process.output
 
 
 def test_any_directory_name_can_be_served(process: ServedProcess) -> None:

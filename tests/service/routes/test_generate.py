@@ -92,6 +92,25 @@ def test_a_reply_is_what_the_schema_says(server: Serving) -> None:
     assert timings.tokens_per_second > 0
 
 
+def test_the_phases_are_a_header_too(server: Serving) -> None:
+    response = server.post("/generate", {"prompt": PROMPT, "max_tokens": 3, "n": 2})
+    timings = response.json()["timings"]
+    assert response.headers["server-timing"] == ", ".join(
+        f"{phase};dur={timings[f'{phase}_ms']:.3f}" for phase in ("queue", "prefill", "decode")
+    )
+    streamed = server.post("/generate", {"prompt": PROMPT, "max_tokens": 3, "stream": True})
+    assert "server-timing" not in streamed.headers, "they are not known yet"
+
+
+@pytest.mark.parametrize("name", ["prompt", "inputs"])
+def test_fields_may_go_by_their_second_names(server: Serving, gpt: GPT, name: str) -> None:
+    reply = server.json("/generate", {name: PROMPT, "max_new_tokens": 7, "seed": 5})
+    assert reply["choices"][0]["token_ids"] == expected(gpt, max_tokens=7)
+    for path in ("/logits", "/probs"):
+        assert server.json(path, {name: PROMPT})["prompts"][0]["token_ids"] == list(PROMPT.encode())
+    assert server.json("/tokenize", {name: PROMPT})["tokens"] == list(PROMPT.encode())
+
+
 def test_an_optional_part_is_absent_unless_asked_for(server: Serving) -> None:
     assert "tokens" not in server.generate(PROMPT, max_tokens=1)["choices"][0]
 

@@ -50,7 +50,7 @@ def health(server: Serving, path: str = "/health") -> tuple[int, str]:
 
 
 LIVE = "/health/live"
-POSTS = ("/generate", "/logits", "/probs")
+POSTS = ("/generate", "/logits", "/probs", "/tokenize")
 
 
 def series(server: Serving) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
@@ -79,8 +79,11 @@ def test_while_loading_only_life_is_answered(
     server, pipe = loading
     assert health(server) == health(server, "/health/ready") == (503, "loading")
     assert health(server, LIVE) == (200, "loading")
-    for response in [*(server.post(path, {"prompt": "a"}) for path in POSTS),
-                     server.client.get("/info")]:  # fmt: skip
+    for response in [
+        *(server.post(path, {"prompt": "a"}) for path in POSTS),
+        server.post("/detokenize", {"tokens": [97]}),
+        *(server.client.get(path) for path in ("/info", "/tokenizer_info")),
+    ]:
         assert response.status_code == 503
         assert response.headers["retry-after"] == "1"
         error = ErrorReply.model_validate(response.json()).error

@@ -1,0 +1,393 @@
+"""POST /tokenize, POST /detokenize and GET /tokenizer_info: ids, bytes and places of texts; and the
+calls that evaluation programs with a remote tokenizer make."""
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from model.tokenizer import END_OF_TEXT, SPLIT_PATTERN, Tokenizer
+from service.schemas import (
+    MAX_PIECES,
+    DetokenizeListReply,
+    DetokenizeReply,
+    ErrorReply,
+    TokenizeListReply,
+    TokenizeReply,
+    TokenizerInfo,
+)
+from tests.model.factories import save_tiny_checkpoint, tiny_config, tiny_gpt
+from tests.service.serving import (
+    PATIENCE,
+    Serving,
+    client,
+    eventually,
+    request_bytes,
+    serving,
+)
+
+MERGES = (
+    *(b"th", b"the", b" t", b" th", b" the"),
+    # Parts of characters, and what begins in one and ends in another.
+    *(b"\xe2\x82", b"\xf0\x9f", b"\xf0\x9f\x98", b"t\xc3", b"\xa9 "),
+)
+TOKENIZER = Tokenizer(
+    ranks={bytes([byte]): byte for byte in range(256)}
+    | {token: 256 + index for index, token in enumerate(MERGES)},
+    pattern=r"[^\n]+|\n+",
+    special_tokens={END_OF_TEXT: 256 + len(MERGES), "<|user|>": 257 + len(MERGES)},
+)
+END_OF_TEXT_ID = 256 + len(MERGES)
+
+TEXT = st.lists(
+    st.text(max_size=12) | st.sampled_from(["the ", "€", "té ", "😀", END_OF_TEXT, "<|user|>"])
+).map("".join)
+
+
+@pytest.fixture(scope="module")
+def merging(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
+    """A service with a vocabulary whose tokens cut characters in two."""
+    gpt = tiny_gpt(tiny_config(vocab_size=TOKENIZER.vocab_size))
+    path = tmp_path_factory.mktemp("checkpoints") / "merging"
+    save_tiny_checkpoint(path, gpt=gpt, tokenizer=TOKENIZER)
+    with serving(path) as running:
+        yield running
+
+
+def refusal(response: httpx.Response, status: int = 400) -> Any:
+    assert response.status_code == status, response.text[:300]
+    return ErrorReply.model_validate(response.json()).error
+
+
+# What evaluation programs with a remote tokenizer send, and what they read of the answers
+
+
+@pytest.mark.parametrize("text", ["test", "the 😀", "", " a\n\nb", "x" * 5000])
+def test_a_remote_tokenizer_gets_what_it_reads(merging: Serving, text: str) -> None:
+    body = {"prompt": text, "add_special_tokens": False}
+    ids = merging.json("/tokenize", body)["tokens"]
+    assert ids == TOKENIZER.encode(text)
+    assert merging.json("/detokenize", {"tokens": ids})["prompt"] == text
+
+
+def test_a_remote_tokenizer_learns_what_ends_a_text(merging: Serving) -> None:
+    response = merging.client.get("/tokenizer_info", headers={"Content-Type": "application/json"})
+    info = response.json()
+    assert response.status_code == 200
+    assert info["eos_token"] == END_OF_TEXT
+    assert (info["bos_token"], info["pad_token"], info["chat_template"]) == (None, None, None)
+    body = {"prompt": info["eos_token"], "add_special_tokens": False}
+    assert merging.json("/tokenize", body)["tokens"] == [info["eos_token_id"]] == [END_OF_TEXT_ID]
+
+
+def test_a_remote_tokenizer_sends_its_key(checkpoint_path: Path) -> None:
+    with serving(checkpoint_path, api_keys="eval=0123456789") as server:
+        body = {"prompt": "ab", "add_special_tokens": False}
+        for path, sent in [("/tokenize", body), ("/detokenize", {"tokens": [97]})]:
+            refusal(server.post(path, sent), 401)
+            assert server.post(path, sent, Authorization="Bearer 0123456789").status_code == 200
+        refusal(server.client.get("/tokenizer_info"), 401)
+        headers = {"Authorization": "Bearer 0123456789"}
+        assert server.client.get("/tokenizer_info", headers=headers).status_code == 200
+
+
+# Texts to ids
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(text=TEXT, names=st.sampled_from(["ids", "text"]))
+@example(text="", names="ids")
+def test_the_pieces_are_the_text(merging: Serving, text: str, names: str) -> None:
+    body = {"prompt": text, "special_tokens": names}
+    reply = TokenizeReply.model_validate(merging.json("/tokenize", body))
+    assert reply.tokens == TOKENIZER.encode(text, special_ids=names == "ids")
+    assert reply.count == len(reply.tokens)
+    assert reply.pieces is not None
+    assert [piece.id for piece in reply.pieces] == reply.tokens
+    assert b"".join(bytes(piece.bytes) for piece in reply.pieces) == text.encode()
+    for piece in reply.pieces:
+        part = text[piece.start : piece.end]
+        assert bytes(piece.bytes) in part.encode(), "what it touches holds it"
+        assert piece.text == bytes(piece.bytes).decode(errors="replace")
+        assert piece.special == (piece.id >= END_OF_TEXT_ID)
+    covered = [index for piece in reply.pieces for index in range(piece.start, piece.end)]
+    assert sorted(set(covered)) == list(range(len(text))), "no character is left out"
+    assert covered == sorted(covered), "the pieces are in order"
+
+
+def test_a_character_in_pieces(merging: Serving) -> None:
+    pieces = merging.json("/tokenize", {"prompt": "té 😀"})["pieces"]
+    assert [(bytes(one["bytes"]), one["start"], one["end"]) for one in pieces] == [
+        (b"t\xc3", 0, 2),
+        (b"\xa9 ", 1, 3),
+        (b"\xf0\x9f\x98", 3, 4),
+        (b"\x80", 3, 4),
+    ]
+    assert [one["text"] for one in pieces] == ["t\ufffd", "\ufffd ", "\ufffd", "\ufffd"]
+
+
+def test_several_texts(merging: Serving) -> None:
+    texts = ["the", "", "😀" + END_OF_TEXT]
+    reply = TokenizeListReply.model_validate(merging.json("/tokenize", {"prompt": texts}))
+    assert [one.index for one in reply.prompts] == [0, 1, 2]
+    for text, one in zip(texts, reply.prompts, strict=True):
+        alone = merging.json("/tokenize", {"prompt": text})
+        assert one.model_dump(exclude={"index"}) == {
+            name: alone[name] for name in ("tokens", "count", "pieces")
+        }
+    (only,) = merging.json("/tokenize", {"prompt": ["the"]})["prompts"]
+    assert only["tokens"] == TOKENIZER.encode("the")
+
+
+def test_a_reply_names_its_weights(merging: Serving) -> None:
+    one = [("/tokenize", {"prompt": "a"}), ("/detokenize", {"tokens": [1]})]
+    several = [("/tokenize", {"prompt": ["a"]}), ("/detokenize", {"tokens": [[1]]})]
+    for path, body in [*one, *several]:
+        reply = merging.json(path, body)
+        assert reply["id"].startswith("tokens-")
+        assert reply["model"] == reply["checkpoint"]["name"] == "merging"
+        checkpoint = merging.served.checkpoint
+        assert reply["checkpoint"]["weights_sha256"] == checkpoint.weights_sha256
+
+
+def test_names_of_special_tokens_are_text_where_prompts_are(merging: Serving) -> None:
+    text = f"a{END_OF_TEXT}"
+    plain = merging.json("/tokenize", {"prompt": text, "special_tokens": "text"})["tokens"]
+    (prompt,) = merging.json("/logits", {"prompt": text, "top_k": 1})["prompts"]
+    assert plain == prompt["token_ids"] == TOKENIZER.encode(text)
+    assert merging.json("/tokenize", {"prompt": text})["tokens"] == [97, END_OF_TEXT_ID]
+
+
+def test_the_context_is_no_limit_here(merging: Serving) -> None:
+    text = "x" * 10 * merging.served.context_length
+    assert merging.json("/tokenize", {"prompt": text})["count"] == len(text)
+
+
+# How much is described
+
+
+@pytest.mark.parametrize("form", ["one text", "several"])
+def test_pieces_are_described_up_to_a_number_of_them(merging: Serving, form: str) -> None:
+    def ask(count: int, **fields: Any) -> httpx.Response:
+        text: Any = "x" * count if form == "one text" else ["x" * (count - 5), "x" * 5]
+        return merging.post("/tokenize", {"prompt": text, **fields})
+
+    def pieces(response: httpx.Response) -> list[Any]:
+        reply = response.json()
+        return [one["pieces"] for one in reply.get("prompts", [reply])]
+
+    assert sum(map(len, pieces(ask(MAX_PIECES)))) == MAX_PIECES
+    assert sum(map(len, pieces(ask(MAX_PIECES, pieces=True)))) == MAX_PIECES
+    assert set(pieces(ask(MAX_PIECES + 1))) == {None}
+    assert set(pieces(ask(5 if form == "one text" else 6, pieces=False))) == {None}
+    error = refusal(ask(MAX_PIECES + 1, pieces=True))
+    assert error.param == "pieces"
+    assert f"has {MAX_PIECES + 1} tokens; at most {MAX_PIECES}" in error.message
+
+
+def test_a_text_of_megabytes(merging: Serving) -> None:
+    text = "the 😀\n" * 200_000
+    reply = merging.json("/tokenize", {"prompt": text})
+    assert reply["pieces"] is None
+    assert reply["tokens"] == TOKENIZER.encode(text)
+    assert merging.json("/detokenize", {"tokens": reply["tokens"][:500_000]})["prompt"] in text
+
+
+class Poster:
+    """A request in a thread of its own."""
+
+    def __init__(self, server: Serving, path: str, body: Any) -> None:
+        self.responses: list[httpx.Response] = []
+
+        def post() -> None:
+            with client(server.url) as http:
+                self.responses.append(http.post(path, json=body))
+
+        self._thread = threading.Thread(target=post)
+        self._thread.start()
+
+    def status(self) -> int:
+        self._thread.join(PATIENCE)
+        return self.responses[0].status_code
+
+
+LONG_WORK: dict[str, Any] = {
+    "/tokenize": {"prompt": "x" * 200_000},
+    "/detokenize": {"tokens": [120] * 200_000},
+}
+
+
+@pytest.mark.parametrize("path", LONG_WORK)
+def test_long_texts_wait_for_one_another_and_for_nobody_else(merging: Serving, path: str) -> None:
+    lock = merging.state.long_texts
+    asyncio.run_coroutine_threadsafe(lock.acquire(), merging.loop).result(PATIENCE)
+    try:
+        waiting = Poster(merging, path, LONG_WORK[path])
+        assert merging.json("/tokenize", {"prompt": "the"})["count"] == 1
+        assert merging.generate("a", max_tokens=1, seed=1)["choices"]
+        with pytest.raises(AssertionError, match="not within"):
+            eventually(lambda: waiting.responses != [], patience=1.0)
+    finally:
+        merging.loop.call_soon_threadsafe(lock.release)
+    assert waiting.status() == 200
+
+
+def test_a_client_that_leaves_while_it_waits(merging: Serving) -> None:
+    lock = merging.state.long_texts
+    gone = {"endpoint": "/tokenize", "status": "499"}
+    before = merging.sample("logitd_http_requests_total", **gone)
+    asyncio.run_coroutine_threadsafe(lock.acquire(), merging.loop).result(PATIENCE)
+    try:
+        with merging.connect() as raw:
+            raw.sendall(request_bytes("/tokenize", LONG_WORK["/tokenize"]))
+        eventually(lambda: merging.sample("logitd_http_requests_total", **gone) == before + 1)
+    finally:
+        merging.loop.call_soon_threadsafe(lock.release)
+    assert merging.json("/tokenize", LONG_WORK["/tokenize"])["count"] == 200_000
+
+
+# Ids to text
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(ids=st.lists(st.integers(0, TOKENIZER.vocab_size - 1)))
+@example(ids=[])
+@example(ids=[0xF0, 0x9F])
+def test_text_is_a_view_of_bytes(merging: Serving, ids: list[int]) -> None:
+    reply = DetokenizeReply.model_validate(merging.json("/detokenize", {"tokens": ids}))
+    assert bytes(reply.bytes) == TOKENIZER.decode_bytes(ids)
+    assert reply.prompt == TOKENIZER.decode(ids)
+
+
+def test_several_lists_of_ids(merging: Serving) -> None:
+    lists: list[list[int]] = [[104, 105], [], [END_OF_TEXT_ID], [0xF0]]
+    reply = DetokenizeListReply.model_validate(merging.json("/detokenize", {"tokens": lists}))
+    assert [one.index for one in reply.prompts] == [0, 1, 2, 3]
+    assert [one.prompt for one in reply.prompts] == ["hi", "", END_OF_TEXT, "\ufffd"]
+    assert [bytes(one.bytes) for one in reply.prompts][3] == b"\xf0"
+
+
+def test_ids_whose_text_is_larger_than_a_body_may_be(checkpoint_path: Path) -> None:
+    with serving(checkpoint_path, max_body_bytes=5000) as server:
+        name = len(END_OF_TEXT)
+        fits = 5000 // name
+        assert len(server.json("/detokenize", {"tokens": [256] * fits})["bytes"]) == fits * name
+        for tokens in ([256] * (fits + 1), [[256] * fits, [256]]):
+            error = refusal(server.post("/detokenize", {"tokens": tokens}))
+            assert error.param == "tokens"
+            assert f"has {(fits + 1) * name} bytes; 5000 are allowed" in error.message
+            assert "--max-body-bytes" in error.message
+
+
+# The vocabulary
+
+
+def test_info_describes_the_vocabulary(merging: Serving) -> None:
+    info = TokenizerInfo.model_validate(merging.client.get("/tokenizer_info").json())
+    assert info.vocab_size == TOKENIZER.vocab_size
+    assert info.eos_token_id == END_OF_TEXT_ID
+    assert info.special_tokens == TOKENIZER.special_tokens
+    assert info.pattern == TOKENIZER.pattern
+    assert info.model == info.checkpoint.name == "merging"
+
+
+def test_a_vocabulary_without_an_end_of_text(tmp_path: Path) -> None:
+    tokenizer = Tokenizer(
+        ranks={bytes([byte]): byte for byte in range(256)},
+        pattern=SPLIT_PATTERN,
+        special_tokens={"<|user|>": 256},
+    )
+    with serving(save_tiny_checkpoint(tmp_path / "bare", tokenizer=tokenizer).path) as server:
+        info = server.client.get("/tokenizer_info").json()
+        assert info["eos_token"] is info["eos_token_id"] is None
+        assert info["special_tokens"] == {"<|user|>": 256}
+        assert server.json("/tokenize", {"prompt": END_OF_TEXT})["count"] == len(END_OF_TEXT)
+
+
+# Refusals
+
+
+@pytest.mark.parametrize(
+    "prompt", [[], [1, 2], [[1]], ["a", 1], ["a", ["b"]], 5, None, True, {}, ["a"] * 4097, [None]],
+    ids=lambda value: str(value)[:20],
+)  # fmt: skip
+@pytest.mark.parametrize("name", ["prompt", "inputs"])
+def test_only_texts_are_tokenized(merging: Serving, name: str, prompt: Any) -> None:
+    error = refusal(merging.post("/tokenize", {name: prompt}))
+    assert error.param == name
+    assert error.message == (
+        "this endpoint takes a text or a list of 1 to 4096 texts; token ids are what /detokenize "
+        "takes"
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "message"),
+    [
+        ({"prompt": None}, "prompt", "this endpoint takes a text"),
+        ({"add_special_tokens": True}, "add_special_tokens", "puts no token in front of a text"),
+        ({"add_special_tokens": 0}, "add_special_tokens", "valid boolean"),
+        ({"special_tokens": "both"}, "special_tokens", "'ids' or 'text'"),
+        ({"pieces": "yes"}, "pieces", "valid boolean"),
+        ({"text": "a"}, "text", "text is no field of this endpoint"),
+        ({"max_new_tokens": 5}, "max_new_tokens", "is no field of this endpoint"),
+        ({"inputs": "a"}, "inputs", "inputs is another name of prompt, and both are given"),
+        ({"model": 5}, "model", "valid string"),
+    ],
+)
+def test_a_field_that_cannot_be_honoured(
+    merging: Serving, fields: dict[str, Any], param: str, message: str
+) -> None:
+    error = refusal(merging.post("/tokenize", {"prompt": "a", **fields}))
+    assert error.param == param
+    assert message in error.message
+
+
+@pytest.mark.parametrize(
+    "tokens", ["a", None, 5, ["a"], [1.5], [True], [-1], [[-1]], [2**31], [1, [1]], [[[1]]], {}],
+    ids=str,
+)  # fmt: skip
+def test_only_ids_are_detokenized(merging: Serving, tokens: Any) -> None:
+    error = refusal(merging.post("/detokenize", {"tokens": tokens}))
+    assert error.param == "tokens"
+    assert error.message.startswith("tokens must be a list of token ids (integers from 0")
+
+
+@pytest.mark.parametrize("tokens", [[268], [0, 2**31 - 1], [[1], [268]]])
+def test_an_id_outside_the_vocabulary(merging: Serving, tokens: Any) -> None:
+    error = refusal(merging.post("/detokenize", {"tokens": tokens}))
+    assert error.param == "tokens"
+    assert "outside the vocabulary of 268 ids (0 to 267)" in error.message
+
+
+def test_a_text_that_the_pattern_gives_up_on(tmp_path: Path) -> None:
+    tokenizer = Tokenizer(
+        ranks={bytes([byte]): byte for byte in range(256)},
+        pattern=r"(x+x+)+y(?!z)|.",  # takes for ever on a row of x
+        special_tokens={END_OF_TEXT: 256},
+    )
+    with serving(save_tiny_checkpoint(tmp_path / "slow", tokenizer=tokenizer).path) as server:
+        for path in ("/tokenize", "/generate"):
+            error = refusal(server.post(path, {"prompt": "x" * 60}))
+            assert error.param == "prompt"
+            assert error.message.startswith("the prompt cannot be tokenized: ")
+        assert server.json("/tokenize", {"prompt": "abc"})["count"] == 3
+
+
+def test_what_is_missing_is_named(merging: Serving) -> None:
+    assert refusal(merging.post("/tokenize", {})).message == "prompt is required"
+    assert refusal(merging.post("/detokenize", {})).message == "tokens is required"
+
+
+def test_another_model_is_not_here(merging: Serving) -> None:
+    bodies: dict[str, Any] = {"/tokenize": {"prompt": "a"}, "/detokenize": {"tokens": [1]}}
+    for path, body in bodies.items():
+        error = refusal(merging.post(path, {**body, "model": "other"}), 404)
+        assert (error.param, error.code) == ("model", "model_not_found")
+        assert merging.post(path, {**body, "model": "merging"}).status_code == 200
