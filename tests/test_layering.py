@@ -13,6 +13,7 @@ WITH_TORCH = {"model.engine.runner", "model.engine.sampler"}
 ENGINE_OUTSIDE = {
     "model.attention",
     "model.config",
+    "model.device",
     "model.gpt",
     "model.kernels.plain",
     "model.kv_cache",

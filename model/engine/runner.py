@@ -8,6 +8,7 @@ Knows sequences and plans, not queues or events. Decides nothing.
 """
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from model.attention import AttentionRecorder, Observer
 from model.config import BLOCK
+from model.device import one_thread
 from model.engine.api import AttentionWeights, HiddenStates, Logits, RowsRequest
 from model.engine.sampler import Row, Sampled, process, sample, score
 from model.engine.scheduler import PrefillChunk, StepPlan
@@ -116,7 +118,8 @@ class Runner:
             logits.append(self.decode(plan.decode))
         if sequences:
             rows = [_row(sequence) for sequence in sequences]
-            sampled = sample(torch.cat(logits), rows)
+            with one_thread() if self._decoder.has_threads else nullcontext():
+                sampled = sample(torch.cat(logits), rows)
             output.sampled = dict(zip(sequences, sampled, strict=True))
         return output
 

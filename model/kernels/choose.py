@@ -1,22 +1,19 @@
 """Choose: which decoder runs a model on this machine, and why not the native one.
 
-From what is asked for and what there is, never from a measurement at start-up: the same configuration
-always computes the same bits.
+From what is asked for and what there is, never from a measurement at start-up: the same
+configuration always computes the same bits.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
+from model.config import KernelChoice, Quantization
 from model.gpt import GPT
 from model.kernels.decoder import NativeDecoder, unsupported
 from model.kernels.library import KernelsUnavailable, load_library
 from model.kernels.plain import Decoder, PlainDecoder
 from model.kv_cache import KVCache
-
-KernelChoice = Literal["auto", "native", "torch"]
-Quantization = Literal["none", "int8"]
 
 
 class KernelError(ValueError):
@@ -54,6 +51,7 @@ def choose_decode_path(
                 f"quantize is {quantize}, which the native kernels compute; set kernels to auto"
             )
         return DecodePath(PlainDecoder, "torch")
+    on_cpu = gpt.token_embedding.weight.device.type == "cpu"
     reason = unsupported(gpt)
     if reason is None:
         try:
@@ -70,7 +68,7 @@ def choose_decode_path(
     if kernels == "native" or quantize != "none":
         asked = "kernels is native" if kernels == "native" else f"quantize is {quantize}"
         raise KernelError(f"{asked}, but there are no native kernels for this: {reason}")
-    return DecodePath(PlainDecoder, "torch", reason)
+    return DecodePath(PlainDecoder, "torch", reason if on_cpu else None)
 
 
 def instructions() -> str:

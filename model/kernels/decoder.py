@@ -98,6 +98,8 @@ class NativeDecoder:
     """A GPT and its cache, as the native code sees them. The GPT's parameters move into an arena,
     and must not be replaced while this lives."""
 
+    has_threads = True
+
     def __init__(
         self,
         library: ctypes.CDLL,
@@ -240,6 +242,8 @@ class NativeDecoder:
         if self._quantized:
             quantized = quantize_rows(weight)
             self._kept.append(quantized)
+            with torch.no_grad():  # prefill computes with the same weights
+                weight.copy_(quantized.dequantized())
             described.kind = KINDS[torch.int8]
             described.weights = quantized.values.data_ptr()
             described.scale = quantized.scale.data_ptr()

@@ -1,11 +1,11 @@
 """PlainDecoder: a decode step in stock torch, wherever torch runs; the twin of the native one.
 
 Rows are padded to a multiple of ROW_GROUP: so the arithmetic of a row does not depend on how many
-are computed beside it. Measured on the matrix products of CPUs: the bits of a row differ between 1,
-2 to 3, and 4 or more rows, and are one class from 4 rows up in multiples of 4. Only products smaller
-than those of real models are outside of this: in float32 with fewer than 12 columns and an inner
-width that is no multiple of 4, in bfloat16 with rows * columns * inner width up to 4096, where
-torch changes kernels.
+are computed beside it. Measured on the matrix products of CPUs: the bits of a row differ between
+1, 2 to 3, and 4 or more rows, and are one class from 4 rows up in multiples of 4. Only products
+smaller than those of real models are outside of this: in float32 with fewer than 12 columns and an
+inner width that is no multiple of 4, in bfloat16 with rows * columns * inner width up to 4096,
+where torch changes kernels.
 """
 
 from collections.abc import Sequence
@@ -24,6 +24,9 @@ ROW_GROUP = 4
 class Decoder(Protocol):
     """Computes one more position of each of several slots."""
 
+    has_threads: bool
+    """Whether it computes with threads of its own instead of torch's."""
+
     def decode(
         self, token_ids: Sequence[int], slots: Sequence[int], positions: Sequence[int]
     ) -> Tensor:
@@ -36,6 +39,8 @@ class Decoder(Protocol):
 
 class PlainDecoder:
     """A GPT over its KV cache, one torch operation after the other."""
+
+    has_threads = False
 
     def __init__(self, gpt: GPT, cache: KVCache) -> None:
         self._gpt = gpt
