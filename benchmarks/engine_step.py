@@ -19,10 +19,10 @@ import torch
 
 from model.checkpoint import load_checkpoint
 from model.device import choose_placement, describe, use_threads
-from model.engine import runner as runner_module
 from model.engine.api import EngineConfig, GenerationRequest, SamplingParams
 from model.engine.engine import Engine
 from model.gpt import GPT
+from model.kernels import plain
 
 PROMPT, STEPS, ROUNDS = 64, 60, 5
 
@@ -74,12 +74,12 @@ def step_and_forward(
 
 def price_of_padding(gpt: GPT, sequences: int) -> float:
     """A step with padded rows over one without, the median of rounds in turns."""
-    padded = runner_module.ROW_GROUP
+    padded = plain.ROW_GROUP
     ratios = []
     for _ in range(ROUNDS):
         medians = {}
         for group in (padded, 1):
-            runner_module.ROW_GROUP = group
+            plain.ROW_GROUP = group
             engine = engine_decoding(gpt, sequences, temperature=0)
             times = []
             for _ in range(STEPS):
@@ -88,7 +88,7 @@ def price_of_padding(gpt: GPT, sequences: int) -> float:
                 times.append(time.perf_counter() - began)
             medians[group] = statistics.median(times)
         ratios.append(medians[padded] / medians[1])
-    runner_module.ROW_GROUP = padded
+    plain.ROW_GROUP = padded
     return statistics.median(ratios)
 
 

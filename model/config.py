@@ -15,6 +15,8 @@ Norm = Literal["layernorm", "rmsnorm"]
 NormPosition = Literal["pre", "post"]
 Positions = Literal["learned", "sinusoidal", "rotary"]
 DTypeName = Literal["auto", "float32", "bfloat16", "float16"]
+KernelChoice = Literal["auto", "native", "torch"]
+Quantization = Literal["none", "int8"]
 Activation = Literal["gelu_tanh", "gelu", "relu", "relu2", "swiglu"]
 
 BLOCK = 32

@@ -5,6 +5,8 @@ objects, or refuses with the reason. Does not move anything there.
 """
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -43,6 +45,18 @@ def choose_placement(
 def use_threads(threads: int) -> None:
     """Set the size of torch's compute pool for this process."""
     torch.set_num_threads(threads)
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Keep torch's compute pool out of a block: for small work beside threads of our own, where two
+    pools that wait for each other cost more than they give."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def available_processors() -> int:

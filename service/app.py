@@ -5,7 +5,6 @@
 """
 
 import asyncio
-import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -17,21 +16,11 @@ from fastapi.openapi.docs import get_swagger_ui_html
 from fastapi.responses import FileResponse
 from fastapi.staticfiles import StaticFiles
 
-from model.checkpoint import CheckpointError, CheckpointInfo, load_checkpoint
-from model.constraint import Compiler, ConstraintsUnavailable
-from model.constraint_check import Checker
-from model.device import DeviceError, Placement, choose_placement, describe, use_threads
-from model.engine.api import EngineConfig, InvalidRequest
-from model.engine.engine import Engine
-from model.gpt import GPT
-from model.tokenizer import Tokenizer
 from model.version import VERSION
 from service import errors, openapi
-from service.async_engine import AsyncEngine
 from service.auth import ApiKeyCheck, is_public, read_api_keys
-from service.constraints import Constraints
+from service.loading import load
 from service.middleware import EXPOSED_HEADERS, BugAnswer, RequestLog
-from service.numbers.budget import ByteBudget
 from service.routes import (
     attention,
     chat,
@@ -46,9 +35,7 @@ from service.routes import (
     tokenize,
 )
 from service.settings import ServeSettings
-from service.state import Served, ServiceState
-
-logger = logging.getLogger("logitd")
+from service.state import ServiceState
 
 DESCRIPTION = """Serves a GPT that was trained with logitd, and every number it computes.
 
@@ -62,7 +49,7 @@ def create_app(settings: ServeSettings) -> FastAPI:
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        loading = asyncio.create_task(_load(state))
+        loading = asyncio.create_task(load(state))
         try:
             yield
         finally:
@@ -110,69 +97,6 @@ def _add_middleware(app: FastAPI, state: ServiceState) -> None:
             expose_headers=EXPOSED_HEADERS,
         )
     app.add_middleware(RequestLog, metrics=state.metrics)
-
-
-async def _load(state: ServiceState) -> None:
-    """Load the checkpoint beside the event loop; a failure stays to be read in /health."""
-    settings = state.settings
-    try:
-        placement = choose_placement(settings.device, settings.dtype, settings.threads)
-        checkpoint, gpt, engine = await asyncio.to_thread(_build, settings, placement)
-        compiler = await asyncio.to_thread(_compiler, checkpoint.tokenizer)
-        checker = await asyncio.to_thread(Checker, checkpoint.tokenizer)
-    except (CheckpointError, DeviceError, InvalidRequest) as error:
-        logger.error("cannot serve: %s", error)
-        state.fail(str(error))
-    except Exception as error:
-        logger.exception("cannot serve")
-        state.fail(f"{type(error).__name__}: {error}")
-    else:
-        state.serve(
-            Served(
-                checkpoint=checkpoint,
-                placement=placement,
-                device=describe(placement.device),
-                parameters=gpt.parameter_count(),
-                kv_cache_bytes=engine.kv_cache_bytes,
-                engine=AsyncEngine(
-                    engine,
-                    max_queue=settings.max_queue,
-                    max_queue_tokens=settings.max_queue_tokens,
-                    stall_timeout=settings.stall_timeout,
-                    on_step=state.on_step,
-                ),
-                constraints=Constraints(
-                    compiler,
-                    checker,
-                    timeout=settings.constraint_timeout,
-                    metrics=state.metrics,
-                ),
-                settings=settings,
-                reply_budget=ByteBudget(settings.max_reply_bytes),
-                key_names=state.keys.names,
-            )
-        )
-
-
-def _build(settings: ServeSettings, placement: Placement) -> tuple[CheckpointInfo, GPT, Engine]:
-    use_threads(placement.threads)
-    checkpoint, gpt = load_checkpoint(
-        settings.checkpoint, device=placement.device, dtype=placement.dtype
-    )
-    config = EngineConfig(
-        slots=settings.slots,
-        prefill_chunk=settings.prefill_chunk,
-        prefix_reuse=settings.prefix_reuse,
-    )
-    return checkpoint, gpt, Engine(gpt, config)
-
-
-def _compiler(tokenizer: Tokenizer) -> Compiler | str:
-    """The compiler of constraints, or why requests that have one will be refused."""
-    try:
-        return Compiler(tokenizer)
-    except ConstraintsUnavailable as error:
-        return str(error)
 
 
 def _serve_playground(app: FastAPI) -> None:

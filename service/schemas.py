@@ -509,6 +509,7 @@ class Info(ReplyBody):
     training: dict[str, Any] = Field(description="Where the weights come from.")
     parameters: int
     device: str
+    decoding: str = Field(description="How decode steps are computed.")
     dtype: str
     threads: int
     slots: int

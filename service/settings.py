@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, SecretStr
 from pydantic_settings import BaseSettings, CliPositionalArg, NoDecode, SettingsConfigDict
 
-from model.config import DTypeName
+from model.config import DTypeName, KernelChoice, Quantization
 from model.engine.api import EngineConfig
 from model.training.config import TrainingConfig
 
@@ -102,6 +102,14 @@ class ServeSettings(BaseSettings):
     device: Device = "auto"
     dtype: DType = "auto"
     threads: Threads = 0
+    kernels: KernelChoice = Field(
+        "auto",
+        description="how decode steps are computed on a CPU: native is built for this processor, "
+        "torch needs no compiler; auto is native where it can be had",
+    )
+    quantize: Quantization = Field(
+        "none", description="int8 rounds the weights of decode steps to 8 bits when loading"
+    )
     slots: int = Field(
         EngineConfig().slots, ge=1, le=4096, description="sequences in the KV cache at once"
     )

@@ -14,6 +14,7 @@ from fastapi import Depends, Request
 from model.checkpoint import CheckpointInfo
 from model.device import Placement
 from model.engine.api import FinishEvent
+from model.kernels.choose import DecodePath
 from service.async_engine import AsyncEngine, StepReport
 from service.auth import NO_KEY, ApiKeys
 from service.constraints import Constraints
@@ -34,6 +35,7 @@ class Served:
     checkpoint: CheckpointInfo
     placement: Placement
     device: str  # for people
+    decode_path: DecodePath
     parameters: int
     kv_cache_bytes: int
     engine: AsyncEngine

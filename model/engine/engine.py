@@ -25,11 +25,12 @@ from model.engine.api import (
     sequence_lengths,
 )
 from model.engine.refusals import check_request
-from model.engine.runner import Runner, Scores, StepOutput
+from model.engine.runner import DecoderMaker, Runner, Scores, StepOutput
 from model.engine.sampler import Sampled
 from model.engine.scheduler import PrefillChunk, Scheduler, StepPlan
 from model.engine.sequence import Group, Sequence, State
 from model.gpt import GPT
+from model.kernels.plain import PlainDecoder
 
 
 class Engine:
@@ -40,11 +41,12 @@ class Engine:
         gpt: GPT,
         config: EngineConfig,
         *,
+        make_decoder: DecoderMaker = PlainDecoder,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.model_config = gpt.config
         self.clock = clock
-        self._runner = Runner(gpt, config.slots)
+        self._runner = Runner(gpt, config.slots, make_decoder)
         self._scheduler = Scheduler(config, self._runner.row_width)
         self._sequences: dict[str, list[Sequence]] = {}  # unfinished, by request
         self._next_weights: GPT | None = None

@@ -1,16 +1,14 @@
 """Runner: computes what a step plan asks for. The one file between the engine and the tensors.
 
-Prefill runs in whole blocks of 32 positions at multiples of 32, decode in rows padded to a multiple
-of ROW_GROUP: so the arithmetic of a row depends on its phase and position only, never on who is
-computed beside it. Measured on the matrix products of CPUs: the bits of a row differ between 1, 2
-to 3, and 4 or more rows, and are one class from 4 rows up in multiples of 4. Only products smaller
-than those of real models are outside of this: in float32 with fewer than 12 columns and an inner
-width that is no multiple of 4, in bfloat16 with rows * columns * inner width up to 4096, where
-torch changes kernels.
+Prefill runs in whole blocks of 32 positions at multiples of 32, and logits of prefilled positions
+in rows padded to a multiple of 4; decode is the decoder's (`model/kernels/`): so the arithmetic of
+a row depends on its phase and position only, never on who is computed beside it.
 
 Knows sequences and plans, not queues or events. Decides nothing.
 """
 
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,14 +17,16 @@ from torch import Tensor
 
 from model.attention import AttentionRecorder, Observer
 from model.config import BLOCK
+from model.device import one_thread
 from model.engine.api import AttentionWeights, HiddenStates, Logits, RowsRequest
 from model.engine.sampler import Row, Sampled, process, sample, score
 from model.engine.scheduler import PrefillChunk, StepPlan
 from model.engine.sequence import Sequence
 from model.gpt import GPT
+from model.kernels.plain import Decoder, PlainDecoder, padded_logits
 from model.kv_cache import KVCache
 
-ROW_GROUP = 4
+DecoderMaker = Callable[[GPT, KVCache], Decoder]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +57,14 @@ class StepOutput:
 class Runner:
     """A model, its cache, and the forward passes of a step."""
 
-    def __init__(self, gpt: GPT, slots: int) -> None:
+    def __init__(self, gpt: GPT, slots: int, make_decoder: DecoderMaker = PlainDecoder) -> None:
         _check_mode(gpt)
         weight = gpt.token_embedding.weight
         self.gpt = gpt
         self.device = weight.device
         self.cache = KVCache(gpt.config, slots, device=weight.device, dtype=weight.dtype)
+        self._make_decoder = make_decoder
+        self._decoder = make_decoder(gpt, self.cache)
 
     def check_replaceable(self, gpt: GPT) -> None:
         """Raise ValueError unless `gpt` could use this cache as it is."""
@@ -78,6 +80,8 @@ class Runner:
 
     def replace(self, gpt: GPT) -> None:
         """Compute with other weights from now on; the cache's contents mean nothing to them."""
+        self._decoder.close()
+        self._decoder = self._make_decoder(gpt, self.cache)
         self.gpt = gpt
 
     def row_width(self, request: RowsRequest) -> int:
@@ -108,13 +112,14 @@ class Runner:
                 output.scores[sequence] = self._scores(chunk, hidden, sequence.scores_from)
             if chunk.completes_prompt and sequence.generation is not None:
                 sequences.append(sequence)
-                logits.append(self._logits(hidden[-1:]))
+                logits.append(padded_logits(self.gpt, hidden[-1:]))
         if plan.decode:
             sequences.extend(plan.decode)
             logits.append(self.decode(plan.decode))
         if sequences:
             rows = [_row(sequence) for sequence in sequences]
-            sampled = sample(torch.cat(logits), rows)
+            with one_thread() if self._decoder.has_threads else nullcontext():
+                sampled = sample(torch.cat(logits), rows)
             output.sampled = dict(zip(sequences, sampled, strict=True))
         return output
 
@@ -148,16 +153,11 @@ class Runner:
 
     def decode(self, sequences: tuple[Sequence, ...]) -> Tensor:
         """Compute the last token of each sequence; the logits that follow it (B, V)."""
-        padding = [0] * (-len(sequences) % ROW_GROUP)
-        slots = [s.slot for s in sequences if s.slot is not None]
-        places = [s.computed for s in sequences]
-        token_ids = torch.tensor(
-            [s.tokens[s.computed] for s in sequences] + padding, device=self.device
+        return self._decoder.decode(
+            [s.tokens[s.computed] for s in sequences],
+            [s.slot for s in sequences if s.slot is not None],
+            [s.computed for s in sequences],
         )
-        positions = torch.tensor(places + padding, device=self.device)
-        attend = self.cache.decode(slots, places)
-        hidden = self.gpt.transform(token_ids[:, None], positions[:, None], attend)
-        return self.gpt.logits(hidden[:, 0])[: len(sequences)]
 
     def _rows(self, chunk: PrefillChunk, request: RowsRequest) -> Rows:
         """Compute a chunk, and the rows that are wanted of it."""
@@ -182,7 +182,7 @@ class Runner:
         self, sequence: Sequence, wanted: Logits, positions: tuple[int, ...], hidden: Tensor
     ) -> Tensor:
         """Logits (P, columns) of final hidden states (P, d_model)."""
-        logits = self._logits(hidden)
+        logits = padded_logits(self.gpt, hidden)
         if wanted.processing is not None:
             rows = [
                 Row(
@@ -205,15 +205,9 @@ class Runner:
         scored: list[Sampled] = []
         for start in range(0, len(following), BLOCK):
             targets = following[start : start + BLOCK]
-            logits = self._logits(hidden[start : start + len(targets)])
+            logits = padded_logits(self.gpt, hidden[start : start + len(targets)])
             scored += score(logits, targets, chunk.sequence.scored_top)
         return Scores(first + 1, scored)
-
-    def _logits(self, hidden: Tensor) -> Tensor:
-        """Logits (R, V) of hidden states (R, d_model), by rows padded like those of decode."""
-        padding = -len(hidden) % ROW_GROUP
-        padded = torch.nn.functional.pad(hidden, (0, 0, 0, padding))
-        return self.gpt.logits(padded)[: len(hidden)]
 
 
 def _check_mode(gpt: GPT) -> None:

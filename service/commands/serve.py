@@ -31,6 +31,7 @@ def print_banner(served: Served, port: int) -> None:
         ("parameters", f"{served.parameters:,}"),
         ("device", f"{served.device}, {served.placement.dtype_name}, "
                    f"{served.placement.threads} threads"),
+        ("decoding", served.decode_path.name),
         ("context", f"{served.context_length} tokens"),
         ("slots", f"{settings.slots} sequences at once, "
                   f"{served.kv_cache_bytes / 2**20:,.0f} MiB of keys and values"),

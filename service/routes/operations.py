@@ -56,6 +56,7 @@ def info(served: Ready) -> Info:
             "training": asdict(checkpoint.training),
             "parameters": served.parameters,
             "device": served.device,
+            "decoding": served.decode_path.name,
             "dtype": served.placement.dtype_name,
             "threads": served.placement.threads,
             "slots": settings.slots,

@@ -37,7 +37,9 @@ from model.engine.api import (
     sequence_lengths,
 )
 from model.engine.engine import Engine
+from model.engine.runner import DecoderMaker
 from model.gpt import GPT
+from model.kernels.plain import PlainDecoder
 from model.reference import generate, sample_row
 from tests.model.factories import VOCAB_SIZE, byte_tokenizer, tiny_config, tiny_gpt
 
@@ -180,10 +182,19 @@ class Outcome:
 class Driven:
     """An engine and the record of its events, by request id and index."""
 
-    def __init__(self, gpt: GPT, clock: FakeClock | None = None, **config: Any) -> None:
+    def __init__(
+        self,
+        gpt: GPT,
+        clock: FakeClock | None = None,
+        *,
+        make_decoder: DecoderMaker = PlainDecoder,
+        **config: Any,
+    ) -> None:
         values = {"slots": 4, "prefill_chunk": 64} | config
         self.clock = clock or FakeClock()
-        self.engine = Engine(gpt, EngineConfig(**values), clock=self.clock)
+        self.engine = Engine(
+            gpt, EngineConfig(**values), make_decoder=make_decoder, clock=self.clock
+        )
         self.outcomes: dict[tuple[str, int], Outcome] = {}
         self.accepted: set[tuple[str, int]] = set()
 

@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from model.constraint import Constraint
-from model.engine import runner as runner_module
 from model.engine.api import (
     AttentionWeights,
     GenerationRequest,
@@ -24,6 +23,7 @@ from model.engine.api import (
     ScoreRequest,
 )
 from model.gpt import GPT
+from model.kernels import plain
 from tests.model.engine.harness import (
     Driven,
     Outcome,
@@ -204,7 +204,7 @@ def test_a_warm_cache_gives_the_bits_of_a_cold_one() -> None:
 
 def test_without_padded_rows_company_shows(monkeypatch: pytest.MonkeyPatch) -> None:
     skip_unless_rows_depend_on_their_number()
-    monkeypatch.setattr(runner_module, "ROW_GROUP", 1)
+    monkeypatch.setattr(plain, "ROW_GROUP", 1)
     assert differences(shape("gpt2"), seed="gpt2", pool_size=20, mixes=3) > 0
 
 

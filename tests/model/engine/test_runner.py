@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from model.engine import runner as runner_module
 from model.engine.runner import Runner
 from model.engine.scheduler import PrefillChunk, StepPlan
 from model.engine.sequence import Group, Sequence, State
 from model.gpt import GPT
+from model.kernels import plain
 from tests.model.engine.harness import (
     generation,
     params,
@@ -142,7 +142,7 @@ def test_padding_is_what_keeps_the_bits(monkeypatch: pytest.MonkeyPatch) -> None
     """The inverse: without ROW_GROUP, rows differ on a machine whose matrix product does that."""
     gpt = tiny_gpt(tiny_config(**WIDTH))
     skip_unless_rows_depend_on_their_number()
-    monkeypatch.setattr(runner_module, "ROW_GROUP", 1)
+    monkeypatch.setattr(plain, "ROW_GROUP", 1)
     with pytest.raises(AssertionError):
         test_company_does_not_change_a_decoded_rows_bits(gpt, torch.float32)
 

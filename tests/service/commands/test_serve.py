@@ -38,6 +38,7 @@ def test_the_banner_says_what_is_served_and_where(process: ServedProcess) -> Non
         "checkpoint": f"{ODD_NAME}, step 1,234, validation loss never evaluated",
         "parameters": "52,512",
         "device": rows["device"],
+        "decoding": "torch",
         "context": "128 tokens",
         "slots": "3 sequences at once, 0 MiB of keys and values",
         "keys": "none: whoever can connect is answered",

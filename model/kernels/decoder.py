@@ -1,0 +1,263 @@
+"""NativeDecoder: one token of each of several sequences through the whole GPT, in one native call.
+
+Describes a GPT and its KV cache to the code in native/decoder.cpp. Covers every shape of
+`GPTConfig` on a CPU in float32 and bfloat16 whose head_dim is a multiple of 16, and int8 weights;
+`unsupported` says why another is not covered. The plain twin is `PlainDecoder`: equal within the
+tolerance of the dtype, the residual stream being float32 here.
+"""
+
+import ctypes
+from collections.abc import Sequence
+from ctypes import POINTER, Structure, byref, c_float, c_int32, c_int64, c_void_p
+
+import torch
+from torch import Tensor, nn
+
+from model.gpt import GPT, VALUE_GATE_WIDTH, Block, rotary_tables, sinusoidal_table
+from model.kernels.arena import Arena, settle
+from model.kernels.quantize import Quantized, quantize_rows
+from model.kv_cache import KVCache
+
+KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
+ACTIVATIONS = {"gelu_tanh": 0, "gelu": 1, "relu": 2, "relu2": 3, "swiglu": 4}
+LANES = 16
+MAX_HEAD_DIM = 256
+
+
+class _Norm(Structure):
+    _fields_ = (("weight", c_void_p), ("bias", c_void_p), ("eps", c_float), ("centred", c_int32))
+
+
+class _Matrix(Structure):
+    _fields_ = (
+        ("weights", c_void_p),
+        ("bias", c_void_p),
+        ("scale", c_void_p),
+        ("row_sum", c_void_p),
+        ("kind", c_int32),
+        ("rows", c_int32),
+        ("width", c_int32),
+        ("reserved", c_int32),
+    )
+
+
+class _Layer(Structure):
+    _fields_ = (
+        ("attention_norm", _Norm),
+        ("query_norm", _Norm),
+        ("key_norm", _Norm),
+        ("mlp_norm", _Norm),
+        ("qkv", _Matrix),
+        ("attention_out", _Matrix),
+        ("mlp_up", _Matrix),
+        ("mlp_down", _Matrix),
+        ("value_embedding", c_void_p),
+        ("value_gate", c_void_p),
+    )
+
+
+class _Model(Structure):
+    _fields_ = (
+        *((name, c_int32) for name in (
+            "n_layer", "n_head", "n_kv_head", "head_dim", "d_model", "d_ff", "vocab_size",
+            "kind", "cells",
+            "post_norm", "rotary", "qk_norm", "final_norm_on", "value_gate_width",
+            "activation",
+        )),
+        *((name, c_void_p) for name in (
+            "token_embedding", "position_embedding", "sinusoids", "rope_cos", "rope_sin",
+        )),
+        ("layers", POINTER(_Layer)),
+        ("final_norm", _Norm),
+        ("head", _Matrix),
+    )  # fmt: skip
+
+
+class _Cache(Structure):
+    _fields_ = (
+        ("keys", c_void_p),
+        ("values", c_void_p),
+        ("slots", c_int64),
+        ("slot_length", c_int64),
+    )
+
+
+def unsupported(gpt: GPT) -> str | None:
+    """Why the native decoder cannot run this model; None when it can."""
+    weight, config = gpt.token_embedding.weight, gpt.config
+    if weight.device.type != "cpu":
+        return f"the model is on {weight.device}"
+    if weight.dtype not in (torch.float32, torch.bfloat16):
+        return f"the model is in {weight.dtype}"
+    if config.head_dim % LANES or config.head_dim > MAX_HEAD_DIM:
+        return f"head_dim is {config.head_dim}, no multiple of {LANES} up to {MAX_HEAD_DIM}"
+    return None
+
+
+class NativeDecoder:
+    """A GPT and its cache, as the native code sees them. The GPT's parameters move into an arena,
+    and must not be replaced while this lives."""
+
+    has_threads = True
+
+    def __init__(
+        self,
+        library: ctypes.CDLL,
+        gpt: GPT,
+        cache: KVCache,
+        *,
+        threads: int,
+        quantized: bool = False,
+    ) -> None:
+        reason = unsupported(gpt)
+        if reason is not None:
+            raise ValueError(f"the native decoder does not cover this model: {reason}")
+        library.logitd_decoder_new.restype = c_void_p
+        library.logitd_decoder_new.argtypes = (POINTER(_Model), POINTER(_Cache), c_int32, c_int32)
+        library.logitd_decoder_delete.argtypes = (c_void_p,)
+        library.logitd_decode.argtypes = (*(c_void_p,) * 4, c_int32, c_void_p)
+        self._library = library
+        self._kept: list[Tensor | Quantized | Arena] = [settle(gpt)]
+        self._quantized = quantized
+        self._cells = KINDS[gpt.token_embedding.weight.dtype]
+        model, layers = self._describe(gpt)
+        self._layers = layers
+        described = _Cache(
+            cache.keys.data_ptr(), cache.values.data_ptr(), cache.slots, cache.slot_length
+        )
+        self._kept += [cache.keys, cache.values]
+        self._handle = library.logitd_decoder_new(
+            byref(model), byref(described), cache.slots, threads
+        )
+        self._where = torch.zeros(3, cache.slots, dtype=torch.int32)  # tokens, slots, positions
+        self._logits = torch.empty(cache.slots, gpt.config.vocab_size)
+
+    def decode(
+        self, token_ids: Sequence[int], slots: Sequence[int], positions: Sequence[int]
+    ) -> Tensor:
+        """Logits (B, V) in float32 that follow the tokens, whose keys and values are written into
+        the cache. The tensor is overwritten by the next call."""
+        count = len(token_ids)
+        where = self._where
+        where[:, :count] = torch.tensor((token_ids, slots, positions), dtype=torch.int32)
+        self._library.logitd_decode(
+            self._handle,
+            where[0].data_ptr(),
+            where[1].data_ptr(),
+            where[2].data_ptr(),
+            count,
+            self._logits.data_ptr(),
+        )
+        return self._logits[:count]
+
+    def close(self) -> None:
+        """End the threads. Nothing may be decoded afterwards."""
+        if self._handle is not None:
+            self._library.logitd_decoder_delete(self._handle)
+            self._handle = None
+
+    def __del__(self) -> None:
+        if getattr(self, "_handle", None) is not None:
+            self.close()
+
+    def _describe(self, gpt: GPT) -> tuple[_Model, ctypes.Array[_Layer]]:
+        config, cpu = gpt.config, torch.device("cpu")
+        layers = (_Layer * config.n_layer)(*(self._layer(block) for block in gpt.blocks))
+        head = gpt.token_embedding.weight if config.tied_head else gpt.head.weight
+        rope = [
+            self._keep(table)
+            for table in rotary_tables(
+                config.context_length, config.head_dim, config.rope_theta, cpu
+            )
+        ]
+        sinusoids = None
+        if config.positions == "sinusoidal":
+            sinusoids = sinusoidal_table(config.context_length, config.d_model, cpu)
+        model = _Model(
+            n_layer=config.n_layer,
+            n_head=config.n_head,
+            n_kv_head=config.n_kv_head,
+            head_dim=config.head_dim,
+            d_model=config.d_model,
+            d_ff=config.d_ff,
+            vocab_size=config.vocab_size,
+            kind=KINDS[torch.int8] if self._quantized else self._cells,
+            cells=self._cells,
+            post_norm=config.norm_position == "post",
+            rotary=config.positions == "rotary",
+            qk_norm=config.qk_norm,
+            final_norm_on=config.norm_position == "pre",
+            value_gate_width=min(VALUE_GATE_WIDTH, config.d_model),
+            activation=ACTIVATIONS[config.activation],
+            token_embedding=self._keep(gpt.token_embedding.weight),
+            position_embedding=(
+                self._keep(gpt.position_embedding.weight) if config.positions == "learned" else None
+            ),
+            sinusoids=None if sinusoids is None else self._keep(sinusoids),
+            rope_cos=rope[0],
+            rope_sin=rope[1],
+            layers=layers,
+            final_norm=self._norm(gpt.final_norm),
+            head=self._matrix(head[: config.vocab_size], None),
+        )
+        return model, layers
+
+    def _layer(self, block: nn.Module) -> _Layer:
+        assert isinstance(block, Block)
+        valued = block.config.has_value_embedding(block.layer)
+        return _Layer(
+            attention_norm=self._norm(block.attention_norm),
+            query_norm=self._norm(block.query_norm) if block.config.qk_norm else _Norm(),
+            key_norm=self._norm(block.key_norm) if block.config.qk_norm else _Norm(),
+            mlp_norm=self._norm(block.mlp_norm),
+            qkv=self._linear(block.qkv),
+            attention_out=self._linear(block.attention_out),
+            mlp_up=self._linear(block.mlp_up),
+            mlp_down=self._linear(block.mlp_down),
+            value_embedding=self._keep(block.value_embedding.weight) if valued else None,
+            value_gate=self._floats(block.value_gate.weight) if valued else None,
+        )
+
+    def _norm(self, norm: nn.Module) -> _Norm:
+        if isinstance(norm, nn.Identity):
+            return _Norm()
+        assert isinstance(norm, nn.LayerNorm | nn.RMSNorm)
+        centred = isinstance(norm, nn.LayerNorm)
+        bias = norm.bias if isinstance(norm, nn.LayerNorm) else None
+        return _Norm(
+            weight=self._floats(norm.weight),
+            bias=None if bias is None else self._floats(bias),
+            eps=norm.eps,
+            centred=centred,
+        )
+
+    def _linear(self, linear: nn.Linear) -> _Matrix:
+        return self._matrix(linear.weight, linear.bias)
+
+    def _matrix(self, weight: Tensor, bias: Tensor | None) -> _Matrix:
+        rows, width = weight.shape
+        described = _Matrix(
+            bias=None if bias is None else self._floats(bias), rows=rows, width=width
+        )
+        if self._quantized:
+            quantized = quantize_rows(weight)
+            self._kept.append(quantized)
+            with torch.no_grad():  # prefill computes with the same weights
+                weight.copy_(quantized.dequantized())
+            described.kind = KINDS[torch.int8]
+            described.weights = quantized.values.data_ptr()
+            described.scale = quantized.scale.data_ptr()
+            described.row_sum = quantized.row_sum.data_ptr()
+        else:
+            described.kind = self._cells
+            described.weights = self._keep(weight)
+        return described
+
+    def _floats(self, tensor: Tensor) -> int:
+        return self._keep(tensor.detach().float().clone())
+
+    def _keep(self, tensor: Tensor) -> int:
+        """The address of a tensor that lives as long as this does."""
+        assert tensor.is_contiguous()
+        self._kept.append(tensor)
+        return tensor.data_ptr()

@@ -1,0 +1,105 @@
+"""Library: the native kernels, built once by the machine's own compiler and loaded.
+
+The sources in native/ are compiled for the processor at hand (seconds, the first time) and kept
+under a name that holds the hash of the sources, the compiler, its flags and the processor's
+features: whatever changes, another file is built. Without a compiler, or when it fails, there is a
+KernelsUnavailable that says why, and the callers take the plain torch path.
+"""
+
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+SOURCES = Path(__file__).parent / "native"
+MAIN_SOURCE = "decoder.cpp"
+FLAGS = ("-O3", "-std=c++20", "-ffp-contract=off", "-fPIC", "-shared", "-pthread")
+COMPILERS = ("c++", "g++", "clang++")
+BUILD_SECONDS = 300
+
+
+class KernelsUnavailable(RuntimeError):
+    """There are no native kernels on this machine; the message says why."""
+
+
+def load_library(say: Callable[[str], None] = lambda line: None) -> ctypes.CDLL:
+    """The compiled kernels. `say` is told when they are being built, which takes a moment.
+
+    Raises KernelsUnavailable.
+    """
+    compiler = _compiler()
+    flags = (*FLAGS, "-march=native" if platform.machine() == "x86_64" else "-mcpu=native")
+    target = _cache_folder() / f"kernels-{_fingerprint(compiler, flags)}.so"
+    if not target.exists():
+        say("building the native kernels for this processor, once")
+        _build(compiler, flags, target)
+    try:
+        return ctypes.CDLL(str(target))
+    except OSError as error:
+        raise KernelsUnavailable(f"the built kernels cannot be loaded: {error}") from error
+
+
+def _compiler() -> str:
+    wanted = os.environ.get("CXX")
+    for name in (wanted,) if wanted else COMPILERS:
+        if path := shutil.which(name):
+            return path
+    raise KernelsUnavailable(
+        f"no C++ compiler was found ({wanted or ', '.join(COMPILERS)}); install one, or name it in "
+        "CXX"
+    )
+
+
+def _cache_folder() -> Path:
+    """Where the built library is kept: the user's cache, else a folder of this boot."""
+    home = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    for folder in (Path(home) / "logitd", Path(tempfile.gettempdir()) / f"logitd-{os.getuid()}"):
+        try:
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        except OSError:
+            continue
+        # A library is code: only our own folder may give it.
+        if os.access(folder, os.W_OK) and folder.stat().st_uid == os.getuid():
+            return folder
+    raise KernelsUnavailable("no folder to keep the built kernels in can be written")
+
+
+def _fingerprint(compiler: str, flags: tuple[str, ...]) -> str:
+    digest = hashlib.sha256()
+    for path in sorted(SOURCES.iterdir()):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    version = subprocess.run([compiler, "--version"], capture_output=True, check=False).stdout
+    digest.update(b"\0".join([compiler.encode(), version, *(flag.encode() for flag in flags)]))
+    digest.update(_processor().encode())
+    return digest.hexdigest()[:20]
+
+
+def _processor() -> str:
+    """What -march=native looks at: the processor's features."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return f"{platform.machine()} {platform.processor()}"
+    return next((line for line in lines if line.startswith(("flags", "Features"))), "")
+
+
+def _build(compiler: str, flags: tuple[str, ...], target: Path) -> None:
+    """Compile aside and rename, so that a second process never loads half a file."""
+    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+        built = Path(folder) / "kernels.so"
+        command = [compiler, *flags, "-o", str(built), str(SOURCES / MAIN_SOURCE)]
+        try:
+            result = subprocess.run(
+                command, capture_output=True, text=True, timeout=BUILD_SECONDS, check=False
+            )
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise KernelsUnavailable(f"the compiler did not finish: {error}") from error
+        if result.returncode:
+            first = next((line for line in result.stderr.splitlines() if "error" in line), "")
+            raise KernelsUnavailable(f"the compiler refused the kernels: {first[:300]}")
+        built.replace(target)

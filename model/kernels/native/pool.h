@@ -1,0 +1,143 @@
+// Pool: the compute threads, and a loop that they share.
+//
+// A loop's pieces are claimed one by one, and a loop is over when all its pieces are done, not when
+// all threads have come by: a thread that the operating system has taken off its core delays at most
+// the piece that it holds, and one that wakes late finds what is left. Which thread computes a piece
+// never changes its result. Threads wait by spinning for as long as a step's own pauses last, then
+// asleep.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <thread>
+#include <vector>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace logitd {
+
+inline void relax() {
+#if defined(__x86_64__)
+  _mm_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+class Pool {
+ public:
+  explicit Pool(int threads) {
+    for (int i = 1; i < threads; i++) workers_.emplace_back([this] { work(); });
+  }
+
+  ~Pool() {
+    stopping_.store(true);
+    woken_.fetch_add(1);
+    woken_.notify_all();
+    for (std::thread& worker : workers_) worker.join();
+  }
+
+  Pool(const Pool&) = delete;
+  Pool& operator=(const Pool&) = delete;
+
+  // Let the workers look for pieces, from here until `rest`.
+  void begin() {
+    if (workers_.empty()) return;
+    active_.store(true, std::memory_order_release);
+    if (asleep_.load() > 0) {
+      woken_.fetch_add(1);
+      woken_.notify_all();
+    }
+  }
+
+  void rest() { active_.store(false, std::memory_order_release); }
+
+  // Call piece(i) for each i in [0, count), on any thread, and return when all have returned.
+  template <class Piece>
+  void loop(int count, const Piece& piece) {
+    if (count == 1 || workers_.empty()) {
+      for (int i = 0; i < count; i++) piece(i);
+      return;
+    }
+    // Closed while the loop's description is written: a worker that read half of it cannot claim.
+    std::uint64_t serial = (cursor_.load(std::memory_order_relaxed) >> BITS) + 1;
+    cursor_.store((serial << BITS) | MASK, std::memory_order_relaxed);
+    std::atomic_thread_fence(std::memory_order_release);
+    run_.store([](const void* context, int i) { (*static_cast<const Piece*>(context))(i); },
+               std::memory_order_relaxed);
+    context_.store(&piece, std::memory_order_relaxed);
+    count_.store(count, std::memory_order_relaxed);
+    done_.store(0, std::memory_order_relaxed);
+    cursor_.store(serial << BITS, std::memory_order_release);
+    while (claim()) {
+    }
+    for (int waited = 0; done_.load(std::memory_order_acquire) < count; waited++) {
+      // Whoever holds the last piece may be off its core; give it ours rather than spin for long.
+      if (waited < 20000) relax(); else std::this_thread::yield();
+    }
+  }
+
+  int threads() const { return int(workers_.size()) + 1; }
+
+ private:
+  static constexpr int BITS = 24;  // of the cursor: the next piece; above them the loop's number
+  static constexpr std::uint64_t MASK = (std::uint64_t(1) << BITS) - 1;
+  static constexpr auto SPIN = std::chrono::microseconds(200);
+
+  // Claim one piece of the present loop and run it. False when there is none. The claim fails when
+  // the loop has changed meanwhile, so what was read of it is never used for another.
+  bool claim() {
+    std::uint64_t cursor = cursor_.load(std::memory_order_acquire);
+    for (;;) {
+      int piece = int(cursor & MASK);
+      auto run = run_.load(std::memory_order_relaxed);
+      const void* context = context_.load(std::memory_order_relaxed);
+      if (piece >= count_.load(std::memory_order_relaxed)) return false;
+      std::atomic_thread_fence(std::memory_order_acquire);
+      if (cursor_.compare_exchange_weak(cursor, cursor + 1, std::memory_order_acq_rel)) {
+        run(context, piece);
+        done_.fetch_add(1, std::memory_order_release);
+        return true;
+      }
+    }
+  }
+
+  void work() {
+    auto idle_since = std::chrono::steady_clock::now();
+    for (int turn = 0; !stopping_.load(std::memory_order_relaxed); turn++) {
+      if (active_.load(std::memory_order_acquire) && claim()) {
+        idle_since = std::chrono::steady_clock::now();
+        continue;
+      }
+      relax();
+      if (turn % 64 || active_.load(std::memory_order_relaxed)) continue;
+      if (std::chrono::steady_clock::now() - idle_since > SPIN) {
+        sleep();
+        idle_since = std::chrono::steady_clock::now();
+      }
+    }
+  }
+
+  void sleep() {
+    int seen = woken_.load();
+    asleep_.fetch_add(1);
+    if (!active_.load() && !stopping_.load()) woken_.wait(seen);
+    asleep_.fetch_sub(1);
+  }
+
+  std::vector<std::thread> workers_;
+  alignas(64) std::atomic<std::uint64_t> cursor_{MASK};
+  std::atomic<void (*)(const void*, int)> run_{nullptr};
+  std::atomic<const void*> context_{nullptr};
+  std::atomic<int> count_{0};
+  alignas(64) std::atomic<int> done_{0};
+  alignas(64) std::atomic<bool> active_{false};
+  std::atomic<bool> stopping_{false};
+  std::atomic<int> asleep_{0};
+  std::atomic<int> woken_{0};
+};
+
+}  // namespace logitd

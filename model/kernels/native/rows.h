@@ -1,0 +1,155 @@
+// Rows: what happens to one activation row by itself: norms, rotation, activations, and the
+// conversion into the format that the next matrix wants.
+#pragma once
+
+#include <algorithm>
+#include <vector>
+
+#include "linear.h"
+#include "vectors.h"
+
+namespace logitd {
+
+// A norm's parameters (width); `bias` may be null. `centred` subtracts the mean (LayerNorm).
+struct Norm {
+  const float* weight;
+  const float* bias;
+  float eps;
+  std::int32_t centred;
+};
+
+// Whole vectors of a row of `width` floats; rows are padded, so that a last vector may hold more.
+inline int vectors(int width) { return (width + LANES - 1) / LANES; }
+
+inline float row_sum(const float* row, int width) {
+  Floats total = {};
+  int whole = width / LANES * LANES;
+  for (int i = 0; i < whole; i += LANES) total += load(row + i);
+  float result = sum(total);
+  for (int i = whole; i < width; i++) result += row[i];
+  return result;
+}
+
+inline float row_squares(const float* row, int width, float mean) {
+  Floats total = {};
+  int whole = width / LANES * LANES;
+  for (int i = 0; i < whole; i += LANES) {
+    Floats off = load(row + i) - mean;
+    total = fused(off, off, total);
+  }
+  float result = sum(total);
+  for (int i = whole; i < width; i++) result += (row[i] - mean) * (row[i] - mean);
+  return result;
+}
+
+// to[0, width) = the norm of from[0, width); they may be the same row.
+inline void normalise(const Norm& norm, const float* from, float* to, int width) {
+  float mean = norm.centred ? row_sum(from, width) / float(width) : 0.0f;
+  float scale = 1.0f / std::sqrt(row_squares(from, width, mean) / float(width) + norm.eps);
+  for (int i = 0; i < width; i++) {
+    float value = (from[i] - mean) * scale * norm.weight[i];
+    to[i] = norm.bias ? value + norm.bias[i] : value;
+  }
+}
+
+enum Activation : std::int32_t {
+  GELU_TANH = 0,
+  GELU = 1,
+  RELU = 2,
+  RELU_SQUARED = 3,
+  SWIGLU = 4,
+};
+
+inline Floats activated(Activation kind, Floats x) {
+  switch (kind) {
+    case GELU_TANH: {
+      Floats twice = 1.5957691216057308f * (x + 0.044715f * x * x * x);
+      return x * sigmoid(twice);
+    }
+    case GELU: return 0.5f * x * (1.0f + erf(x * 0.70710678118654752f));
+    case RELU: return max(x, Floats{});
+    case RELU_SQUARED: return max(x, Floats{}) * max(x, Floats{});
+    case SWIGLU: return x * sigmoid(x);
+  }
+  return x;
+}
+
+// row[0, width) = the activation of row[0, width); with swiglu the gate's half stands first and the
+// values that it gates follow.
+inline void activate(Activation kind, float* row, int width) {
+  for (int i = 0; i < width; i += LANES) {
+    Floats values = activated(kind, load(row + i));
+    if (kind == SWIGLU) values *= load(row + width + i);
+    store(row + i, values);
+  }
+}
+
+// Rotary positions, half split: channel i is paired with channel i + width / 2.
+inline void rotate(float* head, const float* cos, const float* sin, int width) {
+  int half = width / 2;
+  for (int i = 0; i < half; i++) {
+    float first = head[i], second = head[i + half];
+    head[i] = first * cos[i] - second * sin[i];
+    head[i + half] = second * cos[i] + first * sin[i];
+  }
+}
+
+// Rows of activations on their way into matrices of one kind: (count, pitch), zeros behind `width`.
+class Converted {
+ public:
+  Converted(int kind, int rows, int width) : kind_(kind) {
+    int step = kind == KIND_F32 ? F32::STEP : kind == KIND_BF16 ? B16::STEP : I8::STEP;
+    pitch_ = (width + step - 1) / step * step;
+    int item = kind == KIND_F32 ? 4 : kind == KIND_BF16 ? 2 : 1;
+    // The zero of int8's activations is 128, but what it meets there is multiplied away as well.
+    values_.resize(std::size_t(rows) * pitch_ * item, 0);
+    scales_.resize(rows, 0.0f);
+  }
+
+  void put(int row, const float* from, int width) {
+    switch (kind_) {
+      case KIND_F32: return put_floats(row, from, width);
+      case KIND_BF16: return put_bf16(row, from, width);
+      case KIND_INT8: return put_int8(row, from, width);
+    }
+  }
+
+  Inputs inputs(int count) const { return {values_.data(), scales_.data(), count, pitch_}; }
+
+ private:
+  void put_floats(int row, const float* from, int width) {
+    std::memcpy(reinterpret_cast<float*>(values_.data()) + std::size_t(row) * pitch_, from,
+                sizeof(float) * width);
+  }
+
+  void put_bf16(int row, const float* from, int width) {
+    Bf16* to = reinterpret_cast<Bf16*>(values_.data()) + std::size_t(row) * pitch_;
+    int whole = width / LANES * LANES;
+    for (int i = 0; i < whole; i += LANES) store(to + i, load(from + i));
+    if (whole < width) {
+      float rest[LANES] = {};
+      std::memcpy(rest, from + whole, sizeof(float) * (width - whole));
+      store(to + whole, load(rest));
+    }
+  }
+
+  // By the row's own largest value: to the nearest of 127 steps to either side of 128.
+  void put_int8(int row, const float* from, int width) {
+    std::uint8_t* to = values_.data() + std::size_t(row) * pitch_;
+    float most = 0.0f;
+    for (int i = 0; i < width; i++) most = std::max(most, std::fabs(from[i]));
+    float inverse = most > 0.0f ? 127.0f / most : 0.0f;
+    scales_[row] = most / 127.0f;
+    for (int i = 0; i < width; i++) {
+      const float round = 12582912.0f;
+      to[i] = std::uint8_t(int((from[i] * inverse + round) - round) + 128);
+    }
+  }
+
+  int kind_;
+  int pitch_;
+  std::vector<std::uint8_t> values_;
+  std::vector<float> scales_;
+};
+
+}  // namespace logitd

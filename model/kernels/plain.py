@@ -1,0 +1,69 @@
+"""PlainDecoder: a decode step in stock torch, wherever torch runs; the twin of the native one.
+
+Rows are padded to a multiple of ROW_GROUP: so the arithmetic of a row does not depend on how many
+are computed beside it. Measured on the matrix products of CPUs: the bits of a row differ between
+1, 2 to 3, and 4 or more rows, and are one class from 4 rows up in multiples of 4. Only products
+smaller than those of real models are outside of this: in float32 with fewer than 12 columns and an
+inner width that is no multiple of 4, in bfloat16 with rows * columns * inner width up to 4096,
+where torch changes kernels.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from model.gpt import GPT
+from model.kv_cache import KVCache
+
+ROW_GROUP = 4
+
+
+class Decoder(Protocol):
+    """Computes one more position of each of several slots."""
+
+    has_threads: bool
+    """Whether it computes with threads of its own instead of torch's."""
+
+    def decode(
+        self, token_ids: Sequence[int], slots: Sequence[int], positions: Sequence[int]
+    ) -> Tensor:
+        """Logits (B, V) that follow the tokens, whose keys and values are written into the cache.
+        They may be overwritten by the next call."""
+
+    def close(self) -> None:
+        """Nothing is decoded any more."""
+
+
+class PlainDecoder:
+    """A GPT over its KV cache, one torch operation after the other."""
+
+    has_threads = False
+
+    def __init__(self, gpt: GPT, cache: KVCache) -> None:
+        self._gpt = gpt
+        self._cache = cache
+        self._device = gpt.token_embedding.weight.device
+
+    def decode(
+        self, token_ids: Sequence[int], slots: Sequence[int], positions: Sequence[int]
+    ) -> Tensor:
+        padding = [0] * (-len(token_ids) % ROW_GROUP)
+        ids = torch.tensor([*token_ids, *padding], device=self._device)
+        places = torch.tensor([*positions, *padding], device=self._device)
+        attend = self._cache.decode(slots, positions)
+        hidden = self._gpt.transform(
+            ids[:, None], places[:, None], attend
+        )  # (B padded, 1, d_model)
+        return self._gpt.logits(hidden[:, 0])[: len(token_ids)]
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+
+def padded_logits(gpt: GPT, hidden: Tensor) -> Tensor:
+    """Logits (R, V) of hidden states (R, d_model), by rows padded like those of decode."""
+    padding = -len(hidden) % ROW_GROUP
+    return gpt.logits(F.pad(hidden, (0, 0, 0, padding)))[: len(hidden)]

@@ -1,0 +1,39 @@
+"""The arena: every weight once, in order, with zeros between."""
+
+import torch
+
+from model.kernels.arena import LINE, PAGE, Arena, room_for, settle
+from tests.model.factories import random_ids, tiny_config, tiny_gpt
+
+
+def test_a_module_keeps_its_values_and_lives_in_the_arena() -> None:
+    gpt = tiny_gpt()
+    ids = random_ids(1, 20)
+    before, state = gpt(ids).logits, {k: v.clone() for k, v in gpt.state_dict().items()}
+    arena = settle(gpt)
+    assert torch.equal(gpt(ids).logits, before)
+    assert all(torch.equal(value, state[name]) for name, value in gpt.state_dict().items())
+    addresses = [parameter.data_ptr() for parameter in gpt.parameters()]
+    assert addresses == sorted(addresses)
+    assert addresses[0] % PAGE == 0
+    assert all(address % LINE == 0 for address in addresses)
+    start, end = addresses[0], addresses[0] + arena._room.numel()
+    assert all(start <= address < end for address in addresses)
+
+
+def test_tied_weights_are_there_once() -> None:
+    gpt = tiny_gpt(tiny_config(tied_head=True))
+    settle(gpt)
+    assert len({parameter.data_ptr() for parameter in gpt.parameters()}) == len(
+        list(gpt.parameters())
+    )
+
+
+def test_there_are_zeros_behind_each_tensor() -> None:
+    tensors = [torch.ones(size, dtype=torch.bfloat16) for size in (1, 31, 32, 33, 1000)]
+    arena = Arena(sum(map(room_for, tensors)))
+    placed = [arena.place(tensor) for tensor in tensors]
+    for tensor in placed:
+        offset = tensor.data_ptr() - arena._room.data_ptr() + 2 * tensor.numel()
+        assert not arena._room[offset : offset + LINE].any()
+        assert (tensor == 1).all()

@@ -1,0 +1,235 @@
+"""The native decoder against its plain twin: the same numbers, whatever the shape, and for a row
+the same bits whatever is beside it."""
+
+import ctypes
+import random
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.testing import assert_close
+
+from model.config import GPTConfig
+from model.gpt import GPT, Block
+from model.kernels.decoder import NativeDecoder, unsupported
+from model.kernels.plain import PlainDecoder
+from model.kernels.quantize import quantize_rows
+from model.kv_cache import KVCache
+from tests.model.engine.harness import (
+    Driven,
+    assert_is_reference,
+    generation,
+    random_params,
+    random_prompt,
+)
+from tests.model.factories import FAMILIES, random_ids, tiny_config, tiny_gpt
+
+SLOTS, STEPS = 5, 40
+CPU = torch.device("cpu")
+
+
+def native_config(family: str, **overrides: Any) -> GPTConfig:
+    """A shape that the native decoder covers, with odd widths where they may be odd."""
+    return tiny_config(
+        **{**FAMILIES[family], "head_dim": 16, "d_model": 44, "d_ff": 70, **overrides}
+    )
+
+
+def new_cache(gpt: GPT) -> KVCache:
+    return KVCache(gpt.config, SLOTS, device=CPU, dtype=gpt.token_embedding.weight.dtype)
+
+
+def decoded(decoder: Any, ids: Tensor, slots: list[int]) -> list[Tensor]:
+    """Logits (B, V) of each step of `ids` (B, steps), every sequence one position further."""
+    rows = []
+    with torch.inference_mode():
+        for position in range(ids.shape[1]):
+            places = [position] * len(slots)
+            logits = decoder.decode(ids[:, position].tolist(), slots, places)
+            rows.append(logits.float().clone())
+    return rows
+
+
+@pytest.fixture(params=[1, 2])
+def threads(request: pytest.FixtureRequest) -> int:
+    count: int = request.param
+    return count
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_it_computes_what_the_twin_computes(
+    library: ctypes.CDLL, family: str, threads: int
+) -> None:
+    gpt = tiny_gpt(native_config(family))
+    plain = decoded(PlainDecoder(gpt, new_cache(gpt)), random_ids(3, STEPS), [2, 0, 4])
+    native = NativeDecoder(library, gpt, new_cache(gpt), threads=threads)
+    for expected, found in zip(
+        plain, decoded(native, random_ids(3, STEPS), [2, 0, 4]), strict=True
+    ):
+        assert_close(found, expected, atol=1e-3, rtol=1e-3)
+    native.close()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bfloat16_is_as_near_to_float32_as_the_twin(library: ctypes.CDLL, family: str) -> None:
+    config, ids = native_config(family), random_ids(2, STEPS)
+    exact = tiny_gpt(config)(ids).logits
+    gpt = tiny_gpt(config).to(torch.bfloat16)
+    errors = []
+    for decoder in (
+        PlainDecoder(gpt, new_cache(gpt)),
+        NativeDecoder(library, gpt, new_cache(gpt), threads=1),
+    ):
+        found = torch.stack(decoded(decoder, ids, [0, 1]), dim=1)
+        errors.append((found - exact).std() / exact.std())
+        decoder.close()
+    plain, native = errors
+    assert native < 1.3 * plain + 0.005
+    assert native > 1e-4, "it was computed in bfloat16"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("quantized", [False, True])
+def test_a_row_is_the_same_bits_alone_and_among_others(
+    library: ctypes.CDLL, dtype: torch.dtype, quantized: bool, threads: int
+) -> None:
+    """1 to 32 rows: streams, tiles, and what is left over of both."""
+    gpt = tiny_gpt(native_config("modern", d_model=68, d_ff=132)).to(dtype)
+    cache = KVCache(gpt.config, 33, device=CPU, dtype=dtype)
+    native = NativeDecoder(library, gpt, cache, threads=threads, quantized=quantized)
+    ids = random_ids(33, 6)
+    rng = random.Random(0)
+    for position in range(5):
+        native.decode(ids[:, position].tolist(), list(range(33)), [position] * 33)
+    together = native.decode(ids[:, 5].tolist(), list(range(33)), [5] * 33).clone()
+    for count in (1, 2, 3, 4, 5, 7, 8, 9, 10, 11, 12, 13, 16, 21, 32):
+        rows = rng.sample(range(33), count)
+        found = native.decode([int(ids[row, 5]) for row in rows], rows, [5] * count)
+        assert torch.equal(found, together[rows]), count
+    native.close()
+
+
+def test_the_number_of_threads_changes_no_bit(library: ctypes.CDLL) -> None:
+    gpt, ids = tiny_gpt(native_config("llama")), random_ids(4, 20)
+    results = []
+    for threads in (1, 2, 3, 5):
+        native = NativeDecoder(library, gpt, new_cache(gpt), threads=threads)
+        results.append(torch.stack(decoded(native, ids, [3, 1, 0, 2])))
+        native.close()
+    assert all(torch.equal(result, results[0]) for result in results)
+
+
+@settings(
+    max_examples=40,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(
+    family=st.sampled_from(sorted(FAMILIES)),
+    d_model=st.integers(3, 50).map(lambda half: 2 * half),
+    d_ff=st.integers(1, 150),
+    head_dim=st.sampled_from([16, 32, 48]),
+    vocab_size=st.integers(2, 300),
+    data=st.data(),
+)
+def test_any_shape_at_any_positions(
+    library: ctypes.CDLL,
+    family: str,
+    d_model: int,
+    d_ff: int,
+    head_dim: int,
+    vocab_size: int,
+    data: st.DataObject,
+) -> None:
+    """Odd widths, every slot at a position of its own, slots that are written anew."""
+    shape = {"d_model": d_model, "d_ff": d_ff, "head_dim": head_dim, "vocab_size": vocab_size}
+    gpt = tiny_gpt(native_config(family, n_layer=2, **shape))
+    plain = PlainDecoder(gpt, new_cache(gpt))
+    native = NativeDecoder(library, gpt, new_cache(gpt), threads=2)
+    length = [0] * SLOTS
+    for _ in range(data.draw(st.integers(1, 6))):
+        slots = data.draw(
+            st.lists(st.integers(0, SLOTS - 1), min_size=1, max_size=SLOTS, unique=True)
+        )
+        ids = [data.draw(st.integers(0, vocab_size - 1)) for _ in slots]
+        places = [length[slot] for slot in slots]
+        with torch.inference_mode():
+            expected = plain.decode(ids, slots, places).clone()
+        assert_close(native.decode(ids, slots, places), expected, atol=2e-3, rtol=2e-3)
+        for slot in slots:
+            length[slot] = 0 if data.draw(st.booleans()) and length[slot] > 3 else length[slot] + 1
+    native.close()
+
+
+def test_int8_computes_with_the_weights_that_it_says(library: ctypes.CDLL) -> None:
+    """Against the twin with the dequantized weights; what is left is the activations' rounding."""
+    gpt, ids = tiny_gpt(native_config("gpt2", d_model=64, d_ff=256)), random_ids(2, 20)
+    native = NativeDecoder(library, gpt, new_cache(gpt), threads=1, quantized=True)
+    found = torch.stack(decoded(native, ids, [0, 1]), dim=1)
+    native.close()
+    exact = gpt(ids).logits
+    twin = tiny_gpt(gpt.config)
+    with torch.no_grad():
+        for block in twin.blocks:
+            assert isinstance(block, Block)
+            for linear in (block.qkv, block.attention_out, block.mlp_up, block.mlp_down):
+                linear.weight.copy_(quantize_rows(linear.weight).dequantized())
+    quantized = twin(ids).logits
+    loss = (quantized - exact).std() / exact.std()
+    error = (found - exact).std() / exact.std()
+    assert 0.001 < loss < error < 4 * loss
+
+
+def test_a_long_context_is_read_to_its_end(library: ctypes.CDLL) -> None:
+    gpt = tiny_gpt(native_config("modern", context_length=128))
+    plain, native = new_cache(gpt), new_cache(gpt)
+    keys = torch.randn(plain.keys.shape, generator=torch.Generator().manual_seed(0))
+    for cache in (plain, native):
+        cache.keys.copy_(keys)
+        cache.values.copy_(keys.flip(0))
+    decoder = NativeDecoder(library, gpt, native, threads=2)
+    for position in (0, 1, 15, 16, 17, 31, 32, 100, 127):
+        with torch.inference_mode():
+            expected = PlainDecoder(gpt, plain).decode([7, 9], [1, 3], [position] * 2)
+        found = decoder.decode([7, 9], [1, 3], [position] * 2)
+        assert_close(found, expected, atol=1e-3, rtol=1e-3)
+    decoder.close()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_engine_on_it_is_what_the_reference_says(library: ctypes.CDLL, family: str) -> None:
+    rng = random.Random(family)
+    gpt = tiny_gpt(native_config(family, vocab_size=60))
+    driven = Driven(
+        gpt,
+        make_decoder=lambda gpt, cache: NativeDecoder(library, gpt, cache, threads=2),
+        slots=3,
+        prefill_chunk=32,
+    )
+    requests = {}
+    for i in range(8):
+        prompt = random_prompt(rng, rng.randint(1, 90), 60)
+        requests[str(i)] = generation(str(i), prompt, sampling=random_params(rng, 20, 60))
+        driven.add(requests[str(i)])
+        driven.step()
+    outcomes = driven.drain()
+    for name, request in requests.items():
+        found = outcomes[name, 0].token_ids
+        assert_is_reference(gpt, request.token_ids, request.params, 0, found)
+
+
+@pytest.mark.parametrize(
+    ("gpt", "why"),
+    [
+        (tiny_gpt(tiny_config(head_dim=8)), "head_dim is 8"),
+        (tiny_gpt(tiny_config(head_dim=24)), "head_dim is 24"),
+        (tiny_gpt(tiny_config(head_dim=16)).half(), "float16"),
+    ],
+)
+def test_what_it_does_not_cover_it_says(library: ctypes.CDLL, gpt: GPT, why: str) -> None:
+    assert why in (unsupported(gpt) or "")
+    with pytest.raises(ValueError, match=why):
+        NativeDecoder(library, gpt, new_cache(gpt), threads=1)
