@@ -26,6 +26,7 @@ an end of text are one case. Without one, what could go on goes on.
 
 import json
 import re
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -66,6 +67,9 @@ WITHOUT_EFFECT = ("capture", "stop", "stop_capture", "temperature")
 
 LOCATION = re.compile(r"at \d+\(\d+\): ")
 """Line and column, as the compiler begins a message with them."""
+
+QUICK_SECONDS = 0.1
+"""Up to here a constraint may be compiled again while texts are written."""
 
 NOTHING_FOLLOWS = "no text matches from here on"
 
@@ -118,11 +122,13 @@ class Compiler:
 
     def compile(self, source: Source) -> "Constraint":
         """Raises ConstraintError, in the words of the compiler, for what is wrong or too large."""
+        began = time.perf_counter()
         matcher = self.matcher(source)
+        seconds = time.perf_counter() - began
         allowed, complete = self.look(matcher.deep_copy())
         if complete:
             raise ConstraintError("only the empty text matches; there is nothing to generate")
-        return Constraint(source, self, matcher, allowed)
+        return Constraint(source, self, matcher, allowed, seconds)
 
     def matcher(self, source: Source) -> Any:
         """llguidance's matcher before the first token, which shares nothing with any other."""
@@ -158,11 +164,14 @@ class Constraint:
     """A compiled constraint (`TokenConstraint` of the engine), shared by sequences. Its matchers
     belong to one thread: they share a lexer, which learns as they go."""
 
-    def __init__(self, source: Source, compiler: Compiler, start: Any, allowed: np.ndarray) -> None:
+    def __init__(
+        self, source: Source, compiler: Compiler, start: Any, allowed: np.ndarray, seconds: float
+    ) -> None:
         self.source = source
         self.compiler = compiler
         self.start = start  # llguidance's, before the first token; copied, never advanced
         self.allowed = allowed  # what may come first
+        self.seconds = seconds  # that compiling took
         self.worn = False
         """Whether its lexer has come to the limit of what it may learn."""
 
@@ -206,7 +215,8 @@ class Matcher:
         try:
             self._step(token_id)
         except ConstraintError:
-            if self._alone:
+            self._constraint.worn = True
+            if self._alone or self._constraint.seconds > QUICK_SECONDS:
                 raise
             self._start_again()
 
@@ -218,7 +228,7 @@ class Matcher:
     def _start_again(self) -> None:
         """Come to the same place with a lexer of its own. What others have made a shared one learn
         counts against its limits, and must not end a sequence that alone would have gone on."""
-        self._constraint.worn = self._alone = True
+        self._alone = True
         self._state = self._compiler.matcher(self._constraint.source)
         for token_id in self._token_ids:
             self._step(token_id)
@@ -231,9 +241,8 @@ def _grammar(source: Source) -> str:
         case "regex":
             return _of_lark(f"start: /{_quoted(source.text)}/")
         case "choice":
-            texts = (json.dumps(text) for text in json.loads(source.text))
-            strings = " | ".join(texts).replace("\x7f", r"\u007f")  # which its strings do not take
-            return _of_lark(f"start: CHOICE\nCHOICE: {strings}")
+            texts = map(json.dumps, json.loads(source.text))
+            return _of_lark(f"start: CHOICE\nCHOICE: {' | '.join(texts)}")
         case "grammar":
             _check_lark(source.text)
             return _of_lark(source.text)

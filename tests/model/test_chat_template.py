@@ -1,5 +1,6 @@
 """Chat templates: what they write, what messages cannot make them write, and where they end."""
 
+import functools
 import json
 import time
 from collections.abc import Mapping, Sequence
@@ -15,12 +16,13 @@ from model.tokenizer import Tokenizer
 from tests.model.factories import CHAT_TEMPLATE, byte_tokenizer, chat_tokenizer
 
 TOKENIZER = chat_tokenizer()
+BYTES = byte_tokenizer()
 
 
+@functools.lru_cache
 def tokenizer(*special_tokens: str) -> Tokenizer:
-    plain = byte_tokenizer()
     specials = {name: 256 + place for place, name in enumerate(special_tokens)}
-    return Tokenizer(ranks=plain.ranks, pattern=plain.pattern, special_tokens=specials)
+    return Tokenizer(ranks=BYTES.ranks, pattern=BYTES.pattern, special_tokens=specials)
 
 
 def render(
@@ -29,7 +31,12 @@ def render(
     """The pieces of messages of a user."""
     messages = [{"role": "user", "content": content} for content in contents]
     vocabulary = TOKENIZER if special_tokens is None else tokenizer(*special_tokens)
-    return ChatTemplate(source).render(messages, vocabulary)
+    return compiled(source).render(messages, vocabulary)
+
+
+@functools.cache
+def compiled(source: str) -> ChatTemplate:
+    return ChatTemplate(source)
 
 
 def written(pieces: Sequence[str | int], vocabulary: Tokenizer = TOKENIZER) -> str:
@@ -190,6 +197,15 @@ def source_of(form: str) -> str:
     return "{% for m in messages %}{% set text = m.content %}" + forms[form] + "{% endfor %}<a>"
 
 
+@functools.cache
+def plain(source: str) -> jinja2.Template:
+    """The same without anything hidden."""
+    environment = jinja2.Environment()
+    environment.filters["tojson"] = lambda value: json.dumps(value, ensure_ascii=False)
+    environment.filters["title"] = str.title
+    return environment.from_string(source)
+
+
 def ids(pieces: Sequence[str | int]) -> list[int]:
     return [piece for piece in pieces if isinstance(piece, int)]
 
@@ -221,12 +237,8 @@ def test_the_text_is_what_jinja_writes(
     """Whatever is hidden from it meanwhile."""
     messages = [{"role": "user", "content": content} for content in contents]
     vocabulary = tokenizer(*special_tokens)
-    plain = jinja2.Environment()
-    plain.filters["tojson"] = lambda value: json.dumps(value, ensure_ascii=False)
-    plain.filters["title"] = str.title
-    expected = plain.from_string(source_of(form)).render(messages=messages)
-    pieces = ChatTemplate(source_of(form)).render(messages, vocabulary)
-    assert written(pieces, vocabulary) == expected
+    pieces = compiled(source_of(form)).render(messages, vocabulary)
+    assert written(pieces, vocabulary) == plain(source_of(form)).render(messages=messages)
 
 
 def test_a_message_can_be_a_key() -> None:

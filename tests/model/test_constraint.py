@@ -7,6 +7,7 @@ import json
 import random
 import subprocess
 import sys
+import time
 from typing import Any
 
 import numpy as np
@@ -247,6 +248,24 @@ def test_what_others_made_a_lexer_learn_ends_nobody(monkeypatch: pytest.MonkeyPa
     assert shared.worn, "the limit was never reached"
 
 
+def test_what_takes_long_to_compile_is_not_compiled_again_while_others_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(
+        constraint_module, "LIMITS", {**constraint_module.LIMITS, "max_lexer_states": 400}
+    )
+    monkeypatch.setattr(constraint_module, "QUICK_SECONDS", 0.0)
+    shared = Compiler(byte_tokenizer()).compile(Source("regex", "(a|b)*a(a|b){12}"))
+
+    def walks() -> None:
+        for seed in range(30):
+            walk(shared, seed, tokens=40)
+
+    with pytest.raises(ConstraintError, match="too many states"):
+        walks()
+    assert shared.worn
+
+
 def test_a_limit_that_a_text_reaches_by_itself_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         constraint_module, "LIMITS", {**constraint_module.LIMITS, "max_lexer_states": 30}
@@ -304,8 +323,10 @@ def test_what_only_looks_like_it_is_not_refused() -> None:
 
 
 def test_a_long_message_takes_no_time() -> None:
-    """Nothing that is done to a message takes time by the square of its length."""
-    assert refusal("grammar", "start: " + "(" * 30_000 + '"a"' + ")" * 30_000)
+    """Nothing that is done to one takes time by the square of its length: that would be minutes."""
+    began = time.monotonic()
+    assert len(constraint_module._readable("at 1(8): " + "(" * 500_000)) == 300
+    assert time.monotonic() - began < 5
 
 
 def test_without_llguidance_constraints_are_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
@@ -26,17 +27,37 @@ GOOD = Source("regex", "[a-z]+")
 
 
 class CountingChecker(Checker):
-    """Knows what was compiled, in order, and may be told what it took."""
+    """Knows what was compiled, in order, and may be told to wait and what it took."""
 
     def __init__(self) -> None:
         super().__init__(TOKENIZER)
         self.checked: list[Source] = []
         self.size: int | None = None
+        self.gate = threading.Event()
+        self.gate.set()
+        self.kills = 0
 
     def check(self, source: Source) -> int:
         self.checked.append(source)
+        assert self.gate.wait(PATIENCE)
         size = super().check(source)
         return size if self.size is None else self.size
+
+    def kill(self) -> None:
+        self.kills += 1
+        super().kill()
+
+
+class WatchedCompiler(Compiler):
+    """Knows in which threads it was used."""
+
+    def __init__(self) -> None:
+        super().__init__(TOKENIZER)
+        self.threads: set[threading.Thread] = set()
+
+    def compile(self, source: Source) -> Constraint:
+        self.threads.add(threading.current_thread())
+        return super().compile(source)
 
 
 class Bench:
@@ -191,6 +212,7 @@ def test_what_takes_too_long_is_refused_and_others_are_not() -> None:
             assert "more than 0.5 s to compile" in error.message
             assert "--constraint-timeout" in error.message
             assert time.monotonic() - began < 10
+            assert b.checker.kills == 1
             assert b.count("timed_out") == 1
             outcome = await good  # in time or, on a slow machine, told to come again
             assert isinstance(outcome, Constraint) or outcome.status == 429
@@ -263,6 +285,33 @@ def test_a_client_that_leaves_takes_nothing_from_the_others() -> None:
                 await asyncio.sleep(0.01)
             assert len(b.checker.checked) == 2
             assert b.kept == 1
+
+    run(test)
+
+
+def test_a_client_that_leaves_during_the_check_leaves_it_to_the_others() -> None:
+    async def test() -> None:
+        async with bench() as b:
+            b.checker.gate.clear()
+            leaves, stays = (asyncio.create_task(b.constraints.compiled(GOOD)) for _ in range(2))
+            while not b.checker.checked:
+                await asyncio.sleep(0.01)
+            leaves.cancel()
+            await asyncio.wait({leaves})
+            b.checker.gate.set()
+            assert await stays
+            assert b.checker.checked == [GOOD]
+
+    run(test)
+
+
+def test_nothing_is_compiled_on_the_event_loop() -> None:
+    async def test() -> None:
+        compiler = WatchedCompiler()
+        async with bench(compiler) as b:
+            await b.constraints.compiled(GOOD)
+            assert len(compiler.threads) == 1
+            assert threading.current_thread() not in compiler.threads
 
     run(test)
 

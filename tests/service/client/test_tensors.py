@@ -86,7 +86,8 @@ def test_a_loss_that_is_not_known() -> None:
 @pytest.mark.parametrize(
     "content",
     [b"", b"\0" * 7, b"\xff" * 8, b"\x02" + b"\0" * 7, b"\x02" + b"\0" * 7 + b"[]",
-     b"\x02" + b"\0" * 7 + b"{{", b"<html>Hello</html>"],
+     b"\x02" + b"\0" * 7 + b"{{",
+     b"\x03" + b"\0" * 7 + b"{}", b"<html>Hello</html>"],
 )  # fmt: skip
 def test_what_is_no_file_is_refused(content: bytes) -> None:
     with pytest.raises(WrongShape):
@@ -104,6 +105,7 @@ def test_a_header_without_end_is_refused() -> None:
         ("F32", [2], [0, 4]),  # too few bytes
         ("F32", [1], [0, 8]),  # too many
         ("F32", [2], [4, 12]),  # beyond the end
+        ("F32", [1], [0, 5]),  # half a number
         ("F32", [2], [8, 0]),
         ("F32", [2], [-8, 0]),
         ("F32", [-2], [0, 8]),
