@@ -31,14 +31,19 @@ def synthetic_tokenizer(vocab_size: int) -> Tokenizer:
     )
 
 
+def synthetic_gpt(config: GPTConfig) -> GPT:
+    """A GPT of this shape with GPT-2's initial weights, the same each time."""
+    torch.manual_seed(0)
+    return GPT(config).eval().requires_grad_(False)
+
+
 def save_synthetic(
     path: Path, config: GPTConfig, *, dtype: torch.dtype | None = None
 ) -> CheckpointInfo:
-    """Save a GPT of this shape with GPT-2's initial weights at `path`."""
-    torch.manual_seed(0)
+    """Save such a GPT at `path`."""
     return save_checkpoint(
         path,
-        gpt=GPT(config).to(dtype or torch.float32).eval(),
+        gpt=synthetic_gpt(config).to(dtype or torch.float32),
         tokenizer=synthetic_tokenizer(config.vocab_size),
         training=TrainingRecord(
             step=0,

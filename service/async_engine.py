@@ -329,6 +329,7 @@ class AsyncEngine:
             logger.exception("the engine failed")
             self._loop.call_soon_threadsafe(self._fail)
         finally:
+            self._engine.close()
             self._loop.call_soon_threadsafe(self._stopped.set)
 
     def _turn(self) -> bool:

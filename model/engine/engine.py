@@ -144,6 +144,10 @@ class Engine:
             slots_used=scheduler.slots.used,
         )
 
+    def close(self) -> None:
+        """End what computes; nothing may be asked of the engine afterwards."""
+        self._runner.close()
+
     def check_integrity(self) -> None:
         """Assert that no slot or sequence is lost or shared (for tests)."""
         self._scheduler.check_integrity()

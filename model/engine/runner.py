@@ -84,6 +84,10 @@ class Runner:
         self._decoder = self._make_decoder(gpt, self.cache)
         self.gpt = gpt
 
+    def close(self) -> None:
+        """End the decoder's threads."""
+        self._decoder.close()
+
     def row_width(self, request: RowsRequest) -> int:
         """How many numbers are computed for a request's row at one position."""
         config = self.gpt.config
