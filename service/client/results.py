@@ -354,6 +354,7 @@ class Info:
     training: dict[str, Any]
     parameters: int
     device: str
+    decoding: str
     dtype: str
     threads: int
     slots: int
