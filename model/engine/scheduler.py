@@ -7,8 +7,9 @@ there is no preemption. Knows tokens and slots, not tensors.
 
 Rows that are handed out have a price of their own, in numbers (positions times what each is wide):
 a step computes ROWS_BUDGET of them at most, and after a step that computed many, sequences that
-decode have the engine to themselves for as long as that step took. So a large reply at most doubles
-the time between their tokens, and takes a bounded part of the memory.
+decode have the engine to themselves for REST times as long as that step took. So a large reply
+takes a bounded part of the memory, and, what it costs besides included, about doubles the time
+between their tokens at most.
 """
 
 import bisect
@@ -24,6 +25,9 @@ ROWS_BUDGET = 2**21
 """Numbers of rows in one step; a single block of positions may have more."""
 MANY_ROWS = 2**20
 """A step with as many numbers is followed by a rest for the sake of those who decode."""
+REST = 2
+"""By itself that makes the time between two tokens at most 1 + 1 / REST times as long; the writing
+of a reply takes from the same processors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +110,7 @@ class Scheduler:
         assert sequence.slot is not None
         sequence.computed = chunk.end
         if self._planned_numbers >= MANY_ROWS:
-            self._rows_rest_until = now + (now - self._planned_at)
+            self._rows_rest_until = now + REST * (now - self._planned_at)
         self.slots.keep(sequence.slot, sequence.tokens[: chunk.end - chunk.end % BLOCK])
         if chunk.completes_prompt:
             sequence.state = State.DECODE

@@ -15,6 +15,8 @@ from service.errors import from_finish, unavailable
 from service.requests import reserve, submit_next
 from service.state import Served
 
+PAUSE = 4
+
 
 class RowsReader:
     """The rows of several prompts, in order.
@@ -60,8 +62,8 @@ class RowsReader:
 
 
 async def paced(parts: Iterator[bytes], served: Served) -> AsyncIterator[bytes]:
-    """Parts whose making keeps the interpreter for itself (JSON does), with pauses as long as they
-    took while somebody decodes: the engine's thread needs the interpreter too."""
+    """Parts whose making keeps the interpreter for itself (JSON does), with pauses PAUSE times as
+    long as they took while somebody decodes: the engine's thread needs the interpreter too."""
     while True:
         began = time.perf_counter()
         part = next(parts, None)
@@ -70,7 +72,7 @@ async def paced(parts: Iterator[bytes], served: Served) -> AsyncIterator[bytes]:
         took = time.perf_counter() - began
         yield part
         if served.engine.decoding:
-            await asyncio.sleep(took)
+            await asyncio.sleep(PAUSE * took)
 
 
 async def read_rows(submission: Submission) -> AsyncIterator[RowsEvent]:

@@ -14,7 +14,7 @@ import pytest
 
 from model.config import BLOCK
 from model.engine.api import EngineConfig, Request
-from model.engine.scheduler import MANY_ROWS, PrefillChunk, Scheduler, StepPlan
+from model.engine.scheduler import MANY_ROWS, REST, PrefillChunk, Scheduler, StepPlan
 from model.engine.sequence import ROWS_CREDIT, Group, Sequence, State
 from tests.model.engine.harness import generation, rows_request
 
@@ -427,16 +427,17 @@ def test_who_decodes_rests_from_many_rows_as_long_as_they_took(width: int) -> No
     rows.credit = 100
     for sequence in (decoding, rows):
         scheduler.enqueue(sequence)
-    plan = scheduler.plan(10.0)  # the rows' first block, then 3 s in which they may not
+    plan = scheduler.plan(10.0)  # the rows' first block, then REST times 3 s without them
     assert [chunk.end for chunk in plan.prefill] == [1, 32]
     for chunk in plan.prefill:
         scheduler.prefilled(chunk, 13.0)
-    assert [scheduler.plan(now).prefill for now in (13.0, 14.0, 15.9)] == [(), (), ()]
-    (second,) = scheduler.plan(16.0).prefill
+    assert REST == 2
+    assert [scheduler.plan(now).prefill for now in (13.0, 16.0, 18.9)] == [(), (), ()]
+    (second,) = scheduler.plan(19.0).prefill
     assert second.start == 32
-    scheduler.prefilled(second, 17.0)
+    scheduler.prefilled(second, 20.0)
     scheduler.remove(decoding)
-    (third,) = scheduler.plan(17.0).prefill  # nobody decodes: no reason to rest
+    (third,) = scheduler.plan(20.0).prefill  # nobody decodes: no reason to rest
     assert third.start == second.end
 
 
