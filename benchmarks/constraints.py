@@ -25,6 +25,7 @@ from model.device import choose_placement, describe, use_threads
 from model.engine.api import EngineConfig, GenerationRequest, SamplingParams, TokenMatcher
 from model.engine.engine import Engine
 from model.gpt import GPT
+from model.kernels.choose import choose_decode_path
 from model.tokenizer import SPLIT_PATTERN, Tokenizer
 
 PROMPT, STEPS, ROUNDS, LARGE = 64, 60, 5, 50_000
@@ -88,7 +89,11 @@ class MatcherClock:
 
 def engine_decoding(gpt: GPT, sequences: int, constraint: MatcherClock | None) -> Engine:
     """An engine whose sequences all have their prompt behind them and decode for long."""
-    engine = Engine(gpt, EngineConfig(slots=sequences, prefill_chunk=256))
+    engine = Engine(
+        gpt,
+        EngineConfig(slots=sequences, prefill_chunk=256),
+        make_decoder=choose_decode_path(gpt, threads=torch.get_num_threads()).make_decoder,
+    )
     generator = torch.Generator().manual_seed(0)
     for index in range(sequences):
         ids = torch.randint(gpt.config.vocab_size, (PROMPT,), generator=generator).tolist()
