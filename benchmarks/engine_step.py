@@ -2,8 +2,8 @@
 
     python -m benchmarks.engine_step [--checkpoint DIRECTORY] [--threads N]
 
-Overhead: the time of `Engine.step` less the time inside the model, decoding 1, 8 and 32 sequences in
-plain torch (`benchmarks/decode.py` has whole steps of the native decoder too).
+Overhead: the time of `Engine.step` less the time inside the model, decoding 1, 8 and 32 sequences
+in plain torch (`benchmarks/decode.py` has whole steps of the native decoder too).
 Determinism: a decode step whose rows are padded to a multiple of 4, against one whose rows are not,
 in turns in one process. Run it on a machine that does nothing else; the last line is JSON.
 """

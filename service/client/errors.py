@@ -51,7 +51,6 @@ class APIStatusError(LogitdError):
         retry_after: float | None = None,
     ) -> None:
         super().__init__(message, request_id)
-        self.args = (status, message, type, param, code, request_id, retry_after)  # to be unpickled
         self.status = status
         self.type = type
         self.param = param
@@ -108,7 +107,6 @@ class StreamError(LogitdError):
 
     def __init__(self, message: str, tokens: int, request_id: str | None = None) -> None:
         super().__init__(message, request_id)
-        self.args = (message, tokens, request_id)  # to be unpickled
         self.tokens = tokens
 
 

@@ -5,12 +5,24 @@ from dataclasses import MISSING, fields
 import pytest
 from pydantic import BaseModel
 
-from service import schemas
-from service.client import results
+from service import client, schemas
+from service.client import errors, results
+from service.client import fields as client_fields
 from service.numbers import schemas as numbers
 
 OURS = {"request_id"}
 """What comes from a reply's header."""
+
+
+def test_every_result_error_and_group_of_fields_has_a_public_name() -> None:
+    for module in (results, errors, client_fields):
+        own = {
+            name
+            for name, value in vars(module).items()
+            if isinstance(value, type) and value.__module__ == module.__name__
+        }
+        assert own <= set(client.__all__), own - set(client.__all__)
+        assert len(own) > 5
 
 
 @pytest.mark.parametrize(
