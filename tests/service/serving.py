@@ -136,7 +136,9 @@ def serving(checkpoint: Path, **settings: Any) -> Iterator[Serving]:
 
 
 def serve_settings(checkpoint: Path, **settings: Any) -> ServeSettings:
-    values: dict[str, Any] = {"threads": 1, "drain_timeout": 0.0, **settings}
+    """Decoding in plain torch: many tests do something while a long generation runs, and the native
+    decoder is through with it before they have begun. It has tests of its own."""
+    values: dict[str, Any] = {"threads": 1, "drain_timeout": 0.0, "kernels": "torch", **settings}
     return ServeSettings(_env_file=None, checkpoint=checkpoint, device="cpu", **values)
 
 
