@@ -24,11 +24,18 @@ logger = logging.getLogger("logitd.http")
 KEEP_ALIVE_SECONDS = 15.0
 KEEP_ALIVE = b": keep-alive\n\n"
 DONE = b"data: [DONE]\n\n"
+UNICODE_BREAKS = tuple(
+    (mark.encode(), f"\\u{ord(mark):04x}".encode()) for mark in "\u0085\u2028\u2029"
+)
 
 
 def event(data: Any) -> bytes:
-    """One event; orjson writes no line break into it."""
-    return b"data: " + orjson.dumps(data) + b"\n\n"
+    """One event, on one line for every client: orjson escapes the line breaks of ASCII, and some
+    clients' readers of lines break at those of Unicode too."""
+    line = orjson.dumps(data)
+    for raw, escaped in UNICODE_BREAKS:
+        line = line.replace(raw, escaped)
+    return b"data: " + line + b"\n\n"
 
 
 class StreamedResponse(Response):

@@ -223,3 +223,12 @@ def test_our_own_bug_ends_the_request_and_is_not_hidden() -> None:
         assert ends.count == 1
 
     asyncio.run(main())
+
+
+@given(TEXT | st.text("\u0085\u2028\u2029\x0b\x0c\x1c\x1d\x1e\r\na"))
+def test_an_event_is_one_line_for_any_reader_of_lines(text: str) -> None:
+    """httpx breaks lines where Python does, at Unicode's marks too: half an event was lost so."""
+    lines = event({"text": text}).decode().splitlines()
+    assert len(lines) == 2
+    assert json.loads(lines[0].removeprefix("data: ")) == {"text": text}
+    assert lines[1] == ""

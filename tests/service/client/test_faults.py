@@ -35,7 +35,6 @@ from tests.service.serving import PATIENCE
 KEY = "sk-0123456789abcdef"
 VERSION = reply(200, {"version": "9"})
 STREAM = events(*CHUNKS, chunk(**TAIL))
-BUSY = refusal(503, "Retry-After: 0")
 SOON = 0.6
 """Seconds of a timeout that is to pass."""
 
@@ -55,8 +54,8 @@ SENT: dict[str, Callable[[Client], Any]] = {
     [
         refusal(429, "Retry-After: 0"),
         refusal(502),
-        BUSY,
-        Script(BUSY, "close"),
+        refusal(503, "Retry-After: 0"),
+        Script(refusal(503, "Retry-After: 0", "Connection: close"), "close"),
         Script(b"", "close"),
         Script(reply(503, b"{", length=999), "close"),
     ],
