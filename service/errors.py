@@ -38,6 +38,8 @@ MAX_PROBLEMS = 1000
 SEVERAL_FORMS = {
     "prompt": f"a string, a list of token ids (integers from 0, {MAX_IDS} at most), "
     f"or a list of either ({MAX_PROMPTS} at most)",
+    "continuations": f"a list of strings and of lists of token ids (integers from 0, {MAX_IDS} at "
+    "most)",
     "stop": f"a string or a list of strings ({MAX_STOP_TEXTS} at most)",
     "positions": f"'last', 'all', a list of integers ({MAX_IDS} at most) or "
     "{'from': first, 'to': first left out}",

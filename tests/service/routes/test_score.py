@@ -132,6 +132,14 @@ def test_what_has_no_score_is_refused(server: Serving, fields: dict[str, Any], p
     assert ErrorReply.model_validate(response.json()).error.param == param
 
 
+@pytest.mark.parametrize("wrong", [[1.5], [None], [["a"]], ["a", {}]])
+def test_a_wrong_continuation_is_told_in_words(server: Serving, wrong: Any) -> None:
+    response = server.post("/score", {"prompt": PROMPT, "continuations": wrong})
+    assert response.status_code == 400
+    message = response.json()["error"]["message"]
+    assert message.startswith("continuations must be a list of strings and of lists of token ids")
+
+
 def test_the_reply_is_bounded(server: Serving) -> None:
     with serving(server.served.checkpoint.path, max_logprobs=200) as small:
         assert small.post("/score", {"prompt": "x" * 99}).status_code == 200

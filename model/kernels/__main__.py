@@ -1,0 +1,14 @@
+"""python -m model.kernels: build the native kernels now rather than at the first start."""
+
+from model.kernels.library import KernelsUnavailable, load_library
+
+
+def main() -> None:
+    try:
+        load_library(print)
+    except KernelsUnavailable as reason:
+        print(f"decoding will be in plain torch, which is slower: {reason}")
+
+
+if __name__ == "__main__":
+    main()
