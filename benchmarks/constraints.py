@@ -1,6 +1,6 @@
 """What a constraint costs each step, and each mask.
 
-    python -m benchmarks.constraints [--checkpoint DIRECTORY] [--threads N]
+    python -m benchmarks.constraints [--checkpoint DIRECTORY] [--threads N] [--dtype D]
 
 Steps: decoding 1, 8 and 32 sequences that all write JSON by a schema, against as many that write
 freely, in turns in one process; and the time inside the matchers, as a share of a step. Masks: the
@@ -174,8 +174,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--checkpoint", type=Path, default=Path("checkpoints/python-small"))
     parser.add_argument("--threads", type=int, default=0)
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     arguments = parser.parse_args()
-    placement = choose_placement("cpu", "float32", arguments.threads)
+    placement = choose_placement("cpu", arguments.dtype, arguments.threads)
     use_threads(placement.threads)
     info, gpt = load_checkpoint(
         arguments.checkpoint, device=placement.device, dtype=placement.dtype
