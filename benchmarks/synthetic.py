@@ -37,13 +37,11 @@ def synthetic_gpt(config: GPTConfig) -> GPT:
     return GPT(config).eval().requires_grad_(False)
 
 
-def save_synthetic(
-    path: Path, config: GPTConfig, *, dtype: torch.dtype | None = None
-) -> CheckpointInfo:
+def save_synthetic(path: Path, config: GPTConfig) -> CheckpointInfo:
     """Save such a GPT at `path`."""
     return save_checkpoint(
         path,
-        gpt=synthetic_gpt(config).to(dtype or torch.float32),
+        gpt=synthetic_gpt(config),
         tokenizer=synthetic_tokenizer(config.vocab_size),
         training=TrainingRecord(
             step=0,
