@@ -91,8 +91,8 @@ class Decoder {
   }
 
  private:
-  static std::vector<float> floats(int rows, int pitch) {
-    return std::vector<float>(std::size_t(rows) * pitch + LANES, 0.0f);
+  static Buffer<float> floats(int rows, int pitch) {
+    return Buffer<float>(std::size_t(rows) * pitch + LANES, 0.0f);
   }
 
   template <class Stage>
@@ -110,7 +110,7 @@ class Decoder {
     const LayerWeights& w = w_.layers[layer];
     rows([&](int row) { before_attention(layer, row); });
     linear(pool_, w.qkv, narrow_.inputs(count_), qkv_.data(), padded(qkv_width_), false);
-    pool_.loop(count_ * w_.n_kv_head, [&](int piece) {
+    pool_.lanes(count_ * w_.n_kv_head, [&](int piece) {
       int row = piece / w_.n_kv_head, head = piece % w_.n_kv_head;
       if (w_.cells == KIND_F32) attention<float>(layer, row, head);
       else attention<Bf16>(layer, row, head);
@@ -203,7 +203,8 @@ class Decoder {
     for (int i = 0; i < group * width; i++) query[i] *= scale;
     float* scores = scores_.data() +
                     std::size_t(row * w_.n_kv_head + kv_head) * padded(int(cache_.slot_length));
-    attend(query, group, keys, values, positions_[row] + 1, width, scores,
+    const Cell* next_keys = keys + (kv_head + 1 < w_.n_kv_head ? cache_.slot_length * width : 0);
+    attend(query, group, keys, values, next_keys, positions_[row] + 1, width, scores,
            heads(row) + kv_head * group * width);
   }
 
@@ -225,7 +226,7 @@ class Decoder {
   ModelWeights w_;
   Cache cache_;
   int heads_width_, kv_width_, qkv_width_, up_width_;
-  std::vector<float> x_, h_, qkv_, heads_, up_, scores_;
+  Buffer<float> x_, h_, qkv_, heads_, up_, scores_;
   Converted narrow_, mixed_, wide_;
   Pool pool_;
   const std::int32_t *tokens_ = nullptr, *slots_ = nullptr, *positions_ = nullptr;

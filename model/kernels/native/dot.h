@@ -6,6 +6,7 @@
 // read behind the end of a weight row counts nothing (it is always finite; arena.py sees to that).
 #pragma once
 
+#include "buffer.h"
 #include "vectors.h"
 
 namespace logitd {
@@ -15,6 +16,7 @@ struct F32 {
   using Weight = float;
   using Input = float;
   using Acc = Floats;
+  using Sum = float;
   static constexpr int STEP = 16;  // elements per instruction
   using Part = Floats;
 
@@ -29,6 +31,7 @@ struct B16 {
   using Weight = Bf16;
   using Input = Bf16;
   using Acc = Floats;
+  using Sum = float;
   static constexpr int STEP = 32;
   using Part = Words;
 
@@ -54,9 +57,9 @@ struct I8 {
   using Weight = std::int8_t;
   using Input = std::uint8_t;
   using Acc = Ints;
+  using Sum = std::int32_t;
   static constexpr int STEP = 64;
-  using Bytes = std::int8_t __attribute__((vector_size(64)));
-  using Part = Bytes;
+  using Part = std::int8_t __attribute__((vector_size(64)));
 
   static Part load_weight(const Weight* from) {
     Part part;
@@ -80,28 +83,33 @@ struct I8 {
   }
 };
 
-// How far ahead of a stream of weights the next lines are asked for.
-constexpr int PREFETCH_BYTES = 1536;
+// How far ahead of a stream of weights the next lines are asked for; a step of any format is a line.
+constexpr int PREFETCH_BYTES = 4096;
 
-// acc[r * MR + m]: the product of weight row r with activation row m, as a vector still to be summed.
-// `stride` and `pitch` are elements from one weight row to the next, and one activation row.
-template <class Format, int NR, int MR>
-inline void dots(const typename Format::Weight* weights, std::size_t stride,
-                 const typename Format::Input* inputs, std::size_t pitch, int width,
-                 typename Format::Acc* acc) {
+// acc[m * gap + r]: the product of weight row r with activation row m, as a vector still to be summed.
+// `stride` and `pitch` are elements from one weight row to the next, and one activation row. With each
+// line that is read of a weight row, AHEAD lines are asked for, at `ahead` and every `apart` bytes.
+template <class Format, int NR, int MR, int AHEAD>
+[[gnu::always_inline]] inline void dots(const typename Format::Weight* weights, std::size_t stride,
+                                        const typename Format::Input* inputs, std::size_t pitch,
+                                        int width, const char* ahead, std::size_t apart,
+                                        typename Format::Acc* acc, int gap) {
   typename Format::Acc sum[NR * MR] = {};
-  for (int k = 0; k < width; k += Format::STEP) {
+  for (int k = 0; k < width; k += Format::STEP, ahead += LINE) {
+    for (int a = 0; a < AHEAD; a++) __builtin_prefetch(ahead + a * apart);
     typename Format::Part input[MR];
     for (int m = 0; m < MR; m++) input[m] = Format::load_input(inputs + m * pitch + k);
     for (int r = 0; r < NR; r++) {
-      const typename Format::Weight* from = weights + r * stride + k;
-      if (NR == 1) __builtin_prefetch(reinterpret_cast<const char*>(from) + PREFETCH_BYTES);
-      typename Format::Part weight = Format::load_weight(from);
+      typename Format::Part weight = Format::load_weight(weights + r * stride + k);
       for (int m = 0; m < MR; m++)
         sum[r * MR + m] = Format::add(sum[r * MR + m], weight, input[m]);
     }
   }
-  for (int i = 0; i < NR * MR; i++) acc[i] = sum[i];
+  // Unrolled, so that the sums never leave the registers.
+#pragma GCC unroll 16
+  for (int m = 0; m < MR; m++)
+#pragma GCC unroll 16
+    for (int r = 0; r < NR; r++) acc[m * gap + r] = sum[r * MR + m];
 }
 
 }  // namespace logitd

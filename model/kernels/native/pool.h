@@ -80,6 +80,17 @@ class Pool {
     }
   }
 
+  // Like `loop`, and a thread's pieces lie one behind the other for the most part: claims go to the
+  // threads in turns. So what a thread reads is one stream.
+  template <class Piece>
+  void lanes(int count, const Piece& piece) {
+    int lanes = threads(), per_lane = (count + lanes - 1) / lanes;
+    loop(per_lane * lanes, [&](int claim) {
+      int at = claim % lanes * per_lane + claim / lanes;
+      if (at < count) piece(at);
+    });
+  }
+
   int threads() const { return int(workers_.size()) + 1; }
 
  private:

@@ -3,7 +3,7 @@
 #pragma once
 
 #include <algorithm>
-#include <vector>
+#include "buffer.h"
 
 #include "linear.h"
 #include "vectors.h"
@@ -46,7 +46,12 @@ inline float row_squares(const float* row, int width, float mean) {
 inline void normalise(const Norm& norm, const float* from, float* to, int width) {
   float mean = norm.centred ? row_sum(from, width) / float(width) : 0.0f;
   float scale = 1.0f / std::sqrt(row_squares(from, width, mean) / float(width) + norm.eps);
-  for (int i = 0; i < width; i++) {
+  int whole = width / LANES * LANES;
+  for (int i = 0; i < whole; i += LANES) {
+    Floats values = (load(from + i) - mean) * scale * load(norm.weight + i);
+    store(to + i, norm.bias ? values + load(norm.bias + i) : values);
+  }
+  for (int i = whole; i < width; i++) {
     float value = (from[i] - mean) * scale * norm.weight[i];
     to[i] = norm.bias ? value + norm.bias[i] : value;
   }
@@ -136,19 +141,29 @@ class Converted {
   // By the row's own largest value: to the nearest of 127 steps to either side of 128.
   void put_int8(int row, const float* from, int width) {
     std::uint8_t* to = values_.data() + std::size_t(row) * pitch_;
-    float most = 0.0f;
-    for (int i = 0; i < width; i++) most = std::max(most, std::fabs(from[i]));
+    int whole = width / LANES * LANES;
+    Floats mosts = {};
+    for (int i = 0; i < whole; i += LANES) {
+      Floats values = load(from + i);
+      mosts = max(mosts, max(values, -values));
+    }
+    float most = largest(mosts);
+    for (int i = whole; i < width; i++) most = std::max(most, std::fabs(from[i]));
     float inverse = most > 0.0f ? 127.0f / most : 0.0f;
     scales_[row] = most / 127.0f;
-    for (int i = 0; i < width; i++) {
-      const float round = 12582912.0f;
-      to[i] = std::uint8_t(int((from[i] * inverse + round) - round) + 128);
+    const float round = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
+    for (int i = 0; i < whole; i += LANES) {
+      Floats steps = (load(from + i) * inverse + round) - round;
+      Bytes bytes = __builtin_convertvector(__builtin_convertvector(steps, Ints) + 128, Bytes);
+      std::memcpy(to + i, &bytes, sizeof bytes);
     }
+    for (int i = whole; i < width; i++)
+      to[i] = std::uint8_t(int((from[i] * inverse + round) - round) + 128);
   }
 
   int kind_;
   int pitch_;
-  std::vector<std::uint8_t> values_;
+  Buffer<std::uint8_t> values_;
   std::vector<float> scales_;
 };
 

@@ -21,6 +21,7 @@ constexpr int LANES = 16;
 using Floats = float __attribute__((vector_size(64)));
 using Ints = std::int32_t __attribute__((vector_size(64)));
 using Words = std::uint32_t __attribute__((vector_size(64)));
+using Bytes = std::uint8_t __attribute__((vector_size(16)));
 using Halves = std::uint16_t __attribute__((vector_size(32)));
 
 struct Bf16 {
@@ -116,10 +117,12 @@ inline V halve1(V a, V b) {
 
 // Lane i is the sum of v[i], each by the tree of `sum`: the same bits, a third of the instructions.
 template <class V>
-inline V sums(const V* v) {
+[[gnu::always_inline]] inline V sums(const V* v) {
   using namespace detail;
   V eight[8], four[4];
+#pragma GCC unroll 8
   for (int i = 0; i < 8; i++) eight[i] = halve8(v[2 * i], v[2 * i + 1]);
+#pragma GCC unroll 4
   for (int i = 0; i < 4; i++) four[i] = halve4(eight[2 * i], eight[2 * i + 1]);
   return halve1(halve2(four[0], four[1]), halve2(four[2], four[3]));
 }
