@@ -2,7 +2,7 @@
 
 The oracle of every engine test: one sequence at a time, no cache, the whole text through the plain
 forward for every token, the sampler's definitions spelled out on Python lists. Slow on purpose, and
-shares with the engine only the random numbers (`model/engine/philox.py`).
+shares with the engine only the random numbers (`model/philox.py`).
 """
 
 import math
@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import torch
 
 from model.engine.api import SamplingParams
-from model.engine.philox import uniform
 from model.gpt import GPT
+from model.philox import uniform
 
 
 @torch.inference_mode()

@@ -123,7 +123,8 @@ class Runner:
         if sequences:
             rows = [_row(sequence) for sequence in sequences]
             with one_thread() if self._decoder.has_threads else nullcontext():
-                sampled = sample(torch.cat(logits), rows)
+                together = logits[0] if len(logits) == 1 else torch.cat(logits)
+                sampled = sample(together, rows, self._decoder.draw)
             output.sampled = dict(zip(sequences, sampled, strict=True))
         return output
 

@@ -18,7 +18,7 @@ The definitions, in the order in which they are applied:
                        reaches p                                        (Holtzman et al., 2020)
 10. min_p              of what is left, keep prob[i] >= min_p * the largest   (Nguyen et al., 2024)
 11. draw               the first id, in the order of ids, at which the cumulated probability in
-                       float64 exceeds u times the total; u of `model/engine/philox.py`
+                       float64 exceeds u times the total; u of `model/philox.py`
 
 `raw` logprobs are log softmax of the logits as they came, `processed` of what is left after the
 last step that applied (1 to 6 for temperature 0), both in float64; `rank` counts from 1 the ids
@@ -26,7 +26,7 @@ that are strictly likelier, so that equals share a rank.
 
 A row's result depends on that row alone. Rows without penalties or filters cost nothing for them,
 greedy rows an argmax. Not here: stop strings (text), and what a constraint allows where
-(`model/constraint.py`).
+(`model/constraint.py`). Steps 7 to 11 are `model/draw.py`'s, or the native decoder's.
 """
 
 import math
@@ -37,11 +37,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from model.draw import Draw, Drawing, draw_tokens, filtered
 from model.engine.api import SamplingParams, TokenLogprob
-from model.engine.philox import uniform
-
-LARGEST_LOGIT = 1e30
-"""Up to here no step can leave float32, whatever the parameters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,67 +62,30 @@ class Sampled:
     error: str | None = None
 
 
-def sample(logits: Tensor, rows: list[Row]) -> list[Sampled]:
-    """Draw the next token of each row. logits (R, V), of any float dtype; left as they are."""
+def sample(logits: Tensor, rows: list[Row], drawing: Drawing = draw_tokens) -> list[Sampled]:
+    """Draw the next token of each row. logits (R, V), of any float dtype; left as they are.
+    `drawing` does steps 7 to 11."""
     raw = logits.float()  # (R, V)
-    usable = (raw.abs().amax(dim=-1) <= LARGEST_LOGIT).tolist()  # NaN fails it too
-    final = list(_biased_and_penalised(raw, rows))
-    token_ids = [0] * len(rows)
-    greedy = [i for i, row in enumerate(rows) if row.params.temperature == 0]
-    if greedy:
-        best = torch.stack([final[i] for i in greedy]).argmax(dim=-1).tolist()
-        for i, token_id in zip(greedy, best, strict=True):
-            token_ids[i] = token_id
-    drawn = [i for i, row in enumerate(rows) if row.params.temperature > 0]
-    if drawn:
-        left = filtered(torch.stack([final[i] for i in drawn]), [rows[i].params for i in drawn])
-        picked = _invert_cdf(left, [_uniform(rows[i]) for i in drawn])
-        for i, values, token_id in zip(drawn, left, picked, strict=True):
-            final[i], token_ids[i] = values, token_id
+    final = _biased_and_penalised(raw, rows)
+    draws = [_draw(row) for row in rows]
+    token_ids = drawing(final, raw, draws)
     return [
-        _result(row, token_ids[i], raw[i], final[i])
-        if usable[i]
-        else Sampled(0, error="the model computed logits that are not finite for this sequence")
-        for i, row in enumerate(rows)
+        Sampled(0, error="the model computed logits that are not finite for this sequence")
+        if token_id is None
+        else _result(row, token_id, raw[i], final[i], draws[i])
+        for i, (row, token_id) in enumerate(zip(rows, token_ids, strict=True))
     ]
 
 
 def process(logits: Tensor, rows: list[Row]) -> Tensor:
-    """Rows (R, V) as they would be drawn from: steps 1 to 9, or 1 to 5 at temperature 0; -inf for
+    """Rows (R, V) as they would be drawn from: steps 1 to 10, or 1 to 6 at temperature 0; -inf for
     what is dropped. float32; the rows given are left as they are."""
     values = _biased_and_penalised(logits.float(), rows)
     drawn = [i for i, row in enumerate(rows) if row.params.temperature > 0]
     if not drawn:
         return values
-    left = filtered(values[drawn], [rows[i].params for i in drawn])
+    left = filtered(values[drawn], [_draw(rows[i]) for i in drawn])
     return values.index_copy(0, torch.tensor(drawn, device=values.device), left)
-
-
-def filtered(logits: Tensor, params: list[SamplingParams]) -> Tensor:
-    """Steps 7 to 10: logits (R, V) with -inf for what the filters drop. Temperatures above 0."""
-    device, width = logits.device, logits.shape[-1]
-    # Colder than 1e-5 is greedy in all but name, and would overflow.
-    temperature = [max(p.temperature, 1e-5) for p in params]
-    if any(t != 1 for t in temperature):
-        logits = logits / torch.tensor(temperature, device=device)[:, None]
-    if any(p.top_k or p.top_p < 1 for p in params):
-        # One stable sort serves both: equals stay in the order of their ids.
-        values, order = logits.sort(dim=-1, descending=True, stable=True)  # (R, V)
-        top_k = torch.tensor([min(p.top_k or width, width) for p in params], device=device)
-        kth = values.gather(-1, top_k[:, None] - 1)  # (R, 1)
-        values = values.masked_fill(values < kth, -math.inf)
-        probs = values.double().softmax(dim=-1)
-        top_p = torch.tensor([p.top_p for p in params], device=device, dtype=torch.float64)[:, None]
-        likelier = probs.cumsum(dim=-1) - probs  # the mass in front of each id
-        dropped = (values == -math.inf) | ((likelier >= top_p) & (top_p < 1))
-        logits = logits.masked_fill(
-            torch.zeros_like(dropped).scatter(-1, order, dropped), -math.inf
-        )
-    if any(p.min_p for p in params):
-        least = [math.log(p.min_p) if p.min_p else -math.inf for p in params]  # drops nothing
-        floor = logits.amax(dim=-1, keepdim=True) + torch.tensor(least, device=device)[:, None]
-        logits = logits.masked_fill(logits < floor, -math.inf)
-    return logits
 
 
 def _biased_and_penalised(raw: Tensor, rows: list[Row]) -> Tensor:
@@ -180,21 +140,6 @@ def _bias_and_penalise(values: Tensor, row: Row) -> None:
         values[ids] -= params.frequency_penalty * counts + params.presence_penalty
 
 
-def _uniform(row: Row) -> float:
-    return uniform(row.params.seed, len(row.tokens), row.index)
-
-
-def _invert_cdf(logits: Tensor, draws: list[float]) -> list[int]:
-    """Step 11 on rows (R, V)."""
-    cumulated = logits.double().softmax(dim=-1).cumsum(dim=-1)  # (R, V)
-    total = cumulated[:, -1:].contiguous()  # (R, 1)
-    u = torch.tensor(draws, device=logits.device, dtype=torch.float64)[:, None]
-    picked = torch.searchsorted(cumulated, u * total, right=True)
-    last = torch.searchsorted(cumulated, total)  # u * total may round up to the total
-    ids: list[int] = torch.minimum(picked, last)[:, 0].tolist()
-    return ids
-
-
 def score(logits: Tensor, token_ids: Sequence[int], count: int) -> list[Sampled]:
     """Raw logprobs of given tokens under rows (R, V), and of the `count` likeliest of each."""
     return [
@@ -203,11 +148,26 @@ def score(logits: Tensor, token_ids: Sequence[int], count: int) -> list[Sampled]
     ]
 
 
-def _result(row: Row, token_id: int, raw: Tensor, final: Tensor) -> Sampled:
+def _draw(row: Row) -> Draw:
+    params = row.params
+    return Draw(
+        params.temperature,
+        params.top_k,
+        params.top_p,
+        params.min_p,
+        params.seed,
+        len(row.tokens),
+        row.index,
+    )
+
+
+def _result(row: Row, token_id: int, raw: Tensor, final: Tensor, draw: Draw) -> Sampled:
     count = row.params.logprobs
     if count is None:
         return Sampled(token_id)
-    logits = raw if row.params.logprobs_stage == "raw" else final
+    logits = raw
+    if row.params.logprobs_stage == "processed":
+        logits = filtered(final[None], [draw])[0] if draw.temperature else final
     return Sampled(token_id, *_logprobs(logits, token_id, count))
 
 

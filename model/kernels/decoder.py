@@ -8,11 +8,23 @@ tolerance of the dtype, the residual stream being float32 here.
 
 import ctypes
 from collections.abc import Sequence
-from ctypes import POINTER, Structure, byref, c_float, c_int32, c_int64, c_void_p
+from ctypes import (
+    POINTER,
+    Structure,
+    byref,
+    c_double,
+    c_float,
+    c_int32,
+    c_int64,
+    c_uint32,
+    c_uint64,
+    c_void_p,
+)
 
 import torch
 from torch import Tensor, nn
 
+from model.draw import Draw, floor
 from model.gpt import GPT, VALUE_GATE_WIDTH, Block, rotary_tables, sinusoidal_table
 from model.kernels.arena import Arena, settle
 from model.kernels.quantize import Quantized, quantize_rows
@@ -82,6 +94,21 @@ class _Cache(Structure):
     )
 
 
+class _DrawnRow(Structure):
+    _fields_ = (
+        ("logits", c_void_p),
+        ("computed", c_void_p),
+        ("top_p", c_double),
+        ("seed", c_uint64),
+        ("divisor", c_float),
+        ("floor", c_float),
+        ("top_k", c_int32),
+        ("position", c_uint32),
+        ("index", c_uint32),
+        ("token_id", c_int32),
+    )
+
+
 def unsupported(gpt: GPT) -> str | None:
     """Why the native decoder cannot run this model; None when it can."""
     weight, config = gpt.token_embedding.weight, gpt.config
@@ -115,6 +142,7 @@ class NativeDecoder:
         library.logitd_decoder_new.restype = c_void_p
         library.logitd_decoder_new.argtypes = (POINTER(_Model), POINTER(_Cache), c_int32, c_int32)
         library.logitd_decoder_delete.argtypes = (c_void_p,)
+        library.logitd_draw.argtypes = (c_void_p, POINTER(_DrawnRow), c_int32)
         library.logitd_decode.argtypes = (*(c_void_p,) * 4, c_int32, c_void_p)
         self._library = library
         self._kept: list[Tensor | Quantized | Arena] = [settle(gpt)]
@@ -149,6 +177,20 @@ class NativeDecoder:
             self._logits.data_ptr(),
         )
         return self._logits[:count]
+
+    def draw(self, logits: Tensor, computed: Tensor, draws: Sequence[Draw]) -> list[int | None]:
+        """A token of each row of `logits` (R, V), float32: what `model.draw.draw_tokens` gives, up
+        to the rounding of a sum."""
+        rows = (_DrawnRow * len(draws))()
+        at, beside = logits.data_ptr(), computed.data_ptr()
+        pitch, pitch_beside = 4 * logits.stride(0), 4 * computed.stride(0)
+        for i, (row, draw) in enumerate(zip(rows, draws, strict=True)):
+            row.logits, row.computed = at + i * pitch, beside + i * pitch_beside
+            row.divisor = draw.divisor if draw.temperature else 0
+            row.floor, row.top_k, row.top_p = floor(draw), draw.top_k, draw.top_p
+            row.seed, row.position, row.index = draw.seed, draw.position, draw.index
+        self._library.logitd_draw(self._handle, rows, len(draws))
+        return [None if row.token_id < 0 else row.token_id for row in rows]
 
     def close(self) -> None:
         """End the threads. Nothing may be decoded afterwards."""

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from model.draw import Draw, draw_tokens
 from model.gpt import GPT
 from model.kv_cache import KVCache
 
@@ -22,7 +23,7 @@ ROW_GROUP = 4
 
 
 class Decoder(Protocol):
-    """Computes one more position of each of several slots."""
+    """Computes one more position of each of several slots, and draws tokens."""
 
     has_threads: bool
     """Whether it computes with threads of its own instead of torch's."""
@@ -32,6 +33,9 @@ class Decoder(Protocol):
     ) -> Tensor:
         """Logits (B, V) that follow the tokens, whose keys and values are written into the cache.
         They may be overwritten by the next call."""
+
+    def draw(self, logits: Tensor, computed: Tensor, draws: Sequence[Draw]) -> list[int | None]:
+        """A token of each row of `logits` (R, V), float32: what `draw_tokens` gives."""
 
     def close(self) -> None:
         """Nothing is decoded any more."""
@@ -58,6 +62,9 @@ class PlainDecoder:
             ids[:, None], places[:, None], attend
         )  # (B padded, 1, d_model)
         return self._gpt.logits(hidden[:, 0])[: len(token_ids)]
+
+    def draw(self, logits: Tensor, computed: Tensor, draws: Sequence[Draw]) -> list[int | None]:
+        return draw_tokens(logits, computed, draws)
 
     def close(self) -> None:
         """Nothing to end."""

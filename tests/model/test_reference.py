@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from model.engine.api import SamplingParams
-from model.engine.philox import uniform
+from model.philox import uniform
 from model.reference import filtered, generate, penalised, sample_row
 from tests.model.factories import FAMILIES, random_ids, tiny_config, tiny_gpt
 

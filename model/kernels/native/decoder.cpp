@@ -1,4 +1,5 @@
-// Decoder: one token of each of several sequences through a whole GPT, in one call.
+// Decoder: one token of each of several sequences through a whole GPT, in one call; and the draw of the
+// next ones.
 //
 // The forward of model/gpt.py for T = 1, stage by stage over a shared pool of threads: norms and
 // conversions by row, matrices by pieces of weight rows, attention by sequence and key head. The
@@ -10,6 +11,7 @@
 #include <vector>
 
 #include "attention.h"
+#include "draw.h"
 #include "linear.h"
 #include "pool.h"
 #include "rows.h"
@@ -87,6 +89,16 @@ class Decoder {
       narrow_.put(row, w_.final_norm_on ? h(row) : x(row), w_.d_model);
     });
     linear(pool_, w_.head, narrow_.inputs(count_), logits, w_.vocab_size, false);
+    pool_.rest();
+  }
+
+  // The token of each of `count` rows of logits.
+  void draw(DrawnRow* rows, int count) {
+    pool_.begin();
+    pool_.loop(count, [&](int row) {
+      static thread_local Drawer drawer;  // keeps its memory from row to row
+      rows[row].token_id = drawer.token(rows[row], w_.vocab_size);
+    });
     pool_.rest();
   }
 
@@ -247,6 +259,10 @@ void logitd_decoder_delete(void* decoder) { delete static_cast<Decoder*>(decoder
 void logitd_decode(void* decoder, const std::int32_t* tokens, const std::int32_t* slots,
                    const std::int32_t* positions, std::int32_t count, float* logits) {
   static_cast<Decoder*>(decoder)->decode(tokens, slots, positions, count, logits);
+}
+
+void logitd_draw(void* decoder, DrawnRow* rows, std::int32_t count) {
+  static_cast<Decoder*>(decoder)->draw(rows, count);
 }
 
 // One matrix by itself, for tests and measurements: out (count, rows) of float rows (count, width).

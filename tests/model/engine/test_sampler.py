@@ -17,8 +17,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from model.engine.api import SamplingParams
-from model.engine.philox import uniform
 from model.engine.sampler import Row, Sampled, sample
+from model.philox import uniform
 from model.reference import filtered, penalised
 from tests.model.engine.harness import params
 
@@ -200,7 +200,7 @@ def test_the_draw_is_the_first_id_beyond_the_threshold() -> None:
 )
 def test_the_draw_at_the_edges(monkeypatch: pytest.MonkeyPatch, u: float, token_id: int) -> None:
     """An interval has its lower end, not its upper one; an id without mass has none."""
-    monkeypatch.setattr("model.engine.sampler.uniform", lambda *place: u)
+    monkeypatch.setattr("model.draw.uniform", lambda *place: u)
     one = row(params(temperature=1, allowed_token_ids=(1, 2, 4, 6)))
     assert sample_one([0.0] * 8, one).token_id == token_id
 

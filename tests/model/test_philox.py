@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from model.engine.philox import philox, uniform
+from model.philox import philox, uniform
 
 ALL_ONES = 0xFFFFFFFF
 
