@@ -71,6 +71,9 @@ LOCATION = re.compile(r"at \d+\(\d+\): ")
 QUICK_SECONDS = 0.1
 """Up to here a constraint may be compiled again while texts are written."""
 
+MASKS_KEPT = 256
+"""Masks that come again need not be unpacked again: within a string, most are the same."""
+
 NOTHING_FOLLOWS = "no text matches from here on"
 
 
@@ -117,6 +120,7 @@ class Compiler:
             raise ConstraintsUnavailable(
                 f"constraints cannot be compiled for this vocabulary: {error}"
             ) from error
+        self._seen: dict[bytes, tuple[np.ndarray, bool]] = {}
         # Special tokens, and the gaps that published encodings have between them.
         self._no_text = range(len(tokenizer.ranks), self.vocab_size)
 
@@ -142,11 +146,22 @@ class Compiler:
         return matcher
 
     def look(self, matcher: Any) -> tuple[np.ndarray, bool]:
-        """What may follow where an llguidance matcher stands: booleans over the vocabulary, and
-        whether it is only the end. Raises ConstraintError when it is nothing at all."""
-        bits = matcher.compute_bitmask()  # of an error: the end token alone
-        if matcher.is_error():
+        """What may follow where an llguidance matcher stands: booleans over the vocabulary, which
+        are not to be changed, and whether it is only the end. Raises ConstraintError when it is
+        nothing at all."""
+        bits = matcher.compute_bitmask()
+        seen = self._seen.get(bits)
+        if seen is None:
+            if matcher.is_error():
+                raise ConstraintError(_readable(matcher.get_error()))
+            if len(self._seen) >= MASKS_KEPT:
+                self._seen.clear()
+            seen = self._seen[bits] = self._unpacked(bits)
+        elif seen[1] and matcher.is_error():  # an error's bits are the end token alone, too
             raise ConstraintError(_readable(matcher.get_error()))
+        return seen
+
+    def _unpacked(self, bits: bytes) -> tuple[np.ndarray, bool]:
         mask = np.unpackbits(
             np.frombuffer(bits, np.uint8), count=self.vocab_size + 1, bitorder="little"
         ).view(np.bool_)
@@ -157,6 +172,7 @@ class Compiler:
             raise ConstraintError(NOTHING_FOLLOWS)
         if self.end_of_text is not None:
             allowed[self.end_of_text] = ends
+        allowed.flags.writeable = False
         return allowed, not goes_on
 
 
