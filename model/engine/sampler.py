@@ -70,9 +70,11 @@ def sample(logits: Tensor, rows: list[Row], drawing: Drawing = draw_tokens) -> l
     draws = [_draw(row) for row in rows]
     token_ids = drawing(final, raw, draws)
     return [
-        Sampled(0, error="the model computed logits that are not finite for this sequence")
+        _unusable()
         if token_id is None
-        else _result(row, token_id, raw[i], final[i], draws[i])
+        else Sampled(token_id)
+        if row.params.logprobs is None
+        else _with_logprobs(token_id, row, raw[i], final[i], draws[i])
         for i, (row, token_id) in enumerate(zip(rows, token_ids, strict=True))
     ]
 
@@ -161,11 +163,14 @@ def _draw(row: Row) -> Draw:
     )
 
 
-def _result(row: Row, token_id: int, raw: Tensor, final: Tensor, draw: Draw) -> Sampled:
-    count = row.params.logprobs
-    if count is None:
-        return Sampled(token_id)
-    logits = raw
+def _unusable() -> Sampled:
+    return Sampled(0, error="the model computed logits that are not finite for this sequence")
+
+
+def _with_logprobs(token_id: int, row: Row, raw: Tensor, final: Tensor, draw: Draw) -> Sampled:
+    """A drawn token, with the logprobs that its request wants."""
+    count, logits = row.params.logprobs, raw
+    assert count is not None
     if row.params.logprobs_stage == "processed":
         logits = filtered(final[None], [draw])[0] if draw.temperature else final
     return Sampled(token_id, *_logprobs(logits, token_id, count))

@@ -143,7 +143,7 @@ class NativeDecoder:
         library.logitd_decoder_new.argtypes = (POINTER(_Model), POINTER(_Cache), c_int32, c_int32)
         library.logitd_decoder_delete.argtypes = (c_void_p,)
         library.logitd_draw.argtypes = (c_void_p, POINTER(_DrawnRow), c_int32)
-        library.logitd_decode.argtypes = (*(c_void_p,) * 4, c_int32, c_void_p)
+        library.logitd_decode.argtypes = (c_void_p, *(POINTER(c_int32),) * 3, c_int32, c_void_p)
         self._library = library
         self._kept: list[Tensor | Quantized | Arena] = [settle(gpt)]
         self._quantized = quantized
@@ -157,7 +157,7 @@ class NativeDecoder:
         self._handle = library.logitd_decoder_new(
             byref(model), byref(described), cache.slots, threads
         )
-        self._where = torch.zeros(3, cache.slots, dtype=torch.int32)  # tokens, slots, positions
+        self._where = tuple((c_int32 * cache.slots)() for _ in range(3))
         self._logits = torch.empty(cache.slots, gpt.config.vocab_size)
 
     def decode(
@@ -166,16 +166,9 @@ class NativeDecoder:
         """Logits (B, V) in float32 that follow the tokens, whose keys and values are written into
         the cache. The tensor is overwritten by the next call."""
         count = len(token_ids)
-        where = self._where
-        where[:, :count] = torch.tensor((token_ids, slots, positions), dtype=torch.int32)
-        self._library.logitd_decode(
-            self._handle,
-            where[0].data_ptr(),
-            where[1].data_ptr(),
-            where[2].data_ptr(),
-            count,
-            self._logits.data_ptr(),
-        )
+        for numbers, given in zip(self._where, (token_ids, slots, positions), strict=True):
+            numbers[:count] = given
+        self._library.logitd_decode(self._handle, *self._where, count, self._logits.data_ptr())
         return self._logits[:count]
 
     def draw(self, logits: Tensor, computed: Tensor, draws: Sequence[Draw]) -> list[int | None]:
