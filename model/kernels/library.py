@@ -27,13 +27,18 @@ class KernelsUnavailable(RuntimeError):
     """There are no native kernels on this machine; the message says why."""
 
 
-def load_library(say: Callable[[str], None] = lambda line: None) -> ctypes.CDLL:
+def load_library(
+    say: Callable[[str], None] = lambda line: None, *, processor: str = "native"
+) -> ctypes.CDLL:
     """The compiled kernels. `say` is told when they are being built, which takes a moment.
+    `processor` is the compiler's name for one that this machine can stand in for, such as
+    x86-64-v3.
 
     Raises KernelsUnavailable.
     """
     compiler = _compiler()
-    flags = (*FLAGS, "-march=native" if platform.machine() == "x86_64" else "-mcpu=native")
+    option = "-march" if platform.machine() == "x86_64" else "-mcpu"
+    flags = (*FLAGS, f"{option}={processor}")
     target = _cache_folder() / f"kernels-{_fingerprint(compiler, flags)}.so"
     if not target.exists():
         say("building the native kernels for this processor, once")
