@@ -23,12 +23,14 @@ from model.engine.api import (
     Event,
     FinishEvent,
     FinishReason,
+    InvalidRequest,
     Request,
     RowsEvent,
     StepResult,
     sequence_lengths,
 )
 from model.engine.engine import Engine
+from model.engine.price import row_numbers
 from model.engine.refusals import check_request
 
 logger = logging.getLogger("logitd.engine")
@@ -41,7 +43,7 @@ class QueueFull(Exception):
     """No room for a request; `retry_after` seconds from now there may be."""
 
     def __init__(self, waiting: str, limit: int, retry_after: int) -> None:
-        super().__init__(f"{waiting} are waiting, the queue holds {limit}")
+        super().__init__(f"{waiting}, the queue holds {limit}")
         self.retry_after = retry_after
 
 
@@ -155,7 +157,7 @@ class Reservation:
 
     def release(self) -> None:
         """Give up the room of the requests that were not submitted."""
-        self._owner.release(sum(map(sequence_count, self._waiting)))
+        self._owner.release(self._waiting)
         self._waiting.clear()
 
 
@@ -168,12 +170,14 @@ class AsyncEngine:
         *,
         max_queue: int,
         max_queue_tokens: int,
+        max_queue_numbers: int,
         stall_timeout: float,
         on_step: Callable[[StepReport], None],
     ) -> None:
         self._engine = engine
         self._max_queue = max_queue
         self._max_queue_tokens = max_queue_tokens
+        self._max_queue_numbers = max_queue_numbers
         self._stall_timeout = stall_timeout
         self._on_step = on_step
         self._inbox: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
@@ -181,7 +185,9 @@ class AsyncEngine:
         self._open_sequences = 0
         self._open_tokens = 0  # of their prompts
         self._running_tokens = 0  # of these, admitted as of the last step
+        self._open_numbers = 0  # of their rows
         self._reserved = 0
+        self._reserved_numbers = 0
         self._decoding = False  # in the last step
         self._step_began: float | None = None  # written by the thread
         self._pace = _Pace()
@@ -207,6 +213,12 @@ class AsyncEngine:
         return self._open_sequences + self._reserved
 
     @property
+    def open_numbers(self) -> int:
+        """Numbers of the rows of requests submitted and not yet ended, and of those that have room
+        reserved."""
+        return self._open_numbers + self._reserved_numbers
+
+    @property
     def decoding(self) -> bool:
         """Whether somebody's tokens were computed in the last step."""
         return self._decoding
@@ -224,15 +236,17 @@ class AsyncEngine:
     def submit(self, requests: Sequence[Request]) -> Submission:
         """Queue requests: all, or none.
 
-        Raises InvalidRequest for what the model cannot compute, EngineStopped, or QueueFull.
+        Raises InvalidRequest for what the model cannot compute and for more numbers than the queue
+        ever holds, EngineStopped, or QueueFull.
         """
         self._check(requests)
         return self._enqueue(requests)
 
-    def check_room(self, sequences: int, tokens: int = 0) -> None:
+    def check_room(self, sequences: int, tokens: int = 0, numbers: int = 0) -> None:
         """Raise EngineStopped, or QueueFull, unless as much could be queued now.
 
-        An empty queue takes a request of any number of tokens: it will be computed next.
+        An empty queue takes a request of any number of tokens: it will be computed next. Numbers
+        count until their request has ended: those of one that runs may all be still to come.
         """
         if self._failure is not None:
             raise EngineStopped(self._failure)
@@ -241,15 +255,25 @@ class AsyncEngine:
         waiting = max(0, self.open_sequences - self._engine.slots)
         retry_after = self._pace.seconds_for(waiting + 1)
         if self.open_sequences + sequences > self._engine.slots + self._max_queue:
-            raise QueueFull(f"{waiting} sequences", self._max_queue, retry_after)
+            raise QueueFull(f"{waiting} sequences are waiting", self._max_queue, retry_after)
         queued = max(0, self._open_tokens - self._running_tokens)
         if waiting and queued + tokens > self._max_queue_tokens:
-            raise QueueFull(f"{queued} prompt tokens", self._max_queue_tokens, retry_after)
+            raise QueueFull(
+                f"{queued} prompt tokens are waiting", self._max_queue_tokens, retry_after
+            )
+        if self.open_numbers + numbers > self._max_queue_numbers:
+            raise QueueFull(
+                f"{self.open_numbers} numbers of rows are waiting or being computed and the "
+                f"request asks for {numbers}",
+                self._max_queue_numbers,
+                retry_after,
+            )
 
     def reserve(self, requests: Sequence[Request]) -> "Reservation":
         """Room for requests that are to run one after the other. Raises as `submit` does."""
         self._check(requests)
         self._reserved += sum(map(sequence_count, requests))
+        self._reserved_numbers += self._numbers(requests)
         self._idle.clear()
         return Reservation(self, requests)
 
@@ -259,12 +283,12 @@ class AsyncEngine:
             raise EngineStopped(self._failure)
         if self._closed:
             raise EngineStopped(SHUTTING_DOWN)
-        self._reserved -= sequence_count(request)
+        self._leave_reserved([request])
         return self._enqueue([request])
 
-    def release(self, sequences: int) -> None:
-        """Give up room; called by a Reservation."""
-        self._reserved -= sequences
+    def release(self, requests: Sequence[Request]) -> None:
+        """Give up the room of requests; called by a Reservation."""
+        self._leave_reserved(requests)
         self._settle()
 
     def abort(
@@ -302,15 +326,32 @@ class AsyncEngine:
         """Raise unless the requests could be submitted now."""
         for request in requests:
             check_request(request, self._engine.model_config)
-        self.check_room(sum(map(sequence_count, requests)), sum(map(prompt_tokens, requests)))
+        numbers = self._numbers(requests)
+        if numbers > self._max_queue_numbers:
+            raise InvalidRequest(
+                f"the request asks for {numbers} numbers (rows times what each is wide), the queue "
+                f"never holds more than {self._max_queue_numbers}. Ask for fewer prompts or "
+                "positions at once, or raise --max-queue-numbers"
+            )
+        sequences = sum(map(sequence_count, requests))
+        self.check_room(sequences, sum(map(prompt_tokens, requests)), numbers)
+
+    def _numbers(self, requests: Sequence[Request]) -> int:
+        return sum(row_numbers(request, self._engine.model_config) for request in requests)
+
+    def _leave_reserved(self, requests: Sequence[Request]) -> None:
+        self._reserved -= sum(map(sequence_count, requests))
+        self._reserved_numbers -= self._numbers(requests)
 
     def _enqueue(self, requests: Sequence[Request]) -> Submission:
         submission = Submission(self, requests)
         for request in requests:
             count = sequence_count(request)
-            self._open[request.request_id] = _OpenRequest(submission, count)
+            numbers = self._numbers([request])
+            self._open[request.request_id] = _OpenRequest(submission, count, numbers)
             self._open_sequences += count
             self._open_tokens += prompt_tokens(request)
+            self._open_numbers += numbers
             self._inbox.put(_Add(request, self.now()))
         self._idle.clear()
         return submission
@@ -388,6 +429,7 @@ class AsyncEngine:
         request.open -= 1
         if not request.open:
             del self._open[event.request_id]
+            self._open_numbers -= request.numbers
         self._settle()
 
     def _fail(self) -> None:
@@ -395,7 +437,7 @@ class AsyncEngine:
         for request in self._open.values():
             request.submission.fail(FAILED)
         self._open.clear()
-        self._open_sequences = self._open_tokens = 0
+        self._open_sequences = self._open_tokens = self._open_numbers = 0
         self._settle()
 
 
@@ -403,6 +445,7 @@ class AsyncEngine:
 class _OpenRequest:
     submission: Submission
     open: int  # sequences that have not ended
+    numbers: int  # of its rows
 
 
 class _Pace:

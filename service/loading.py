@@ -64,6 +64,7 @@ def _served(state: ServiceState, placement: Placement, loaded: _Loaded, checker:
             loaded.engine,
             max_queue=settings.max_queue,
             max_queue_tokens=settings.max_queue_tokens,
+            max_queue_numbers=settings.max_queue_numbers,
             stall_timeout=settings.stall_timeout,
             on_step=state.on_step,
         ),

@@ -5,7 +5,7 @@ application, nothing global. Latency buckets begin at a tenth of a millisecond, 
 GPT's step takes less than one. `observe_step` is called once per engine step on the event loop.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from prometheus_client import (
     CollectorRegistry,
@@ -72,6 +72,9 @@ class Metrics:
         self.finished = counter("logitd_sequences_finished", "Sequences ended", ("reason",))
         self.running = gauge("logitd_num_sequences_running", "Sequences that have a slot")
         self.waiting = gauge("logitd_num_sequences_waiting", "Sequences waiting for a slot")
+        self.open_numbers = gauge(
+            "logitd_queue_numbers", "Numbers of the rows of requests that wait or run"
+        )
         self.slots = gauge("logitd_kv_slots", "Slots of the KV cache")
         self.slots_used = gauge("logitd_kv_slots_used", "Slots owned by a sequence")
         self.prompt_tokens = counter("logitd_prompt_tokens", "Prompt tokens of ended sequences")
@@ -131,12 +134,17 @@ class Metrics:
     def render(self) -> bytes:
         return generate_latest(self.registry)
 
-    def serving(self, checkpoint: CheckpointInfo, slots: int) -> None:
+    def serving(
+        self, checkpoint: CheckpointInfo, slots: int, open_numbers: Callable[[], float]
+    ) -> None:
+        """Requests are served. `open_numbers` is asked at each scrape: room is also reserved and
+        given up without a step."""
         self.checkpoint.clear()
         self.checkpoint.labels(
             checkpoint.name, str(checkpoint.training.step), checkpoint.weights_sha256
         ).set(1)
         self.slots.set(slots)
+        self.open_numbers.set_function(open_numbers)
         self.ready.set(1)
 
     def observe_request(self, endpoint: str, status: int, caller: str | None) -> None:

@@ -76,7 +76,9 @@ class ServiceState:
     def serve(self, served: Served) -> None:
         """Loading ended well."""
         self.served = served
-        self.metrics.serving(served.checkpoint, served.settings.slots)
+        self.metrics.serving(
+            served.checkpoint, served.settings.slots, lambda: served.engine.open_numbers
+        )
         self.settled.set()
 
     def fail(self, reason: str) -> None:

@@ -8,6 +8,7 @@ the runner's.
 
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 
 from model.engine.api import (
     ConstraintError,
@@ -24,6 +25,7 @@ from model.engine.api import (
     TokenEvent,
     sequence_lengths,
 )
+from model.engine.price import row_width
 from model.engine.refusals import check_request
 from model.engine.runner import DecoderMaker, Runner, Scores, StepOutput
 from model.engine.sampler import Sampled
@@ -47,7 +49,7 @@ class Engine:
         self.model_config = gpt.config
         self.clock = clock
         self._runner = Runner(gpt, config.slots, make_decoder)
-        self._scheduler = Scheduler(config, self._runner.row_width)
+        self._scheduler = Scheduler(config, partial(row_width, config=gpt.config))
         self._sequences: dict[str, list[Sequence]] = {}  # unfinished, by request
         self._next_weights: GPT | None = None
 

@@ -88,17 +88,6 @@ class Runner:
         """End the decoder's threads."""
         self._decoder.close()
 
-    def row_width(self, request: RowsRequest) -> int:
-        """How many numbers are computed for a request's row at one position."""
-        config = self.gpt.config
-        match request.wanted:
-            case Logits():
-                return config.vocab_size
-            case HiddenStates(layers=layers):
-                return len(layers) * config.d_model
-            case AttentionWeights(layers=layers, heads=heads):
-                return len(layers) * len(heads) * len(request.token_ids)
-
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepOutput:
         output = StepOutput()

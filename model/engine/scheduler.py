@@ -5,11 +5,11 @@ shared by as many prompts as fit, and decodes every running sequence once; so a 
 a running sequence by one chunk at most, and never starves it. What was admitted can always finish:
 there is no preemption. Knows tokens and slots, not tensors.
 
-Rows that are handed out have a price of their own, in numbers (positions times what each is wide):
-a step computes ROWS_BUDGET of them at most, and after a step that computed many, sequences that
-decode have the engine to themselves for REST times as long as that step took. So a large reply
-takes a bounded part of the memory, and, what it costs besides included, about doubles the time
-between their tokens at most.
+Rows that are handed out have a price of their own, in numbers (`price.py`): a step computes
+ROWS_BUDGET of them at most, and after a step that computed many, sequences that decode have the
+engine to themselves for REST times as long as that step took. So a large reply takes a bounded part
+of the memory, and, what it costs besides included, about doubles the time between their tokens at
+most.
 """
 
 import bisect

@@ -84,9 +84,10 @@ class Serving:
         return self.sample("logitd_sequences_finished_total", reason=reason)
 
     def wait_idle(self) -> None:
-        """Until no sequence is open and every slot is free."""
+        """Until no sequence is open, every slot is free and no row counts any more."""
         eventually(lambda: self.served.engine.open_sequences == 0)
         eventually(lambda: self.sample("logitd_kv_slots_used") == 0)
+        eventually(lambda: self.sample("logitd_queue_numbers") == 0)
         assert self.sample("logitd_num_sequences_running") == 0
         assert self.sample("logitd_num_sequences_waiting") == 0
 

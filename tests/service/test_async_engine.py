@@ -5,11 +5,15 @@ breaks on purpose, and one that waits for permission to step.
 import asyncio
 import random
 import threading
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from model.engine.api import (
     EngineConfig,
@@ -22,15 +26,18 @@ from model.engine.api import (
     RowsEvent,
     RowsRequest,
     SamplingParams,
+    ScoreRequest,
     StepResult,
     TokenEvent,
 )
 from model.engine.engine import Engine
+from model.engine.price import row_numbers
 from model.reference import generate
 from service.async_engine import (
     AsyncEngine,
     EngineStopped,
     QueueFull,
+    Reservation,
     StepReport,
     Submission,
     sequence_count,
@@ -79,6 +86,7 @@ async def running(
     engine: Engine,
     max_queue: int = 100,
     max_queue_tokens: int = 10_000,
+    max_queue_numbers: int = 10**7,
     stall_timeout: float = PATIENCE,
     drain_timeout: float = PATIENCE,
 ) -> AsyncIterator[tuple[AsyncEngine, list[StepReport]]]:
@@ -87,6 +95,7 @@ async def running(
         engine,
         max_queue=max_queue,
         max_queue_tokens=max_queue_tokens,
+        max_queue_numbers=max_queue_numbers,
         stall_timeout=stall_timeout,
         on_step=reports.append,
     )
@@ -117,6 +126,20 @@ def all_rows(name: str, length: int) -> RowsRequest:
     return RowsRequest(
         request_id=name, token_ids=tuple(long_prompt(length)), positions=tuple(range(length))
     )
+
+
+def scores(name: str, *lengths: int) -> ScoreRequest:
+    """Continuations of these lengths after a prompt of ten tokens."""
+    return ScoreRequest(
+        request_id=name,
+        token_ids=tuple(long_prompt(10)),
+        continuations=tuple(tuple(long_prompt(length)) for length in lengths),
+    )
+
+
+def prompt_logprobs(name: str, length: int, n: int = 1) -> GenerationRequest:
+    prompt = tuple(long_prompt(length))
+    return replace(generation(name, 2, n=n), token_ids=prompt, prompt_logprobs=0)
 
 
 async def rest(submission: Submission) -> list[Event]:
@@ -301,6 +324,67 @@ def test_the_queue_is_bounded_by_prompt_tokens_too() -> None:
     run(test)
 
 
+def test_the_queue_is_bounded_by_the_numbers_of_rows_too() -> None:
+    """Of those that run as well: they may all be still to come. What asks for none is not refused
+    for the sake of others' rows."""
+
+    async def test() -> None:
+        engine = tiny(slots=4)
+        async with running(engine, max_queue_numbers=20 * 257) as (owner, _):
+            engine.gate.clear()
+            accepted = [owner.submit([all_rows("a", 9)]), owner.submit([scores("b", 4, 5)])]
+            assert owner.open_numbers == 18 * 257
+            refusals: list[tuple[int, list[Request]]] = [
+                (3, [all_rows("c", 3)]),
+                (3, [scores("c", 1, 2)]),
+                (9, [scores("c")]),
+                (3, [prompt_logprobs("c", 4)]),
+                (3, [all_rows("c", 1), all_rows("d", 2)]),
+            ]
+            for rows, refused in refusals:
+                with pytest.raises(QueueFull) as caught:
+                    owner.submit(refused)
+                assert str(caught.value) == (
+                    f"{18 * 257} numbers of rows are waiting or being computed and the request "
+                    f"asks for {rows * 257}, the queue holds {20 * 257}"
+                )
+                assert 1 <= caught.value.retry_after <= 60
+                with pytest.raises(QueueFull):
+                    owner.reserve(refused)
+            accepted.append(owner.submit([generation("e", n=3)]))
+            accepted.append(owner.submit([all_rows("f", 2)]))
+            assert owner.open_numbers == 20 * 257, "just full"
+            accepted.append(owner.submit([generation("g")]))
+            engine.gate.set()
+            for submission in accepted:
+                await rest(submission)
+            assert owner.open_numbers == 0
+            await rest(owner.submit([all_rows("h", 20)]))
+
+    run(test)
+
+
+@pytest.mark.parametrize(
+    "requests",
+    [[all_rows("a", 21)], [all_rows("a", 9), all_rows("b", 12)], [scores("a", 10, 11)],
+     [prompt_logprobs("a", 22)]],
+    ids=["rows", "rows of two prompts", "scores", "logprobs of a prompt"],
+)  # fmt: skip
+def test_more_numbers_than_the_queue_ever_holds_are_refused_for_good(
+    requests: list[Request],
+) -> None:
+    async def test() -> None:
+        async with running(tiny(), max_queue_numbers=20 * 257) as (owner, _):
+            for ask in (owner.submit, owner.reserve):
+                with pytest.raises(InvalidRequest) as caught:
+                    ask(requests)
+                assert f"asks for {21 * 257} numbers" in str(caught.value)
+                assert f"never holds more than {20 * 257}. Ask for fewer" in str(caught.value)
+            assert (owner.open_numbers, owner.open_sequences) == (0, 0)
+
+    run(test)
+
+
 def test_a_step_that_hangs_is_seen() -> None:
     async def test() -> None:
         engine = tiny()
@@ -434,7 +518,7 @@ def test_a_reservation_takes_the_room_of_all_and_runs_one_at_a_time() -> None:
     async def test() -> None:
         async with running(tiny(slots=2), max_queue=1) as (owner, _):
             reservation = owner.reserve([all_rows(name, 9) for name in "abc"])
-            assert owner.open_sequences == 3
+            assert (owner.open_sequences, owner.open_numbers) == (3, 3 * 9 * 257)
             with pytest.raises(QueueFull):
                 owner.submit([generation("late")])
             for name in "abc":
@@ -442,6 +526,7 @@ def test_a_reservation_takes_the_room_of_all_and_runs_one_at_a_time() -> None:
                 assert submission.request_ids == (name,)
                 rows = [e for e in await rest(submission) if isinstance(e, RowsEvent)]
                 assert len(rows) == 1
+            assert owner.open_numbers == 0
             reservation.release()
             assert owner.open_sequences == 0
 
@@ -453,9 +538,10 @@ def test_what_is_released_is_free() -> None:
         async with running(tiny(slots=1), max_queue=2) as (owner, _):
             reservation = owner.reserve([all_rows(name, 9) for name in "abc"])
             await rest(reservation.submit_next())
+            assert owner.open_numbers == 2 * 9 * 257
             reservation.release()
             reservation.release()
-            assert owner.open_sequences == 0
+            assert (owner.open_sequences, owner.open_numbers) == (0, 0)
             await rest(owner.submit([generation("a", n=3)]))
 
     run(test)
@@ -486,6 +572,135 @@ def test_a_drain_that_is_over_does_not() -> None:
             with pytest.raises(EngineStopped, match="shutting down"):
                 reservation.submit_next()
             reservation.release()
+
+    run(test)
+
+
+# The numbers of rows, whatever happens
+
+NUMBERS_LIMIT = 100 * 257
+COMMANDS = ("rows", "scores", "prompt logprobs", "generation", "too late", "reserve", "next",
+            "release", "abort", "take", "go on")  # fmt: skip
+
+
+class Account:
+    """Asks an AsyncEngine, and knows what its open numbers should be: those of the requests whose
+    last sequence has not been seen to end, and of those reserved."""
+
+    def __init__(self, owner: AsyncEngine, reports: list[StepReport]) -> None:
+        self.owner, self.reports = owner, reports
+        self.submissions: list[Submission] = []
+        self.submitted: list[Request] = []
+        self.reservations: list[tuple[Reservation, list[Request]]] = []
+        self.names = 0
+
+    def check(self) -> None:
+        ended = Counter(e.request_id for r in self.reports for e in finishes(list(r.events)))
+        left = [r for r in self.submitted if ended[r.request_id] < sequence_count(r)]
+        left += [request for _, waiting in self.reservations for request in waiting]
+        assert self.owner.open_numbers == price(left)
+
+    async def do(self, command: str, size: int) -> None:
+        match command:
+            case "reserve":
+                self.reserve([self.request("rows", 1 + size // 2) for _ in range(3)])
+            case "next":
+                for reservation, waiting in self.reservations:
+                    if waiting:
+                        self.submissions.append(reservation.submit_next())
+                        self.submitted.append(waiting.pop(0))
+            case "release":
+                self.release()
+            case "abort":
+                for submission in self.submissions[-2:]:
+                    submission.abort()
+            case "take":
+                for submission in self.submissions:
+                    await submission.take(timeout=0)
+            case "go on":
+                await asyncio.sleep(0.001)
+            case _:
+                self.submit(self.request(command, size))
+
+    def request(self, command: str, size: int) -> Request:
+        self.names += 1
+        name = f"{self.names:03}"
+        match command:
+            case "scores":
+                return scores(name, size, 1 + size // 2)
+            case "prompt logprobs":
+                return prompt_logprobs(name, size, n=2)
+            case "generation":
+                return generation(name, size, n=2)
+            case "too late":
+                return replace(all_rows(name, size), deadline=self.owner.now())
+            case _:
+                return all_rows(name, size)
+
+    def submit(self, request: Request) -> None:
+        if self.fits([request], lambda: self.submissions.append(self.owner.submit([request]))):
+            self.submitted.append(request)
+
+    def reserve(self, requests: list[Request]) -> None:
+        def reserve() -> None:
+            self.reservations.append((self.owner.reserve(requests), requests))
+
+        self.fits(requests, reserve)
+
+    def fits(self, requests: list[Request], ask: Callable[[], None]) -> bool:
+        """Ask; whether it was accepted, which it has to be if there is room."""
+        numbers, wanted = price(requests), price(requests) + self.owner.open_numbers
+        try:
+            ask()
+        except InvalidRequest:
+            assert numbers > NUMBERS_LIMIT
+        except QueueFull:
+            assert numbers <= NUMBERS_LIMIT < wanted
+        else:
+            assert self.owner.open_numbers == wanted <= NUMBERS_LIMIT
+            return True
+        assert self.owner.open_numbers == wanted - numbers, "all or none"
+        return False
+
+    def release(self) -> None:
+        for reservation, waiting in self.reservations:
+            reservation.release()
+            waiting.clear()
+
+
+def price(requests: list[Request]) -> int:
+    return sum(row_numbers(request, TINY.config) for request in requests)
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.tuples(st.sampled_from(COMMANDS), st.integers(1, 70)), max_size=20),
+    st.sampled_from(["read", "abort", "stop"]),
+)
+def test_numbers_leave_the_count_once_on_every_way_to_end(
+    commands: list[tuple[str, int]], end: str
+) -> None:
+    async def test() -> None:
+        async with running(
+            tiny(slots=2),
+            max_queue_tokens=10**6,  # so that numbers alone are ever too many
+            max_queue_numbers=NUMBERS_LIMIT,
+            drain_timeout=0,
+        ) as (owner, reports):
+            account = Account(owner, reports)
+            for command, size in commands:
+                await account.do(command, size)
+                account.check()
+            if end == "stop":
+                await owner.stop(0)
+                account.check()
+            account.release()
+            for submission in account.submissions:
+                if end == "abort":
+                    submission.abort()
+                await rest(submission)
+                account.check()
+            assert owner.open_numbers == 0
 
     run(test)
 
@@ -545,16 +760,18 @@ def test_a_failure_of_the_engine_is_told_to_everyone(logged_errors: list[str]) -
             engine,
             max_queue=10,
             max_queue_tokens=1000,
+            max_queue_numbers=10**6,
             stall_timeout=PATIENCE,
             on_step=lambda report: None,
         )
         # Running, waiting for a slot, and with nothing taken yet.
-        submissions = [owner.submit([generation(name, 50)]) for name in "abc"]
+        submissions = [owner.submit([generation(name, 50)]) for name in "ab"]
+        submissions.append(owner.submit([all_rows("c", 9)]))
         reservation = owner.reserve([all_rows("rows", 9)])
         told = await asyncio.gather(*map(rest, submissions), return_exceptions=True)
         assert [type(one) for one in told] == [EngineStopped] * 3
         assert owner.failure is not None
-        assert owner.open_sequences == 1, "of the reservation"
+        assert (owner.open_sequences, owner.open_numbers) == (1, 9 * 257), "of the reservation"
         attempts: list[Callable[[], Submission]] = [
             lambda: owner.submit([generation("late")]),
             reservation.submit_next,
@@ -564,6 +781,7 @@ def test_a_failure_of_the_engine_is_told_to_everyone(logged_errors: list[str]) -
                 attempt()
             assert "secret" not in str(caught.value), "why is for the log alone"
         reservation.release()
+        assert owner.open_numbers == 0
         await owner.stop(PATIENCE)
 
     run(test)
@@ -579,6 +797,7 @@ def test_what_was_computed_before_a_failure_is_not_lost(logged_errors: list[str]
             engine,
             max_queue=10,
             max_queue_tokens=1000,
+            max_queue_numbers=10**6,
             stall_timeout=PATIENCE,
             on_step=lambda report: None,
         )
@@ -625,6 +844,6 @@ def test_ten_thousand_requests_leave_no_task_and_no_record() -> None:
             assert len(asyncio.all_tasks()) == tasks
             assert owner.open_sequences == 0
             assert not owner._open
-            assert (owner._open_tokens, owner._reserved) == (0, 0)
+            assert (owner._open_tokens, owner._reserved, owner.open_numbers) == (0, 0, 0)
 
     asyncio.run(test())

@@ -35,6 +35,22 @@ POSTS: dict[str, Any] = {
     "/v1/completions": {"prompt": "a"},
 }
 
+NUMBERS_LEFT = 10 * 257
+"""Numbers that the queue still holds beside those of `occupy`: ten rows of logits."""
+LARGE: dict[str, tuple[Any, int]] = {
+    "/logits": ({"prompt": "l" * 11, "positions": "all", "token_ids": [1]}, 11 * 257),
+    "/probs": ({"prompt": ["p"] * 11}, 11 * 257),
+    "/score": ({"prompt": "s" * 12}, 11 * 257),
+    "/hidden_states": ({"prompt": "h" * 21, "positions": "all"}, 21 * 2 * 64),
+    "/attention": ({"prompt": "a" * 36, "positions": "all"}, 36 * 2 * 36),
+    "/generate": ({"prompt": "g" * 12, "max_tokens": 1, "prompt_logprobs": 0}, 11 * 257),
+    "/v1/completions": (
+        {"prompt": "c" * 12, "max_tokens": 0, "echo": True, "logprobs": 0},
+        11 * 257,
+    ),
+}
+"""Bodies of small requests for more than that, with the numbers that they ask for."""
+
 
 @pytest.fixture
 def server(spelling_path: Path) -> Iterator[Serving]:
@@ -118,6 +134,113 @@ def test_prompts_that_come_later_in_a_reply_have_their_room_from_the_start(
         assert [len(prompt["logits"]) for prompt in reply["prompts"]] == [4000, 1, 1]
         server.wait_idle()
         assert server.post("/logits", body).status_code == 200
+
+
+@pytest.fixture
+def numbers_server(spelling_path: Path) -> Iterator[Serving]:
+    """Room for the numbers of `occupy` and NUMBERS_LEFT, for sequences without end."""
+    with serving(
+        spelling_path,
+        slots=4,
+        max_queue_numbers=8000 * 257 + NUMBERS_LEFT,
+        slow_reader_timeout=PATIENCE,
+    ) as running:
+        yield running
+
+
+def test_a_queue_that_is_full_of_numbers_refuses_rows_and_nothing_else(
+    numbers_server: Serving,
+) -> None:
+    server = numbers_server
+    with ExitStack() as stack:
+        occupy(server, stack)
+        assert server.sample("logitd_queue_numbers") == 8000 * 257
+        for path, (body, numbers) in LARGE.items():
+            response = server.post(path, body)
+            assert response.status_code == 429, (path, response.text)
+            seconds = int(response.headers["retry-after"])
+            assert 1 <= seconds <= 60
+            error = ErrorReply.model_validate(response.json()).error
+            assert (error.type, error.code) == ("rate_limit_error", "queue_full")
+            assert error.message == (
+                f"{8000 * 257} numbers of rows are waiting or being computed and the request asks "
+                f"for {numbers}, the queue holds {8000 * 257 + NUMBERS_LEFT}; try again in about "
+                f"{seconds} s"
+            )
+        assert server.sample("logitd_queue_numbers") == 8000 * 257
+        just_fits = {"prompt": "l" * 10, "positions": "all"}
+        assert server.post("/logits", just_fits).status_code == 200
+        # Nothing is computed of a generation's rows for somebody to look at.
+        body = {"prompt": "a" * 500, "max_tokens": 60, "ignore_eos": True, "logprobs": 5, "n": 4}
+        streamed = server.post("/generate", body | {"stream": True})
+        ids = [c["token_ids"] for chunk in events(streamed.content) for c in chunk["choices"]]
+        assert sum(map(len, ids)) == 4 * 60
+        whole = server.generate(**body)["choices"]
+        assert [choice["token_ids"] for choice in whole] == [spelled("a", 60)] * 4
+    server.wait_idle()
+    for path, (body, _) in LARGE.items():
+        assert server.post(path, body).status_code == 200, path
+    server.wait_idle()
+
+
+def test_what_the_queue_never_holds_is_refused_for_good(numbers_server: Serving) -> None:
+    """As it would be refused for ever: with 400, which nobody tries again."""
+    limit = 8000 * 257 + NUMBERS_LEFT
+    for path, body, numbers in (
+        ("/logits", {"prompt": long_prompt(8011), "positions": "all"}, 8011 * 257),
+        ("/logits", {"prompt": [long_prompt(4006)] * 2, "positions": "all"}, 8012 * 257),
+        ("/score", {"prompt": long_prompt(8012)}, 8011 * 257),
+    ):
+        response = numbers_server.post(path, body)
+        assert response.status_code == 400
+        error = ErrorReply.model_validate(response.json()).error
+        assert error.message == (
+            f"the request asks for {numbers} numbers (rows times what each is wide), the queue "
+            f"never holds more than {limit}. Ask for fewer prompts or positions at once, or raise "
+            "--max-queue-numbers"
+        )
+    numbers_server.wait_idle()
+
+
+def test_numbers_are_free_again_when_their_client_has_left(spelling_path: Path) -> None:
+    """Running, waiting behind others of the same reply, or in the queue."""
+    whole = {"prompt": long_prompt(8000), "positions": "all"}
+    limits = {"max_queue_numbers": 7 * 8000 * 257 + NUMBERS_LEFT}
+    with serving(spelling_path, slots=2, slow_reader_timeout=PATIENCE, **limits) as server:
+
+        def ask(stack: ExitStack, body: Any, prompts_by_then: int) -> None:
+            raw = stack.enter_context(server.connect(receive_buffer=4096))
+            raw.sendall(request_bytes("/logits", body))
+            numbers = prompts_by_then * 8000 * 257
+            eventually(lambda: server.sample("logitd_queue_numbers") == numbers)
+
+        with ExitStack() as stack:
+            ask(stack, whole | {"prompt": [whole["prompt"]] * 3}, 3)
+            for others in range(1, 5):  # one more has a slot
+                ask(stack, whole, 3 + others)
+            eventually(lambda: server.sample("logitd_num_sequences_waiting") == 3)
+            assert server.post("/logits", LARGE["/logits"][0]).status_code == 429
+        server.wait_idle()
+        assert server.post("/logits", LARGE["/logits"][0]).status_code == 200
+
+
+def test_numbers_are_free_again_after_an_error(
+    numbers_server: Serving, monkeypatch: pytest.MonkeyPatch, logged_errors: list[str]
+) -> None:
+    server = numbers_server
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("no memory left")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(server.served.engine._engine._runner, "run", fail)
+        for path, (body, _) in LARGE.items():
+            assert server.post(path, body).status_code == 500, path
+        server.wait_idle()
+    for path, (body, _) in LARGE.items():
+        assert server.post(path, body | {"timeout": 1e-9}).status_code == 504, path
+    server.wait_idle()
+    logged_errors.clear()
 
 
 def answered(server: Serving, status: int) -> float:

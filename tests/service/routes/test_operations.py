@@ -153,6 +153,7 @@ def test_an_engine_that_failed_is_no_longer_ready_and_not_alive(
                 broken,
                 max_queue=5,
                 max_queue_tokens=100,
+                max_queue_numbers=10**6,
                 stall_timeout=PATIENCE,
                 on_step=state.on_step,
             )
@@ -189,6 +190,7 @@ def test_info(server: Serving) -> None:
         "max_sequences": 64,
         "max_queue": 256,
         "max_queue_tokens": 2**18,
+        "max_queue_numbers": 2**32,
         "max_logprobs": 2**18,
         "max_reply_bytes": 2**26,
         "max_body_bytes": 2**22,
