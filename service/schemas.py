@@ -63,6 +63,32 @@ ModelName = Annotated[
     str | None, Field(max_length=256, description="If given, the name served here.")
 ]
 
+# What happens to the logits before a token is drawn. Where no description stands here, each
+# endpoint says in its own words what the value does there.
+Temperature = Annotated[float, Field(ge=0, le=1e6)]
+TopK = Annotated[int, Field(ge=0, lt=2**31)]
+TopP = Annotated[float, Field(gt=0, le=1)]
+MinP = Annotated[float, Field(ge=0, le=1)]
+RepetitionPenalty = Annotated[
+    float,
+    Field(ge=0.01, le=100, description="Divides the logits of tokens seen so far. 1: off."),
+]
+PresencePenalty = Annotated[
+    float, Field(ge=-100, le=100, description="Taken once from tokens generated so far.")
+]
+FrequencyPenalty = Annotated[
+    float,
+    Field(
+        ge=-100,
+        le=100,
+        description="Taken from generated tokens as often as they occurred.",
+    ),
+]
+LogitBias = Annotated[
+    dict[str, float],
+    Field(max_length=4096, description="Added to the logits: {token id: bias}."),
+]
+
 
 class RequestBody(BaseModel):
     examples: ClassVar[Examples]
@@ -140,24 +166,16 @@ class GenerateRequest(RequestBody):
         validation_alias=_names("max_tokens"),
         description="Tokens to generate at most. Absent: what fits. Also called `max_new_tokens`.",
     )
-    temperature: float = Field(1.0, ge=0, le=1e6, description="0 is greedy.")
-    top_k: int = Field(0, ge=0, lt=2**31, description="Draw from the k likeliest. 0: all.")
-    top_p: float = Field(1.0, gt=0, le=1, description="Draw from the likeliest that make up p.")
-    min_p: float = Field(
-        0.0, ge=0, le=1, description="Draw from those at least p times as likely as the likeliest."
+    temperature: Temperature = Field(1.0, description="0 is greedy.")
+    top_k: TopK = Field(0, description="Draw from the k likeliest. 0: all.")
+    top_p: TopP = Field(1.0, description="Draw from the likeliest that make up p.")
+    min_p: MinP = Field(
+        0.0, description="Draw from those at least p times as likely as the likeliest."
     )
-    repetition_penalty: float = Field(
-        1.0, ge=0.01, le=100, description="Divides the logits of tokens seen so far. 1: off."
-    )
-    presence_penalty: float = Field(
-        0.0, ge=-100, le=100, description="Taken once from tokens generated so far."
-    )
-    frequency_penalty: float = Field(
-        0.0, ge=-100, le=100, description="Taken from generated tokens as often as they occurred."
-    )
-    logit_bias: dict[str, float] = Field(
-        default_factory=dict, max_length=4096, description="Added to the logits: {token id: bias}."
-    )
+    repetition_penalty: RepetitionPenalty = 1.0
+    presence_penalty: PresencePenalty = 0.0
+    frequency_penalty: FrequencyPenalty = 0.0
+    logit_bias: LogitBias = Field(default_factory=dict)
     allowed_token_ids: ChosenIds | None = Field(None, description="No other token can be drawn.")
     regex: Pattern | None = Field(
         None, description="The whole text matches this expression, in the syntax of Rust's regex."

@@ -14,14 +14,22 @@ from service.schemas import (
     CheckpointName,
     ChosenIds,
     Examples,
+    FrequencyPenalty,
+    LogitBias,
+    MinP,
     ModelName,
+    PresencePenalty,
     Prompt,
+    RepetitionPenalty,
     ReplyBody,
     RequestBody,
+    Temperature,
     Text,
     Timeout,
     Token,
     TokenIds,
+    TopK,
+    TopP,
 )
 
 MAX_CONTINUATIONS = 4096
@@ -70,24 +78,14 @@ class Processing(RequestBody):
     """What happens to the logits before a token is drawn; the definitions are those of
     /generate."""
 
-    temperature: float = Field(1.0, ge=0, le=1e6, description="0 leaves the logits as they are.")
-    top_k: int = Field(0, ge=0, lt=2**31, description="Keep the k likeliest. 0: all.")
-    top_p: float = Field(1.0, gt=0, le=1, description="Keep the likeliest that make up p.")
-    min_p: float = Field(
-        0.0, ge=0, le=1, description="Keep those at least p times as likely as the likeliest."
-    )
-    repetition_penalty: float = Field(
-        1.0, ge=0.01, le=100, description="Divides the logits of tokens seen so far. 1: off."
-    )
-    presence_penalty: float = Field(
-        0.0, ge=-100, le=100, description="Taken once from tokens generated so far."
-    )
-    frequency_penalty: float = Field(
-        0.0, ge=-100, le=100, description="Taken from generated tokens as often as they occurred."
-    )
-    logit_bias: dict[str, float] = Field(
-        default_factory=dict, max_length=4096, description="Added to the logits: {token id: bias}."
-    )
+    temperature: Temperature = Field(1.0, description="0 leaves the logits as they are.")
+    top_k: TopK = Field(0, description="Keep the k likeliest. 0: all.")
+    top_p: TopP = Field(1.0, description="Keep the likeliest that make up p.")
+    min_p: MinP = Field(0.0, description="Keep those at least p times as likely as the likeliest.")
+    repetition_penalty: RepetitionPenalty = 1.0
+    presence_penalty: PresencePenalty = 0.0
+    frequency_penalty: FrequencyPenalty = 0.0
+    logit_bias: LogitBias = Field(default_factory=dict)
     allowed_token_ids: ChosenIds | None = Field(None, description="No other token is kept.")
     completion_start: int | None = Field(
         None,
