@@ -20,12 +20,8 @@ from service.numbers.schemas import (
     ScoreRequest,
 )
 from service.openai.schemas import ChatRequest, CompletionRequest
-from service.schemas import (
-    DetokenizeRequest,
-    ErrorReply,
-    GenerateRequest,
-    TokenizeRequest,
-)
+from service.schemas import ErrorReply, GenerateRequest
+from service.tokenizer_schemas import DetokenizeRequest, TokenizeRequest
 
 REQUEST_BODIES = (
     GenerateRequest,

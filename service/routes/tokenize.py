@@ -24,7 +24,8 @@ from service.requests import (
     encode_text,
     unless_gone,
 )
-from service.schemas import (
+from service.state import Ready, Served, ServiceState, State
+from service.tokenizer_schemas import (
     MAX_PIECES,
     DetokenizeListReply,
     DetokenizeReply,
@@ -34,7 +35,6 @@ from service.schemas import (
     TokenizeRequest,
     TokenizerInfo,
 )
-from service.state import Ready, Served, ServiceState, State
 
 router = APIRouter(tags=["vocabulary"])
 

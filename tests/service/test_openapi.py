@@ -13,13 +13,8 @@ from service.numbers.schemas import (
     ScoreRequest,
 )
 from service.openai.schemas import ChatRequest, CompletionRequest
-from service.schemas import (
-    ALIASES,
-    DetokenizeRequest,
-    GenerateRequest,
-    RequestBody,
-    TokenizeRequest,
-)
+from service.schemas import ALIASES, GenerateRequest, RequestBody
+from service.tokenizer_schemas import DetokenizeRequest, TokenizeRequest
 from tests.service.serving import Serving
 
 BODIES: dict[str, type[RequestBody]] = {

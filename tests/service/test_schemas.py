@@ -8,21 +8,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 
-from service import schemas
+from service import schemas, tokenizer_schemas
 from service.numbers.schemas import LogitsRequest, ProbsRequest
-from service.schemas import (
-    DetokenizeRequest,
-    GenerateRequest,
-    RequestBody,
-    TokenizeRequest,
-)
+from service.schemas import GenerateRequest, RequestBody
+from service.tokenizer_schemas import DetokenizeRequest, TokenizeRequest
 
 REQUESTS: list[type[RequestBody]] = [
     *(GenerateRequest, LogitsRequest, ProbsRequest, TokenizeRequest, DetokenizeRequest),
 ]
 MODELS = [
     value
-    for value in vars(schemas).values()
+    for value in {**vars(schemas), **vars(tokenizer_schemas)}.values()
     if isinstance(value, type) and issubclass(value, BaseModel) and value is not BaseModel
 ]
 NUMBERS = [

@@ -14,7 +14,7 @@ import pytest
 
 import logitd
 from logitd import AsyncClient, Client, LogitdError, UnavailableError
-from service import schemas
+from service import schemas, tokenizer_schemas
 from service.app import create_app
 from service.numbers import schemas as numbers
 from tests.service.client.conftest import Connect
@@ -187,8 +187,8 @@ EXAMPLES = [
     (model, summary)
     for model in (
         schemas.GenerateRequest,
-        schemas.TokenizeRequest,
-        schemas.DetokenizeRequest,
+        tokenizer_schemas.TokenizeRequest,
+        tokenizer_schemas.DetokenizeRequest,
         numbers.LogitsRequest,
         numbers.ProbsRequest,
         numbers.ScoreRequest,
@@ -210,15 +210,15 @@ def test_every_example_of_the_endpoints_can_be_asked(
         return
     call: dict[type[schemas.RequestBody], Callable[..., Any]] = {
         schemas.GenerateRequest: client.generate,
-        schemas.TokenizeRequest: client.tokenize,
-        schemas.DetokenizeRequest: client.detokenize,
+        tokenizer_schemas.TokenizeRequest: client.tokenize,
+        tokenizer_schemas.DetokenizeRequest: client.detokenize,
         numbers.LogitsRequest: client.logits,
         numbers.ProbsRequest: client.probs,
         numbers.ScoreRequest: client.score,
         numbers.HiddenStatesRequest: client.hidden_states,
         numbers.AttentionRequest: client.attention,
     }
-    given = body.pop("tokens" if model is schemas.DetokenizeRequest else "prompt")
+    given = body.pop("tokens" if model is tokenizer_schemas.DetokenizeRequest else "prompt")
     result = call[model](given, **body)
     assert all(one.request_id for one in (result if isinstance(result, list) else [result]))
 

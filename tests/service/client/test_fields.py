@@ -2,7 +2,7 @@
 
 import pytest
 
-from service import schemas
+from service import schemas, tokenizer_schemas
 from service.client import fields
 from service.numbers import schemas as numbers
 
@@ -19,8 +19,8 @@ ARGUMENTS = {"prompt", "stream"}
         (fields.AttentionFields, numbers.AttentionRequest, ARGUMENTS),
         (fields.ProbsFields, numbers.ProbsRequest, ARGUMENTS),
         (fields.ScoreFields, numbers.ScoreRequest, ARGUMENTS),
-        (fields.TokenizeFields, schemas.TokenizeRequest, ARGUMENTS),
-        (fields.DetokenizeFields, schemas.DetokenizeRequest, {"tokens"}),
+        (fields.TokenizeFields, tokenizer_schemas.TokenizeRequest, ARGUMENTS),
+        (fields.DetokenizeFields, tokenizer_schemas.DetokenizeRequest, {"tokens"}),
         (fields.Processing, numbers.Processing, set()),
     ],
 )

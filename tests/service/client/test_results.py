@@ -5,7 +5,7 @@ from dataclasses import MISSING, fields
 import pytest
 from pydantic import BaseModel
 
-from service import client, schemas
+from service import client, schemas, tokenizer_schemas
 from service.client import errors, results
 from service.client import fields as client_fields
 from service.numbers import schemas as numbers
@@ -43,10 +43,10 @@ def test_every_result_error_and_group_of_fields_has_a_public_name() -> None:
         (results.PromptScores, numbers.PromptScores),
         (results.ScoreUsage, numbers.ScoreUsage),
         (results.Scores, numbers.ScoreReply),
-        (results.Piece, schemas.Piece),
-        (results.Tokenized, schemas.TokenizeReply),
-        (results.Detokenized, schemas.DetokenizeReply),
-        (results.TokenizerInfo, schemas.TokenizerInfo),
+        (results.Piece, tokenizer_schemas.Piece),
+        (results.Tokenized, tokenizer_schemas.TokenizeReply),
+        (results.Detokenized, tokenizer_schemas.DetokenizeReply),
+        (results.TokenizerInfo, tokenizer_schemas.TokenizerInfo),
         (results.Info, schemas.Info),
         (results.Health, schemas.Health),
     ],

@@ -13,11 +13,11 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from model.tokenizer import END_OF_TEXT, SPLIT_PATTERN, Tokenizer
-from service.schemas import (
+from service.schemas import ErrorReply
+from service.tokenizer_schemas import (
     MAX_PIECES,
     DetokenizeListReply,
     DetokenizeReply,
-    ErrorReply,
     TokenizeListReply,
     TokenizeReply,
     TokenizerInfo,
