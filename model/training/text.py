@@ -9,6 +9,7 @@ is refused by name. Does not tokenise (`model/training/prepare.py`).
 import ast
 import glob
 import hashlib
+import os
 import sys
 import sysconfig
 from collections.abc import Callable, Iterator, Sequence
@@ -99,8 +100,7 @@ def sides(document: Document, val_fraction: float, count: int) -> Iterator[tuple
     others moves none. Of few documents the end of each is held out.
     """
     if count >= BY_NAME:
-        digest = hashlib.sha256(document.name.encode()).digest()
-        held_out = int.from_bytes(digest[:8]) < val_fraction * 2**64
+        held_out = _lot(document) < val_fraction * 2**64
         for piece in document.pieces():
             yield ("val" if held_out else "train"), piece
         return
@@ -117,6 +117,17 @@ def sides(document: Document, val_fraction: float, count: int) -> Iterator[tuple
             yield "train", piece
         else:
             yield "val", piece
+
+
+def first_held_out(text: Text) -> list[Document]:
+    """Many documents in the order in which `sides` holds them out: of any val_fraction those that
+    validate come first."""
+    return sorted(text.documents, key=_lot)
+
+
+def _lot(document: Document) -> int:
+    """A number below 2^64 that a document's name has drawn."""
+    return int.from_bytes(hashlib.sha256(document.name.encode()).digest()[:8])
 
 
 def _line_end(raw: bytes, at: int) -> int:
@@ -187,12 +198,20 @@ def _topics(stdlib: Path) -> Iterator[Document]:
 
 
 def _sources(stdlib: Path) -> Iterator[Document]:
-    for path in sorted(stdlib.rglob("*.py")):
+    for path in sorted(_python_files(stdlib)):
         parts = path.relative_to(stdlib).parts
         # Written when Python was built or installed, with the paths of that machine.
         local = parts[-1].startswith("_sysconfigdata") or parts[-1] == "sitecustomize.py"
-        if not local and not STDLIB_WITHOUT.intersection(parts) and path.stat().st_size:
+        if not local and path.stat().st_size:
             yield _file(path, "/".join(parts))
+
+
+def _python_files(stdlib: Path) -> Iterator[Path]:
+    """The sources below the standard library's folder. Folders without are not even entered: one
+    of them may hold every installed package."""
+    for folder, inner, names in os.walk(stdlib):
+        inner[:] = [name for name in inner if name not in STDLIB_WITHOUT]
+        yield from (Path(folder, name) for name in names if name.endswith(".py"))
 
 
 def _pieces(text: str) -> Iterator[str]:
