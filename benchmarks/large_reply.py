@@ -39,7 +39,7 @@ def served(checkpoint: Path, threads: int) -> Iterator[tuple[str, int]]:
     with tempfile.NamedTemporaryFile("w+") as log:
         server = subprocess.Popen(
             [sys.executable, "-m", "service.cli", "serve", "--checkpoint", str(checkpoint),
-             "--port", "0", "--slots", "4", "--threads", str(threads)],
+             "--port", "0", "--slots", "4", "--threads", str(threads), "--dtype", "float32"],
             stdout=log, stderr=subprocess.STDOUT,
         )  # fmt: skip
         try:

@@ -197,6 +197,13 @@ def load_checkpoint(
 ) -> tuple[CheckpointInfo, GPT]:
     """Read, verify and build the model, in evaluation mode, without gradients."""
     info = read_checkpoint(path)
+    return info, load_weights(info, device=device, dtype=dtype)
+
+
+def load_weights(info: CheckpointInfo, *, device: torch.device, dtype: torch.dtype) -> GPT:
+    """The model of a checkpoint that `read_checkpoint` has read: for those who choose the dtype by
+    its shape."""
+    path = info.path
     raw = _verified_bytes(path, WEIGHTS, info.files)
     try:
         weights = parse_safetensors(raw)
@@ -209,7 +216,7 @@ def load_checkpoint(
         gpt = GPT(info.config)
     gpt.load_state_dict(weights)
     gpt.to(dtype)
-    return info, gpt.eval().requires_grad_(False)
+    return gpt.eval().requires_grad_(False)
 
 
 class _SkipInit(TorchFunctionMode):

@@ -1,21 +1,31 @@
 """Device, dtype and threads: where and in which numbers a model runs on this machine.
 
 Turns the words of a command line ("auto", "cpu", "cuda:1", "bfloat16", 0 threads) into torch's
-objects, or refuses with the reason. Does not move anything there.
+objects, or refuses with the reason; and says what the processor can do. Does not move anything
+there, and does not know what the dtype "auto" is: that depends on what decodes
+(`model/kernels/choose.py`).
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
-from model.config import DTypeName
+from model.config import FloatName
+
+BFLOAT16_INSTRUCTIONS = {
+    "amx_bf16": "AMX-BF16",
+    "avx512_bf16": "AVX-512 BF16",
+    "bf16": "Arm BF16",
+}
+"""Features of processors that have dot products of bfloat16, with their names for people."""
 
 
 class DeviceError(ValueError):
-    """A device or dtype that this machine does not offer."""
+    """A device that this machine does not offer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,14 +42,32 @@ class Placement:
 
 
 def choose_placement(
-    device: str = "auto", dtype: DTypeName = "auto", threads: int = 0
+    device: str = "auto", dtype: FloatName = "float32", threads: int = 0
 ) -> Placement:
-    """Resolve "auto": CUDA when there is one, bfloat16 on CUDA, float32 on the CPU, and as many
-    threads as the process has processors."""
-    chosen = _device(device)
-    if dtype == "auto":
-        dtype = "bfloat16" if chosen.type == "cuda" else "float32"
-    return Placement(chosen, getattr(torch, dtype), threads or available_processors())
+    """Resolve "auto", which is CUDA when there is one, and 0 threads, which are as many as the
+    process has processors."""
+    return Placement(
+        choose_device(device), getattr(torch, dtype), threads or available_processors()
+    )
+
+
+def choose_device(name: str) -> torch.device:
+    """The device of a name, "auto" being CUDA when there is one. Raises DeviceError."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise DeviceError(f"{name!r} is no device; try auto, cpu, cuda or cuda:0") from error
+    if device.type not in ("cpu", "cuda"):
+        raise DeviceError(f"device {name!r} is not supported; cpu and cuda are")
+    if device.type == "cuda":
+        count = torch.cuda.device_count()
+        if count == 0:
+            raise DeviceError(f"device {name!r} was asked for, but torch finds no CUDA device here")
+        if (device.index or 0) >= count:
+            raise DeviceError(f"device {name!r} was asked for, but there are {count} CUDA devices")
+    return device
 
 
 def use_threads(threads: int) -> None:
@@ -64,6 +92,21 @@ def available_processors() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def processor_features() -> frozenset[str]:
+    """What the processor can do, in Linux's words; nothing where the system does not say."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return frozenset()
+    line = next((line for line in lines if line.startswith(("flags", "Features"))), "")
+    return frozenset(line.partition(":")[2].split())
+
+
+def bfloat16_instructions(features: Collection[str]) -> str | None:
+    """What a processor of these features multiplies bfloat16 with, or None."""
+    return next((name for each, name in BFLOAT16_INSTRUCTIONS.items() if each in features), None)
+
+
 def describe(device: torch.device) -> str:
     """The device for a person: "cuda:0 (NVIDIA H200)" or "cpu (AVX512)"."""
     if device.type == "cuda":
@@ -71,21 +114,3 @@ def describe(device: torch.device) -> str:
     if device.type == "cpu":
         return f"cpu ({torch.backends.cpu.get_cpu_capability()})"
     return str(device)
-
-
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise DeviceError(f"{name!r} is no device; try auto, cpu, cuda or cuda:0") from error
-    if device.type not in ("cpu", "cuda"):
-        raise DeviceError(f"device {name!r} is not supported; cpu and cuda are")
-    if device.type == "cuda":
-        count = torch.cuda.device_count()
-        if count == 0:
-            raise DeviceError(f"device {name!r} was asked for, but torch finds no CUDA device here")
-        if (device.index or 0) >= count:
-            raise DeviceError(f"device {name!r} was asked for, but there are {count} CUDA devices")
-    return device

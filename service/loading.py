@@ -1,24 +1,28 @@
 """Loading: from settings to what is served, beside the event loop.
 
-The checkpoint is read and verified, a place and a decoder are chosen, and the engine is made;
-/health answers 503 meanwhile. What goes wrong stays to be read there.
+The checkpoint is read and verified, a place and a decoder are chosen, what rounding costs is
+measured, and the engine is made; /health answers 503 meanwhile. What goes wrong stays to be read
+there.
 """
 
 import asyncio
 import logging
 from dataclasses import dataclass
 
-from model.checkpoint import CheckpointError, CheckpointInfo, load_checkpoint
+from model.checkpoint import CheckpointError
 from model.constraint import Compiler, ConstraintsUnavailable
 from model.constraint_check import Checker
-from model.device import DeviceError, Placement, choose_placement, describe, use_threads
+from model.device import DeviceError, describe
 from model.engine.api import EngineConfig, InvalidRequest
 from model.engine.engine import Engine
-from model.kernels.choose import DecodePath, KernelError, choose_decode_path
+from model.kernels.choose import KernelError
+from model.opening import OpenedModel, open_model, release_memory
 from model.tokenizer import Tokenizer
+from model.training.config import TrainingError
 from service.async_engine import AsyncEngine
 from service.constraints import Constraints
 from service.numbers.budget import ByteBudget
+from service.rounding import Rounding, measure_rounding
 from service.settings import ServeSettings
 from service.state import Served, ServiceState
 
@@ -27,10 +31,9 @@ logger = logging.getLogger("logitd")
 
 @dataclass(frozen=True)
 class _Loaded:
-    checkpoint: CheckpointInfo
-    parameters: int
+    opened: OpenedModel
+    rounding: Rounding | None
     engine: Engine
-    decode_path: DecodePath
     compiler: Compiler | str  # of constraints, or why there is none
 
 
@@ -38,27 +41,28 @@ async def load(state: ServiceState) -> None:
     """Load the checkpoint of the settings; well or badly, `state` knows afterwards."""
     settings = state.settings
     try:
-        placement = choose_placement(settings.device, settings.dtype, settings.threads)
-        loaded = await asyncio.to_thread(_build, settings, placement)
-        checker = await asyncio.to_thread(Checker, loaded.checkpoint.tokenizer)
-    except (CheckpointError, DeviceError, InvalidRequest, KernelError) as error:
+        loaded = await asyncio.to_thread(_build, settings)
+        checker = await asyncio.to_thread(Checker, loaded.opened.checkpoint.tokenizer)
+    except (CheckpointError, DeviceError, InvalidRequest, KernelError, TrainingError) as error:
         logger.error("cannot serve: %s", error)
         state.fail(str(error))
     except Exception as error:
         logger.exception("cannot serve")
         state.fail(f"{type(error).__name__}: {error}")
     else:
-        state.serve(_served(state, placement, loaded, checker))
+        state.serve(_served(state, loaded, checker))
 
 
-def _served(state: ServiceState, placement: Placement, loaded: _Loaded, checker: Checker) -> Served:
-    settings = state.settings
+def _served(state: ServiceState, loaded: _Loaded, checker: Checker) -> Served:
+    settings, opened = state.settings, loaded.opened
     return Served(
-        checkpoint=loaded.checkpoint,
-        placement=placement,
-        device=describe(placement.device),
-        decode_path=loaded.decode_path,
-        parameters=loaded.parameters,
+        checkpoint=opened.checkpoint,
+        placement=opened.placement,
+        device=describe(opened.placement.device),
+        dtype_why=opened.dtype.why,
+        decode_path=opened.decode_path,
+        rounding=loaded.rounding,
+        parameters=opened.gpt.parameter_count(),
         kv_cache_bytes=loaded.engine.kv_cache_bytes,
         engine=AsyncEngine(
             loaded.engine,
@@ -80,29 +84,28 @@ def _served(state: ServiceState, placement: Placement, loaded: _Loaded, checker:
     )
 
 
-def _build(settings: ServeSettings, placement: Placement) -> _Loaded:
-    use_threads(placement.threads)
-    checkpoint, gpt = load_checkpoint(
-        settings.checkpoint, device=placement.device, dtype=placement.dtype
-    )
-    decode_path = choose_decode_path(
-        gpt,
+def _build(settings: ServeSettings) -> _Loaded:
+    opened = open_model(
+        settings.checkpoint,
+        device=settings.device,
+        dtype=settings.dtype,
+        threads=settings.threads,
         kernels=settings.kernels,
         quantize=settings.quantize,
-        threads=placement.threads,
         say=logger.info,
     )
-    if decode_path.note is not None:
-        logger.warning("decoding in plain torch, which is slower: %s", decode_path.note)
+    path = opened.decode_path
+    if path.note is not None:
+        logger.warning("decoding in plain torch, which is slower: %s", path.note)
+    rounding = measure_rounding(opened, settings.quantize, settings.validation_text)
     config = EngineConfig(
         slots=settings.slots,
         prefill_chunk=settings.prefill_chunk,
         prefix_reuse=settings.prefix_reuse,
     )
-    engine = Engine(gpt, config, make_decoder=decode_path.make_decoder)
-    return _Loaded(
-        checkpoint, gpt.parameter_count(), engine, decode_path, _compiler(checkpoint.tokenizer)
-    )
+    engine = Engine(opened.gpt, config, make_decoder=path.make_decoder)
+    release_memory()
+    return _Loaded(opened, rounding, engine, _compiler(opened.checkpoint.tokenizer))
 
 
 def _compiler(tokenizer: Tokenizer) -> Compiler | str:

@@ -374,6 +374,20 @@ class Health(ReplyBody):
     reason: str | None = None
 
 
+class QuantizationInfo(ReplyBody):
+    """What rounding the weights costs, measured when they were loaded; the numbers are null where
+    there was no text to measure on."""
+
+    kind: str
+    relative_loss: float | None = Field(
+        description="Bits per byte that rounding adds, as a share of those without it."
+    )
+    bits_per_byte: float | None
+    exact_bits_per_byte: float | None = Field(description="The same without rounding.")
+    tokens: int | None
+    text: str = Field(description="What it was measured on, or why it was not.")
+
+
 class Info(ReplyBody):
     version: str
     model: str
@@ -383,7 +397,8 @@ class Info(ReplyBody):
     parameters: int
     device: str
     decoding: str = Field(description="How decode steps are computed.")
-    dtype: str
+    dtype: str = Field(description="The numbers that are computed in.")
+    quantization: QuantizationInfo | None = Field(description="null without --quantize.")
     threads: int
     slots: int
     kv_cache_bytes: int

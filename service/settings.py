@@ -66,7 +66,21 @@ Device = Annotated[
 ]
 DType = Annotated[
     DTypeName,
-    Field(description="numbers to compute in; auto is bfloat16 on CUDA and float32 on the CPU"),
+    Field(
+        description="numbers to compute in; auto is bfloat16 on CUDA, and on a CPU that multiplies "
+        "it where decoding is native, else float32"
+    ),
+]
+Kernels = Annotated[
+    KernelChoice,
+    Field(
+        description="how decode steps are computed on a CPU: native is built for this processor, "
+        "torch needs no compiler; auto is native where it can be had"
+    ),
+]
+Quantize = Annotated[
+    Quantization,
+    Field(description="int8 rounds the weights of decode steps to 8 bits when loading"),
 ]
 Threads = Annotated[
     int, Field(ge=0, le=1024, description="compute threads; 0 is one per available processor")
@@ -102,13 +116,12 @@ class ServeSettings(BaseSettings):
     device: Device = "auto"
     dtype: DType = "auto"
     threads: Threads = 0
-    kernels: KernelChoice = Field(
-        "auto",
-        description="how decode steps are computed on a CPU: native is built for this processor, "
-        "torch needs no compiler; auto is native where it can be had",
-    )
-    quantize: Quantization = Field(
-        "none", description="int8 rounds the weights of decode steps to 8 bits when loading"
+    kernels: Kernels = "auto"
+    quantize: Quantize = "none"
+    validation_text: Path | None = Field(
+        None,
+        description="UTF-8 text on which it is measured what --quantize costs; without one the "
+        "checkpoint's own validation text, where it can be found",
     )
     slots: int = Field(
         EngineConfig().slots, ge=1, le=4096, description="sequences in the KV cache at once"
@@ -197,6 +210,8 @@ class GenerateSettings(BaseSettings):
     device: Device = "auto"
     dtype: DType = "auto"
     threads: Threads = 0
+    kernels: Kernels = "auto"
+    quantize: Quantize = "none"
 
 
 class InspectSettings(BaseSettings):

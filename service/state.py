@@ -21,6 +21,7 @@ from service.constraints import Constraints
 from service.errors import ApiError, unavailable
 from service.metrics import Metrics
 from service.numbers.budget import ByteBudget
+from service.rounding import Rounding
 from service.settings import ServeSettings
 
 logger = logging.getLogger("logitd")
@@ -35,7 +36,9 @@ class Served:
     checkpoint: CheckpointInfo
     placement: Placement
     device: str  # for people
+    dtype_why: str  # why the placement's dtype, for people
     decode_path: DecodePath
+    rounding: Rounding | None  # what quantizing costs
     parameters: int
     kv_cache_bytes: int
     engine: AsyncEngine

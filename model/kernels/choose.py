@@ -1,16 +1,19 @@
-"""Choose: which decoder runs a model on this machine, and why not the native one.
+"""Choose: which numbers a model computes in and which decoder runs it on this machine, and why.
 
 From what is asked for and what there is, never from a measurement at start-up: the same
 configuration always computes the same bits.
 """
 
+import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
-from model.config import KernelChoice, Quantization
+import torch
+
+from model.config import DTypeName, FloatName, GPTConfig, KernelChoice, Quantization
+from model.device import bfloat16_instructions, processor_features
 from model.gpt import GPT
-from model.kernels.decoder import NativeDecoder, unsupported
+from model.kernels.decoder import NativeDecoder, not_covered
 from model.kernels.library import KernelsUnavailable, load_library
 from model.kernels.plain import Decoder, PlainDecoder
 from model.kv_cache import KVCache
@@ -18,6 +21,14 @@ from model.kv_cache import KVCache
 
 class KernelError(ValueError):
     """What was asked for cannot be had on this machine."""
+
+
+@dataclass(frozen=True, slots=True)
+class DTypeChoice:
+    """The numbers that a model computes in, and why these, in words that can follow the name."""
+
+    name: FloatName
+    why: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +44,41 @@ class DecodePath:
     note: str | None = None
 
 
+def choose_dtype(
+    asked: DTypeName,
+    config: GPTConfig,
+    device: torch.device,
+    *,
+    kernels: KernelChoice = "auto",
+    say: Callable[[str], None] = lambda line: None,
+) -> DTypeChoice:
+    """What was asked for; for "auto" the fastest numbers that the machine has of its own and that
+    lose nothing to see (`auto_dtype`). `say` is told when kernels are being built for that."""
+    if asked != "auto":
+        return DTypeChoice(asked, "as asked")
+    multiplies, obstacle = bfloat16_instructions(processor_features()), None
+    if device.type == "cpu" and multiplies is not None:
+        found = _native(config, device, torch.bfloat16, kernels, say)
+        obstacle = found if isinstance(found, str) else None
+    return auto_dtype(device.type, multiplies, obstacle)
+
+
+def auto_dtype(device_type: str, multiplies: str | None, obstacle: str | None) -> DTypeChoice:
+    """What "auto" is, by the kind of device, what its processor multiplies bfloat16 with, and what
+    keeps the native decoder from running the model.
+
+    Without native decoding it is float32 on a CPU: there a decode step of plain torch rounds the
+    residual stream as well.
+    """
+    if device_type == "cuda":
+        return DTypeChoice("bfloat16", "auto: on CUDA")
+    if multiplies is None:
+        return DTypeChoice("float32", "auto: this processor has no dot products of bfloat16")
+    if obstacle is not None:
+        return DTypeChoice("float32", f"auto: no native decoding, {obstacle}")
+    return DTypeChoice("bfloat16", f"auto: this processor multiplies it, {multiplies}")
+
+
 def choose_decode_path(
     gpt: GPT,
     *,
@@ -45,39 +91,29 @@ def choose_decode_path(
 
     Raises KernelError where `kernels` or `quantize` leave no such way out.
     """
-    if kernels == "torch":
-        if quantize != "none":
-            raise KernelError(
-                f"quantize is {quantize}, which the native kernels compute; set kernels to auto"
-            )
-        return DecodePath(PlainDecoder, "torch")
-    on_cpu = gpt.token_embedding.weight.device.type == "cpu"
-    reason = unsupported(gpt)
-    if reason is None:
-        try:
-            library = load_library(say)
-        except KernelsUnavailable as error:
-            reason = str(error)
-        else:
-            quantized = quantize == "int8"
+    if kernels == "torch" and quantize != "none":
+        raise KernelError(
+            f"quantize is {quantize}, which the native kernels compute; set kernels to auto"
+        )
+    weight = gpt.token_embedding.weight
+    found = _native(gpt.config, weight.device, weight.dtype, kernels, say)
+    if not isinstance(found, str):
+        library, quantized = found, quantize == "int8"
 
-            def make(gpt: GPT, cache: KVCache) -> Decoder:
-                return NativeDecoder(library, gpt, cache, threads=threads, quantized=quantized)
+        def make(gpt: GPT, cache: KVCache) -> Decoder:
+            return NativeDecoder(library, gpt, cache, threads=threads, quantized=quantized)
 
-            return DecodePath(make, f"native ({instructions()}{', int8' if quantized else ''})")
+        return DecodePath(make, f"native ({instructions()}{', int8' if quantized else ''})")
     if kernels == "native" or quantize != "none":
         asked = "kernels is native" if kernels == "native" else f"quantize is {quantize}"
-        raise KernelError(f"{asked}, but there are no native kernels for this: {reason}")
-    return DecodePath(PlainDecoder, "torch", reason if on_cpu else None)
+        raise KernelError(f"{asked}, but there are no native kernels for this: {found}")
+    unasked = kernels != "torch" and weight.device.type == "cpu"
+    return DecodePath(PlainDecoder, "torch", found if unasked else None)
 
 
 def instructions() -> str:
     """The widest instructions that the kernels were built for, for people."""
-    try:
-        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
-    except OSError:
-        return "portable"
-    features = set(text.partition("flags")[2].partition("\n")[0].split())
+    features = processor_features()
     names = [
         name
         for feature, name in (
@@ -88,3 +124,22 @@ def instructions() -> str:
         if feature in features
     ]
     return names[0] if names else "portable"
+
+
+def _native(
+    config: GPTConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    kernels: KernelChoice,
+    say: Callable[[str], None],
+) -> ctypes.CDLL | str:
+    """The native kernels for a model of this shape, or why there are none for it."""
+    if kernels == "torch":
+        return "kernels is torch"
+    reason = not_covered(config, device, dtype)
+    if reason is not None:
+        return reason
+    try:
+        return load_library(say)
+    except KernelsUnavailable as error:
+        return str(error)

@@ -24,6 +24,7 @@ from ctypes import (
 import torch
 from torch import Tensor, nn
 
+from model.config import GPTConfig
 from model.draw import Draw, floor
 from model.gpt import GPT, VALUE_GATE_WIDTH, Block, rotary_tables, sinusoidal_table
 from model.kernels.arena import Arena, settle
@@ -111,11 +112,16 @@ class _DrawnRow(Structure):
 
 def unsupported(gpt: GPT) -> str | None:
     """Why the native decoder cannot run this model; None when it can."""
-    weight, config = gpt.token_embedding.weight, gpt.config
-    if weight.device.type != "cpu":
-        return f"the model is on {weight.device}"
-    if weight.dtype not in (torch.float32, torch.bfloat16):
-        return f"the model is in {weight.dtype}"
+    weight = gpt.token_embedding.weight
+    return not_covered(gpt.config, weight.device, weight.dtype)
+
+
+def not_covered(config: GPTConfig, device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why the native decoder cannot run a model of this shape there; None when it can."""
+    if device.type != "cpu":
+        return f"the model is on {device}"
+    if dtype not in (torch.float32, torch.bfloat16):
+        return f"the model is in {str(dtype).removeprefix('torch.')}"
     if config.head_dim % LANES or config.head_dim > MAX_HEAD_DIM:
         return f"head_dim is {config.head_dim}, no multiple of {LANES} up to {MAX_HEAD_DIM}"
     return None

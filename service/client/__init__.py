@@ -52,6 +52,7 @@ from service.client.results import (
     Probs,
     PromptProbs,
     PromptScores,
+    QuantizationInfo,
     ScoredPrompt,
     Scores,
     ScoreUsage,
@@ -97,6 +98,7 @@ __all__ = [
     "TokenizerInfo",
     "Checkpoint",
     "Info",
+    "QuantizationInfo",
     "Health",
     # errors
     "LogitdError",

@@ -343,6 +343,19 @@ class TokenizerInfo:
 
 
 @dataclass(frozen=True, slots=True)
+class QuantizationInfo:
+    """What rounding the weights costs in bits per byte of `text`, in which `relative_loss` 0.001 is
+    0.1 %. The numbers are None where nothing was measured, and `text` then says why."""
+
+    kind: str
+    relative_loss: float | None
+    bits_per_byte: float | None
+    exact_bits_per_byte: float | None
+    tokens: int | None
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
 class Info:
     """What is served, where and how. `config` is the model's shape, `training` where the weights
     come from, `limits` those of a request."""
@@ -356,6 +369,7 @@ class Info:
     device: str
     decoding: str
     dtype: str
+    quantization: QuantizationInfo | None
     threads: int
     slots: int
     kv_cache_bytes: int

@@ -3,8 +3,8 @@
 import secrets
 import sys
 
-from model.checkpoint import CheckpointError, load_checkpoint
-from model.device import DeviceError, choose_placement, use_threads
+from model.checkpoint import CheckpointError
+from model.device import DeviceError
 from model.engine.api import (
     EngineConfig,
     FinishEvent,
@@ -15,29 +15,41 @@ from model.engine.api import (
     TokenEvent,
 )
 from model.engine.engine import Engine
+from model.kernels.choose import KernelError
+from model.opening import open_model
 from model.tokenizer import Tokenizer
 from service.settings import GenerateSettings
 
 
 def run(settings: GenerateSettings) -> int:
     try:
-        placement = choose_placement(settings.device, settings.dtype, settings.threads)
-        use_threads(placement.threads)
-        checkpoint, gpt = load_checkpoint(
-            settings.checkpoint, device=placement.device, dtype=placement.dtype
+        opened = open_model(
+            settings.checkpoint,
+            device=settings.device,
+            dtype=settings.dtype,
+            threads=settings.threads,
+            kernels=settings.kernels,
+            quantize=settings.quantize,
+            say=lambda line: print(f"logitd generate: {line}", file=sys.stderr),
         )
-        tokenizer = checkpoint.tokenizer
+        checkpoint, tokenizer = opened.checkpoint, opened.checkpoint.tokenizer
         seed = secrets.randbits(32) if settings.seed is None else settings.seed
-        engine = Engine(gpt, EngineConfig(slots=settings.n))
+        engine = Engine(
+            opened.gpt,
+            EngineConfig(slots=settings.n),
+            make_decoder=opened.decode_path.make_decoder,
+        )
         request = _request(settings, tokenizer, seed, checkpoint.config.context_length)
         engine.add(request)
-    except (CheckpointError, DeviceError, InvalidRequest) as error:
+    except (CheckpointError, DeviceError, InvalidRequest, KernelError) as error:
         print(f"logitd generate: {error}", file=sys.stderr)
         return 1
     try:
         code = _stream(engine, settings, tokenizer)
     except KeyboardInterrupt:
         code = 130
+    finally:
+        engine.close()
     print(f"\n(seed {seed})", file=sys.stderr)
     return code
 

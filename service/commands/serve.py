@@ -4,7 +4,6 @@ import sys
 
 from prometheus_client import disable_created_metrics
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from service.server import serve
@@ -25,13 +24,15 @@ def print_banner(served: Served, port: int) -> None:
     url = f"http://{host}:{port}"
     training = checkpoint.training
     loss = "never evaluated" if training.val_loss is None else f"{training.val_loss:.4f} nats/token"
-    table = Table.grid(padding=(0, 2))
+    placement, path = served.placement, served.decode_path
+    console.print("logitd is ready")
     for name, value in (
         ("checkpoint", f"{checkpoint.name}, step {training.step:,}, validation loss {loss}"),
         ("parameters", f"{served.parameters:,}"),
-        ("device", f"{served.device}, {served.placement.dtype_name}, "
-                   f"{served.placement.threads} threads"),
-        ("decoding", served.decode_path.name),
+        ("device", f"{served.device}, {placement.threads} threads"),
+        ("dtype", f"{placement.dtype_name} ({served.dtype_why})"),
+        ("decoding", path.name if path.note is None else f"{path.name} ({path.note})"),
+        *([] if served.rounding is None else [("rounding", served.rounding.sentence())]),
         ("context", f"{served.context_length} tokens"),
         ("slots", f"{settings.slots} sequences at once, "
                   f"{served.kv_cache_bytes / 2**20:,.0f} MiB of keys and values"),
@@ -40,9 +41,7 @@ def print_banner(served: Served, port: int) -> None:
         ("docs", f"{url}/docs"),
         ("metrics", f"{url}/metrics"),
     ):  # fmt: skip
-        table.add_row(Text(name, "bold"), Text(value))
-    console.print("logitd is ready")
-    console.print(table)
+        console.print(Text.assemble((f"{name:<12}", "bold"), value))
     key = "-H 'Authorization: Bearer KEY' " if served.key_names else ""
     console.print("try it:")
     console.print(

@@ -58,6 +58,7 @@ def info(served: Ready) -> Info:
             "device": served.device,
             "decoding": served.decode_path.name,
             "dtype": served.placement.dtype_name,
+            "quantization": None if served.rounding is None else served.rounding.to_dict(),
             "threads": served.placement.threads,
             "slots": settings.slots,
             "kv_cache_bytes": served.kv_cache_bytes,

@@ -1,6 +1,7 @@
 """The README's commands do what they say: each curl line and each Python block is run against a
 real `logitd serve` with the bundled checkpoint."""
 
+import io
 import json
 import re
 import subprocess
@@ -8,11 +9,17 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
+import numpy as np
 import pytest
+import torch
 
+from model.checkpoint import load_checkpoint
+from model.device import use_threads
 from tests.e2e.server import ServedProcess
 
 ROOT = Path(__file__).parent.parent.parent
+BUNDLED = ROOT / "checkpoints" / "python-small"
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 ADDRESS = "127.0.0.1:8000"
 
@@ -72,3 +79,28 @@ def test_python_block(block: str, server: ServedProcess, tmp_path: Path) -> None
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout
+
+
+@pytest.mark.parametrize("tokens", [3, 32, 300])
+def test_the_numbers_are_bit_for_bit_the_models_own(server: ServedProcess, tokens: int) -> None:
+    """Of whatever dtype and decoder this machine chose."""
+    with httpx.Client(base_url=server.url, trust_env=False, timeout=60) as http:
+        info = http.get("/info").json()
+        ids = http.post("/tokenize", json={"prompt": README}).json()["tokens"][:tokens]
+        reply = http.post(
+            "/logits",
+            json={"prompt": ids, "positions": "all"},
+            headers={"Accept": "application/x-npy"},
+        )
+    served = np.load(io.BytesIO(reply.content))
+    threads = torch.get_num_threads()
+    use_threads(info["threads"])
+    try:
+        gpt = load_checkpoint(
+            BUNDLED, device=torch.device("cpu"), dtype=getattr(torch, info["dtype"])
+        )[1]
+        own = gpt.forward_as_served(torch.tensor(ids)).logits[0].float().numpy()
+    finally:
+        use_threads(threads)
+    assert served.shape == (tokens, 2048)
+    assert np.array_equal(served, own)

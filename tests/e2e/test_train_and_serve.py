@@ -29,6 +29,7 @@ TEXT = "".join(
 SHAPE = "--n-layer 2 --n-head 2 --n-kv-head 2 --head-dim 16 --d-model 32 --d-ff 64"
 ON = "--data text.txt --out run --vocab-size 300 --threads 1 --sample-every 1000 --sample-tokens 8"
 LENGTH = "--context-length 64 --batch-size 8 --steps 40 --eval-every 20 --eval-batches 2"
+SERVED = ("--checkpoint", "run/best", "--threads", "1", "--dtype", "float32")
 PROMPT = "the cat"
 
 
@@ -64,9 +65,10 @@ def trained(run: Path) -> tuple[CheckpointInfo, GPT]:
 
 @pytest.fixture(scope="module")
 def client(run: Path) -> Iterator[httpx.Client]:
-    """A client of `logitd serve --checkpoint run/best`, as the trainer says."""
+    """A client of `logitd serve --checkpoint run/best`, as the trainer says, in the oracle's
+    numbers."""
     with (
-        ServedProcess("--checkpoint", "run/best", "--threads", "1", cwd=run.parent) as process,
+        ServedProcess(*SERVED, cwd=run.parent) as process,
         httpx.Client(base_url=process.url, trust_env=False, timeout=60) as http,
     ):
         yield http
@@ -124,7 +126,7 @@ def test_it_has_learned_its_text(client: httpx.Client, trained: tuple[Checkpoint
 def test_the_command_without_a_server_agrees(
     client: httpx.Client, run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    flags = ("--seed", "4", "--max-tokens", "40", "--threads", "1")
+    flags = ("--seed", "4", "--max-tokens", "40", "--threads", "1", "--dtype", "float32")
     assert cli.run(["generate", PROMPT, "--checkpoint", str(run / "best"), *flags]) == 0
     reply = generate(client, seed=4, max_tokens=40, temperature=0.8, echo=True)
     assert capsys.readouterr().out == reply["choices"][0]["text"]
@@ -149,7 +151,7 @@ def test_the_classroom_model_is_served(tmp_path: Path) -> None:
     prompt = info.tokenizer.encode(PROMPT)
     params = SamplingParams(max_tokens=16 - len(prompt), seed=0, temperature=0)
     with (
-        ServedProcess("--checkpoint", "run/best", "--threads", "1", cwd=tmp_path) as process,
+        ServedProcess(*SERVED, cwd=tmp_path) as process,
         httpx.Client(base_url=process.url, trust_env=False, timeout=60) as http,
     ):
         reply = generate(http, temperature=0, ignore_eos=True)

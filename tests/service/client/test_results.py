@@ -47,6 +47,7 @@ def test_every_result_error_and_group_of_fields_has_a_public_name() -> None:
         (results.Tokenized, tokenizer_schemas.TokenizeReply),
         (results.Detokenized, tokenizer_schemas.DetokenizeReply),
         (results.TokenizerInfo, tokenizer_schemas.TokenizerInfo),
+        (results.QuantizationInfo, schemas.QuantizationInfo),
         (results.Info, schemas.Info),
         (results.Health, schemas.Health),
     ],

@@ -7,9 +7,10 @@ import pytest
 from model import reference
 from model.engine.api import SamplingParams
 from model.gpt import GPT
+from model.kernels.library import KernelsUnavailable, load_library
 from service.cli import run
-from tests.model.factories import byte_tokenizer
-from tests.service.serving import Serving
+from tests.model.factories import byte_tokenizer, save_tiny_checkpoint, tiny_config, tiny_gpt
+from tests.service.serving import Serving, serving
 from tests.service.spelling import ALPHABET
 
 PROMPT = "A prompt"
@@ -58,6 +59,26 @@ def test_the_text_is_that_of_the_endpoint(
         printed = generate(checkpoint_path, capsys, PROMPT, "--max-tokens", str(tokens), *flags)
         (choice,) = server.generate(PROMPT, max_tokens=tokens, echo=True, **fields)["choices"]
         assert printed == choice["text"]
+
+
+@pytest.mark.parametrize("quantize", ["none", "int8"])
+def test_it_chooses_numbers_and_decoder_as_the_service_does(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], quantize: str
+) -> None:
+    try:
+        load_library()
+    except KernelsUnavailable as reason:
+        pytest.skip(str(reason))
+    gpt = tiny_gpt(tiny_config(head_dim=16))
+    checkpoint = save_tiny_checkpoint(tmp_path / "covered", gpt=gpt).path
+    flags = ("--seed", "4", "--max-tokens", "60", "--quantize", quantize)
+    printed = generate(checkpoint, capsys, PROMPT, *flags)
+    with serving(checkpoint, kernels="auto", quantize=quantize) as server:
+        assert server.served.decode_path.name.startswith("native")
+        (choice,) = server.generate(PROMPT, seed=4, max_tokens=60, temperature=0.8, echo=True)[
+            "choices"
+        ]
+    assert printed == choice["text"]
 
 
 def test_the_same_seed_gives_the_same_and_another_one_does_not(
@@ -122,6 +143,8 @@ def test_a_prompt_that_cannot_be_continued_exits_1_with_a_sentence(
         (("--checkpoint", "nowhere"), "there is no checkpoint directory at nowhere"),
         (("--device", "tpu"), "'tpu'"),
         (("--device", "abacus"), "'abacus' is no device; try auto, cpu, cuda or cuda:0"),
+        (("--kernels", "native"), "kernels is native, but there are no native kernels for this"),
+        (("--quantize", "int8"), "quantize is int8, but there are no native kernels for this"),
     ],
 )
 def test_what_is_not_there_exits_1_with_a_sentence(

@@ -38,7 +38,8 @@ def test_the_banner_says_what_is_served_and_where(process: ServedProcess) -> Non
         "checkpoint": f"{ODD_NAME}, step 1,234, validation loss never evaluated",
         "parameters": "52,512",
         "device": rows["device"],
-        "decoding": "torch",
+        "dtype": rows["dtype"],
+        "decoding": "torch (head_dim is 8, no multiple of 16 up to 256)",
         "context": "128 tokens",
         "slots": "3 sequences at once, 0 MiB of keys and values",
         "keys": "none: whoever can connect is answered",
@@ -46,7 +47,8 @@ def test_the_banner_says_what_is_served_and_where(process: ServedProcess) -> Non
         "docs": f"{process.url}/docs",
         "metrics": f"{process.url}/metrics",
     }
-    assert re.fullmatch(r"cpu \(.+\), float32, 1 threads", rows["device"])
+    assert re.fullmatch(r"cpu \(.+\), 1 threads", rows["device"])
+    assert re.fullmatch(r"float32 \(auto: (no native decoding, .+|.+ bfloat16)\)", rows["dtype"])
 
 
 def test_the_banners_links_and_its_curl_line_work(process: ServedProcess) -> None:

@@ -182,6 +182,7 @@ def test_info(server: Serving) -> None:
     assert info.training["data"]["licence"] == "MIT"
     assert info.parameters == server.served.parameters > 0
     assert (info.dtype, info.threads, info.slots) == ("float32", 1, 4)
+    assert info.quantization is None
     assert info.device.startswith("cpu")
     # layers x (keys, values) x slots x positions x width x bytes
     assert info.kv_cache_bytes >= 3 * 2 * 4 * 128 * 32 * 4

@@ -1,0 +1,61 @@
+"""Opening: from a checkpoint and a few wishes to a model that is ready to decode.
+
+The order matters: the shape is read first, because it decides which numbers are fastest; then the
+weights, in those numbers; then comes the decoder. Makes no engine and no cache.
+"""
+
+import ctypes
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from model.checkpoint import CheckpointInfo, load_weights, read_checkpoint
+from model.config import DTypeName, KernelChoice, Quantization
+from model.device import Placement, choose_device, choose_placement, use_threads
+from model.gpt import GPT
+from model.kernels.choose import DecodePath, DTypeChoice, choose_decode_path, choose_dtype
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedModel:
+    """A checkpoint's weights where they are computed, and what was chosen for them."""
+
+    checkpoint: CheckpointInfo
+    gpt: GPT
+    placement: Placement
+    dtype: DTypeChoice
+    decode_path: DecodePath
+
+
+def open_model(
+    path: Path,
+    *,
+    device: str,
+    dtype: DTypeName,
+    threads: int,
+    kernels: KernelChoice,
+    quantize: Quantization,
+    say: Callable[[str], None],
+) -> OpenedModel:
+    """Read a checkpoint and choose how it is computed; torch's threads of this process are set.
+
+    `say` is told when native kernels are being built. Raises CheckpointError, DeviceError and
+    KernelError.
+    """
+    checkpoint = read_checkpoint(path)
+    choice = choose_dtype(dtype, checkpoint.config, choose_device(device), kernels=kernels, say=say)
+    placement = choose_placement(device, choice.name, threads)
+    use_threads(placement.threads)
+    gpt = load_weights(checkpoint, device=placement.device, dtype=placement.dtype)
+    decode_path = choose_decode_path(
+        gpt, kernels=kernels, quantize=quantize, threads=placement.threads, say=say
+    )
+    return OpenedModel(checkpoint, gpt, placement, choice, decode_path)
+
+
+def release_memory() -> None:
+    """Give the system back what was freed: to open a model frees several copies of its weights, and
+    the C library keeps what was taken in pieces. Does nothing where the C library is not GNU's."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)

@@ -1,0 +1,66 @@
+"""What a server takes: how long to be ready, and how much memory."""
+
+import re
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import httpx
+import pytest
+
+from benchmarks.synthetic import save_synthetic
+from model.config import gpt2_shape
+from model.kernels.library import KernelsUnavailable, load_library
+from tests.e2e.server import ServedProcess
+
+READY_SECONDS = 10
+"""Some seconds on a machine with nothing else to do."""
+
+BESIDES = 500 * 10**6
+"""Resident bytes besides weights and KV cache: Python, torch, the vocabulary, the service."""
+
+
+def resident(pid: int) -> int:
+    """Bytes of memory that a process holds."""
+    status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
+    found = re.search(r"VmRSS:\s+(\d+) kB", status)
+    assert found is not None
+    return int(found[1]) * 1024
+
+
+@pytest.fixture(autouse=True)
+def built() -> None:
+    """To build the kernels is the set-up's business."""
+    with suppress(KernelsUnavailable):
+        load_library()
+
+
+@pytest.mark.slow
+def test_it_is_ready_soon() -> None:
+    began = time.monotonic()
+    with ServedProcess():
+        took = time.monotonic() - began
+    assert took < READY_SECONDS
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["auto", "float32"])
+@pytest.mark.parametrize("model", ["bundled", "124m"])
+def test_it_holds_little_besides_weights_and_cache(tmp_path: Path, model: str, dtype: str) -> None:
+    flags = ["--dtype", dtype, "--slots", "4"]
+    if model == "124m":  # whose weights would show if they were there twice
+        config = gpt2_shape(
+            vocab_size=50_257, context_length=1024, n_layer=12, n_head=12, d_model=768
+        )
+        flags += ["--checkpoint", str(save_synthetic(tmp_path / "124m", config).path)]
+    with ServedProcess(*flags) as process:
+        with httpx.Client(base_url=process.url, trust_env=False, timeout=60) as http:
+            info = http.get("/info").json()
+            for seed in range(4):
+                body = {"prompt": "import os", "max_tokens": 20, "seed": seed, "n": 4}
+                assert http.post("/generate", json=body).status_code == 200
+                body = {"prompt": "def main():", "positions": "all"}
+                assert http.post("/logits", json=body).status_code == 200
+        held = resident(process.process.pid)
+    width = 2 if info["dtype"] == "bfloat16" else 4
+    assert held < width * info["parameters"] + info["kv_cache_bytes"] + BESIDES
