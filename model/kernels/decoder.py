@@ -173,7 +173,7 @@ class NativeDecoder:
         the cache. The tensor is overwritten by the next call."""
         count = len(token_ids)
         for numbers, given in zip(self._where, (token_ids, slots, positions), strict=True):
-            numbers[:count] = given
+            numbers[:count] = list(given)
         self._library.logitd_decode(self._handle, *self._where, count, self._logits.data_ptr())
         return self._logits[:count]
 
