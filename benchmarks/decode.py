@@ -5,27 +5,30 @@
 For each dtype and batch size the median time of a whole step of the engine, sampling included,
 after prompts of N ids; tokens per second; and the bytes of weights and live keys and values that a
 step reads at least, over that time, as a share of the bandwidth that a plain sum over memory
-reaches here. Run it on a machine that does nothing else; the last line is JSON.
+reaches here. `logitd bench` holds a checkpoint as it is served against more limits; this compares
+the decoders. Run it on a machine that does nothing else; the last line is JSON.
 """
 
 import argparse
 import json
 import statistics
-import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from benchmarks.synthetic import synthetic_gpt
+from model.benchmark.in_process import TimedStep, full_steps, requests
+from model.benchmark.machine import read_bandwidth
+from model.benchmark.work import decode_work, size_of
+from model.benchmark.workload import Workload, tokens_for
 from model.checkpoint import load_checkpoint
-from model.config import Quantization, gpt2_shape
+from model.config import KernelChoice, Quantization, gpt2_shape
 from model.device import available_processors, describe, use_threads
-from model.engine.api import EngineConfig, GenerationRequest, SamplingParams
+from model.engine.api import EngineConfig
 from model.engine.engine import Engine
 from model.gpt import GPT
-from model.kernels.choose import choose_decode_path
+from model.kernels.choose import DecodePath, choose_decode_path
 
 SHAPES: dict[str, dict[str, int]] = {
     "124m": {"n_layer": 12, "n_head": 12, "d_model": 768},
@@ -42,56 +45,26 @@ def load(shape: str, dtype: torch.dtype) -> GPT:
     return synthetic_gpt(config).to(dtype)
 
 
-def read_bandwidth() -> float:
-    """Bytes per second of a sum over 1 GB, the best of some."""
-    memory = torch.ones(2**28)
-    best = 0.0
-    for _ in range(8):
-        began = time.perf_counter()
-        memory.sum()
-        best = max(best, memory.nbytes / (time.perf_counter() - began))
-    return best
+def steps_of(gpt: GPT, path: DecodePath, batch: int, prompt: int) -> list[TimedStep]:
+    """Steps of `batch` sequences at temperature 1, those of the warm-up left out."""
+    config = EngineConfig(slots=batch)
+    chunk, count = config.prefill_chunk, STEPS + WARM_UP
+    workload = Workload(
+        batches=(batch,),
+        prompt_tokens=prompt,
+        tokens=tokens_for(count, batch=batch, prompt_tokens=prompt, prefill_chunk=chunk),
+        rounds=1,
+        vocab_size=gpt.config.vocab_size,
+        prefill_chunk=chunk,
+    )
+    engine = Engine(gpt, config, make_decoder=path.make_decoder)
+    try:
+        return full_steps(engine, requests(workload, batch, "decode"))[WARM_UP:]
+    finally:
+        engine.close()
 
 
-def engine_decoding(engine: Engine, sequences: int, prompt: int, vocab_size: int) -> None:
-    """Fill the engine with sequences that have their prompts behind them."""
-    generator = torch.Generator().manual_seed(0)
-    for index in range(sequences):
-        ids = torch.randint(vocab_size, (prompt,), generator=generator).tolist()
-        params = SamplingParams(max_tokens=STEPS + WARM_UP + 40, seed=index)
-        engine.add(GenerationRequest(request_id=str(index), token_ids=tuple(ids), params=params))
-    while engine.step().decoded_sequences < sequences:
-        pass
-
-
-def step_seconds(gpt: GPT, kernels: Any, quantize: Quantization, batch: int, prompt: int,
-                 threads: int) -> float:  # fmt: skip
-    """The median step of `batch` sequences at temperature 1."""
-    path = choose_decode_path(gpt, kernels=kernels, quantize=quantize, threads=threads)
-    engine = Engine(gpt, EngineConfig(slots=batch), make_decoder=path.make_decoder)
-    engine_decoding(engine, batch, prompt, gpt.config.vocab_size)
-    times = []
-    for _ in range(STEPS + WARM_UP):
-        began = time.perf_counter()
-        engine.step()
-        times.append(time.perf_counter() - began)
-    engine.close()
-    return statistics.median(times[WARM_UP:])
-
-
-def bytes_read(gpt: GPT, quantized: bool, batch: int, positions: int) -> int:
-    """What a step reads at least: every matrix once, and the live keys and values."""
-    config = gpt.config
-    item = gpt.token_embedding.weight.element_size()
-    weights = 0
-    for name, parameter in gpt.named_parameters():
-        lookup = "embedding" in name and not (name.startswith("token") and config.tied_head)
-        weights += 0 if lookup else parameter.numel() * (1 if quantized else item)
-    cells = 2 * config.n_layer * config.kv_width * positions * batch * item
-    return weights + cells
-
-
-def cases() -> Iterator[tuple[str, torch.dtype, Quantization]]:
+def cases() -> Iterator[tuple[KernelChoice, torch.dtype, Quantization]]:
     for dtype in (torch.float32, torch.bfloat16):
         yield "torch", dtype, "none"
         yield "native", dtype, "none"
@@ -107,7 +80,7 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=256)
     arguments = parser.parse_args()
     use_threads(arguments.threads)
-    bandwidth = read_bandwidth()
+    bandwidth = read_bandwidth(torch.device("cpu"))
     print(
         f"{describe(torch.device('cpu'))}, {arguments.threads} threads, torch {torch.__version__}"
     )
@@ -118,11 +91,15 @@ def main() -> None:
     results = []
     for kernels, dtype, quantize in cases():
         gpt = load(arguments.shape, dtype)
+        size = size_of(gpt)
+        path = choose_decode_path(
+            gpt, kernels=kernels, quantize=quantize, threads=arguments.threads
+        )
         for batch in BATCHES:
-            seconds = step_seconds(
-                gpt, kernels, quantize, batch, arguments.prompt, arguments.threads
-            )
-            read = bytes_read(gpt, quantize == "int8", batch, arguments.prompt + STEPS // 2)
+            steps = steps_of(gpt, path, batch, arguments.prompt)
+            seconds = statistics.median(step.seconds for step in steps)
+            live = statistics.mean(step.live_positions for step in steps)
+            work = decode_work(size, batch=batch, live_positions=live, quantized=quantize == "int8")
             result = {
                 "decoder": kernels,
                 "dtype": str(dtype).removeprefix("torch."),
@@ -130,7 +107,7 @@ def main() -> None:
                 "batch": batch,
                 "step_ms": 1e3 * seconds,
                 "tokens_per_second": batch / seconds,
-                "share_of_bandwidth": read / seconds / bandwidth,
+                "share_of_bandwidth": work.read_bytes / seconds / bandwidth,
             }
             results.append(result)
             print(

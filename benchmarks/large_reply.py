@@ -13,8 +13,6 @@ import itertools
 import json
 import re
 import statistics
-import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -27,6 +25,7 @@ import httpx
 
 from benchmarks.synthetic import save_synthetic
 from model.config import gpt2_shape
+from service.benchmark.server import started_server
 
 CONTEXT, VOCABULARY = 1024, 50_257
 PROMPT = [i % VOCABULARY for i in range(CONTEXT)]
@@ -36,23 +35,10 @@ REPLY_BYTES = CONTEXT * VOCABULARY * 4
 @contextmanager
 def served(checkpoint: Path, threads: int) -> Iterator[tuple[str, int]]:
     """A server of its own process: its URL and its process id."""
-    with tempfile.NamedTemporaryFile("w+") as log:
-        server = subprocess.Popen(
-            [sys.executable, "-m", "service.cli", "serve", "--checkpoint", str(checkpoint),
-             "--port", "0", "--slots", "4", "--threads", str(threads), "--dtype", "float32"],
-            stdout=log, stderr=subprocess.STDOUT,
-        )  # fmt: skip
-        try:
-            while "try it:" not in (output := Path(log.name).read_text(encoding="utf-8")):
-                if server.poll() is not None:
-                    raise RuntimeError(output)
-                time.sleep(0.05)
-            port = re.search(r"listening on port (\d+)", output)
-            assert port is not None
-            yield f"http://127.0.0.1:{port[1]}", server.pid
-        finally:
-            server.terminate()
-            server.wait()
+    flags = ("--checkpoint", str(checkpoint.resolve()), "--slots", "4", "--threads", str(threads),
+             "--dtype", "float32")  # fmt: skip
+    with started_server(*flags) as server:
+        yield server.url, server.pid
 
 
 class MemoryWatch:

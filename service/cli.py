@@ -1,4 +1,4 @@
-"""The command line: `logitd serve | train | generate | inspect`.
+"""The command line: `logitd serve | train | generate | inspect | bench`.
 
 Parses with the command's settings model, then imports the module that does the work and runs it:
 so --help and a wrong flag answer at once, without torch.
@@ -14,13 +14,20 @@ from pydantic import ValidationError
 from pydantic_settings import BaseSettings, CliApp, SettingsError
 
 from model.version import VERSION
-from service.settings import GenerateSettings, InspectSettings, ServeSettings, TrainSettings
+from service.settings import (
+    BenchSettings,
+    GenerateSettings,
+    InspectSettings,
+    ServeSettings,
+    TrainSettings,
+)
 
 COMMANDS: Mapping[str, type[BaseSettings]] = {
     "serve": ServeSettings,
     "train": TrainSettings,
     "generate": GenerateSettings,
     "inspect": InspectSettings,
+    "bench": BenchSettings,
 }
 
 

@@ -56,6 +56,12 @@ def _path(text: str) -> str:
     return text
 
 
+def _distinct(sizes: tuple[int, ...]) -> tuple[int, ...]:
+    if len(set(sizes)) < len(sizes):
+        raise ValueError("a size is there twice")
+    return sizes
+
+
 LogLevel = Literal["debug", "info", "warning", "error"]
 
 CheckpointPath = Annotated[
@@ -85,6 +91,17 @@ Quantize = Annotated[
 Threads = Annotated[
     int, Field(ge=0, le=1024, description="compute threads; 0 is one per available processor")
 ]
+Kernels = Annotated[
+    KernelChoice,
+    Field(
+        description="how decode steps are computed on a CPU: native is built for this processor, "
+        "torch needs no compiler; auto is native where it can be had"
+    ),
+]
+Quantize = Annotated[
+    Quantization,
+    Field(description="int8 rounds the weights of decode steps to 8 bits when loading"),
+]
 Origins = Annotated[
     tuple[Annotated[str, AfterValidator(_origin)], ...],
     NoDecode,
@@ -102,6 +119,13 @@ PublicPaths = Annotated[
         description="paths that answer without an API key, with what is below them and commas "
         "between them; /health always does"
     ),
+]
+BatchSizes = Annotated[
+    tuple[Annotated[int, Field(ge=1, le=4096)], ...],
+    NoDecode,
+    BeforeValidator(_split),
+    AfterValidator(_distinct),
+    Field(min_length=1, description="how many sequences decode together, with commas between them"),
 ]
 
 
@@ -221,3 +245,32 @@ class InspectSettings(BaseSettings):
 
     checkpoint: CliPositionalArg[Path] = Field(BUNDLED_CHECKPOINT, description="directory")
     text: str = Field("def main():", description="text to run through the model")
+
+
+class BenchSettings(BaseSettings):
+    """Measure how fast a checkpoint runs, in process and over HTTP, and what the machine allows."""
+
+    model_config = _settings("bench")
+
+    checkpoint: CheckpointPath = BUNDLED_CHECKPOINT
+    device: Device = "auto"
+    dtype: DType = "auto"
+    threads: Threads = 0
+    kernels: Kernels = "auto"
+    quantize: Quantize = "none"
+    batches: BatchSizes = (1, 8, 32)
+    prompt_tokens: int | None = Field(
+        None,
+        ge=1,
+        description="tokens of each prompt; if not given 256, or what the model's context leaves",
+    )
+    tokens: int = Field(64, ge=2, description="tokens that each sequence generates")
+    rounds: int = Field(
+        3, ge=1, le=1000, description="runs of each case, of which the median counts"
+    )
+    skip_http: bool = Field(False, description="measure in process alone")
+    url: str | None = Field(
+        None,
+        description="load a server that runs already instead of starting one; its API key, if it "
+        "wants one, comes from LOGITD_API_KEY",
+    )

@@ -13,7 +13,7 @@ SERVICE_ONLY = {"fastapi", "starlette", "uvicorn", "uvloop", "asyncio", "anyio"}
 WITH_TORCH = {"model.engine.runner", "model.engine.sampler"}
 ONE_MODULE = {
     "llguidance": {"model.constraint"},
-    "subprocess": {"model.constraint_check", "model.kernels.library"},
+    "subprocess": {"model.constraint_check", "model.kernels.library", "service.benchmark.server"},
 }
 """What few modules may import."""
 ENGINE_OUTSIDE = {

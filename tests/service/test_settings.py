@@ -9,7 +9,7 @@ from pydantic_settings import BaseSettings, CliApp
 
 from model.engine.api import EngineConfig
 from service.cli import COMMANDS
-from service.settings import GenerateSettings, ServeSettings
+from service.settings import BenchSettings, GenerateSettings, ServeSettings
 
 
 @pytest.fixture(autouse=True)
@@ -173,3 +173,18 @@ def test_a_variable_of_no_keys_is_not_the_same_as_none(monkeypatch: pytest.Monke
     assert serve().api_keys is None
     monkeypatch.setenv("LOGITD_API_KEYS", "")
     assert serve().api_keys is not None
+
+
+# Sizes of batches
+
+
+@pytest.mark.parametrize(("flag", "sizes"), [("1,8,32", (1, 8, 32)), ("4", (4,)), ("8, 2", (8, 2))])
+def test_batches_are_written_with_commas(flag: str, sizes: tuple[int, ...]) -> None:
+    assert CliApp.run(BenchSettings, cli_args=["--batches", flag]).batches == sizes
+
+
+@pytest.mark.parametrize("flag", ["", "0", "1,,2", "1,8,1", "x", "1.5", "4097"])
+def test_impossible_batches_are_refused(flag: str) -> None:
+    with pytest.raises(ValidationError) as caught:
+        CliApp.run(BenchSettings, cli_args=[f"--batches={flag}"])
+    assert {error["loc"][0] for error in caught.value.errors()} == {"batches"}

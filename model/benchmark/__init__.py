@@ -1,0 +1,1 @@
+"""How fast a model runs here, and how fast it could: `logitd bench`, less everything with HTTP."""

@@ -1,0 +1,121 @@
+"""Machine: what this machine could do at best. How fast it reads memory, how fast it multiplies.
+
+Both are measured with the threads and on the device that the model gets, by stock operations that
+do nothing else. Neighbours on the same hardware take from both, and from one minute to the next
+not alike: so measure before and after what is compared with it, and take the better of each.
+"""
+
+import math
+import platform
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from model.device import Placement, describe
+
+READ_BYTES = 2**29
+"""Half a gigabyte, several times what a processor or a GPU keeps in its caches, so that memory is
+read; and little enough for a machine that has room for a model."""
+MATRIX_WIDTH = {"cpu": 2048, "cuda": 8192}
+"""Of square matrices: so wide that their memory is read much faster than they are multiplied."""
+REPEATS = 8
+ENOUGH_SECONDS = 4.0
+"""Some machines have no instructions for a dtype and multiply in it very slowly."""
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """Bytes that are read and operations of matrix products (a multiplication and an addition are
+    two), each per second."""
+
+    read_bandwidth: float
+    matrix_rate: float
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What else a figure depends on. `device`, `dtype` and `threads` as the server's /info says
+    them."""
+
+    processor: str
+    device: str
+    dtype: str
+    threads: int
+    torch: str
+    python: str
+
+
+def measure_machine(placement: Placement) -> Machine:
+    """A few seconds; torch has been told its threads before."""
+    return Machine(
+        read_bandwidth=read_bandwidth(placement.device, READ_BYTES),
+        matrix_rate=matrix_rate(placement.device, placement.dtype),
+    )
+
+
+def best_of(*machines: Machine) -> Machine:
+    """The better of each figure."""
+    return Machine(
+        read_bandwidth=max(machine.read_bandwidth for machine in machines),
+        matrix_rate=max(machine.matrix_rate for machine in machines),
+    )
+
+
+@torch.inference_mode()
+def read_bandwidth(device: torch.device, nbytes: int = READ_BYTES) -> float:
+    """Bytes per second of a sum over memory, the best of some."""
+    numbers = torch.ones(nbytes // 4, dtype=torch.float32, device=device)
+    return numbers.nbytes / _quickest(numbers.sum, device)
+
+
+@torch.inference_mode()
+def matrix_rate(device: torch.device, dtype: torch.dtype, width: int | None = None) -> float:
+    """Operations per second of a product of two square matrices, the best of some."""
+    width = width or MATRIX_WIDTH[device.type]
+    generator = torch.Generator(device).manual_seed(0)
+    left, right = (
+        torch.rand(width, width, generator=generator, device=device).to(dtype) for _ in range(2)
+    )
+    product = torch.empty_like(left)
+    seconds = _quickest(lambda: torch.matmul(left, right, out=product), device)
+    return 2 * width**3 / seconds
+
+
+def surroundings(placement: Placement) -> Surroundings:
+    return Surroundings(
+        processor=processor_name(),
+        device=describe(placement.device),
+        dtype=placement.dtype_name,
+        threads=placement.threads,
+        torch=str(torch.__version__),
+        python=platform.python_version(),
+    )
+
+
+def processor_name() -> str:
+    """What the processor calls itself."""
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        text = ""
+    found = re.search(r"^model name\s*: (.+)$", text, flags=re.MULTILINE)
+    return found[1].strip() if found else platform.processor() or platform.machine()
+
+
+def _quickest(run: Callable[[], object], device: torch.device) -> float:
+    """Seconds of the quickest of some runs."""
+    quickest, end = math.inf, time.perf_counter() + ENOUGH_SECONDS
+    for _ in range(REPEATS):
+        began = time.perf_counter()
+        run()
+        if device.type == "cuda":  # there a call only queues the work
+            torch.cuda.synchronize(device)
+        ended = time.perf_counter()
+        quickest = min(quickest, ended - began)
+        if ended > end:
+            break
+    return quickest

@@ -1,0 +1,125 @@
+"""Work: what a decode step and a prefill have to read and to multiply at least, whoever does it.
+
+With what the machine can do at best (`model/benchmark/machine.py`) that gives the time below which
+they cannot come. What is left out is small, and the limit the kinder for it: norms, activations,
+softmax, sampling, and the writing of results.
+
+Decode reads every weight once a step, and the keys and values of every position that is attended
+to. Of an embedding it reads the rows that are looked up, of a head the rows of the vocabulary
+without its padding. A prefill computes the head for the last position of a prompt alone, and
+attention only over the positions that each one sees.
+
+A limit by memory holds where memory is read: a model that fits into the processor's caches can be
+faster.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import nn
+
+from model.benchmark.machine import Machine
+from model.gpt import GPT
+
+INT8_ROW_BYTES = 8
+"""A row of int8 weights has a scale and a sum besides."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSize:
+    """What of a GPT one forward touches, counted in numbers, not bytes.
+
+    block_matrices   elements of the matrices of all blocks; block_rows their rows
+    head, head_rows  the same of the head, tied or not, without padding
+    vectors          norms and biases
+    looked_up        elements of the embedding rows of one token
+    kv_width         keys and values of one position in all layers
+    attended         multiplications and additions by one query that sees one position, all layers
+    item_bytes       of one number
+    """
+
+    block_matrices: int
+    block_rows: int
+    head: int
+    head_rows: int
+    vectors: int
+    looked_up: int
+    kv_width: int
+    attended: int
+    item_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Bytes to read and operations of matrix products; None where the machine's rate for such
+    products was not measured (int8)."""
+
+    read_bytes: float
+    operations: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """The least seconds that work can take, and what sets them."""
+
+    seconds: float
+    by: Literal["memory", "matrix products"]
+
+
+def size_of(gpt: GPT) -> ModelSize:
+    config = gpt.config
+    matrices = [
+        module.weight
+        for block in gpt.blocks
+        for module in block.modules()
+        if isinstance(module, nn.Linear)
+    ]
+    embeddings = [module for module in gpt.modules() if isinstance(module, nn.Embedding)]
+    return ModelSize(
+        block_matrices=sum(matrix.numel() for matrix in matrices),
+        block_rows=sum(len(matrix) for matrix in matrices),
+        head=config.vocab_size * config.d_model,
+        head_rows=config.vocab_size,
+        vectors=sum(p.numel() for p in gpt.parameters() if p.dim() == 1),
+        looked_up=sum(embedding.embedding_dim for embedding in embeddings),
+        kv_width=2 * config.n_layer * config.kv_width,
+        # The dot product with a key, and the addition of a value.
+        attended=2 * 2 * config.n_layer * config.n_head * config.head_dim,
+        item_bytes=gpt.token_embedding.weight.element_size(),
+    )
+
+
+def decode_work(
+    size: ModelSize, *, batch: int, live_positions: float, quantized: bool = False
+) -> Work:
+    """One step of `batch` sequences that attend over `live_positions` together, their new ones
+    included. `quantized`: matrices are int8."""
+    matrices, item = size.block_matrices + size.head, size.item_bytes
+    if quantized:
+        read = matrices + INT8_ROW_BYTES * (size.block_rows + size.head_rows)
+    else:
+        read = matrices * item
+    read += (size.vectors + size.looked_up * batch) * item
+    operations = 2 * matrices * batch + size.attended * live_positions
+    return Work(
+        read_bytes=read + size.kv_width * live_positions * item,
+        operations=None if quantized else operations,
+    )
+
+
+def prefill_work(size: ModelSize, *, prompts: int, length: int) -> Work:
+    """As many prompts of this length, up to the logits that follow each. Int8 is for decode steps;
+    a prefill computes in the model's own dtype."""
+    seen = length * (length + 1) // 2  # by the first position one, by the last all
+    read = size.block_matrices + size.head + size.vectors + size.looked_up * prompts * length
+    one = 2 * size.block_matrices * length + 2 * size.head + size.attended * seen
+    return Work(read_bytes=read * size.item_bytes, operations=prompts * one)
+
+
+def limit(work: Work, machine: Machine) -> Limit:
+    """Reading and multiplying can overlap: the longer of the two is the limit."""
+    reading = Limit(work.read_bytes / machine.read_bandwidth, "memory")
+    if work.operations is None:
+        return reading
+    multiplying = Limit(work.operations / machine.matrix_rate, "matrix products")
+    return max(reading, multiplying, key=lambda one: one.seconds)

@@ -1,0 +1,221 @@
+"""Load: streams that a server is asked for at once, and when their tokens came.
+
+Asks with `AsyncClient`, as anybody would, and reads each stream as it comes; refusals are not tried
+again, so that they are seen. The client is Python on the machine that runs this. Where that is the
+server's own it takes processor time from it, which is part of what is measured; `client_cpu` says
+how much.
+
+A chunk can carry several tokens: the server joins what its reader has not taken yet. Tokens are
+counted by their ids. A gap is the time between two chunks of a stream that bring tokens, however
+many: how long a reader waits for something new. Where chunks carry more than one token, gaps are
+therefore longer than the time per token; `tokens_per_chunk` tells, and the rate has the mean.
+
+Time to first token counts from the sending of a stream's request. All of a batch are sent at once,
+so it holds the prefill of the prompts that were before.
+"""
+
+import asyncio
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from model.benchmark.spread import Spread
+from model.benchmark.workload import WARM_UP, Workload, decode_case, prefill_case
+from service.client import AsyncClient, LogitdError
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A chunk with tokens, at a moment of `time.perf_counter`."""
+
+    at: float
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why a stream did not bring all of its tokens: the name of an error, and its sentence."""
+
+    kind: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class StreamRecord:
+    """One stream: when its request was sent, and what came."""
+
+    sent: float
+    arrivals: tuple[Arrival, ...]
+    failure: Failure | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillLoad:
+    """Prompts asked for at once, a token each; None if one of them failed in every round."""
+
+    prompts: int
+    tokens_per_second: float | None
+    failures: tuple[Failure, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeLoad:
+    """A batch of streams. Times are those of all rounds together, streams that failed left out.
+
+    tokens_per_second  while the whole batch decoded, the median of the rounds; None where that was
+                       in no round
+    client_cpu         processors that this process kept busy
+    """
+
+    batch: int
+    streams: int
+    tokens_per_second: float | None
+    first_token: Spread | None
+    gap: Spread | None
+    tokens_per_chunk: float | None
+    client_cpu: float
+    failures: tuple[Failure, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class HttpFigures:
+    prefill: tuple[PrefillLoad, ...]
+    decode: tuple[DecodeLoad, ...]
+
+    @property
+    def failed(self) -> bool:
+        """Whether any stream failed."""
+        cases: tuple[PrefillLoad | DecodeLoad, ...] = (*self.prefill, *self.decode)
+        return any(case.failures for case in cases)
+
+
+async def measure_server(
+    client: AsyncClient, workload: Workload, say: Callable[[str], None] = lambda line: None
+) -> HttpFigures:
+    """All cases of a workload, one after the other. The client should try nothing again
+    (max_retries 0) and have connections for the largest batch."""
+    await run_streams(client, workload.prompts(1, WARM_UP), workload.tokens)
+    prefill = []
+    for prompts in workload.prefill_counts:
+        say(f"HTTP: prefill, {prompts} at once")
+        prefill.append(await _prefill(client, workload, prompts))
+    decode = []
+    for batch in workload.batches:
+        say(f"HTTP: decode, {batch} at once")
+        decode.append(await _decode(client, workload, batch))
+    return HttpFigures(tuple(prefill), tuple(decode))
+
+
+async def run_streams(
+    client: AsyncClient, prompts: Sequence[Sequence[int]], tokens: int
+) -> list[StreamRecord]:
+    """Ask for `tokens` after each prompt, all at once, and read until all have ended."""
+    async with asyncio.TaskGroup() as group:
+        tasks = [
+            group.create_task(_stream(client, prompt, tokens, seed))
+            for seed, prompt in enumerate(prompts)
+        ]
+    return [task.result() for task in tasks]
+
+
+async def _stream(
+    client: AsyncClient, prompt: Sequence[int], tokens: int, seed: int
+) -> StreamRecord:
+    arrivals: list[Arrival] = []
+    failure = None
+    sent = time.perf_counter()
+    stream = client.stream(
+        prompt, max_tokens=tokens, ignore_eos=True, temperature=1.0, seed=seed, prefix_reuse=False
+    )
+    try:
+        async with stream:
+            async for chunk in stream:
+                now = time.perf_counter()
+                if count := sum(len(choice.token_ids) for choice in chunk.choices):
+                    arrivals.append(Arrival(now, count))
+    except LogitdError as error:
+        failure = Failure(type(error).__name__, error.message)
+    came = sum(arrival.tokens for arrival in arrivals)
+    if failure is None and came != tokens:
+        failure = Failure("TokensMissing", f"{came} of {tokens} tokens came")
+    return StreamRecord(sent, tuple(arrivals), failure)
+
+
+async def _prefill(client: AsyncClient, workload: Workload, prompts: int) -> PrefillLoad:
+    rates: list[float] = []
+    failures: list[Failure] = []
+    for number in range(workload.rounds):
+        asked = workload.prompts(prompts, prefill_case(prompts, number))
+        records = await run_streams(client, asked, 1)
+        failures += failures_of(records)
+        if (seconds := first_tokens_seconds(records)) is not None:
+            rates.append(prompts * workload.prompt_tokens / seconds)
+    return PrefillLoad(prompts, median(rates), tuple(failures))
+
+
+async def _decode(client: AsyncClient, workload: Workload, batch: int) -> DecodeLoad:
+    records: list[StreamRecord] = []
+    rates: list[float] = []
+    began, busy = time.perf_counter(), time.process_time()
+    for number in range(workload.rounds):
+        asked = workload.prompts(batch, decode_case(batch, number))
+        one = await run_streams(client, asked, workload.tokens)
+        records += one
+        if (rate := full_batch_rate(one)) is not None:
+            rates.append(rate)
+    busy, seconds = time.process_time() - busy, time.perf_counter() - began
+    whole = [record for record in records if record.failure is None]
+    chunks = [arrival.tokens for record in whole for arrival in record.arrivals]
+    return DecodeLoad(
+        batch=batch,
+        streams=len(records),
+        tokens_per_second=median(rates),
+        first_token=Spread.of(record.arrivals[0].at - record.sent for record in whole),
+        gap=Spread.of(gap for record in whole for gap in gaps(record)),
+        tokens_per_chunk=statistics.mean(chunks) if chunks else None,
+        client_cpu=busy / seconds,
+        failures=failures_of(records),
+    )
+
+
+def full_batch_rate(records: Sequence[StreamRecord]) -> float | None:
+    """Tokens per second from when the last stream began to when the first one ended: those that
+    came after the one and not after the other. None where a stream failed, because then there was
+    no whole batch, and where the first had ended before the last began."""
+    if any(record.failure is not None for record in records):
+        return None
+    begin = max(record.arrivals[0].at for record in records)
+    end = min(record.arrivals[-1].at for record in records)
+    if end <= begin:
+        return None
+    came = sum(
+        arrival.tokens
+        for record in records
+        for arrival in record.arrivals
+        if begin < arrival.at <= end
+    )
+    return came / (end - begin)
+
+
+def first_tokens_seconds(records: Sequence[StreamRecord]) -> float | None:
+    """Seconds from the first request to the last of the first tokens; None where a stream
+    failed."""
+    if any(record.failure is not None for record in records):
+        return None
+    return max(record.arrivals[0].at for record in records) - min(r.sent for r in records)
+
+
+def gaps(record: StreamRecord) -> list[float]:
+    """Seconds between the chunks of a stream."""
+    return [later.at - earlier.at for earlier, later in itertools.pairwise(record.arrivals)]
+
+
+def failures_of(records: Iterable[StreamRecord]) -> tuple[Failure, ...]:
+    return tuple(record.failure for record in records if record.failure is not None)
+
+
+def median(values: Sequence[float]) -> float | None:
+    """None of none."""
+    return statistics.median(values) if values else None

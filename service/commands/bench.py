@@ -1,0 +1,202 @@
+"""`logitd bench`: how fast a checkpoint runs here, and how fast it could.
+
+What the machine allows is measured first and last; in between the engine in process and then, with
+the same prompts, a server. One after the other: two that compute at once would share the
+processors.
+"""
+
+import asyncio
+import json
+import re
+import sys
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import replace
+from datetime import UTC, datetime
+
+import httpx
+
+from model.benchmark.in_process import EngineFigures, MeasuringError, measure_engine
+from model.benchmark.machine import Surroundings, measure_machine, surroundings
+from model.benchmark.workload import Workload, WorkloadError, choose_workload
+from model.checkpoint import CheckpointError, CheckpointInfo, load_checkpoint, read_checkpoint
+from model.device import DeviceError, Placement, choose_placement, use_threads
+from model.engine.api import EngineConfig
+from model.kernels.choose import KernelError, choose_decode_path
+from service.benchmark.load import measure_server
+from service.benchmark.report import HttpMeasured, Measured, lines, summary
+from service.benchmark.server import ServerError, started_server
+from service.client import AsyncClient, Info, LogitdError
+from service.settings import BenchSettings
+
+REFUSALS = (
+    CheckpointError,
+    DeviceError,
+    KernelError,
+    LogitdError,
+    MeasuringError,
+    ServerError,
+    WorkloadError,
+)
+
+
+def run(settings: BenchSettings) -> int:
+    """1 when something could not be measured, or when streams failed."""
+    try:
+        measured = _measure(settings)
+    except REFUSALS as error:
+        print(f"logitd bench: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("logitd bench: stopped", file=sys.stderr)
+        return 130
+    found = summary(measured)
+    print("\n".join(lines(found)))
+    print(json.dumps(found, allow_nan=False))
+    return 1 if measured.http is not None and measured.http.figures.failed else 0
+
+
+def _measure(settings: BenchSettings) -> Measured:
+    placement = choose_placement(settings.device, settings.dtype, settings.threads)
+    use_threads(placement.threads)
+    checkpoint = read_checkpoint(settings.checkpoint)
+    workload = choose_workload(
+        checkpoint.config,
+        batches=settings.batches,
+        prompt_tokens=settings.prompt_tokens,
+        tokens=settings.tokens,
+        rounds=settings.rounds,
+        prefill_chunk=EngineConfig().prefill_chunk,
+    )
+    if settings.url is not None:  # what cannot run is refused before minutes have passed
+        if settings.skip_http:
+            raise WorkloadError("url names a server, and skip_http asks none: leave one out")
+        asyncio.run(_check_server(settings.url, workload))
+    _say("the machine")
+    before = measure_machine(placement)
+    here = surroundings(placement)
+    parameters, decoding, engine = _engine(settings, placement, workload)
+    http = None
+    if not settings.skip_http:
+        with _server(settings, placement, workload) as url:
+            http = asyncio.run(_http(url, workload, checkpoint, here, decoding))
+    _say("the machine, once more")
+    return Measured(
+        date=datetime.now(UTC).isoformat(timespec="seconds"),
+        surroundings=here,
+        checkpoint=checkpoint,
+        parameters=parameters,
+        decoding=decoding,
+        quantize=settings.quantize,
+        workload=workload,
+        machines=(before, measure_machine(placement)),
+        engine=engine,
+        http=http,
+    )
+
+
+def _engine(
+    settings: BenchSettings, placement: Placement, workload: Workload
+) -> tuple[int, str, EngineFigures]:
+    """Parameters, how is decoded, and figures. The model is gone afterwards, so that a server has
+    the memory."""
+    _, gpt = load_checkpoint(settings.checkpoint, device=placement.device, dtype=placement.dtype)
+    path = choose_decode_path(
+        gpt,
+        kernels=settings.kernels,
+        quantize=settings.quantize,
+        threads=placement.threads,
+        say=_say,
+    )
+    if path.note is not None:
+        _say(f"decoding in plain torch, which is slower: {path.note}")
+    figures = measure_engine(
+        gpt, path.make_decoder, workload, quantized=settings.quantize != "none", say=_say
+    )
+    return gpt.parameter_count(), path.name, figures
+
+
+@contextmanager
+def _server(settings: BenchSettings, placement: Placement, workload: Workload) -> Iterator[str]:
+    """The URL of the server to load: the one that runs already, or one like the engine here."""
+    if settings.url is not None:
+        yield settings.url
+        return
+    _say("starting a server")
+    with started_server(
+        *("--checkpoint", str(settings.checkpoint.resolve())),
+        *("--device", str(placement.device), "--dtype", placement.dtype_name),
+        *("--threads", str(placement.threads)),
+        *("--kernels", settings.kernels, "--quantize", settings.quantize),
+        *("--slots", str(workload.largest), "--prefill-chunk", str(workload.prefill_chunk)),
+    ) as server:
+        yield server.url
+
+
+async def _check_server(url: str, workload: Workload) -> None:
+    async with _client(url, workload) as client:
+        _fitting(workload, await client.info())
+
+
+async def _http(
+    url: str, workload: Workload, checkpoint: CheckpointInfo, here: Surroundings, decoding: str
+) -> HttpMeasured:
+    async with _client(url, workload) as client:
+        info = await client.info()
+        figures = await measure_server(client, _fitting(workload, info), _say)
+    return HttpMeasured(url, info, _unlike(info, checkpoint, here, decoding), figures)
+
+
+@asynccontextmanager
+async def _client(url: str, workload: Workload) -> AsyncIterator[AsyncClient]:
+    """A client with connections for the largest batch, that tries nothing again."""
+    connections = httpx.Limits(max_connections=None, max_keepalive_connections=workload.largest)
+    async with httpx.AsyncClient(limits=connections, trust_env=_is_remote(url)) as http:
+        try:
+            client = AsyncClient(url, max_retries=0, http=http)
+        except ValueError as error:  # no URL, or an API key that no header can hold
+            raise WorkloadError(str(error)) from error
+        yield client
+
+
+def _is_remote(url: str) -> bool:
+    """Whether the settings of the environment for proxies are meant for it."""
+    return not re.match(r"https?://(127\.0\.0\.1|localhost|\[::1\])[:/]?", url)
+
+
+def _fitting(workload: Workload, info: Info) -> Workload:
+    """The workload with ids that a server has, if it has room for the rest."""
+    context, length = info.limits["context_length"], workload.prompt_tokens + workload.tokens
+    if length > context:
+        raise WorkloadError(
+            f"prompt_tokens is {workload.prompt_tokens} and tokens is {workload.tokens}: together "
+            f"{length}, the context of the server's model is {context}. Lower one of them"
+        )
+    if workload.largest > info.slots:
+        raise WorkloadError(
+            f"a batch of {workload.largest} is asked for, and the server has {info.slots} slots: "
+            "start it with more (--slots), or ask for smaller batches"
+        )
+    return replace(workload, vocab_size=int(info.config["vocab_size"]))
+
+
+def _unlike(
+    info: Info, checkpoint: CheckpointInfo, here: Surroundings, decoding: str
+) -> tuple[str, ...]:
+    """In which ways a server does not compute as the engine here did."""
+    return tuple(
+        f"{name} there {theirs}, here {ours}"
+        for name, theirs, ours in (
+            ("weights_sha256 is", info.checkpoint.weights_sha256, checkpoint.weights_sha256),
+            ("device is", info.device, here.device),
+            ("dtype is", info.dtype, here.dtype),
+            ("threads is", info.threads, here.threads),
+            ("decoding is", info.decoding, decoding),
+        )
+        if theirs != ours
+    )
+
+
+def _say(line: str) -> None:
+    """Progress, beside what is printed at the end."""
+    print(f"bench: {line}", file=sys.stderr, flush=True)

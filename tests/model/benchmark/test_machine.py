@@ -1,0 +1,81 @@
+"""Machine: what is measured is what it says, and the better of two measurements counts. How fast
+this machine is, no test knows."""
+
+import math
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from model.benchmark import machine
+from model.benchmark.machine import (
+    Machine,
+    best_of,
+    matrix_rate,
+    processor_name,
+    read_bandwidth,
+    surroundings,
+)
+from model.device import choose_placement
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def half_a_second(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Whatever is timed takes half a second; what it gave is kept."""
+    given: list[Any] = []
+
+    def quickest(run: Callable[[], Any], device: torch.device) -> float:
+        given.append(run())
+        return 0.5
+
+    monkeypatch.setattr(machine, "_quickest", quickest)
+    return given
+
+
+def test_a_bandwidth_is_all_bytes_over_the_time(half_a_second: list[Any]) -> None:
+    assert read_bandwidth(CPU, nbytes=4096) == 8192
+    assert half_a_second[0].item() == 1024, "a sum of every number was taken"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_rate_is_two_operations_per_element_and_width(
+    half_a_second: list[Any], dtype: torch.dtype
+) -> None:
+    assert matrix_rate(CPU, dtype, width=8) == 2 * 8**3 / 0.5
+    assert half_a_second[0].shape == (8, 8)
+    assert half_a_second[0].dtype == dtype
+
+
+def test_the_quickest_run_counts() -> None:
+    pauses = [0.05, 0.001, 0.05]
+    seconds = machine._quickest(lambda: time.sleep(pauses.pop() if pauses else 0.05), CPU)
+    assert 0.001 <= seconds < math.inf
+    assert pauses == []
+
+
+def test_a_slow_machine_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "ENOUGH_SECONDS", 0.0)
+    runs: list[None] = []
+    machine._quickest(lambda: runs.append(None), CPU)
+    assert len(runs) == 1
+
+
+def test_both_are_real() -> None:
+    assert 0 < read_bandwidth(CPU, nbytes=2**20) < math.inf
+    assert 0 < matrix_rate(CPU, torch.float32, width=64) < math.inf
+
+
+def test_the_better_of_each_figure_counts() -> None:
+    assert best_of(Machine(3.0, 10.0), Machine(5.0, 7.0)) == Machine(5.0, 10.0)
+
+
+def test_surroundings_are_in_the_words_of_info() -> None:
+    placement = choose_placement("cpu", "bfloat16", 3)
+    found = surroundings(placement)
+    assert (found.dtype, found.threads, found.torch) == ("bfloat16", 3, torch.__version__)
+    assert found.device.startswith("cpu (")
+    assert found.processor == processor_name() != ""

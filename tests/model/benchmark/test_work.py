@@ -1,0 +1,144 @@
+"""Work: the formulas against numbers worked out by hand, and against the sizes of real tensors."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from model.benchmark.machine import Machine
+from model.benchmark.work import (
+    Limit,
+    ModelSize,
+    Work,
+    decode_work,
+    limit,
+    prefill_work,
+    size_of,
+)
+from model.checkpoint import load_checkpoint
+from model.config import gpt2_shape
+from model.gpt import GPT
+from model.kv_cache import KVCache
+from tests.model.factories import FAMILIES, save_tiny_checkpoint, tiny_config, tiny_gpt
+
+GPT2 = gpt2_shape(vocab_size=50_257, context_length=1024, n_layer=12, n_head=12, d_model=768)
+
+
+@pytest.fixture(scope="module")
+def gpt2() -> ModelSize:
+    """GPT-2's smallest, as shapes alone."""
+    with torch.device("meta"):
+        return size_of(GPT(GPT2))
+
+
+def tensor_bytes(checkpoint: Path) -> dict[str, int]:
+    """The bytes of each tensor in a checkpoint's file, from its header."""
+    raw = (checkpoint / "model.safetensors").read_bytes()
+    length = int.from_bytes(raw[:8], "little")
+    header = json.loads(raw[8 : 8 + length])
+    return {
+        name: entry["data_offsets"][1] - entry["data_offsets"][0]
+        for name, entry in header.items()
+        if name != "__metadata__"
+    }
+
+
+def test_gpt2_has_the_sizes_that_everybody_knows(gpt2: ModelSize) -> None:
+    # Per block 768 x 2304, 768 x 768, 768 x 3072 and 3072 x 768.
+    assert gpt2.block_matrices == 12 * 12 * 768**2 == 84_934_656
+    assert gpt2.block_rows == 12 * (2304 + 768 + 3072 + 768)
+    assert gpt2.head == 50_257 * 768 == 38_597_376
+    assert gpt2.head_rows == 50_257
+    # Two norms and four biases a block, and the last norm.
+    assert gpt2.vectors == 12 * (4 * 768 + 2304 + 768 + 3072 + 768) + 2 * 768
+    # 124,439,808 parameters: all of these, and the positions.
+    assert gpt2.block_matrices + gpt2.head + gpt2.vectors + 1024 * 768 == 124_439_808
+    assert gpt2.looked_up == 2 * 768, "a token's row and a position's"
+    assert gpt2.kv_width * 2 == 36 * 1024, "36 KiB per position in 16 bits"
+    assert gpt2.item_bytes == 4
+
+
+def test_a_decode_step_by_hand(gpt2: ModelSize) -> None:
+    """Eight sequences at 288 positions each."""
+    work = decode_work(gpt2, batch=8, live_positions=8 * 288)
+    matrices = 84_934_656 + 38_597_376
+    assert work.read_bytes == 4 * (
+        matrices + gpt2.vectors + 8 * 2 * 768 + 8 * 288 * 2 * 12 * 768
+    )  # fmt: skip
+    # A query of 768 numbers meets a key and takes a value, at each position of each layer.
+    assert work.operations == 8 * 2 * matrices + 8 * 288 * 12 * (2 * 768 + 2 * 768)
+
+
+def test_an_int8_step_reads_a_byte_per_element(gpt2: ModelSize) -> None:
+    plain = decode_work(gpt2, batch=1, live_positions=100)
+    quantized = decode_work(gpt2, batch=1, live_positions=100, quantized=True)
+    matrices, rows = 84_934_656 + 38_597_376, gpt2.block_rows + 50_257
+    assert plain.read_bytes - quantized.read_bytes == 3 * matrices - 8 * rows
+    assert quantized.operations is None
+
+
+def test_a_prefill_by_hand(gpt2: ModelSize) -> None:
+    work = prefill_work(gpt2, prompts=3, length=5)
+    seen = 1 + 2 + 3 + 4 + 5
+    attention = 12 * seen * 4 * 768
+    assert work.operations == 3 * (2 * 5 * 84_934_656 + 2 * 38_597_376 + attention)
+    assert work.read_bytes == 4 * (84_934_656 + 38_597_376 + gpt2.vectors + 3 * 5 * 2 * 768)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_a_step_reads_is_in_the_file(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """All of a checkpoint's tensors, less embeddings of which only rows are read, and padding."""
+    config = tiny_config(**FAMILIES[family])
+    checkpoint = save_tiny_checkpoint(tmp_path / "tiny", gpt=tiny_gpt(config), dtype=dtype)
+    _, gpt = load_checkpoint(checkpoint.path, device=torch.device("cpu"), dtype=dtype)
+    size, item = size_of(gpt), dtype.itemsize
+    sizes = tensor_bytes(checkpoint.path)
+    padding = (config.padded_vocab_size - config.vocab_size) * config.d_model * item
+    lookups = {name for name in sizes if "embedding" in name}
+    if config.tied_head:
+        lookups -= {"token_embedding.weight"}
+    read = sum(size for name, size in sizes.items() if name not in lookups) - padding
+    rows = sum(
+        sizes[name] // (config.context_length if "position" in name else config.padded_vocab_size)
+        for name in sizes
+        if "embedding" in name
+    )
+    cell = 2 * config.n_layer * config.n_kv_head * config.head_dim * item
+    work = decode_work(size, batch=2, live_positions=10)
+    assert work.read_bytes == read + 2 * rows + 10 * cell
+    assert prefill_work(size, prompts=1, length=3).read_bytes == read + 3 * rows
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_keys_and_values_are_those_of_the_cache(family: str) -> None:
+    config = tiny_config(**FAMILIES[family])
+    cache = KVCache(config, 3, device=torch.device("cpu"), dtype=torch.float32)
+    size = size_of(tiny_gpt(config))
+    assert size.kv_width * size.item_bytes * 3 * cache.slot_length == cache.nbytes
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_operations_are_those_that_torch_counts(family: str) -> None:
+    """Torch's own count of a whole forward over one position: the head's padding, which it
+    multiplies too, taken off, and attention, which it is let leave out, added."""
+    config = tiny_config(**FAMILIES[family])
+    gpt = tiny_gpt(config)
+    counter = FlopCounterMode(display=False)
+    with counter, torch.inference_mode():
+        first = torch.tensor([[0]])
+        gpt.logits(gpt.transform(first, first, lambda layer, q, k, v: q))
+    size = size_of(gpt)
+    padding = 2 * (config.padded_vocab_size - config.vocab_size) * config.d_model
+    assert counter.get_total_flops() - padding == 2 * (size.block_matrices + size.head)
+    work = prefill_work(size, prompts=1, length=1)
+    assert work.operations == 2 * (size.block_matrices + size.head) + size.attended
+
+
+def test_the_longer_of_reading_and_multiplying_is_the_limit() -> None:
+    machine = Machine(read_bandwidth=100.0, matrix_rate=1000.0)
+    assert limit(Work(50.0, 400.0), machine) == Limit(0.5, "memory")
+    assert limit(Work(50.0, 600.0), machine) == Limit(0.6, "matrix products")
+    assert limit(Work(50.0, None), machine) == Limit(0.5, "memory")
