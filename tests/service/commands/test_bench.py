@@ -60,6 +60,7 @@ def refused(capsys: pytest.CaptureFixture[str], checkpoint: Path, **flags: objec
     assert run(command(checkpoint, SMALL | spelled(flags))) == 1
     out, err = capsys.readouterr()
     assert out == ""
+    assert "bench: engine" not in err, "refused before minutes have passed"
     return err.splitlines()[-1]
 
 
