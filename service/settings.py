@@ -91,17 +91,6 @@ Quantize = Annotated[
 Threads = Annotated[
     int, Field(ge=0, le=1024, description="compute threads; 0 is one per available processor")
 ]
-Kernels = Annotated[
-    KernelChoice,
-    Field(
-        description="how decode steps are computed on a CPU: native is built for this processor, "
-        "torch needs no compiler; auto is native where it can be had"
-    ),
-]
-Quantize = Annotated[
-    Quantization,
-    Field(description="int8 rounds the weights of decode steps to 8 bits when loading"),
-]
 Origins = Annotated[
     tuple[Annotated[str, AfterValidator(_origin)], ...],
     NoDecode,

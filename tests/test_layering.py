@@ -19,6 +19,7 @@ ONE_MODULE = {
 ENGINE_OUTSIDE = {
     "model.attention",
     "model.config",
+    "model.draw",
     "model.device",
     "model.gpt",
     "model.kernels.plain",

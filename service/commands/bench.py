@@ -19,10 +19,10 @@ import httpx
 from model.benchmark.in_process import EngineFigures, MeasuringError, measure_engine
 from model.benchmark.machine import Surroundings, measure_machine, surroundings
 from model.benchmark.workload import Workload, WorkloadError, choose_workload
-from model.checkpoint import CheckpointError, CheckpointInfo, load_checkpoint, read_checkpoint
-from model.device import DeviceError, Placement, choose_placement, use_threads
+from model.checkpoint import CheckpointError, CheckpointInfo, load_weights, read_checkpoint
+from model.device import DeviceError, Placement, choose_device, choose_placement, use_threads
 from model.engine.api import EngineConfig
-from model.kernels.choose import KernelError, choose_decode_path
+from model.kernels.choose import KernelError, choose_decode_path, choose_dtype
 from service.benchmark.load import measure_server
 from service.benchmark.report import HttpMeasured, Measured, lines, summary
 from service.benchmark.server import ServerError, started_server
@@ -57,9 +57,13 @@ def run(settings: BenchSettings) -> int:
 
 
 def _measure(settings: BenchSettings) -> Measured:
-    placement = choose_placement(settings.device, settings.dtype, settings.threads)
-    use_threads(placement.threads)
     checkpoint = read_checkpoint(settings.checkpoint)
+    device = choose_device(settings.device)
+    dtype = choose_dtype(
+        settings.dtype, checkpoint.config, device, kernels=settings.kernels, say=_say
+    )
+    placement = choose_placement(settings.device, dtype.name, settings.threads)
+    use_threads(placement.threads)
     workload = choose_workload(
         checkpoint.config,
         batches=settings.batches,
@@ -75,7 +79,7 @@ def _measure(settings: BenchSettings) -> Measured:
     _say("the machine")
     before = measure_machine(placement)
     here = surroundings(placement)
-    parameters, decoding, engine = _engine(settings, placement, workload)
+    parameters, decoding, engine = _engine(settings, checkpoint, placement, workload)
     http = None
     if not settings.skip_http:
         with _server(settings, placement, workload) as url:
@@ -96,11 +100,14 @@ def _measure(settings: BenchSettings) -> Measured:
 
 
 def _engine(
-    settings: BenchSettings, placement: Placement, workload: Workload
+    settings: BenchSettings,
+    checkpoint: CheckpointInfo,
+    placement: Placement,
+    workload: Workload,
 ) -> tuple[int, str, EngineFigures]:
     """Parameters, how is decoded, and figures. The model is gone afterwards, so that a server has
     the memory."""
-    _, gpt = load_checkpoint(settings.checkpoint, device=placement.device, dtype=placement.dtype)
+    gpt = load_weights(checkpoint, device=placement.device, dtype=placement.dtype)
     path = choose_decode_path(
         gpt,
         kernels=settings.kernels,
