@@ -1,0 +1,92 @@
+"""Compare logitd's decode and prefill with its peers', side by side on the same weights.
+
+    python -m benchmarks.peers [--shape 124m|30m] [--threads N] [--peer-python PYTHON]
+
+Peers: a loop in plain torch, transformers' `generate` and its continuous batching, and llama.cpp. A
+peer whose package is missing is left out, and so is one that fails; both are said. llama.cpp is run
+by PYTHON, an interpreter of an environment of its own (benchmarks/README.md makes one).
+
+For each dtype all peers get the same random weights and the same prompts, and first have to agree
+with logitd's plain float32 forward about the next token. Then they are measured in turns, each in a
+process of its own that sleeps meanwhile: in each round the prompts anew, then STEPS decode steps.
+Prefill is the time from a batch of prompts to the first token of the last of them; decode is the
+median step after that, the first few left out. Both as medians over the rounds. Everybody draws at
+temperature 1 from the whole vocabulary, in a way of its own. Run it on a machine that does nothing
+else; the last line is JSON.
+"""
+
+import argparse
+import json
+import sys
+from dataclasses import asdict
+
+import torch
+
+from benchmarks.decode import BATCHES, SHAPES
+from benchmarks.peers.comparison import LIMITS, LOGITD, MODULES, WARM_UP, Plan, compare
+from benchmarks.peers.report import report
+from benchmarks.peers.weights import Shape
+from model.device import available_processors, describe, use_threads
+
+SMALL = Shape(vocab_size=300, context_length=64, n_layer=2, n_head=2, d_model=64)
+"""For trying this out: `--shape small`."""
+
+
+def shape_named(name: str) -> Shape:
+    if name == "small":
+        return SMALL
+    return Shape(vocab_size=50_257, context_length=1024, **SHAPES[name])
+
+
+def parse(argv: list[str]) -> Plan:
+    """The plan of a command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.peers",
+        description=__doc__,
+        formatter_class=argparse.RawTextHelpFormatter,
+    )
+    parser.add_argument("--shape", choices=(*SHAPES, "small"), default="124m")
+    parser.add_argument("--threads", type=int, default=available_processors())
+    parser.add_argument("--peer-python", default=sys.executable, metavar="PYTHON")
+    parser.add_argument("--peers", nargs="+", choices=MODULES, default=list(MODULES))
+    parser.add_argument("--dtypes", nargs="+", choices=LIMITS, default=list(LIMITS))
+    parser.add_argument("--batches", nargs="+", type=int, default=list(BATCHES))
+    parser.add_argument("--prompt", type=int, default=256)
+    parser.add_argument("--steps", type=int, default=24)
+    parser.add_argument("--rounds", type=int, default=3)
+    arguments = parser.parse_args(argv)
+    shape = shape_named(arguments.shape)
+    needed = arguments.prompt + WARM_UP + arguments.steps + max(arguments.batches) + 1
+    if needed > shape.context_length:
+        parser.error(
+            f"prompts of {arguments.prompt} and what follows take up to {needed} positions, and the"
+            f" shape has {shape.context_length}: ask for fewer --steps or a shorter --prompt"
+        )
+    if LOGITD not in arguments.peers:
+        parser.error(f"--peers names whom {LOGITD} is compared with, and {LOGITD} itself")
+    return Plan(
+        shape=shape,
+        dtypes=tuple(arguments.dtypes),
+        peers=tuple(arguments.peers),
+        batches=tuple(arguments.batches),
+        prompt=arguments.prompt,
+        steps=arguments.steps,
+        rounds=arguments.rounds,
+        threads=arguments.threads,
+        peer_python=arguments.peer_python,
+    )
+
+
+def main(argv: list[str]) -> None:
+    plan = parse(argv)
+    use_threads(plan.threads)
+    where = f"{describe(torch.device('cpu'))}, {plan.threads} threads, torch {torch.__version__}"
+    print(f"{where}; {plan.shape}; prompts of {plan.prompt} ids")
+    results = compare(plan)
+    print(f"\n{report(results, plan.batches, LOGITD)}\n")
+    print(json.dumps({"shape": asdict(plan.shape), "threads": plan.threads,
+                      "prompt": plan.prompt, "results": [asdict(r) for r in results]}))  # fmt: skip
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,165 @@
+"""The comparison: who is measured, on what, in which order, and who is left out.
+
+The weights are saved once and read by all; the peers of a dtype are loaded together, asked whether
+they agree with the model's plain forward, and measured in turns.
+"""
+
+import statistics
+import sys
+import tempfile
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from benchmarks.peers.contract import Run, disagreement
+from benchmarks.peers.process import PeerFailed, PeerMissing, PeerProcess
+from benchmarks.peers.report import Result
+from benchmarks.peers.weights import Shape, save_weights
+from benchmarks.synthetic import synthetic_gpt
+from model.config import gpt2_shape
+from model.gpt import GPT
+
+LOGITD = "logitd"
+MODULES = {
+    LOGITD: "logitd_engine",
+    "torch": "plain_torch",
+    "transformers": "transformers_generate",
+    "transformers-continuous": "transformers_continuous",
+    "llama.cpp": "llama_cpp_batch",
+}
+FOREIGN = {"llama.cpp"}
+"""Run by the interpreter that is named for them."""
+NO_INT8 = {"torch", "transformers", "transformers-continuous"}
+"""What they have for it needs packages of its own."""
+LIMITS = {"float32": 0.005, "bfloat16": 0.03, "int8": 0.05}
+"""How far a peer's log-probabilities may be from those expected (`contract.disagreement`). In
+float32 llama.cpp is the furthest: its cache is float16, and its GELU a table of float16."""
+WARM_UP = 4
+"""Steps of each round that are left out."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What is asked for."""
+
+    shape: Shape
+    dtypes: tuple[str, ...]
+    peers: tuple[str, ...]
+    batches: tuple[int, ...]
+    prompt: int
+    steps: int
+    rounds: int
+    threads: int
+    peer_python: str
+
+
+def random_prompts(count: int, length: int, vocab_size: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(vocab_size, (count, length), generator=generator).tolist()
+
+
+def make_weights(shape: Shape, folder: Path) -> GPT:
+    """Save random weights of this shape for all peers, and return them as a GPT in float32."""
+    gpt = synthetic_gpt(gpt2_shape(**asdict(shape)))
+    tensors = {name: value.numpy() for name, value in gpt.state_dict().items()}
+    embedding = tensors["token_embedding.weight"]
+    save_weights(
+        folder, shape, {**tensors, "token_embedding.weight": embedding[: shape.vocab_size]}
+    )
+    return gpt
+
+
+def expected_logprobs(gpt: GPT, ids: list[int]) -> NDArray[np.float64]:
+    """What the token after `ids` should be, by one forward without a cache."""
+    logits = gpt(torch.tensor([ids])).logits[0, -1]
+    return logits.double().log_softmax(-1).numpy()
+
+
+def start(name: str, dtype: str, plan: Plan, folder: Path) -> PeerProcess:
+    python = plan.peer_python if name in FOREIGN else sys.executable
+    return PeerProcess(python, MODULES[name], folder=folder, dtype=dtype, threads=plan.threads)
+
+
+class Comparison:
+    """Peers of one dtype, and what they took. Whoever fails is said and left out, logitd excepted:
+    without it there is nothing to compare."""
+
+    def __init__(self, plan: Plan, dtype: str, folder: Path) -> None:
+        self._plan = plan
+        self._dtype = dtype
+        self._folder = folder
+        self._processes: dict[str, PeerProcess] = {}
+        self._disagreements: dict[str, float] = {}
+
+    def start(self, closing: ExitStack, ids: list[int], expected: NDArray[np.float64]) -> None:
+        """Load the peers, and see whether they compute the same."""
+        for name in self._plan.peers:
+            if self._dtype == "int8" and name in NO_INT8:
+                continue
+            try:
+                process = start(name, self._dtype, self._plan, self._folder)
+                closing.callback(process.close)
+                distance = disagreement(process.logprobs(ids), expected)
+            except (PeerMissing, PeerFailed) as error:
+                self._leave_out(name, error)
+                continue
+            if not distance <= LIMITS[self._dtype]:
+                limit = LIMITS[self._dtype]
+                raise SystemExit(f"{name} computes something else: off by {distance:.2g}, {limit=}")
+            self._processes[name] = process
+            self._disagreements[name] = distance
+            print(f"{self._dtype}: {name} is {process.about}; off by {distance:.1e}", flush=True)
+
+    def measure(self, prompts: list[list[int]]) -> list[Result]:
+        """One batch size, in turns."""
+        runs: dict[str, list[Run]] = {name: [] for name in self._processes}
+        for _ in range(self._plan.rounds):
+            for name, process in list(self._processes.items()):
+                try:
+                    runs[name].append(process.run(prompts, WARM_UP + self._plan.steps))
+                except PeerFailed as error:
+                    del self._processes[name]
+                    self._leave_out(name, error)
+        return [self._result(name, runs[name], prompts) for name in self._processes]
+
+    def _result(self, name: str, runs: list[Run], prompts: list[list[int]]) -> Result:
+        steps = [statistics.median(run.step_seconds[WARM_UP:]) for run in runs]
+        prefills = [run.prefill_seconds for run in runs]
+        batch = len(prompts)
+        return Result(
+            dtype=self._dtype,
+            peer=name,
+            batch=batch,
+            decode_tokens_per_second=batch / statistics.median(steps),
+            prefill_tokens_per_second=batch * len(prompts[0]) / statistics.median(prefills),
+            step_seconds=steps,
+            prefill_seconds=prefills,
+            disagreement=self._disagreements[name],
+        )
+
+    def _leave_out(self, name: str, error: Exception) -> None:
+        if name == LOGITD:
+            raise error
+        print(f"{self._dtype}: {name} is left out: {error}", flush=True)
+
+
+def compare(plan: Plan) -> list[Result]:
+    """Everything that was asked for."""
+    results = []
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        gpt = make_weights(plan.shape, folder)
+        prompts = random_prompts(max(plan.batches), plan.prompt, plan.shape.vocab_size)
+        expected = expected_logprobs(gpt, prompts[0])
+        del gpt
+        for dtype in plan.dtypes:
+            with ExitStack() as closing:
+                comparison = Comparison(plan, dtype, folder)
+                comparison.start(closing, prompts[0], expected)
+                for batch in plan.batches:
+                    results += comparison.measure(prompts[:batch])
+    return results

@@ -1,0 +1,158 @@
+"""llama.cpp, by the C interface that `llama-cpp-python` hands through: its batches, its sampler.
+
+A context with a sequence for each prompt, a cache of its own for each, and otherwise llama.cpp's
+defaults: keys and values in float16, 512 positions of a prompt at once, flash attention where it
+thinks so. Drawing is its sampler `dist`, one for each sequence.
+"""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import llama_cpp
+import numpy as np
+from llama_cpp import llama_cpp as api
+from numpy.typing import NDArray
+
+from benchmarks.peers.contract import Run, log_softmax
+from benchmarks.peers.gguf_file import write_gguf
+from benchmarks.peers.weights import load_weights
+
+BATCH_TOKENS = 2048
+"""Tokens handed over at once at most: llama.cpp's default."""
+CACHE_ROUNDING = 256
+"""It rounds each sequence's cache up to a multiple of this."""
+
+
+def load(folder: Path, dtype: str, threads: int) -> "LlamaCpp":
+    shape, tensors = load_weights(folder)
+    path = folder / f"{dtype}.gguf"
+    write_gguf(path, shape, tensors, dtype)
+    api.llama_backend_init()
+    model = api.llama_model_load_from_file(str(path).encode(), api.llama_model_default_params())
+    if not model:
+        raise RuntimeError(f"llama.cpp does not load {path}")
+    return LlamaCpp(model, shape.vocab_size, threads)
+
+
+class LlamaCpp:
+    """One model; a context for each question."""
+
+    def __init__(self, model: Any, vocab_size: int, threads: int) -> None:
+        self._model = model
+        self._vocab_size = vocab_size
+        self._threads = threads
+
+    @property
+    def about(self) -> str:
+        features = api.llama_print_system_info().decode().strip(" |")
+        return f"llama.cpp in llama-cpp-python {llama_cpp.__version__} ({features})"
+
+    def logprobs(self, ids: list[int]) -> NDArray[np.float64]:
+        with self._context(1, len(ids)) as context, Batch(len(ids)) as batch:
+            batch.fill([(token, position, 0) for position, token in enumerate(ids[:-1])])
+            batch.decode(context)
+            batch.fill([(ids[-1], len(ids) - 1, 0)], wanted=[0])
+            batch.decode(context)
+            row = api.llama_get_logits_ith(context, 0)
+            return log_softmax(np.ctypeslib.as_array(row, (self._vocab_size,)).copy())
+
+    def run(self, prompts: list[list[int]], steps: int) -> Run:
+        length = len(prompts[0])
+        at_once = BATCH_TOKENS // length  # prompts handed over together
+        samplers = [api.llama_sampler_init_dist(seed) for seed in range(len(prompts))]
+        with (
+            self._context(len(prompts), length + steps) as context,
+            Batch(max(length * at_once, len(prompts))) as batch,
+        ):
+            tokens: list[int] = []
+            began = time.perf_counter()
+            for first in range(0, len(prompts), at_once):
+                tokens += prefill(context, batch, prompts, samplers, first, at_once)
+            prefill_seconds = time.perf_counter() - began
+            step_seconds = []
+            everyone = list(range(len(prompts)))
+            for position in range(length, length + steps):
+                began = time.perf_counter()
+                batch.fill([(tokens[i], position, i) for i in everyone], wanted=everyone)
+                batch.decode(context)
+                tokens = [api.llama_sampler_sample(samplers[i], context, i) for i in everyone]
+                step_seconds.append(time.perf_counter() - began)
+        for sampler in samplers:
+            api.llama_sampler_free(sampler)
+        return Run(prefill_seconds, step_seconds)
+
+    @contextmanager
+    def _context(self, sequences: int, length: int) -> Iterator[Any]:
+        """A context in which each sequence has room for `length` positions."""
+        params = api.llama_context_default_params()
+        params.n_ctx = sequences * -(-length // CACHE_ROUNDING) * CACHE_ROUNDING
+        params.n_seq_max = sequences
+        params.n_batch = BATCH_TOKENS
+        params.n_threads = params.n_threads_batch = self._threads
+        params.kv_unified = False
+        params.no_perf = True
+        context = api.llama_init_from_model(self._model, params)
+        if not context:
+            raise RuntimeError(f"llama.cpp makes no context of {params.n_ctx} positions")
+        try:
+            yield context
+        finally:
+            api.llama_free(context)
+
+
+def prefill(
+    context: Any,
+    batch: "Batch",
+    prompts: list[list[int]],
+    samplers: list[Any],
+    first: int,
+    at_once: int,
+) -> list[int]:
+    """Compute prompts `first` to `first + at_once` and draw a token for each."""
+    length = len(prompts[0])
+    indices = range(first, min(first + at_once, len(prompts)))
+    entries = [(token, p, i) for i in indices for p, token in enumerate(prompts[i])]
+    ends = [(n + 1) * length - 1 for n in range(len(indices))]
+    batch.fill(entries, wanted=ends)
+    batch.decode(context)
+    return [
+        api.llama_sampler_sample(samplers[i], context, end)
+        for i, end in zip(indices, ends, strict=True)
+    ]
+
+
+class Batch:
+    """A `llama_batch`: tokens with their position and sequence, and which of them are answered."""
+
+    def __init__(self, capacity: int) -> None:
+        self._batch = api.llama_batch_init(capacity, 0, 1)
+        # Views of its arrays, so that filling a batch is not what is measured.
+        self._tokens = np.ctypeslib.as_array(self._batch.token, (capacity,))
+        self._positions = np.ctypeslib.as_array(self._batch.pos, (capacity,))
+        self._sequence_counts = np.ctypeslib.as_array(self._batch.n_seq_id, (capacity,))
+        self._wanted = np.ctypeslib.as_array(self._batch.logits, (capacity,))
+
+    def __enter__(self) -> "Batch":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        api.llama_batch_free(self._batch)
+
+    def fill(self, entries: list[tuple[int, int, int]], wanted: list[int] | None = None) -> None:
+        """`entries` are (token, position, sequence); `wanted` those whose logits are needed."""
+        count = len(entries)
+        self._batch.n_tokens = count
+        self._tokens[:count] = [token for token, _, _ in entries]
+        self._positions[:count] = [position for _, position, _ in entries]
+        self._sequence_counts[:count] = 1
+        for index, (_, _, sequence) in enumerate(entries):
+            self._batch.seq_id[index][0] = sequence
+        self._wanted[:count] = 0
+        self._wanted[wanted or []] = 1
+
+    def decode(self, context: Any) -> None:
+        if (code := api.llama_decode(context, self._batch)) != 0:
+            raise RuntimeError(f"llama_decode returned {code}")

@@ -1,0 +1,112 @@
+"""logitd, in process: whole steps of its engine.
+
+Prefill is what a queue of prompts takes, each asking for one token. For decode the same prompts
+come again; most of each is copied, which is not measured.
+"""
+
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from benchmarks.peers.contract import Run
+from benchmarks.peers.weights import load_weights
+from model.config import Quantization, gpt2_shape
+from model.device import use_threads
+from model.engine.api import EngineConfig, GenerationRequest, SamplingParams, TokenEvent
+from model.engine.engine import Engine
+from model.gpt import GPT
+from model.kernels.choose import choose_decode_path
+from model.version import VERSION
+
+
+def load(folder: Path, dtype: str, threads: int) -> "LogitdEngine":
+    use_threads(threads)
+    # int8 are its matrices of a decode step; everything else is bfloat16 then.
+    quantize: Quantization = "int8" if dtype == "int8" else "none"
+    computed = torch.bfloat16 if dtype == "int8" else getattr(torch, dtype)
+    return LogitdEngine(load_gpt(folder).to(computed), quantize, threads)
+
+
+def load_gpt(folder: Path) -> GPT:
+    """The GPT with these weights, float32."""
+    shape, tensors = load_weights(folder)
+    gpt = GPT(
+        gpt2_shape(
+            vocab_size=shape.vocab_size,
+            context_length=shape.context_length,
+            n_layer=shape.n_layer,
+            n_head=shape.n_head,
+            d_model=shape.d_model,
+        )
+    )
+    state = {name: torch.from_numpy(tensor) for name, tensor in tensors.items()}
+    padding = gpt.config.padded_vocab_size - shape.vocab_size
+    embedding = state["token_embedding.weight"]
+    state["token_embedding.weight"] = torch.nn.functional.pad(embedding, (0, 0, 0, padding))
+    gpt.load_state_dict(state)
+    return gpt.eval().requires_grad_(False)
+
+
+class LogitdEngine:
+    """One model; an engine for each question."""
+
+    def __init__(self, gpt: GPT, quantize: Quantization, threads: int) -> None:
+        self._gpt = gpt
+        self._path = choose_decode_path(gpt, quantize=quantize, threads=threads)
+
+    @property
+    def about(self) -> str:
+        return f"logitd {VERSION}, engine in process, decoding {self._path.name}"
+
+    def logprobs(self, ids: list[int]) -> NDArray[np.float64]:
+        engine = self._engine(slots=1)
+        # All but the last id are the prompt, and the only token that may be drawn is the last.
+        params = SamplingParams(
+            max_tokens=2,
+            seed=0,
+            allowed_token_ids=(ids[-1],),
+            logprobs=self._gpt.config.vocab_size,
+        )
+        engine.add(GenerationRequest(request_id="check", token_ids=tuple(ids[:-1]), params=params))
+        tokens = []
+        while engine.has_work():
+            tokens += [event for event in engine.step().events if isinstance(event, TokenEvent)]
+        engine.close()
+        row = np.full(self._gpt.config.vocab_size, np.nan)
+        for token in tokens[1].top:
+            row[token.token_id] = token.logprob
+        return row
+
+    def run(self, prompts: list[list[int]], steps: int) -> Run:
+        engine = self._engine(slots=len(prompts))
+        began = time.perf_counter()
+        add(engine, "prefill", prompts, max_tokens=1)
+        while engine.has_work():
+            engine.step()
+        prefill_seconds = time.perf_counter() - began
+        # The first sequences decode while the last of the prompts come in.
+        add(engine, "decode", prompts, max_tokens=steps + len(prompts) + 1)
+        while engine.step().decoded_sequences < len(prompts):
+            pass
+        step_seconds = []
+        for _ in range(steps):
+            began = time.perf_counter()
+            decoded = engine.step().decoded_sequences
+            step_seconds.append(time.perf_counter() - began)
+            assert decoded == len(prompts), "every sequence decodes in every step that is measured"
+        engine.close()
+        return Run(prefill_seconds, step_seconds)
+
+    def _engine(self, slots: int) -> Engine:
+        return Engine(self._gpt, EngineConfig(slots=slots), make_decoder=self._path.make_decoder)
+
+
+def add(engine: Engine, name: str, prompts: list[list[int]], max_tokens: int) -> None:
+    for index, ids in enumerate(prompts):
+        params = SamplingParams(max_tokens=max_tokens, seed=index)
+        engine.add(
+            GenerationRequest(request_id=f"{name} {index}", token_ids=tuple(ids), params=params)
+        )

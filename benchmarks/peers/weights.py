@@ -1,0 +1,41 @@
+"""The weights that every peer gets: a folder with a GPT-2's tensors in float32 and its shape.
+
+Tensors have this project's names (`model/gpt.py`), matrices are (out, in), and the vocabulary is
+not padded. Each peer rounds them to its own dtype.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+Tensors = Mapping[str, NDArray[np.float32]]
+
+NORM_EPS = 1e-5
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A GPT-2: heads share the width, the feed-forward is four times as wide, the head is tied."""
+
+    vocab_size: int
+    context_length: int
+    n_layer: int
+    n_head: int
+    d_model: int
+
+
+def save_weights(folder: Path, shape: Shape, tensors: Tensors) -> None:
+    """Write both into `folder`."""
+    np.savez(folder / "weights.npz", **tensors)  # type: ignore[arg-type]  # names, not options
+    (folder / "shape.json").write_text(json.dumps(asdict(shape)), encoding="utf-8")
+
+
+def load_weights(folder: Path) -> tuple[Shape, Tensors]:
+    """Read them back."""
+    shape = Shape(**json.loads((folder / "shape.json").read_text(encoding="utf-8")))
+    with np.load(folder / "weights.npz") as archive:
+        return shape, {name: archive[name] for name in archive.files}

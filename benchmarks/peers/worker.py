@@ -1,0 +1,53 @@
+"""The process in which one peer is measured, told by lines of JSON what to do.
+
+    python -m benchmarks.peers.worker MODULE WEIGHTS_FOLDER DTYPE THREADS
+
+The first line it writes says what it is, or that a package is missing. Then each line it reads is
+answered by one. It ends with its input.
+"""
+
+import importlib
+import json
+import os
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, TextIO
+
+from benchmarks.peers.contract import Peer
+
+
+def load_peer(module: str, folder: Path, dtype: str, threads: int) -> Peer:
+    """The peer that the adapter `module` makes. Raises ImportError where its package is missing."""
+    # By name: of all adapters only one can be imported by the interpreter that runs this.
+    adapter = importlib.import_module(f"benchmarks.peers.{module}")
+    return adapter.load(folder, dtype, threads)
+
+
+def answer(peer: Peer, question: dict[str, Any]) -> dict[str, Any]:
+    if question["do"] == "logprobs":
+        return {"logprobs": peer.logprobs(question["ids"]).tolist()}
+    return asdict(peer.run(question["prompts"], question["steps"]))
+
+
+def serve(peer: Peer, questions: TextIO, answers: TextIO) -> None:
+    for line in questions:
+        print(json.dumps(answer(peer, json.loads(line))), file=answers, flush=True)
+
+
+def main() -> None:
+    module, folder, dtype, threads = sys.argv[1:]
+    # Libraries print what they like: the pipe is kept for answers, everything else goes to the log.
+    with os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8") as answers:
+        os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+        try:
+            peer = load_peer(module, Path(folder), dtype, int(threads))
+        except ImportError as error:
+            print(json.dumps({"missing": str(error)}), file=answers, flush=True)
+            return
+        print(json.dumps({"about": peer.about}), file=answers, flush=True)
+        serve(peer, sys.stdin, answers)
+
+
+if __name__ == "__main__":
+    main()

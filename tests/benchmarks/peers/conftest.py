@@ -1,0 +1,38 @@
+"""Weights of a small GPT-2 for every peer, and what its plain forward says."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from benchmarks.peers.__main__ import SMALL
+from benchmarks.peers.comparison import expected_logprobs, make_weights, random_prompts
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A folder of weights, some ids, and the log-probabilities (V,) of the token after them."""
+
+    folder: Path
+    ids: list[int]
+    expected: NDArray[np.float64]
+
+
+@pytest.fixture(scope="package")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    folder = tmp_path_factory.mktemp("weights")
+    ids = random_prompts(1, 40, SMALL.vocab_size)[0]
+    return Saved(folder, ids, expected_logprobs(make_weights(SMALL, folder), ids))
+
+
+@pytest.fixture
+def threads_and_random_state() -> Iterator[None]:
+    """Adapters set both for the process that they expect to have for themselves."""
+    threads = torch.get_num_threads()
+    with torch.random.fork_rng():
+        yield
+    torch.set_num_threads(threads)

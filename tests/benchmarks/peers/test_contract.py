@@ -1,0 +1,64 @@
+"""Every peer that the development environment has keeps the contract: the same numbers from the
+same weights, cache included, and a time for each step.
+"""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benchmarks.peers.__main__ import SMALL
+from benchmarks.peers.comparison import LIMITS, random_prompts
+from benchmarks.peers.contract import Peer, disagreement, log_softmax
+from benchmarks.peers.weights import load_weights, save_weights
+from benchmarks.peers.worker import load_peer
+from tests.benchmarks.peers.conftest import Saved
+
+ADAPTERS = ["logitd_engine", "plain_torch", "transformers_generate", "transformers_continuous"]
+CASES = [(module, dtype) for module in ADAPTERS for dtype in ("float32", "bfloat16")]
+
+pytestmark = pytest.mark.usefixtures("threads_and_random_state")
+
+
+def load(module: str, folder: Path, dtype: str = "float32") -> Peer:
+    return load_peer(module, folder, dtype, threads=1)
+
+
+@pytest.mark.parametrize(("module", "dtype"), [*CASES, ("logitd_engine", "int8")])
+def test_a_peer_computes_what_the_model_does(saved: Saved, module: str, dtype: str) -> None:
+    distance = disagreement(load(module, saved.folder, dtype).logprobs(saved.ids), saved.expected)
+    assert distance < (1e-5 if dtype == "float32" else LIMITS[dtype])
+    if dtype != "float32":
+        assert distance > 1e-4, "it computes in float32"
+
+
+@pytest.mark.parametrize(
+    "name", ["position_embedding.weight", "blocks.1.qkv.weight", "blocks.0.mlp_down.weight"]
+)
+@pytest.mark.parametrize("dtype", LIMITS)
+def test_another_model_is_noticed(saved: Saved, tmp_path: Path, name: str, dtype: str) -> None:
+    shape, tensors = load_weights(saved.folder)
+    save_weights(tmp_path, shape, {**tensors, name: np.roll(tensors[name], 1, axis=0)})
+    other = load("logitd_engine", tmp_path, dtype).logprobs(saved.ids)
+    assert disagreement(other, saved.expected) > LIMITS[dtype]
+
+
+@pytest.mark.parametrize("module", ADAPTERS)
+def test_a_run_tells_the_time_of_each_step(saved: Saved, module: str) -> None:
+    run = load(module, saved.folder).run(random_prompts(3, 20, SMALL.vocab_size), steps=5)
+    assert run.prefill_seconds > 0
+    assert len(run.step_seconds) == 5
+    assert all(seconds > 0 for seconds in run.step_seconds)
+
+
+def test_log_softmax_is_normalised_and_safe() -> None:
+    logits = np.array([1000.0, 1000.0, 999.0], dtype=np.float32)
+    expected = np.log([1, 1, np.exp(-1)]) - np.log(2 + np.exp(-1))
+    assert np.allclose(log_softmax(logits), expected, atol=1e-12)
+
+
+def test_disagreement_is_a_share_of_the_spread() -> None:
+    expected = np.array([1.0, -1.0, 1.0, -1.0])
+    assert disagreement(expected, expected) == 0
+    assert disagreement(expected + 0.5, expected) == pytest.approx(0.5)
+    assert disagreement(3 * expected + 0.3, 3 * expected) == pytest.approx(0.1)
