@@ -2,8 +2,9 @@
 
     python -m benchmarks.peers [--shape 124m|30m] [--threads N] [--peer-python PYTHON]
 
-Peers: a loop in plain torch, transformers' `generate` and its continuous batching, and llama.cpp. A
-peer whose package is missing is left out, and so is one that fails; both are said. llama.cpp is run
+Peers: a loop in plain torch, transformers' `generate`, llama.cpp, and, where --peers names it,
+transformers' continuous batching. A peer whose package is missing is left out, and so is one that
+fails; both are said. llama.cpp is run
 by PYTHON, an interpreter of an environment of its own (benchmarks/README.md makes one).
 
 For each dtype all peers get the same random weights and the same prompts, and first have to agree
@@ -23,7 +24,7 @@ from dataclasses import asdict
 import torch
 
 from benchmarks.decode import BATCHES, SHAPES
-from benchmarks.peers.comparison import LIMITS, LOGITD, MODULES, WARM_UP, Plan, compare
+from benchmarks.peers.comparison import BY_NAME, LIMITS, LOGITD, MODULES, WARM_UP, Plan, compare
 from benchmarks.peers.report import report
 from benchmarks.peers.weights import Shape
 from model.device import available_processors, describe, use_threads
@@ -48,7 +49,8 @@ def parse(argv: list[str]) -> Plan:
     parser.add_argument("--shape", choices=(*SHAPES, "small"), default="124m")
     parser.add_argument("--threads", type=int, default=available_processors())
     parser.add_argument("--peer-python", default=sys.executable, metavar="PYTHON")
-    parser.add_argument("--peers", nargs="+", choices=MODULES, default=list(MODULES))
+    peers = [name for name in MODULES if name not in BY_NAME]
+    parser.add_argument("--peers", nargs="+", choices=MODULES, default=peers)
     parser.add_argument("--dtypes", nargs="+", choices=LIMITS, default=list(LIMITS))
     parser.add_argument("--batches", nargs="+", type=int, default=list(BATCHES))
     parser.add_argument("--prompt", type=int, default=256)

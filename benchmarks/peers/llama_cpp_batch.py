@@ -62,7 +62,7 @@ class LlamaCpp:
     def run(self, prompts: list[list[int]], steps: int) -> Run:
         length = len(prompts[0])
         at_once = BATCH_TOKENS // length  # prompts handed over together
-        samplers = [api.llama_sampler_init_dist(seed) for seed in range(len(prompts))]
+        samplers = [new_sampler(seed) for seed in range(len(prompts))]
         with (
             self._context(len(prompts), length + steps) as context,
             Batch(max(length * at_once, len(prompts))) as batch,
@@ -101,6 +101,13 @@ class LlamaCpp:
             yield context
         finally:
             api.llama_free(context)
+
+
+def new_sampler(seed: int) -> Any:
+    """Draws from the whole distribution. In a chain, because only chains keep their buffer."""
+    chain = api.llama_sampler_chain_init(api.llama_sampler_chain_default_params())
+    api.llama_sampler_chain_add(chain, api.llama_sampler_init_dist(seed))
+    return chain
 
 
 def prefill(

@@ -33,7 +33,13 @@ def test_a_peer_computes_what_the_model_does(saved: Saved, module: str, dtype: s
 
 
 @pytest.mark.parametrize(
-    "name", ["position_embedding.weight", "blocks.1.qkv.weight", "blocks.0.mlp_down.weight"]
+    "name",
+    [
+        "position_embedding.weight",
+        "blocks.1.qkv.weight",
+        "blocks.1.attention_norm.weight",
+        "blocks.0.mlp_down.bias",
+    ],
 )
 @pytest.mark.parametrize("dtype", LIMITS)
 def test_another_model_is_noticed(saved: Saved, tmp_path: Path, name: str, dtype: str) -> None:
