@@ -32,7 +32,7 @@ MODULES = {
     "llama.cpp": "llama_cpp_batch",
 }
 BY_NAME = {"transformers-continuous"}
-"""Measured only where it is asked for by name: at 32 sequences it takes longer than all others."""
+"""Measured only where it is asked for by name: its prompts of 32 sequences take long."""
 FOREIGN = {"llama.cpp"}
 """Run by the interpreter that is named for them."""
 NO_INT8 = {"torch", "transformers", "transformers-continuous"}
@@ -140,27 +140,34 @@ class Comparison:
                 except PeerFailed as error:
                     del self._processes[name]
                     self._leave_out(name, error)
-        return [self._result(name, runs[name], prompts) for name in self._processes]
-
-    def _result(self, name: str, runs: list[Run], prompts: list[list[int]]) -> Result:
-        steps = [statistics.median(run.step_seconds[WARM_UP:]) for run in runs]
-        prefills = [run.prefill_seconds for run in runs]
-        batch = len(prompts)
-        return Result(
-            dtype=self._dtype,
-            peer=name,
-            batch=batch,
-            decode_tokens_per_second=batch / statistics.median(steps),
-            prefill_tokens_per_second=batch * len(prompts[0]) / statistics.median(prefills),
-            step_seconds=steps,
-            prefill_seconds=prefills,
-            disagreement=self._disagreements[name],
-        )
+        return [
+            summarise(runs[name], self._dtype, name, prompts, self._disagreements[name])
+            for name in self._processes
+        ]
 
     def _leave_out(self, name: str, error: Exception) -> None:
         if name == LOGITD:
             raise error
         print(f"{self._dtype}: {name} is left out: {error}", flush=True)
+
+
+def summarise(
+    runs: list[Run], dtype: str, peer: str, prompts: list[list[int]], disagreement: float
+) -> Result:
+    """What the rounds of one peer say together."""
+    steps = [statistics.median(run.step_seconds[WARM_UP:]) for run in runs]
+    prefills = [run.prefill_seconds for run in runs]
+    batch = len(prompts)
+    return Result(
+        dtype=dtype,
+        peer=peer,
+        batch=batch,
+        decode_tokens_per_second=batch / statistics.median(steps),
+        prefill_tokens_per_second=batch * len(prompts[0]) / statistics.median(prefills),
+        step_seconds=steps,
+        prefill_seconds=prefills,
+        disagreement=disagreement,
+    )
 
 
 def compare(plan: Plan) -> list[Result]:
@@ -177,5 +184,8 @@ def compare(plan: Plan) -> list[Result]:
                 comparison = Comparison(plan, dtype, folder)
                 comparison.start(closing, prompts[0], expected)
                 for batch in plan.batches:
-                    results += comparison.measure(prompts[:batch])
+                    measured = comparison.measure(prompts[:batch])
+                    rates = (f"{r.peer} {r.decode_tokens_per_second:,.0f}" for r in measured)
+                    print(f"{dtype}, batch {batch}, tokens/s: {', '.join(rates)}", flush=True)
+                    results += measured
     return results
