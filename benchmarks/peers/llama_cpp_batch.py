@@ -47,7 +47,9 @@ class LlamaCpp:
 
     @property
     def about(self) -> str:
-        features = api.llama_print_system_info().decode().strip(" |")
+        # "CPU : SSE3 = 1 | AVX = 1 | ... | "
+        built = api.llama_print_system_info().decode().partition(":")[2].split("|")
+        features = " ".join(entry.partition("=")[0].strip() for entry in built).strip()
         return f"llama.cpp in llama-cpp-python {llama_cpp.__version__} ({features})"
 
     def logprobs(self, ids: list[int]) -> NDArray[np.float64]:
