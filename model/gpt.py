@@ -158,7 +158,7 @@ class GPT(nn.Module):
         """Logits (..., V) of final hidden states (..., C). Padded ids are cut off here."""
         weight = self.token_embedding.weight if self.config.tied_head else self.head.weight
         narrow = weight.dtype in (torch.bfloat16, torch.float16)
-        if narrow and weight.device.type == "cpu" and not torch.is_grad_enabled():
+        if narrow and weight.device.type == "cpu" and not self.training:
             return _full_precision(x, weight[: self.config.vocab_size])
         return F.linear(x, weight)[..., : self.config.vocab_size]
 

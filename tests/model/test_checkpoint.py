@@ -108,7 +108,7 @@ def test_bfloat16_rounds_once_and_halves_the_size(family: str, tmp_path: Path) -
         for name, tensor in gpt.state_dict().items():
             assert back.state_dict()[name].dtype == dtype
             assert torch.equal(back.state_dict()[name], tensor.to(torch.bfloat16).to(dtype)), name
-        assert back(random_ids(2, 9)).logits.dtype == dtype
+        assert back(random_ids(2, 9), hidden_states=True).hidden_states.dtype == dtype
 
 
 def test_training_goes_on_from_a_loaded_model_as_from_any_other(saved: Path) -> None:
