@@ -18,10 +18,13 @@ FloatName = Literal["float32", "bfloat16", "float16"]
 DTypeName = Literal["auto", FloatName]
 KernelChoice = Literal["auto", "native", "torch"]
 Quantization = Literal["none", "int8"]
+Speculation = Literal["none", "ngram"]
 Activation = Literal["gelu_tanh", "gelu", "relu", "relu2", "swiglu"]
 
 BLOCK = 32
 """Positions in a cache block: prefill computes, and prefix reuse copies, whole blocks."""
+DRAFTED_ROWS = 16
+"""Rows of a decode step up to which drafts are added to it; with more, each costs what it saves."""
 
 
 _SIZES = (

@@ -57,9 +57,10 @@ class KVCache:
         return attend
 
     def decode(self, slots: Sequence[int], positions: Sequence[int]) -> Attend:
-        """Attention of one new position in each of several slots.
+        """Attention of new positions in several slots, a row each. A slot may have several, which
+        follow one another: each sees those before it.
 
-        The batch may have more rows than there are slots (padding): their result is zero.
+        The batch may have more rows than `slots` names (padding): their result is zero.
         """
         count = len(slots)
         slot_index = torch.tensor(slots, device=self.keys.device)

@@ -1,4 +1,5 @@
-"""NativeDecoder: one token of each of several sequences through the whole GPT, in one native call.
+"""NativeDecoder: a token, or a few, of each of several sequences through the whole GPT, in one
+native call.
 
 Describes a GPT and its KV cache to the code in native/decoder.cpp. Covers every shape of
 `GPTConfig` on a CPU in float32 and bfloat16 whose head_dim is a multiple of 16, and int8 weights;
@@ -24,7 +25,7 @@ from ctypes import (
 import torch
 from torch import Tensor, nn
 
-from model.config import GPTConfig
+from model.config import DRAFTED_ROWS, GPTConfig
 from model.draw import Draw, floor
 from model.gpt import GPT, VALUE_GATE_WIDTH, Block, rotary_tables, sinusoidal_table
 from model.kernels.arena import Arena, settle
@@ -160,11 +161,10 @@ class NativeDecoder:
             cache.keys.data_ptr(), cache.values.data_ptr(), cache.slots, cache.slot_length
         )
         self._kept += [cache.keys, cache.values]
-        self._handle = library.logitd_decoder_new(
-            byref(model), byref(described), cache.slots, threads
-        )
-        self._where = tuple((c_int32 * cache.slots)() for _ in range(3))
-        self._logits = torch.empty(cache.slots, gpt.config.vocab_size)
+        rows = max(cache.slots, DRAFTED_ROWS)
+        self._handle = library.logitd_decoder_new(byref(model), byref(described), rows, threads)
+        self._where = tuple((c_int32 * rows)() for _ in range(3))
+        self._logits = torch.empty(rows, gpt.config.vocab_size)
 
     def decode(
         self, token_ids: Sequence[int], slots: Sequence[int], positions: Sequence[int]

@@ -23,7 +23,8 @@ ROW_GROUP = 4
 
 
 class Decoder(Protocol):
-    """Computes one more position of each of several slots, and draws tokens."""
+    """Computes one more position of each of several slots, or some that follow one another, and
+    draws tokens."""
 
     has_threads: bool
     """Whether it computes with threads of its own instead of torch's."""
@@ -32,7 +33,11 @@ class Decoder(Protocol):
         self, token_ids: Sequence[int], slots: Sequence[int], positions: Sequence[int]
     ) -> Tensor:
         """Logits (B, V) that follow the tokens, whose keys and values are written into the cache.
-        They may be overwritten by the next call."""
+        They may be overwritten by the next call.
+
+        Rows of one slot stand together, each at the position after the one before it, and give the
+        bits that calls of one row each would give. At most as many rows as there are slots, or
+        DRAFTED_ROWS where that is more."""
 
     def draw(self, logits: Tensor, computed: Tensor, draws: Sequence[Draw]) -> list[int | None]:
         """A token of each row of `logits` (R, V), float32: what `draw_tokens` gives."""

@@ -1,5 +1,5 @@
-// Decoder: one token of each of several sequences through a whole GPT, in one call; and the draw of the
-// next ones.
+// Decoder: one token of each of several sequences, or a few that follow one another, through a whole
+// GPT, in one call; and the draw of the next ones.
 //
 // The forward of model/gpt.py for T = 1, stage by stage over a shared pool of threads: norms and
 // conversions by row, matrices by pieces of weight rows, attention by sequence and key head. The
@@ -55,7 +55,7 @@ constexpr int ROW_PAD = LANES;
 
 int padded(int width) { return (width + ROW_PAD - 1) / ROW_PAD * ROW_PAD; }
 
-// Buffers for up to `rows` sequences, and the forward over them.
+// Buffers for up to `rows` tokens, and the forward over them.
 class Decoder {
  public:
   Decoder(const ModelWeights& weights, const Cache& cache, int rows, int threads)
@@ -74,13 +74,20 @@ class Decoder {
         narrow_(weights.kind, rows, weights.d_model),
         mixed_(weights.kind, rows, heads_width_),
         wide_(weights.kind, rows, weights.d_ff),
-        pool_(threads) {}
+        pool_(threads) {
+    starts_.reserve(rows + 1);
+  }
 
-  // logits (count, vocab_size) of one token of each of `count` sequences.
+  // logits (count, vocab_size) that follow each of `count` tokens. Those of one slot stand together,
+  // at positions that follow one another.
   void decode(const std::int32_t* tokens, const std::int32_t* slots, const std::int32_t* positions,
               int count, float* logits) {
     pool_.begin();
     tokens_ = tokens, slots_ = slots, positions_ = positions, count_ = count;
+    starts_.clear();
+    for (int row = 0; row < count; row++)
+      if (row == 0 || slots[row] != slots[row - 1]) starts_.push_back(row);
+    starts_.push_back(count);
     rows([&](int row) { embed(row); });
     for (int layer = 0; layer < w_.n_layer; layer++) block(layer);
     rows([&](int row) {
@@ -122,10 +129,13 @@ class Decoder {
     const LayerWeights& w = w_.layers[layer];
     rows([&](int row) { before_attention(layer, row); });
     linear(pool_, w.qkv, narrow_.inputs(count_), qkv_.data(), padded(qkv_width_), false);
-    pool_.lanes(count_ * w_.n_kv_head, [&](int piece) {
-      int row = piece / w_.n_kv_head, head = piece % w_.n_kv_head;
-      if (w_.cells == KIND_F32) attention<float>(layer, row, head);
-      else attention<Bf16>(layer, row, head);
+    // A piece is all rows of one slot, one after the other: each looks back at those before it.
+    pool_.lanes((int(starts_.size()) - 1) * w_.n_kv_head, [&](int piece) {
+      int sequence = piece / w_.n_kv_head, head = piece % w_.n_kv_head;
+      for (int row = starts_[sequence]; row < starts_[sequence + 1]; row++) {
+        if (w_.cells == KIND_F32) attention<float>(layer, row, head);
+        else attention<Bf16>(layer, row, head);
+      }
     });
     rows([&](int row) { mixed_.put(row, heads(row), heads_width_); });
     linear(pool_, w.attention_out, mixed_.inputs(count_), x_.data(), padded(w_.d_model), true);
@@ -243,6 +253,7 @@ class Decoder {
   Pool pool_;
   const std::int32_t *tokens_ = nullptr, *slots_ = nullptr, *positions_ = nullptr;
   int count_ = 0;
+  std::vector<int> starts_;  // the first row of each sequence, and the end
 };
 
 }  // namespace

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.testing import assert_close
 
-from model.config import GPTConfig
+from model.config import DRAFTED_ROWS, GPTConfig
 from model.gpt import GPT, Block
 from model.kernels.decoder import NativeDecoder, unsupported
-from model.kernels.plain import PlainDecoder
+from model.kernels.plain import Decoder, PlainDecoder
 from model.kernels.quantize import quantize_rows
 from model.kv_cache import KVCache
 from tests.model.engine.harness import (
@@ -110,6 +110,100 @@ def test_a_row_is_the_same_bits_alone_and_among_others(
         found = native.decode([int(ids[row, 5]) for row in rows], rows, [5] * count)
         assert torch.equal(found, together[rows]), count
     native.close()
+
+
+@pytest.mark.parametrize("kind", ["plain", "float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rows_that_follow_one_another_are_those_of_calls_one_by_one(
+    library: ctypes.CDLL, family: str, kind: str, threads: int
+) -> None:
+    """Several slots with one to five rows each, the last of them with tokens that are not the
+    text's: what these leave behind is written again, and not seen."""
+    dtype = torch.bfloat16 if kind == "bfloat16" else torch.float32
+    rng, ids = random.Random(family), random_ids(3, 60)
+    wrong = (ids + 1) % 257
+
+    def new_decoder() -> Decoder:
+        gpt = tiny_gpt(native_config(family, d_model=48, n_layer=2)).to(dtype)
+        cache = new_cache(gpt)
+        if kind == "plain":
+            return PlainDecoder(gpt, cache)
+        return NativeDecoder(library, gpt, cache, threads=threads, quantized=kind == "int8")
+
+    one_by_one = new_decoder()
+    expected = torch.stack(decoded(one_by_one, ids, [4, 0, 2]), dim=1)  # (3, 60, V)
+    one_by_one.close()
+    decoder, lengths = new_decoder(), [0, 0, 0]
+    while min(lengths) < 54:
+        rows = []  # sequence, position, whether its token is the text's
+        for sequence in rng.sample(range(3), rng.randint(1, 3)):
+            start, right, rest = lengths[sequence], rng.randint(1, 3), rng.randint(0, 2)
+            if start + right + rest <= 60:
+                places = range(start, start + right + rest)
+                rows += [(sequence, place, place < start + right) for place in places]
+                lengths[sequence] += right
+        if not rows:
+            continue
+        with torch.inference_mode():
+            found = decoder.decode(
+                [int((ids if right else wrong)[one, place]) for one, place, right in rows],
+                [[4, 0, 2][one] for one, _, _ in rows],
+                [place for _, place, _ in rows],
+            )
+        for row, (one, place, right) in zip(found.float(), rows, strict=True):
+            assert torch.equal(row, expected[one, place]) == right, (one, place)
+    decoder.close()
+
+
+def test_a_row_never_runs_ahead_of_the_one_before_it(library: ctypes.CDLL) -> None:
+    """One key head and more threads than cores: whoever divided the rows of a slot among them would
+    read keys of the text before."""
+    gpt = tiny_gpt(native_config("modern", n_kv_head=1, n_head=8, head_dim=64, n_layer=1))
+    native = NativeDecoder(library, gpt, new_cache(gpt), threads=5)
+    texts = random_ids(2, 8).tolist()
+    place = [0] * 8, list(range(8))
+    expected = [native.decode(text, *place).clone() for text in texts]
+    for _ in range(2000):
+        for text, logits in zip(texts, expected, strict=True):
+            assert torch.equal(native.decode(text, *place), logits)
+    native.close()
+
+
+def test_more_rows_than_there_is_room_for_are_refused(library: ctypes.CDLL) -> None:
+    gpt = tiny_gpt(native_config("gpt2"))
+    native = NativeDecoder(library, gpt, new_cache(gpt), threads=1)
+    count = DRAFTED_ROWS + 1
+    with pytest.raises(RuntimeError):
+        native.decode([1] * count, [0] * count, list(range(count)))
+    native.close()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_engine_on_it_gives_the_same_bits_with_drafts(
+    library: ctypes.CDLL, family: str, threads: int
+) -> None:
+    gpt = tiny_gpt(native_config(family))
+    answers = []
+    for speculate in ("ngram", "none"):
+        rng = random.Random(family)
+        driven = Driven(
+            gpt,
+            make_decoder=lambda gpt, cache: NativeDecoder(library, gpt, cache, threads=threads),
+            slots=3,
+            speculate=speculate,
+        )
+        for i in range(8):
+            prompt = [token % 2 for token in random_prompt(rng, rng.randint(1, 60))]
+            temperature = rng.choice([0.0, 0.5, 1.0])
+            driven.add(
+                generation(
+                    str(i), prompt, max_tokens=50, temperature=temperature, logprobs=2, seed=i,
+                    allowed_token_ids=(0, 1), stop_token_ids=frozenset({i}),
+                )
+            )  # fmt: skip
+        answers.append({key: outcome.tokens for key, outcome in driven.drain().items()})
+        assert (driven.accepted_tokens > 0) == (speculate == "ngram")
+    assert answers[0] == answers[1]
 
 
 def test_the_number_of_threads_changes_no_bit(library: ctypes.CDLL) -> None:
