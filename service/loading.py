@@ -102,6 +102,7 @@ def _build(settings: ServeSettings) -> _Loaded:
         slots=settings.slots,
         prefill_chunk=settings.prefill_chunk,
         prefix_reuse=settings.prefix_reuse,
+        speculate=settings.speculate,
     )
     engine = Engine(opened.gpt, config, make_decoder=path.make_decoder)
     release_memory()

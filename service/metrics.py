@@ -83,6 +83,10 @@ class Metrics:
         )
         self.prefilled = counter("logitd_prefill_tokens", "Prompt tokens computed")
         self.generated = counter("logitd_generation_tokens", "Tokens generated")
+        self.drafted = counter("logitd_draft_tokens", "Tokens drafted and verified")
+        self.accepted = counter(
+            "logitd_draft_tokens_accepted", "Drafted tokens that saved a decode step"
+        )
         self.steps = histogram("logitd_step_seconds", "One step of the engine", _LATENCY)
         self.batch = histogram("logitd_step_batch_size", "Sequences decoded in one step", _BATCH)
         self.ttft = histogram(
@@ -164,6 +168,9 @@ class Metrics:
             self.prefilled.inc(result.prefilled_tokens)
         if result.decoded_sequences:
             self.batch.observe(result.decoded_sequences)
+        if result.drafted_tokens:
+            self.drafted.inc(result.drafted_tokens)
+            self.accepted.inc(result.accepted_tokens)
         for event in report.events:
             if isinstance(event, TokenEvent):
                 self._observe_token(event, now)

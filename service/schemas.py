@@ -397,6 +397,10 @@ class Info(ReplyBody):
     parameters: int
     device: str
     decoding: str = Field(description="How decode steps are computed.")
+    speculate: str = Field(
+        description="Where drafts come from, tokens that a decode step verifies: `ngram`, from the "
+        "text itself, or `none`. Answers do not depend on it."
+    )
     dtype: str = Field(description="The numbers that are computed in.")
     quantization: QuantizationInfo | None = Field(description="null without --quantize.")
     threads: int

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, SecretStr
 from pydantic_settings import BaseSettings, CliPositionalArg, NoDecode, SettingsConfigDict
 
-from model.config import DTypeName, KernelChoice, Quantization
+from model.config import DTypeName, KernelChoice, Quantization, Speculation
 from model.engine.api import EngineConfig
 from model.training.config import TrainingConfig
 
@@ -147,6 +147,11 @@ class ServeSettings(BaseSettings):
     )
     prefix_reuse: bool = Field(
         EngineConfig().prefix_reuse, description="copy shared prompt prefixes between slots"
+    )
+    speculate: Speculation = Field(
+        EngineConfig().speculate,
+        description="ngram guesses tokens where a text repeats itself and verifies several in one "
+        "step: the same answers, sooner",
     )
     max_queue: int = Field(
         256, ge=0, description="sequences that may wait for a slot; more are answered 429"

@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from types import MappingProxyType
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, get_args
 
-from model.config import BLOCK
+from model.config import BLOCK, Speculation
 
 Stage = Literal["raw", "processed"]
 """Logprobs before (raw) or after (processed) bias, penalties, temperature and filters."""
@@ -49,11 +49,14 @@ class EngineConfig:
     prefill_chunk  prompt positions computed per step at most, whole blocks of 32
     prefix_reuse   whether a new prompt copies a shared prefix from any slot instead of
                    computing it
+    speculate      where drafts come from, tokens that a decode step verifies behind the last one
+                   (`model/engine/draft.py`); they change how long an answer takes, not the answer
     """
 
     slots: int = 16
     prefill_chunk: int = 256
     prefix_reuse: bool = True
+    speculate: Speculation = "none"
 
     def __post_init__(self) -> None:
         if self.slots < 1:
@@ -62,6 +65,11 @@ class EngineConfig:
             raise InvalidRequest(
                 f"prefill_chunk is {self.prefill_chunk}; it must be a positive multiple of {BLOCK}",
                 "prefill_chunk",
+            )
+        if self.speculate not in get_args(Speculation):
+            raise InvalidRequest(
+                f"speculate is {self.speculate!r}; it is {' or '.join(get_args(Speculation))}",
+                "speculate",
             )
 
 
@@ -280,7 +288,8 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class TokenEvent:
-    """One generated token. `chosen` and `top` are there when logprobs were asked for."""
+    """One generated token; a step may give several of one sequence, in their order. `chosen` and
+    `top` are there when logprobs were asked for."""
 
     request_id: str
     index: int  # which of the n sequences
@@ -352,11 +361,14 @@ Event = TokenEvent | PromptEvent | RowsEvent | FinishEvent
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What one step did."""
+    """What one step did. A drafted token is accepted when it was drawn and its row gave the token
+    after it: a decode step less."""
 
     events: tuple[Event, ...]
     prefilled_tokens: int
     decoded_sequences: int
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

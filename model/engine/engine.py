@@ -4,6 +4,10 @@ Accepts requests, turns plans into events and ends sequences: by a stop token, a
 complete, max_tokens, abort, deadline or error. Each accepted sequence gets exactly one
 `FinishEvent`, and nothing after it. What runs next is the scheduler's decision, what is computed
 the runner's.
+
+A drafted token counts when the sampler's own draw, one position before it, was that token; then the
+draw behind it is the one that the sequence would have made in its next step. So drafts change how
+many tokens a step gives, and not which.
 """
 
 import time
@@ -25,6 +29,7 @@ from model.engine.api import (
     TokenEvent,
     sequence_lengths,
 )
+from model.engine.draft import Draft
 from model.engine.price import row_width
 from model.engine.refusals import check_request
 from model.engine.runner import DecoderMaker, Runner, Scores, StepOutput
@@ -134,6 +139,8 @@ class Engine:
             events=tuple(events),
             prefilled_tokens=sum(chunk.end - chunk.start for chunk in plan.prefill),
             decoded_sequences=len(plan.decode),
+            drafted_tokens=sum(len(draft.token_ids) for draft in plan.drafts.values()),
+            accepted_tokens=sum(draft.accepted for draft in plan.drafts.values()),
         )
 
     def stats(self) -> EngineStats:
@@ -192,6 +199,8 @@ class Engine:
                 yield self._finish(sequence, FinishReason.STOP)
         for sequence, sampled in output.sampled.items():
             yield from self._append(sequence, sampled)
+        for sequence, draft in plan.drafts.items():
+            yield from self._verify(sequence, draft, output.verified[sequence])
 
     def _prompt_event(self, chunk: PrefillChunk, scores: Scores) -> Event:
         """The row of a position scores the token after it; nothing scores a prompt's first."""
@@ -217,6 +226,18 @@ class Engine:
             yield end
         elif sequence.generated == request.params.max_tokens:
             yield self._finish(sequence, FinishReason.LENGTH)
+
+    def _verify(self, sequence: Sequence, draft: Draft, draws: list[Sampled]) -> Iterator[Event]:
+        """Take in the draws behind a draft's tokens, up to the first token that was not drawn or
+        that ended the sequence. What is behind that never was: neither a token nor an error."""
+        for token_id, sampled in zip(draft.token_ids, draws, strict=True):
+            if sequence.state is State.FINISHED or sequence.tokens[-1] != token_id:
+                break
+            draft.accepted += 1
+            sequence.computed += 1
+            yield from self._append(sequence, sampled)
+        assert sequence.drafter is not None
+        sequence.drafter.learn(draft)
 
     def _end_of_constraint(self, sequence: Sequence, token_id: int) -> Event | None:
         """Take a token into the sequence's constraint; the last event of a sequence that it ends,

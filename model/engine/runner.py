@@ -7,9 +7,11 @@ a row depends on its phase and position only, never on who is computed beside it
 Knows sequences and plans, not queues or events. Decides nothing.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ from model.attention import AttentionRecorder, Observer
 from model.config import BLOCK
 from model.device import one_thread
 from model.engine.api import AttentionWeights, HiddenStates, Logits, RowsRequest
+from model.engine.draft import Draft
 from model.engine.sampler import Row, Sampled, process, sample, score
 from model.engine.scheduler import PrefillChunk, StepPlan
 from model.engine.sequence import Sequence
@@ -27,6 +30,7 @@ from model.kernels.plain import Decoder, PlainDecoder, padded_logits
 from model.kv_cache import KVCache
 
 DecoderMaker = Callable[[GPT, KVCache], Decoder]
+NO_DRAFTS: Mapping[Sequence, Draft] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +51,11 @@ class Scores:
 
 @dataclass(slots=True)
 class StepOutput:
-    """The results of one plan, by sequence."""
+    """The results of one plan, by sequence. `verified` are the draws behind each token of a draft,
+    each as if those before it had been drawn."""
 
     sampled: dict[Sequence, Sampled] = field(default_factory=dict)
+    verified: dict[Sequence, list[Sampled]] = field(default_factory=dict)
     rows: dict[Sequence, Rows] = field(default_factory=dict)
     scores: dict[Sequence, Scores] = field(default_factory=dict)
 
@@ -108,13 +114,17 @@ class Runner:
                 logits.append(padded_logits(self.gpt, hidden[-1:]))
         if plan.decode:
             sequences.extend(plan.decode)
-            logits.append(self.decode(plan.decode))
+            logits.append(self.decode(plan.decode, plan.drafts))
         if sequences:
-            rows = [_row(sequence) for sequence in sequences]
+            drafts = plan.drafts
+            rows = [row for one in sequences for row in _rows_of(one, drafts.get(one))]
             with one_thread() if self._decoder.has_threads else nullcontext():
                 together = logits[0] if len(logits) == 1 else torch.cat(logits)
-                sampled = sample(together, rows, self._decoder.draw)
-            output.sampled = dict(zip(sequences, sampled, strict=True))
+                sampled = iter(sample(together, rows, self._decoder.draw))
+            for sequence in sequences:
+                output.sampled[sequence] = next(sampled)
+                if (draft := drafts.get(sequence)) is not None:
+                    output.verified[sequence] = list(islice(sampled, len(draft.token_ids)))
         return output
 
     def prefill(
@@ -145,13 +155,24 @@ class Runner:
         hidden = self.gpt.transform(token_ids, positions, attend, states)
         return hidden[0, :length]
 
-    def decode(self, sequences: tuple[Sequence, ...]) -> Tensor:
-        """Compute the last token of each sequence; the logits that follow it (B, V)."""
-        return self._decoder.decode(
-            [s.tokens[s.computed] for s in sequences],
-            [s.slot for s in sequences if s.slot is not None],
-            [s.computed for s in sequences],
-        )
+    def decode(
+        self, sequences: tuple[Sequence, ...], drafts: Mapping[Sequence, Draft] = NO_DRAFTS
+    ) -> Tensor:
+        """Compute the last token of each sequence, with its draft behind it; the logits that follow
+        each token, a row each: (B + drafted, V)."""
+        token_ids: list[int] = []
+        slots: list[int] = []
+        positions: list[int] = []
+        for sequence in sequences:
+            assert sequence.slot is not None
+            position, draft = sequence.computed, drafts.get(sequence)
+            # What wrong drafts leave behind `computed` is overwritten before it is looked at, and
+            # only what prefill computed is ever shared.
+            text = [sequence.tokens[position], *(draft.token_ids if draft else ())]
+            token_ids += text
+            slots += [sequence.slot] * len(text)
+            positions += range(position, position + len(text))
+        return self._decoder.decode(token_ids, slots, positions)
 
     def _rows(self, chunk: PrefillChunk, request: RowsRequest) -> Rows:
         """Compute a chunk, and the rows that are wanted of it."""
@@ -225,3 +246,13 @@ def _row(sequence: Sequence) -> Row:
         sequence.prompt_length,
         None if matcher is None else matcher.allowed(),
     )
+
+
+def _rows_of(sequence: Sequence, draft: Draft | None) -> list[Row]:
+    """A sequence's own row, and those behind the tokens of its draft as if these were its text."""
+    row = _row(sequence)
+    if draft is None:
+        return [row]
+    token_ids = draft.token_ids
+    texts = [sequence.tokens + token_ids[:count] for count in range(1, len(token_ids) + 1)]
+    return [row, *(replace(row, tokens=tokens) for tokens in texts)]

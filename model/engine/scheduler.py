@@ -10,14 +10,19 @@ ROWS_BUDGET of them at most, and after a step that computed many, sequences that
 engine to themselves for REST times as long as that step took. So a large reply takes a bounded part
 of the memory, and, what it costs besides included, about doubles the time between their tokens at
 most.
+
+Where drafts are on, a decode step also gets the tokens that are guessed to follow (`draft.py`), as
+long as it has few rows. A sequence with a constraint has none: what it allows somewhere depends on
+every token before.
 """
 
 import bisect
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from model.config import BLOCK
+from model.config import BLOCK, DRAFTED_ROWS
 from model.engine.api import EngineConfig, RowsRequest
+from model.engine.draft import Draft, Drafter, shares
 from model.engine.sequence import Sequence, State
 from model.engine.slots import SlotPool
 
@@ -47,8 +52,11 @@ class PrefillChunk:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
+    """The work of a step. `drafts` are of sequences that decode in it."""
+
     prefill: tuple[PrefillChunk, ...]
     decode: tuple[Sequence, ...]
+    drafts: dict[Sequence, Draft] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
         return bool(self.prefill or self.decode)
@@ -91,7 +99,11 @@ class Scheduler:
         self._admit(now)
         decode = tuple(s for s in self.running if s.state is State.DECODE)
         rows_rest = bool(decode) and now < self._rows_rest_until
-        return StepPlan(prefill=tuple(self._prefill_chunks(rows_rest)), decode=decode)
+        return StepPlan(
+            prefill=tuple(self._prefill_chunks(rows_rest)),
+            decode=decode,
+            drafts=self._drafts(decode) if self.config.speculate == "ngram" else {},
+        )
 
     def remove(self, sequence: Sequence) -> None:
         """Take a sequence out, whatever it was doing. Its slot is free for the next step."""
@@ -115,6 +127,8 @@ class Scheduler:
         if chunk.completes_prompt:
             sequence.state = State.DECODE
             sequence.prefilled = now
+            if self.config.speculate == "ngram" and sequence.matcher is None:
+                sequence.drafter = Drafter(sequence.tokens)
 
     def check_integrity(self) -> None:
         """Every slot has one owner or none, and nobody runs without one (for tests)."""
@@ -123,6 +137,23 @@ class Scheduler:
         assert set(held) == self.slots.owned(), f"{held} held, {self.slots.owned()} owned"
         assert all(s.state in (State.PREFILL, State.DECODE) for s in self.running)
         assert all(s.state is State.WAITING and s.slot is None for s in self.waiting)
+
+    def _drafts(self, decode: tuple[Sequence, ...]) -> dict[Sequence, Draft]:
+        """What is guessed to follow those who decode, within the rows that a step may have. The
+        last token that one may generate needs no row behind it."""
+        room = DRAFTED_ROWS - len(decode)
+        if room <= 0:
+            return {}
+        drafts: dict[Sequence, Draft] = {}
+        for sequence in decode:
+            if sequence.drafter is not None:
+                most = min(room, sequence.tokens_left - 1)
+                if (draft := sequence.drafter.guess(most, len(decode))) is not None:
+                    drafts[sequence] = draft
+        counts = shares([len(draft.token_ids) for draft in drafts.values()], room)
+        for draft, count in zip(drafts.values(), counts, strict=True):
+            del draft.token_ids[count:]
+        return {sequence: draft for sequence, draft in drafts.items() if draft.token_ids}
 
     def _admit(self, now: float) -> None:
         while self.slots.used < self.slots.total and (sequence := self._next()) is not None:

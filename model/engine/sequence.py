@@ -18,6 +18,7 @@ from model.engine.api import (
     TokenConstraint,
     TokenMatcher,
 )
+from model.engine.draft import Drafter
 
 ROWS_CREDIT = 2
 """Pieces of rows that may be on their way to a reader at once."""
@@ -26,7 +27,7 @@ ROWS_CREDIT = 2
 class State(Enum):
     WAITING = "waiting"  # in the queue, without a slot
     PREFILL = "prefill"  # has a slot; part of the prompt is still to be computed
-    DECODE = "decode"  # prompt computed, one token a step
+    DECODE = "decode"  # prompt computed, one token a step, and those drafted that were right
     FINISHED = "finished"
 
 
@@ -53,6 +54,7 @@ class Sequence:
     computed: int = 0  # leading tokens whose keys and values are in the cache
     cached: int = 0  # of these, copied from another slot at the start
     credit: int = ROWS_CREDIT
+    drafter: Drafter | None = None  # while it decodes, if drafts are verified for it
     admitted: float | None = None
     prefilled: float | None = None
 
@@ -79,6 +81,11 @@ class Sequence:
     def generation(self) -> GenerationRequest | None:
         """The request, if it generates."""
         return self.request if isinstance(self.request, GenerationRequest) else None
+
+    @property
+    def tokens_left(self) -> int:
+        """How many more tokens it may generate."""
+        return 0 if self.generation is None else self.generation.params.max_tokens - self.generated
 
     @property
     def constraint(self) -> TokenConstraint | None:

@@ -368,6 +368,7 @@ class Info:
     parameters: int
     device: str
     decoding: str
+    speculate: str  # where drafts of tokens come from: "ngram" or "none"
     dtype: str
     quantization: QuantizationInfo | None
     threads: int

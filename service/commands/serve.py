@@ -24,6 +24,7 @@ def print_banner(served: Served, port: int) -> None:
     url = f"http://{host}:{port}"
     training = checkpoint.training
     loss = "never evaluated" if training.val_loss is None else f"{training.val_loss:.4f} nats/token"
+    drafts = "" if settings.speculate == "none" else f", with drafts by {settings.speculate}"
     placement, path = served.placement, served.decode_path
     console.print("logitd is ready")
     for name, value in (
@@ -31,7 +32,7 @@ def print_banner(served: Served, port: int) -> None:
         ("parameters", f"{served.parameters:,}"),
         ("device", f"{served.device}, {placement.threads} threads"),
         ("dtype", f"{placement.dtype_name} ({served.dtype_why})"),
-        ("decoding", path.name if path.note is None else f"{path.name} ({path.note})"),
+        ("decoding", path.name + drafts + ("" if path.note is None else f" ({path.note})")),
         *([] if served.rounding is None else [("rounding", served.rounding.sentence())]),
         ("context", f"{served.context_length} tokens"),
         ("slots", f"{settings.slots} sequences at once, "

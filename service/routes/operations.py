@@ -57,6 +57,7 @@ def info(served: Ready) -> Info:
             "parameters": served.parameters,
             "device": served.device,
             "decoding": served.decode_path.name,
+            "speculate": settings.speculate,
             "dtype": served.placement.dtype_name,
             "quantization": None if served.rounding is None else served.rounding.to_dict(),
             "threads": served.placement.threads,

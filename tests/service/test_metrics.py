@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,8 @@ from model.engine.api import (
 )
 from service.async_engine import StepReport
 from service.metrics import ENDPOINTS, Metrics, endpoint_label
+
+STATS = EngineStats(waiting=0, running=2, running_tokens=9, slots=4, slots_used=2)
 
 
 @pytest.fixture
@@ -46,7 +49,7 @@ def report(
     return StepReport(
         events=tuple(events),
         result=StepResult((), prefilled_tokens=prefilled, decoded_sequences=decoded),
-        stats=EngineStats(waiting=waiting, running=2, running_tokens=9, slots=4, slots_used=2),
+        stats=replace(STATS, waiting=waiting),
         seconds=0.25,
     )
 
@@ -100,6 +103,13 @@ def test_a_sequence_from_arrival_to_end(metrics: Metrics) -> None:
     assert value(metrics, "logitd_num_sequences_waiting") == 0
     assert value(metrics, "logitd_num_sequences_running") == 2
     assert value(metrics, "logitd_kv_slots_used") == 2
+
+
+def test_drafts_are_counted_and_those_that_were_of_use(metrics: Metrics) -> None:
+    for result in (StepResult((), 0, 2, 7, 3), StepResult((), 0, 2), StepResult((), 0, 1, 1, 0)):
+        metrics.observe_step(StepReport((), result, STATS, 0.25), now=1.0)
+    assert value(metrics, "logitd_draft_tokens_total") == 8
+    assert value(metrics, "logitd_draft_tokens_accepted_total") == 3
 
 
 def test_a_sequence_that_never_started_has_no_times_but_its_whole(metrics: Metrics) -> None:

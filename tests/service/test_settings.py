@@ -56,11 +56,8 @@ def test_flags_are_written_as_people_write_them() -> None:
 
 def test_defaults_of_the_engine_stand_in_the_engine() -> None:
     settings, config = serve(), EngineConfig()
-    assert (settings.slots, settings.prefill_chunk, settings.prefix_reuse) == (
-        config.slots,
-        config.prefill_chunk,
-        config.prefix_reuse,
-    )
+    for name in ("slots", "prefill_chunk", "prefix_reuse", "speculate"):
+        assert getattr(settings, name) == getattr(config, name)
 
 
 def test_by_default_any_request_for_a_gpt_2s_logits_can_be_queued() -> None:
@@ -80,7 +77,8 @@ def test_the_default_address_is_reachable_from_this_machine_alone() -> None:
      ("max_logprobs", 0),
      ("slow_reader_timeout", 0), ("slow_reader_timeout", math.inf),
      ("slow_reader_timeout", math.nan), ("drain_timeout", -1), ("drain_timeout", math.inf),
-     ("drain_timeout", math.nan), ("dtype", "int8"), ("log_level", "loud"), ("threads", -1)],
+     ("drain_timeout", math.nan), ("dtype", "int8"), ("speculate", "yes"),
+     ("log_level", "loud"), ("threads", -1)],
 )  # fmt: skip
 def test_impossible_values_are_refused(field: str, value: object) -> None:
     with pytest.raises(ValidationError) as caught:

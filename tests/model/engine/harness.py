@@ -197,6 +197,8 @@ class Driven:
         )
         self.outcomes: dict[tuple[str, int], Outcome] = {}
         self.accepted: set[tuple[str, int]] = set()
+        self.drafted_tokens = 0
+        self.accepted_tokens = 0
 
     def add(self, request: Request) -> None:
         self.engine.add(request)
@@ -216,6 +218,8 @@ class Driven:
         )
         computed = bool(result.prefilled_tokens or result.decoded_sequences)
         assert computed == had_work or expired, "has_work was wrong"
+        self.drafted_tokens += result.drafted_tokens
+        self.accepted_tokens += result.accepted_tokens
         self.engine.check_integrity()
         return result
 

@@ -83,6 +83,7 @@ def test_the_outermost_that_is_possible_is_accepted(fields: dict[str, Any]) -> N
         ({"prefill_chunk": 0}, "prefill_chunk is 0; it must be a positive multiple of 32"),
         ({"prefill_chunk": 48}, "prefill_chunk is 48; it must be a positive multiple of 32"),
         ({"prefill_chunk": -32}, "prefill_chunk is -32"),
+        ({"speculate": "draft"}, "speculate is 'draft'; it is none or ngram"),
     ],
     ids=str,
 )

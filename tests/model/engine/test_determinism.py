@@ -115,6 +115,7 @@ def together(rng: random.Random, gpt: GPT, pool: list[Request]) -> dict[tuple[st
         slots=rng.choice([2, 3, 5, 8, 13, 32]),
         prefill_chunk=32 * rng.choice([1, 2, 3, 8]),
         prefix_reuse=rng.random() < 0.8,
+        speculate=rng.choice(["none", "ngram"]),
     )
     mix = rng.sample(pool, rng.randint(2, min(32, len(pool))))
     patience = rng.choice([0.0, 0.3, 0.7])

@@ -218,8 +218,9 @@ def test_a_prompt_gives_its_first_token_when_it_is_computed(gpt: GPT) -> None:
     assert not driven.engine.has_work()
 
 
-def test_everything_that_was_computed_is_counted(gpt: GPT) -> None:
-    driven = Driven(gpt, slots=3)
+@pytest.mark.parametrize("speculate", ["none", "ngram"])
+def test_everything_that_was_computed_is_counted(gpt: GPT, speculate: str) -> None:
+    driven = Driven(gpt, slots=3, speculate=speculate)
     rng = random.Random(1)
     shared = random_prompt(rng, 128)
     for name in "abcdefghijkl":
@@ -234,7 +235,8 @@ def test_everything_that_was_computed_is_counted(gpt: GPT) -> None:
         decoded += result.decoded_sequences
     ends = [outcome.ended for outcome in driven.outcomes.values()]
     assert prefilled == sum(end.prompt_tokens - end.cached_tokens for end in ends)
-    assert decoded == sum(max(0, end.completion_tokens - 1) for end in ends)
+    beyond_the_first = sum(max(0, end.completion_tokens - 1) for end in ends)
+    assert decoded + driven.accepted_tokens == beyond_the_first
     assert any(end.cached_tokens for end in ends)
 
 

@@ -53,8 +53,13 @@ patience = st.none() | st.integers(0, 5)
 
 
 class EngineMachine(RuleBasedStateMachine):
-    @initialize(slots=st.integers(1, 4), blocks=st.integers(1, 3), prefix_reuse=st.booleans())
-    def start(self, slots: int, blocks: int, prefix_reuse: bool) -> None:
+    @initialize(
+        slots=st.integers(1, 4),
+        blocks=st.integers(1, 3),
+        prefix_reuse=st.booleans(),
+        speculate=st.sampled_from(["none", "ngram"]),
+    )
+    def start(self, slots: int, blocks: int, prefix_reuse: bool, speculate: str) -> None:
         self.clock = FakeClock()
         self.driven = Driven(
             GPT_OF_THE_MACHINE,
@@ -62,6 +67,7 @@ class EngineMachine(RuleBasedStateMachine):
             slots=slots,
             prefill_chunk=32 * blocks,
             prefix_reuse=prefix_reuse,
+            speculate=speculate,
         )
         self.driven.engine._scheduler.rows_budget = 1
         self.count = 0

@@ -11,9 +11,10 @@ from pathlib import Path
 import httpx
 import pytest
 
+from service.commands.serve import print_banner
 from tests.e2e.server import ServedProcess
 from tests.model.factories import save_tiny_checkpoint, training_record
-from tests.service.serving import client
+from tests.service.serving import client, serving
 
 ODD_NAME = "模型 [bold]"
 """A directory's name that is neither ASCII nor without a meaning to the banner's library."""
@@ -49,6 +50,14 @@ def test_the_banner_says_what_is_served_and_where(process: ServedProcess) -> Non
     }
     assert re.fullmatch(r"cpu \(.+\), 1 threads", rows["device"])
     assert re.fullmatch(r"float32 \(auto: (no native decoding, .+|.+ bfloat16)\)", rows["dtype"])
+
+
+def test_the_banner_says_when_drafts_are_verified(
+    checkpoint_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with serving(checkpoint_path, speculate="ngram") as server:
+        print_banner(server.served, server.port)
+    assert re.search(r"^decoding +torch, with drafts by ngram *$", capsys.readouterr().out, re.M)
 
 
 def test_the_banners_links_and_its_curl_line_work(process: ServedProcess) -> None:

@@ -184,6 +184,7 @@ def test_info(server: Serving) -> None:
     assert (info.dtype, info.threads, info.slots) == ("float32", 1, 4)
     assert info.quantization is None
     assert info.device.startswith("cpu")
+    assert (info.decoding, info.speculate) == ("torch", "none")
     # layers x (keys, values) x slots x positions x width x bytes
     assert info.kv_cache_bytes >= 3 * 2 * 4 * 128 * 32 * 4
     assert info.limits == {
@@ -196,6 +197,11 @@ def test_info(server: Serving) -> None:
         "max_reply_bytes": 2**26,
         "max_body_bytes": 2**22,
     }
+
+
+def test_info_says_whether_drafts_are_verified(checkpoint_path: Path) -> None:
+    with serving(checkpoint_path, speculate="ngram") as server:
+        assert Info.model_validate(server.client.get("/info").json()).speculate == "ngram"
 
 
 def test_version(server: Serving) -> None:

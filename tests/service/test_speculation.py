@@ -1,0 +1,186 @@
+"""Drafts behind HTTP: every reply of a server that verifies them is that of one that does not, but
+for its timings. Several tokens come in one step, so stop strings, ends and counts are what could
+differ."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.service.serving import Serving, events, serving
+from tests.service.spelling import RING, spelled
+
+KNOWN = [*RING, *RING[:1]]
+"""A prompt of the spelling checkpoint that says all that can follow."""
+LETTERS = [97, 98, 99]
+
+
+@dataclass(frozen=True)
+class Pair:
+    """The same checkpoint served twice."""
+
+    drafting: Serving
+    plain: Serving
+
+    @property
+    def accepted(self) -> float:
+        return self.drafting.sample("logitd_draft_tokens_accepted_total")
+
+
+def served_twice(checkpoint: Path) -> Iterator[Pair]:
+    with ExitStack() as stack:
+        yield Pair(
+            *(
+                stack.enter_context(serving(checkpoint, slots=4, speculate=speculate))
+                for speculate in ("ngram", "none")
+            )
+        )
+
+
+@pytest.fixture(scope="module")
+def spellers(spelling_path: Path) -> Iterator[Pair]:
+    yield from served_twice(spelling_path)
+
+
+@pytest.fixture(scope="module")
+def tiny(checkpoint_path: Path) -> Iterator[Pair]:
+    yield from served_twice(checkpoint_path)
+
+
+CHANGING = ("id", "created", "timings")
+
+
+def lasting(reply: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in reply.items() if name not in CHANGING}
+
+
+def put_together(chunks: list[Any]) -> dict[str, Any]:
+    """What a stream comes to: how its tokens were dealt out over chunks is nobody's business."""
+    whole: dict[str, Any] = {"choices": {}}
+    for chunk in chunks:
+        for delta in chunk.pop("choices"):
+            choice = whole["choices"].setdefault(delta.pop("index"), {})
+            for name, value in delta.items():
+                _add(choice, name, value)
+        for scored in chunk.pop("prompts", ()):
+            _add(whole.setdefault("prompts", {}), scored["index"], scored["tokens"])
+        whole |= lasting(chunk)
+    return whole
+
+
+def _add(to: dict[Any, Any], name: Any, value: Any) -> None:
+    """Texts and lists grow, lists by their names do so each, anything else is what came last."""
+    if isinstance(value, dict):
+        if to.get(name) is None:
+            to[name] = {}
+        for key, part in value.items():
+            _add(to[name], key, part)
+    elif isinstance(value, str | list) and to.get(name) is not None:
+        to[name] += value
+    elif value is not None or name not in to:
+        to[name] = value
+
+
+def check(pair: Pair, body: dict[str, Any], path: str = "/generate") -> Any:
+    """Both servers' reply, whole and streamed."""
+    whole, expected = (lasting(one.json(path, body)) for one in (pair.drafting, pair.plain))
+    assert whole == expected
+    streams = [one.post(path, body | {"stream": True}) for one in (pair.drafting, pair.plain)]
+    assert [stream.status_code for stream in streams] == [200, 200]
+    streamed, expected = (put_together(events(stream.content)) for stream in streams)
+    assert streamed == expected
+    return whole
+
+
+SPELLED: dict[str, dict[str, Any]] = {
+    "to max_tokens": {"max_tokens": 90, "ignore_eos": True},
+    "one token": {"max_tokens": 1},
+    "two tokens": {"max_tokens": 2},
+    "to its end": {},
+    "n": {"n": 3, "max_tokens": 50, "ignore_eos": True},
+    "logprobs": {"logprobs": 2, "max_tokens": 50, "ignore_eos": True},
+    "echo": {"echo": True, "logprobs": 1, "max_tokens": 40},
+    "prompt_logprobs": {"prompt_logprobs": 1, "max_tokens": 20},
+    "stop token": {"stop_token_ids": [ord("p")]},
+    "penalties": {"presence_penalty": 1.5, "frequency_penalty": 1.5, "max_tokens": 80},
+    "held back": {"stop": ["xyz!", "éx"], "ignore_eos": True, "max_tokens": 70},
+}
+
+
+@pytest.mark.parametrize("name", SPELLED)
+def test_a_text_that_repeats(spellers: Pair, name: str) -> None:
+    before = spellers.accepted
+    reply = check(spellers, {"prompt": KNOWN, "seed": 3, **SPELLED[name]})
+    longest = max(len(choice["token_ids"]) for choice in reply["choices"])
+    assert (spellers.accepted > before) == (longest > 2)
+
+
+@pytest.mark.parametrize("length", range(1, 24))
+def test_a_stop_string_anywhere_in_a_steps_tokens(spellers: Pair, length: int) -> None:
+    """What came behind it in the same step is neither shown nor counted."""
+    before = spellers.drafting.finished("stop")
+    ids = spelled("a", length + 1)
+    stop = bytes(ids[-2:]).decode()
+    body = {"prompt": KNOWN, "stop": stop, "ignore_eos": True, "logprobs": 0, "seed": 1}
+    reply = check(spellers, body)
+    (choice,) = reply["choices"]
+    assert choice["token_ids"] == [token["id"] for token in choice["tokens"]] == ids
+    assert choice["text"] == bytes(ids[:-2]).decode()
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", stop)
+    assert reply["usage"]["completion_tokens"] == len(ids)
+    spellers.drafting.wait_idle()
+    assert spellers.drafting.finished("stop") == before + 2
+
+
+@pytest.mark.parametrize("max_tokens", range(4, 13))
+def test_a_stop_string_in_the_step_that_ends_a_text(spellers: Pair, max_tokens: int) -> None:
+    """max_tokens may be reached in the step whose tokens hold the stop string."""
+    body = {"prompt": KNOWN, "stop": ["fg", "e"], "max_tokens": max_tokens, "seed": 1}
+    (choice,) = check(spellers, body)["choices"]
+    assert (choice["text"], choice["stop_reason"]) == ("bcd", "e")
+    assert choice["token_ids"] == list(b"bcde")
+
+
+SAMPLED: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0},
+    "cold": {"temperature": 0.4, "n": 3},
+    "warm": {"temperature": 1.5, "n": 2, "logprobs": 3},
+    "processed": {"logprobs": 2, "logprobs_stage": "processed", "top_p": 0.8},
+    "stop string": {"stop": ["abc", "ccc", "bb"], "n": 4, "logprobs": 0},
+    "stop token": {"stop_token_ids": [98], "min_tokens": 30},
+    "penalties": {"presence_penalty": 0.5, "frequency_penalty": 0.2, "repetition_penalty": 1.1},
+}
+
+
+@pytest.mark.parametrize("name", SAMPLED)
+def test_a_text_of_few_letters(tiny: Pair, name: str) -> None:
+    """Drafts that are right in part."""
+    body = {"prompt": ["abcab", "cccaaaaabbb"], "allowed_token_ids": LETTERS, "max_tokens": 80}
+    check(tiny, body | {"seed": 11} | SAMPLED[name])
+
+
+def test_of_these_drafts_some_were_right(tiny: Pair) -> None:
+    drafted = tiny.drafting.sample("logitd_draft_tokens_total")
+    body = {"prompt": "abc", "allowed_token_ids": LETTERS, "max_tokens": 100, "seed": 1, "n": 4}
+    tiny.drafting.generate(**body)
+    tiny.drafting.wait_idle()
+    assert 0 < tiny.accepted < tiny.drafting.sample("logitd_draft_tokens_total")
+    assert tiny.drafting.sample("logitd_draft_tokens_total") > drafted
+    assert tiny.plain.sample("logitd_draft_tokens_total") == 0
+
+
+@pytest.mark.parametrize("fields", [{}, {"stop": "klm"}, {"logprobs": 2, "n": 2}, {"echo": True}])
+def test_openais_completions(spellers: Pair, fields: dict[str, Any]) -> None:
+    check(spellers, {"prompt": KNOWN, "max_tokens": 60, "seed": 1, **fields}, "/v1/completions")
+
+
+def test_a_constraint_is_kept_to(tiny: Pair) -> None:
+    """Without drafts."""
+    tiny.drafting.wait_idle()
+    drafted = tiny.drafting.sample("logitd_draft_tokens_total")
+    reply = check(tiny, {"prompt": "ababab", "regex": "(?:ab){10,20}", "seed": 2, "max_tokens": 50})
+    assert reply["choices"][0]["text"].startswith("ab" * 10)
+    assert tiny.drafting.sample("logitd_draft_tokens_total") == drafted
