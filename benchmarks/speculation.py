@@ -1,0 +1,180 @@
+"""What drafts gain where a text repeats itself, and cost where it does not.
+
+    python -m benchmarks.speculation [--shape CHECKPOINT|124m|30m] [--threads N] [--dtype NAME]
+                                     [--rounds N]
+
+Tokens per second of 1 and 8 sequences with `speculate` none and ngram, in turns in one process, on
+native kernels, from the first token on: prompts are computed before. The texts:
+
+    repeats   a prompt that says the same thing again and again, greedy
+    ordinary  code, temperature 1: short runs come again, what follows them mostly does not
+    noise     prompts of random ids, at a temperature at which nothing repeats
+
+A shape that is no checkpoint has random weights; with these, greedy text repeats one token, and
+there is no ordinary text. The answers of both are held to be the same. Run it on a machine that
+does nothing else; the last line is JSON.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.synthetic import synthetic_gpt
+from model.checkpoint import load_checkpoint
+from model.config import Speculation, gpt2_shape
+from model.device import available_processors, describe, use_threads
+from model.engine.api import EngineConfig, GenerationRequest, SamplingParams, TokenEvent
+from model.engine.engine import Engine
+from model.gpt import GPT
+from model.kernels.choose import choose_decode_path
+from model.tokenizer import Tokenizer
+
+SHAPES: dict[str, dict[str, int]] = {
+    "124m": {"n_layer": 12, "n_head": 12, "d_model": 768},
+    "30m": {"n_layer": 6, "n_head": 6, "d_model": 384},
+}
+BATCHES = (1, 8)
+TOKENS = 160
+SAYING = 'def area(self, width, height):\n    """The area."""\n    return width * height\n\n\n'
+CODE = (
+    "import os\n\n\nclass Reader:\n    def __init__(self, path):\n        self.path = path\n"
+    "        self.lines = []\n\n    def read(self):\n        with open(self.path) as file:\n"
+)
+
+
+@dataclass(frozen=True)
+class Text:
+    name: str
+    prompts: list[list[int]]  # one of each sequence
+    temperature: float
+
+
+@dataclass(frozen=True)
+class Result:
+    tokens_per_second: float
+    drafted: int
+    accepted: int
+    answers: dict[str, list[int]]
+
+
+def load(shape: str, dtype: torch.dtype) -> tuple[GPT, Tokenizer | None]:
+    if shape not in SHAPES:
+        info, gpt = load_checkpoint(Path(shape), device=torch.device("cpu"), dtype=dtype)
+        return gpt, info.tokenizer
+    config = gpt2_shape(vocab_size=50_257, context_length=1024, **SHAPES[shape])
+    return synthetic_gpt(config).to(dtype), None
+
+
+def texts(gpt: GPT, tokenizer: Tokenizer | None, batch: int) -> list[Text]:
+    generator = torch.Generator().manual_seed(0)
+    noise = torch.randint(gpt.config.vocab_size, (batch, 128), generator=generator).tolist()
+    if tokenizer is None:
+        return [Text("repeats", noise, 0.0), Text("noise", noise, 20.0)]
+    saying, code = tokenizer.encode(SAYING), tokenizer.encode(CODE)
+    again = (saying * 8)[: gpt.config.context_length - TOKENS]
+    return [
+        Text("repeats", [again] * batch, 0.0),
+        Text("ordinary", [code] * batch, 1.0),
+        Text("noise", noise, 20.0),
+    ]
+
+
+def generate(engine: Engine, text: Text) -> Result:
+    """Answer all prompts of a text; the time is that of the steps after the first tokens."""
+    for index, prompt in enumerate(text.prompts):
+        params = SamplingParams(max_tokens=TOKENS, seed=index, temperature=text.temperature)
+        request = GenerationRequest(
+            request_id=str(index), token_ids=tuple(prompt), params=params, prefix_reuse=False
+        )
+        engine.add(request)
+    answers: dict[str, list[int]] = {str(index): [] for index in range(len(text.prompts))}
+    seconds, tokens, drafted, accepted = 0.0, 0, 0, 0
+    while engine.has_work():
+        began = time.perf_counter()
+        result = engine.step()
+        took = time.perf_counter() - began
+        given = [event for event in result.events if isinstance(event, TokenEvent)]
+        for event in given:
+            answers[event.request_id].append(event.token_id)
+        if not result.prefilled_tokens:
+            seconds, tokens = seconds + took, tokens + len(given)
+        drafted, accepted = drafted + result.drafted_tokens, accepted + result.accepted_tokens
+    return Result(tokens / seconds, drafted, accepted, answers)
+
+
+def compare(gpt: GPT, text: Text, rounds: int, threads: int) -> dict[str, Any]:
+    """Both in turns, each on an engine of its own, so that neither has the better place in memory;
+    medians of the rounds, and of the ratios within each."""
+    found: dict[Speculation, list[Result]] = {"none": [], "ngram": []}
+    order: list[Speculation] = ["none", "ngram"]
+    for _ in range(rounds + 1):
+        for name in order:
+            found[name].append(generate_anew(gpt, text, name, threads))
+        order.reverse()
+    drafts, plain = found["ngram"][1:], found["none"][1:]  # the first of each is for warming up
+    if any(one.answers != plain[0].answers for one in (*drafts, *plain)):
+        raise SystemExit("the answers differ")
+    ratios = [
+        one.tokens_per_second / other.tokens_per_second
+        for one, other in zip(drafts, plain, strict=True)
+    ]
+    return {
+        "text": text.name,
+        "batch": len(text.prompts),
+        "none": statistics.median(one.tokens_per_second for one in plain),
+        "ngram": statistics.median(one.tokens_per_second for one in drafts),
+        "ratio": statistics.median(ratios),
+        "ratios": ratios,
+        "drafted": drafts[0].drafted,
+        "accepted": drafts[0].accepted,
+    }
+
+
+def generate_anew(gpt: GPT, text: Text, speculate: Speculation, threads: int) -> Result:
+    path = choose_decode_path(gpt, kernels="native", threads=threads)
+    config = EngineConfig(slots=len(text.prompts), prefill_chunk=2048, speculate=speculate)
+    engine = Engine(gpt, config, make_decoder=path.make_decoder)
+    result = generate(engine, text)
+    engine.close()
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--shape", default="checkpoints/python-small")
+    parser.add_argument("--threads", type=int, default=available_processors())
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
+    parser.add_argument("--rounds", type=int, default=7)
+    arguments = parser.parse_args()
+    use_threads(arguments.threads)
+    gpt, tokenizer = load(arguments.shape, getattr(torch, arguments.dtype))
+    print(
+        f"{describe(torch.device('cpu'))}, {arguments.threads} threads, torch {torch.__version__}"
+    )
+    print(f"{arguments.shape}, {arguments.dtype}; tokens per second\n")
+    print("text      batch      none     ngram  ratio (least to most)  drafted accepted")
+    results = []
+    for batch in BATCHES:
+        for text in texts(gpt, tokenizer, batch):
+            one = compare(gpt, text, arguments.rounds, arguments.threads)
+            results.append(one)
+            print(
+                "{text:9} {batch:5} {none:9.0f} {ngram:9.0f}  {ratio:5.2f} ".format_map(one)
+                + f"({min(one['ratios']):.2f} to {max(one['ratios']):.2f})        "
+                + "{drafted:7} {accepted:8}".format_map(one),
+                flush=True,
+            )
+    where = {"shape": arguments.shape, "dtype": arguments.dtype, "threads": arguments.threads}
+    print(json.dumps({**where, "results": results}))
+
+
+if __name__ == "__main__":
+    main()
