@@ -171,7 +171,9 @@ class NativeDecoder:
     ) -> Tensor:
         """Logits (B, V) in float32 that follow the tokens, whose keys and values are written into
         the cache. The tensor is overwritten by the next call."""
-        count = len(token_ids)
+        count, room = len(token_ids), len(self._logits)
+        if count > room:
+            raise ValueError(f"{count} rows are asked for, this decoder has room for {room}")
         for numbers, given in zip(self._where, (token_ids, slots, positions), strict=True):
             numbers[:count] = list(given)
         self._library.logitd_decode(self._handle, *self._where, count, self._logits.data_ptr())
