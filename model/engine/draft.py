@@ -59,12 +59,14 @@ class Repeats:
         """The length of the longest run that the text ends with and had before, and the position
         after its most recent occurrence; (0, 0) when there is none."""
         self._enter()
-        run = tuple(self._tokens[-LONGEST:])
-        for skipped in range(len(run) - SHORTEST + 1):
-            end = self._ends.get(run[skipped:])
-            if end is not None:
-                return len(run) - skipped, end
-        return 0, 0
+        run, ends, found = tuple(self._tokens[-LONGEST:]), self._ends, (0, 0)
+        # From the shortest run: where that is new, so are those that end with it.
+        for length in range(SHORTEST, len(run) + 1):
+            end = ends.get(run[-length:])
+            if end is None:
+                break
+            found = length, end
+        return found
 
     def continuation(self, start: int, count: int) -> list[int]:
         """`count` tokens that follow if the text goes on as it did from `start` on."""

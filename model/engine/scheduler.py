@@ -150,6 +150,8 @@ class Scheduler:
                 most = min(room, sequence.tokens_left - 1)
                 if (draft := sequence.drafter.guess(most, len(decode))) is not None:
                     drafts[sequence] = draft
+        if not drafts:
+            return drafts
         counts = shares([len(draft.token_ids) for draft in drafts.values()], room)
         for draft, count in zip(drafts.values(), counts, strict=True):
             del draft.token_ids[count:]
