@@ -24,7 +24,7 @@ from model.benchmark.work import decode_work, size_of
 from model.benchmark.workload import Workload, tokens_for
 from model.checkpoint import load_checkpoint
 from model.config import KernelChoice, Quantization, gpt2_shape
-from model.device import available_processors, describe, use_threads
+from model.device import available_processors, describe, keep_freed_memory, use_threads
 from model.engine.api import EngineConfig
 from model.engine.engine import Engine
 from model.gpt import GPT
@@ -80,6 +80,7 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=256)
     arguments = parser.parse_args()
     use_threads(arguments.threads)
+    keep_freed_memory()
     bandwidth = read_bandwidth(torch.device("cpu"))
     print(
         f"{describe(torch.device('cpu'))}, {arguments.threads} threads, torch {torch.__version__}"

@@ -6,6 +6,7 @@ there, and does not know what the dtype "auto" is: that depends on what decodes
 (`model/kernels/choose.py`).
 """
 
+import ctypes
 import os
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
@@ -22,6 +23,13 @@ BFLOAT16_INSTRUCTIONS = {
     "bf16": "Arm BF16",
 }
 """Features of processors that have dot products of bfloat16, with their names for people."""
+
+
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+"""Of mallopt(3)."""
+KEPT_BYTES = 32 * 2**20
+"""Pieces up to this size are taken again when they were freed: the largest that the C library
+allows, and larger than what a step computes with."""
 
 
 class DeviceError(ValueError):
@@ -73,6 +81,16 @@ def choose_device(name: str) -> torch.device:
 def use_threads(threads: int) -> None:
     """Set the size of torch's compute pool for this process."""
     torch.set_num_threads(threads)
+
+
+def keep_freed_memory() -> None:
+    """Let this process take again what it freed, instead of giving it back to the system and paying
+    for each page of it once more: measured, half the time of a prefill of a model of 30 million
+    parameters. Does nothing where the C library is not GNU's."""
+    set_option = getattr(ctypes.CDLL(None), "mallopt", None)
+    if set_option is not None:
+        set_option(M_MMAP_THRESHOLD, KEPT_BYTES)
+        set_option(M_TRIM_THRESHOLD, 2 * KEPT_BYTES)
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from model.checkpoint import CheckpointInfo, load_weights, read_checkpoint
 from model.config import DTypeName, KernelChoice, Quantization
-from model.device import Placement, choose_device, choose_placement, use_threads
+from model.device import Placement, choose_device, choose_placement, keep_freed_memory, use_threads
 from model.gpt import GPT
 from model.kernels.choose import DecodePath, DTypeChoice, choose_decode_path, choose_dtype
 
@@ -37,11 +37,13 @@ def open_model(
     quantize: Quantization,
     say: Callable[[str], None],
 ) -> OpenedModel:
-    """Read a checkpoint and choose how it is computed; torch's threads of this process are set.
+    """Read a checkpoint and choose how it is computed; torch's threads of this process are set, and
+    what it frees is kept (`keep_freed_memory`).
 
     `say` is told when native kernels are being built. Raises CheckpointError, DeviceError and
     KernelError.
     """
+    keep_freed_memory()
     checkpoint = read_checkpoint(path)
     choice = choose_dtype(dtype, checkpoint.config, choose_device(device), kernels=kernels, say=say)
     placement = choose_placement(device, choice.name, threads)

@@ -68,10 +68,20 @@ def run(arguments: Sequence[str]) -> int:
     except SettingsError as error:  # an environment variable or a key of .env that cannot be read
         print(f"logitd {name}: {error}", file=sys.stderr)
         return 2
+    if name != "train":
+        wait_briefly()
     # The one import by name: torch takes seconds, and only a command that computes needs it.
     command = importlib.import_module(f"service.commands.{name}")
     code: int = command.run(settings)
     return code
+
+
+def wait_briefly() -> None:
+    """Let torch's threads sleep soon after their work is done, unless the environment says
+    otherwise. By default they spin for milliseconds, on the cores of the native decoder's threads
+    and of everybody else. OpenMP reads this when torch is imported."""
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 
 def _help() -> str:

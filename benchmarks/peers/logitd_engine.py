@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from benchmarks.peers.contract import Run
 from benchmarks.peers.weights import load_weights
 from model.config import Quantization, gpt2_shape
-from model.device import use_threads
+from model.device import keep_freed_memory, use_threads
 from model.engine.api import EngineConfig, GenerationRequest, SamplingParams, TokenEvent
 from model.engine.engine import Engine
 from model.gpt import GPT
@@ -24,6 +24,7 @@ from model.version import VERSION
 
 def load(folder: Path, dtype: str, threads: int) -> "LogitdEngine":
     use_threads(threads)
+    keep_freed_memory()
     # int8 are its matrices of a decode step; everything else is bfloat16 then.
     quantize: Quantization = "int8" if dtype == "int8" else "none"
     computed = torch.bfloat16 if dtype == "int8" else getattr(torch, dtype)

@@ -1,7 +1,8 @@
 """Runner: computes what a step plan asks for. The one file between the engine and the tensors.
 
 Prefill runs in whole blocks of 32 positions at multiples of 32, and logits of prefilled positions
-in rows padded to a multiple of 4; decode is the decoder's (`model/kernels/`): so the arithmetic of
+in rows padded to a multiple of 4; decode, and the logits from which a first token is drawn, are the
+decoder's (`model/kernels/`): so the arithmetic of
 a row depends on its phase and position only, never on who is computed beside it.
 
 Knows sequences and plans, not queues or events. Decides nothing.
@@ -98,7 +99,8 @@ class Runner:
     def run(self, plan: StepPlan) -> StepOutput:
         output = StepOutput()
         sequences: list[Sequence] = []
-        logits: list[Tensor] = []  # each (1, V)
+        ends: list[Tensor] = []  # of prompts: their last hidden states, each (1, d_model)
+        logits: list[Tensor] = []  # each (rows, V)
         for chunk in plan.prefill:
             sequence = chunk.sequence
             if sequence.rows is not None:
@@ -111,7 +113,9 @@ class Runner:
                 output.scores[sequence] = self._scores(chunk, hidden, sequence.scores_from)
             if chunk.completes_prompt and sequence.generation is not None:
                 sequences.append(sequence)
-                logits.append(padded_logits(self.gpt, hidden[-1:]))
+                ends.append(hidden[-1:])
+        if ends:
+            logits.append(self._decoder.head(torch.cat(ends)))
         if plan.decode:
             sequences.extend(plan.decode)
             logits.append(self.decode(plan.decode, plan.drafts))

@@ -149,6 +149,7 @@ class NativeDecoder:
         library.logitd_decoder_new.restype = c_void_p
         library.logitd_decoder_new.argtypes = (POINTER(_Model), POINTER(_Cache), c_int32, c_int32)
         library.logitd_decoder_delete.argtypes = (c_void_p,)
+        library.logitd_head.argtypes = (c_void_p, c_void_p, c_int32, c_void_p)
         library.logitd_draw.argtypes = (c_void_p, POINTER(_DrawnRow), c_int32)
         library.logitd_decode.argtypes = (c_void_p, *(POINTER(c_int32),) * 3, c_int32, c_void_p)
         self._library = library
@@ -171,13 +172,18 @@ class NativeDecoder:
     ) -> Tensor:
         """Logits (B, V) in float32 that follow the tokens, whose keys and values are written into
         the cache. The tensor is overwritten by the next call."""
-        count, room = len(token_ids), len(self._logits)
-        if count > room:
-            raise ValueError(f"{count} rows are asked for, this decoder has room for {room}")
+        count = self._checked(len(token_ids))
         for numbers, given in zip(self._where, (token_ids, slots, positions), strict=True):
             numbers[:count] = list(given)
         self._library.logitd_decode(self._handle, *self._where, count, self._logits.data_ptr())
         return self._logits[:count]
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """Logits (R, V) in float32 of final hidden states (R, d_model)."""
+        count, rows = self._checked(len(hidden)), hidden.float().contiguous()
+        logits = torch.empty(count, self._logits.shape[1])
+        self._library.logitd_head(self._handle, rows.data_ptr(), count, logits.data_ptr())
+        return logits
 
     def draw(self, logits: Tensor, computed: Tensor, draws: Sequence[Draw]) -> list[int | None]:
         """A token of each row of `logits` (R, V), float32: what `model.draw.draw_tokens` gives, up
@@ -202,6 +208,13 @@ class NativeDecoder:
     def __del__(self) -> None:
         if getattr(self, "_handle", None) is not None:
             self.close()
+
+    def _checked(self, rows: int) -> int:
+        if rows > len(self._logits):
+            raise ValueError(
+                f"{rows} rows are asked for, this decoder has room for {len(self._logits)}"
+            )
+        return rows
 
     def _describe(self, gpt: GPT) -> tuple[_Model, ctypes.Array[_Layer]]:
         config, cpu = gpt.config, torch.device("cpu")

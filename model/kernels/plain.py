@@ -39,6 +39,10 @@ class Decoder(Protocol):
         bits that calls of one row each would give. At most as many rows as there are slots, or
         DRAFTED_ROWS where that is more."""
 
+    def head(self, hidden: Tensor) -> Tensor:
+        """Logits (R, V) of final hidden states (R, d_model), at most as many as in `decode`: those
+        from which the first tokens after prompts are drawn."""
+
     def draw(self, logits: Tensor, computed: Tensor, draws: Sequence[Draw]) -> list[int | None]:
         """A token of each row of `logits` (R, V), float32: what `draw_tokens` gives."""
 
@@ -67,6 +71,9 @@ class PlainDecoder:
             ids[:, None], places[:, None], attend
         )  # (B padded, 1, d_model)
         return self._gpt.logits(hidden[:, 0])[: len(token_ids)]
+
+    def head(self, hidden: Tensor) -> Tensor:
+        return padded_logits(self._gpt, hidden)
 
     def draw(self, logits: Tensor, computed: Tensor, draws: Sequence[Draw]) -> list[int | None]:
         return draw_tokens(logits, computed, draws)

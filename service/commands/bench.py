@@ -20,7 +20,14 @@ from model.benchmark.in_process import EngineFigures, MeasuringError, measure_en
 from model.benchmark.machine import Surroundings, measure_machine, surroundings
 from model.benchmark.workload import Workload, WorkloadError, choose_workload
 from model.checkpoint import CheckpointError, CheckpointInfo, load_weights, read_checkpoint
-from model.device import DeviceError, Placement, choose_device, choose_placement, use_threads
+from model.device import (
+    DeviceError,
+    Placement,
+    choose_device,
+    choose_placement,
+    keep_freed_memory,
+    use_threads,
+)
 from model.engine.api import EngineConfig
 from model.kernels.choose import KernelError, choose_decode_path, choose_dtype
 from service.benchmark.load import measure_server
@@ -64,6 +71,7 @@ def _measure(settings: BenchSettings) -> Measured:
     )
     placement = choose_placement(settings.device, dtype.name, settings.threads)
     use_threads(placement.threads)
+    keep_freed_memory()
     workload = choose_workload(
         checkpoint.config,
         batches=settings.batches,

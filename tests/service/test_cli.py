@@ -1,5 +1,6 @@
 """The command line: help that is complete and immediate, and a sentence for every mistake."""
 
+import os
 import re
 import signal
 import subprocess
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from model.version import VERSION
-from service.cli import COMMANDS, run
+from service.cli import COMMANDS, run, wait_briefly
 from tests.model.factories import FAMILIES, save_tiny_checkpoint, tiny_config, tiny_gpt
 
 
@@ -195,3 +196,15 @@ def test_a_reader_that_has_enough_is_no_error_and_no_compiler_was_loaded(tmp_pat
         out.close()
         assert err.read() == b"set()\n"
     assert process.wait(60) == 128 + signal.SIGPIPE
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [({}, "1000"), ({"GOMP_SPINCOUNT": "5"}, "5"), ({"OMP_WAIT_POLICY": "ACTIVE"}, None)],
+)
+def test_torchs_threads_wait_briefly_unless_the_environment_says_otherwise(
+    monkeypatch: pytest.MonkeyPatch, given: dict[str, str], expected: str | None
+) -> None:
+    monkeypatch.setattr(os, "environ", dict(given))
+    wait_briefly()
+    assert os.environ.get("GOMP_SPINCOUNT") == expected

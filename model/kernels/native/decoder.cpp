@@ -99,6 +99,16 @@ class Decoder {
     pool_.rest();
   }
 
+  // logits (count, vocab_size) of final hidden states (count, d_model).
+  void head(const float* hidden, int count, float* logits) {
+    pool_.begin();
+    pool_.loop(count, [&](int row) {
+      narrow_.put(row, hidden + std::size_t(row) * w_.d_model, w_.d_model);
+    });
+    linear(pool_, w_.head, narrow_.inputs(count), logits, w_.vocab_size, false);
+    pool_.rest();
+  }
+
   // The token of each of `count` rows of logits.
   void draw(DrawnRow* rows, int count) {
     pool_.begin();
@@ -270,6 +280,10 @@ void logitd_decoder_delete(void* decoder) { delete static_cast<Decoder*>(decoder
 void logitd_decode(void* decoder, const std::int32_t* tokens, const std::int32_t* slots,
                    const std::int32_t* positions, std::int32_t count, float* logits) {
   static_cast<Decoder*>(decoder)->decode(tokens, slots, positions, count, logits);
+}
+
+void logitd_head(void* decoder, const float* hidden, std::int32_t count, float* logits) {
+  static_cast<Decoder*>(decoder)->head(hidden, count, logits);
 }
 
 void logitd_draw(void* decoder, DrawnRow* rows, std::int32_t count) {

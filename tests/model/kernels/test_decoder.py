@@ -178,6 +178,23 @@ def test_more_rows_than_there_is_room_for_are_refused(library: ctypes.CDLL) -> N
     native.close()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_its_head_is_the_models(
+    library: ctypes.CDLL, family: str, dtype: torch.dtype, threads: int
+) -> None:
+    """For any number of rows, and a row alone as among others."""
+    gpt = tiny_gpt(native_config(family)).to(dtype)
+    native = NativeDecoder(library, gpt, new_cache(gpt), threads=threads)
+    hidden = torch.randn(DRAFTED_ROWS, gpt.config.d_model).to(dtype)
+    plain = PlainDecoder(gpt, new_cache(gpt))
+    together = native.head(hidden)
+    assert_close(together, plain.head(hidden), rtol=1e-5, atol=1e-4)
+    for count in (1, 3, 9):
+        assert torch.equal(native.head(hidden[:count]), together[:count])
+    native.close()
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_an_engine_on_it_gives_the_same_bits_with_drafts(
     library: ctypes.CDLL, family: str, threads: int
