@@ -11,7 +11,7 @@ from pathlib import Path
 
 from model.checkpoint import CheckpointInfo, load_weights, read_checkpoint
 from model.config import DTypeName, KernelChoice, Quantization
-from model.device import Placement, choose_device, choose_placement, keep_freed_memory, use_threads
+from model.device import Placement, choose_device, choose_placement, keep_freed_memory
 from model.gpt import GPT
 from model.kernels.choose import DecodePath, DTypeChoice, choose_decode_path, choose_dtype
 
@@ -37,8 +37,8 @@ def open_model(
     quantize: Quantization,
     say: Callable[[str], None],
 ) -> OpenedModel:
-    """Read a checkpoint and choose how it is computed; torch's threads of this process are set, and
-    what it frees is kept (`keep_freed_memory`).
+    """Read a checkpoint and choose how it is computed; what this process frees is kept from then on
+    (`keep_freed_memory`). Torch's threads are left to `use_threads`, in the thread that computes.
 
     `say` is told when native kernels are being built. Raises CheckpointError, DeviceError and
     KernelError.
@@ -47,7 +47,6 @@ def open_model(
     checkpoint = read_checkpoint(path)
     choice = choose_dtype(dtype, checkpoint.config, choose_device(device), kernels=kernels, say=say)
     placement = choose_placement(device, choice.name, threads)
-    use_threads(placement.threads)
     gpt = load_weights(checkpoint, device=placement.device, dtype=placement.dtype)
     decode_path = choose_decode_path(
         gpt, kernels=kernels, quantize=quantize, threads=placement.threads, say=say

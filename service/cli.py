@@ -81,7 +81,7 @@ def wait_briefly() -> None:
     otherwise. By default they spin for milliseconds, on the cores of the native decoder's threads
     and of everybody else. OpenMP reads this when torch is imported."""
     if "OMP_WAIT_POLICY" not in os.environ:
-        os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+        os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 
 def _help() -> str:

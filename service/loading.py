@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from model.checkpoint import CheckpointError
 from model.constraint import Compiler, ConstraintsUnavailable
 from model.constraint_check import Checker
-from model.device import DeviceError, describe
+from model.device import DeviceError, describe, one_thread, use_threads
 from model.engine.api import EngineConfig, InvalidRequest
 from model.engine.engine import Engine
 from model.kernels.choose import KernelError
@@ -41,7 +41,7 @@ async def load(state: ServiceState) -> None:
     """Load the checkpoint of the settings; well or badly, `state` knows afterwards."""
     settings = state.settings
     try:
-        loaded = await asyncio.to_thread(_build, settings)
+        loaded = await asyncio.to_thread(_build_alone, settings)
         checker = await asyncio.to_thread(Checker, loaded.opened.checkpoint.tokenizer)
     except (CheckpointError, DeviceError, InvalidRequest, KernelError, TrainingError) as error:
         logger.error("cannot serve: %s", error)
@@ -82,6 +82,19 @@ def _served(state: ServiceState, loaded: _Loaded, checker: Checker) -> Served:
         reply_budget=ByteBudget(settings.max_reply_bytes),
         key_names=state.keys.names,
     )
+
+
+def _build_alone(settings: ServeSettings) -> _Loaded:
+    """Build with one thread, and leave the others to the engine's.
+
+    OpenMP keeps a pool for each thread that ever computed with more than itself. With more of them
+    than processors they all sleep between any two operations: measured, a prefill took two and a
+    half times as long after weights had been read here with a pool.
+    """
+    with one_thread():
+        loaded = _build(settings)
+    use_threads(loaded.opened.placement.threads)
+    return loaded
 
 
 def _build(settings: ServeSettings) -> _Loaded:

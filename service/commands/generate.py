@@ -4,7 +4,7 @@ import secrets
 import sys
 
 from model.checkpoint import CheckpointError
-from model.device import DeviceError
+from model.device import DeviceError, use_threads
 from model.engine.api import (
     EngineConfig,
     FinishEvent,
@@ -32,6 +32,7 @@ def run(settings: GenerateSettings) -> int:
             quantize=settings.quantize,
             say=lambda line: print(f"logitd generate: {line}", file=sys.stderr),
         )
+        use_threads(opened.placement.threads)
         checkpoint, tokenizer = opened.checkpoint, opened.checkpoint.tokenizer
         seed = secrets.randbits(32) if settings.seed is None else settings.seed
         engine = Engine(

@@ -200,7 +200,7 @@ def test_a_reader_that_has_enough_is_no_error_and_no_compiler_was_loaded(tmp_pat
 
 @pytest.mark.parametrize(
     ("given", "expected"),
-    [({}, "1000"), ({"GOMP_SPINCOUNT": "5"}, "5"), ({"OMP_WAIT_POLICY": "ACTIVE"}, None)],
+    [({}, "10000"), ({"GOMP_SPINCOUNT": "5"}, "5"), ({"OMP_WAIT_POLICY": "ACTIVE"}, None)],
 )
 def test_torchs_threads_wait_briefly_unless_the_environment_says_otherwise(
     monkeypatch: pytest.MonkeyPatch, given: dict[str, str], expected: str | None
