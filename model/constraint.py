@@ -151,13 +151,15 @@ class Compiler:
         nothing at all."""
         bits = matcher.compute_bitmask()
         seen = self._seen.get(bits)
+        if seen is not None and not seen[1]:
+            return seen
         if seen is None:
             if matcher.is_error():
                 raise ConstraintError(_readable(matcher.get_error()))
             if len(self._seen) >= MASKS_KEPT:
                 self._seen.clear()
             seen = self._seen[bits] = self._unpacked(bits)
-        elif seen[1] and matcher.is_error():  # an error's bits are the end token alone, too
+        elif matcher.is_error():  # an error's bits are the end token alone, too
             raise ConstraintError(_readable(matcher.get_error()))
         return seen
 
@@ -211,6 +213,7 @@ class Matcher:
         """Whether nothing may follow: the text is whole."""
         self._constraint = constraint
         self._compiler = constraint.compiler
+        self._look, self._end_of_text = constraint.compiler.look, constraint.compiler.end_of_text
         self._state: Any = None  # llguidance's; none before the first token
         self._alone = False  # shares no lexer
         self._allowed = constraint.allowed
@@ -222,7 +225,7 @@ class Matcher:
 
     def advance(self, token_id: int) -> None:
         """Take in an allowed token. Raises ConstraintError when nothing can follow it."""
-        if token_id == self._compiler.end_of_text:
+        if token_id == self._end_of_text:
             self.complete = True
             return
         if self._state is None:
@@ -237,9 +240,10 @@ class Matcher:
             self._start_again()
 
     def _step(self, token_id: int) -> None:
-        if not self._state.consume_token(token_id):
-            raise ConstraintError(_readable(self._state.get_error()))
-        self._allowed, self.complete = self._compiler.look(self._state)
+        state = self._state
+        if not state.consume_token(token_id):
+            raise ConstraintError(_readable(state.get_error()))
+        self._allowed, self.complete = self._look(state)
 
     def _start_again(self) -> None:
         """Come to the same place with a lexer of its own. What others have made a shared one learn

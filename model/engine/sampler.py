@@ -34,6 +34,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -91,30 +92,40 @@ def process(logits: Tensor, rows: list[Row]) -> Tensor:
 
 
 def _biased_and_penalised(raw: Tensor, rows: list[Row]) -> Tensor:
-    """Steps 1 to 6 (R, V): `raw` itself when no row asks for any."""
+    """Steps 1 to 6 (R, V): `raw` itself when no row asks for any. Constraints come first, for all
+    rows at once: what is -inf stays so through the other steps."""
+    values = raw
+    if any(row.allowed is not None for row in rows):
+        values = raw.masked_fill(_forbidden(rows, raw), -math.inf)
     changed = [i for i, row in enumerate(rows) if _changes_logits(row)]
-    if not changed:
-        return raw
-    values = raw.clone()
+    if changed and values is raw:
+        values = raw.clone()
     for i in changed:
         _bias_and_penalise(values[i], rows[i])
     return values
 
 
 def _changes_logits(row: Row) -> bool:
+    """Whether a step besides the constraint applies."""
     params, generated = row.params, len(row.tokens) - row.prompt_length
     return bool(
         params.logit_bias
         or params.allowed_token_ids is not None
-        or row.allowed is not None
         or generated < params.min_tokens
         or params.repetition_penalty != 1
         or ((params.frequency_penalty or params.presence_penalty) and generated)
     )
 
 
+def _forbidden(rows: list[Row], raw: Tensor) -> Tensor:
+    """What constraints do not allow: booleans (R, V)."""
+    anything = np.ones(raw.shape[-1], np.bool_)
+    allowed = np.stack([anything if row.allowed is None else row.allowed for row in rows])
+    return torch.from_numpy(~allowed).to(raw.device)
+
+
 def _bias_and_penalise(values: Tensor, row: Row) -> None:
-    """Steps 1 to 6 on one row (V,), in place."""
+    """Steps 1, 2 and 4 to 6 on one row (V,), in place."""
     params, device = row.params, values.device
     completion = row.tokens[row.prompt_length :]
     if params.logit_bias:
@@ -127,8 +138,6 @@ def _bias_and_penalise(values: Tensor, row: Row) -> None:
         kept = values[allowed]
         values.fill_(-math.inf)
         values[allowed] = kept
-    if row.allowed is not None:
-        values.masked_fill_(torch.from_numpy(~row.allowed).to(device), -math.inf)
     if len(completion) < params.min_tokens and params.stop_token_ids:
         values[torch.tensor(sorted(params.stop_token_ids), device=device)] = -math.inf
     if params.repetition_penalty != 1:
