@@ -108,7 +108,8 @@ def test_a_second_signal_quits_even_while_it_loads(checkpoint_path: Path, tmp_pa
 def test_a_drain_finishes_what_runs_and_what_waits_and_refuses_what_is_new(
     spelling_path: Path,
 ) -> None:
-    with process(spelling_path, "--slots", "1") as server:
+    # Plain torch: native, the stream would be over before it is seen that somebody waits.
+    with process(spelling_path, "--slots", "1", "--kernels", "torch") as server:
         stream = Stream(server.url, max_tokens=600)
         waiting, responses = posted(server.url, LONG | {"max_tokens": 5})
         with client(server.url) as http:
@@ -129,7 +130,9 @@ def test_a_drain_finishes_what_runs_and_what_waits_and_refuses_what_is_new(
 
 
 def test_what_a_short_drain_does_not_finish_is_told(spelling_path: Path) -> None:
-    with process(spelling_path, "--slots", "2", "--drain-timeout", "0.1") as server:
+    with process(
+        spelling_path, "--slots", "2", "--drain-timeout", "0.1", "--kernels", "torch"
+    ) as server:
         streams = [Stream(server.url), Stream(server.url)]
         waiting, responses = posted(server.url, LONG)
         with client(server.url) as http:
