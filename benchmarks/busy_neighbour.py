@@ -64,7 +64,7 @@ def measure(gpt: GPT, batch: int, threads: int) -> tuple[float, float]:
         engine.add(GenerationRequest(request_id=str(index), token_ids=tuple(ids), params=params))
     began = time.perf_counter()
     while engine.step().decoded_sequences < batch:
-        pass
+        assert engine.has_work(), "sequences ended before all of them decoded"
     prompts = time.perf_counter() - began
     seconds = []
     for _ in range(STEPS):

@@ -100,7 +100,7 @@ def engine_decoding(gpt: GPT, sequences: int, constraint: MatcherClock | None) -
         params = SamplingParams(max_tokens=4 * STEPS, seed=index, constraint=constraint)
         engine.add(GenerationRequest(request_id=str(index), token_ids=tuple(ids), params=params))
     while engine.step().decoded_sequences < sequences:
-        pass
+        assert engine.has_work(), "sequences ended before all of them decoded"
     return engine
 
 

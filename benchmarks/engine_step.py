@@ -37,7 +37,7 @@ def engine_decoding(gpt: GPT, sequences: int, temperature: float) -> Engine:
         params = SamplingParams(max_tokens=4 * STEPS, seed=index, temperature=temperature)
         engine.add(GenerationRequest(request_id=str(index), token_ids=tuple(ids), params=params))
     while engine.step().decoded_sequences < sequences:
-        pass
+        assert engine.has_work(), "sequences ended before all of them decoded"
     return engine
 
 

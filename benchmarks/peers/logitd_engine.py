@@ -91,7 +91,7 @@ class LogitdEngine:
         # The first sequences decode while the last of the prompts come in.
         add(engine, "decode", prompts, max_tokens=steps + len(prompts) + 1)
         while engine.step().decoded_sequences < len(prompts):
-            pass
+            assert engine.has_work(), "sequences ended before all of them decoded"
         step_seconds = []
         for _ in range(steps):
             began = time.perf_counter()
