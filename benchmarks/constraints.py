@@ -2,17 +2,21 @@
 
     python -m benchmarks.constraints [--checkpoint DIRECTORY] [--threads N] [--dtype D]
 
-Steps: decoding 1, 8 and 32 sequences that all write JSON by a schema, against as many that write
-freely, in turns in one process; and the time inside the matchers, as a share of a step. Masks: the
-time of one token's advance and mask, for the checkpoint's vocabulary and for one of 50,000 tokens
-that are made up. Run it on a machine that does nothing else; the last line is JSON.
+Steps: decoding 1, 8 and 32 sequences that all write JSON by a schema, with masks computed beside
+the model (as a server does) and without, against as many that write freely, in turns in one
+process; and the time that the engine's thread spends in the matchers or waits for them, as a share
+of a step. Masks: the time of one token's advance and mask, for the checkpoint's vocabulary and for
+one of 50,000 tokens that are made up. Run it on a machine that does nothing else; the last line is
+JSON.
 """
 
 import argparse
 import json
 import random
 import statistics
+import threading
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,10 +26,17 @@ import torch
 from model.checkpoint import load_checkpoint
 from model.constraint import Compiler, Constraint, Source
 from model.device import choose_placement, describe, use_threads
-from model.engine.api import EngineConfig, GenerationRequest, SamplingParams, TokenMatcher
+from model.engine.api import (
+    EngineConfig,
+    GenerationRequest,
+    MaskAhead,
+    SamplingParams,
+    TokenMatcher,
+)
 from model.engine.engine import Engine
 from model.gpt import GPT
 from model.kernels.choose import choose_decode_path
+from model.look_ahead import LookAhead
 from model.tokenizer import SPLIT_PATTERN, Tokenizer
 
 PROMPT, STEPS, ROUNDS, LARGE = 64, 60, 5, 50_000
@@ -49,7 +60,7 @@ SCHEMA = {
 
 
 class TimedMatcher:
-    """A matcher that adds up the time of its steps."""
+    """A matcher that adds up the time of its steps on the engine's thread."""
 
     def __init__(self, matcher: TokenMatcher, clock: "MatcherClock") -> None:
         self._matcher = matcher
@@ -60,20 +71,29 @@ class TimedMatcher:
         return self._matcher.complete
 
     def allowed(self) -> Any:
-        return self._matcher.allowed()
+        if threading.get_ident() != self._clock.thread:
+            return self._matcher.allowed()
+        with self._clock:
+            return self._matcher.allowed()
 
     def advance(self, token_id: int) -> None:
-        began = time.perf_counter()
-        self._matcher.advance(token_id)
-        self._clock.seconds += time.perf_counter() - began
+        with self._clock:
+            self._matcher.advance(token_id)
 
 
-@dataclass(eq=False)
 class MatcherClock:
     """A constraint whose matchers are timed."""
 
-    constraint: Constraint
-    seconds: float = 0.0
+    def __init__(self, constraint: Constraint) -> None:
+        self.constraint = constraint
+        self.thread = threading.get_ident()
+        self.seconds = 0.0
+
+    def __enter__(self) -> None:
+        self._began = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        self.seconds += time.perf_counter() - self._began
 
     @property
     def kind(self) -> str:
@@ -87,12 +107,36 @@ class MatcherClock:
         return TimedMatcher(self.constraint.matcher(), self)
 
 
-def engine_decoding(gpt: GPT, sequences: int, constraint: MatcherClock | None) -> Engine:
+class TimedLookAhead:
+    """Masks beside the model, with the time that handing over and waiting take."""
+
+    def __init__(self, look_ahead: LookAhead, clock: MatcherClock) -> None:
+        self._look_ahead = look_ahead
+        self._clock = clock
+
+    def begin(self, matchers: Sequence[TokenMatcher]) -> Callable[[], None]:
+        with self._clock:
+            wait = self._look_ahead.begin(matchers)
+
+        def timed() -> None:
+            with self._clock:
+                wait()
+
+        return timed
+
+    def close(self) -> None:
+        self._look_ahead.close()
+
+
+def engine_decoding(
+    gpt: GPT, sequences: int, constraint: MatcherClock | None, masks: MaskAhead | None
+) -> Engine:
     """An engine whose sequences all have their prompt behind them and decode for long."""
     engine = Engine(
         gpt,
         EngineConfig(slots=sequences, prefill_chunk=256),
         make_decoder=choose_decode_path(gpt, threads=torch.get_num_threads()).make_decoder,
+        masks=masks,
     )
     generator = torch.Generator().manual_seed(0)
     for index in range(sequences):
@@ -104,9 +148,12 @@ def engine_decoding(gpt: GPT, sequences: int, constraint: MatcherClock | None) -
     return engine
 
 
-def steps(gpt: GPT, sequences: int, constraint: MatcherClock | None) -> tuple[float, float]:
+def steps(
+    gpt: GPT, sequences: int, constraint: MatcherClock | None = None, *, ahead: bool = False
+) -> tuple[float, float]:
     """Median microseconds of a step, and of its matchers."""
-    engine = engine_decoding(gpt, sequences, constraint)
+    masks = TimedLookAhead(LookAhead(), constraint) if ahead and constraint else None
+    engine = engine_decoding(gpt, sequences, constraint, masks)
     whole, matching = [], []
     for _ in range(STEPS):
         if constraint is not None:
@@ -115,19 +162,23 @@ def steps(gpt: GPT, sequences: int, constraint: MatcherClock | None) -> tuple[fl
         assert engine.step().decoded_sequences == sequences
         whole.append(1e6 * (time.perf_counter() - began))
         matching.append(0.0 if constraint is None else 1e6 * constraint.seconds)
+    engine.close()
     return statistics.median(whole), statistics.median(matching)
 
 
 @dataclass(frozen=True)
 class Cost:
+    """Of steps in which all sequences have a constraint, with masks beside the model or not."""
+
     sequences: int
+    ahead: bool
     free_us: float
     constrained_us: float
     matching_us: float
 
     @property
     def share(self) -> float:
-        """Of a constrained step, inside the matchers."""
+        """Of a constrained step, in the matchers or waiting for them."""
         return self.matching_us / self.constrained_us
 
     @property
@@ -135,15 +186,23 @@ class Cost:
         return self.constrained_us / self.free_us
 
 
-def cost_of_steps(gpt: GPT, constraint: MatcherClock, sequences: int) -> Cost:
+def costs_of_steps(gpt: GPT, constraint: MatcherClock, sequences: int) -> list[Cost]:
     """The medians of rounds in turns."""
-    free, constrained, matching = [], [], []
+    free: list[float] = []
+    constrained: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
     for _ in range(ROUNDS):
-        free.append(steps(gpt, sequences, None)[0])
-        step, inside = steps(gpt, sequences, constraint)
-        constrained.append(step)
-        matching.append(inside)
-    return Cost(sequences, *map(statistics.median, (free, constrained, matching)))
+        free.append(steps(gpt, sequences)[0])
+        for ahead, measured in constrained.items():
+            measured.append(steps(gpt, sequences, constraint, ahead=ahead))
+    return [
+        Cost(
+            sequences,
+            ahead,
+            statistics.median(free),
+            *(statistics.median(column) for column in zip(*measured, strict=True)),
+        )
+        for ahead, measured in constrained.items()
+    ]
 
 
 def large_tokenizer() -> Tokenizer:
@@ -162,10 +221,12 @@ def mask_times(constraint: Constraint, tokens: int) -> list[float]:
     """Microseconds of one token's advance and mask, sorted, along random texts."""
     rng, times = random.Random(0), []
     matcher = constraint.matcher()
+    allowed = matcher.allowed()
     for _ in range(tokens):
-        token_id = rng.choice(matcher.allowed().nonzero()[0].tolist())
+        token_id = rng.choice(allowed.nonzero()[0].tolist())
         began = time.perf_counter()
         matcher.advance(token_id)
+        allowed = matcher.allowed()
         times.append(1e6 * (time.perf_counter() - began))
     return sorted(times)
 
@@ -183,8 +244,9 @@ def main() -> None:
     )
     source = Source("json_schema", json.dumps(SCHEMA))
     small = Compiler(info.tokenizer).compile(source)
-    costs = [cost_of_steps(gpt, MatcherClock(small), count) for count in (1, 8, 32)]
-    masks = {
+    clock = MatcherClock(small)
+    costs = [cost for count in (1, 8, 32) for cost in costs_of_steps(gpt, clock, count)]
+    times_of_masks = {
         size: mask_times(constraint, 1000)
         for size, constraint in (
             (info.tokenizer.vocab_size, small),
@@ -192,15 +254,16 @@ def main() -> None:
         )
     }
     where = f"{describe(placement.device)}, {placement.threads} threads, torch {torch.__version__}"
-    print(f"{info.name}, {gpt.parameter_count():,} parameters, float32; {where}\n")
-    print("sequences  free us  JSON us  matchers us  share  JSON / free")
+    print(f"{info.name}, {gpt.parameter_count():,} parameters, {arguments.dtype}; {where}\n")
+    print("sequences  masks    free us  JSON us  matchers us  share  JSON / free")
     for cost in costs:
+        masks = "beside" if cost.ahead else "before"
         print(
-            f"{cost.sequences:9} {cost.free_us:8.0f} {cost.constrained_us:8.0f} "
+            f"{cost.sequences:9}  {masks} {cost.free_us:9.0f} {cost.constrained_us:8.0f} "
             f"{cost.matching_us:12.0f} {cost.share:6.1%} {cost.ratio:12.2f}"
         )
     print("\nvocabulary  advance and mask us: median     99 %  longest")
-    for size, times in masks.items():
+    for size, times in times_of_masks.items():
         print(
             f"{size:10} {times[len(times) // 2]:28.0f} {times[len(times) * 99 // 100]:8.0f} "
             f"{times[-1]:8.0f}"
@@ -208,9 +271,9 @@ def main() -> None:
     print(
         json.dumps(
             {
-                "matcher_share": {cost.sequences: cost.share for cost in costs},
-                "json_over_free": {cost.sequences: cost.ratio for cost in costs},
-                "mask_us": {size: times[len(times) // 2] for size, times in masks.items()},
+                "matcher_share": {cost.sequences: cost.share for cost in costs if cost.ahead},
+                "json_over_free": {cost.sequences: cost.ratio for cost in costs if cost.ahead},
+                "mask_us": {size: times[len(times) // 2] for size, times in times_of_masks.items()},
             }
         )
     )

@@ -216,42 +216,52 @@ class Matcher:
         self._look, self._end_of_text = constraint.compiler.look, constraint.compiler.end_of_text
         self._state: Any = None  # llguidance's; none before the first token
         self._alone = False  # shares no lexer
-        self._allowed = constraint.allowed
+        self._allowed: np.ndarray | None = constraint.allowed  # None: not looked for yet
         self._token_ids: list[int] = []
 
     def allowed(self) -> np.ndarray:
-        """Which ids may come next: booleans (V,), at least one of them true."""
+        """Which ids may come next: booleans (V,). Computed when it is first asked for after a
+        token. None is true if the text turns out to be whole; then the matcher is `complete`.
+        Raises ConstraintError when nothing can follow, though it is not."""
+        if self._allowed is None:
+            try:
+                self._allowed, self.complete = self._look(self._state)
+            except ConstraintError as error:
+                self._start_again(error)
+                self._allowed, self.complete = self._look(self._state)
         return self._allowed
 
     def advance(self, token_id: int) -> None:
-        """Take in an allowed token. Raises ConstraintError when nothing can follow it."""
+        """Take in an allowed token. Raises ConstraintError for one that was not."""
         if token_id == self._end_of_text:
             self.complete = True
             return
         if self._state is None:
             self._state = self._constraint.start.deep_copy()
         self._token_ids.append(token_id)
+        self._allowed = None
         try:
-            self._step(token_id)
-        except ConstraintError:
-            self._constraint.worn = True
-            if self._alone or self._constraint.seconds > QUICK_SECONDS:
-                raise
-            self._start_again()
+            self._consume(token_id)
+        except ConstraintError as error:
+            self._start_again(error)
+        if self._state.is_stopped():  # nothing goes on here: whole, or a dead end
+            self.allowed()
 
-    def _step(self, token_id: int) -> None:
-        state = self._state
-        if not state.consume_token(token_id):
-            raise ConstraintError(_readable(state.get_error()))
-        self._allowed, self.complete = self._look(state)
+    def _consume(self, token_id: int) -> None:
+        if not self._state.consume_token(token_id):
+            raise ConstraintError(_readable(self._state.get_error()))
 
-    def _start_again(self) -> None:
+    def _start_again(self, error: ConstraintError) -> None:
         """Come to the same place with a lexer of its own. What others have made a shared one learn
-        counts against its limits, and must not end a sequence that alone would have gone on."""
+        counts against its limits, and must not end a sequence that alone would have gone on. Raises
+        the error where that would not help, or take long."""
+        self._constraint.worn = True
+        if self._alone or self._constraint.seconds > QUICK_SECONDS:
+            raise error
         self._alone = True
         self._state = self._compiler.matcher(self._constraint.source)
         for token_id in self._token_ids:
-            self._step(token_id)
+            self._consume(token_id)
 
 
 def _grammar(source: Source) -> str:

@@ -136,9 +136,10 @@ def _try(compiler: Compiler, source: Source) -> None:
     for seed in range(TRIES):
         rng, matcher = random.Random(seed), constraint.matcher()
         for _ in range(TRY_TOKENS):
-            matcher.advance(rng.choice(matcher.allowed().nonzero()[0].tolist()))
+            allowed = matcher.allowed()
             if matcher.complete:
                 break
+            matcher.advance(rng.choice(allowed.nonzero()[0].tolist()))
 
 
 def _tokenizer(vocabulary: dict[str, Any]) -> Tokenizer:

@@ -24,6 +24,8 @@ def generate(gpt: GPT, prompt: Sequence[int], params: SamplingParams, index: int
     while len(tokens) - len(prompt) < params.max_tokens:
         logits = gpt(torch.tensor([tokens], device=device)).logits[0, -1]
         allowed = matcher.allowed().tolist() if matcher else None
+        if matcher and matcher.complete:
+            break
         row = logits.float().tolist()
         token_id = sample_row(row, tokens, len(prompt), params, index, allowed)
         tokens.append(token_id)

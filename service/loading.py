@@ -16,6 +16,7 @@ from model.device import DeviceError, describe, one_thread, use_threads
 from model.engine.api import EngineConfig, InvalidRequest
 from model.engine.engine import Engine
 from model.kernels.choose import KernelError
+from model.look_ahead import LookAhead
 from model.opening import OpenedModel, open_model, release_memory
 from model.tokenizer import Tokenizer
 from model.training.config import TrainingError
@@ -117,9 +118,11 @@ def _build(settings: ServeSettings) -> _Loaded:
         prefix_reuse=settings.prefix_reuse,
         speculate=settings.speculate,
     )
-    engine = Engine(opened.gpt, config, make_decoder=path.make_decoder)
+    compiler = _compiler(opened.checkpoint.tokenizer)
+    masks = LookAhead() if isinstance(compiler, Compiler) else None
+    engine = Engine(opened.gpt, config, make_decoder=path.make_decoder, masks=masks)
     release_memory()
-    return _Loaded(opened, rounding, engine, _compiler(opened.checkpoint.tokenizer))
+    return _Loaded(opened, rounding, engine, compiler)
 
 
 def _compiler(tokenizer: Tokenizer) -> Compiler | str:

@@ -7,7 +7,7 @@ Token ids only: texts, stop strings and the end-of-text token are the caller's b
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from types import MappingProxyType
@@ -78,14 +78,16 @@ class TokenMatcher(Protocol):
 
     @property
     def complete(self) -> bool:
-        """Whether nothing may follow."""
+        """Whether nothing may follow, as far as that is known: `allowed` knows."""
 
     def allowed(self) -> Any:
-        """Which ids may come next: a NumPy array of booleans (V,), at least one of them true. Not
-        to be changed."""
+        """Which ids may come next: a NumPy array of booleans (V,), not to be changed. At least one
+        of them is true, unless the matcher is complete now. Raises ConstraintError when nothing can
+        follow and the text is not whole. May take time, once after each token."""
 
     def advance(self, token_id: int) -> None:
-        """Take in a token that was allowed. Raises ConstraintError when nothing can follow it."""
+        """Take in a token that was allowed. Raises ConstraintError when nothing can follow it and
+        that is known at once."""
 
 
 class TokenConstraint(Protocol):
@@ -101,6 +103,17 @@ class TokenConstraint(Protocol):
 
     def matcher(self) -> TokenMatcher:
         """The matcher of one more sequence."""
+
+
+class MaskAhead(Protocol):
+    """Asks matchers what is allowed while the model computes (`model/look_ahead.py`)."""
+
+    def begin(self, matchers: Sequence[TokenMatcher]) -> Callable[[], None]:
+        """Ask each of them, beside the caller, who then waits by what is returned. What one
+        raises is dropped: it will raise it again when it is asked the next time."""
+
+    def close(self) -> None:
+        """Begin nothing any more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,6 +21,7 @@ from model.engine.api import (
     Event,
     FinishReason,
     InvalidRequest,
+    MaskAhead,
     PromptEvent,
     PromptToken,
     Request,
@@ -49,11 +50,12 @@ class Engine:
         config: EngineConfig,
         *,
         make_decoder: DecoderMaker = PlainDecoder,
+        masks: MaskAhead | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.model_config = gpt.config
         self.clock = clock
-        self._runner = Runner(gpt, config.slots, make_decoder)
+        self._runner = Runner(gpt, config.slots, make_decoder, masks)
         self._scheduler = Scheduler(config, partial(row_width, config=gpt.config))
         self._sequences: dict[str, list[Sequence]] = {}  # unfinished, by request
         self._next_weights: GPT | None = None
@@ -215,7 +217,11 @@ class Engine:
         request = sequence.generation
         assert request is not None
         if sampled.error is not None:
-            yield self._finish(sequence, FinishReason.ERROR, error=sampled.error)
+            reason, param = FinishReason.ERROR, sampled.param
+            yield self._finish(sequence, reason, error=sampled.error, param=param)
+            return
+        if sampled.whole:
+            yield self._finish(sequence, FinishReason.STOP)
             return
         token_id = sampled.token_id
         sequence.tokens.append(token_id)
@@ -247,6 +253,8 @@ class Engine:
             return None
         try:
             matcher.advance(token_id)
+            if sequence.tokens_left == 0:  # no step will ask what may follow
+                matcher.allowed()
         except ConstraintError as error:
             reason, param = FinishReason.ERROR, constraint.kind
             return self._finish(sequence, reason, error=str(error), param=param)

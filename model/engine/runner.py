@@ -8,8 +8,8 @@ a row depends on its phase and position only, never on who is computed beside it
 Knows sequences and plans, not queues or events. Decides nothing.
 """
 
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from types import MappingProxyType
@@ -21,7 +21,14 @@ from torch import Tensor
 from model.attention import AttentionRecorder, Observer
 from model.config import BLOCK
 from model.device import one_thread
-from model.engine.api import AttentionWeights, HiddenStates, Logits, RowsRequest
+from model.engine.api import (
+    AttentionWeights,
+    ConstraintError,
+    HiddenStates,
+    Logits,
+    MaskAhead,
+    RowsRequest,
+)
 from model.engine.draft import Draft
 from model.engine.sampler import Row, Sampled, process, sample, score
 from model.engine.scheduler import PrefillChunk, StepPlan
@@ -64,7 +71,13 @@ class StepOutput:
 class Runner:
     """A model, its cache, and the forward passes of a step."""
 
-    def __init__(self, gpt: GPT, slots: int, make_decoder: DecoderMaker = PlainDecoder) -> None:
+    def __init__(
+        self,
+        gpt: GPT,
+        slots: int,
+        make_decoder: DecoderMaker = PlainDecoder,
+        masks: MaskAhead | None = None,
+    ) -> None:
         _check_mode(gpt)
         weight = gpt.token_embedding.weight
         self.gpt = gpt
@@ -72,6 +85,7 @@ class Runner:
         self.cache = KVCache(gpt.config, slots, device=weight.device, dtype=weight.dtype)
         self._make_decoder = make_decoder
         self._decoder = make_decoder(gpt, self.cache)
+        self._masks = masks
 
     def check_replaceable(self, gpt: GPT) -> None:
         """Raise ValueError unless `gpt` could use this cache as it is."""
@@ -92,12 +106,35 @@ class Runner:
         self.gpt = gpt
 
     def close(self) -> None:
-        """End the decoder's threads."""
+        """End the threads that compute for it."""
         self._decoder.close()
+        if self._masks is not None:
+            self._masks.close()
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepOutput:
         output = StepOutput()
+        with self._asking_matchers(plan.decode):
+            sequences, logits = self._compute(plan, output)
+        if sequences:
+            self._draw(plan, sequences, logits, output)
+        return output
+
+    @contextmanager
+    def _asking_matchers(self, sequences: tuple[Sequence, ...]) -> Iterator[None]:
+        """Have the masks of those that decode computed beside what is computed within."""
+        matchers = [one.matcher for one in sequences if one.matcher is not None]
+        if self._masks is None or not matchers:
+            yield
+            return
+        wait = self._masks.begin(matchers)
+        try:
+            yield
+        finally:
+            wait()
+
+    def _compute(self, plan: StepPlan, output: StepOutput) -> tuple[list[Sequence], list[Tensor]]:
+        """All forward passes; the sequences that get a token, and their logits, (rows, V) each."""
         sequences: list[Sequence] = []
         ends: list[Tensor] = []  # of prompts: their last hidden states, each (1, d_model)
         logits: list[Tensor] = []  # each (rows, V)
@@ -119,17 +156,27 @@ class Runner:
         if plan.decode:
             sequences.extend(plan.decode)
             logits.append(self.decode(plan.decode, plan.drafts))
-        if sequences:
-            drafts = plan.drafts
-            rows = [row for one in sequences for row in _rows_of(one, drafts.get(one))]
-            with one_thread() if self._decoder.has_threads else nullcontext():
-                together = logits[0] if len(logits) == 1 else torch.cat(logits)
-                sampled = iter(sample(together, rows, self._decoder.draw))
-            for sequence in sequences:
-                output.sampled[sequence] = next(sampled)
-                if (draft := drafts.get(sequence)) is not None:
-                    output.verified[sequence] = list(islice(sampled, len(draft.token_ids)))
-        return output
+        return sequences, logits
+
+    def _draw(
+        self,
+        plan: StepPlan,
+        sequences: list[Sequence],
+        logits: list[Tensor],
+        output: StepOutput,
+    ) -> None:
+        """A token for each sequence, and for each token of its draft the one behind it."""
+        drafts = plan.drafts
+        masks = {one: _mask(one) for one in sequences if one.matcher is not None}
+        rows = [row for one in sequences for row in _rows_of(one, masks, drafts.get(one))]
+        with one_thread() if self._decoder.has_threads else nullcontext():
+            together = logits[0] if len(logits) == 1 else torch.cat(logits)
+            sampled = iter(sample(together, rows, self._decoder.draw))
+        for sequence in sequences:
+            drawn, mask = next(sampled), masks.get(sequence)
+            output.sampled[sequence] = mask if isinstance(mask, Sampled) else drawn
+            if (draft := drafts.get(sequence)) is not None:
+                output.verified[sequence] = list(islice(sampled, len(draft.token_ids)))
 
     def prefill(
         self,
@@ -239,22 +286,35 @@ def _prompt_part(length: int, completion_start: int | None) -> int:
     return length if completion_start is None else min(length, completion_start)
 
 
-def _row(sequence: Sequence) -> Row:
+def _mask(sequence: Sequence) -> Any:
+    """What a sequence's constraint allows now; or, as `Sampled`, why it gets no token."""
+    constraint, matcher = sequence.constraint, sequence.matcher
+    assert constraint is not None
+    assert matcher is not None
+    try:
+        allowed = matcher.allowed()
+    except ConstraintError as error:
+        return Sampled(0, error=str(error), param=constraint.kind)
+    except Exception as error:  # a bug of the matcher's, for which nobody else has to pay
+        return Sampled(0, error=f"the constraint failed: {type(error).__name__}: {error}")
+    return Sampled(0, whole=True) if matcher.complete else allowed
+
+
+def _row(sequence: Sequence, mask: Any) -> Row:
     request = sequence.generation
     assert request is not None
-    matcher = sequence.matcher
     return Row(
         request.params,
         sequence.index,
         sequence.tokens,
         sequence.prompt_length,
-        None if matcher is None else matcher.allowed(),
+        None if isinstance(mask, Sampled) else mask,
     )
 
 
-def _rows_of(sequence: Sequence, draft: Draft | None) -> list[Row]:
+def _rows_of(sequence: Sequence, masks: Mapping[Sequence, Any], draft: Draft | None) -> list[Row]:
     """A sequence's own row, and those behind the tokens of its draft as if these were its text."""
-    row = _row(sequence)
+    row = _row(sequence, masks.get(sequence))
     if draft is None:
         return [row]
     token_ids = draft.token_ids

@@ -55,12 +55,15 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """The token of one row, or the reason why there is none."""
+    """The token of one row, or the reason why there is none: an error, with the field of the
+    request that it comes from, or that the text was whole already."""
 
     token_id: int
     chosen: TokenLogprob | None = None
     top: tuple[TokenLogprob, ...] = ()
     error: str | None = None
+    param: str | None = None
+    whole: bool = False
 
 
 def sample(logits: Tensor, rows: list[Row], drawing: Drawing = draw_tokens) -> list[Sampled]:

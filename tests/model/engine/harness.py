@@ -23,6 +23,7 @@ from model.engine.api import (
     FinishReason,
     GenerationRequest,
     Logits,
+    MaskAhead,
     PromptEvent,
     PromptToken,
     Request,
@@ -188,12 +189,13 @@ class Driven:
         clock: FakeClock | None = None,
         *,
         make_decoder: DecoderMaker = PlainDecoder,
+        masks: MaskAhead | None = None,
         **config: Any,
     ) -> None:
         values = {"slots": 4, "prefill_chunk": 64} | config
         self.clock = clock or FakeClock()
         self.engine = Engine(
-            gpt, EngineConfig(**values), make_decoder=make_decoder, clock=self.clock
+            gpt, EngineConfig(**values), make_decoder=make_decoder, masks=masks, clock=self.clock
         )
         self.outcomes: dict[tuple[str, int], Outcome] = {}
         self.accepted: set[tuple[str, int]] = set()

@@ -408,54 +408,77 @@ def test_without_an_end_of_text_what_could_go_on_goes_on() -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class Failing(Steps):
-    """A constraint whose matchers fail after some tokens."""
+class Ending(Steps):
+    """A constraint whose matchers fail after some tokens, or turn out to be whole: at once, or when
+    they are asked what may follow."""
 
     after: int = 3
-    error: Exception = dataclasses.field(default_factory=Exception)
+    error: Exception | None = None
+    late: bool = False
 
     def matcher(self) -> TokenMatcher:  # type: ignore[override]
-        return FailingMatcher(self)
+        return EndingMatcher(self)
 
 
-class FailingMatcher:
-    complete = False
-
-    def __init__(self, failing: Failing) -> None:
-        self.failing = failing
-        self.left = failing.after
+class EndingMatcher:
+    def __init__(self, ending: Ending) -> None:
+        self.ending = ending
+        self.left = ending.after
+        self.complete = False
 
     def allowed(self) -> np.ndarray:
-        return np.ones(self.failing.vocab_size, dtype=bool)
+        if not self.left:
+            self.end()
+        return np.full(self.ending.vocab_size, self.left > 0)
 
     def advance(self, token_id: int) -> None:
         self.left -= 1
-        if not self.left:
-            raise self.failing.error
+        if not self.left and not self.ending.late:
+            self.end()
+
+    def end(self) -> None:
+        if self.ending.error is not None:
+            raise self.ending.error
+        self.complete = True
 
 
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("max_tokens", [3, 20])
 @pytest.mark.parametrize(
-    ("error", "message", "param"),
+    ("error", "told"),
     [
-        (ConstraintError("no token may follow"), "no token may follow", "steps"),
-        (RuntimeError("a bug"), "the constraint failed: RuntimeError: a bug", None),
+        (None, (FinishReason.STOP, None, None)),
+        (
+            ConstraintError("no token may follow"),
+            (FinishReason.ERROR, "no token may follow", "steps"),
+        ),
+        (
+            RuntimeError("a bug"),
+            (FinishReason.ERROR, "the constraint failed: RuntimeError: a bug", None),
+        ),
     ],
 )
-def test_a_matcher_that_fails_ends_its_own_sequence_alone(
-    error: Exception, message: str, param: str | None
+def test_a_matcher_ends_its_own_sequence_alone(
+    error: Exception | None,
+    told: tuple[FinishReason, str | None, str | None],
+    max_tokens: int,
+    late: bool,
 ) -> None:
+    """Also one of which that is known only when the next token is to be drawn, or when there is no
+    room for one."""
     gpt = small_gpt()
     free = [generation(f"free {i}", [1, 2, i], seed=i, temperature=1.0) for i in range(3)]
     expected = run(gpt, *free)
-    failing = Failing(gpt.config.vocab_size, error=error)
+    ending = Ending(gpt.config.vocab_size, error=error, late=late)
     driven = Driven(gpt)
-    for request in (free[0], generation("fails", [5], n=2, constraint=failing), *free[1:]):
+    ends = generation("ends", [5], n=2, constraint=ending, max_tokens=max_tokens)
+    for request in (free[0], ends, *free[1:]):
         driven.add(request)
     outcomes = driven.drain()
     for index in range(2):
-        end = outcomes["fails", index].ended
-        assert (end.reason, end.error, end.param) == (FinishReason.ERROR, message, param)
-        assert end.completion_tokens == 3
+        end = outcomes["ends", index].ended
+        assert (end.reason, end.error, end.param) == told
+        assert end.completion_tokens == len(outcomes["ends", index].tokens) == 3
     for request in free:
         key = (request.request_id, 0)
         assert outcomes[key].tokens == expected[key].tokens
