@@ -2,9 +2,11 @@
 
     python -m benchmarks.busy_neighbour [--shape 124m|30m|CHECKPOINT] [--threads N]
 
-The mean step of 1 and 8 sequences, and the time of their prompts, without and then with a neighbour
-that never sleeps, in one process and in bfloat16. On N cores one of which is taken by half, a step
-that loses its share and no more takes N / (N - 1/2) times as long. The last line is JSON.
+The mean step of 1 and 8 sequences, and of prompts one after the other, without and then with a
+neighbour that never sleeps, in one process and in bfloat16; each for SECONDS, after as long to get
+used to it. On N cores one of which is taken by half, a step that loses its share and no more takes
+N / (N - 1/2) times as long; where every operation waits for all threads, or is left to the cores
+that are free, N / (N - 1) times. The last line is JSON.
 """
 
 import argparse
@@ -27,7 +29,7 @@ from model.engine.engine import Engine
 from model.gpt import GPT
 from model.kernels.choose import choose_decode_path
 
-PROMPT, STEPS = 256, 120
+PROMPT, TOKENS, SECONDS = 256, 120, 2.0
 
 
 @dataclass(frozen=True)
@@ -53,26 +55,54 @@ def neighbour() -> Iterator[None]:
         spinning.wait()
 
 
-def measure(gpt: GPT, batch: int, threads: int) -> tuple[float, float]:
-    """Seconds of a mean step, and of a prompt."""
-    path = choose_decode_path(gpt, threads=threads)
-    engine = Engine(gpt, EngineConfig(slots=batch), make_decoder=path.make_decoder)
-    generator = torch.Generator().manual_seed(0)
-    for index in range(batch):
-        ids = torch.randint(gpt.config.vocab_size, (PROMPT,), generator=generator).tolist()
-        params = SamplingParams(max_tokens=STEPS + batch + 1, seed=index)
-        engine.add(GenerationRequest(request_id=str(index), token_ids=tuple(ids), params=params))
-    began = time.perf_counter()
-    while engine.step().decoded_sequences < batch:
-        assert engine.has_work(), "sequences ended before all of them decoded"
-    prompts = time.perf_counter() - began
-    seconds = []
-    for _ in range(STEPS):
-        began = time.perf_counter()
-        engine.step()
-        seconds.append(time.perf_counter() - began)
-    engine.close()
-    return statistics.mean(seconds), prompts / batch
+class Load:
+    """An engine that is given random prompts."""
+
+    def __init__(self, gpt: GPT, batch: int, threads: int) -> None:
+        path = choose_decode_path(gpt, threads=threads)
+        self.engine = Engine(gpt, EngineConfig(slots=batch), make_decoder=path.make_decoder)
+        self.batch = batch
+        self._vocab_size = gpt.config.vocab_size
+        self._generator = torch.Generator().manual_seed(0)
+        self._asked = 0
+
+    def ask(self, max_tokens: int) -> None:
+        ids = torch.randint(self._vocab_size, (PROMPT,), generator=self._generator).tolist()
+        params = SamplingParams(max_tokens=max_tokens, seed=self._asked)
+        self.engine.add(
+            GenerationRequest(request_id=str(self._asked), token_ids=tuple(ids), params=params)
+        )
+        self._asked += 1
+
+    def prompts(self, seconds: float) -> float:
+        """Mean seconds of a prompt, over so many seconds."""
+        count, began = 0, time.perf_counter()
+        while time.perf_counter() - began < seconds:
+            self.ask(max_tokens=1)
+            while self.engine.has_work():
+                self.engine.step()
+            count += 1
+        return (time.perf_counter() - began) / count
+
+    def steps(self, seconds: float) -> float:
+        """Mean seconds of a step in which all sequences decode, over so many seconds of these."""
+        taken: list[float] = []
+        while sum(taken) < seconds:
+            for _ in range(self.batch):
+                self.ask(max_tokens=TOKENS + self.batch)
+            while self.engine.has_work():
+                began = time.perf_counter()
+                result = self.engine.step()
+                if result.decoded_sequences == self.batch and not result.prefilled_tokens:
+                    taken.append(time.perf_counter() - began)
+        return statistics.mean(taken)
+
+    def measure(self) -> tuple[float, float]:
+        """Mean seconds of a step, and of a prompt, in the state that they come to."""
+        self.prompts(SECONDS)
+        prompt = self.prompts(SECONDS)
+        self.steps(SECONDS)
+        return self.steps(SECONDS), prompt
 
 
 def main() -> None:
@@ -87,10 +117,11 @@ def main() -> None:
     gpt = load(arguments.shape, torch.bfloat16)
     costs = []
     for batch in (1, 8):
-        measure(gpt, batch, arguments.threads)  # warm up
-        step, prompt = measure(gpt, batch, arguments.threads)
+        load_of = Load(gpt, batch, arguments.threads)
+        step, prompt = load_of.measure()
         with neighbour():
-            beside = measure(gpt, batch, arguments.threads)
+            beside = load_of.measure()
+        load_of.engine.close()
         costs.append(Cost(batch, step, beside[0], prompt, beside[1]))
         print(
             f"{batch} sequences: a step {1e3 * step:.2f} ms, {beside[0] / step:.2f} times that "

@@ -23,6 +23,7 @@ ENGINE_OUTSIDE = {
     "model.draw",
     "model.device",
     "model.gpt",
+    "model.kernels.crowding",
     "model.kernels.plain",
     "model.kv_cache",
 }

@@ -34,6 +34,7 @@ from model.engine.sampler import Row, Sampled, process, sample, score
 from model.engine.scheduler import PrefillChunk, StepPlan
 from model.engine.sequence import Sequence
 from model.gpt import GPT
+from model.kernels.crowding import Crowding
 from model.kernels.plain import Decoder, PlainDecoder, padded_logits
 from model.kv_cache import KVCache
 
@@ -86,6 +87,7 @@ class Runner:
         self._make_decoder = make_decoder
         self._decoder = make_decoder(gpt, self.cache)
         self._masks = masks
+        self._crowding = Crowding(gpt)
 
     def check_replaceable(self, gpt: GPT) -> None:
         """Raise ValueError unless `gpt` could use this cache as it is."""
@@ -103,6 +105,7 @@ class Runner:
         """Compute with other weights from now on; the cache's contents mean nothing to them."""
         self._decoder.close()
         self._decoder = self._make_decoder(gpt, self.cache)
+        self._crowding = Crowding(gpt)
         self.gpt = gpt
 
     def close(self) -> None:
@@ -203,7 +206,8 @@ class Runner:
         positions = torch.arange(start, chunk.end + padding, device=self.device)
         positions = positions.clamp(max=self.gpt.config.context_length - 1)[None]
         attend = self.cache.prefill(sequence.slot, start, observe)
-        hidden = self.gpt.transform(token_ids, positions, attend, states)
+        with self._crowding.watched(length + padding, self._decoder.crowded):
+            hidden = self.gpt.transform(token_ids, positions, attend, states)
         return hidden[0, :length]
 
     def decode(

@@ -151,6 +151,7 @@ class NativeDecoder:
         library.logitd_decoder_delete.argtypes = (c_void_p,)
         library.logitd_head.argtypes = (c_void_p, c_void_p, c_int32, c_void_p)
         library.logitd_draw.argtypes = (c_void_p, POINTER(_DrawnRow), c_int32)
+        library.logitd_crowded.argtypes = (c_void_p,)
         library.logitd_decode.argtypes = (c_void_p, *(POINTER(c_int32),) * 3, c_int32, c_void_p)
         self._library = library
         self._kept: list[Tensor | Quantized | Arena] = [settle(gpt)]
@@ -166,6 +167,10 @@ class NativeDecoder:
         self._handle = library.logitd_decoder_new(byref(model), byref(described), rows, threads)
         self._where = tuple((c_int32 * rows)() for _ in range(3))
         self._logits = torch.empty(rows, gpt.config.vocab_size)
+
+    @property
+    def crowded(self) -> bool:
+        return bool(self._library.logitd_crowded(self._handle))
 
     def decode(
         self, token_ids: Sequence[int], slots: Sequence[int], positions: Sequence[int]

@@ -29,6 +29,10 @@ class Decoder(Protocol):
     has_threads: bool
     """Whether it computes with threads of its own instead of torch's."""
 
+    @property
+    def crowded(self) -> bool:
+        """Whether its own threads have found that other processes hold their cores."""
+
     def decode(
         self, token_ids: Sequence[int], slots: Sequence[int], positions: Sequence[int]
     ) -> Tensor:
@@ -54,6 +58,7 @@ class PlainDecoder:
     """A GPT over its KV cache, one torch operation after the other."""
 
     has_threads = False
+    crowded = False
 
     def __init__(self, gpt: GPT, cache: KVCache) -> None:
         self._gpt = gpt

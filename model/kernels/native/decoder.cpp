@@ -119,6 +119,8 @@ class Decoder {
     pool_.rest();
   }
 
+  bool crowded() const { return pool_.crowded(); }
+
  private:
   static Buffer<float> floats(int rows, int pitch) {
     return Buffer<float>(std::size_t(rows) * pitch + LANES, 0.0f);
@@ -276,6 +278,8 @@ void* logitd_decoder_new(const ModelWeights* weights, const Cache* cache, std::i
 }
 
 void logitd_decoder_delete(void* decoder) { delete static_cast<Decoder*>(decoder); }
+
+std::int32_t logitd_crowded(void* decoder) { return static_cast<Decoder*>(decoder)->crowded(); }
 
 void logitd_decode(void* decoder, const std::int32_t* tokens, const std::int32_t* slots,
                    const std::int32_t* positions, std::int32_t count, float* logits) {

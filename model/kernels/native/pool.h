@@ -5,8 +5,14 @@
 // the piece that it holds, and one that wakes late finds what is left. Which thread computes a piece
 // never changes its result. Threads wait by spinning for as long as a step's own pauses last, then
 // asleep.
+//
+// A worker that is late has lost its core to another process, and while that stays so every loop may
+// wait for it again, a slice of the scheduler's each time. So the caller computes alone for a while,
+// which costs the workers' share and no more, and then tries again; for longer each time that it did
+// not help.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <cstdint>
@@ -46,6 +52,8 @@ class Pool {
   // Let the workers look for pieces, from here until `rest`.
   void begin() {
     if (workers_.empty()) return;
+    alone_ = crowded();
+    if (alone_) return;
     active_.store(true, std::memory_order_release);
     if (asleep_.load() > 0) {
       woken_.fetch_add(1);
@@ -53,12 +61,15 @@ class Pool {
     }
   }
 
+  // Whether workers were late of late, so that the caller computes alone.
+  bool crowded() const { return Clock::now() < alone_until_; }
+
   void rest() { active_.store(false, std::memory_order_release); }
 
   // Call piece(i) for each i in [0, count), on any thread, and return when all have returned.
   template <class Piece>
   void loop(int count, const Piece& piece) {
-    if (count == 1 || workers_.empty()) {
+    if (count == 1 || alone_ || workers_.empty()) {
       for (int i = 0; i < count; i++) piece(i);
       return;
     }
@@ -74,10 +85,7 @@ class Pool {
     cursor_.store(serial << BITS, std::memory_order_release);
     while (claim()) {
     }
-    for (int waited = 0; done_.load(std::memory_order_acquire) < count; waited++) {
-      // Whoever holds the last piece may be off its core; give it ours rather than spin for long.
-      if (waited < 20000) relax(); else std::this_thread::yield();
-    }
+    wait(count);
   }
 
   // Like `loop`, and a thread's pieces lie one behind the other for the most part: claims go to the
@@ -94,9 +102,32 @@ class Pool {
   int threads() const { return int(workers_.size()) + 1; }
 
  private:
+  using Clock = std::chrono::steady_clock;
   static constexpr int BITS = 24;  // of the cursor: the next piece; above them the loop's number
   static constexpr std::uint64_t MASK = (std::uint64_t(1) << BITS) - 1;
   static constexpr auto SPIN = std::chrono::microseconds(200);
+  static constexpr auto LATE = std::chrono::microseconds(500);  // a piece takes tens
+  static constexpr Clock::duration SHORTEST = std::chrono::milliseconds(20);  // alone
+  static constexpr Clock::duration LONGEST = std::chrono::milliseconds(640);
+
+  // Until all pieces are done.
+  void wait(int count) {
+    Clock::time_point since;
+    for (int turn = 0; done_.load(std::memory_order_acquire) < count; turn++) {
+      if (turn == 1000) since = Clock::now();
+      // Whoever holds the last piece may be off its core; give it ours rather than spin for long.
+      if (turn < 20000) relax(); else std::this_thread::yield();
+    }
+    if (since == Clock::time_point()) return;  // a short wait
+    Clock::time_point now = Clock::now();
+    if (now - since > LATE) stay_alone(since, now);
+  }
+
+  void stay_alone(Clock::time_point since, Clock::time_point now) {
+    bool again = since - alone_until_ < alone_for_;
+    alone_for_ = again ? std::min(2 * alone_for_, LONGEST) : SHORTEST;
+    alone_until_ = now + alone_for_;
+  }
 
   // Claim one piece of the present loop and run it. False when there is none. The claim fails when
   // the loop has changed meanwhile, so what was read of it is never used for another.
@@ -117,17 +148,17 @@ class Pool {
   }
 
   void work() {
-    auto idle_since = std::chrono::steady_clock::now();
+    auto idle_since = Clock::now();
     for (int turn = 0; !stopping_.load(std::memory_order_relaxed); turn++) {
       if (active_.load(std::memory_order_acquire) && claim()) {
-        idle_since = std::chrono::steady_clock::now();
+        idle_since = Clock::now();
         continue;
       }
       relax();
       if (turn % 64 || active_.load(std::memory_order_relaxed)) continue;
-      if (std::chrono::steady_clock::now() - idle_since > SPIN) {
+      if (Clock::now() - idle_since > SPIN) {
         sleep();
-        idle_since = std::chrono::steady_clock::now();
+        idle_since = Clock::now();
       }
     }
   }
@@ -140,6 +171,9 @@ class Pool {
   }
 
   std::vector<std::thread> workers_;
+  bool alone_ = false;  // from `begin` to `rest`
+  Clock::time_point alone_until_;
+  Clock::duration alone_for_{SHORTEST};
   alignas(64) std::atomic<std::uint64_t> cursor_{MASK};
   std::atomic<void (*)(const void*, int)> run_{nullptr};
   std::atomic<const void*> context_{nullptr};
