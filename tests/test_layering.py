@@ -13,10 +13,13 @@ SERVICE_ONLY = {"fastapi", "starlette", "uvicorn", "uvloop", "asyncio", "anyio"}
 WITH_TORCH = {"model.engine.runner", "model.engine.sampler"}
 ONE_MODULE = {
     "llguidance": {"model.constraint"},
+    "pyarrow": {"model.training.text.records"},
     "subprocess": {"model.constraint_check", "model.kernels.library", "service.benchmark.server"},
 }
 """What few modules may import."""
 WITH_THREAD = {"service.async_engine", "model.look_ahead", "model.training.interrupt"}
+DOWNLOADS = "model.training.text.download"
+"""The one module of `model` that opens a connection."""
 ENGINE_OUTSIDE = {
     "model.attention",
     "model.config",
@@ -68,6 +71,8 @@ def violations() -> list[str]:
     for name, imported in modules("model"):
         if above := roots(imported) & ({"service"} | SERVICE_ONLY):
             wrong.append(f"{name} imports {above}: nothing in model knows the service")
+        if "httpx" in roots(imported) and name != DOWNLOADS:
+            wrong.append(f"{name} imports httpx: only {DOWNLOADS} asks a server")
         if name.startswith("model.engine"):
             torch_free = name not in WITH_TORCH
             if torch_free and roots(imported) & {"torch", "numpy"}:
@@ -103,6 +108,7 @@ def test_the_rule_can_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     """A wrong import anywhere, even inside a function, is found."""
     for file, source in {
         "model/a.py": "def f():\n    from service import app\n",
+        "model/training/text/files.py": "import httpx\n",
         "model/engine/scheduler.py": "import torch\n",
         "service/b.py": "import torch.nn\n",
         "service/f.py": "def f():\n    import llguidance.numpy\n",
@@ -118,6 +124,7 @@ def test_the_rule_can_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         "service.f",
         "model.a",
         "model.engine.scheduler",
+        "model.training.text.files",
         "service.b",
         "service.c",
         "service.client.d",

@@ -53,8 +53,16 @@ class TrainingConfig(BaseModel):
     preset: str = Field("tiny", description="model shape and recipe to start from, by name")
     data: tuple[str, ...] = Field(
         (),
-        description="text to train on: files, folders and globs; "
-        "without any, the reference text and sources of this Python",
+        description="text to train on: files, folders and globs (text, JSON lines, Parquet, gzip), "
+        "http and https addresses, shards of another run (*.tokens), builtin:python (the reference "
+        "text and sources of this Python; what is read without any) or builtin:stories "
+        "(generated, 5 MB; builtin:stories:20mb for another size)",
+    )
+    text_field: str = Field(
+        "text", min_length=1, description="field of JSON lines and Parquet that is the text"
+    )
+    max_download_mb: int = Field(
+        1000, ge=1, description="largest file that is downloaded, in millions of bytes"
     )
     data_licence: str | None = Field(
         None, description="licence of the text, for the checkpoint's card"

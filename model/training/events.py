@@ -11,6 +11,25 @@ from typing import Any, Protocol
 
 
 @dataclass(frozen=True)
+class Downloading:
+    """Where the download of a text stands, every few seconds."""
+
+    url: str
+    done: int  # bytes
+    total: int | None  # bytes, if the server told
+
+
+@dataclass(frozen=True)
+class Downloaded:
+    """A text is on this machine, fetched now or before."""
+
+    url: str
+    size: int  # bytes
+    path: Path
+    from_cache: bool
+
+
+@dataclass(frozen=True)
 class Prepared:
     """The text is tokenised; the record is what every checkpoint will say of it."""
 
@@ -74,7 +93,9 @@ class Noticed:
     message: str
 
 
-Event = Prepared | Started | Progress | Evaluated | Sampled | Saved | Noticed
+Event = (
+    Downloading | Downloaded | Prepared | Started | Progress | Evaluated | Sampled | Saved | Noticed
+)
 
 
 class Reporter(Protocol):
@@ -90,6 +111,12 @@ def silent(event: Event, /) -> None:
 def line(event: Event) -> str:
     """An event in one line of plain text (a sample in several)."""
     match event:
+        case Downloading(url, done, total):
+            share = "" if total is None else f" of {total / 1e6:,.1f} MB, {done / total:.0%}"
+            return f"downloading {url}: {done / 1e6:,.1f}{share or ' MB'}"
+        case Downloaded(url, size, path, from_cache):
+            whence = "was downloaded before to" if from_cache else "downloaded to"
+            return f"{url}: {size:,} bytes, {whence} {path}"
         case Prepared(data, vocab_size):
             return (
                 f"text: {data['name']}, {data['bytes']:,} bytes, {data['train_tokens']:,} + "

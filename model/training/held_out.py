@@ -17,7 +17,10 @@ from model.tokenizer import Tokenizer
 from model.training.evaluate import ValidationWindows
 from model.training.run import RUN, RunDirectory
 from model.training.shards import Shard, open_shard
-from model.training.text import Document, TextError, first_held_out, open_text, python_text
+from model.training.text.document import Document, TextError
+from model.training.text.files import documents_of_all, each_once, named_files
+from model.training.text.python import python_text
+from model.training.text.split import first_held_out
 from model.training.vocabulary import tokenizer_sha256
 
 TOKENS = 2048
@@ -60,7 +63,7 @@ def held_out(checkpoint: CheckpointInfo, path: Path | None = None) -> HeldOut:
 def _text(checkpoint: CheckpointInfo, path: Path | None) -> tuple[str, Shard]:
     tokenizer, data = checkpoint.tokenizer, checkpoint.training.data
     if path is not None:
-        return str(path), _tokenised(open_text((str(path),), None).documents, tokenizer, READ_BYTES)
+        return str(path), _tokenised(_documents(path), tokenizer, READ_BYTES)
     folder = checkpoint.path.resolve().parent  # `best` is a link into the run
     if (folder / RUN).is_file():
         shard = open_shard(RunDirectory(folder).data / "val.tokens", tokenizer_sha256(tokenizer))
@@ -71,8 +74,22 @@ def _text(checkpoint: CheckpointInfo, path: Path | None) -> tuple[str, Shard]:
         )
     known = data.get("val_bytes")
     limit = min(READ_BYTES, known) if isinstance(known, int) else READ_BYTES
-    documents = first_held_out(python_text(Path(sysconfig.get_path("stdlib"))))
+    documents = first_held_out(python_text(Path(sysconfig.get_path("stdlib"))).documents)
     return "the validation part of Python's own text", _tokenised(documents, tokenizer, limit)
+
+
+def _documents(path: Path) -> list[Document]:
+    """The first documents at a path, as many as can be looked at."""
+    documents = documents_of_all(each_once(named_files(str(path))), "text")
+    found, size = [], 0
+    for document in documents:
+        found.append(document)
+        size += document.size or 0
+        if size >= READ_BYTES:
+            break
+    if not found:
+        raise TextError(f"{path} holds no text: its files are empty")
+    return found
 
 
 def _tokenised(documents: Iterable[Document], tokenizer: Tokenizer, limit: int) -> Shard:

@@ -6,7 +6,8 @@
   data/data.json            the record of the text; pattern and special tokens
 
 Documents are separated by END_OF_TEXT. The vocabulary is learned from the training side alone.
-Does not choose documents (`model/training/text.py`) or windows (`model/training/batches.py`).
+The text is streamed, twice where a vocabulary is learned: memory does not grow with it. Does not
+find or split documents (`model/training/text/`) or choose windows (`model/training/batches.py`).
 """
 
 import hashlib
@@ -19,8 +20,10 @@ from typing import Any
 
 from model.presets import Recipe
 from model.tokenizer import Tokenizer
+from model.training.adopt import Written, adopt
 from model.training.shards import Shard, ShardWriter, open_shard
-from model.training.text import Side, Text, TextError, sides
+from model.training.text.document import Text, TextError
+from model.training.text.split import Side, are_many, sides
 from model.training.vocabulary import check, learn, ready_made, tokenizer_sha256
 
 CHECKED_PIECES = 64
@@ -40,14 +43,14 @@ class PreparedText:
 def prepare_text(text: Text, recipe: Recipe, folder: Path) -> PreparedText:
     """Learn or take the vocabulary, tokenise every document, and write `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
-    fraction, count = recipe.val_fraction, len(text.documents)
-    if recipe.tokenizer == "own":
-        tokenizer = learn(_training_pieces(text, fraction), recipe.vocab_size)
+    fraction, many = recipe.val_fraction, are_many(text.documents)
+    if text.shards:
+        tokenizer = _tokenizer_of_shards(text, recipe)
+    elif recipe.tokenizer == "own":
+        tokenizer = learn(_training_pieces(text, fraction, many=many), recipe.vocab_size)
     else:
         tokenizer = ready_made(recipe.tokenizer)
     identity = tokenizer_sha256(tokenizer)
-    digest = hashlib.sha256()
-    total = unchecked = 0
     writers: dict[Side, ShardWriter] = {
         side: ShardWriter(
             folder / f"{side}.tokens",
@@ -57,29 +60,31 @@ def prepare_text(text: Text, recipe: Recipe, folder: Path) -> PreparedText:
         for side in ("train", "val")
     }
     with writers["train"], writers["val"]:
-        for document in text.documents:
-            touched: set[Side] = set()
-            for side, piece in sides(document, fraction, count):
-                raw = piece.encode()
-                if unchecked < CHECKED_PIECES:
-                    check(tokenizer, piece)
-                    unchecked += 1
-                digest.update(raw)
-                total += len(raw)
-                writers[side].append(tokenizer.encode(piece), len(raw))
-                touched.add(side)
-            digest.update(b"\0")
-            for side in touched:
-                assert tokenizer.end_of_text is not None
-                writers[side].append([tokenizer.end_of_text], 0)
+        if text.shards:
+            written = adopt(text.shards, tokenizer, fraction, writers)
+        else:
+            written = _tokenise(text, tokenizer, fraction, writers, many=many)
     train = open_shard(folder / "train.tokens", identity)
     val = open_shard(folder / "val.tokens", identity)
-    record = {
+    record = _record(text, written, train, val)
+    tokenizer.write_ranks(folder / "tokenizer.tiktoken")
+    document = {
+        "record": record,
+        "pattern": tokenizer.pattern,
+        "special_tokens": tokenizer.special_tokens,
+    }
+    (folder / "data.json").write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    return PreparedText(tokenizer, train, val, record)
+
+
+def _record(text: Text, written: Written, train: Shard, val: Shard) -> dict[str, Any]:
+    """What every checkpoint says of the text."""
+    record: dict[str, Any] = {
         "name": text.name,
         "licence": text.licence,
-        "sha256": digest.hexdigest(),
-        "documents": count,
-        "bytes": total,
+        "sha256": written.sha256,
+        "documents": written.documents,
+        "bytes": train.text_bytes + val.text_bytes,
         "train_bytes": train.text_bytes,
         "val_bytes": val.text_bytes,
         "train_tokens": train.count,
@@ -87,14 +92,55 @@ def prepare_text(text: Text, recipe: Recipe, folder: Path) -> PreparedText:
         "built_in": text.built_in,
         "python": sys.version.split()[0],
     }
-    tokenizer.write_ranks(folder / "tokenizer.tiktoken")
-    document_ = {
-        "record": record,
-        "pattern": tokenizer.pattern,
-        "special_tokens": tokenizer.special_tokens,
-    }
-    (folder / "data.json").write_text(json.dumps(document_, indent=2) + "\n", encoding="utf-8")
-    return PreparedText(tokenizer, train, val, record)
+    if text.downloads:
+        record["downloads"] = list(text.downloads)
+    if written.bits is not None:
+        record["source_bits"] = written.bits
+    return record
+
+
+def _tokenise(
+    text: Text,
+    tokenizer: Tokenizer,
+    fraction: float,
+    writers: Mapping[Side, ShardWriter],
+    *,
+    many: bool,
+) -> Written:
+    """Encode every document piece by piece onto its side."""
+    assert tokenizer.end_of_text is not None
+    digest = hashlib.sha256()
+    bits: dict[Side, float] | None = {"train": 0.0, "val": 0.0}
+    count = unchecked = 0
+    for document in text.documents:
+        count += 1
+        touched: set[Side] = set()
+        for side, piece in sides(document, fraction, many=many):
+            raw = piece.encode()
+            if unchecked < CHECKED_PIECES:
+                check(tokenizer, piece)
+                unchecked += 1
+            digest.update(raw)
+            writers[side].append(tokenizer.encode(piece), len(raw))
+            touched.add(side)
+        digest.update(b"\0")
+        for side in touched:
+            writers[side].append([tokenizer.end_of_text], 0)
+        if bits is None or document.bits is None or len(touched) != 1:
+            bits = None  # of one document it is not known, or not how much is on which side
+        else:
+            bits[touched.pop()] += document.bits
+    return Written(sha256=digest.hexdigest(), documents=count, bits=bits)
+
+
+def _tokenizer_of_shards(text: Text, recipe: Recipe) -> Tokenizer:
+    if recipe.tokenizer == "own":
+        beside = text.shards[0].with_name("tokenizer.tiktoken")
+        raise TextError(
+            f"{text.name} is tokenised already, so no vocabulary can be learned from it: name the "
+            f"tokenizer that wrote it, for example --tokenizer {beside}"
+        )
+    return ready_made(recipe.tokenizer)
 
 
 def read_prepared(folder: Path) -> PreparedText:
@@ -119,17 +165,21 @@ def read_prepared(folder: Path) -> PreparedText:
 
 def require_window(prepared: PreparedText, context_length: int) -> None:
     """Refuse a text in which a window of the model's context does not fit."""
-    for side, shard in (("training", prepared.train), ("validation", prepared.val)):
+    record, shards = prepared.record, {"training": prepared.train, "validation": prepared.val}
+    fits = min(shard.count for shard in shards.values()) - 1
+    for side, shard in shards.items():
         if shard.count < context_length + 1:
+            smaller = f"a context_length of at most {fits}" if fits > 0 else "shorter documents"
             raise TextError(
-                f"the {side} text has {shard.count} tokens ({shard.text_bytes} bytes), a window "
-                f"takes {context_length + 1} (context_length {context_length} and the token after "
-                "it): give more text, another val_fraction or a smaller context_length"
+                f"the {side} text has {shard.count} tokens ({shard.text_bytes} bytes of "
+                f"{record['bytes']} in {record['documents']} documents), a window takes "
+                f"{context_length + 1} (context_length {context_length} and the token after it): "
+                f"give more text, another val_fraction or {smaller}"
             )
 
 
-def _training_pieces(text: Text, fraction: float) -> Iterator[str]:
+def _training_pieces(text: Text, fraction: float, *, many: bool) -> Iterator[str]:
     for document in text.documents:
-        for side, piece in sides(document, fraction, len(text.documents)):
+        for side, piece in sides(document, fraction, many=many):
             if side == "train":
                 yield piece

@@ -64,13 +64,11 @@ class ShardWriter:
         self._file.write(bytes(HEADER.size))
         return self
 
-    def append(self, token_ids: Sequence[int], text_bytes: int) -> None:
+    def append(self, token_ids: Sequence[int] | npt.NDArray[Any], text_bytes: int) -> None:
         """Add ids that stand for `text_bytes` bytes."""
-        ids = np.asarray(token_ids, dtype=np.int64)
+        ids = np.asarray(token_ids, dtype=np.int64)  # (count,)
         if ids.size and not 0 <= ids.min() <= ids.max() < self._vocab_size:
-            raise ShardError(
-                f"token id {ids.max()} is outside the vocabulary of {self._vocab_size} ids"
-            )
+            raise outside(ids, self._count, self._vocab_size, "the text")
         # subtle: numpy wraps ids that do not fit the dtype silently, hence the check above.
         self._file.write(ids.astype(self._dtype).tobytes())
         self._count += ids.size
@@ -99,6 +97,17 @@ class ShardWriter:
             self._aside.replace(self._path)
         else:
             self._aside.unlink()
+
+
+def outside(token_ids: npt.NDArray[Any], first: int, vocab_size: int, name: str) -> ShardError:
+    """The error that names an id outside the vocabulary, among ids of which some are; the first
+    of them is the `first`-th of the shard."""
+    wrong = (token_ids < 0) | (token_ids >= vocab_size)
+    at = int(wrong.argmax())
+    return ShardError(
+        f"token {first + at:,} of {name} has the id {token_ids[at]}, which is outside the "
+        f"vocabulary of {vocab_size} ids (0 to {vocab_size - 1})"
+    )
 
 
 def open_shard(path: Path, tokenizer_sha256: bytes) -> Shard:

@@ -54,7 +54,7 @@ from model.training.recipe import Optimizers, initialise, share_of_peak
 from model.training.run import RunDirectory
 from model.training.sample import sample_text
 from model.training.state import Counters, Environment, load_state, save_state
-from model.training.text import open_text
+from model.training.text.opening import open_text
 
 Reason = Literal["finished", "time is up", "interrupted", "no improvement"]
 
@@ -105,7 +105,7 @@ def _new(config: TrainingConfig, report: Reporter) -> "Trainer":
     start.config(recipe.vocab_size, **shape)  # refuse what no vocabulary makes possible right away
     chat_template = _chat_template(config)
     placement = training_placement(config.device, recipe.dtype, config.threads)
-    text = open_text(config.data, config.data_licence)
+    text = open_text(config, report)
     run = RunDirectory.create(_path(config))
     try:
         prepared = prepare_text(text, recipe, run.data)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from model.tokenizer import END_OF_TEXT, PUBLISHED, SPLIT_PATTERN, Tokenizer, TokenizerError
 from model.training.config import TrainingError
-from model.training.text import PIECE, TextError
+from model.training.text.document import PIECE, TextError
 
 SMALLEST = 257
 """The 256 bytes and END_OF_TEXT."""

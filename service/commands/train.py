@@ -6,7 +6,7 @@ from model.config import ConfigError
 from model.device import DeviceError
 from model.presets import PresetError
 from model.training.config import TrainingError
-from model.training.events import Event, Progress, line
+from model.training.events import Downloading, Event, Progress, line
 from model.training.trainer import train
 from service.settings import TrainSettings
 
@@ -20,7 +20,7 @@ class TerminalReporter:
         self._open_line = False
 
     def __call__(self, event: Event, /) -> None:
-        if isinstance(event, Progress) and self._in_place:
+        if isinstance(event, Progress | Downloading) and self._in_place:
             print(f"\r\x1b[K{line(event)}", end="", flush=True)
             self._open_line = True
             return

@@ -23,7 +23,7 @@ from model.kernels.library import KernelsUnavailable, load_library
 from model.kernels.loss import decoded_nats
 from model.training.evaluate import evaluate
 from model.training.held_out import held_out
-from model.training.text import TextError
+from model.training.text.document import TextError
 from tests.model.factories import tiny_config, tiny_gpt
 
 CPU = torch.device("cpu")

@@ -17,7 +17,7 @@ from model.kv_cache import KVCache
 from model.training.evaluate import ValidationWindows, evaluate
 from model.training.held_out import held_out
 from model.training.shards import Shard
-from model.training.text import TextError
+from model.training.text.document import TextError
 from tests.model.factories import FAMILIES, byte_tokenizer, random_ids, tiny_config, tiny_gpt
 
 BUNDLED = Path(__file__).parents[3] / "checkpoints" / "python-small"

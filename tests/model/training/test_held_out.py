@@ -1,5 +1,7 @@
 """Held-out text: from a file, a run or Python itself; and a sentence where there is none."""
 
+import gzip
+import json
 import sysconfig
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +15,9 @@ from model.training import held_out as module
 from model.training.config import TrainingError
 from model.training.held_out import FEWEST, TOKENS, held_out
 from model.training.prepare import read_prepared
-from model.training.text import TextError, python_text, sides
+from model.training.text.document import TextError
+from model.training.text.python import python_text
+from model.training.text.split import sides
 from model.training.trainer import train
 from tests.model.factories import save_tiny_checkpoint, tiny_config, tiny_gpt, training_record
 from tests.model.training.conftest import Configure, story
@@ -71,12 +75,22 @@ def test_of_a_long_text_the_beginning_is_looked_at(
     assert module._text(checkpoint, path)[1].count == module.READ_BYTES - 1, "no half characters"
 
 
+def test_a_named_text_may_be_packed_or_in_lines(checkpoint: CheckpointInfo, tmp_path: Path) -> None:
+    content = story(200)
+    (tmp_path / "a.txt").write_text(content)
+    (tmp_path / "a.gz").write_bytes(gzip.compress(content.encode()))
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": content}) + "\n")
+    expected = texts(held_out(checkpoint, tmp_path / "a.txt"), checkpoint)
+    for name in ("a.gz", "a.jsonl"):
+        assert texts(held_out(checkpoint, tmp_path / name), checkpoint) == expected
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
         (b"x" * (FEWEST - 1), "text.txt has 1,024 tokens; to measure a loss takes more than 1,024"),
         (b"x\xff" * FEWEST, r"text.txt is not UTF-8 \(byte 0xff"),
-        (b"", "all are empty"),
+        (b"", "its files are empty"),
         (None, "text.txt is no file"),
     ],
 )
@@ -125,7 +139,7 @@ def documents(val_fraction: float) -> list[bytes]:
     """What the trainer holds out of each document of Python's own text."""
     text = python_text(Path(sysconfig.get_path("stdlib")))
     sorted_out = [
-        [p.encode() for side, p in sides(each, val_fraction, len(text.documents)) if side == "val"]
+        [p.encode() for side, p in sides(each, val_fraction, many=True) if side == "val"]
         for each in text.documents
     ]
     return [b"".join(pieces) for pieces in sorted_out]

@@ -30,7 +30,7 @@ from model.training.events import (
     line,
 )
 from model.training.state import read_state
-from model.training.text import TextError
+from model.training.text.document import TextError
 from model.training.trainer import Trainer, train
 from tests.model.training.conftest import Configure, story
 

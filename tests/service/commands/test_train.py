@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from model.training.events import Event, Noticed, Progress, Saved, line
+from model.training.events import Downloaded, Downloading, Event, Noticed, Progress, Saved, line
 from service.cli import run
 from service.commands.train import TerminalReporter
 
@@ -54,6 +54,20 @@ def test_on_a_terminal_the_progress_line_is_drawn_in_place(
     begins, progress, again, saved, ends = map(line, EVENTS)
     assert terminal.getvalue() == (
         f"{begins}\n\r\x1b[K{progress}\r\x1b[K{again}\n{saved}\n{ends}\n"
+    )
+
+
+def test_on_a_terminal_a_download_is_drawn_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stdout", terminal)
+    report = TerminalReporter()
+    url, path = "https://host/a.txt", Path("cache/a.txt")
+    report(Downloading(url, 1_000_000, 4_000_000))
+    report(Downloading(url, 2_000_000, None))
+    report(Downloaded(url, 4_000_000, path, from_cache=False))
+    assert terminal.getvalue() == (
+        f"\r\x1b[Kdownloading {url}: 1.0 of 4.0 MB, 25%\r\x1b[Kdownloading {url}: 2.0 MB\n"
+        f"{url}: 4,000,000 bytes, downloaded to {path}\n"
     )
 
 

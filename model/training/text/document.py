@@ -1,0 +1,77 @@
+"""Documents: named texts that are read in pieces, so that one may be larger than memory.
+
+Covers what a document and a text are. Where they come from stands in the other files of this
+folder. Everything is UTF-8.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from model.training.config import TrainingError
+
+PIECE = 100_000
+"""Most characters in a piece. Tokenizers overflow their stack on runs of a million spaces."""
+
+
+class TextError(TrainingError):
+    """A text that cannot be trained on; the message names the file or the numbers."""
+
+
+@dataclass(frozen=True)
+class Document:
+    """A named text. `pieces` reads it anew each time, in order, PIECE characters at most a time."""
+
+    name: str
+    pieces: Callable[[], Iterator[str]]
+    size: int | None = None  # bytes in UTF-8; None: nobody knows before it is read
+    bits: float | None = None  # information content, where the source is known exactly
+    drawn_by_name: bool = False  # what decides whether it is held out: its name, or its content
+
+    def count_bytes(self) -> int:
+        """Bytes in UTF-8, by reading it if need be."""
+        if self.size is not None:
+            return self.size
+        return sum(len(piece.encode()) for piece in self.pieces())
+
+
+class Documents:
+    """The documents of several sources, one after the other, opened anew by each iteration: of a
+    source with a million documents only one is in memory."""
+
+    def __init__(self, *sources: Callable[[], Iterable[Document]]) -> None:
+        self._sources = sources
+
+    def __iter__(self) -> Iterator[Document]:
+        for source in self._sources:
+            yield from source()
+
+
+@dataclass(frozen=True)
+class Text:
+    """Documents with what a checkpoint must say of them; or shards that are tokenised already."""
+
+    name: str
+    licence: str
+    documents: Iterable[Document]
+    built_in: bool = False  # Python's own text and nothing else
+    downloads: Sequence[Mapping[str, Any]] = ()  # url, sha256 and bytes of each
+    shards: Sequence[Path] = ()
+
+
+def text_document(name: str, text: str, **facts: Any) -> Document:
+    """A document that is in memory."""
+    return Document(name, partial(pieces_of, text), len(text.encode()), **facts)
+
+
+def pieces_of(text: str) -> Iterator[str]:
+    """A text in memory in pieces, cut behind a line's end where there is one."""
+    at = 0
+    while len(text) - at > PIECE:
+        end = text.rfind("\n", at, at + PIECE) + 1 or at + PIECE
+        yield text[at:end]
+        at = end
+    if at < len(text):
+        yield text[at:]
