@@ -15,7 +15,7 @@ import torch
 from model.checkpoint import load_checkpoint, read_checkpoint, save_checkpoint
 from model.config import ConfigError
 from model.presets import PresetError
-from model.training import trainer as trainer_module
+from model.training import milestones as milestones_module
 from model.training.config import TrainingConfig, TrainingError
 from model.training.evaluate import Evaluation
 from model.training.events import (
@@ -176,7 +176,7 @@ def test_a_run_killed_while_it_saves_is_resumed_from_the_last_whole_state(
             raise SystemExit("killed after the state, before the checkpoint")
         return save_checkpoint(path, **facts)
 
-    monkeypatch.setattr(trainer_module, "save_checkpoint", kill)
+    monkeypatch.setattr(milestones_module, "save_checkpoint", kill)
     with pytest.raises(SystemExit):
         train(config)
     assert sorted(path.name for path in (tmp_path / "killed").glob("step-*")) == ["step-000006"]
@@ -280,7 +280,7 @@ def test_a_full_disk_stops_with_a_sentence(
     def full(path: Path, **facts: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(trainer_module, "save_state", full)
+    monkeypatch.setattr(milestones_module, "save_state", full)
     with pytest.raises(TrainingError, match=r"step 6 could not be saved: .*No space left"):
         train(configure())
 
@@ -308,7 +308,7 @@ def test_patience_ends_a_run_that_no_longer_improves(
 ) -> None:
     losses = iter([3.0, 2.0, 2.5, 2.4, 1.0, *[1.5] * 9])
     monkeypatch.setattr(
-        trainer_module, "evaluate", lambda *_: Evaluation(next(losses), tokens=1, text_bytes=1)
+        milestones_module, "evaluate", lambda *_: Evaluation(next(losses), tokens=1, text_bytes=1)
     )
     result = train(configure(steps=100, eval_every=2, checkpoint_every=100, patience=3))
     assert result.reason == "no improvement"

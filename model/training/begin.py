@@ -1,0 +1,107 @@
+"""Begin: from a configuration to all that a run is made of, new or resumed.
+
+Everything that can be refused is refused here, before the first step and, as far as no vocabulary
+is needed for it, before anything is written. Does not build the model and takes no steps.
+"""
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from model.chat_template import ChatTemplate, ChatTemplateError
+from model.config import GPTConfig
+from model.device import Placement
+from model.presets import Recipe, preset
+from model.training.config import TrainingConfig, TrainingError, settle, settle_again
+from model.training.events import Prepared, Reporter
+from model.training.forward import training_placement
+from model.training.prepare import PreparedText, prepare_text, read_prepared, require_window
+from model.training.run import RunDirectory
+from model.training.text.opening import open_text
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run trains, on what, where, and how."""
+
+    config: TrainingConfig
+    recipe: Recipe
+    model: GPTConfig
+    prepared: PreparedText
+    run: RunDirectory
+    placement: Placement
+    chat_template: str | None
+
+
+def begin(config: TrainingConfig, report: Reporter) -> Plan:
+    """A new run in a folder of its own."""
+    recipe, shape = settle(config)
+    start = preset(config.preset)
+    start.config(recipe.vocab_size, **shape)  # refuse what no vocabulary makes possible right away
+    chat_template = _chat_template(config)
+    placement = training_placement(config.device, recipe.dtype, config.threads)
+    text = open_text(config, report)
+    run = RunDirectory.create(_path(config))
+    try:
+        prepared = prepare_text(text, recipe, run.data)
+        model = start.config(prepared.tokenizer.vocab_size, **shape)
+        require_window(prepared, model.context_length)
+    except BaseException:
+        run.discard()
+        raise
+    report(Prepared(prepared.record, prepared.tokenizer.vocab_size))
+    plan = Plan(config, recipe, model, prepared, run, placement, chat_template)
+    _describe(plan)
+    return plan
+
+
+def begin_again(config: TrainingConfig, report: Reporter) -> Plan:
+    """A run that was begun before, with what is given anew."""
+    run = RunDirectory.open(_path(config))
+    description = run.read_description()
+    first = TrainingConfig(**description["config"])
+    recipe = settle_again(config, first, Recipe(**description["recipe"]))
+    config = TrainingConfig(**{**description["config"], **_given(config)})
+    chat_template = _chat_template(config)
+    prepared = read_prepared(run.data)
+    report(Prepared(prepared.record, prepared.tokenizer.vocab_size))
+    model = GPTConfig.from_dict(description["model"])
+    placement = training_placement(config.device, recipe.dtype, config.threads)
+    plan = Plan(config, recipe, model, prepared, run, placement, chat_template)
+    _describe(plan)
+    return plan
+
+
+def _chat_template(config: TrainingConfig) -> str | None:
+    """The chat template for the checkpoints, read once: one that does not compile is refused
+    before hours of training, not after."""
+    if config.chat_template is None:
+        return None
+    try:
+        return ChatTemplate(config.chat_template.read_text(encoding="utf-8")).source
+    except (OSError, UnicodeDecodeError) as error:
+        raise TrainingError(
+            f"the chat template {config.chat_template} cannot be read: {error}"
+        ) from error
+    except ChatTemplateError as error:
+        raise TrainingError(f"{config.chat_template}: {error}") from error
+
+
+def _path(config: TrainingConfig) -> Path:
+    return config.out or Path("runs") / config.preset
+
+
+def _given(config: TrainingConfig) -> dict[str, Any]:
+    """What a person said, as JSON can hold it."""
+    names = set(TrainingConfig.model_fields) - {"resume"}
+    return config.model_dump(mode="json", include=names, exclude_unset=True)
+
+
+def _describe(plan: Plan) -> None:
+    plan.run.write_description(
+        {
+            "config": _given(plan.config),
+            "recipe": asdict(plan.recipe),
+            "model": plan.model.to_dict(),
+        }
+    )

@@ -1,0 +1,186 @@
+"""Milestones: what is measured, written and kept between the steps of a run.
+
+Evaluations, samples, the trainer's state and checkpoints. The state is saved before an evaluation
+and the checkpoint after it, so whatever fails in between loses nothing. Does not decide when each
+is due (`model/training/trainer.py`), and knows the files only by their verbs (`run`, `state`,
+`model/checkpoint.py`).
+"""
+
+import math
+import platform
+from datetime import UTC, datetime
+from typing import Any
+
+import torch
+
+from model.checkpoint import TrainingRecord, save_checkpoint
+from model.device import describe
+from model.gpt import GPT
+from model.training import plot
+from model.training.begin import Plan
+from model.training.card import CardFacts, write_card
+from model.training.config import TrainingError, command
+from model.training.evaluate import ValidationWindows, evaluate
+from model.training.events import Evaluated, Noticed, Reporter, Sampled, Saved
+from model.training.forward import Forward
+from model.training.recipe import Optimizers
+from model.training.sample import sample_text
+from model.training.state import Counters, Environment, save_state
+
+TEMPERATURE = 0.8
+"""Of samples."""
+
+PYTHON_PROMPTS = ("def read(self", "import os\nimport", "The built-in function")
+"""What samples of the built-in text begin with."""
+
+
+class Milestones:
+    """Looks at a model in training and keeps what it finds; changes nothing of it."""
+
+    def __init__(self, plan: Plan, gpt: GPT, optimizers: Optimizers, report: Reporter) -> None:
+        self.plan, self.run, self.gpt, self.optimizers = plan, plan.run, gpt, optimizers
+        self.report = report
+        self.forward = Forward(gpt, plan.placement, dropout=0.0)
+        self.windows = ValidationWindows(
+            plan.prepared.val,
+            plan.prepared.tokenizer,
+            window=plan.model.context_length,
+            batch_size=plan.recipe.batch_size,
+            batches=plan.recipe.eval_batches,
+        )
+        self.evaluations: list[dict[str, Any]] = []
+        self.samples: list[tuple[str, str]] = []
+        self.sampled_at: int | None = None
+
+    def resume(self) -> None:
+        """Take up what the run's metrics tell."""
+        self.evaluations = [each for each in self.run.metrics() if each["kind"] == "eval"]
+
+    def evaluate(self, counters: Counters) -> bool:
+        """Measure and record the validation loss. True: the best of the trained ones so far."""
+        evaluation = evaluate(self.gpt, self.windows, self.forward)
+        step, bits = counters.step, evaluation.bits_per_byte
+        best = min((each["val_loss"] for each in self.evaluations), default=math.inf)
+        is_best = evaluation.loss < best
+        record = {
+            "kind": "eval",
+            "step": step,
+            "val_loss": evaluation.loss,
+            "val_bits_per_byte": bits,
+            "tokens": evaluation.tokens,
+            "seconds": round(counters.seconds, 3),
+        }
+        self.run.append(record)
+        self.evaluations.append(record)
+        self.report(Evaluated(step, evaluation.loss, bits, is_best))
+        title = f"{self.run.path.name}, step {step}: {bits:.3f} bits per byte"
+        if not plot.draw(self.run.metrics(), self.run.plot, title) and step == 0:
+            self.report(Noticed("no loss.png: matplotlib is not installed"))
+        return is_best and step > 0
+
+    def without_best(self) -> int:
+        """Evaluations since the best one."""
+        losses = [each["val_loss"] for each in self.evaluations]
+        return len(losses) - 1 - losses.index(min(losses))
+
+    def sample(self, step: int) -> None:
+        """Let the model write after each prompt, unless it did at this step."""
+        if self.sampled_at == step:
+            return
+        self.samples = []
+        self.sampled_at = step
+        for number, prompt in enumerate(self.plan.config.prompts or self._prompts()):
+            text = sample_text(
+                self.gpt,
+                self.plan.prepared.tokenizer,
+                prompt,
+                max_tokens=self.plan.config.sample_tokens,
+                temperature=TEMPERATURE,
+                seed=self.plan.recipe.seed + number,
+                forward=self.forward,
+            )
+            self.samples.append((prompt, text))
+            self.run.append_sample(step, prompt, text)
+            self.report(Sampled(step, prompt, text))
+
+    def _prompts(self) -> tuple[str, ...]:
+        """Openings that suit the text: Python's, or those of three places in the held-out text."""
+        if self.plan.prepared.record["built_in"]:
+            return PYTHON_PROMPTS
+        tokenizer, tokens = self.plan.prepared.tokenizer, self.plan.prepared.val.tokens
+        starts = (index * len(tokens) // 3 for index in range(3))
+        texts = (tokenizer.decode(tokens[start : start + 8].tolist()) for start in starts)
+        return tuple(text.strip("\ufffd") for text in texts)
+
+    def save(self, counters: Counters) -> None:
+        """State first, then evaluation and samples, then the checkpoint that shows them."""
+        try:
+            save_state(
+                self.run.state,
+                gpt=self.gpt,
+                optimizers=self.optimizers,
+                counters=counters,
+                environment=Environment.of(self.plan.placement),
+            )
+            if counters.step in self.run.checkpoints():
+                return  # these weights are saved already: stopped at once after a save
+            self.evaluate(counters)
+            self.sample(counters.step)
+            self.save_checkpoint(counters)
+        except OSError as error:
+            raise TrainingError(
+                f"step {counters.step} could not be saved: {error}. {self.safe()}"
+            ) from error
+
+    def save_checkpoint(self, counters: Counters) -> None:
+        """Write the weights as the last evaluation found them, and move the links."""
+        run, evaluation = self.run, self.evaluations[-1]
+        path = run.checkpoint(counters.step)
+        save_checkpoint(
+            path,
+            gpt=self.gpt,
+            tokenizer=self.plan.prepared.tokenizer,
+            training=TrainingRecord(
+                step=counters.step,
+                tokens=counters.tokens,
+                val_loss=evaluation["val_loss"],
+                val_bits_per_byte=evaluation["val_bits_per_byte"],
+                data=self.plan.prepared.record,
+                created=datetime.now(UTC).isoformat(timespec="seconds"),
+            ),
+            card=self._card(path.name, counters),
+            dtype=getattr(torch, self.plan.recipe.save_dtype),
+            chat_template=self.plan.chat_template,
+        )
+        run.link_newest_and_best()
+        run.prune(self.plan.recipe.keep)
+        self.report(Saved(counters.step, path))
+
+    def _card(self, name: str, counters: Counters) -> str:
+        plan, placement = self.plan, self.plan.placement
+        return write_card(
+            CardFacts(
+                name=f"{plan.config.preset}, {name}",
+                config=plan.model,
+                parameters=self.gpt.parameter_count(),
+                recipe=plan.recipe,
+                data=plan.prepared.record,
+                command=command(plan.config),
+                machine=f"{platform.machine()}, {describe(placement.device)}, "
+                f"{placement.dtype_name}, threads: {placement.threads}, torch {torch.__version__}",
+                step=counters.step,
+                tokens=counters.tokens,
+                seconds=counters.seconds,
+                metrics=self.run.metrics(),
+                samples=self.samples,
+                sampled_at=self.sampled_at,
+                temperature=TEMPERATURE,
+            )
+        )
+
+    def safe(self) -> str:
+        """What is left on the disk, as a sentence."""
+        step = self.run.linked_step(self.run.latest)
+        if step is None:
+            return "Nothing was saved before."
+        return f"The last good checkpoint is {self.run.checkpoint(step)}."
