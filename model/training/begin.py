@@ -1,7 +1,8 @@
 """Begin: from a configuration to all that a run is made of, new or resumed.
 
 Everything that can be refused is refused here, before the first step and, as far as no vocabulary
-is needed for it, before anything is written. Does not build the model and takes no steps.
+is needed for it, before anything is written. Of several processes the first prepares, the others
+wait and read what it wrote. Does not build the model and takes no steps.
 """
 
 from dataclasses import asdict, dataclass
@@ -12,11 +13,14 @@ from model.chat_template import ChatTemplate, ChatTemplateError
 from model.config import GPTConfig
 from model.device import Placement
 from model.presets import Recipe, preset
+from model.training.batches import Share, share
 from model.training.config import TrainingConfig, TrainingError, settle, settle_again
 from model.training.events import Prepared, Reporter
 from model.training.forward import training_placement
 from model.training.prepare import PreparedText, prepare_text, read_prepared, require_window
+from model.training.ranks import Ranks
 from model.training.run import RunDirectory
+from model.training.state import read_state
 from model.training.text.opening import open_text
 
 
@@ -31,15 +35,33 @@ class Plan:
     run: RunDirectory
     placement: Placement
     chat_template: str | None
+    ranks: Ranks
+
+    @property
+    def share(self) -> Share:
+        """What of each step this process computes."""
+        return _share(self.recipe, self.ranks)
 
 
-def begin(config: TrainingConfig, report: Reporter) -> Plan:
-    """A new run in a folder of its own."""
+def begin(config: TrainingConfig, ranks: Ranks, report: Reporter) -> Plan:
+    """A new run in a folder of its own, or with `resume` one that was begun before. Every process
+    calls it, and all have the same plan."""
+    if ranks.leads:
+        plan = _again(config, ranks, report) if config.resume else _new(config, ranks, report)
+        _describe(plan)
+    ranks.wait()
+    if not ranks.leads:
+        plan = _joined(config, ranks)
+    return plan
+
+
+def _new(config: TrainingConfig, ranks: Ranks, report: Reporter) -> Plan:
     recipe, shape = settle(config)
     start = preset(config.preset)
     start.config(recipe.vocab_size, **shape)  # refuse what no vocabulary makes possible right away
     chat_template = _chat_template(config)
-    placement = training_placement(config.device, recipe.dtype, config.threads)
+    placement = _placement(config, recipe, ranks)
+    _share(recipe, ranks)
     text = open_text(config, report)
     run = RunDirectory.create(_path(config))
     try:
@@ -50,26 +72,58 @@ def begin(config: TrainingConfig, report: Reporter) -> Plan:
         run.discard()
         raise
     report(Prepared(prepared.record, prepared.tokenizer.vocab_size))
-    plan = Plan(config, recipe, model, prepared, run, placement, chat_template)
-    _describe(plan)
-    return plan
+    return Plan(config, recipe, model, prepared, run, placement, chat_template, ranks)
 
 
-def begin_again(config: TrainingConfig, report: Reporter) -> Plan:
-    """A run that was begun before, with what is given anew."""
+def _again(config: TrainingConfig, ranks: Ranks, report: Reporter) -> Plan:
+    """With what is given anew; what was written after the last state is forgotten."""
     run = RunDirectory.open(_path(config))
     description = run.read_description()
     first = TrainingConfig(**description["config"])
     recipe = settle_again(config, first, Recipe(**description["recipe"]))
     config = TrainingConfig(**{**description["config"], **_given(config)})
     chat_template = _chat_template(config)
+    placement = _placement(config, recipe, ranks)
+    _share(recipe, ranks)
     prepared = read_prepared(run.data)
     report(Prepared(prepared.record, prepared.tokenizer.vocab_size))
     model = GPTConfig.from_dict(description["model"])
-    placement = training_placement(config.device, recipe.dtype, config.threads)
-    plan = Plan(config, recipe, model, prepared, run, placement, chat_template)
-    _describe(plan)
-    return plan
+    run.rewind(_saved_step(run))
+    return Plan(config, recipe, model, prepared, run, placement, chat_template, ranks)
+
+
+def _joined(config: TrainingConfig, ranks: Ranks) -> Plan:
+    """What the first process has settled and written."""
+    run = RunDirectory.open(_path(config))
+    description = run.read_description()
+    config = TrainingConfig(**description["config"])
+    recipe = Recipe(**description["recipe"])
+    return Plan(
+        config,
+        recipe,
+        GPTConfig.from_dict(description["model"]),
+        read_prepared(run.data),
+        run,
+        _placement(config, recipe, ranks),
+        None,  # checkpoints are written by the first process
+        ranks,
+    )
+
+
+def _saved_step(run: RunDirectory) -> int:
+    """The step of the saved state; 0 for a run that was killed before it first saved."""
+    if not run.state.exists() and not run.checkpoints():
+        return 0
+    return int(read_state(run.state, mapped=True)["counters"]["step"])
+
+
+def _placement(config: TrainingConfig, recipe: Recipe, ranks: Ranks) -> Placement:
+    device = str(ranks.device(config.device))
+    return training_placement(device, recipe.dtype, ranks.threads(config.threads))
+
+
+def _share(recipe: Recipe, ranks: Ranks) -> Share:
+    return share(recipe.batch_size, recipe.accumulate, rank=ranks.rank, size=ranks.size)
 
 
 def _chat_template(config: TrainingConfig) -> str | None:

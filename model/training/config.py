@@ -77,7 +77,9 @@ class TrainingConfig(BaseModel):
         description="wall-clock budget; sets the length of the run unless steps are given too",
     )
     device: str = Field("auto", description="auto, cpu, cuda or cuda:N")
-    threads: int = Field(0, ge=0, description="CPU threads (0: all processors)")
+    threads: int = Field(
+        0, ge=0, description="CPU threads (0: all processors, shared by the processes)"
+    )
 
     tokenizer: str | None = Field(
         None,

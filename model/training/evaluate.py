@@ -4,7 +4,9 @@ Two units. Nats per token is what training lowers, and depends on the vocabulary
 not: the nats of all predicted tokens, over the bytes of text that they stand for, over ln 2. A
 document's end is a token like any other to predict, and stands for no byte.
 
-Draws no random numbers and leaves the model as it was, so it cannot disturb training.
+Draws no random numbers and leaves the model as it was, so it cannot disturb training. With several
+processes each computes its share of the batches; the sums are added up batch by batch in one order,
+so the result is the same bits whatever their number.
 """
 
 import math
@@ -19,7 +21,10 @@ from torch import Tensor
 
 from model.gpt import GPT
 from model.tokenizer import Tokenizer
+from model.training.ranks import Ranks
 from model.training.shards import Shard
+
+ALONE = Ranks()
 
 
 @dataclass(frozen=True)
@@ -43,26 +48,32 @@ def evaluate(
     gpt: GPT,
     windows: "ValidationWindows",
     forward: Callable[[Tensor], Tensor],
+    ranks: Ranks = ALONE,
 ) -> Evaluation:
-    """The mean loss over all windows. `forward` maps ids (B, T) to logits (B, T, V)."""
+    """The mean loss over all windows. `forward` maps ids (B, T) to logits (B, T, V).
+
+    With several ranks each has to call this; all get the same.
+    """
     training = gpt.training
     gpt.eval()
-    nats = 0.0
-    tokens = text_bytes = 0
+    sums = torch.zeros(len(windows), 3, dtype=torch.float64)  # of each batch: nats, tokens, bytes
     device = gpt.token_embedding.weight.device
     try:
         with torch.no_grad():
-            for inputs, targets in windows:
+            for index in range(ranks.rank, len(windows), ranks.size):
+                inputs, targets = windows.batch(index)
                 logits = forward(inputs.to(device)).float()  # (B, T, V)
                 loss = F.cross_entropy(
                     logits.flatten(0, 1), targets.to(device).flatten(), reduction="sum"
                 )
-                nats += float(loss)
-                tokens += targets.numel()
-                text_bytes += int(windows.byte_lengths[targets.numpy()].sum())
+                text_bytes = int(windows.byte_lengths[targets.numpy()].sum())
+                sums[index] = torch.tensor(
+                    [float(loss), targets.numel(), text_bytes], dtype=torch.float64
+                )
     finally:
         gpt.train(training)
-    return Evaluation(loss=nats / tokens, tokens=tokens, text_bytes=text_bytes)
+    nats, tokens, text_bytes = (sum(column) for column in ranks.total(sums).T.tolist())
+    return Evaluation(loss=nats / tokens, tokens=int(tokens), text_bytes=int(text_bytes))
 
 
 class ValidationWindows:
@@ -87,12 +98,19 @@ class ValidationWindows:
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Inputs and targets (B, T), batch by batch."""
+        return (self.batch(index) for index in range(len(self)))
+
+    def __len__(self) -> int:
+        """Batches."""
+        return -(-len(self.starts) // self._batch_size)
+
+    def batch(self, index: int) -> tuple[Tensor, Tensor]:
+        """Inputs and targets (B, T) of one batch; the last may be smaller."""
         tokens, width = self._shard.tokens, self._window + 1
-        for first in range(0, len(self.starts), self._batch_size):
-            starts = self.starts[first : first + self._batch_size]
-            rows = [tokens[start : start + width].astype(np.int64) for start in starts]
-            ids = torch.from_numpy(np.stack(rows))  # (B, T + 1)
-            yield ids[:, :-1], ids[:, 1:]
+        starts = self.starts[index * self._batch_size :][: self._batch_size]
+        rows = [tokens[start : start + width].astype(np.int64) for start in starts]
+        ids = torch.from_numpy(np.stack(rows))  # (B, T + 1)
+        return ids[:, :-1], ids[:, 1:]
 
 
 def byte_lengths(tokenizer: Tokenizer) -> npt.NDArray[np.int64]:

@@ -48,6 +48,7 @@ class Started:
     device: str
     dtype: str
     threads: int
+    processes: int = 1
 
 
 @dataclass(frozen=True)
@@ -124,9 +125,10 @@ def line(event: Event) -> str:
             )
         case Started():
             length = "until the time is up" if event.steps is None else f"to step {event.steps:,}"
+            each = f" in each of {event.processes} processes" if event.processes > 1 else ""
             return (
                 f"training {event.parameters:,} parameters from step {event.step:,} {length} on "
-                f"{event.device}, {event.dtype}, {event.threads} threads, in {event.run}"
+                f"{event.device}, {event.dtype}, {event.threads} threads{each}, in {event.run}"
             )
         case Progress():
             return (

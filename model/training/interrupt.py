@@ -1,8 +1,9 @@
 """Interrupt: Ctrl-C as a wish, not as an accident.
 
 While `StopSignals` is entered, the first SIGINT or SIGTERM only sets a flag, so that a step is
-never torn in two; the second SIGINT is an ordinary KeyboardInterrupt. Outside the main thread
-signals cannot be caught, and nothing is changed.
+never torn in two; the second of either is an ordinary KeyboardInterrupt. SIGTERM is what a cluster
+sends before it takes a machine away. Outside the main thread signals cannot be caught, and nothing
+is changed.
 """
 
 import signal

@@ -5,7 +5,7 @@ for each other.
 """
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,11 +42,24 @@ class StepLog:
         self._norm: Tensor | float = 0.0
         self._share = 0.0
 
-    def resume(self, metrics: Iterable[Mapping[str, Any]]) -> None:
-        """Go on smoothing where a run stopped."""
-        for record in metrics:
-            if record["kind"] == "train":
-                self._smoothed = record["smoothed_loss"]
+    def state(self) -> dict[str, Any]:
+        """The steps that no report has taken yet, to be saved."""
+        return {
+            "smoothed": self._smoothed,
+            "steps": self.steps,
+            "tokens": self._tokens,
+            "loss": self._loss,
+            "norm": self._norm,
+            "share": self._share,
+            "seconds": time.monotonic() - self._since,
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on where a run stopped."""
+        self._smoothed = state["smoothed"]
+        self.steps, self._tokens = state["steps"], state["tokens"]
+        self._loss, self._norm, self._share = state["loss"], state["norm"], state["share"]
+        self._since = time.monotonic() - state["seconds"]
 
     def start(self) -> None:
         """Start the clock, unless it runs: what happens between steps is no training time."""
@@ -61,18 +74,25 @@ class StepLog:
         self._share = share
 
     def take(self) -> Figures:
-        """The figures of the steps since the last call."""
+        """The figures of the steps since the last call; there is at least one."""
+        figures = self.figures()
+        assert figures is not None
+        self._smoothed = figures.smoothed_loss
+        self._clear()
+        return figures
+
+    def figures(self) -> Figures | None:
+        """The same, but they stay to be taken. None: there was no step."""
+        if not self.steps:
+            return None
         loss = float(self._loss) / self.steps  # waits for the device
         seconds = time.monotonic() - self._since
         before = loss if self._smoothed is None else self._smoothed
-        self._smoothed = SMOOTHING * before + (1 - SMOOTHING) * loss
-        figures = Figures(
+        return Figures(
             loss=loss,
-            smoothed_loss=self._smoothed,
+            smoothed_loss=SMOOTHING * before + (1 - SMOOTHING) * loss,
             learning_rate=self._share,
             gradient_norm=float(self._norm),
             tokens_per_second=self._tokens / max(seconds, 1e-9),
             seconds_per_step=seconds / self.steps,
         )
-        self._clear()
-        return figures

@@ -1,17 +1,22 @@
 """Milestones: what is measured, written and kept between the steps of a run.
 
 Evaluations, samples, the trainer's state and checkpoints. The state is saved before an evaluation
-and the checkpoint after it, so whatever fails in between loses nothing. Does not decide when each
-is due (`model/training/trainer.py`), and knows the files only by their verbs (`run`, `state`,
+and the checkpoint after it, so whatever fails in between loses nothing. Of several processes all
+evaluate, each its share, and the first alone samples and writes. Does not decide when each is due
+(`model/training/trainer.py`), and knows the files only by their verbs (`run`, `state`,
 `model/checkpoint.py`).
 """
 
 import math
 import platform
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
 from model.checkpoint import TrainingRecord, save_checkpoint
 from model.device import describe
@@ -39,7 +44,7 @@ class Milestones:
 
     def __init__(self, plan: Plan, gpt: GPT, optimizers: Optimizers, report: Reporter) -> None:
         self.plan, self.run, self.gpt, self.optimizers = plan, plan.run, gpt, optimizers
-        self.report = report
+        self.report, self.ranks = report, plan.ranks
         self.forward = Forward(gpt, plan.placement, dropout=0.0)
         self.windows = ValidationWindows(
             plan.prepared.val,
@@ -51,15 +56,26 @@ class Milestones:
         self.evaluations: list[dict[str, Any]] = []
         self.samples: list[tuple[str, str]] = []
         self.sampled_at: int | None = None
+        self.saved_at: int | None = None  # the step of the saved state
 
-    def resume(self) -> None:
-        """Take up what the run's metrics tell."""
+    def resume(self, step: int) -> None:
+        """Take up what the run's metrics tell, its state being that of `step`."""
         self.evaluations = [each for each in self.run.metrics() if each["kind"] == "eval"]
+        self.saved_at = step
 
     def evaluate(self, counters: Counters) -> bool:
-        """Measure and record the validation loss. True: the best of the trained ones so far."""
-        evaluation = evaluate(self.gpt, self.windows, self.forward)
-        step, bits = counters.step, evaluation.bits_per_byte
+        """Measure and record the validation loss, unless it is known at this step. True: the best
+        of the trained ones so far."""
+        step = counters.step
+        if self.evaluations and self.evaluations[-1]["step"] == step:
+            return False
+        evaluation = evaluate(self.gpt, self.windows, self.forward, self.ranks)
+        if not math.isfinite(evaluation.loss):
+            raise TrainingError(
+                f"training diverged: at step {step} the validation loss is {evaluation.loss}. "
+                f"{self.safe()} Try lower learning rates or a warmup"
+            )
+        bits = evaluation.bits_per_byte
         best = min((each["val_loss"] for each in self.evaluations), default=math.inf)
         is_best = evaluation.loss < best
         record = {
@@ -70,13 +86,25 @@ class Milestones:
             "tokens": evaluation.tokens,
             "seconds": round(counters.seconds, 3),
         }
-        self.run.append(record)
+        self.record(record)
         self.evaluations.append(record)
         self.report(Evaluated(step, evaluation.loss, bits, is_best))
-        title = f"{self.run.path.name}, step {step}: {bits:.3f} bits per byte"
-        if not plot.draw(self.run.metrics(), self.run.plot, title) and step == 0:
-            self.report(Noticed("no loss.png: matplotlib is not installed"))
+        if self.ranks.leads:
+            self._draw(step, bits)
         return is_best and step > 0
+
+    def record(self, record: Mapping[str, Any]) -> None:
+        """Add to the run's metrics."""
+        if self.ranks.leads:
+            with self._writing(record["step"]):
+                self.run.append(record)
+
+    def _draw(self, step: int, bits: float) -> None:
+        title = f"{self.run.path.name}, step {step}: {bits:.3f} bits per byte"
+        with self._writing(step):
+            drawn = plot.draw(self.run.metrics(), self.run.plot, title)
+        if not drawn and step == 0:
+            self.report(Noticed("no loss.png: matplotlib is not installed"))
 
     def without_best(self) -> int:
         """Evaluations since the best one."""
@@ -85,7 +113,7 @@ class Milestones:
 
     def sample(self, step: int) -> None:
         """Let the model write after each prompt, unless it did at this step."""
-        if self.sampled_at == step:
+        if self.sampled_at == step or not self.ranks.leads:
             return
         self.samples = []
         self.sampled_at = step
@@ -100,7 +128,8 @@ class Milestones:
                 forward=self.forward,
             )
             self.samples.append((prompt, text))
-            self.run.append_sample(step, prompt, text)
+            with self._writing(step):
+                self.run.append_sample(step, prompt, text)
             self.report(Sampled(step, prompt, text))
 
     def _prompts(self) -> tuple[str, ...]:
@@ -112,28 +141,61 @@ class Milestones:
         texts = (tokenizer.decode(tokens[start : start + 8].tolist()) for start in starts)
         return tuple(text.strip("\ufffd") for text in texts)
 
-    def save(self, counters: Counters) -> None:
-        """State first, then evaluation and samples, then the checkpoint that shows them."""
-        try:
-            save_state(
-                self.run.state,
-                gpt=self.gpt,
-                optimizers=self.optimizers,
-                counters=counters,
-                environment=Environment.of(self.plan.placement),
-            )
-            if counters.step in self.run.checkpoints():
-                return  # these weights are saved already: stopped at once after a save
-            self.evaluate(counters)
+    def save(self, counters: Counters, reports: Mapping[str, Any]) -> None:
+        """State first, then evaluation and samples, then the checkpoint that shows them. `reports`
+        is what the state keeps of what was reported, and of what was not yet."""
+        if self.ranks.leads:
+            self._require_finite(counters.step)
+            with self._writing(counters.step):
+                save_state(
+                    self.run.state,
+                    gpt=self.gpt,
+                    optimizers=self.optimizers,
+                    counters=counters,
+                    environment=Environment.of(self.plan.placement, self.ranks.size),
+                    reports=reports,
+                )
+        self.saved_at = counters.step
+        self.finish_save(counters)
+
+    def finish_save(self, counters: Counters) -> None:
+        """What follows a saved state, as far as it is not there: a kill may have prevented it."""
+        self.evaluate(counters)
+        if not self.ranks.leads:
+            return
+        if counters.step in self.run.checkpoints():
+            self.run.prune(self.plan.recipe.keep, self.saved_at)
+        else:
             self.sample(counters.step)
             self.save_checkpoint(counters)
-        except OSError as error:
+
+    def _require_finite(self, step: int) -> None:
+        """The last update may have spoiled the weights, and no loss has seen them yet."""
+        for name, parameter in self.gpt.named_parameters():
+            if not bool(parameter.isfinite().all()):
+                raise TrainingError(
+                    f"training diverged: after step {step} {name} holds numbers that are not "
+                    f"finite. {self.safe()} Try lower learning rates or a warmup"
+                )
+
+    @contextmanager
+    def _writing(self, step: int) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, SafetensorError) as error:
             raise TrainingError(
-                f"step {counters.step} could not be saved: {error}. {self.safe()}"
+                f"step {step} could not be saved: {error}. {self.safe()} With room on the disk, "
+                "--resume goes on"
             ) from error
 
     def save_checkpoint(self, counters: Counters) -> None:
         """Write the weights as the last evaluation found them, and move the links."""
+        if self.ranks.leads:
+            with self._writing(counters.step):
+                path = self._save_checkpoint(counters)
+            self.report(Saved(counters.step, path))
+
+    def _save_checkpoint(self, counters: Counters) -> Path:
         run, evaluation = self.run, self.evaluations[-1]
         path = run.checkpoint(counters.step)
         save_checkpoint(
@@ -153,8 +215,8 @@ class Milestones:
             chat_template=self.plan.chat_template,
         )
         run.link_newest_and_best()
-        run.prune(self.plan.recipe.keep)
-        self.report(Saved(counters.step, path))
+        run.prune(self.plan.recipe.keep, self.saved_at)
+        return path
 
     def _card(self, name: str, counters: Counters) -> str:
         plan, placement = self.plan, self.plan.placement
@@ -167,7 +229,8 @@ class Milestones:
                 data=plan.prepared.record,
                 command=command(plan.config),
                 machine=f"{platform.machine()}, {describe(placement.device)}, "
-                f"{placement.dtype_name}, threads: {placement.threads}, torch {torch.__version__}",
+                f"{placement.dtype_name}, {self._processes()}threads: {placement.threads}, "
+                f"torch {torch.__version__}",
                 step=counters.step,
                 tokens=counters.tokens,
                 seconds=counters.seconds,
@@ -177,6 +240,9 @@ class Milestones:
                 temperature=TEMPERATURE,
             )
         )
+
+    def _processes(self) -> str:
+        return f"processes: {self.ranks.size}, " if self.ranks.size > 1 else ""
 
     def safe(self) -> str:
         """What is left on the disk, as a sentence."""

@@ -10,7 +10,7 @@
   state/state.pt   the trainer's own state, for an exact resume
 
 Everything is written aside and renamed, so a kill at any moment leaves a directory that can be
-served and resumed. Knows files, not training.
+served and resumed. Of several processes only the first writes. Knows files, not training.
 """
 
 import json
@@ -25,6 +25,7 @@ from model.training.config import TrainingError
 
 RUN, METRICS, SAMPLES, PLOT = "run.json", "metrics.jsonl", "samples.txt", "loss.png"
 _STEP = re.compile(r"step-(\d{6,})")
+_SAMPLE = re.compile(r"^=== step (\d+)$", re.MULTILINE)
 
 
 class RunDirectory:
@@ -42,6 +43,11 @@ class RunDirectory:
     def create(cls, path: Path) -> "RunDirectory":
         """A new run. Refuses a directory that holds anything already."""
         if path.exists() and (not path.is_dir() or any(path.iterdir())):
+            if path.is_dir() and not (path / RUN).exists():
+                raise TrainingError(
+                    f"{path} exists already and holds no {RUN}: if it is what a run left that was "
+                    "killed while it prepared its text, remove it, else choose another --out"
+                )
             raise TrainingError(
                 f"{path} exists already: resume it with --resume, or choose another --out"
             )
@@ -86,12 +92,13 @@ class RunDirectory:
         match = _STEP.fullmatch(os.readlink(link)) if link.is_symlink() else None
         return int(match[1]) if match and link.exists() else None
 
-    def prune(self, keep: int) -> None:
-        """Remove all checkpoints but the newest `keep`, and those that are linked."""
-        linked = {self.linked_step(self.latest), self.linked_step(self.best)}
+    def prune(self, keep: int, state_step: int | None) -> None:
+        """Remove all checkpoints but the newest `keep`, those that are linked, and that of the
+        step to which a resumed run would go back."""
+        kept = {self.linked_step(self.latest), self.linked_step(self.best), state_step}
         for step, path in list(self.checkpoints().items())[:-keep]:
-            if step not in linked:
-                shutil.rmtree(path)
+            if step not in kept:
+                _remove(path)
 
     def append(self, record: Mapping[str, Any]) -> None:
         """Add a line to the metrics."""
@@ -111,17 +118,41 @@ class RunDirectory:
             file.write(f"=== step {step}\n{prompt}{text}\n\n")
 
     def rewind(self, step: int) -> None:
-        """Forget what happened after `step`: it will happen again, in the same way."""
+        """Forget what happened after the state of `step` was saved: it will happen again, in the
+        same way. Removes what a kill left half done."""
+        self._sweep()
         kept = [record for record in self.metrics() if record["step"] <= step]
         _replace(self.path / METRICS, "".join(json.dumps(each) + "\n" for each in kept))
+        self._cut_samples(step if step in self.checkpoints() else step - 1)
+        self.link_newest_and_best(last=step)  # before what they point to goes
         for later, path in self.checkpoints().items():
             if later > step:
-                shutil.rmtree(path)
-        self.link_newest_and_best()
+                _remove(path)
 
-    def link_newest_and_best(self) -> None:
-        """Point `latest` and `best` to checkpoints that are there."""
-        steps = list(self.checkpoints())
+    def _sweep(self) -> None:
+        """Remove files and folders that were being written when a process was killed."""
+        state = self.state.parent.glob(f".{self.state.name}.*")
+        for left in [*self.path.glob(".step-*"), *self.path.glob(".*.part"), *state]:
+            if left.is_dir() and not left.is_symlink():
+                shutil.rmtree(left)
+            else:
+                left.unlink()
+
+    def _cut_samples(self, last: int) -> None:
+        """Keep the samples up to step `last`."""
+        path = self.path / SAMPLES
+        if not path.is_file():
+            return
+        with path.open(encoding="utf-8", newline="") as file:
+            text = file.read()
+        for head in _SAMPLE.finditer(text):
+            if int(head[1]) > last:
+                _replace(path, text[: head.start()])
+                return
+
+    def link_newest_and_best(self, last: int | None = None) -> None:
+        """Point `latest` and `best` to checkpoints that are there, up to step `last`."""
+        steps = [step for step in self.checkpoints() if last is None or step <= last]
         scores = {
             record["step"]: record["val_loss"]
             for record in self.metrics()
@@ -139,6 +170,22 @@ class RunDirectory:
         aside.unlink(missing_ok=True)
         aside.symlink_to(self.checkpoint(step).name)
         aside.replace(link)
+
+
+def sync(path: Path) -> None:
+    """Flush a folder's entries to the disk, so that a rename outlives a loss of power."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _remove(path: Path) -> None:
+    """Remove a checkpoint in one stroke: a folder that is there is whole."""
+    aside = path.with_name(f".{path.name}.gone")
+    path.rename(aside)
+    shutil.rmtree(aside)
 
 
 def _replace(path: Path, text: str) -> None:

@@ -1,20 +1,23 @@
 """State: everything that a run needs to go on exactly where it stopped.
 
-One file, `state/state.pt`: float32 weights, the states of all optimizers, the random state, the
-step and its counters. The data position is not in it: batches are a function of the step. Written
-aside, synced and renamed; read with `weights_only=True`, so reading never executes code. Does not
-cover checkpoints (`model/checkpoint.py`): those are for serving.
+One file, `state/state.pt`: float32 weights, the states of all optimizers, the step and its
+counters, and of the reports the sums of what was not yet told and the best of what was. Neither the
+data position nor a random state is in it: batches and the noise of dropout are functions of the
+seed and the step (`model/training/batches.py`). Written aside, synced and renamed; read with
+`weights_only=True`, so reading never executes code. Does not cover checkpoints
+(`model/checkpoint.py`): those are for serving.
 
 Bit for bit is promised where the recorded environment is the same (torch, instruction set,
-threads, device, dtype); `differences` says where it is not.
+threads, device, dtype, processes); `differences` says where it is not.
 """
 
 import os
 import pickle
 import tempfile
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 
@@ -22,8 +25,9 @@ from model.device import Placement, describe
 from model.gpt import GPT
 from model.training.config import TrainingError
 from model.training.recipe import Optimizers
+from model.training.run import sync
 
-VERSION = 1
+VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -34,14 +38,16 @@ class Environment:
     device: str
     dtype: str
     threads: int
+    processes: int
 
     @classmethod
-    def of(cls, placement: Placement) -> "Environment":
+    def of(cls, placement: Placement, processes: int = 1) -> "Environment":
         return cls(
             torch=str(torch.__version__),  # a plain string: weights_only reads no other
             device=describe(placement.device),
             dtype=placement.dtype_name,
             threads=placement.threads,
+            processes=processes,
         )
 
     def differences(self, other: "Environment") -> str:
@@ -70,8 +76,9 @@ def save_state(
     optimizers: Optimizers,
     counters: Counters,
     environment: Environment,
+    reports: Mapping[str, Any],
 ) -> None:
-    """Replace the state file, whole or not at all."""
+    """Replace the state file, whole or not at all. Raises OSError when it cannot be written."""
     path.parent.mkdir(parents=True, exist_ok=True)
     document = {
         "version": VERSION,
@@ -79,44 +86,55 @@ def save_state(
         "environment": asdict(environment),
         "weights": gpt.state_dict(),
         "optimizers": optimizers.state_dict(),
-        "rng": torch.get_rng_state(),
-        "cuda_rng": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        "reports": dict(reports),
     }
     descriptor, aside = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
         with os.fdopen(descriptor, "wb") as file:
-            torch.save(document, file)
+            _write(document, file)
             file.flush()
             os.fsync(file.fileno())
         Path(aside).replace(path)
+        sync(path.parent)
     except BaseException:
         Path(aside).unlink(missing_ok=True)
         raise
 
 
-def load_state(path: Path, *, gpt: GPT, optimizers: Optimizers) -> tuple[Counters, Environment]:
-    """Restore weights, optimizers and the random state; returns the rest."""
+def _write(document: Mapping[str, Any], file: BinaryIO) -> None:
+    try:
+        torch.save(document, file)
+    except RuntimeError as error:
+        # torch's writer puts an error of its own in front of the file's.
+        cause = error.__context__
+        raise (cause if isinstance(cause, OSError) else OSError(str(error))) from error
+
+
+def load_state(
+    path: Path, *, gpt: GPT, optimizers: Optimizers
+) -> tuple[Counters, Environment, dict[str, Any]]:
+    """Restore weights and optimizers; returns the counters, where it was saved, and what
+    it keeps of the run's reports."""
     document = read_state(path)
     try:
         gpt.load_state_dict(document["weights"])
         optimizers.load_state_dict(document["optimizers"])
-        torch.set_rng_state(document["rng"])
-        if torch.cuda.is_available() and document["cuda_rng"]:
-            torch.cuda.set_rng_state_all(document["cuda_rng"])
-        return Counters(**document["counters"]), Environment(**document["environment"])
+        return (
+            Counters(**document["counters"]),
+            Environment(**document["environment"]),
+            dict(document["reports"]),
+        )
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
         raise TrainingError(f"{path} does not fit the run's model: {error}") from error
 
 
-def read_state(path: Path) -> dict[str, Any]:
-    """The file's contents, or a sentence about what is wrong with it."""
+def read_state(path: Path, *, mapped: bool = False) -> dict[str, Any]:
+    """The file's contents, or a sentence about what is wrong with it. `mapped` leaves tensors on
+    the disk: for those who want a number."""
     try:
-        document = torch.load(path, map_location="cpu", weights_only=True)
+        document = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except FileNotFoundError as error:
-        raise TrainingError(
-            f"there is nothing to resume: {path} does not exist; the run stopped before it first "
-            "saved"
-        ) from error
+        raise TrainingError(f"there is nothing to resume: {path} does not exist") from error
     except (OSError, RuntimeError, EOFError, KeyError, pickle.UnpicklingError) as error:
         raise TrainingError(f"{path} is no whole training state: {error}") from error
     version = document.get("version") if isinstance(document, dict) else None

@@ -1,11 +1,12 @@
 """Trainer: from a configuration to a trained checkpoint. `train` is the entry.
 
-A step: forward and backward over `accumulate` batches, clip, update, count. Between steps: log,
-sample, evaluate, save, each when it is due.
+A step: forward and backward over this process's share of its batches, add up the gradients of all
+processes, clip, update, count. Between steps: log, sample, evaluate, save, each when it is due.
 
-Covers one process on one device. What each part does stands in the file of its name: `begin` (what
-a run is made of), `recipe` (weights, optimizers, learning rates), `forward`, `batches`,
-`milestones` (evaluations, samples, checkpoints), `length`, `log`, `state`.
+Covers one process on one device, or several with a copy of the model in each. What each part does
+stands in the file of its name: `begin` (what a run is made of), `recipe` (weights, optimizers,
+learning rates), `forward`, `batches`, `ranks` (several processes), `milestones` (evaluations,
+samples, checkpoints), `health` (whether it still learns), `length`, `log`, `state`.
 
 Shapes: B sequences, T positions, V = vocab_size.
 """
@@ -13,28 +14,33 @@ Shapes: B sequences, T positions, V = vocab_size.
 import math
 import time
 import warnings
-from dataclasses import asdict, dataclass
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 import torch.nn.functional as F
 
 from model.device import describe, use_threads
 from model.gpt import GPT
-from model.training.batches import Batches
-from model.training.begin import Plan, begin, begin_again
+from model.training.batches import Batches, noise_seed
+from model.training.begin import Plan, begin
 from model.training.config import TrainingConfig, TrainingError
 from model.training.events import Noticed, Progress, Reporter, Started, silent
 from model.training.forward import Forward
+from model.training.health import Health, Look
 from model.training.interrupt import StopSignals
 from model.training.length import Length
-from model.training.log import StepLog
+from model.training.log import Figures, StepLog
 from model.training.milestones import Milestones
+from model.training.ranks import Ranks, together
 from model.training.recipe import Optimizers, initialise, share_of_peak
 from model.training.state import Counters, Environment, load_state
 
-Reason = Literal["finished", "time is up", "interrupted", "no improvement"]
+Reason = Literal["finished", "time is up", "no improvement", "interrupted"]
+REASONS: tuple[Reason, ...] = get_args(Reason)
+"""In rising order: of what several processes have, the last counts."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +56,7 @@ class TrainingResult:
     val_loss: float
     val_bits_per_byte: float
     reason: Reason
+    rank: int = 0  # of the process that says so; the first speaks for all
 
 
 def train(config: TrainingConfig, report: Reporter = silent) -> TrainingResult:
@@ -60,18 +67,26 @@ def train(config: TrainingConfig, report: Reporter = silent) -> TrainingResult:
     and thread count as they were.
     """
     threads = torch.get_num_threads()
-    with torch.random.fork_rng(), warnings.catch_warnings():
+    with together() as ranks, _random_state(ranks, config), warnings.catch_warnings():
         # Autocast gives the norms of queries and keys bfloat16 inputs and float32 weights, and
         # torch says that this takes its unfused path.
         warnings.filterwarnings("ignore", "Mismatch dtype between input and weight")
+        report = report if ranks.leads else silent
         try:
-            plan = begin_again(config, report) if config.resume else begin(config, report)
-            trainer = Trainer(plan, report)
+            trainer = Trainer(begin(config, ranks, report), report)
             if config.resume:
                 trainer.load()
-            return trainer.fit()
+            result = trainer.fit()
+            ranks.wait()  # the first has written all
+            return result
         finally:
             use_threads(threads)
+
+
+def _random_state(ranks: Ranks, config: TrainingConfig) -> AbstractContextManager[None]:
+    """Gives the caller's random state back at the end."""
+    device = ranks.device(config.device)
+    return torch.random.fork_rng([device] if device.type == "cuda" else [])
 
 
 class Trainer:
@@ -80,6 +95,8 @@ class Trainer:
     def __init__(self, plan: Plan, report: Reporter) -> None:
         recipe, placement = plan.recipe, plan.placement
         use_threads(placement.threads)
+        if placement.device.type == "cuda" and plan.ranks.size > 1:
+            torch.cuda.set_device(placement.device)  # where NCCL takes its buffers
         torch.manual_seed(recipe.seed)
         self.plan, self.recipe, self.run, self.report = plan, recipe, plan.run, report
         self.gpt = GPT(plan.model)
@@ -90,7 +107,9 @@ class Trainer:
         self.batches = Batches(
             plan.prepared.train, window=plan.model.context_length, seed=recipe.seed
         )
+        self.share, self.ranks = plan.share, plan.ranks
         self.milestones = Milestones(plan, self.gpt, self.optimizers, report)
+        self.health = Health(recipe.warmup)
         by_clock = plan.config.minutes is not None and plan.config.steps is None
         self.length = Length(None if by_clock else recipe.steps, plan.config.minutes)
         self.counters = Counters()
@@ -98,15 +117,21 @@ class Trainer:
         self.began = time.monotonic()
 
     def load(self) -> None:
-        """Take up the run's saved state, and forget what was written after it."""
-        self.counters, before = load_state(self.run.state, gpt=self.gpt, optimizers=self.optimizers)
-        if differences := Environment.of(self.plan.placement).differences(before):
-            self.report(
-                Noticed(f"resuming, but not bit for bit as one run would have gone: {differences}")
+        """Take up the run's saved state; a run that was killed before it first saved begins."""
+        if self.run.state.exists():
+            self.counters, before, reports = load_state(
+                self.run.state, gpt=self.gpt, optimizers=self.optimizers
             )
-        self.run.rewind(self.counters.step)
-        self.milestones.resume()
-        self.log.resume(self.run.metrics())
+            here = Environment.of(self.plan.placement, self.ranks.size)
+            if differences := here.differences(before):
+                self.report(
+                    Noticed(
+                        f"resuming, but not bit for bit as one run would have gone: {differences}"
+                    )
+                )
+            self.log.restore(reports["log"])
+            self.health.restore(reports["health"])
+        self.milestones.resume(self.counters.step)
         self.began = time.monotonic() - self.counters.seconds
 
     def fit(self) -> TrainingResult:
@@ -115,20 +140,33 @@ class Trainer:
         with StopSignals(self._stopping) as signals:
             if self.counters.step == 0:
                 self.milestones.evaluate(self.counters)
-            elif self.counters.step not in self.run.checkpoints():
-                self.milestones.save(self.counters)
+            else:
+                self.milestones.finish_save(self.counters)
             self.log.start()
             reason = self._reason_to_stop(signals)
             while reason is None:
                 self._step()
                 reason = self._reason_to_stop(signals)
-                if reason is None:
-                    self._between_steps()
+                if reason is None and self._between_steps():
                     self.log.start()
                     reason = self._reason_to_stop(signals)
-            self._log()
-            self.milestones.save(self.counters)
+            self._end(reason)
             return self._result(reason)
+
+    def _end(self, reason: Reason) -> None:
+        """Keep what there is. Interrupted, the steps since the last report stay to be reported:
+        they are in the state, and the resumed run reports as one run would have."""
+        if reason == "interrupted":
+            self._look(self.log.figures())
+        else:
+            self._log()
+        if complaint := self.health.complaint(last=reason != "interrupted"):
+            raise self._diverged(complaint)
+        if self.health.suspected:
+            self.milestones.evaluate(self.counters)
+            self.report(Noticed(self._not_saved()))
+        else:
+            self._save()
 
     def _report_start(self) -> None:
         placement = self.plan.placement
@@ -141,58 +179,69 @@ class Trainer:
                 device=describe(placement.device),
                 dtype=placement.dtype_name,
                 threads=placement.threads,
+                processes=self.ranks.size,
             )
         )
 
     def _step(self) -> None:
         """Forward, backward, update."""
-        recipe, device = self.recipe, self.plan.placement.device
-        share = share_of_peak(recipe, self.counters.step, self.length.done(self.counters))
-        size, total = recipe.batch_size, recipe.batch_size * recipe.accumulate
+        recipe, share, device = self.recipe, self.share, self.plan.placement.device
+        peak = share_of_peak(recipe, self.counters.step, self.length.done(self.counters))
         loss = torch.zeros((), device=device)
-        for part in range(recipe.accumulate):
-            inputs, targets = self.batches.batch(self.counters.step * total + part * size, size)
+        for first in share.batches(self.counters.step):
+            inputs, targets = self.batches.batch(first, share.batch_size)
+            torch.manual_seed(noise_seed(recipe.seed, first))
             logits = self.forward(inputs.to(device))  # (B, T, V)
             part_loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.to(device).flatten())
-            (part_loss / recipe.accumulate).backward()
-            loss += part_loss.detach() / recipe.accumulate
-        norm = torch.nn.utils.clip_grad_norm_(self.gpt.parameters(), recipe.clip or math.inf)
-        self.optimizers.step(share)
-        tokens = total * self.gpt.config.context_length
-        self.log.add(loss=loss, norm=norm, share=share, tokens=tokens)
+            (part_loss / share.parts).backward()
+            loss += part_loss.detach() / share.parts
+        parameters = list(self.gpt.parameters())
+        gradients = [each.grad for each in parameters if each.grad is not None]
+        self.ranks.add_up([*gradients, loss])
+        norm = torch.nn.utils.clip_grad_norm_(parameters, recipe.clip or math.inf)
+        self.optimizers.step(peak)
+        tokens = share.total * self.gpt.config.context_length
+        self.log.add(loss=loss, norm=norm, share=peak, tokens=tokens)
         self.counters = Counters(
             step=self.counters.step + 1,
             tokens=self.counters.tokens + tokens,
             seconds=time.monotonic() - self.began,
         )
+        if self.counters.step == 1:
+            self.health.begin(float(loss))
 
-    def _between_steps(self) -> None:
-        """Whatever is due after a step that is not the last."""
+    def _between_steps(self) -> bool:
+        """Whatever is due after a step that is not the last. True: there was something."""
         step, recipe = self.counters.step, self.recipe
         saves = step % recipe.checkpoint_every == 0
         evaluates = step % recipe.eval_every == 0
         samples = step % recipe.sample_every == 0
-        if saves or evaluates or samples or step % self.plan.config.log_every == 0:
-            self._log()
-        if saves:
-            self.milestones.save(self.counters)
-        elif evaluates and self.milestones.evaluate(self.counters):
+        if not (saves or evaluates or samples or step % self.plan.config.log_every == 0):
+            return False
+        self._log()
+        if saves and not self.health.suspected:
+            self._save()
+        elif (saves or evaluates) and self.milestones.evaluate(self.counters):
             self.milestones.save_checkpoint(self.counters)
+        if saves and self.health.suspected:
+            self.report(Noticed(self._not_saved()))
         if samples:
             self.milestones.sample(step)
+        return True
+
+    def _save(self) -> None:
+        reports = {"log": self.log.state(), "health": self.health.state()}
+        self.milestones.save(self.counters, reports)
 
     def _log(self) -> None:
         """Report and record the steps since the last report. The loss is looked at only here."""
         if not self.log.steps:
             return
         figures, counters = self.log.take(), self.counters
-        if not math.isfinite(figures.loss) or not math.isfinite(figures.gradient_norm):
-            raise TrainingError(
-                f"training diverged: at step {counters.step} the loss is {figures.loss} and the "
-                f"gradient norm {figures.gradient_norm}. {self.milestones.safe()} Try lower "
-                "learning rates or a warmup"
-            )
-        self.run.append(
+        self._look(figures)
+        if complaint := self.health.complaint():
+            raise self._diverged(complaint)
+        self.milestones.record(
             {"kind": "train", "step": counters.step, "tokens": counters.tokens}
             | asdict(figures)
             | {"seconds": round(counters.seconds, 3)}
@@ -211,10 +260,29 @@ class Trainer:
             )
         )
 
+    def _look(self, figures: Figures | None) -> None:
+        if figures is not None:
+            loss, smoothed, norm = figures.loss, figures.smoothed_loss, figures.gradient_norm
+            self.health.look(Look(self.counters.step, loss, smoothed, norm))
+
     def _reason_to_stop(self, signals: StopSignals) -> Reason | None:
+        """Decided by the first process, or by a signal to any, and the same for all."""
+        own = self._own_reason(signals)
+        code, seconds = self.ranks.highest(
+            [
+                REASONS.index(own) if own else -1,
+                self.counters.seconds if self.ranks.leads else 0.0,
+            ]
+        )
+        self.counters = replace(self.counters, seconds=seconds)
+        return REASONS[int(code)] if code >= 0 else None
+
+    def _own_reason(self, signals: StopSignals) -> Reason | None:
         patience = self.recipe.patience
         if signals.asked:
             return "interrupted"
+        if not self.ranks.leads:
+            return None
         if self.length.out_of_steps(self.counters):
             return "finished"
         if self.length.done(self.counters) >= 1:
@@ -222,6 +290,20 @@ class Trainer:
         if patience is not None and self.milestones.without_best() >= patience:
             return "no improvement"
         return None
+
+    def _diverged(self, complaint: str) -> TrainingError:
+        if not self.ranks.leads:
+            complaint = f"process {self.ranks.rank} of {self.ranks.size} stops with the first"
+            return TrainingError(complaint)
+        return TrainingError(
+            f"{complaint}. {self.milestones.safe()} Try lower learning rates or a warmup"
+        )
+
+    def _not_saved(self) -> str:
+        return (
+            f"step {self.counters.step} is not saved: the loss stands far above its best. "
+            f"{self.milestones.safe()}"
+        )
 
     def _stopping(self) -> None:
         self.report(
@@ -240,4 +322,5 @@ class Trainer:
             val_loss=last["val_loss"],
             val_bits_per_byte=last["val_bits_per_byte"],
             reason=reason,
+            rank=self.ranks.rank,
         )

@@ -39,5 +39,9 @@ def run(settings: TrainSettings) -> int:
     except KeyboardInterrupt:  # the second one: the first lets the trainer save
         print("logitd train: stopped without saving", file=sys.stderr)
         return 130
-    print(f"\nserve it:  logitd serve --checkpoint {result.best}")
+    if result.rank == 0:  # of several processes, one speaks
+        if result.reason == "interrupted":
+            print(f"\nstopped at step {result.step:,}: go on with")
+            print(f"           logitd train --resume --out {result.run}")
+        print(f"\nserve it:  logitd serve --checkpoint {result.best}")
     return 0

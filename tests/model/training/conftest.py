@@ -1,7 +1,10 @@
-"""A small text with structure, and a configuration that trains on it in a second or two."""
+"""A small text with structure, a configuration that trains on it in a second or two, and processes
+to train in."""
 
+import multiprocessing
 import random
 from collections.abc import Callable
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
@@ -60,3 +63,11 @@ def configure(story_file: Path, tmp_path: Path) -> Configure:
         return TrainingConfig(**{**values, **given})
 
     return make
+
+
+@pytest.fixture(scope="session")
+def processes() -> ForkServerContext:
+    """New processes that have imported the trainer and computed nothing."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["model.training.trainer", "hypothesis", __name__])
+    return context

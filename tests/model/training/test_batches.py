@@ -8,7 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from model.training.batches import Batches
+from model.training.batches import Batches, Share, noise_seed, share
+from model.training.config import TrainingError
 from model.training.shards import Shard
 
 
@@ -66,3 +67,35 @@ def test_a_text_shorter_than_a_window_is_refused() -> None:
     with pytest.raises(ValueError, match="16 tokens hold no window"):
         Batches(_shard(16), window=16, seed=0)
     assert Batches(_shard(17), window=16, seed=0).batch(0, 3)[0].shape == (3, 16)
+
+
+@given(st.integers(1, 24), st.integers(1, 12), st.integers(1, 24), st.integers(0, 3))
+def test_however_many_processes_share_a_step_it_is_the_same_sequences(
+    batch_size: int, accumulate: int, size: int, step: int
+) -> None:
+    total = batch_size * accumulate
+    if total % size:
+        with pytest.raises(TrainingError, match=rf"a step has {total} sequences .* {size} proc"):
+            share(batch_size, accumulate, rank=0, size=size)
+        return
+    shares = [share(batch_size, accumulate, rank=rank, size=size) for rank in range(size)]
+    numbers = [
+        number
+        for each in shares
+        for first in each.batches(step)
+        for number in range(first, first + each.batch_size)
+    ]
+    assert numbers == list(range(step * total, (step + 1) * total))
+    assert all(each.batch_size <= batch_size for each in shares)
+    assert {each.parts * each.batch_size for each in shares} == {total}
+
+
+def test_one_process_computes_the_batches_that_were_asked_for() -> None:
+    assert share(4, 3, rank=0, size=1) == Share(total=12, first=0, batch_size=4, passes=3, parts=3)
+    assert share(4, 2, rank=1, size=2) == Share(total=8, first=4, batch_size=4, passes=1, parts=2)
+
+
+def test_noise_depends_on_seed_and_sequence_alone() -> None:
+    seeds = {noise_seed(seed, sequence) for seed in (0, 1, 2**62) for sequence in range(100)}
+    assert len({each % 2**32 for each in seeds}) == 300, "torch's generator looks at 32 bits"
+    assert noise_seed(1, 5) == noise_seed(1, 5)

@@ -1,6 +1,7 @@
 """Loss and bits per byte."""
 
 import math
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ from model.config import gpt2_shape
 from model.gpt import GPT
 from model.tokenizer import END_OF_TEXT, Tokenizer
 from model.training.evaluate import ValidationWindows, bits_per_byte, byte_lengths, evaluate
+from model.training.ranks import Ranks
 from model.training.shards import Shard
 
 BYTES = {bytes([byte]): byte for byte in range(256)}
@@ -57,6 +59,26 @@ def test_all_of_the_text_is_measured_or_windows_spread_over_it() -> None:
     assert _windows(ids, window=10, batches=2).starts == [0, 20, 50, 70]
     whole = evaluate(_gpt(), _windows(ids, window=10), _uniform)
     assert whole.tokens == 100
+
+
+def test_several_processes_find_the_same_bits_as_one() -> None:
+    """Each of three computes its batches; their sums are added as over the network."""
+    gpt, windows = _gpt(), _windows([index % 256 for index in range(101)], window=8)
+    sums: list[Tensor] = []
+
+    @dataclass(frozen=True)
+    class Recorded(Ranks):
+        def total(self, numbers: Tensor) -> Tensor:
+            sums.append(numbers)
+            return torch.stack(sums).sum(0)
+
+    def forward(ids: Tensor) -> Tensor:
+        return gpt(ids).logits.detach()
+
+    last = [evaluate(gpt, windows, forward, Recorded(rank, 3)) for rank in range(3)][-1]
+    assert len(windows) == 6
+    assert [int((each[:, 1] > 0).sum()) for each in sums] == [2, 2, 2]
+    assert last == evaluate(gpt, windows, forward)
 
 
 def test_evaluation_draws_nothing_and_leaves_the_mode() -> None:

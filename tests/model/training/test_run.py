@@ -30,7 +30,9 @@ def test_links_are_relative_and_name_the_newest_and_the_best(tmp_path: Path) -> 
 
 def test_pruning_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
     run = _run(tmp_path / "run", {5: 3.0, 10: 2.0, 15: 2.5, 20: 2.6, 25: 2.7})
-    run.prune(keep=2)
+    run.prune(keep=2, state_step=15)
+    assert list(run.checkpoints()) == [10, 15, 20, 25]
+    run.prune(keep=2, state_step=25)
     assert list(run.checkpoints()) == [10, 20, 25]
 
 

@@ -31,19 +31,18 @@ def _save(path: Path) -> None:
         optimizers=optimizers,
         counters=Counters(step=7, tokens=70, seconds=1.5),
         environment=HERE,
+        reports={"steps": 2, "loss": torch.tensor(5.0)},
     )
 
 
-def test_counters_environment_and_random_state_come_back(tmp_path: Path) -> None:
+def test_counters_environment_and_unreported_steps_come_back(tmp_path: Path) -> None:
     path = tmp_path / "state" / "state.pt"
     _save(path)
-    expected = torch.get_rng_state()
     gpt, optimizers = _model()
-    torch.rand(5)
-    counters, environment = load_state(path, gpt=gpt, optimizers=optimizers)
+    counters, environment, reports = load_state(path, gpt=gpt, optimizers=optimizers)
     assert counters == Counters(step=7, tokens=70, seconds=1.5)
     assert environment == HERE
-    assert torch.equal(torch.get_rng_state(), expected)
+    assert reports == {"steps": 2, "loss": torch.tensor(5.0)}
     assert [file.name for file in path.parent.iterdir()] == ["state.pt"]
 
 
@@ -88,6 +87,9 @@ def test_the_state_of_another_model_is_refused(tmp_path: Path) -> None:
 
 
 def test_differences_of_environments_are_named() -> None:
-    other = Environment(torch=HERE.torch, device=HERE.device, dtype="bfloat16", threads=4)
+    other = Environment(torch="2.0", device="cpu (AVX2)", dtype="bfloat16", threads=4, processes=2)
     assert HERE.differences(HERE) == ""
-    assert HERE.differences(other) == "dtype float32, was bfloat16, threads 2, was 4"
+    assert HERE.differences(other) == (
+        f"torch {HERE.torch}, was 2.0, device {HERE.device}, was cpu (AVX2), dtype float32, "
+        "was bfloat16, threads 2, was 4, processes 1, was 2"
+    )

@@ -1,0 +1,230 @@
+"""Several processes train one model: real ones, started by torchrun, that meet on loopback."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from model.checkpoint import read_checkpoint
+from model.training.config import TrainingConfig
+from model.training.state import read_state
+from model.training.trainer import train
+from tests.model.training.conftest import story
+
+ROOT = Path(__file__).parent.parent.parent
+SHAPE: dict[str, Any] = {
+    "vocab_size": 320,
+    "n_layer": 2,
+    "n_head": 2,
+    "d_model": 32,
+    "context_length": 32,
+    "dropout": 0.1,
+}
+RECIPE: dict[str, Any] = {
+    "dtype": "float32",
+    "threads": 1,
+    "batch_size": 4,
+    "accumulate": 2,
+    "decay": "constant",
+    "clip": 1.0,
+    "log_every": 1,
+    "eval_every": 3,
+    "eval_batches": 3,
+    "checkpoint_every": 3,
+    "sample_every": 1000,
+    "sample_tokens": 2,
+}
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "story.txt"
+    path.write_text(story(600), encoding="utf-8")
+    return path
+
+
+def configuration(text: Path, out: str, **given: Any) -> TrainingConfig:
+    values = SHAPE | RECIPE | {"data": (str(text),), "out": text.parent / out} | given
+    return TrainingConfig(**values)
+
+
+def flags(config: TrainingConfig) -> list[str]:
+    words = []
+    for name in sorted(config.model_fields_set):
+        value = getattr(config, name)
+        flag = "--" + name.replace("_", "-")
+        for each in value if isinstance(value, tuple) else (value,):
+            words += [flag] if each is True else [flag, str(each)]
+    return words
+
+
+class Torchrun:
+    """`torchrun --no-python --nproc-per-node N logitd train ...` in a session of its own."""
+
+    def __init__(self, config: TrainingConfig, processes: int = 2) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        meeting = ["--master-addr", "127.0.0.1", "--master-port", str(port)]
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "torch.distributed.run", "--no-python", *meeting,
+             "--nproc-per-node", str(processes),
+             sys.executable, "-m", "service.cli", "train", *flags(config)],
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )  # fmt: skip
+
+    def finish(self, timeout: float = 100) -> tuple[int, str, str]:
+        try:
+            out, err = self.process.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            self.process.terminate()  # torchrun ends its processes
+            raise
+        return self.process.returncode, out, err
+
+    def wait_for_step(self, metrics: Path, step: int) -> None:
+        deadline = time.monotonic() + 60
+        while not any(each["step"] >= step for each in read(metrics)):
+            assert time.monotonic() < deadline
+            assert self.process.poll() is None, self.finish()
+            time.sleep(0.01)
+
+    def workers(self) -> list[int]:
+        """Process ids, rank by rank."""
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
+        ranks = {}
+        for pid in map(int, children.read_text().split()):
+            environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+            ranks[next(each for each in environment if each.startswith(b"RANK="))] = pid
+        return [ranks[name] for name in sorted(ranks)]
+
+
+def read(metrics: Path) -> list[dict[str, Any]]:
+    if not metrics.exists():
+        return []
+    lines = metrics.read_text().splitlines(keepends=True)
+    return [json.loads(each) for each in lines if each.endswith("\n")]
+
+
+def losses(run: Path) -> list[tuple[str, int, float]]:
+    return [
+        (each["kind"], each["step"], each["loss" if each["kind"] == "train" else "val_loss"])
+        for each in read(run / "metrics.jsonl")
+    ]
+
+
+def test_two_processes_are_one_that_accumulates_two_batches_to_the_bit(text: Path) -> None:
+    """With dropout, clipping and Muon; and one process goes on where the two had stopped, which is
+    told, as it is on another number of processes."""
+    one = configuration(text, "one", steps=6)
+    two = configuration(text, "two", steps=3)
+    started = Torchrun(two)
+    train(one)
+    code, out, err = started.finish()
+    assert code == 0, err
+    assert out.count("step      3  saved") == 1, "one of the two reports"
+    assert "in each of 2 processes" in out
+    assert out.count("serve it") == 1
+    notices: list[str] = []
+    resume = TrainingConfig(out=two.out, resume=True, steps=6)
+    train(resume, lambda event: notices.append(str(event)))
+    assert any("processes 1, was 2" in notice for notice in notices)
+    assert two.out is not None
+    assert one.out is not None
+    assert losses(one.out) == losses(two.out)
+    weights = [read_state(run / "state" / "state.pt")["weights"] for run in (one.out, two.out)]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+@pytest.mark.slow
+def test_two_processes_go_on_where_one_stopped(text: Path) -> None:
+    one = configuration(text, "one", steps=6)
+    resumed = configuration(text, "resumed", steps=3)
+    train(one)
+    train(resumed)
+    assert one.out is not None
+    assert resumed.out is not None
+    code, _, err = Torchrun(TrainingConfig(out=resumed.out, resume=True, steps=6)).finish()
+    assert code == 0, err
+    assert losses(one.out) == losses(resumed.out)
+
+
+@pytest.mark.slow
+def test_a_batch_is_divided_where_accumulation_is_not(text: Path) -> None:
+    """8 sequences in one pass are 2 x 4 in two processes: the same tokens, other sums."""
+    given = {"batch_size": 8, "accumulate": 1, "dropout": 0.0, "steps": 4}
+    one, two = configuration(text, "one", **given), configuration(text, "two", **given)
+    train(one)
+    code, _, err = Torchrun(two).finish()
+    assert code == 0, err
+    assert one.out is not None
+    assert two.out is not None
+    pairs = list(zip(losses(one.out), losses(two.out), strict=True))
+    assert all(a[:2] == b[:2] and a[2] == pytest.approx(b[2], rel=1e-3) for a, b in pairs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("to", ["torchrun", "rank 1"])
+def test_a_signal_to_any_stops_all_at_the_same_step(text: Path, to: str) -> None:
+    """SIGTERM as a cluster sends it to torchrun, or to a process that does not lead."""
+    config = configuration(text, "run", steps=100_000, sample_every=100_000)
+    assert config.out is not None
+    started = Torchrun(config)
+    started.wait_for_step(config.out / "metrics.jsonl", 2)
+    pid = started.process.pid if to == "torchrun" else started.workers()[1]
+    os.kill(pid, signal.SIGTERM)
+    code, out, err = started.finish()
+    assert code == (1 if to == "torchrun" else 0), err  # torchrun itself says that it was stopped
+    assert out.count("go on with") == 1
+    step = int(read_state(config.out / "state" / "state.pt")["counters"]["step"])
+    assert f"stopped at step {step:,}: go on with" in out
+    assert read_checkpoint(config.out / "latest").training.step == step
+    assert train(TrainingConfig(out=config.out, resume=True, steps=step + 1)).step == step + 1
+
+
+@pytest.mark.slow
+def test_the_clock_of_the_first_process_ends_all(text: Path) -> None:
+    config = configuration(text, "run", minutes=0.03)
+    code, out, err = Torchrun(config).finish()
+    assert code == 0, err
+    assert "serve it" in out
+    assert config.out is not None
+    rates = [each["learning_rate"] for each in read(config.out / "metrics.jsonl")
+             if each["kind"] == "train"]  # fmt: skip
+    assert rates
+    assert read_checkpoint(config.out / "latest").training.step == len(rates)
+
+
+@pytest.mark.slow
+def test_a_process_that_is_killed_ends_the_others_with_a_sentence(text: Path) -> None:
+    config = configuration(text, "run", steps=100_000, sample_every=100_000)
+    assert config.out is not None
+    started = Torchrun(config)
+    started.wait_for_step(config.out / "metrics.jsonl", 4)
+    os.kill(started.workers()[1], signal.SIGKILL)
+    code, _, err = started.finish()
+    assert code == 1
+    assert "logitd train: process 0 of 2 stops: another process of the run has ended" in err
+    assert train(TrainingConfig(out=config.out, resume=True, steps=10_000, minutes=0.001)).step >= 3
+
+
+@pytest.mark.slow
+def test_a_refusal_is_said_once(text: Path) -> None:
+    """3 processes cannot share 8 sequences, and nothing was written."""
+    config = configuration(text, "run", steps=2)
+    code, _, err = Torchrun(config, processes=3).finish()
+    assert code == 1
+    assert err.count("a step has 8 sequences (batch_size 4 x accumulate 2), which 3 processes") == 1
+    assert config.out is not None
+    assert not config.out.exists()
