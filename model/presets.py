@@ -13,10 +13,15 @@ from typing import Any, Literal
 
 from model.config import MODERN, ORIGINAL, GPTConfig, gpt2_shape
 
+NANOGPT: Mapping[str, Any] = {"bias": False, "qkv_bias": False, "activation": "gelu"}
+"""Overrides that make `gpt2_shape` nanoGPT's model: learned positions, LayerNorm without bias,
+exact GELU, tied head."""
+
 Optimizer = Literal["muon", "adamw"]
 Init = Literal["gpt2", "modern"]
 Decay = Literal["linear", "cosine", "constant"]
 TrainingDType = Literal["auto", "float32", "bfloat16"]
+Compile = Literal["auto", "on", "off"]
 SaveDType = Literal["float32", "bfloat16"]
 
 
@@ -197,6 +202,67 @@ _ALL = (
             dtype="float32",
             val_fraction=0.2,
             eval_every=50,
+            eval_batches=20,
+            sample_every=1000,
+            checkpoint_every=1000,
+        ),
+    ),
+    Preset(
+        # nanoGPT's model and AdamW at the size of `tiny`. Of the learning rates 1e-3, 2e-3, 3e-3,
+        # 4e-3 and 6e-3 and of batches of 0.5, 1 and 2 thousand tokens, with each of which it was
+        # trained for 75 s on one core, 2e-3 with the smallest gave the fewest bits per byte.
+        name="nanogpt",
+        summary="nanoGPT's model and recipe at the size of `tiny`: what to compare with",
+        shape={**NANOGPT, "n_layer": 4, "n_head": 2, "d_model": 128, "context_length": 256},
+        recipe=Recipe(
+            steps=2400,
+            batch_size=4,
+            vocab_size=1024,
+            optimizer="adamw",
+            init="gpt2",
+            matrix_lr=2e-3,
+            embedding_lr=2e-3,
+            head_lr=2e-3,
+            scalar_lr=2e-3,
+            beta2=0.99,
+            warmup=100,
+            decay="cosine",
+            final_lr=0.1,
+            weight_decay=0.1,
+            clip=1.0,
+            eval_every=400,
+            eval_batches=32,
+            sample_every=800,
+            checkpoint_every=800,
+        ),
+    ),
+    Preset(
+        # train.py config/train_shakespeare_char.py --device=cpu --block_size=64 --batch_size=12
+        # --n_layer=4 --n_head=4 --n_embd=128 --max_iters=2000 --lr_decay_iters=2000 --dropout=0.0
+        # --eval_iters=20, for which nanoGPT's README gives a validation loss of 1.88 nats per
+        # character of tiny-shakespeare. Its vocabulary is the characters of the text; here it is
+        # the 256 bytes, which on plain ASCII is the same with rows that are never used.
+        name="nanogpt-char",
+        summary="nanoGPT's character-level model for a CPU, on the bytes of any text",
+        shape={**NANOGPT, "n_layer": 4, "n_head": 4, "d_model": 128, "context_length": 64},
+        recipe=Recipe(
+            vocab_size=257,
+            steps=2000,
+            batch_size=12,
+            optimizer="adamw",
+            init="gpt2",
+            matrix_lr=1e-3,
+            embedding_lr=1e-3,
+            head_lr=1e-3,
+            scalar_lr=1e-3,
+            beta2=0.99,
+            warmup=100,
+            decay="cosine",
+            final_lr=0.1,
+            weight_decay=0.1,
+            clip=1.0,
+            dtype="float32",
+            eval_every=250,
             eval_batches=20,
             sample_every=1000,
             checkpoint_every=1000,

@@ -13,8 +13,9 @@ from model.chat_template import ChatTemplate, ChatTemplateError
 from model.config import GPTConfig
 from model.device import Placement
 from model.presets import Recipe, preset
+from model.training import budget
 from model.training.batches import Share, share
-from model.training.config import TrainingConfig, TrainingError, settle, settle_again
+from model.training.config import TrainingConfig, TrainingError, run_name, settle, settle_again
 from model.training.events import Prepared, Reporter
 from model.training.forward import training_placement
 from model.training.prepare import PreparedText, prepare_text, read_prepared, require_window
@@ -56,6 +57,7 @@ def begin(config: TrainingConfig, ranks: Ranks, report: Reporter) -> Plan:
 
 
 def _new(config: TrainingConfig, ranks: Ranks, report: Reporter) -> Plan:
+    config = budget.fit(config, ranks.size, report)
     recipe, shape = settle(config)
     start = preset(config.preset)
     start.config(recipe.vocab_size, **shape)  # refuse what no vocabulary makes possible right away
@@ -142,7 +144,7 @@ def _chat_template(config: TrainingConfig) -> str | None:
 
 
 def _path(config: TrainingConfig) -> Path:
-    return config.out or Path("runs") / config.preset
+    return config.out or Path("runs") / run_name(config)
 
 
 def _given(config: TrainingConfig) -> dict[str, Any]:

@@ -6,6 +6,7 @@ numbers reached and the command that reaches them again. Computes nothing.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 from model.config import GPTConfig
@@ -86,6 +87,8 @@ def _training_rows(facts: CardFacts) -> list[tuple[str, str]]:
         ("time", f"{facts.seconds / 60:.1f} minutes"),
         ("machine", facts.machine),
     ]
+    if speeds := [each for each in facts.metrics if each["kind"] == "train"]:
+        rows.append(("speed", _speed(speeds)))
     if evals:
         last = evals[-1]
         rows += [
@@ -94,6 +97,14 @@ def _training_rows(facts: CardFacts) -> list[tuple[str, str]]:
             ("validated on", f"{last['tokens']:,} tokens, the same at each evaluation"),
         ]
     return rows
+
+
+def _speed(records: Sequence[Mapping[str, Any]]) -> str:
+    """The medians of the run's reports; runs from before the share was measured have none."""
+    text = f"{median(each['tokens_per_second'] for each in records):,.0f} tokens per second"
+    if shares := [each["matrix_share"] for each in records if "matrix_share" in each]:
+        text += f", {median(shares):.0%} of the machine's rate of matrix products"
+    return text
 
 
 def _curve(evals: Sequence[Mapping[str, Any]]) -> str:

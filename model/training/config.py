@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from model.config import Activation, Norm, NormPosition, Positions
 from model.presets import (
+    Compile,
     Decay,
     Init,
     Optimizer,
@@ -67,14 +68,19 @@ class TrainingConfig(BaseModel):
     data_licence: str | None = Field(
         None, description="licence of the text, for the checkpoint's card"
     )
-    out: Path | None = Field(None, description="run directory (default: runs/PRESET)")
+    out: Path | None = Field(
+        None,
+        description="run directory (default: runs/PRESET, or runs/N-minutes where minutes are "
+        "given without a preset)",
+    )
     resume: bool = Field(
         False, description="go on with the run in the run directory, exactly where it stopped"
     )
     minutes: float | None = Field(
         None,
         gt=0,
-        description="wall-clock budget; sets the length of the run unless steps are given too",
+        description="wall-clock budget; sets the length of the run unless steps are given too, "
+        "and, without a preset or a size, chooses the model by this machine's speed",
     )
     device: str = Field("auto", description="auto, cpu, cuda or cuda:N")
     threads: int = Field(
@@ -152,6 +158,11 @@ class TrainingConfig(BaseModel):
     dtype: TrainingDType | None = Field(
         None, description="numbers of the forward pass; the weights stay float32"
     )
+    compile: Compile = Field(
+        "auto",
+        description="torch.compile the forward and backward pass: auto is on for CUDA alone; on a "
+        "CPU it takes a minute or two before the first step",
+    )
     seed: int | None = Field(
         None, ge=0, lt=2**63, description="of initial weights, batches and dropout"
     )
@@ -217,8 +228,19 @@ def settle_again(config: TrainingConfig, first: TrainingConfig, recipe: Recipe) 
     return replace(recipe, **{k: v for k, v in given.items() if k in RECIPE_FIELDS})
 
 
+def given(config: TrainingConfig) -> frozenset[str]:
+    """Names of the fields of TrainingConfig that were said and are not None."""
+    return frozenset(_given(config))
+
+
+def run_name(config: TrainingConfig) -> str:
+    """What to call a run: its preset, or its minutes where they were given without one."""
+    if config.minutes is not None and "preset" not in config.model_fields_set:
+        return f"{config.minutes:g}-minutes"
+    return config.preset
+
+
 def _given(config: TrainingConfig) -> dict[str, Any]:
-    """What was said and is not None, of the fields of TrainingConfig itself."""
     names = config.model_fields_set & TrainingConfig.model_fields.keys()
     return {name: value for name in names if (value := getattr(config, name)) is not None}
 

@@ -62,6 +62,7 @@ class Progress:
     learning_rate: float  # as a share of the peak
     gradient_norm: float
     tokens_per_second: float
+    matrix_share: float  # of the machine's matrix rate that goes into training
     seconds: float  # since the run began, earlier sittings included
     seconds_left: float
 
@@ -134,7 +135,8 @@ def line(event: Event) -> str:
             return (
                 f"step {event.step:>6,}  {event.share:4.0%}  loss {event.smoothed_loss:.3f}  "
                 f"lr x {event.learning_rate:.2f}  grad {event.gradient_norm:.2f}  "
-                f"{event.tokens_per_second:,.0f} tok/s  {duration(event.seconds_left)} left"
+                f"{event.tokens_per_second:,.0f} tok/s  "
+                f"mfu {event.matrix_share:.0%}  {duration(event.seconds_left)} left"
             )
         case Evaluated(step, loss, bits, is_best):
             mark = "  (best)" if is_best else ""

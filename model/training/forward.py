@@ -1,56 +1,32 @@
-"""Forward: the logits of training, in the numbers and with the attention that are fastest here.
+"""Forward: the logits and the loss of training, in the numbers and with the attention that are
+fastest here.
 
-Weights stay float32; in bfloat16 the matrix products run under autocast. On a CPU in bfloat16,
-forward and backward of the fused attention kernel take about twice the time of two batched matrix
-products with a softmax between them (windows of 128 to 512, heads of 64; in float32 the fused
-kernel wins). Their price is memory for the (T, T) weights of every head and layer, so long windows
-stay with the fused kernel. Does not know the KV cache.
+Weights stay float32; in bfloat16 the matrix products run under autocast. On a CPU in bfloat16
+attention is that of `model/training/matrix_attention.py`, whose price is memory for the weights of
+every head and layer, so long windows stay with torch's fused kernel. On CUDA the loss is compiled
+when it is first needed (`--compile`). Does not know the KV cache.
 
-Shapes: B sequences, H query heads, K key/value heads, G = H / K, T positions, D head width,
-V = vocab_size.
+Compiling on a CPU is left to those who ask for it: it took 25 % off a step of a small model and a
+minute and a half to begin with, which a run of a few minutes never earns back.
+
+Shapes: B sequences, T positions, V = vocab_size.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from model.attention import Attend, CausalAttend
 from model.device import Placement, choose_placement
 from model.gpt import GPT
-from model.presets import TrainingDType
+from model.presets import Compile, TrainingDType
+from model.training.loss import cross_entropy
+from model.training.matrix_attention import MatrixAttend
 
 LONGEST = 1024
 """Window up to which the attention weights may be held for the backward pass."""
-
-
-class MatrixAttend:
-    """Causal attention by two batched products; keeps the probabilities for the backward pass."""
-
-    def __init__(self, dtype: torch.dtype, dropout: float = 0.0) -> None:
-        self.dtype = dtype
-        self.dropout = dropout
-        self._mask: Tensor | None = None  # (G * T, T): 0 where visible, -inf elsewhere
-
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        b, h, t, d = q.shape
-        groups = h // k.shape[1]
-        # Queries that share a key head stand below each other, so keys need no copies.
-        q = q.to(self.dtype).reshape(-1, groups * t, d)  # (B * K, G * T, D)
-        k = k.to(self.dtype).reshape(-1, t, d)  # (B * K, T, D)
-        v = v.to(self.dtype).reshape(-1, t, d)
-        mask = self._causal(groups, t, q.device).expand(len(q), -1, -1)
-        scores = torch.baddbmm(mask, q, k.transpose(1, 2), alpha=d**-0.5)  # (B * K, G * T, T)
-        probs = scores.softmax(dim=-1).to(self.dtype)
-        if self.dropout:
-            probs = F.dropout(probs, self.dropout)
-        return (probs @ v).view(b, h, t, d)
-
-    def _causal(self, groups: int, t: int, device: torch.device) -> Tensor:
-        if self._mask is None or self._mask.shape != (groups * t, t):
-            hidden = torch.ones(t, t, dtype=torch.bool, device=device).triu(1)
-            mask = torch.zeros(t, t, dtype=self.dtype, device=device)
-            self._mask = mask.masked_fill_(hidden, float("-inf")).repeat(groups, 1)
-        return self._mask
 
 
 class Forward:
@@ -62,10 +38,86 @@ class Forward:
         self._attend = _choose_attend(placement, gpt.config.context_length, dropout)
 
     def __call__(self, token_ids: Tensor) -> Tensor:
-        device, dtype = self._placement.device, self._placement.dtype
-        positions = torch.arange(token_ids.shape[1], device=device).expand_as(token_ids)
-        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
-            return self._gpt.logits(self._gpt.transform(token_ids, positions, self._attend))
+        with self._autocast():
+            return self._gpt.logits(self._hidden(token_ids))
+
+    def loss(self, token_ids: Tensor, targets: Tensor) -> Tensor:
+        """The mean loss (nats per token) of targets (B, T), with gradients; the logits are never
+        held whole."""
+        gpt = self._gpt
+        with self._autocast():
+            hidden = self._hidden(token_ids)  # (B, T, C)
+        return cross_entropy(
+            hidden,
+            gpt.token_embedding.weight if gpt.config.tied_head else gpt.head.weight,
+            targets,
+            vocab_size=gpt.config.vocab_size,
+            dtype=self._placement.dtype,
+        )
+
+    def parameters(self) -> list[Tensor]:
+        """What the loss has gradients to."""
+        return [parameter for parameter in self._gpt.parameters() if parameter.requires_grad]
+
+    def _hidden(self, token_ids: Tensor) -> Tensor:
+        positions = torch.arange(token_ids.shape[1], device=token_ids.device)
+        return self._gpt.transform(token_ids, positions.expand_as(token_ids), self._attend)
+
+    def _autocast(self) -> torch.autocast:
+        in_bfloat16 = self._placement.dtype == torch.bfloat16
+        return torch.autocast(
+            self._placement.device.type, dtype=torch.bfloat16, enabled=in_bfloat16
+        )
+
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+"""From ids and targets, (B, T) each, to the mean loss."""
+
+
+class CompiledLoss:
+    """A loss through `torch.compile`, or eager when compiling fails: a missing C compiler is
+    common, and no reason not to train. `notice` is told, once.
+
+    The first call compiles: forward and backward once for nothing, before the call that counts. A
+    fault of training itself comes again in that call, and is raised.
+    """
+
+    def __init__(
+        self,
+        forward: Forward,
+        notice: Callable[[str], None],
+        backend: str | Callable[..., Any] = "inductor",
+    ) -> None:
+        self._forward = forward
+        self._notice = notice
+        self._backend = backend
+        self._loss: Loss | None = None
+
+    def __call__(self, token_ids: Tensor, targets: Tensor) -> Tensor:
+        if self._loss is None:
+            self._loss = self._compile(token_ids, targets)
+        return self._loss(token_ids, targets)
+
+    def _compile(self, token_ids: Tensor, targets: Tensor) -> Loss:
+        compiled: Loss = torch.compile(self._forward.loss, backend=self._backend)
+        devices = [token_ids.device] if token_ids.is_cuda else []
+        try:
+            with torch.random.fork_rng(devices):  # dropout draws as if this had not been
+                torch.autograd.grad(compiled(token_ids, targets), self._forward.parameters())
+        except RuntimeError as error:  # all of the compiler's exceptions are
+            why = " ".join(str(error).split())[:200]
+            self._notice(f"not compiled, so steps take longer: {type(error).__name__}: {why}")
+            return self._forward.loss
+        return compiled
+
+
+def choose_loss(
+    forward: Forward, placement: Placement, wish: Compile, notice: Callable[[str], None]
+) -> Loss:
+    """The loss of training, compiled or not: `auto` compiles on CUDA."""
+    if wish == "on" or (wish == "auto" and placement.device.type == "cuda"):
+        return CompiledLoss(forward, notice)
+    return forward.loss
 
 
 def training_placement(device: str, dtype: TrainingDType, threads: int) -> Placement:
@@ -73,11 +125,12 @@ def training_placement(device: str, dtype: TrainingDType, threads: int) -> Place
     faster there, else float32."""
     placement = choose_placement(device, "float32", threads)
     if dtype == "auto":
-        dtype = "bfloat16" if _native_bfloat16(placement.device) else "float32"
+        dtype = "bfloat16" if native_bfloat16(placement.device) else "float32"
     return Placement(placement.device, getattr(torch, dtype), placement.threads)
 
 
-def _native_bfloat16(device: torch.device) -> bool:
+def native_bfloat16(device: torch.device) -> bool:
+    """Whether the device multiplies bfloat16 itself."""
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
     return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()

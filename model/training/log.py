@@ -11,6 +11,8 @@ from typing import Any
 
 from torch import Tensor
 
+from model.training.flops import Meter
+
 SMOOTHING = 0.8
 """Share of the past in the smoothed loss, at each report."""
 
@@ -24,13 +26,15 @@ class Figures:
     learning_rate: float  # as a share of the peak
     gradient_norm: float  # before clipping
     tokens_per_second: float
+    matrix_share: float  # of the machine's matrix rate (`model/training/flops.py`)
     seconds_per_step: float
 
 
 class StepLog:
     """Collects steps until a report takes them."""
 
-    def __init__(self) -> None:
+    def __init__(self, meter: Meter) -> None:
+        self._meter = meter
         self._smoothed: float | None = None
         self._clear()
         self.start()
@@ -88,11 +92,13 @@ class StepLog:
         loss = float(self._loss) / self.steps  # waits for the device
         seconds = time.monotonic() - self._since
         before = loss if self._smoothed is None else self._smoothed
+        speed = self._tokens / max(seconds, 1e-9)
         return Figures(
             loss=loss,
             smoothed_loss=SMOOTHING * before + (1 - SMOOTHING) * loss,
             learning_rate=self._share,
             gradient_norm=float(self._norm),
-            tokens_per_second=self._tokens / max(seconds, 1e-9),
+            tokens_per_second=speed,
+            matrix_share=self._meter.share(speed),
             seconds_per_step=seconds / self.steps,
         )

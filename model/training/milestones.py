@@ -24,7 +24,7 @@ from model.gpt import GPT
 from model.training import plot
 from model.training.begin import Plan
 from model.training.card import CardFacts, write_card
-from model.training.config import TrainingError, command
+from model.training.config import TrainingError, command, run_name
 from model.training.evaluate import ValidationWindows, evaluate
 from model.training.events import Evaluated, Noticed, Reporter, Sampled, Saved
 from model.training.forward import Forward
@@ -222,7 +222,7 @@ class Milestones:
         plan, placement = self.plan, self.plan.placement
         return write_card(
             CardFacts(
-                name=f"{plan.config.preset}, {name}",
+                name=f"{run_name(plan.config)}, {name}",
                 config=plan.model,
                 parameters=self.gpt.parameter_count(),
                 recipe=plan.recipe,

@@ -4,7 +4,8 @@ Parameters fall into four kinds, each with a learning rate of its own: the block
 embeddings, the head, and the rest (norms, biases, gates). With `optimizer: muon` the matrices are
 Muon's and the others AdamW's; with `adamw` all are AdamW's. Does not compute losses or take steps.
 
-Sources: Muon by Keller Jordan (2024) as it stands in torch.optim; zero-initialised projections and
+Sources: Muon by Keller Jordan (2024) as it stands in torch.optim, stepped by
+`model/training/muon.py`; zero-initialised projections and
 separate learning rates from modded-nanogpt and nanochat.
 """
 
@@ -18,6 +19,8 @@ from torch.optim import AdamW, Muon
 
 from model.gpt import GPT, Block
 from model.presets import Recipe
+from model.training import muon
+from model.training.forward import native_bfloat16
 
 Kind = Literal["matrix", "embedding", "head", "scalar"]
 
@@ -92,6 +95,8 @@ class Optimizers:
             "scalar": recipe.scalar_lr,
         }
         self._parts = list(_muon_parts(gpt)) if recipe.optimizer == "muon" else []
+        device = gpt.token_embedding.weight.device
+        self._muon_dtype = torch.bfloat16 if native_bfloat16(device) else torch.float32
         self.all: dict[str, torch.optim.Optimizer] = {}
         if recipe.optimizer == "muon":
             self.all["muon"] = Muon(
@@ -127,7 +132,10 @@ class Optimizers:
         for optimizer in self.all.values():
             for group in optimizer.param_groups:
                 group["lr"] = share_of_peak * self.peaks[group["kind"]]
-            optimizer.step()
+            if isinstance(optimizer, Muon):
+                muon.step(optimizer, self._muon_dtype)
+            else:
+                optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         for _, whole, _ in self._parts:
             whole.grad = None

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Literal, get_args
 
 import torch
-import torch.nn.functional as F
 
 from model.device import describe, use_threads
 from model.gpt import GPT
@@ -28,7 +27,8 @@ from model.training.batches import Batches, noise_seed
 from model.training.begin import Plan, begin
 from model.training.config import TrainingConfig, TrainingError
 from model.training.events import Noticed, Progress, Reporter, Started, silent
-from model.training.forward import Forward
+from model.training.flops import Meter
+from model.training.forward import Forward, choose_loss
 from model.training.health import Health, Look
 from model.training.interrupt import StopSignals
 from model.training.length import Length
@@ -103,7 +103,10 @@ class Trainer:
         initialise(self.gpt, recipe, torch.Generator().manual_seed(recipe.seed))
         self.gpt.to(placement.device).train()
         self.optimizers = Optimizers(self.gpt, recipe)
-        self.forward = Forward(self.gpt, placement, dropout=plan.model.dropout)
+        forward = Forward(self.gpt, placement, dropout=plan.model.dropout)
+        self.loss = choose_loss(
+            forward, placement, plan.config.compile, lambda message: report(Noticed(message))
+        )
         self.batches = Batches(
             plan.prepared.train, window=plan.model.context_length, seed=recipe.seed
         )
@@ -113,7 +116,7 @@ class Trainer:
         by_clock = plan.config.minutes is not None and plan.config.steps is None
         self.length = Length(None if by_clock else recipe.steps, plan.config.minutes)
         self.counters = Counters()
-        self.log = StepLog()
+        self.log = StepLog(Meter.measure(plan.model, placement))
         self.began = time.monotonic()
 
     def load(self) -> None:
@@ -191,8 +194,7 @@ class Trainer:
         for first in share.batches(self.counters.step):
             inputs, targets = self.batches.batch(first, share.batch_size)
             torch.manual_seed(noise_seed(recipe.seed, first))
-            logits = self.forward(inputs.to(device))  # (B, T, V)
-            part_loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.to(device).flatten())
+            part_loss = self.loss(inputs.to(device), targets.to(device))
             (part_loss / share.parts).backward()
             loss += part_loss.detach() / share.parts
         parameters = list(self.gpt.parameters())
@@ -255,6 +257,7 @@ class Trainer:
                 learning_rate=figures.learning_rate,
                 gradient_norm=figures.gradient_norm,
                 tokens_per_second=figures.tokens_per_second,
+                matrix_share=figures.matrix_share,
                 seconds=counters.seconds,
                 seconds_left=self.length.seconds_left(counters, figures.seconds_per_step),
             )

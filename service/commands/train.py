@@ -3,7 +3,7 @@
 import sys
 
 from model.config import ConfigError
-from model.device import DeviceError
+from model.device import DeviceError, keep_freed_memory
 from model.presets import PresetError
 from model.training.config import TrainingError
 from model.training.events import Downloading, Event, Progress, line
@@ -31,6 +31,7 @@ class TerminalReporter:
 
 
 def run(settings: TrainSettings) -> int:
+    keep_freed_memory()  # each step takes and frees the same pieces again
     try:
         result = train(settings, TerminalReporter())
     except (TrainingError, PresetError, ConfigError, DeviceError) as error:

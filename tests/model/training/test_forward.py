@@ -1,44 +1,30 @@
 """The forward of training is the model's forward."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
-from model.attention import CausalAttend
 from model.config import MODERN, gpt2_shape
 from model.device import Placement
 from model.gpt import GPT
-from model.training.forward import Forward, MatrixAttend, training_placement
+from model.training.forward import CompiledLoss, Forward, choose_loss, training_placement
 
 CPU = torch.device("cpu")
+EXACT = Placement(CPU, torch.float32, 1)
 
 
-@pytest.mark.parametrize("kv_heads", [1, 2, 4])
-def test_matrix_attention_is_causal_attention(kv_heads: int) -> None:
+def _small(**overrides: Any) -> tuple[GPT, Tensor, Tensor]:
+    """A model with ids and targets (3, 16)."""
     torch.manual_seed(0)
-    q = torch.randn(2, 4, 9, 8, requires_grad=True)
-    k, v = (torch.randn(2, kv_heads, 9, 8, requires_grad=True) for _ in range(2))
-    attend = MatrixAttend(torch.float32)
-    mine, theirs = attend(0, q, k, v), CausalAttend()(0, q, k, v)
-    torch.testing.assert_close(mine, theirs)
-    for mine_, theirs_ in zip(
-        torch.autograd.grad(mine.square().sum(), (q, k, v)),
-        torch.autograd.grad(theirs.square().sum(), (q, k, v)),
-        strict=True,
-    ):
-        torch.testing.assert_close(mine_, theirs_)
-    short = attend(0, q[:, :, :5], k[:, :, :5], v[:, :, :5])
-    torch.testing.assert_close(short, theirs[:, :, :5])
-
-
-def test_matrix_attention_drops_out_only_when_told() -> None:
-    q = k = v = torch.randn(1, 2, 8, 4)
-    before = torch.get_rng_state()
-    MatrixAttend(torch.float32)(0, q, k, v)
-    assert torch.equal(torch.get_rng_state(), before)
-    MatrixAttend(torch.float32, dropout=0.5)(0, q, k, v)
-    assert not torch.equal(torch.get_rng_state(), before)
+    shape: dict[str, Any] = {**MODERN, "n_kv_head": 1, **overrides}
+    gpt = GPT(
+        gpt2_shape(vocab_size=50, context_length=16, n_layer=2, n_head=2, d_model=32, **shape)
+    )
+    return gpt, torch.randint(50, (3, 16)), torch.randint(50, (3, 16))
 
 
 @pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
@@ -62,3 +48,65 @@ def test_what_is_asked_for_is_taken() -> None:
     assert training_placement("cpu", "float32", 3) == Placement(CPU, torch.float32, 3)
     assert training_placement("cpu", "bfloat16", 1).dtype == torch.bfloat16
     assert training_placement("cpu", "auto", 1).dtype in (torch.float32, torch.bfloat16)
+
+
+@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_loss_is_that_of_the_logits(tied: bool, dtype: torch.dtype) -> None:
+    gpt, ids, targets = _small(tied_head=tied)
+    forward = Forward(gpt, Placement(CPU, dtype, 1), dropout=0.0)
+    mine = forward.loss(ids, targets)
+    theirs = F.cross_entropy(forward(ids).float().flatten(0, 1), targets.flatten())
+    torch.testing.assert_close(mine, theirs, atol=1e-6, rtol=1e-6)
+    near = 1e-5 if dtype == torch.float32 else 0.02
+    parameters = forward.parameters()
+    assert len(parameters) == len(list(gpt.parameters()))
+    for own, other in zip(
+        torch.autograd.grad(mine, parameters),
+        torch.autograd.grad(theirs, parameters),
+        strict=True,
+    ):
+        assert float((own - other).norm()) <= near * float(other.norm()) + 1e-7
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_the_compilers_graph_computes_the_same_and_draws_nothing_for_its_trial() -> None:
+    """torch's own tracing, without the C compiler behind it."""
+    gpt, ids, targets = _small(dropout=0.1)
+    gpt.train()
+    forward = Forward(gpt, EXACT, dropout=0.1)
+    notices: list[str] = []
+    compiled = CompiledLoss(forward, notices.append, backend="aot_eager")
+    torch.manual_seed(3)
+    expected = torch.autograd.grad(forward.loss(ids, targets), forward.parameters())
+    torch.manual_seed(3)
+    found = torch.autograd.grad(compiled(ids, targets), forward.parameters())
+    assert notices == []
+    for own, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(own, other)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_where_compiling_fails_training_goes_on_eager_with_one_notice() -> None:
+    def broken(graph: Any, inputs: Any) -> Any:
+        raise RuntimeError("no C compiler here\nand many lines more")
+
+    gpt, ids, targets = _small()
+    forward = Forward(gpt, EXACT, dropout=0.0)
+    notices: list[str] = []
+    compiled = CompiledLoss(forward, notices.append, backend=broken)
+    for _ in range(2):
+        assert torch.equal(compiled(ids, targets), forward.loss(ids, targets))
+    assert len(notices) == 1
+    assert "no C compiler here" in notices[0]
+    assert "\n" not in notices[0]
+
+
+def test_a_cpu_compiles_only_when_asked() -> None:
+    forward = Forward(_small()[0], EXACT, dropout=0.0)
+    for wish, compiles in (("auto", False), ("off", False), ("on", True)):
+        loss = choose_loss(forward, EXACT, wish, print)  # type: ignore[arg-type]
+        assert isinstance(loss, CompiledLoss) == compiles

@@ -19,6 +19,7 @@ PROGRESS = Progress(
     learning_rate=1.0,
     gradient_norm=0.5,
     tokens_per_second=1000.0,
+    matrix_share=0.25,
     seconds=1.0,
     seconds_left=9.0,
 )

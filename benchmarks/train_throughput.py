@@ -1,0 +1,179 @@
+"""How fast a training step is beside a plain PyTorch loop of the same model.
+
+    python -m benchmarks.train_throughput [--presets tiny small] [--rounds 5] [--steps 20]
+                                          [--threads N]
+
+The plain loop is what one writes first: the model under autocast in the same numbers, torch's fused
+causal attention, `F.cross_entropy` of all logits in float32, and torch's Muon and AdamW as they
+come. `plain float32` is the same without autocast, as nanoGPT trains on a CPU. Model, initial
+weights, batches of random ids and learning rates are the same for all.
+
+Each figure is the median step of a process of its own; the three take turns, and a ratio is the
+median of those within each round. The last line is JSON. Run it on a machine that does nothing
+else.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.optim import AdamW, Muon
+
+from model.attention import CausalAttend
+from model.device import Placement, keep_freed_memory, use_threads
+from model.gpt import GPT
+from model.presets import Recipe, preset
+from model.training.forward import Forward, training_placement
+from model.training.recipe import Optimizers, initialise, kind
+
+LOOPS = ("logitd", "plain", "plain float32")
+WARM_UP = 3
+
+Step = Callable[[Tensor], Tensor]
+"""Trains on ids (B, T + 1) and gives the loss."""
+
+
+def own_step(gpt: GPT, recipe: Recipe, placement: Placement) -> Step:
+    """The trainer's step."""
+    optimizers = Optimizers(gpt, recipe)
+    forward = Forward(gpt, placement, dropout=gpt.config.dropout)
+
+    def step(ids: Tensor) -> Tensor:
+        loss = forward.loss(ids[:, :-1], ids[:, 1:])
+        loss.backward()
+        optimizers.step(1.0)
+        return loss.detach()
+
+    return step
+
+
+def plain_step(gpt: GPT, recipe: Recipe, placement: Placement) -> Step:
+    """The same arithmetic with torch's stock parts. Query, key and value are one matrix to Muon
+    here, which is what a plain loop does and costs it a little less."""
+    matrices: list[Tensor] = []
+    others: list[Tensor] = []
+    for name, parameter in gpt.named_parameters():
+        is_matrix = recipe.optimizer == "muon" and kind(gpt, name) == "matrix"
+        (matrices if is_matrix else others).append(parameter)
+    optimizers: list[torch.optim.Optimizer] = [AdamW(others, lr=recipe.scalar_lr)]
+    if matrices:
+        optimizers.append(Muon(matrices, lr=recipe.matrix_lr))
+    attend = CausalAttend(gpt.config.dropout)
+    in_bfloat16 = placement.dtype == torch.bfloat16
+
+    def step(ids: Tensor) -> Tensor:
+        inputs, targets = ids[:, :-1], ids[:, 1:]
+        positions = torch.arange(inputs.shape[1]).expand_as(inputs)
+        with torch.autocast(placement.device.type, torch.bfloat16, enabled=in_bfloat16):
+            logits = gpt.logits(gpt.transform(inputs, positions, attend))  # (B, T, V)
+        loss = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+        loss.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        return loss.detach()
+
+    return step
+
+
+def measure(loop: str, name: str, steps: int, threads: int) -> dict[str, float]:
+    """The median seconds of a step, and the first and last loss."""
+    warnings.filterwarnings("ignore", "Mismatch dtype between input and weight")
+    start = preset(name)
+    recipe, config = start.recipe, start.config(start.recipe.vocab_size)
+    dtype = "float32" if loop == "plain float32" else recipe.dtype
+    placement = training_placement("cpu", dtype, threads)
+    use_threads(placement.threads)
+    generator = torch.Generator().manual_seed(0)
+    gpt = GPT(config)
+    initialise(gpt, recipe, generator)
+    gpt.train()
+    if loop == "logitd":
+        keep_freed_memory()  # as `logitd train` does
+    step = (own_step if loop == "logitd" else plain_step)(gpt, recipe, placement)
+    shape = (recipe.batch_size, config.context_length + 1)
+    times, losses = [], []
+    for _ in range(WARM_UP + steps):
+        ids = torch.randint(config.vocab_size, shape, generator=generator)
+        began = time.perf_counter()
+        losses.append(float(step(ids)))
+        times.append(time.perf_counter() - began)
+    return {
+        "seconds": statistics.median(times[WARM_UP:]),
+        "tokens": recipe.batch_size * config.context_length,
+        "first_loss": losses[0],
+        "last_loss": losses[-1],
+    }
+
+
+def compare(name: str, rounds: int, steps: int, threads: int) -> dict[str, Any]:
+    """All loops in turns, every other round in reverse."""
+    found: dict[str, list[dict[str, float]]] = {loop: [] for loop in LOOPS}
+    order = list(LOOPS)
+    for _ in range(rounds):
+        for loop in order:
+            found[loop].append(_in_a_process(loop, name, steps, threads))
+        order.reverse()
+    first = [each["first_loss"] for results in found.values() for each in results]
+    if max(first) - min(first) > 0.01:
+        raise SystemExit(f"the loops do not compute the same: first losses {first}")
+    return {
+        "preset": name,
+        "tokens_per_second": {
+            loop: statistics.median(each["tokens"] / each["seconds"] for each in results)
+            for loop, results in found.items()
+        },
+        "times_as_fast_as": {
+            loop: statistics.median(
+                theirs["seconds"] / mine["seconds"]
+                for mine, theirs in zip(found["logitd"], found[loop], strict=True)
+            )
+            for loop in LOOPS[1:]
+        },
+    }
+
+
+def _in_a_process(loop: str, name: str, steps: int, threads: int) -> dict[str, float]:
+    command = [sys.executable, "-m", "benchmarks.train_throughput", "--one", loop]
+    command += ["--presets", name, "--steps", str(steps), "--threads", str(threads)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"{loop} failed:\n{done.stderr}")
+    result: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--presets", nargs="+", default=["tiny", "small"])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--threads", type=int, default=0, help="0: all processors")
+    parser.add_argument("--one", choices=LOOPS, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.one:
+        name = arguments.presets[0]
+        print(json.dumps(measure(arguments.one, name, arguments.steps, arguments.threads)))
+        return
+    results = []
+    for name in arguments.presets:
+        result = compare(name, arguments.rounds, arguments.steps, arguments.threads)
+        results.append(result)
+        for loop, speed in result["tokens_per_second"].items():
+            ratio = result["times_as_fast_as"].get(loop)
+            beside = "" if ratio is None else f"  logitd is {ratio:.2f} times as fast"
+            print(f"{name:<12} {loop:<14} {speed:>9,.0f} tokens/s{beside}")
+    print(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,29 @@
+"""The trainer's step and the plain loop's are the same training."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from benchmarks.train_throughput import Step, own_step, plain_step
+from model.device import Placement
+from model.gpt import GPT
+from model.presets import preset
+from model.training.recipe import initialise
+
+
+@pytest.mark.parametrize("name", ["tiny", "nanogpt"])
+def test_both_loops_compute_the_same_loss_and_learn(name: str) -> None:
+    start = preset(name)
+    recipe = replace(start.recipe, matrix_lr=1e-2, scalar_lr=1e-3)
+    config = start.config(100, n_layer=2, d_model=32, context_length=16)
+    placement = Placement(torch.device("cpu"), torch.float32, 1)
+    ids = torch.randint(100, (4, 17), generator=torch.Generator().manual_seed(0))
+    losses = []
+    for make in (own_step, plain_step):
+        gpt = GPT(config)
+        initialise(gpt, recipe, torch.Generator().manual_seed(1))
+        step: Step = make(gpt.train(), recipe, placement)
+        losses.append([float(step(ids)) for _ in range(8)])
+    assert losses[0][0] == pytest.approx(losses[1][0], abs=1e-5)
+    assert all(each[-1] < each[0] - 0.01 for each in losses)
