@@ -20,7 +20,7 @@ from model.training.budget import (
     fill_in,
     fit,
 )
-from model.training.config import TrainingConfig, command, given, run_name
+from model.training.config import TrainingConfig, TrainingError, command, given, run_name
 from model.training.events import Event, Noticed, silent
 from model.training.trainer import train
 
