@@ -10,7 +10,8 @@ from typing import Any
 
 
 def draw(metrics: Sequence[Mapping[str, Any]], path: Path, title: str) -> bool:
-    """Draw losses, bits per byte and learning rate. False: there is no matplotlib."""
+    """Draw losses, bits per byte and learning rate, one below the other. False: there is no
+    matplotlib."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -18,9 +19,9 @@ def draw(metrics: Sequence[Mapping[str, Any]], path: Path, title: str) -> bool:
         return False
     train = [record for record in metrics if record["kind"] == "train"]
     evals = [record for record in metrics if record["kind"] == "eval"]
-    figure = Figure(figsize=(8, 5), layout="constrained")
+    figure = Figure(figsize=(8, 7), layout="constrained")
     FigureCanvasAgg(figure)
-    loss, rate = figure.subplots(2, 1, sharex=True, height_ratios=[4, 1])
+    loss, bits, rate = figure.subplots(3, 1, sharex=True, height_ratios=[4, 3, 1])
     loss.plot(*_columns(train, "loss"), color="tab:blue", alpha=0.25, linewidth=0.8)
     loss.plot(*_columns(train, "smoothed_loss"), color="tab:blue", label="training loss")
     loss.plot(*_columns(evals, "val_loss"), color="tab:orange", marker=".", label="validation loss")
@@ -28,9 +29,16 @@ def draw(metrics: Sequence[Mapping[str, Any]], path: Path, title: str) -> bool:
     loss.legend(loc="upper right")
     loss.grid(alpha=0.3)
     loss.set_title(title)
-    bits = loss.twinx()
-    bits.plot(*_columns(evals, "val_bits_per_byte"), color="tab:green", linestyle=":")
-    bits.set_ylabel("bits per byte, validation (dotted)")
+    # The untrained model's would press all others to the ground.
+    trained = [each for each in evals if each["step"]] or evals
+    bits.plot(*_columns(trained, "val_bits_per_byte"), color="tab:green", marker=".")
+    if trained:
+        best = min(trained, key=lambda each: float(each["val_bits_per_byte"]))
+        value = best["val_bits_per_byte"]
+        bits.axhline(value, color="tab:green", linestyle=":", label=f"best: {value:.4f}")
+        bits.legend(loc="upper right")
+    bits.set_ylabel("bits per byte, validation")
+    bits.grid(alpha=0.3)
     rate.plot(*_columns(train, "learning_rate"), color="tab:gray")
     rate.set_ylabel("lr / peak")
     rate.set_xlabel("step")
