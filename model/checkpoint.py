@@ -14,9 +14,6 @@ other people's formats.
 
 import hashlib
 import json
-import os
-import shutil
-import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -34,6 +31,7 @@ from model.chat_template import ChatTemplate, ChatTemplateError
 from model.config import ConfigError, GPTConfig
 from model.gpt import GPT
 from model.tokenizer import Tokenizer, TokenizerError
+from model.whole_folder import whole_folder
 
 FORMAT_VERSION = 1
 CONFIG, WEIGHTS, RANKS, CARD = (
@@ -58,6 +56,8 @@ class TrainingRecord:
     val_bits_per_byte  the same in bits per byte of text
     data               the text: name, sha256, bytes, tokens, licence, ...
     created            UTC time of saving, ISO 8601
+    base               what the weights were fine-tuned from (name, weights_sha256, step, ...), None
+                       when they were trained from scratch
     """
 
     step: int
@@ -66,6 +66,14 @@ class TrainingRecord:
     val_bits_per_byte: float | None
     data: Mapping[str, Any]
     created: str
+    base: Mapping[str, Any] | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """As it stands in JSON; a base is named where there is one."""
+        record = asdict(self)
+        if self.base is None:
+            del record["base"]
+        return record
 
 
 @dataclass(frozen=True)
@@ -109,9 +117,7 @@ def save_checkpoint(
             f"{tokenizer.vocab_size}"
         )
     _chat_template(chat_template, path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    aside = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
-    try:
+    with whole_folder(path) as aside:
         weights = {
             name: tensor.detach().to("cpu", dtype).contiguous()
             for name, tensor in gpt.state_dict().items()
@@ -128,21 +134,12 @@ def save_checkpoint(
                 "vocab_size": tokenizer.vocab_size,
                 **({} if chat_template is None else {"chat_template": chat_template}),
             },
-            "training": asdict(training),
+            "training": training.to_dict(),
             "files": {name: _sha256((aside / name).read_bytes()) for name in (WEIGHTS, RANKS)},
         }
         (aside / CONFIG).write_text(
             json.dumps(document, indent=2, allow_nan=False) + "\n", encoding="utf-8"
         )
-        for file in aside.iterdir():
-            _sync(file)
-        aside.chmod(0o755)  # mkdtemp made it private
-        _sync(aside)
-        aside.rename(path)
-        _sync(path.parent)
-    except BaseException:
-        shutil.rmtree(aside, ignore_errors=True)
-        raise
     return read_checkpoint(path)
 
 
@@ -273,6 +270,11 @@ def _read_document(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path / CONFIG} is no JSON: {error}") from error
     if not isinstance(document, dict):
         raise CheckpointError(f"{path / CONFIG} is no JSON object")
+    if document.get("kind") == "adapter":
+        raise CheckpointError(
+            f"{path} holds an adapter, not a whole model: `logitd merge BASE {path} DEST` makes a "
+            "checkpoint of it and of the one that it was trained on"
+        )
     if (version := document.get("format_version")) != FORMAT_VERSION:
         raise CheckpointError(
             f"{path} has format_version {version!r}; this logitd reads {FORMAT_VERSION}"
@@ -289,6 +291,8 @@ def _training_record(section: Mapping[str, Any], path: Path) -> TrainingRecord:
         "data": dict,
         "created": str,
     }
+    if "base" in section:
+        kinds["base"] = dict
     if set(section) != set(kinds):
         raise CheckpointError(
             f"{path / CONFIG}: the training record has {sorted(section)}, expected {sorted(kinds)}"
@@ -336,12 +340,3 @@ def _verified_bytes(path: Path, name: str, files: Mapping[str, str]) -> bytes:
 
 def _sha256(raw: bytes) -> str:
     return hashlib.sha256(raw).hexdigest()
-
-
-def _sync(path: Path) -> None:
-    """Flush a file or a directory entry to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

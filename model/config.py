@@ -20,7 +20,10 @@ KernelChoice = Literal["auto", "native", "torch"]
 Quantization = Literal["none", "int8"]
 Speculation = Literal["none", "ngram"]
 Activation = Literal["gelu_tanh", "gelu", "relu", "relu2", "swiglu"]
+Target = Literal["qkv", "attention_out", "mlp_up", "mlp_down"]
 
+TARGETS: tuple[Target, ...] = get_args(Target)
+"""The matrices of a block, by the names of their modules."""
 BLOCK = 32
 """Positions in a cache block: prefill computes, and prefix reuse copies, whole blocks."""
 DRAFTED_ROWS = 16
@@ -121,6 +124,17 @@ class GPTConfig:
     def kv_width(self) -> int:
         """Numbers in one position's keys of one layer (its values have as many)."""
         return self.n_kv_head * self.head_dim
+
+    def maps(self) -> dict[Target, tuple[int, ...]]:
+        """The rows of each matrix of a block, map by map: some are several maps side by side."""
+        query = self.n_head * self.head_dim
+        up = (self.d_ff,) * (2 if self.activation == "swiglu" else 1)
+        return {
+            "qkv": (query, self.kv_width, self.kv_width),
+            "attention_out": (self.d_model,),
+            "mlp_up": up,
+            "mlp_down": (self.d_model,),
+        }
 
     def has_value_embedding(self, layer: int) -> bool:
         """Value embeddings sit in every second block, counted from the last."""

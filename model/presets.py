@@ -45,7 +45,7 @@ class Recipe:
                                the run; cosine: from the peak on; both end at `final_lr` * peak
     weight_decay, clip         decoupled decay of matrices; largest gradient norm (0: no limit)
     eval_every, eval_batches   steps between evaluations; batches of each (None: the whole text)
-    sample_every               steps between samples
+    sample_every               steps between samples (None: at each evaluation)
     checkpoint_every, keep     steps between checkpoints; how many stay (`best` stays besides)
     patience                   evaluations without a new best before the run stops (None: never)
     """
@@ -75,7 +75,7 @@ class Recipe:
     val_fraction: float = 0.1
     eval_every: int
     eval_batches: int | None = None
-    sample_every: int
+    sample_every: int | None = None
     checkpoint_every: int
     keep: int = 2
     save_dtype: SaveDType = "float32"
@@ -118,7 +118,6 @@ _ALL = (
             scalar_lr=0.01,
             eval_every=200,
             eval_batches=16,
-            sample_every=400,
             checkpoint_every=400,
         ),
     ),
@@ -142,7 +141,6 @@ _ALL = (
             scalar_lr=0.01,
             weight_decay=0.05,
             eval_every=400,
-            sample_every=2000,
             checkpoint_every=2000,
             save_dtype="bfloat16",
         ),
@@ -169,7 +167,6 @@ _ALL = (
             clip=1.0,
             eval_every=1000,
             eval_batches=200,
-            sample_every=1000,
             checkpoint_every=1000,
             val_fraction=0.01,
         ),
@@ -203,7 +200,7 @@ _ALL = (
             val_fraction=0.2,
             eval_every=50,
             eval_batches=20,
-            sample_every=1000,
+            sample_every=1000,  # evaluations are so near each other that samples would take longer
             checkpoint_every=1000,
         ),
     ),

@@ -1,4 +1,4 @@
-"""The command line: `logitd serve | train | generate | inspect | bench`.
+"""The command line: `logitd serve | train | eval | merge | generate | inspect | bench`.
 
 Parses with the command's settings model, then imports the module that does the work and runs it:
 so --help and a wrong flag answer at once, without torch.
@@ -16,8 +16,10 @@ from pydantic_settings import BaseSettings, CliApp, SettingsError
 from model.version import VERSION
 from service.settings import (
     BenchSettings,
+    EvalSettings,
     GenerateSettings,
     InspectSettings,
+    MergeSettings,
     ServeSettings,
     TrainSettings,
 )
@@ -25,6 +27,8 @@ from service.settings import (
 COMMANDS: Mapping[str, type[BaseSettings]] = {
     "serve": ServeSettings,
     "train": TrainSettings,
+    "eval": EvalSettings,
+    "merge": MergeSettings,
     "generate": GenerateSettings,
     "inspect": InspectSettings,
     "bench": BenchSettings,
@@ -68,7 +72,7 @@ def run(arguments: Sequence[str]) -> int:
     except SettingsError as error:  # an environment variable or a key of .env that cannot be read
         print(f"logitd {name}: {error}", file=sys.stderr)
         return 2
-    if name != "train":
+    if name not in ("train", "eval"):
         wait_briefly()
     # The one import by name: torch takes seconds, and only a command that computes needs it.
     command = importlib.import_module(f"service.commands.{name}")

@@ -6,6 +6,7 @@ that --help is immediate.
 """
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -14,12 +15,15 @@ from pydantic_settings import BaseSettings, CliPositionalArg, NoDecode, Settings
 
 from model.config import DTypeName, KernelChoice, Quantization, Speculation
 from model.engine.api import EngineConfig
+from model.presets import SaveDType, TrainingDType
 from model.training.config import TrainingConfig
 
 BUNDLED_CHECKPOINT = Path(__file__).parent.parent / "checkpoints" / "python-small"
 
 
-def _settings(command: str) -> SettingsConfigDict:
+def _settings(command: str, shorter: Mapping[str, str] | None = None) -> SettingsConfigDict:
+    """How a command's settings are read; `shorter` are second names of flags, which no field of
+    Python can have."""
     return SettingsConfigDict(
         env_prefix="LOGITD_",
         env_file=".env",
@@ -32,6 +36,7 @@ def _settings(command: str) -> SettingsConfigDict:
         cli_show_env_vars=True,
         allow_inf_nan=False,
         frozen=True,
+        cli_shortcuts=shorter or {},
     )
 
 
@@ -91,6 +96,7 @@ Quantize = Annotated[
 Threads = Annotated[
     int, Field(ge=0, le=1024, description="compute threads; 0 is one per available processor")
 ]
+AsJson = Annotated[bool, Field(description="print JSON instead of tables")]
 Origins = Annotated[
     tuple[Annotated[str, AfterValidator(_origin)], ...],
     NoDecode,
@@ -209,7 +215,51 @@ class ServeSettings(BaseSettings):
 class TrainSettings(BaseSettings, TrainingConfig):
     """Train a GPT on text; without --data on the text that every Python carries."""
 
-    model_config = _settings("train")
+    model_config = _settings("train", {"from-checkpoint": "from"})
+
+
+class EvalSettings(BaseSettings):
+    """Measure the loss of a checkpoint on a text: per token, as perplexity and in bits per byte."""
+
+    model_config = _settings("eval", {"as-json": "json"})
+
+    checkpoint: CliPositionalArg[Path] = Field(BUNDLED_CHECKPOINT, description="directory")
+    data: tuple[str, ...] = Field(
+        (),
+        description="text to measure on, all of it: files, folders and globs; without any, what "
+        "the checkpoint's own training held out, where that can be found",
+    )
+    stride: int | None = Field(
+        None,
+        ge=1,
+        description="tokens that each window counts; the rest of it is what they are predicted "
+        "from (default: the whole window, as in training)",
+    )
+    batch_size: int = Field(8, ge=1, le=4096, description="windows in a forward pass")
+    device: Device = "auto"
+    dtype: TrainingDType = Field(
+        "auto",
+        description="numbers to compute in, as in training; auto is bfloat16 where the device "
+        "multiplies it",
+    )
+    threads: Threads = 0
+    quantize: Quantization = Field(
+        "none", description="int8 measures weights rounded to 8 bits, by decode steps: slower"
+    )
+    as_json: AsJson = False
+
+
+class MergeSettings(BaseSettings):
+    """Make a checkpoint of an adapter and of the checkpoint that it was trained on."""
+
+    model_config = _settings("merge")
+
+    base: CliPositionalArg[Path] = Field(description="checkpoint that the adapter was trained on")
+    adapter: CliPositionalArg[Path] = Field(
+        description="adapter directory: one that `logitd train --lora` wrote"
+    )
+    dest: CliPositionalArg[Path] = Field(description="checkpoint directory to write")
+    save_dtype: SaveDType = Field("float32", description="numbers of the checkpoint's weights")
 
 
 class GenerateSettings(BaseSettings):
@@ -233,12 +283,15 @@ class GenerateSettings(BaseSettings):
 
 
 class InspectSettings(BaseSettings):
-    """Show a checkpoint's card, and the shape of every stage of a forward pass for a text."""
+    """Show a checkpoint and the shapes of its forward pass, or how training runs went."""
 
-    model_config = _settings("inspect")
+    model_config = _settings("inspect", {"as-json": "json"})
 
-    checkpoint: CliPositionalArg[Path] = Field(BUNDLED_CHECKPOINT, description="directory")
-    text: str = Field("def main():", description="text to run through the model")
+    paths: CliPositionalArg[tuple[Path, ...]] = Field(
+        (BUNDLED_CHECKPOINT,), description="a checkpoint, a run directory, or several of these"
+    )
+    text: str = Field("def main():", description="text to run through the model of a checkpoint")
+    as_json: AsJson = False
 
 
 class BenchSettings(BaseSettings):

@@ -75,15 +75,20 @@ def decoded_nats(gpt: GPT, inputs: Tensor, targets: Tensor, make_decoder: MakeDe
     shape = replace(gpt.config, context_length=length)
     cache = KVCache(shape, rows, device=weight.device, dtype=weight.dtype)
     decoder = make_decoder(gpt, cache)
-    nats = 0.0
     try:
-        with torch.inference_mode(), one_thread() if decoder.has_threads else nullcontext():
-            for position in range(length):
-                logits = decoder.decode(
-                    inputs[:, position].tolist(), range(rows), [position] * rows
-                )
-                following = targets[:, position].to(logits.device)
-                nats += float(F.cross_entropy(logits.float(), following, reduction="sum"))
+        return step_nats(decoder, inputs, targets)
     finally:
         decoder.close()
+
+
+def step_nats(decoder: Decoder, inputs: Tensor, targets: Tensor) -> float:
+    """`decoded_nats` of a decoder that is there, whatever its cache held before. A target of -100
+    costs nothing."""
+    rows, length = inputs.shape
+    nats = 0.0
+    with torch.inference_mode(), one_thread() if decoder.has_threads else nullcontext():
+        for position in range(length):
+            logits = decoder.decode(inputs[:, position].tolist(), range(rows), [position] * rows)
+            following = targets[:, position].to(logits.device)
+            nats += float(F.cross_entropy(logits.float(), following, reduction="sum"))
     return nats

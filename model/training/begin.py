@@ -12,11 +12,13 @@ from typing import Any
 from model.chat_template import ChatTemplate, ChatTemplateError
 from model.config import GPTConfig
 from model.device import Placement
+from model.lora import LoraShape
 from model.presets import Recipe, preset
 from model.training import budget
 from model.training.batches import Share, share
 from model.training.config import TrainingConfig, TrainingError, run_name, settle, settle_again
 from model.training.events import Prepared, Reporter
+from model.training.finetune import Base, lora_shape, open_base, reopen_base, settle_on
 from model.training.forward import training_placement
 from model.training.prepare import PreparedText, prepare_text, read_prepared, require_window
 from model.training.ranks import Ranks
@@ -37,6 +39,12 @@ class Plan:
     placement: Placement
     chat_template: str | None
     ranks: Ranks
+    base: Base | None  # the checkpoint that it begins with
+
+    @property
+    def lora(self) -> LoraShape | None:
+        """The adapters that it trains, if it trains no whole model."""
+        return lora_shape(self.config)
 
     @property
     def share(self) -> Share:
@@ -59,22 +67,29 @@ def begin(config: TrainingConfig, ranks: Ranks, report: Reporter) -> Plan:
 def _new(config: TrainingConfig, ranks: Ranks, report: Reporter) -> Plan:
     config = budget.fit(config, ranks.size, report)
     recipe, shape = settle(config)
-    start = preset(config.preset)
-    start.config(recipe.vocab_size, **shape)  # refuse what no vocabulary makes possible right away
-    chat_template = _chat_template(config)
+    start, base = preset(config.preset), open_base(config)
+    if base is None:
+        start.config(recipe.vocab_size, **shape)  # refuse what no vocabulary makes possible
+    else:
+        recipe, fine_tuned = settle_on(config, recipe, base.opened.config)
+    chat_template = _chat_template(config, base)
     placement = _placement(config, recipe, ranks)
     _share(recipe, ranks)
     text = open_text(config, report)
     run = RunDirectory.create(_path(config))
     try:
-        prepared = prepare_text(text, recipe, run.data)
-        model = start.config(prepared.tokenizer.vocab_size, **shape)
+        if base is None:
+            prepared = prepare_text(text, recipe, run.data)
+            model = start.config(prepared.tokenizer.vocab_size, **shape)
+        else:
+            prepared = prepare_text(text, recipe, run.data, base.opened.tokenizer)
+            model = fine_tuned
         require_window(prepared, model.context_length)
     except BaseException:
         run.discard()
         raise
     report(Prepared(prepared.record, prepared.tokenizer.vocab_size))
-    return Plan(config, recipe, model, prepared, run, placement, chat_template, ranks)
+    return Plan(config, recipe, model, prepared, run, placement, chat_template, ranks, base)
 
 
 def _again(config: TrainingConfig, ranks: Ranks, report: Reporter) -> Plan:
@@ -82,16 +97,17 @@ def _again(config: TrainingConfig, ranks: Ranks, report: Reporter) -> Plan:
     run = RunDirectory.open(_path(config))
     description = run.read_description()
     first = TrainingConfig(**description["config"])
-    recipe = settle_again(config, first, Recipe(**description["recipe"]))
+    recipe = settle_again(config, first, Recipe(**description["recipe"]), description["model"])
     config = TrainingConfig(**{**description["config"], **_given(config)})
-    chat_template = _chat_template(config)
+    base = reopen_base(config, description.get("base"))
+    chat_template = _chat_template(config, base)
     placement = _placement(config, recipe, ranks)
     _share(recipe, ranks)
     prepared = read_prepared(run.data)
     report(Prepared(prepared.record, prepared.tokenizer.vocab_size))
     model = GPTConfig.from_dict(description["model"])
     run.rewind(_saved_step(run))
-    return Plan(config, recipe, model, prepared, run, placement, chat_template, ranks)
+    return Plan(config, recipe, model, prepared, run, placement, chat_template, ranks, base)
 
 
 def _joined(config: TrainingConfig, ranks: Ranks) -> Plan:
@@ -109,6 +125,7 @@ def _joined(config: TrainingConfig, ranks: Ranks) -> Plan:
         _placement(config, recipe, ranks),
         None,  # checkpoints are written by the first process
         ranks,
+        reopen_base(config, description.get("base")),
     )
 
 
@@ -128,11 +145,11 @@ def _share(recipe: Recipe, ranks: Ranks) -> Share:
     return share(recipe.batch_size, recipe.accumulate, rank=ranks.rank, size=ranks.size)
 
 
-def _chat_template(config: TrainingConfig) -> str | None:
+def _chat_template(config: TrainingConfig, base: Base | None) -> str | None:
     """The chat template for the checkpoints, read once: one that does not compile is refused
-    before hours of training, not after."""
+    before hours of training, not after. A base's is kept where no other is given."""
     if config.chat_template is None:
-        return None
+        return None if base is None else base.chat_template
     try:
         return ChatTemplate(config.chat_template.read_text(encoding="utf-8")).source
     except (OSError, UnicodeDecodeError) as error:
@@ -159,5 +176,6 @@ def _describe(plan: Plan) -> None:
             "config": _given(plan.config),
             "recipe": asdict(plan.recipe),
             "model": plan.model.to_dict(),
+            **({} if plan.base is None else {"base": plan.base.to_dict()}),
         }
     )

@@ -10,6 +10,7 @@ from statistics import median
 from typing import Any
 
 from model.config import GPTConfig
+from model.lora import LoraShape
 from model.presets import Recipe
 
 ROWS = 12
@@ -34,6 +35,8 @@ class CardFacts:
     samples: Sequence[tuple[str, str]]  # (prompt, what the model wrote after it)
     sampled_at: int | None  # step
     temperature: float
+    base: Mapping[str, Any] | None = None  # what it was fine-tuned from
+    lora: LoraShape | None = None  # the card is an adapter's
 
 
 def write_card(facts: CardFacts) -> str:
@@ -63,12 +66,33 @@ def _head(facts: CardFacts) -> str:
         f"# {facts.name}\n\n"
         f"A GPT of {facts.parameters:,} parameters: {config.n_layer} layers, {heads}, "
         f"width {config.d_model}, context {config.context_length}, "
-        f"vocabulary {config.vocab_size:,}. Trained from scratch on one text; it continues text "
-        "of that kind and knows nothing else.\n\n"
+        f"vocabulary {config.vocab_size:,}. {_origin(facts)}\n\n"
         f"Text: {data['name']}. {data['bytes']:,} bytes in {data['documents']:,} documents, "
         f"sha256 `{data['sha256']}`.\n"
         f"Licence of the text: {data['licence']}."
     )
+
+
+def _origin(facts: CardFacts) -> str:
+    """Where the weights began."""
+    base, lora = facts.base, facts.lora
+    if base is None:
+        return (
+            "Trained from scratch on one text; it continues text of that kind and knows nothing "
+            "else."
+        )
+    text = (
+        f"Fine-tuned from {base['name']}, step {base['step']:,}, weights sha256 "
+        f"`{base['weights_sha256']}`"
+    )
+    if before := base["data"].get("name"):
+        text += f", which was trained on {before} ({base['data'].get('licence', 'not stated')})"
+    if lora is not None:
+        text += (
+            f". This is an adapter of rank {lora.rank}, alpha {lora.alpha:g}, on "
+            f"{', '.join(lora.targets)}: `logitd merge` makes a checkpoint of both"
+        )
+    return text + "."
 
 
 def _training_rows(facts: CardFacts) -> list[tuple[str, str]]:

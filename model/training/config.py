@@ -5,13 +5,14 @@ it. A field left at None takes the preset's value; `settle` does that and gives 
 model's shape that the trainer works with. Does not import torch and opens no file.
 """
 
+from collections.abc import Mapping
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from model.config import Activation, Norm, NormPosition, Positions
+from model.config import TARGETS, Activation, Norm, NormPosition, Positions, Target
 from model.presets import (
     Compile,
     Decay,
@@ -72,6 +73,23 @@ class TrainingConfig(BaseModel):
         None,
         description="run directory (default: runs/PRESET, or runs/N-minutes where minutes are "
         "given without a preset)",
+    )
+    from_checkpoint: Path | None = Field(
+        None,
+        description="fine-tune this checkpoint: its shape, vocabulary and weights, with a tenth of "
+        "the preset's learning rates and a warmup unless they are given",
+    )
+    lora: int | None = Field(
+        None,
+        ge=1,
+        description="with --from: train adapters of this rank beside the block matrices and "
+        "nothing else; `logitd merge` makes a checkpoint of them",
+    )
+    lora_alpha: float | None = Field(
+        None, gt=0, description="adapters count alpha / rank times (default: the rank, so once)"
+    )
+    lora_targets: tuple[Target, ...] = Field(
+        TARGETS, description="which matrices of each block get adapters"
     )
     resume: bool = Field(
         False, description="go on with the run in the run directory, exactly where it stopped"
@@ -175,7 +193,9 @@ class TrainingConfig(BaseModel):
     patience: int | None = Field(
         None, ge=1, description="stop after so many evaluations without a new best"
     )
-    sample_every: int | None = Field(None, ge=1, description="steps between samples")
+    sample_every: int | None = Field(
+        None, ge=1, description="steps between samples (default: with each evaluation)"
+    )
     sample_tokens: int = Field(120, ge=1, description="tokens of a sample")
     prompts: tuple[str, ...] = Field(
         (), description="what samples begin with (default: from the text)"
@@ -185,13 +205,17 @@ class TrainingConfig(BaseModel):
         None, ge=1, description="newest checkpoints that are kept; the best is kept besides"
     )
     save_dtype: SaveDType | None = Field(None, description="numbers of the checkpoint's weights")
+    tensorboard: bool = Field(
+        False, description="write the curves and samples for TensorBoard as well, into the run"
+    )
 
 
 RESUMABLE = frozenset(
     (
         *("resume", "out", "minutes", "device", "threads", "steps", "log_every", "data_licence"),
         *("eval_every", "eval_batches", "patience", "sample_every", "sample_tokens", "prompts"),
-        *("checkpoint_every", "keep", "save_dtype", "chat_template"),
+        *("checkpoint_every", "keep", "save_dtype", "chat_template", "tensorboard"),
+        "from_checkpoint",  # it may have moved; that it is the same is seen by its weights
     )
 )
 """What may be given anew when a run is resumed; anything else would make it another run."""
@@ -204,7 +228,7 @@ class TrainingError(RuntimeError):
 def settle(config: TrainingConfig) -> tuple[Recipe, dict[str, Any]]:
     """The recipe and the model's shape of a configuration: the preset's, but for what is given."""
     start = preset(config.preset)
-    given = _given(config)
+    given = given_values(config)
     recipe = replace(start.recipe, **{k: v for k, v in given.items() if k in RECIPE_FIELDS})
     if recipe.tokenizer != "own" and config.vocab_size is not None:
         raise TrainingError(
@@ -214,11 +238,14 @@ def settle(config: TrainingConfig) -> tuple[Recipe, dict[str, Any]]:
     return recipe, {**start.shape, **{k: v for k, v in given.items() if k in SHAPE_FIELDS}}
 
 
-def settle_again(config: TrainingConfig, first: TrainingConfig, recipe: Recipe) -> Recipe:
-    """The recipe of a run that is resumed: as it was, but for what may be given anew."""
-    given = _given(config)
+def settle_again(
+    config: TrainingConfig, first: TrainingConfig, recipe: Recipe, model: Mapping[str, Any]
+) -> Recipe:
+    """The recipe of a run that is resumed: as it was, but for what may be given anew. `model` is
+    its shape."""
+    given = given_values(config)
     before = {name: field.default for name, field in TrainingConfig.model_fields.items()}
-    before |= {**settle(first)[1], **asdict(recipe), **_given(first)}
+    before |= {**model, **asdict(recipe), **given_values(first)}
     for name in sorted(set(given) - RESUMABLE):
         if given[name] != before[name]:
             raise TrainingError(
@@ -230,7 +257,7 @@ def settle_again(config: TrainingConfig, first: TrainingConfig, recipe: Recipe) 
 
 def given(config: TrainingConfig) -> frozenset[str]:
     """Names of the fields of TrainingConfig that were said and are not None."""
-    return frozenset(_given(config))
+    return frozenset(given_values(config))
 
 
 def run_name(config: TrainingConfig) -> str:
@@ -240,7 +267,8 @@ def run_name(config: TrainingConfig) -> str:
     return config.preset
 
 
-def _given(config: TrainingConfig) -> dict[str, Any]:
+def given_values(config: TrainingConfig) -> dict[str, Any]:
+    """What was said and is not None, of the fields of TrainingConfig itself."""
     names = config.model_fields_set & TrainingConfig.model_fields.keys()
     return {name: value for name in names if (value := getattr(config, name)) is not None}
 
@@ -252,13 +280,15 @@ def command(config: TrainingConfig) -> str:
         value = getattr(config, name)
         if value == field.default or name in _NOT_IN_COMMAND:
             continue
-        flag = "--" + name.replace("_", "-")
+        flag = "--from" if name == "from_checkpoint" else "--" + name.replace("_", "-")
         for each in value if isinstance(value, tuple) else (value,):
             words += [flag, _quoted(str(each).lower() if isinstance(each, bool) else str(each))]
     return " ".join(words)
 
 
-_NOT_IN_COMMAND = frozenset({"preset", "out", "resume", "device", "threads", "data_licence"})
+_NOT_IN_COMMAND = frozenset(
+    {"preset", "out", "resume", "device", "threads", "data_licence", "tensorboard"}
+)
 
 
 def _quoted(word: str) -> str:

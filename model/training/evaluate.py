@@ -12,6 +12,7 @@ so the result is the same bits whatever their number.
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +27,9 @@ from model.training.shards import Shard
 
 ALONE = Ranks()
 
+UNCOUNTED = -100
+"""In targets: a token that another window counts."""
+
 
 @dataclass(frozen=True)
 class Evaluation:
@@ -39,6 +43,11 @@ class Evaluation:
     def bits_per_byte(self) -> float:
         return bits_per_byte(self.loss * self.tokens, self.text_bytes)
 
+    @property
+    def perplexity(self) -> float:
+        """Of a token: how many equally likely ones would be as hard to guess."""
+        return math.exp(self.loss)
+
 
 def bits_per_byte(nats: float, text_bytes: int) -> float:
     return nats / math.log(2) / text_bytes
@@ -46,7 +55,7 @@ def bits_per_byte(nats: float, text_bytes: int) -> float:
 
 def evaluate(
     gpt: GPT,
-    windows: "ValidationWindows",
+    windows: "Windows",
     forward: Callable[[Tensor], Tensor],
     ranks: Ranks = ALONE,
 ) -> Evaluation:
@@ -64,16 +73,32 @@ def evaluate(
                 inputs, targets = windows.batch(index)
                 logits = forward(inputs.to(device)).float()  # (B, T, V)
                 loss = F.cross_entropy(
-                    logits.flatten(0, 1), targets.to(device).flatten(), reduction="sum"
+                    logits.flatten(0, 1),
+                    targets.to(device).flatten(),
+                    reduction="sum",
+                    ignore_index=UNCOUNTED,
                 )
-                text_bytes = int(windows.byte_lengths[targets.numpy()].sum())
+                counted = targets[targets != UNCOUNTED].numpy()
+                text_bytes = int(windows.byte_lengths[counted].sum())
                 sums[index] = torch.tensor(
-                    [float(loss), targets.numel(), text_bytes], dtype=torch.float64
+                    [float(loss), counted.size, text_bytes], dtype=torch.float64
                 )
     finally:
         gpt.train(training)
     nats, tokens, text_bytes = (sum(column) for column in ranks.total(sums).T.tolist())
     return Evaluation(loss=nats / tokens, tokens=int(tokens), text_bytes=int(text_bytes))
+
+
+class Windows(Protocol):
+    """Batches of inputs and targets (B, T), targets that do not count being UNCOUNTED."""
+
+    byte_lengths: npt.NDArray[np.int64]  # (V,)
+
+    def __len__(self) -> int:
+        """Batches."""
+
+    def batch(self, index: int) -> tuple[Tensor, Tensor]:
+        """Inputs and targets of one of them."""
 
 
 class ValidationWindows:
@@ -111,6 +136,50 @@ class ValidationWindows:
         rows = [tokens[start : start + width].astype(np.int64) for start in starts]
         ids = torch.from_numpy(np.stack(rows))  # (B, T + 1)
         return ids[:, :-1], ids[:, 1:]
+
+
+class RollingWindows:
+    """Windows over a whole text in which every token but the first counts exactly once.
+
+    A window begins `stride` tokens after the one before it and counts what that did not reach, so
+    each token is predicted from at least window - stride tokens before it, where there are as many.
+    The last window is moved back to end with the text. With a stride of the whole window and a
+    text that fills its windows, these are `ValidationWindows` of all batches.
+    """
+
+    def __init__(
+        self, shard: Shard, tokenizer: Tokenizer, *, window: int, stride: int, batch_size: int
+    ) -> None:
+        if shard.count < 2:
+            raise ValueError(f"{shard.count} tokens predict none: at least 2 are needed")
+        if not 1 <= stride <= window:
+            raise ValueError(f"stride is {stride}; it must be from 1 to the window's {window}")
+        self._shard = shard
+        self._batch_size = batch_size
+        last = shard.count - 1  # the last token that is predicted
+        self.width = min(window, last)
+        self.stride = min(stride, self.width)
+        self.starts = [*range(0, last - self.width, self.stride), last - self.width]
+        self.byte_lengths = byte_lengths(tokenizer)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        return (self.batch(index) for index in range(len(self)))
+
+    def __len__(self) -> int:
+        """Batches."""
+        return -(-len(self.starts) // self._batch_size)
+
+    def batch(self, index: int) -> tuple[Tensor, Tensor]:
+        """Inputs and targets (B, T) of one batch; what the window before reached does not count."""
+        tokens, first = self._shard.tokens, index * self._batch_size
+        starts = self.starts[first : first + self._batch_size]
+        rows = [tokens[start : start + self.width + 1].astype(np.int64) for start in starts]
+        ids = torch.from_numpy(np.stack(rows))  # (B, T + 1)
+        targets = ids[:, 1:].clone()
+        for row, start in enumerate(starts):
+            before = self.starts[first + row - 1] if first + row else -self.width
+            targets[row, : max(0, before + self.width - start)] = UNCOUNTED
+        return ids[:, :-1], targets
 
 
 def byte_lengths(tokenizer: Tokenizer) -> npt.NDArray[np.int64]:

@@ -60,10 +60,17 @@ def held_out(checkpoint: CheckpointInfo, path: Path | None = None) -> HeldOut:
     return HeldOut(name, windows)
 
 
-def _text(checkpoint: CheckpointInfo, path: Path | None) -> tuple[str, Shard]:
+def all_held_out(checkpoint: CheckpointInfo) -> tuple[str, Shard]:
+    """Everything that the checkpoint itself knows to be held out, and what it is, for people."""
+    return _text(checkpoint, None, None)
+
+
+def _text(
+    checkpoint: CheckpointInfo, path: Path | None, at_most: int | None = READ_BYTES
+) -> tuple[str, Shard]:
     tokenizer, data = checkpoint.tokenizer, checkpoint.training.data
     if path is not None:
-        return str(path), _tokenised(_documents(path), tokenizer, READ_BYTES)
+        return str(path), _tokenised(_documents(path, at_most), tokenizer, at_most)
     folder = checkpoint.path.resolve().parent  # `best` is a link into the run
     if (folder / RUN).is_file():
         shard = open_shard(RunDirectory(folder).data / "val.tokens", tokenizer_sha256(tokenizer))
@@ -73,27 +80,28 @@ def _text(checkpoint: CheckpointInfo, path: Path | None) -> tuple[str, Shard]:
             "the checkpoint lies in no run directory and was not trained on Python's own text"
         )
     known = data.get("val_bytes")
-    limit = min(READ_BYTES, known) if isinstance(known, int) else READ_BYTES
+    limit = min(at_most or known, known) if isinstance(known, int) else READ_BYTES
     documents = first_held_out(python_text(Path(sysconfig.get_path("stdlib"))).documents)
     return "the validation part of Python's own text", _tokenised(documents, tokenizer, limit)
 
 
-def _documents(path: Path) -> list[Document]:
-    """The first documents at a path, as many as can be looked at."""
+def _documents(path: Path, at_most: int | None) -> list[Document]:
+    """The first documents at a path, as many as are looked at."""
     documents = documents_of_all(each_once(named_files(str(path))), "text")
     found, size = [], 0
     for document in documents:
         found.append(document)
         size += document.size or 0
-        if size >= READ_BYTES:
+        if at_most is not None and size >= at_most:
             break
     if not found:
         raise TextError(f"{path} holds no text: its files are empty")
     return found
 
 
-def _tokenised(documents: Iterable[Document], tokenizer: Tokenizer, limit: int) -> Shard:
-    """A shard in memory of the first `limit` bytes, as `model/training/prepare.py` would write."""
+def _tokenised(documents: Iterable[Document], tokenizer: Tokenizer, limit: int | None) -> Shard:
+    """A shard in memory of the first `limit` bytes (None: of all), as `model/training/prepare.py`
+    would write."""
     ids: list[int] = []
     size = 0
     try:
@@ -107,13 +115,13 @@ def _tokenised(documents: Iterable[Document], tokenizer: Tokenizer, limit: int) 
     return Shard(Path(), np.array(ids, dtype=np.int64), size)
 
 
-def _pieces(documents: Iterable[Document], limit: int) -> Iterator[tuple[str, bool]]:
-    """The first `limit` bytes of documents, and after which pieces one has ended."""
+def _pieces(documents: Iterable[Document], limit: int | None) -> Iterator[tuple[str, bool]]:
+    """The first `limit` bytes of documents, or all, and after which pieces one has ended."""
     for document in documents:
         for piece in document.pieces():
             raw = piece.encode()[:limit]
-            limit -= len(raw)
+            limit = None if limit is None else limit - len(raw)
             yield raw.decode(errors="ignore"), False
-            if not limit:
+            if limit == 0:
                 return
         yield "", True

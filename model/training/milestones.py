@@ -18,9 +18,11 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
+from model.adapter import save_adapter
 from model.checkpoint import TrainingRecord, save_checkpoint
 from model.device import describe
 from model.gpt import GPT
+from model.lora import parameters_without_adapters
 from model.training import plot
 from model.training.begin import Plan
 from model.training.card import CardFacts, write_card
@@ -198,22 +200,36 @@ class Milestones:
     def _save_checkpoint(self, counters: Counters) -> Path:
         run, evaluation = self.run, self.evaluations[-1]
         path = run.checkpoint(counters.step)
-        save_checkpoint(
-            path,
-            gpt=self.gpt,
-            tokenizer=self.plan.prepared.tokenizer,
-            training=TrainingRecord(
-                step=counters.step,
-                tokens=counters.tokens,
-                val_loss=evaluation["val_loss"],
-                val_bits_per_byte=evaluation["val_bits_per_byte"],
-                data=self.plan.prepared.record,
-                created=datetime.now(UTC).isoformat(timespec="seconds"),
-            ),
-            card=self._card(path.name, counters),
-            dtype=getattr(torch, self.plan.recipe.save_dtype),
-            chat_template=self.plan.chat_template,
+        base, lora = self.plan.base, self.plan.lora
+        training = TrainingRecord(
+            step=counters.step,
+            tokens=counters.tokens,
+            val_loss=evaluation["val_loss"],
+            val_bits_per_byte=evaluation["val_bits_per_byte"],
+            data=self.plan.prepared.record,
+            created=datetime.now(UTC).isoformat(timespec="seconds"),
+            base=None if base is None else base.record,
         )
+        card = self._card(path.name, counters)
+        if lora is not None:
+            save_adapter(
+                path,
+                gpt=self.gpt,
+                shape=lora,
+                training=training,
+                card=card,
+                chat_template=self.plan.chat_template,
+            )
+        else:
+            save_checkpoint(
+                path,
+                gpt=self.gpt,
+                tokenizer=self.plan.prepared.tokenizer,
+                training=training,
+                card=card,
+                dtype=getattr(torch, self.plan.recipe.save_dtype),
+                chat_template=self.plan.chat_template,
+            )
         run.link_newest_and_best()
         run.prune(self.plan.recipe.keep, self.saved_at)
         return path
@@ -224,7 +240,7 @@ class Milestones:
             CardFacts(
                 name=f"{run_name(plan.config)}, {name}",
                 config=plan.model,
-                parameters=self.gpt.parameter_count(),
+                parameters=parameters_without_adapters(self.gpt),
                 recipe=plan.recipe,
                 data=plan.prepared.record,
                 command=command(plan.config),
@@ -238,6 +254,8 @@ class Milestones:
                 samples=self.samples,
                 sampled_at=self.sampled_at,
                 temperature=TEMPERATURE,
+                base=None if plan.base is None else plan.base.record,
+                lora=plan.lora,
             )
         )
 

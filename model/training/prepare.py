@@ -24,7 +24,13 @@ from model.training.adopt import Written, adopt
 from model.training.shards import Shard, ShardWriter, open_shard
 from model.training.text.document import Text, TextError
 from model.training.text.split import Side, are_many, sides
-from model.training.vocabulary import check, learn, ready_made, tokenizer_sha256
+from model.training.vocabulary import (
+    check,
+    learn,
+    ready_made,
+    require_end_of_text,
+    tokenizer_sha256,
+)
 
 CHECKED_PIECES = 64
 """Pieces that are decoded again to see that a tokenizer loses nothing."""
@@ -40,11 +46,16 @@ class PreparedText:
     record: Mapping[str, Any]
 
 
-def prepare_text(text: Text, recipe: Recipe, folder: Path) -> PreparedText:
-    """Learn or take the vocabulary, tokenise every document, and write `folder`."""
+def prepare_text(
+    text: Text, recipe: Recipe, folder: Path, tokenizer: Tokenizer | None = None
+) -> PreparedText:
+    """Learn or take the vocabulary, tokenise every document, and write `folder`. A `tokenizer`
+    that is given is taken, whatever the recipe says: a checkpoint brings its own."""
     folder.mkdir(parents=True, exist_ok=True)
     fraction, many = recipe.val_fraction, are_many(text.documents)
-    if text.shards:
+    if tokenizer is not None:
+        require_end_of_text(tokenizer, "the checkpoint's tokenizer")
+    elif text.shards:
         tokenizer = _tokenizer_of_shards(text, recipe)
     elif recipe.tokenizer == "own":
         tokenizer = learn(_training_pieces(text, fraction, many=many), recipe.vocab_size)

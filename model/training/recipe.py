@@ -2,7 +2,8 @@
 
 Parameters fall into four kinds, each with a learning rate of its own: the block matrices, the
 embeddings, the head, and the rest (norms, biases, gates). With `optimizer: muon` the matrices are
-Muon's and the others AdamW's; with `adamw` all are AdamW's. Does not compute losses or take steps.
+Muon's and the others AdamW's; with `adamw` all are AdamW's. Adapters (`model/lora.py`) count as
+matrices, and what is frozen belongs to no optimizer. Does not compute losses or take steps.
 
 Sources: Muon by Keller Jordan (2024) as it stands in torch.optim, stepped by
 `model/training/muon.py`; zero-initialised projections and
@@ -18,6 +19,7 @@ from torch import nn
 from torch.optim import AdamW, Muon
 
 from model.gpt import GPT, Block
+from model.lora import NARROW
 from model.presets import Recipe
 from model.training import muon
 from model.training.forward import native_bfloat16
@@ -62,6 +64,8 @@ def _into_residual(name: str) -> bool:
 def kind(gpt: GPT, name: str) -> Kind:
     """Which of the four kinds a parameter is of."""
     leaf = name.removesuffix(".weight")
+    if leaf.endswith(NARROW):
+        return "matrix"
     if leaf == "head" or (leaf == "token_embedding" and gpt.config.tied_head):
         return "head"
     if leaf.endswith("embedding"):
@@ -87,7 +91,8 @@ class Optimizers:
             "scalar": [],
         }
         for name, parameter in gpt.named_parameters():
-            kinds[kind(gpt, name)].append(parameter)
+            if parameter.requires_grad:
+                kinds[kind(gpt, name)].append(parameter)
         self.peaks: Mapping[Kind, float] = {
             "matrix": recipe.matrix_lr,
             "embedding": recipe.embedding_lr,
@@ -150,17 +155,10 @@ class Optimizers:
 
 def _muon_parts(gpt: GPT) -> Iterator[tuple[nn.Parameter, nn.Parameter, slice]]:
     """The block matrices as maps of one thing each: (part, the fused one, its rows)."""
-    config = gpt.config
-    query, key_value = config.n_head * config.head_dim, config.kv_width
     for block in gpt.blocks:
         assert isinstance(block, Block)
-        up = [config.d_ff] * (2 if config.activation == "swiglu" else 1)
-        for linear, heights in (
-            (block.qkv, [query, key_value, key_value]),
-            (block.attention_out, [config.d_model]),
-            (block.mlp_up, up),
-            (block.mlp_down, [config.d_model]),
-        ):
+        for name, heights in gpt.config.maps().items():
+            linear = getattr(block, name)
             start = 0
             for height in heights:
                 rows = slice(start, start + height)

@@ -1,9 +1,9 @@
 """State: everything that a run needs to go on exactly where it stopped.
 
-One file, `state/state.pt`: float32 weights, the states of all optimizers, the step and its
-counters, and of the reports the sums of what was not yet told and the best of what was. Neither the
-data position nor a random state is in it: batches and the noise of dropout are functions of the
-seed and the step (`model/training/batches.py`). Written aside, synced and renamed; read with
+One file, `state/state.pt`: float32 weights (with adapters theirs alone), the states of all
+optimizers, the step and its counters, and of the reports the sums of what was not yet told and the
+best of what was. Neither the data position nor a random state is in it: batches and the noise of
+dropout are functions of the seed and the step (`model/training/batches.py`). Written aside, synced and renamed; read with
 `weights_only=True`, so reading never executes code. Does not cover checkpoints
 (`model/checkpoint.py`): those are for serving.
 
@@ -23,6 +23,7 @@ import torch
 
 from model.device import Placement, describe
 from model.gpt import GPT
+from model.lora import load_trained_weights, trained_weights
 from model.training.config import TrainingError
 from model.training.recipe import Optimizers
 from model.training.run import sync
@@ -84,7 +85,7 @@ def save_state(
         "version": VERSION,
         "counters": asdict(counters),
         "environment": asdict(environment),
-        "weights": gpt.state_dict(),
+        "weights": trained_weights(gpt),
         "optimizers": optimizers.state_dict(),
         "reports": dict(reports),
     }
@@ -117,7 +118,7 @@ def load_state(
     it keeps of the run's reports."""
     document = read_state(path)
     try:
-        gpt.load_state_dict(document["weights"])
+        load_trained_weights(gpt, document["weights"])
         optimizers.load_state_dict(document["optimizers"])
         return (
             Counters(**document["counters"]),

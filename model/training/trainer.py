@@ -4,9 +4,9 @@ A step: forward and backward over this process's share of its batches, add up th
 processes, clip, update, count. Between steps: log, sample, evaluate, save, each when it is due.
 
 Covers one process on one device, or several with a copy of the model in each. What each part does
-stands in the file of its name: `begin` (what a run is made of), `recipe` (weights, optimizers,
-learning rates), `forward`, `batches`, `ranks` (several processes), `milestones` (evaluations,
-samples, checkpoints), `health` (whether it still learns), `length`, `log`, `state`.
+stands in the file of its name: `begin` (what a run is made of), `finetune`, `recipe` (weights,
+optimizers, learning rates), `forward`, `batches`, `ranks` (several processes), `milestones`
+(evaluations, samples, checkpoints), `health` (whether it still learns), `length`, `log`, `state`.
 
 Shapes: B sequences, T positions, V = vocab_size.
 """
@@ -22,11 +22,11 @@ from typing import Literal, get_args
 import torch
 
 from model.device import describe, use_threads
-from model.gpt import GPT
 from model.training.batches import Batches, noise_seed
 from model.training.begin import Plan, begin
 from model.training.config import TrainingConfig, TrainingError
 from model.training.events import Noticed, Progress, Reporter, Started, silent
+from model.training.finetune import initial_model
 from model.training.flops import Meter
 from model.training.forward import Forward, choose_loss
 from model.training.health import Health, Look
@@ -35,8 +35,9 @@ from model.training.length import Length
 from model.training.log import Figures, StepLog
 from model.training.milestones import Milestones
 from model.training.ranks import Ranks, together
-from model.training.recipe import Optimizers, initialise, share_of_peak
+from model.training.recipe import Optimizers, share_of_peak
 from model.training.state import Counters, Environment, load_state
+from model.training.tensorboard import require_tensorboard, with_tensorboard
 
 Reason = Literal["finished", "time is up", "no improvement", "interrupted"]
 REASONS: tuple[Reason, ...] = get_args(Reason)
@@ -57,6 +58,7 @@ class TrainingResult:
     val_bits_per_byte: float
     reason: Reason
     rank: int = 0  # of the process that says so; the first speaks for all
+    adapter_of: Path | None = None  # the checkpoint that it goes with, where it is no whole one
 
 
 def train(config: TrainingConfig, report: Reporter = silent) -> TrainingResult:
@@ -73,10 +75,14 @@ def train(config: TrainingConfig, report: Reporter = silent) -> TrainingResult:
         warnings.filterwarnings("ignore", "Mismatch dtype between input and weight")
         report = report if ranks.leads else silent
         try:
-            trainer = Trainer(begin(config, ranks, report), report)
-            if config.resume:
-                trainer.load()
-            result = trainer.fit()
+            if config.tensorboard:
+                require_tensorboard()
+            plan = begin(config, ranks, report)
+            with with_tensorboard(plan.config.tensorboard and ranks.leads, report) as report:
+                trainer = Trainer(plan, report)
+                if config.resume:
+                    trainer.load()
+                result = trainer.fit()
             ranks.wait()  # the first has written all
             return result
         finally:
@@ -99,8 +105,7 @@ class Trainer:
             torch.cuda.set_device(placement.device)  # where NCCL takes its buffers
         torch.manual_seed(recipe.seed)
         self.plan, self.recipe, self.run, self.report = plan, recipe, plan.run, report
-        self.gpt = GPT(plan.model)
-        initialise(self.gpt, recipe, torch.Generator().manual_seed(recipe.seed))
+        self.gpt = initial_model(plan.model, recipe, plan.base, plan.lora, report)
         self.gpt.to(placement.device).train()
         self.optimizers = Optimizers(self.gpt, recipe)
         forward = Forward(self.gpt, placement, dropout=plan.model.dropout)
@@ -217,13 +222,15 @@ class Trainer:
         step, recipe = self.counters.step, self.recipe
         saves = step % recipe.checkpoint_every == 0
         evaluates = step % recipe.eval_every == 0
-        samples = step % recipe.sample_every == 0
+        samples = step % (recipe.sample_every or recipe.eval_every) == 0
         if not (saves or evaluates or samples or step % self.plan.config.log_every == 0):
             return False
         self._log()
         if saves and not self.health.suspected:
             self._save()
         elif (saves or evaluates) and self.milestones.evaluate(self.counters):
+            if samples:
+                self.milestones.sample(step)  # the checkpoint's card shows them
             self.milestones.save_checkpoint(self.counters)
         if saves and self.health.suspected:
             self.report(Noticed(self._not_saved()))
@@ -326,4 +333,5 @@ class Trainer:
             val_bits_per_byte=last["val_bits_per_byte"],
             reason=reason,
             rank=self.ranks.rank,
+            adapter_of=self.plan.config.from_checkpoint if self.plan.lora else None,
         )

@@ -63,9 +63,13 @@ def ready_made(name: str) -> Tokenizer:
         tokenizer = Tokenizer.named(name) if name in PUBLISHED else _from_file(Path(name))
     except TokenizerError as error:
         raise TrainingError(str(error)) from error
-    if tokenizer.end_of_text is None:
-        raise TrainingError(f"the tokenizer {name} has no {END_OF_TEXT} to separate documents")
+    require_end_of_text(tokenizer, f"the tokenizer {name}")
     return tokenizer
+
+
+def require_end_of_text(tokenizer: Tokenizer, name: str) -> None:
+    if tokenizer.end_of_text is None:
+        raise TrainingError(f"{name} has no {END_OF_TEXT} to separate documents")
 
 
 def check(tokenizer: Tokenizer, piece: str) -> None:

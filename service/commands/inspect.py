@@ -1,6 +1,11 @@
-"""`logitd inspect`: a checkpoint's facts, and the shapes of a forward pass, stage by stage."""
+"""`logitd inspect`: a checkpoint's facts, and the shapes of a forward pass, stage by stage; or of
+run directories how training went (`inspect_runs.py`)."""
 
+import json
 import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Column, Table
@@ -9,15 +14,28 @@ from rich.text import Text
 from model.checkpoint import CheckpointError, CheckpointInfo, load_checkpoint
 from model.device import choose_placement
 from model.trace import Stage, trace
+from model.training.config import TrainingError
+from model.training.summary import is_run, summarise
+from service.commands.inspect_runs import show_runs
 from service.settings import InspectSettings
 
 
 def run(settings: InspectSettings) -> int:
+    paths = settings.paths
+    if any(map(is_run, paths)) or len(paths) > 1:
+        try:
+            show_runs([summarise(path) for path in paths], as_json=settings.as_json)
+        except TrainingError as error:
+            print(f"logitd inspect: {error}", file=sys.stderr)
+            return 1
+        return 0
+    return _inspect_checkpoint(paths[0], settings)
+
+
+def _inspect_checkpoint(path: Path, settings: InspectSettings) -> int:
     placement = choose_placement("cpu", "float32")
     try:
-        checkpoint, gpt = load_checkpoint(
-            settings.checkpoint, device=placement.device, dtype=placement.dtype
-        )
+        checkpoint, gpt = load_checkpoint(path, device=placement.device, dtype=placement.dtype)
     except CheckpointError as error:
         print(f"logitd inspect: {error}", file=sys.stderr)
         return 1
@@ -29,12 +47,31 @@ def run(settings: InspectSettings) -> int:
             file=sys.stderr,
         )
         return 1
+    stages = trace(gpt, token_ids)
+    if settings.as_json:
+        print(json.dumps(_document(checkpoint, gpt.parameter_count(), token_ids, stages)))
+        return 0
     console = Console(highlight=False)
     console.print(_facts(checkpoint, gpt.parameter_count()))
     pieces = [repr(checkpoint.tokenizer.token_text(i)) for i in token_ids]
     console.print(f"\n{len(token_ids)} tokens: {' '.join(pieces)}\n", markup=False)
-    console.print(_shapes(trace(gpt, token_ids)))
+    console.print(_shapes(stages))
     return 0
+
+
+def _document(
+    checkpoint: CheckpointInfo, parameters: int, token_ids: list[int], stages: list[Stage]
+) -> dict[str, Any]:
+    """What --json prints."""
+    return {
+        "checkpoint": str(checkpoint.path),
+        "weights_sha256": checkpoint.weights_sha256,
+        "parameters": parameters,
+        "training": checkpoint.training.to_dict(),
+        "model": checkpoint.config.to_dict(),
+        "token_ids": token_ids,
+        "stages": [asdict(stage) for stage in stages],
+    }
 
 
 def _facts(checkpoint: CheckpointInfo, parameters: int) -> Table:
@@ -51,6 +88,7 @@ def _facts(checkpoint: CheckpointInfo, parameters: int) -> Table:
         ("validation loss", _number(training.val_loss, "nats per token")),
         ("", _number(training.val_bits_per_byte, "bits per byte")),
         ("created", training.created),
+        *((f"fine-tuned from: {key}", str(value)) for key, value in (training.base or {}).items()),
         *((f"data: {key}", str(value)) for key, value in training.data.items()),
         *((f"model: {key}", str(value)) for key, value in checkpoint.config.to_dict().items()),
     ):

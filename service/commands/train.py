@@ -44,5 +44,8 @@ def run(settings: TrainSettings) -> int:
         if result.reason == "interrupted":
             print(f"\nstopped at step {result.step:,}: go on with")
             print(f"           logitd train --resume --out {result.run}")
-        print(f"\nserve it:  logitd serve --checkpoint {result.best}")
+        if result.adapter_of is not None:
+            print(f"\nmerge it:  logitd merge {result.adapter_of} {result.best} DEST")
+        else:
+            print(f"\nserve it:  logitd serve --checkpoint {result.best}")
     return 0

@@ -95,7 +95,7 @@ def test_impossible_temperatures_are_refused(temperature: float) -> None:
 @pytest.mark.parametrize("command", COMMANDS)
 def test_settings_do_not_change_once_read(command: str) -> None:
     model: type[BaseSettings] = COMMANDS[command]
-    arguments = ["text"] if command == "generate" else []
+    arguments = {"generate": ["text"], "merge": ["base", "adapter", "dest"]}.get(command, [])
     settings = CliApp.run(model, cli_args=arguments)
     with pytest.raises(ValidationError, match="frozen"):
         settings.device = "cpu"  # type: ignore[attr-defined]

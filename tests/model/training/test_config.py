@@ -62,16 +62,16 @@ def test_a_size_beside_a_ready_made_vocabulary_is_refused() -> None:
 
 def test_a_resumed_run_may_be_lengthened_but_not_changed() -> None:
     first = TrainingConfig(steps=100, d_model=64)
-    recipe, _ = settle(first)
-    assert settle_again(TrainingConfig(resume=True, steps=200), first, recipe).steps == 200
-    assert settle_again(TrainingConfig(resume=True, d_model=64), first, recipe).steps == 100
+    recipe, shape = settle(first)
+    assert settle_again(TrainingConfig(resume=True, steps=200), first, recipe, shape).steps == 200
+    assert settle_again(TrainingConfig(resume=True, d_model=64), first, recipe, shape).steps == 100
     for change, was in (
         ({"d_model": 128}, "it is 128 now and was 64"),
         ({"seed": 2}, "it is 2 now and was 1337"),
         ({"data": ("x.txt",)}, r"was \(\)"),
     ):
         with pytest.raises(TrainingError, match=was):
-            settle_again(TrainingConfig(resume=True, **change), first, recipe)
+            settle_again(TrainingConfig(resume=True, **change), first, recipe, shape)
 
 
 def test_the_command_says_what_was_given_and_nothing_about_this_machine() -> None:

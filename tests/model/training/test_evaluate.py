@@ -7,12 +7,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 from model.config import gpt2_shape
 from model.gpt import GPT
 from model.tokenizer import END_OF_TEXT, Tokenizer
-from model.training.evaluate import ValidationWindows, bits_per_byte, byte_lengths, evaluate
+from model.training.evaluate import (
+    UNCOUNTED,
+    RollingWindows,
+    ValidationWindows,
+    bits_per_byte,
+    byte_lengths,
+    evaluate,
+)
 from model.training.ranks import Ranks
 from model.training.shards import Shard
 
@@ -91,3 +100,46 @@ def test_evaluation_draws_nothing_and_leaves_the_mode() -> None:
     assert len(losses) == 1, "dropout is off"
     assert gpt.training
     assert torch.equal(torch.get_rng_state(), before)
+
+
+@given(count=st.integers(2, 60), window=st.integers(1, 12), data=st.data())
+def test_rolling_windows_count_every_token_once_with_the_context_promised(
+    count: int, window: int, data: st.DataObject
+) -> None:
+    stride = data.draw(st.integers(1, window))
+    shard = Shard(Path("memory"), np.arange(count, dtype=np.uint16), 0)
+    windows = RollingWindows(shard, TOKENIZER, window=window, stride=stride, batch_size=3)
+    counted: list[int] = []
+    for inputs, targets in windows:
+        assert inputs.shape == targets.shape == (len(inputs), min(window, count - 1))
+        for row, after in zip(inputs.tolist(), targets.tolist(), strict=True):
+            for place, token in enumerate(after):
+                if token == UNCOUNTED:
+                    continue
+                assert row[: place + 1] == list(range(token - place - 1, token))
+                assert place + 1 > min(window - stride, token - 1), "tokens before it"
+                counted.append(token)
+    assert counted == list(range(1, count))
+
+
+def test_whole_strides_are_the_trainers_windows() -> None:
+    """Bit for bit, where the text fills its windows; and a text that does not loses its end."""
+    ids = [index % 256 for index in range(81)]
+    shard = Shard(Path("memory"), np.array(ids, dtype=np.uint16), 0)
+    gpt = _gpt()
+    forward = lambda ids: gpt(ids).logits  # noqa: E731
+    rolling = RollingWindows(shard, TOKENIZER, window=8, stride=8, batch_size=2)
+    assert evaluate(gpt, rolling, forward) == evaluate(gpt, _windows(ids, window=8), forward)
+    more = Shard(Path("memory"), np.array([*ids, 65, 65], dtype=np.uint16), 0)
+    longer = RollingWindows(more, TOKENIZER, window=8, stride=8, batch_size=2)
+    assert evaluate(gpt, longer, forward).tokens == 82
+    assert evaluate(gpt, _windows([*ids, 65, 65], window=8), forward).tokens == 80
+
+
+@pytest.mark.parametrize(("count", "stride", "message"), [(1, 4, "1 tokens predict none"),
+                                                          (9, 9, "stride is 9; it must be"),
+                                                          (9, 0, "stride is 0")])  # fmt: skip
+def test_impossible_windows_are_refused(count: int, stride: int, message: str) -> None:
+    shard = Shard(Path("memory"), np.zeros(count, dtype=np.uint16), 0)
+    with pytest.raises(ValueError, match=message):
+        RollingWindows(shard, TOKENIZER, window=8, stride=stride, batch_size=1)

@@ -1,0 +1,236 @@
+"""Fine-tuning: a run that begins with the weights of a checkpoint instead of random ones.
+
+Shape and vocabulary are the checkpoint's, and what contradicts them is refused with both numbers.
+Its position tables are the only thing that may change: with rotary or sinusoidal positions they are
+computed, so the context may be another; learned ones are weights. Dropout has no weights either.
+
+The recipe is the preset's, but for
+
+  *_lr      a tenth of the preset's: the weights are good already, and large steps would undo that
+  warmup    a twentieth of the steps: the optimizers begin without memory
+  with --lora, AdamW for the adapters, at LORA_RATE and without weight decay, whatever the preset
+  has: Muon's steps are as large for a matrix that is zero as for any other
+
+and for everything that is given on the command line.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from model.checkpoint import CheckpointError, CheckpointInfo, load_weights, read_checkpoint
+from model.config import ConfigError, GPTConfig
+from model.gpt import GPT
+from model.lora import LoraError, LoraShape, adapt, check_rank, trained_weights
+from model.presets import Recipe
+from model.training.config import (
+    SHAPE_FIELDS,
+    TrainingConfig,
+    TrainingError,
+    given_values,
+)
+from model.training.events import Noticed, Reporter
+from model.training.recipe import initialise
+from model.training.run import RUN
+
+SLOWER = 10
+"""Times slower than from scratch."""
+WARMUP = 0.05
+"""Of a run's steps."""
+LORA_RATE = 1e-3
+
+RATES = ("matrix_lr", "embedding_lr", "head_lr", "scalar_lr")
+CHANGEABLE = frozenset({"dropout", "context_length"})
+"""Parts of the shape that no weight depends on, the context if positions are not learned."""
+
+
+@dataclass(frozen=True)
+class Base:
+    """Where a fine-tuned run begins.
+
+    record         what its checkpoints and cards say of that
+    chat_template  what they carry if no other is given
+    checkpoint     the checkpoint, where its weights are needed: not when a run is resumed whose
+                   state holds them all
+    """
+
+    record: Mapping[str, Any]
+    chat_template: str | None
+    checkpoint: CheckpointInfo | None
+
+    @property
+    def opened(self) -> CheckpointInfo:
+        assert self.checkpoint is not None, "a run that begins has its checkpoint"
+        return self.checkpoint
+
+    def to_dict(self) -> dict[str, Any]:
+        """What run.json keeps."""
+        return {"record": dict(self.record), "chat_template": self.chat_template}
+
+
+def open_base(config: TrainingConfig) -> Base | None:
+    """The checkpoint that --from names, if it does."""
+    if config.from_checkpoint is None:
+        _refuse_without_base(config)
+        return None
+    info = _read(config.from_checkpoint)
+    training = info.training
+    folder = info.path.resolve().parent  # `best` is a link into the run
+    record = {
+        "name": f"{folder.name}/{info.name}" if (folder / RUN).is_file() else info.name,
+        "weights_sha256": info.weights_sha256,
+        "step": training.step,
+        "tokens": training.tokens,
+        "data": dict(training.data),
+        **({} if training.base is None else {"base": dict(training.base)}),
+    }
+    return Base(record, info.chat_template.source if info.chat_template else None, info)
+
+
+def reopen_base(config: TrainingConfig, kept: Mapping[str, Any] | None) -> Base | None:
+    """The base of a run that is resumed, by what run.json kept of it. The checkpoint itself is
+    needed again with adapters, and must be the same."""
+    if kept is None:
+        return None
+    record, info = kept["record"], None
+    if config.lora is not None and config.from_checkpoint is not None:
+        info = _read(config.from_checkpoint)
+        if info.weights_sha256 != record["weights_sha256"]:
+            raise TrainingError(
+                f"the run adapts {record['name']} with weights {record['weights_sha256'][:12]}..., "
+                f"and {config.from_checkpoint} has {info.weights_sha256[:12]}...: name with --from "
+                "where the former is now"
+            )
+    return Base(record, kept["chat_template"], info)
+
+
+def initial_model(
+    config: GPTConfig,
+    recipe: Recipe,
+    base: Base | None,
+    lora: LoraShape | None,
+    report: Reporter,
+) -> GPT:
+    """The model of a run before its first step, in float32: of random weights, or of the base's,
+    with adapters where these are asked for."""
+    gpt = GPT(config)
+    generator = torch.Generator().manual_seed(recipe.seed)
+    if base is None:
+        initialise(gpt, recipe, generator)
+        return gpt
+    if base.checkpoint is not None:
+        try:
+            source = load_weights(base.checkpoint, device=torch.device("cpu"), dtype=torch.float32)
+        except CheckpointError as error:
+            raise TrainingError(str(error)) from error
+        gpt.load_state_dict(source.state_dict())
+    if lora is not None:
+        adapt(gpt, lora, generator)
+        trained = sum(each.numel() for each in trained_weights(gpt).values())
+        report(
+            Noticed(
+                f"adapters of rank {lora.rank}: {trained:,} of {gpt.parameter_count():,} "
+                "parameters are trained"
+            )
+        )
+    return gpt
+
+
+def _read(path: Path) -> CheckpointInfo:
+    try:
+        return read_checkpoint(path)
+    except CheckpointError as error:
+        raise TrainingError(f"--from: {error}") from error
+
+
+def _refuse_without_base(config: TrainingConfig) -> None:
+    given = {"lora", "lora_alpha", "lora_targets"} & given_values(config).keys()
+    if given:
+        raise TrainingError(
+            f"{', '.join(sorted(given))} was given, but no checkpoint to adapt: name one with "
+            "--from"
+        )
+
+
+def lora_shape(config: TrainingConfig) -> LoraShape | None:
+    """The adapters that are asked for."""
+    if config.lora is None:
+        if given := {"lora_alpha", "lora_targets"} & given_values(config).keys():
+            raise TrainingError(f"{', '.join(sorted(given))} goes with --lora RANK")
+        return None
+    try:
+        return LoraShape(config.lora, config.lora_alpha or config.lora, config.lora_targets)
+    except LoraError as error:
+        raise TrainingError(str(error)) from error
+
+
+def settle_on(config: TrainingConfig, recipe: Recipe, base: GPTConfig) -> tuple[Recipe, GPTConfig]:
+    """The recipe and the model of a fine-tuned run; `recipe` is the preset's with what was given.
+
+    Raises TrainingError for what contradicts the checkpoint, or would change nothing.
+    """
+    given = given_values(config)
+    _refuse_other_vocabularies(given, base)
+    for name in sorted(set(given) & set(SHAPE_FIELDS) - CHANGEABLE):
+        if given[name] != getattr(base, name):
+            raise TrainingError(
+                f"{name} {given[name]} was given, but the checkpoint has {getattr(base, name)}: "
+                "its weights have one shape"
+            )
+    context = given.get("context_length", base.context_length)
+    if base.positions == "learned" and context != base.context_length:
+        raise TrainingError(
+            f"context_length {context} was given, but the checkpoint has {base.context_length} "
+            "learned positions; only with rotary or sinusoidal ones can the context be another"
+        )
+    values = {"context_length": context, "dropout": given.get("dropout", base.dropout)}
+    lora = lora_shape(config)
+    try:
+        model = replace(base, **values)
+        if lora is not None:
+            check_rank(model, lora)
+    except (ConfigError, LoraError) as error:
+        raise TrainingError(str(error)) from error
+    return _gentle(config, recipe, base.vocab_size), model
+
+
+def _gentle(config: TrainingConfig, recipe: Recipe, vocab_size: int) -> Recipe:
+    """The preset's recipe for weights that are good already."""
+    given = given_values(config)
+    values: dict[str, Any] = {name: getattr(recipe, name) / SLOWER for name in RATES}
+    values["warmup"] = round(WARMUP * recipe.steps)
+    if config.lora is not None:
+        _refuse_what_adapters_have_not(given)
+        values |= {"optimizer": "adamw", "matrix_lr": LORA_RATE, "weight_decay": 0.0}
+    values = {name: value for name, value in values.items() if name not in given}
+    return replace(recipe, tokenizer="the checkpoint's", vocab_size=vocab_size, **values)
+
+
+def _refuse_other_vocabularies(given: Mapping[str, Any], base: GPTConfig) -> None:
+    if given.get("vocab_size", base.vocab_size) != base.vocab_size:
+        raise TrainingError(
+            f"vocab_size {given['vocab_size']} was given, but the checkpoint has "
+            f"{base.vocab_size}: the vocabulary comes with the checkpoint"
+        )
+    for name, reason in (
+        ("tokenizer", "the vocabulary comes with the checkpoint"),
+        ("init", "the initial weights are the checkpoint's"),
+    ):
+        if name in given:
+            raise TrainingError(f"{name} {given[name]!r} was given beside --from: {reason}")
+
+
+def _refuse_what_adapters_have_not(given: Mapping[str, Any]) -> None:
+    if given.get("optimizer", "adamw") != "adamw":
+        raise TrainingError(
+            f"optimizer {given['optimizer']} was given, but adapters are trained by adamw: one of "
+            "their two matrices begins as zero"
+        )
+    if frozen := sorted(set(given) & set(RATES) - {"matrix_lr"}):
+        raise TrainingError(
+            f"{', '.join(frozen)} was given, but with --lora only adapters of block matrices are "
+            "trained; their learning rate is matrix_lr"
+        )

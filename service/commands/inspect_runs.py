@@ -1,0 +1,141 @@
+"""`logitd inspect RUN ...`: how a training run went, or several beside each other."""
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from rich.console import Console
+from rich.table import Column, Table
+from rich.text import Text
+
+from model.training.events import duration
+from model.training.summary import RunSummary, differences
+
+
+def show_runs(runs: Sequence[RunSummary], *, as_json: bool) -> None:
+    """Print one run in full, or a table of several and what differs in their settings."""
+    if as_json:
+        found = [_document(run) for run in runs]
+        print(json.dumps(found[0] if len(found) == 1 else found, allow_nan=False))
+        return
+    console = Console(highlight=False)
+    if len(runs) == 1:
+        _show_one(console, runs[0])
+        return
+    console.print(_comparison(runs))
+    if different := differences(runs):
+        console.print(_settings(runs, different))
+    for run in runs:
+        for note in run.notes:
+            console.print(Text(f"{run.path}: {note}", "bold"))
+
+
+def _show_one(console: Console, run: RunSummary) -> None:
+    table = Table.grid(padding=(0, 2))
+    table.add_column()
+    table.add_column(overflow="fold")
+    for name, value in _rows(run):
+        table.add_row(Text(name, "bold"), Text(value))
+    console.print(table)
+    for sample in run.samples:
+        console.print(Text(f"\n--- sample at step {run.sampled_at:,}", "bold"))
+        console.print(Text(sample))
+
+
+def _rows(run: RunSummary) -> list[tuple[str, str]]:
+    rows = [("run", str(run.path)), ("preset", run.preset)]
+    if run.base is not None:
+        rows.append(("fine-tuned from", f"{run.base['name']}, step {run.base['step']:,}"))
+    rows += [
+        (f"  {name}", f"{_value(value)} (preset: {_value(was)})")
+        for name, (was, value) in run.changes.items()
+    ]
+    rows += [
+        ("parameters", f"{run.parameters:,}"),
+        ("state", _state(run)),
+        ("step", f"{run.step:,}" + ("" if run.steps is None else f" of {run.steps:,}")),
+        ("tokens", f"{run.tokens:,}"),
+        ("time", duration(run.seconds)),
+        ("tokens/s", _number(run.tokens_per_second, ",.0f")),
+        ("training loss", _number(run.loss, ".4f")),
+        ("validation loss", _number(run.val_loss, ".4f")),
+        ("bits per byte", _number(run.val_bits_per_byte, ".4f")),
+        ("best", "not yet evaluated" if run.best_step is None else
+         f"{run.best_bits_per_byte:.4f} bits per byte at step {run.best_step:,}"),
+        *(("note", note) for note in run.notes),
+    ]  # fmt: skip
+    return rows
+
+
+def _comparison(runs: Sequence[RunSummary]) -> Table:
+    """A row for each run."""
+    names = ("run", "preset", "parameters", "steps", "tokens", "minutes", "best bits/byte")
+    table = Table(
+        *(Column(each, overflow="fold") for each in (*names, "tokens/s", "state")), title="runs"
+    )
+    for name, run in zip(_names(runs), runs, strict=True):
+        table.add_row(
+            Text(name),
+            run.preset,
+            f"{run.parameters:,}",
+            f"{run.step:,}",
+            f"{run.tokens:,}",
+            f"{run.seconds / 60:.1f}",
+            _number(run.best_bits_per_byte, ".4f"),
+            _number(run.tokens_per_second, ",.0f"),
+            "finished" if run.finished else "unfinished",
+        )
+    return table
+
+
+def _settings(runs: Sequence[RunSummary], different: dict[str, tuple[Any, ...]]) -> Table:
+    columns = (Column(name, overflow="fold") for name in _names(runs))
+    table = Table(Column("setting", overflow="fold"), *columns, title="what differs")
+    for name, values in different.items():
+        table.add_row(name, *(Text(_value(value)) for value in values))
+    return table
+
+
+def _state(run: RunSummary) -> str:
+    """Nobody writes down that a run was killed: when it last wrote is what can be said."""
+    if run.finished:
+        return "finished"
+    return f"unfinished; last written {duration(run.idle_seconds)} ago"
+
+
+def _names(runs: Sequence[RunSummary]) -> list[str]:
+    """What tells the runs apart: the names of their directories, or the whole paths."""
+    names = [run.path.name for run in runs]
+    return names if len(set(names)) == len(names) else [str(run.path) for run in runs]
+
+
+def _value(value: Any) -> str:
+    match value:
+        case None:
+            return "-"
+        case float():
+            return f"{value:g}"
+        case list() | tuple():
+            return ", ".join(map(str, value))
+        case _:
+            return str(value)
+
+
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
+
+
+def _document(run: RunSummary) -> dict[str, Any]:
+    """A summary as JSON has it, which knows no infinite numbers."""
+    document = asdict(run) | {
+        "path": str(run.path),
+        "changes": {
+            name: {"preset": was, "run": value} for name, (was, value) in run.changes.items()
+        },
+    }
+    return {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in document.items()
+    }

@@ -1,0 +1,18 @@
+"""`logitd merge`: an adapter and the checkpoint that it was trained on, as one checkpoint."""
+
+import sys
+
+from model.adapter import merge
+from model.checkpoint import CheckpointError
+from service.settings import MergeSettings
+
+
+def run(settings: MergeSettings) -> int:
+    try:
+        info = merge(settings.base, settings.adapter, settings.dest, save_dtype=settings.save_dtype)
+    except CheckpointError as error:
+        print(f"logitd merge: {error}", file=sys.stderr)
+        return 1
+    print(f"merged into {info.path}, weights sha256 {info.weights_sha256}")
+    print(f"\nserve it:  logitd serve --checkpoint {info.path}")
+    return 0
