@@ -3,9 +3,9 @@
 One file, `state/state.pt`: float32 weights (with adapters theirs alone), the states of all
 optimizers, the step and its counters, and of the reports the sums of what was not yet told and the
 best of what was. Neither the data position nor a random state is in it: batches and the noise of
-dropout are functions of the seed and the step (`model/training/batches.py`). Written aside, synced and renamed; read with
-`weights_only=True`, so reading never executes code. Does not cover checkpoints
-(`model/checkpoint.py`): those are for serving.
+dropout are functions of the seed and the step (`model/training/batches.py`). Written aside, synced
+and renamed; read with `weights_only=True`, so reading never executes code. Does not cover
+checkpoints (`model/checkpoint.py`): those are for serving.
 
 Bit for bit is promised where the recorded environment is the same (torch, instruction set,
 threads, device, dtype, processes); `differences` says where it is not.
