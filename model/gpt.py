@@ -158,7 +158,7 @@ class GPT(nn.Module):
         """Logits (..., V) of final hidden states (..., C). Padded ids are cut off here."""
         weight = self.token_embedding.weight if self.config.tied_head else self.head.weight
         narrow = weight.dtype in (torch.bfloat16, torch.float16)
-        if narrow and weight.device.type == "cpu" and not self.training:
+        if narrow and not self.training:
             return _full_precision(x, weight[: self.config.vocab_size])
         return F.linear(x, weight)[..., : self.config.vocab_size]
 
@@ -332,8 +332,13 @@ def _zero_padding(output: GPTOutput, positions: Tensor, lengths: Tensor) -> GPTO
 def _full_precision(x: Tensor, weight: Tensor) -> Tensor:
     """x (..., C) times weight (V, C), transposed, of narrow numbers: (..., V) in float32.
 
-    Rounded to bfloat16, the two likeliest tokens of one position in a hundred became equals.
+    Rounded to bfloat16, the two likeliest tokens of one position in a hundred became equals. A GPU
+    multiplies narrow numbers, adds up in float32, and is told to leave it at that; a CPU's torch
+    has no such product.
     """
+    if x.is_cuda:
+        product = torch.mm(x.flatten(0, -2), weight.T, out_dtype=torch.float32)
+        return product.view(*x.shape[:-1], len(weight))
     wide = x.float()
     logits = wide.new_empty((*x.shape[:-1], len(weight)))
     for start in range(0, len(weight), HEAD_ROWS):

@@ -33,6 +33,7 @@ class KVCache:
         self.keys = torch.zeros(shape, device=device, dtype=dtype)  # (n_layer, S, K, L, D)
         self.values = torch.zeros(shape, device=device, dtype=dtype)
         self._block_mask = block_mask(self.slot_length, device)  # (BLOCK, L)
+        self._written = [0] * slots  # positions of each slot from here on were never written
 
     @property
     def slots(self) -> int:
@@ -50,6 +51,7 @@ class KVCache:
             keys, values = self.keys[layer, slot], self.values[layer, slot]  # (K, L, D)
             keys[:, start : start + k.shape[2]] = k[0]
             values[:, start : start + v.shape[2]] = v[0]
+            self.wrote(slot, start + k.shape[2])
             return attend_blocks(
                 layer, q, keys, values, start=start, mask=self._block_mask, observe=observe
             )
@@ -65,6 +67,8 @@ class KVCache:
         count = len(slots)
         slot_index = torch.tensor(slots, device=self.keys.device)
         position_index = torch.tensor(positions, device=self.keys.device)
+        for slot, position in zip(slots, positions, strict=True):
+            self.wrote(slot, position + 1)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             # q (B, H, 1, D); k, v (B, K, 1, D)
@@ -88,6 +92,24 @@ class KVCache:
         if source != target:
             self.keys[:, target, :, :length] = self.keys[:, source, :, :length]
             self.values[:, target, :, :length] = self.values[:, source, :, :length]
+            self.wrote(target, length)
+
+    def wrote(self, slot: int, length: int) -> None:
+        """Take note that positions up to `length` of a slot may hold something."""
+        self._written[slot] = max(self._written[slot], length)
+
+    def clear_behind(self, slot: int, length: int) -> None:
+        """Zero what a slot holds from position `length` on: what an earlier sequence, the padding
+        of a prefill or a wrong draft left there. Costs nothing where nothing is.
+
+        For attention that masks positions instead of leaving them out: a weight of 0 times a
+        number that is not finite would not be 0.
+        """
+        written = self._written[slot]
+        if written > length:
+            self.keys[:, slot, :, length:written] = 0
+            self.values[:, slot, :, length:written] = 0
+            self._written[slot] = length
 
 
 def _aligned(rows: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from model.config import DTypeName, KernelChoice, Quantization
 from model.device import Placement, choose_device, choose_placement, keep_freed_memory
 from model.gpt import GPT
 from model.kernels.choose import DecodePath, DTypeChoice, choose_decode_path, choose_dtype
+from model.memory import SlotWish, available, check_weights_fit, slots_for
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,23 +36,45 @@ def open_model(
     threads: int,
     kernels: KernelChoice,
     quantize: Quantization,
+    batch_invariant: bool = False,
     say: Callable[[str], None],
 ) -> OpenedModel:
     """Read a checkpoint and choose how it is computed; what this process frees is kept from then on
     (`keep_freed_memory`). Torch's threads are left to `use_threads`, in the thread that computes.
 
-    `say` is told when native kernels are being built. Raises CheckpointError, DeviceError and
-    KernelError.
+    `say` is told when native kernels are being built. Raises CheckpointError, DeviceError (weights
+    that do not fit are refused before they are read) and KernelError.
     """
     keep_freed_memory()
     checkpoint = read_checkpoint(path)
     choice = choose_dtype(dtype, checkpoint.config, choose_device(device), kernels=kernels, say=say)
     placement = choose_placement(device, choice.name, threads)
+    check_weights_fit(checkpoint.config, placement.dtype.itemsize, available(placement.device))
     gpt = load_weights(checkpoint, device=placement.device, dtype=placement.dtype)
     decode_path = choose_decode_path(
-        gpt, kernels=kernels, quantize=quantize, threads=placement.threads, say=say
+        gpt,
+        kernels=kernels,
+        quantize=quantize,
+        threads=placement.threads,
+        batch_invariant=batch_invariant,
+        say=say,
     )
     return OpenedModel(checkpoint, gpt, placement, choice, decode_path)
+
+
+def choose_slots(opened: OpenedModel, wish: SlotWish, default: int) -> int:
+    """How many slots the KV cache of a model gets; `default` where nothing is wished for. Raises
+    DeviceError where they do not fit beside the weights."""
+    device, item_bytes = opened.placement.device, opened.placement.dtype.itemsize
+    there = available(device, weight_bytes=opened.gpt.parameter_count() * item_bytes)
+    return slots_for(
+        wish,
+        opened.checkpoint.config,
+        item_bytes,
+        there,
+        default=default,
+        gpu=device.type == "cuda",
+    )
 
 
 def release_memory() -> None:

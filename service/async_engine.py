@@ -208,6 +208,11 @@ class AsyncEngine:
         return self._failure
 
     @property
+    def slots(self) -> int:
+        """Sequences that can run at once."""
+        return self._engine.slots
+
+    @property
     def open_sequences(self) -> int:
         """Sequences submitted and not yet ended, and those that have room reserved."""
         return self._open_sequences + self._reserved

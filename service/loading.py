@@ -17,7 +17,8 @@ from model.engine.api import EngineConfig, InvalidRequest
 from model.engine.engine import Engine
 from model.kernels.choose import KernelError
 from model.look_ahead import LookAhead
-from model.opening import OpenedModel, open_model, release_memory
+from model.memory import SlotWish
+from model.opening import OpenedModel, choose_slots, open_model, release_memory
 from model.tokenizer import Tokenizer
 from model.training.config import TrainingError
 from service.async_engine import AsyncEngine
@@ -106,14 +107,16 @@ def _build(settings: ServeSettings) -> _Loaded:
         threads=settings.threads,
         kernels=settings.kernels,
         quantize=settings.quantize,
+        batch_invariant=settings.batch_invariant,
         say=logger.info,
     )
     path = opened.decode_path
     if path.note is not None:
         logger.warning("decoding in plain torch, which is slower: %s", path.note)
     rounding = measure_rounding(opened, settings.quantize, settings.validation_text)
+    wish = SlotWish(settings.slots, settings.kv_cache_bytes, settings.gpu_memory_utilization)
     config = EngineConfig(
-        slots=settings.slots,
+        slots=choose_slots(opened, wish, EngineConfig().slots),
         prefill_chunk=settings.prefill_chunk,
         prefix_reuse=settings.prefix_reuse,
         speculate=settings.speculate,

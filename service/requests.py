@@ -472,9 +472,9 @@ def _check_sequences(count: int, param: str, served: Served) -> None:
             "allowed in one. Send less, or raise --max-sequences",
             param,
         )
-    if count > settings.slots + settings.max_queue:
+    if count > served.slots + settings.max_queue:
         raise bad_request(
-            f"the request has {count} sequences (prompts times n); {settings.slots} slots and a "
+            f"the request has {count} sequences (prompts times n); {served.slots} slots and a "
             f"queue of {settings.max_queue} never have room for so many. Send less, or raise "
             "--max-queue",
             param,

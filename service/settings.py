@@ -10,7 +10,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, SecretStr
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    SecretStr,
+    ValidationInfo,
+    field_validator,
+)
 from pydantic_settings import BaseSettings, CliPositionalArg, NoDecode, SettingsConfigDict
 
 from model.config import DTypeName, KernelChoice, Quantization, Speculation
@@ -142,8 +149,27 @@ class ServeSettings(BaseSettings):
         description="UTF-8 text on which it is measured what --quantize costs; without one the "
         "checkpoint's own validation text, where it can be found",
     )
-    slots: int = Field(
-        EngineConfig().slots, ge=1, le=4096, description="sequences in the KV cache at once"
+    batch_invariant: bool = Field(
+        False,
+        description="the same bits for a request in any company: on a CPU that is always so, on "
+        "CUDA every step then takes the time of the largest",
+    )
+    slots: int | None = Field(
+        None,
+        ge=1,
+        le=4096,
+        description=f"sequences in the KV cache at once; if not given {EngineConfig().slots}, or "
+        "what the next two make of memory",
+    )
+    kv_cache_bytes: int | None = Field(
+        None, ge=1, description="keys and values at most: as many slots as fit, up to 4096"
+    )
+    gpu_memory_utilization: float | None = Field(
+        None,
+        gt=0,
+        le=1,
+        description="share of a GPU's memory to use, weights and what others hold included: as "
+        "many slots as fit, up to 4096",
     )
     prefill_chunk: int = Field(
         EngineConfig().prefill_chunk,
@@ -210,6 +236,15 @@ class ServeSettings(BaseSettings):
     public_endpoints: PublicPaths = ("/", "/static", "/docs", "/openapi.json", "/version")
     cors_origins: Origins = ()
     log_level: LogLevel = Field("info", description="least severe log lines to print")
+
+    @field_validator("kv_cache_bytes", "gpu_memory_utilization")
+    @classmethod
+    def _one_word_on_slots(cls, value: float | None, info: ValidationInfo) -> float | None:
+        if value is not None:
+            for other in ("slots", "kv_cache_bytes"):
+                if info.data.get(other) is not None:
+                    raise ValueError(f"it says how many slots there are, and so does {other}")
+        return value
 
 
 class TrainSettings(BaseSettings, TrainingConfig):

@@ -51,6 +51,10 @@ class Served:
     def context_length(self) -> int:
         return self.checkpoint.config.context_length
 
+    @property
+    def slots(self) -> int:
+        return self.engine.slots
+
     def check_model(self, name: str | None) -> None:
         """Refuse a request for another model than the one served."""
         if name is not None and name != self.checkpoint.name:
@@ -79,9 +83,7 @@ class ServiceState:
     def serve(self, served: Served) -> None:
         """Loading ended well."""
         self.served = served
-        self.metrics.serving(
-            served.checkpoint, served.settings.slots, lambda: served.engine.open_numbers
-        )
+        self.metrics.serving(served.checkpoint, served.slots, lambda: served.engine.open_numbers)
         self.settled.set()
 
     def fail(self, reason: str) -> None:

@@ -3,12 +3,13 @@
 Prefill runs in whole blocks of 32 positions at multiples of 32, and logits of prefilled positions
 in rows padded to a multiple of 4; decode, and the logits from which a first token is drawn, are the
 decoder's (`model/kernels/`): so the arithmetic of
-a row depends on its phase and position only, never on who is computed beside it.
+a row depends on its phase and position only, never on who is computed beside it. On a GPU that
+takes a decoder that was asked for it, beside which all of prefill goes a block at a time.
 
 Knows sequences and plans, not queues or events. Decides nothing.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -35,7 +36,7 @@ from model.engine.scheduler import PrefillChunk, StepPlan
 from model.engine.sequence import Sequence
 from model.gpt import GPT
 from model.kernels.crowding import Crowding
-from model.kernels.plain import Decoder, PlainDecoder, padded_logits
+from model.kernels.plain import Decoder, PlainDecoder, block_logits, padded_logits
 from model.kv_cache import KVCache
 
 DecoderMaker = Callable[[GPT, KVCache], Decoder]
@@ -205,10 +206,21 @@ class Runner:
         )
         positions = torch.arange(start, chunk.end + padding, device=self.device)
         positions = positions.clamp(max=self.gpt.config.context_length - 1)[None]
-        attend = self.cache.prefill(sequence.slot, start, observe)
-        with self._crowding.watched(length + padding, self._decoder.crowded):
-            hidden = self.gpt.transform(token_ids, positions, attend, states)
-        return hidden[0, :length]
+        piece = BLOCK if self._decoder.blockwise else length + padding
+        pieces: list[Tensor] = []  # (1, piece, d_model) each
+        collected: list[list[Tensor]] = []
+        for offset in range(0, length + padding, piece):
+            part = slice(offset, offset + piece)
+            kept: list[Tensor] | None = None if states is None else []
+            attend = self.cache.prefill(sequence.slot, start + offset, observe)
+            with self._crowding.watched(piece, self._decoder.crowded):
+                hidden = self.gpt.transform(token_ids[:, part], positions[:, part], attend, kept)
+            pieces.append(hidden)
+            if kept is not None:
+                collected.append(kept)
+        if states is not None:
+            states += [_joined(layer, dim=1) for layer in zip(*collected, strict=True)]
+        return _joined(pieces, dim=1)[0, :length]
 
     def decode(
         self, sequences: tuple[Sequence, ...], drafts: Mapping[Sequence, Draft] = NO_DRAFTS
@@ -252,7 +264,7 @@ class Runner:
         self, sequence: Sequence, wanted: Logits, positions: tuple[int, ...], hidden: Tensor
     ) -> Tensor:
         """Logits (P, columns) of final hidden states (P, d_model)."""
-        logits = padded_logits(self.gpt, hidden)
+        logits = self._logits(hidden)
         if wanted.processing is not None:
             rows = [
                 Row(
@@ -266,6 +278,10 @@ class Runner:
             logits = process(logits, rows)
         return logits if wanted.columns is None else logits[:, list(wanted.columns)]
 
+    def _logits(self, hidden: Tensor) -> Tensor:
+        """Logits (R, V) of prefilled positions (R, d_model)."""
+        return (block_logits if self._decoder.blockwise else padded_logits)(self.gpt, hidden)
+
     def _scores(self, chunk: PrefillChunk, hidden: Tensor, scores_from: int) -> Scores:
         """Logprobs of the tokens after the chunk's positions, block by block."""
         tokens, first = chunk.sequence.tokens, max(chunk.start, scores_from)
@@ -275,9 +291,15 @@ class Runner:
         scored: list[Sampled] = []
         for start in range(0, len(following), BLOCK):
             targets = following[start : start + BLOCK]
-            logits = padded_logits(self.gpt, hidden[start : start + len(targets)])
+            logits = self._logits(hidden[start : start + len(targets)])
             scored += score(logits, targets, chunk.sequence.scored_top)
         return Scores(first + 1, scored)
+
+
+def _joined(pieces: Iterable[Tensor], dim: int) -> Tensor:
+    """Tensors as one; a single one as it is."""
+    together = list(pieces)
+    return together[0] if len(together) == 1 else torch.cat(together, dim)
 
 
 def _check_mode(gpt: GPT) -> None:

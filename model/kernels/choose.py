@@ -7,6 +7,7 @@ configuration always computes the same bits.
 import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -14,6 +15,7 @@ from model.config import DTypeName, FloatName, GPTConfig, KernelChoice, Quantiza
 from model.device import bfloat16_instructions, processor_features
 from model.gpt import GPT
 from model.kernels.decoder import NativeDecoder, not_covered
+from model.kernels.graphs import GraphDecoder
 from model.kernels.library import KernelsUnavailable, load_library
 from model.kernels.plain import Decoder, PlainDecoder
 from model.kv_cache import KVCache
@@ -35,7 +37,7 @@ class DTypeChoice:
 class DecodePath:
     """How decode steps are computed.
 
-    name   for people: "native (AVX-512 BF16)" or "torch"
+    name   for people: "native (AVX-512 BF16)", "CUDA graphs" or "torch"
     note   why it is torch although nobody asked for that, or None
     """
 
@@ -85,17 +87,22 @@ def choose_decode_path(
     kernels: KernelChoice = "auto",
     quantize: Quantization = "none",
     threads: int,
+    batch_invariant: bool = False,
     say: Callable[[str], None] = lambda line: None,
 ) -> DecodePath:
-    """The native decoder where it covers the model and can be built, else torch.
+    """On a CPU the native decoder where it covers the model and can be built, else torch; on CUDA
+    recorded steps, unless `kernels` is torch. `batch_invariant` is for CUDA: what a CPU computes
+    is so in any case.
 
-    Raises KernelError where `kernels` or `quantize` leave no such way out.
+    Raises KernelError where `kernels`, `quantize` or `batch_invariant` leave no such way out.
     """
     if kernels == "torch" and quantize != "none":
         raise KernelError(
             f"quantize is {quantize}, which the native kernels compute; set kernels to auto"
         )
     weight = gpt.token_embedding.weight
+    if weight.device.type == "cuda" and kernels != "native" and quantize == "none":
+        return cuda_path(kernels, batch_invariant=batch_invariant)
     found = _native(gpt.config, weight.device, weight.dtype, kernels, say)
     if not isinstance(found, str):
         library, quantized = found, quantize == "int8"
@@ -109,6 +116,19 @@ def choose_decode_path(
         raise KernelError(f"{asked}, but there are no native kernels for this: {found}")
     unasked = kernels != "torch" and weight.device.type == "cpu"
     return DecodePath(PlainDecoder, "torch", found if unasked else None)
+
+
+def cuda_path(kernels: KernelChoice, *, batch_invariant: bool) -> DecodePath:
+    """How a GPU decodes: recorded steps, or torch where that is asked for."""
+    if kernels != "torch":
+        name = "CUDA graphs, batch-invariant" if batch_invariant else "CUDA graphs"
+        return DecodePath(partial(GraphDecoder, batch_invariant=batch_invariant), name)
+    if batch_invariant:
+        raise KernelError(
+            "kernels is torch, whose bits depend on the batch on CUDA, and batch_invariant is "
+            "asked for; set kernels to auto"
+        )
+    return DecodePath(PlainDecoder, "torch")
 
 
 def instructions() -> str:

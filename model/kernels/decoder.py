@@ -133,6 +133,7 @@ class NativeDecoder:
     and must not be replaced while this lives."""
 
     has_threads = True
+    blockwise = False
 
     def __init__(
         self,

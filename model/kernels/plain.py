@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from model.config import BLOCK
 from model.draw import Draw, draw_tokens
 from model.gpt import GPT
 from model.kv_cache import KVCache
@@ -28,6 +29,9 @@ class Decoder(Protocol):
 
     has_threads: bool
     """Whether it computes with threads of its own instead of torch's."""
+    blockwise: bool
+    """Whether what is computed beside it, prefill and rows of logits, has to go a block of
+    positions at a time for company to change nothing: on a GPU, where that was asked for."""
 
     @property
     def crowded(self) -> bool:
@@ -58,6 +62,7 @@ class PlainDecoder:
     """A GPT over its KV cache, one torch operation after the other."""
 
     has_threads = False
+    blockwise = False
     crowded = False
 
     def __init__(self, gpt: GPT, cache: KVCache) -> None:
@@ -91,3 +96,10 @@ def padded_logits(gpt: GPT, hidden: Tensor) -> Tensor:
     """Logits (R, V) of hidden states (R, d_model), by rows padded like those of decode."""
     padding = -len(hidden) % ROW_GROUP
     return gpt.logits(F.pad(hidden, (0, 0, 0, padding)))[: len(hidden)]
+
+
+def block_logits(gpt: GPT, hidden: Tensor) -> Tensor:
+    """Logits (R, V) of hidden states (R, d_model), by products of BLOCK rows each whatever R is:
+    where the kernel of a product, and with it a row's bits, depends on the number of rows."""
+    padded = F.pad(hidden, (0, 0, 0, -len(hidden) % BLOCK))
+    return torch.cat([gpt.logits(rows) for rows in padded.split(BLOCK)])[: len(hidden)]

@@ -35,7 +35,7 @@ def print_banner(served: Served, port: int) -> None:
         ("decoding", path.name + drafts + ("" if path.note is None else f" ({path.note})")),
         *([] if served.rounding is None else [("rounding", served.rounding.sentence())]),
         ("context", f"{served.context_length} tokens"),
-        ("slots", f"{settings.slots} sequences at once, "
+        ("slots", f"{served.slots} sequences at once, "
                   f"{served.kv_cache_bytes / 2**20:,.0f} MiB of keys and values"),
         ("keys", ", ".join(served.key_names) or "none: whoever can connect is answered"),
         ("service", url),

@@ -61,7 +61,7 @@ def info(served: Ready) -> Info:
             "dtype": served.placement.dtype_name,
             "quantization": None if served.rounding is None else served.rounding.to_dict(),
             "threads": served.placement.threads,
-            "slots": settings.slots,
+            "slots": served.slots,
             "kv_cache_bytes": served.kv_cache_bytes,
             "api_keys": bool(served.key_names),
             "limits": {

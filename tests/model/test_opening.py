@@ -10,6 +10,7 @@ import torch
 from model.checkpoint import CheckpointError
 from model.device import DeviceError
 from model.kernels.choose import KernelError, choose_dtype
+from model.memory import Available
 from model.opening import OpenedModel, open_model
 from tests.model.factories import random_ids, save_tiny_checkpoint, tiny_config, tiny_gpt
 
@@ -74,3 +75,18 @@ def test_what_cannot_be_had_is_refused(
 def test_a_checkpoint_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="no checkpoint directory"):
         opened(tmp_path / "nowhere")
+
+
+def test_weights_that_do_not_fit_are_refused_before_they_are_read(
+    covered: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def little(device: torch.device) -> Available:
+        return Available(str(device), 2**20, 2**10)
+
+    def never(*_: Any, **__: Any) -> None:
+        raise AssertionError("weights were read")
+
+    monkeypatch.setattr("model.opening.available", little)
+    monkeypatch.setattr("model.opening.load_weights", never)
+    with pytest.raises(DeviceError, match=r"^the model's weights take .*, cpu has 1.0 KiB free of"):
+        opened(covered)

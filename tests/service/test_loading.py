@@ -7,6 +7,8 @@ import pytest
 import torch
 
 from model import opening
+from model.device import DeviceError
+from model.engine.api import EngineConfig
 from model.opening import OpenedModel
 from service import loading
 from service.settings import ServeSettings
@@ -35,3 +37,18 @@ def test_weights_are_read_with_one_thread_and_the_rest_are_the_engines(
         loaded.engine.close()
     finally:
         torch.set_num_threads(before)
+
+
+def test_bytes_of_keys_and_values_become_slots(checkpoint_path: Path) -> None:
+    """Two slots and a half are two; less than one is refused, and a share of a GPU here as well."""
+    before = torch.get_num_threads()
+    wishes: dict[str, Any] = {"checkpoint": checkpoint_path, "device": "cpu", "kernels": "torch",
+                              "dtype": "float32", "threads": before}  # fmt: skip
+    one = loading._build(ServeSettings(slots=1, **wishes)).engine.kv_cache_bytes
+    engine = loading._build(ServeSettings(kv_cache_bytes=5 * one // 2, **wishes)).engine
+    assert (engine.slots, engine.kv_cache_bytes) == (2, 2 * one)
+    with pytest.raises(DeviceError, match=r"^kv_cache_bytes is"):
+        loading._build(ServeSettings(kv_cache_bytes=one - 1, **wishes))
+    with pytest.raises(DeviceError, match=r"^gpu_memory_utilization is a share of a GPU"):
+        loading._build(ServeSettings(gpu_memory_utilization=0.9, **wishes))
+    assert loading._build(ServeSettings(**wishes)).engine.slots == EngineConfig().slots

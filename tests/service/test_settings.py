@@ -56,8 +56,26 @@ def test_flags_are_written_as_people_write_them() -> None:
 
 def test_defaults_of_the_engine_stand_in_the_engine() -> None:
     settings, config = serve(), EngineConfig()
-    for name in ("slots", "prefill_chunk", "prefix_reuse", "speculate"):
+    for name in ("prefill_chunk", "prefix_reuse", "speculate"):
         assert getattr(settings, name) == getattr(config, name)
+    assert settings.slots is None
+    description = ServeSettings.model_fields["slots"].description
+    assert f"if not given {config.slots}," in str(description)
+
+
+@pytest.mark.parametrize(
+    ("flags", "field"),
+    [
+        (("--slots", "4", "--kv-cache-bytes", "1000"), "kv_cache_bytes"),
+        (("--slots", "4", "--gpu-memory-utilization", "0.5"), "gpu_memory_utilization"),
+        (("--kv-cache-bytes", "9", "--gpu-memory-utilization", "0.5"), "gpu_memory_utilization"),
+    ],
+)
+def test_slots_are_said_once(flags: tuple[str, ...], field: str) -> None:
+    with pytest.raises(ValidationError, match="how many slots there are, and so does") as caught:
+        serve(*flags)
+    assert [error["loc"] for error in caught.value.errors()] == [(field,)]
+    assert getattr(serve(*flags[:2]), flags[0][2:].replace("-", "_")) == int(flags[1])
 
 
 def test_by_default_any_request_for_a_gpt_2s_logits_can_be_queued() -> None:
@@ -78,7 +96,8 @@ def test_the_default_address_is_reachable_from_this_machine_alone() -> None:
      ("slow_reader_timeout", 0), ("slow_reader_timeout", math.inf),
      ("slow_reader_timeout", math.nan), ("drain_timeout", -1), ("drain_timeout", math.inf),
      ("drain_timeout", math.nan), ("dtype", "int8"), ("speculate", "yes"),
-     ("log_level", "loud"), ("threads", -1)],
+     ("log_level", "loud"), ("threads", -1), ("slots", 4097),
+     ("kv_cache_bytes", 0), ("gpu_memory_utilization", 0), ("gpu_memory_utilization", 1.01)],
 )  # fmt: skip
 def test_impossible_values_are_refused(field: str, value: object) -> None:
     with pytest.raises(ValidationError) as caught:

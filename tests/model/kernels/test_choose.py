@@ -18,9 +18,13 @@ from model.kernels.choose import (
     auto_dtype,
     choose_decode_path,
     choose_dtype,
+    cuda_path,
 )
+from model.kernels.graphs import GraphDecoder
 from model.kernels.library import KernelsUnavailable, load_library
 from model.kernels.loss import decoded_nats
+from model.kernels.plain import PlainDecoder
+from model.kv_cache import KVCache
 from model.training.evaluate import evaluate
 from model.training.held_out import held_out
 from model.training.text.document import TextError
@@ -141,6 +145,39 @@ def test_native_decoding_says_what_it_is() -> None:
     assert path.name.startswith("native (")
     assert path.note is None
     assert choose_decode_path(gpt, quantize="int8", threads=1).name.endswith(", int8)")
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_a_gpu_replays_steps(batch_invariant: bool) -> None:
+    path = cuda_path("auto", batch_invariant=batch_invariant)
+    assert path.name == "CUDA graphs" + (", batch-invariant" if batch_invariant else "")
+    gpt = tiny_gpt()
+    decoder = path.make_decoder(gpt, KVCache(gpt.config, 2, device=CPU, dtype=torch.float32))
+    assert isinstance(decoder, GraphDecoder)
+    assert decoder.blockwise is batch_invariant
+
+
+def test_a_gpu_computes_in_plain_torch_where_that_is_asked_for() -> None:
+    path = cuda_path("torch", batch_invariant=False)
+    assert (path.make_decoder, path.name, path.note) == (PlainDecoder, "torch", None)
+    with pytest.raises(KernelError, match="kernels is torch, whose bits depend on the batch"):
+        cuda_path("torch", batch_invariant=True)
+
+
+def test_a_cpu_is_batch_invariant_in_any_case() -> None:
+    gpt = tiny_gpt()
+    path = choose_decode_path(gpt, kernels="torch", threads=1, batch_invariant=True)
+    assert (path.make_decoder, path.name) == (PlainDecoder, "torch")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_what_a_gpu_gets() -> None:
+    gpt = tiny_gpt(COVERED).to("cuda")
+    assert choose_decode_path(gpt, threads=1).name == "CUDA graphs"
+    assert choose_decode_path(gpt, threads=1, kernels="torch").name == "torch"
+    for wishes in ({"kernels": "native"}, {"quantize": "int8"}):
+        with pytest.raises(KernelError, match="the model is on cuda"):
+            choose_decode_path(gpt, threads=1, **wishes)  # type: ignore[arg-type]
 
 
 def logits(gpt: GPT, ids: Tensor) -> Tensor:

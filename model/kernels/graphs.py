@@ -1,0 +1,230 @@
+"""GraphDecoder: decode steps and draws on a GPU, two launches a step instead of some hundreds.
+
+A small model's step is short on a GPU, and to start its kernels one by one is expected to take
+longer than they do. So a step is recorded once and replayed: on tensors that stay where they are,
+filled by one copy from pinned memory, for a number of rows and a length of keys taken
+from a few sizes (buckets).
+Rows beyond those asked for repeat the first one, so that they write what it writes where it writes
+it; keys beyond a sequence's position are masked, and `KVCache.clear_behind` keeps them zero. The
+forward is `GPT.transform`, the draw `model/kernels/device_draw.py`; the tokens of a step are the
+only thing that the host waits for. While the forward runs it packs what the draw needs.
+
+Batch-invariant, every step takes the largest sizes: then no kernel is chosen, nor work divided, by
+how many sequences run or how long they are. What is left is that a kernel treats its rows alike,
+which can be seen on a GPU alone (`benchmarks/gpu.py`). It costs the time of a full batch at full
+length for every step, and prefill a block at a time.
+
+The same code runs on a CPU without recording, for its tests. It has never been run on a GPU.
+
+Shapes: B rows of a step, H = n_head, K = n_kv_head, G = H / K, D = head_dim, V = vocab_size,
+N = keys looked at.
+"""
+
+import bisect
+import math
+from collections import OrderedDict
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from model.config import DRAFTED_ROWS
+from model.draw import Draw
+from model.gpt import GPT
+from model.kernels.capture import Capture, Compute, capture_for
+from model.kernels.device_draw import FIELDS, NO_TOKEN, DrawKind, draw_rows, kind_of, pack
+from model.kernels.plain import block_logits, padded_logits
+from model.kv_cache import KVCache
+
+SHORTEST = 128
+"""The smallest bucket of keys. Chosen, not measured."""
+MOST_RECORDED = 96
+"""Recordings kept; the one that was not used for longest goes. 64 slots of 1,024 positions need 49
+if every combination comes up."""
+
+DecodeKey = tuple[int, int]  # rows, keys
+DrawKey = tuple[int, DrawKind]  # rows, kind
+
+
+class GraphDecoder:
+    """A GPT over its KV cache, recorded for each combination of sizes when it first comes up."""
+
+    has_threads = False
+    crowded = False
+
+    def __init__(
+        self,
+        gpt: GPT,
+        cache: KVCache,
+        *,
+        batch_invariant: bool = False,
+        capture: Capture | None = None,
+    ) -> None:
+        device = gpt.token_embedding.weight.device
+        self.blockwise = batch_invariant
+        self._gpt = gpt
+        self._cache = cache
+        self._capture = capture or capture_for(device)
+        self._rows = max(cache.slots, DRAFTED_ROWS)
+        self._row_buckets = buckets(1, self._rows)
+        self._key_buckets = buckets(SHORTEST, cache.slot_length)
+        if batch_invariant:
+            self._row_buckets, self._key_buckets = (self._rows,), (cache.slot_length,)
+        self._where = Sent(self._rows, 3, device)  # token id, slot, position
+        self._how = Sent(self._rows, FIELDS, device)
+        self._logits = torch.zeros(self._rows, gpt.config.vocab_size, device=device)
+        self._token_ids = torch.zeros(self._rows, dtype=torch.int64, device=device)
+        self._recorded: OrderedDict[DecodeKey | DrawKey, Compute] = OrderedDict()
+
+    @torch.inference_mode()
+    def decode(
+        self, token_ids: Sequence[int], slots: Sequence[int], positions: Sequence[int]
+    ) -> Tensor:
+        """Logits (B, V) in float32 that follow the tokens, whose keys and values are written into
+        the cache. The tensor is overwritten by the next call."""
+        count = len(token_ids)
+        if count > self._rows:
+            raise ValueError(f"{count} rows are asked for, this decoder has room for {self._rows}")
+        for slot, position in dict(zip(slots, positions, strict=True)).items():  # the last of each
+            self._cache.clear_behind(slot, position + 1)
+            self._cache.wrote(slot, position + 1)
+        rows = bucket(self._row_buckets, count)
+        keys = bucket(self._key_buckets, max(positions) + 1)
+        self._where.send(np.array((token_ids, slots, positions)).T, rows)
+        self._run((rows, keys), lambda: self._forward(rows, keys))
+        return self._logits[:count]
+
+    @torch.inference_mode()
+    def head(self, hidden: Tensor) -> Tensor:
+        return (block_logits if self.blockwise else padded_logits)(self._gpt, hidden)
+
+    @torch.inference_mode()
+    def draw(self, logits: Tensor, computed: Tensor, draws: Sequence[Draw]) -> list[int | None]:
+        """A token of each row of `logits` (R, V), float32: what `draw_tokens` gives, up to the
+        rounding of sums. Replayed where the rows are those that `decode` has just given."""
+        kind = DrawKind.FILTERED if self.blockwise else kind_of(draws)
+        if self._is_own(logits) and self._is_own(computed):
+            rows = bucket(self._row_buckets, len(draws))
+            self._how.send(pack(draws), rows)
+            self._run((rows, kind), lambda: self._draw(rows, kind))
+            token_ids = self._token_ids[: len(draws)].tolist()
+        else:
+            token_ids = self._draw_apart(logits, computed, draws, kind)
+        return [None if token_id == NO_TOKEN else token_id for token_id in token_ids]
+
+    def close(self) -> None:
+        """Let go of the recordings and their memory. Nothing may be decoded afterwards."""
+        self._recorded.clear()
+
+    @property
+    def recorded(self) -> int:
+        """How many recordings there are."""
+        return len(self._recorded)
+
+    def _run(self, key: DecodeKey | DrawKey, compute: Compute) -> None:
+        """Replay what was recorded under a key, recording it first if need be."""
+        if key not in self._recorded:
+            if len(self._recorded) == MOST_RECORDED:
+                self._recorded.popitem(last=False)
+            self._recorded[key] = self._capture.record(compute)
+        self._recorded.move_to_end(key)
+        self._recorded[key]()
+
+    def _forward(self, rows: int, keys: int) -> None:
+        """The recorded part of `decode`, from `_where` into `_logits`."""
+        token_ids, slots, positions = self._where.device[:rows].T.contiguous()  # (B,) each
+        attend = SlotsAttend(self._cache, slots, positions, keys)
+        hidden = self._gpt.transform(token_ids[:, None], positions[:, None], attend)
+        self._logits[:rows] = self._gpt.logits(hidden[:, 0])
+
+    def _draw(self, rows: int, kind: DrawKind) -> None:
+        """The recorded part of `draw`, from `_logits` and `_how` into `_token_ids`."""
+        logits = self._logits[:rows]
+        self._token_ids[:rows] = draw_rows(logits, logits, self._how.device[:rows], kind)
+
+    def _draw_apart(
+        self, logits: Tensor, computed: Tensor, draws: Sequence[Draw], kind: DrawKind
+    ) -> list[int]:
+        """Draw from rows that are not those of a recording: first tokens of prompts came beside
+        them, or a request changes its logits. Batch-invariant by as many rows as the recordings."""
+        token_ids: list[int] = []
+        for start in range(0, len(draws), self._rows):
+            part = slice(start, start + self._rows)
+            some = pack(draws[part])
+            missing = self._rows - len(some) if self.blockwise else 0
+            packed = np.concatenate((some, some[:1].repeat(missing, axis=0)))
+            drawn = draw_rows(
+                F.pad(logits[part], (0, 0, 0, missing)),
+                F.pad(computed[part], (0, 0, 0, missing)),
+                torch.from_numpy(packed).to(logits.device),
+                kind,
+            )
+            token_ids += drawn[: len(some)].tolist()
+        return token_ids
+
+    def _is_own(self, logits: Tensor) -> bool:
+        """Whether rows are those that `decode` gave."""
+        own = self._logits
+        return logits.data_ptr() == own.data_ptr() and logits.stride() == own.stride()
+
+
+class SlotsAttend:
+    """Attention of new positions over the first `keys` positions of their slots, without a word
+    from the host: slots and positions (B,) are on the device, what lies behind is masked."""
+
+    def __init__(self, cache: KVCache, slots: Tensor, positions: Tensor, keys: int) -> None:
+        self._cache = cache
+        self._slots, self._positions, self._keys = slots, positions, keys
+        hidden = torch.arange(keys, device=slots.device) > positions[:, None]  # (B, N)
+        mask = torch.zeros(hidden.shape, dtype=cache.keys.dtype, device=slots.device)
+        self._mask = mask.masked_fill_(hidden, -math.inf)[:, None, None]  # (B, 1, 1, N)
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        # q (B, H, 1, D); k, v (B, K, 1, D)
+        cells = self._cache.keys[layer], self._cache.values[layer]  # (S, K, L, D) each
+        for cell, new in zip(cells, (k, v), strict=True):
+            cell[self._slots, :, self._positions] = new[:, :, 0]
+        keys, values = (cell[:, :, : self._keys].index_select(0, self._slots) for cell in cells)
+        # Queries that share a key head stand below each other: (B, K, G, D).
+        grouped = q.reshape(len(q), k.shape[1], -1, q.shape[-1])
+        out = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=self._mask)
+        return out.reshape(q.shape)
+
+
+class Sent:
+    """Rows of 64-bit numbers that the host writes and the device reads: one copy a step, from
+    pinned memory into a tensor that stays where it is."""
+
+    def __init__(self, rows: int, width: int, device: torch.device) -> None:
+        on_gpu = device.type == "cuda"
+        self.device = torch.zeros(rows, width, dtype=torch.int64, device=device)
+        self._host = torch.zeros(rows, width, dtype=torch.int64, pin_memory=on_gpu)
+        self._cells = self._host.numpy()  # the same memory
+        self._copied = torch.cuda.Event() if on_gpu else None
+
+    def send(self, given: npt.NDArray[np.int64], rows: int) -> None:
+        """Put `given` (B, width) in front, and copies of its first row up to `rows` behind it."""
+        if self._copied is not None:
+            self._copied.synchronize()  # the copy before this one may still be reading
+        self._cells[: len(given)] = given
+        self._cells[len(given) : rows] = given[0]
+        self.device[:rows].copy_(self._host[:rows], non_blocking=True)
+        if self._copied is not None:
+            self._copied.record()
+
+
+def buckets(first: int, last: int) -> tuple[int, ...]:
+    """`first` and its doubles below `last`, then `last`."""
+    sizes = []
+    while first < last:
+        sizes.append(first)
+        first *= 2
+    return (*sizes, last)
+
+
+def bucket(sizes: Sequence[int], count: int) -> int:
+    """The smallest of the sizes that holds so many."""
+    return sizes[bisect.bisect_left(sizes, count)]
