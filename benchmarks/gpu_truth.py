@@ -1,0 +1,260 @@
+"""What has to be true on a GPU before its speed means anything: `benchmarks/gpu.py` runs it first.
+
+Everything is held to the CPU or to the same device without recordings: logits, greedy texts,
+replayed steps under changing company, the same bits alone and in company, and memory that does not
+grow. Each check yields findings; one that does not hold is a failure.
+"""
+
+import random
+import resource
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from model.checkpoint import load_checkpoint
+from model.engine.api import EngineConfig, GenerationRequest, SamplingParams, TokenEvent
+from model.engine.engine import Engine
+from model.engine.runner import DecoderMaker
+from model.gpt import GPT
+from model.kernels.capture import DirectCalls
+from model.kernels.graphs import GraphDecoder
+from model.kernels.loss import decoded_nats
+from model.kernels.plain import PlainDecoder
+from model.tokenizer import Tokenizer
+
+BUNDLED = Path(__file__).parent.parent / "checkpoints" / "python-small"
+CPU = torch.device("cpu")
+TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 5e-3}
+"""Of a loss, as a share of the CPU's in float32."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line of the table. `figures` are for the JSON line; `holds` is None for a measurement."""
+
+    part: str
+    case: str
+    said: str
+    figures: dict[str, Any]
+    holds: bool | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """How much is checked."""
+
+    positions: int
+    prompts: int
+    tokens: int
+    requests: int
+    rounds: int
+
+
+FULL = Size(positions=512, prompts=20, tokens=64, requests=64, rounds=20)
+SMALL = Size(positions=16, prompts=2, tokens=4, requests=4, rounds=2)
+
+
+def logits(device: torch.device, size: Size) -> Iterator[Finding]:
+    """The loss of the bundled checkpoint on this very file: prefilled at once, and decoded one
+    position after the other, in both kinds of numbers."""
+    _, exact_gpt, ids = _bundled(CPU, torch.float32)
+    inputs, targets = ids[None, : size.positions], ids[None, 1 : size.positions + 1]
+    exact = _forward_nats(exact_gpt, inputs, targets)
+    for dtype, tolerance in TOLERANCES.items():
+        _, gpt, _ = _bundled(device, dtype)
+        name = str(dtype).removeprefix("torch.")
+        for way, nats in (
+            ("forward", _forward_nats(gpt, inputs.to(device), targets.to(device))),
+            ("decoded", decoded_nats(gpt, inputs, targets, GraphDecoder)),
+        ):
+            apart = abs(nats / exact - 1)
+            yield Finding(
+                "logits",
+                f"{name} {way}",
+                f"loss {nats / size.positions:.5f}, on the CPU in float32 "
+                f"{exact / size.positions:.5f}: {apart:.5%} apart, {tolerance:.2%} allowed",
+                {"relative": apart, "allowed": tolerance},
+                apart <= tolerance,
+            )
+
+
+def greedy(device: torch.device, size: Size) -> Iterator[Finding]:
+    """Greedy texts in float32: the CPU's, token for token."""
+    asked: list[GenerationRequest] = []
+    texts = []
+    decoders: tuple[tuple[torch.device, DecoderMaker], ...]
+    decoders = ((CPU, PlainDecoder), (device, GraphDecoder))
+    for where, make in decoders:
+        _, gpt, ids = _bundled(where, torch.float32)
+        asked = [
+            _request(f"{i}", ids[20 * i : 20 * i + 5 + i].tolist(), size.tokens, temperature=0.0)
+            for i in range(size.prompts)
+        ]
+        texts.append(_run(gpt, make, asked))
+    same = sum(texts[0][one.request_id] == texts[1][one.request_id] for one in asked)
+    yield Finding(
+        "greedy",
+        "float32",
+        f"{same} of {len(asked)} texts of {size.tokens} tokens are the CPU's",
+        {"same": same, "of": len(asked)},
+        same == len(asked),
+    )
+
+
+def replay(device: torch.device, size: Size) -> Iterator[Finding]:
+    """Recorded steps against the same steps called one by one: requests that come and are aborted
+    at any time, so that rows, slots and lengths change and slots are used again."""
+    for dtype in TOLERANCES:
+        _, gpt, ids = _bundled(device, dtype)
+        for drafts in ("none", "ngram"):
+            ways: tuple[DecoderMaker, ...]
+            ways = (GraphDecoder, partial(GraphDecoder, capture=DirectCalls()))
+            results = [_mixed(gpt, make, ids, size, drafts) for make in ways]
+            same = sum(one == other for one, other in zip(*results, strict=True))
+            yield Finding(
+                "replay",
+                f"{str(dtype).removeprefix('torch.')}, drafts {drafts}",
+                f"{same} of {len(results[0])} sequences have the bits of steps without recording",
+                {"same": same, "of": len(results[0])},
+                same == len(results[0]),
+            )
+
+
+def invariance(device: torch.device, size: Size) -> Iterator[Finding]:
+    """Batch-invariant: the same bits alone and in company; and how often without it."""
+    for dtype in TOLERANCES:
+        _, gpt, ids = _bundled(device, dtype)
+        for invariant in (True, False):
+            make = partial(GraphDecoder, batch_invariant=invariant)
+            rng = random.Random(0)
+            asked = [
+                _request(str(i), _piece(rng, ids, 150), size.tokens, logprobs=2, seed=i)
+                for i in range(size.requests)
+            ]
+            company = _run(gpt, make, asked)
+            checked = asked[:: max(1, len(asked) // 16)]
+            same = sum(
+                _run(gpt, make, [one])[one.request_id] == company[one.request_id] for one in checked
+            )
+            yield Finding(
+                "invariance",
+                f"{str(dtype).removeprefix('torch.')}, {'on' if invariant else 'off'}",
+                f"{same} of {len(checked)} sequences have the bits that they have alone",
+                {"same": same, "of": len(checked)},
+                same == len(checked) if invariant else None,
+            )
+
+
+def memory(device: torch.device, size: Size) -> Iterator[Finding]:
+    """What is held after some rounds of the same load, and after more of them."""
+    _, gpt, ids = _bundled(device, torch.bfloat16)
+    engine = Engine(gpt, EngineConfig(slots=8), make_decoder=GraphDecoder)
+    held = []
+    try:
+        for number in range(2 * size.rounds):
+            rng = random.Random(0)  # the same load each time: the same recordings
+            for i in range(size.requests):
+                engine.add(_request(f"{number} {i}", _piece(rng, ids, 100), size.tokens, seed=i))
+            while engine.has_work():
+                engine.step()
+            held.append(_held_bytes(device))
+    finally:
+        engine.close()
+    grown = held[-1] - held[size.rounds - 1]
+    allowed = 0 if device.type == "cuda" else 64 * 2**20  # a process's peak is no exact figure
+    yield Finding(
+        "memory",
+        f"{size.rounds} rounds more",
+        f"{grown / 2**20:.1f} MiB more than after {size.rounds} rounds",
+        {"grown_bytes": grown},
+        grown <= allowed,
+    )
+
+
+CHECKS = (logits, greedy, replay, invariance, memory)
+
+
+def _bundled(device: torch.device, dtype: torch.dtype) -> tuple[Tokenizer, GPT, torch.Tensor]:
+    """The bundled checkpoint, and the ids of this file."""
+    info, gpt = load_checkpoint(BUNDLED, device=device, dtype=dtype)
+    text = Path(__file__).read_text(encoding="utf-8")
+    return info.tokenizer, gpt, torch.tensor(info.tokenizer.encode(text))
+
+
+@torch.inference_mode()
+def _forward_nats(gpt: GPT, inputs: torch.Tensor, targets: torch.Tensor) -> float:
+    logprobs = gpt(inputs).logits.double().log_softmax(dim=-1)
+    return -float(logprobs.gather(-1, targets[..., None]).sum())
+
+
+def _piece(rng: random.Random, ids: torch.Tensor, longest: int) -> list[int]:
+    start, length = rng.randrange(len(ids) - longest), rng.randint(1, longest)
+    piece: list[int] = ids[start : start + length].tolist()
+    return piece
+
+
+def _request(name: str, token_ids: Sequence[int], tokens: int, **wishes: Any) -> GenerationRequest:
+    wishes = {"seed": 0} | wishes
+    params = SamplingParams(max_tokens=tokens, **wishes)
+    return GenerationRequest(request_id=name, token_ids=tuple(token_ids), params=params)
+
+
+def _run(gpt: GPT, make: DecoderMaker, asked: Sequence[GenerationRequest]) -> dict[str, list[Any]]:
+    """Tokens with their logprobs, by request: all together, in eight slots."""
+    engine = Engine(gpt, EngineConfig(slots=8), make_decoder=make)
+    found: dict[str, list[Any]] = {one.request_id: [] for one in asked}
+    try:
+        for one in asked:
+            engine.add(one)
+        while engine.has_work():
+            for event in engine.step().events:
+                if isinstance(event, TokenEvent):
+                    found[event.request_id].append((event.token_id, event.chosen, event.top))
+    finally:
+        engine.close()
+    return found
+
+
+def _mixed(
+    gpt: GPT, make: DecoderMaker, ids: torch.Tensor, size: Size, drafts: Any
+) -> list[list[Any]]:
+    """The tokens of requests of many kinds, some aborted; the same play for the same arguments."""
+    engine = Engine(gpt, EngineConfig(slots=6, speculate=drafts), make_decoder=make)
+    rng = random.Random(1)
+    found: dict[str, list[Any]] = {}
+
+    def step() -> None:
+        for event in engine.step().events:
+            if isinstance(event, TokenEvent):
+                found[event.request_id].append((event.token_id, event.chosen))
+
+    try:
+        for number in range(size.requests):
+            name = str(number)
+            found[name] = []
+            wishes: dict[str, Any] = rng.choice(
+                [{"temperature": 0.0}, {}, {"top_k": 20}, {"top_p": 0.9}, {"logprobs": 1},
+                 {"frequency_penalty": 0.5}]
+            )  # fmt: skip
+            asked = _request(name, _piece(rng, ids, 200), rng.randint(1, size.tokens), **wishes)
+            engine.add(replace(asked, params=replace(asked.params, seed=number)))
+            for _ in range(rng.randrange(6)):
+                step()
+            if rng.random() < 0.25:
+                engine.abort(str(rng.randrange(number + 1)))
+        while engine.has_work():
+            step()
+    finally:
+        engine.close()
+    return list(found.values())
+
+
+def _held_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        return torch.cuda.memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
