@@ -351,6 +351,11 @@ class BenchSettings(BaseSettings):
         3, ge=1, le=1000, description="runs of each case, of which the median counts"
     )
     skip_http: bool = Field(False, description="measure in process alone")
+    profile: bool = Field(
+        False,
+        description="instead of rates, where the time of a decode step and of a prompt goes, stage "
+        "by stage, decoding natively and in plain torch; in process, on a CPU",
+    )
     url: str | None = Field(
         None,
         description="load a server that runs already instead of starting one; its API key, if it "

@@ -13,6 +13,7 @@ from ctypes import (
     POINTER,
     Structure,
     byref,
+    c_char_p,
     c_double,
     c_float,
     c_int32,
@@ -154,6 +155,8 @@ class NativeDecoder:
         library.logitd_draw.argtypes = (c_void_p, POINTER(_DrawnRow), c_int32)
         library.logitd_crowded.argtypes = (c_void_p,)
         library.logitd_decode.argtypes = (c_void_p, *(POINTER(c_int32),) * 3, c_int32, c_void_p)
+        library.logitd_time_stages.argtypes = (c_void_p, c_void_p)
+        library.logitd_stage_names.restype = c_char_p
         self._library = library
         self._kept: list[Tensor | Quantized | Arena] = [settle(gpt)]
         self._quantized = quantized
@@ -168,6 +171,8 @@ class NativeDecoder:
         self._handle = library.logitd_decoder_new(byref(model), byref(described), rows, threads)
         self._where = tuple((c_int32 * rows)() for _ in range(3))
         self._logits = torch.empty(rows, gpt.config.vocab_size)
+        self._stages = tuple(library.logitd_stage_names().decode().split())
+        self._nanoseconds = (c_int64 * len(self._stages))()
 
     @property
     def crowded(self) -> bool:
@@ -204,6 +209,20 @@ class NativeDecoder:
             row.seed, row.position, row.index = draw.seed, draw.position, draw.index
         self._library.logitd_draw(self._handle, rows, len(draws))
         return [None if row.token_id < 0 else row.token_id for row in rows]
+
+    def time_stages(self, wanted: bool) -> None:
+        """Whether the stages of what follows are timed. Costs a look at a clock for each of them;
+        the results are the same bits."""
+        total = self._nanoseconds if wanted else None
+        self._library.logitd_time_stages(self._handle, total)
+
+    def take_stage_seconds(self) -> dict[str, float]:
+        """Seconds of each stage of native/clocks.h that was timed since this was last asked, the
+        waiting for the last thread in each."""
+        taken = {name: 1e-9 * ns for name, ns in zip(self._stages, self._nanoseconds, strict=True)}
+        for index in range(len(self._stages)):
+            self._nanoseconds[index] = 0
+        return taken
 
     def close(self) -> None:
         """End the threads. Nothing may be decoded afterwards."""

@@ -12,6 +12,7 @@ from typing import Any
 
 from model.benchmark.in_process import EngineFigures
 from model.benchmark.machine import Machine, Surroundings, best_of
+from model.benchmark.profile import Profile
 from model.benchmark.spread import Spread
 from model.benchmark.work import Limit, limit
 from model.benchmark.workload import Workload
@@ -51,15 +52,39 @@ class Measured:
     http: HttpMeasured | None
 
 
+@dataclass(frozen=True, slots=True)
+class Profiled:
+    """All of one run of `--profile`: what `Measured` has of the same names, and the profiles of
+    each way of decoding by its name."""
+
+    date: str
+    surroundings: Surroundings
+    checkpoint: CheckpointInfo
+    parameters: int
+    quantize: str
+    workload: Workload
+    machines: tuple[Machine, ...]
+    profiles: Mapping[str, tuple[Profile, ...]]
+
+
 def summary(run: Measured) -> dict[str, Any]:
     """The JSON object."""
     machine = best_of(*run.machines)
     prefill, decode = _engine_prefill(run, machine), _engine_decode(run, machine)
     return {
+        **about(run),
+        "engine": {"prefill": prefill, "decode": decode},
+        "http": None if run.http is None else _http(run.http, prefill, decode),
+    }
+
+
+def about(run: Measured | Profiled) -> dict[str, Any]:
+    """What was measured, on what."""
+    return {
         "logitd": VERSION,
         "date": run.date,
         **asdict(run.surroundings),
-        "decoding": run.decoding,
+        **({"decoding": run.decoding} if isinstance(run, Measured) else {}),
         "quantize": run.quantize,
         "checkpoint": {
             "name": run.checkpoint.name,
@@ -74,48 +99,51 @@ def summary(run: Measured) -> dict[str, Any]:
             "rounds": run.workload.rounds,
         },
         "machine": {
-            **_machine(machine),
+            **_machine(best_of(*run.machines)),
             "measured": [_machine(one) for one in run.machines],
         },
-        "engine": {"prefill": prefill, "decode": decode},
-        "http": None if run.http is None else _http(run.http, prefill, decode),
     }
 
 
 def lines(found: Mapping[str, Any]) -> list[str]:
     """What a terminal shows of a summary."""
-    machine, checkpoint, workload = found["machine"], found["checkpoint"], found["workload"]
     shown = [
-        *_aligned(
-            [
-                ("machine", f"{found['processor']}, {found['device']}, {found['threads']} threads"),
-                ("versions", f"logitd {found['logitd']}, torch {found['torch']}, "
-                             f"Python {found['python']}"),
-                ("memory", f"{machine['read_bytes_per_second'] / 1e9:,.1f} GB/s, read by a sum"),
-                ("products", f"{machine['matrix_operations_per_second'] / 1e9:,.0f} GFLOP/s "
-                             f"of matrices in {found['dtype']}"),
-                ("model", f"{checkpoint['name']}, {checkpoint['parameters']:,} parameters, "
-                          f"{found['dtype']}"),
-                ("decoding", str(found["decoding"])),
-                ("load", f"random prompts of {workload['prompt_tokens']} tokens, "
-                         f"{workload['tokens']} tokens each, median of "
-                         f"{workload['rounds']} rounds"),
-            ],
-            left=2,
-        ),
-        *_table("prefill, in process", "prompts", found["engine"]["prefill"], _LIMITED),
-        *_table("decode, in process", "batch", found["engine"]["decode"], _LIMITED | _STEP),
-    ]  # fmt: skip
+        *heading(found),
+        *table("prefill, in process", "prompts", found["engine"]["prefill"], _LIMITED),
+        *table("decode, in process", "batch", found["engine"]["decode"], _LIMITED | _STEP),
+    ]
     if found["http"] is not None:
         shown += _http_lines(found["http"])
     return [*shown, *_notes(found)]
 
 
+def heading(found: Mapping[str, Any]) -> list[str]:
+    """The machine, the model and the load; how is decoded where all of it is decoded alike."""
+    machine, checkpoint, workload = found["machine"], found["checkpoint"], found["workload"]
+    decoding = [("decoding", str(found["decoding"]))] if "decoding" in found else []
+    return aligned(
+        [
+            ("machine", f"{found['processor']}, {found['device']}, {found['threads']} threads"),
+            ("versions", f"logitd {found['logitd']}, torch {found['torch']}, "
+                         f"Python {found['python']}"),
+            ("memory", f"{machine['read_bytes_per_second'] / 1e9:,.1f} GB/s, read by a sum"),
+            ("products", f"{machine['matrix_operations_per_second'] / 1e9:,.0f} GFLOP/s "
+                         f"of matrices in {found['dtype']}"),
+            ("model", f"{checkpoint['name']}, {checkpoint['parameters']:,} parameters, "
+                      f"{found['dtype']}"),
+            *decoding,
+            ("load", f"random prompts of {workload['prompt_tokens']} tokens, "
+                     f"{workload['tokens']} tokens each, {workload['rounds']} rounds"),
+        ],
+        left=2,
+    )  # fmt: skip
+
+
 def _http_lines(http: Mapping[str, Any]) -> list[str]:
     server = http["server"]
     shown = [
-        *_table("prefill, over HTTP", "prompts", http["prefill"], _COMPARED),
-        *_table("decode, over HTTP", "batch", http["decode"], _COMPARED | _WAITS),
+        *table("prefill, over HTTP", "prompts", http["prefill"], _COMPARED),
+        *table("decode, over HTTP", "batch", http["decode"], _COMPARED | _WAITS),
         "",
         f"server: {http['url']}, {server['model']}, {server['device']}, {server['dtype']}, "
         f"{server['threads']} threads, {server['decoding']}",
@@ -263,7 +291,7 @@ def _milliseconds(spread: Spread | None) -> dict[str, float | None]:
 
 # From JSON to lines
 
-_Columns = Mapping[str, tuple[str, ...]]
+Columns = Mapping[str, tuple[str, ...]]
 """The heads of columns, and where their values are in a row; the last of a path says how a value is
 written."""
 
@@ -291,14 +319,12 @@ _WAITS: dict[str, tuple[str, ...]] = {
 }
 
 
-def _table(
-    title: str, first: str, rows: Sequence[Mapping[str, Any]], columns: _Columns
-) -> list[str]:
+def table(title: str, first: str, rows: Sequence[Mapping[str, Any]], columns: Columns) -> list[str]:
     """A title and rows in columns, the case in the first one."""
     written = [(first, *columns)]
     for row in rows:
         written.append((str(row[first]), *(_written(row, path) for path in columns.values())))
-    return ["", title, *_aligned(written, left=0)]
+    return ["", title, *aligned(written, left=0)]
 
 
 def _written(row: Mapping[str, Any], path: Sequence[str]) -> str:
@@ -311,14 +337,16 @@ def _written(row: Mapping[str, Any], path: Sequence[str]) -> str:
         case str():
             return value
         case _ if path[-1].startswith("share"):
-            return f"{value:.0%}"
+            return f"{round(value, 2) + 0.0:.0%}"  # a little below nothing is nothing
         case _ if path[-1].endswith("per_second"):
             return f"{value:,.0f}"
+        case _ if path[-1] in ("read_bytes", "matrix_operations"):
+            return f"{value / 1e6:,.2f}"
         case _:
             return f"{value:,.2f}"
 
 
-def _aligned(rows: Sequence[Sequence[str]], left: int) -> list[str]:
+def aligned(rows: Sequence[Sequence[str]], left: int) -> list[str]:
     """Rows as lines, the first `left` columns to the left and the others to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [

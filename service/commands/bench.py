@@ -18,8 +18,10 @@ import httpx
 
 from model.benchmark.in_process import EngineFigures, MeasuringError, measure_engine
 from model.benchmark.machine import Surroundings, measure_machine, surroundings
+from model.benchmark.profile import Profile, ProfileError, profile_engine
 from model.benchmark.workload import Workload, WorkloadError, choose_workload
 from model.checkpoint import CheckpointError, CheckpointInfo, load_weights, read_checkpoint
+from model.config import KernelChoice
 from model.device import (
     DeviceError,
     Placement,
@@ -29,9 +31,11 @@ from model.device import (
     use_threads,
 )
 from model.engine.api import EngineConfig
-from model.kernels.choose import KernelError, choose_decode_path, choose_dtype
+from model.gpt import GPT
+from model.kernels.choose import DecodePath, KernelError, choose_decode_path, choose_dtype
 from service.benchmark.load import measure_server
-from service.benchmark.report import HttpMeasured, Measured, lines, summary
+from service.benchmark.profile_report import profile_lines, profile_summary
+from service.benchmark.report import HttpMeasured, Measured, Profiled, lines, summary
 from service.benchmark.server import ServerError, started_server
 from service.client import AsyncClient, Info, LogitdError
 from service.settings import BenchSettings
@@ -42,6 +46,7 @@ REFUSALS = (
     KernelError,
     LogitdError,
     MeasuringError,
+    ProfileError,
     ServerError,
     WorkloadError,
 )
@@ -50,20 +55,24 @@ REFUSALS = (
 def run(settings: BenchSettings) -> int:
     """1 when something could not be measured, or when streams failed."""
     try:
-        measured = _measure(settings)
+        measured = _profile(settings) if settings.profile else _measure(settings)
     except REFUSALS as error:
         print(f"logitd bench: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("logitd bench: stopped", file=sys.stderr)
         return 130
+    if isinstance(measured, Profiled):
+        found = profile_summary(measured)
+        print("\n".join([*profile_lines(found), json.dumps(found, allow_nan=False)]))
+        return 0
     found = summary(measured)
-    print("\n".join(lines(found)))
-    print(json.dumps(found, allow_nan=False))
+    print("\n".join([*lines(found), json.dumps(found, allow_nan=False)]))
     return 1 if measured.http is not None and measured.http.figures.failed else 0
 
 
-def _measure(settings: BenchSettings) -> Measured:
+def _prepare(settings: BenchSettings) -> tuple[CheckpointInfo, Placement, Workload]:
+    """What is measured, where, and under which load. From here on torch has its threads."""
     checkpoint = read_checkpoint(settings.checkpoint)
     device = choose_device(settings.device)
     dtype = choose_dtype(
@@ -80,6 +89,45 @@ def _measure(settings: BenchSettings) -> Measured:
         rounds=settings.rounds,
         prefill_chunk=EngineConfig().prefill_chunk,
     )
+    return checkpoint, placement, workload
+
+
+def _profile(settings: BenchSettings) -> Profiled:
+    if settings.url is not None:
+        raise WorkloadError("url names a server, and profile asks none: leave one out")
+    checkpoint, placement, workload = _prepare(settings)
+    _say("the machine")
+    before = measure_machine(placement)
+    parameters, profiles = 0, dict[str, tuple[Profile, ...]]()
+    for kernels in _decoders(settings):
+        gpt, path = _loaded(settings, checkpoint, placement, kernels)
+        parameters = gpt.parameter_count()
+        if path.name not in profiles:  # where there are no native kernels both are torch
+            profiles[path.name] = profile_engine(
+                gpt, path.make_decoder, workload, quantized=settings.quantize != "none", say=_say
+            )
+    _say("the machine, once more")
+    return Profiled(
+        date=datetime.now(UTC).isoformat(timespec="seconds"),
+        surroundings=surroundings(placement),
+        checkpoint=checkpoint,
+        parameters=parameters,
+        quantize=settings.quantize,
+        workload=workload,
+        machines=(before, measure_machine(placement)),
+        profiles=profiles,
+    )
+
+
+def _decoders(settings: BenchSettings) -> tuple[KernelChoice, ...]:
+    """The ways of decoding to profile: both, where it was left open and plain torch can do it."""
+    if settings.kernels == "auto" and settings.quantize == "none":
+        return "auto", "torch"
+    return (settings.kernels,)
+
+
+def _measure(settings: BenchSettings) -> Measured:
+    checkpoint, placement, workload = _prepare(settings)
     if settings.url is not None:  # what cannot run is refused before minutes have passed
         if settings.skip_http:
             raise WorkloadError("url names a server, and skip_http asks none: leave one out")
@@ -115,20 +163,26 @@ def _engine(
 ) -> tuple[int, str, EngineFigures]:
     """Parameters, how is decoded, and figures. The model is gone afterwards, so that a server has
     the memory."""
-    gpt = load_weights(checkpoint, device=placement.device, dtype=placement.dtype)
-    path = choose_decode_path(
-        gpt,
-        kernels=settings.kernels,
-        quantize=settings.quantize,
-        threads=placement.threads,
-        say=_say,
-    )
-    if path.note is not None:
-        _say(f"decoding in plain torch, which is slower: {path.note}")
+    gpt, path = _loaded(settings, checkpoint, placement, settings.kernels)
     figures = measure_engine(
         gpt, path.make_decoder, workload, quantized=settings.quantize != "none", say=_say
     )
     return gpt.parameter_count(), path.name, figures
+
+
+def _loaded(
+    settings: BenchSettings,
+    checkpoint: CheckpointInfo,
+    placement: Placement,
+    kernels: KernelChoice,
+) -> tuple[GPT, DecodePath]:
+    gpt = load_weights(checkpoint, device=placement.device, dtype=placement.dtype)
+    path = choose_decode_path(
+        gpt, kernels=kernels, quantize=settings.quantize, threads=placement.threads, say=_say
+    )
+    if path.note is not None:
+        _say(f"decoding in plain torch, which is slower: {path.note}")
+    return gpt, path
 
 
 @contextmanager

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "attention.h"
+#include "clocks.h"
 #include "draw.h"
 #include "linear.h"
 #include "pool.h"
@@ -82,6 +83,7 @@ class Decoder {
   // at positions that follow one another.
   void decode(const std::int32_t* tokens, const std::int32_t* slots, const std::int32_t* positions,
               int count, float* logits) {
+    clocks_.begin();
     pool_.begin();
     tokens_ = tokens, slots_ = slots, positions_ = positions, count_ = count;
     starts_.clear();
@@ -89,37 +91,46 @@ class Decoder {
       if (row == 0 || slots[row] != slots[row - 1]) starts_.push_back(row);
     starts_.push_back(count);
     rows([&](int row) { embed(row); });
+    clocks_.end(EMBEDDING);
     for (int layer = 0; layer < w_.n_layer; layer++) block(layer);
     rows([&](int row) {
       if (w_.post_norm && w_.n_layer) finish_post(w_.layers[w_.n_layer - 1], row);
       if (w_.final_norm_on) normalise(w_.final_norm, x(row), h(row), w_.d_model);
       narrow_.put(row, w_.final_norm_on ? h(row) : x(row), w_.d_model);
     });
+    clocks_.end(NORMS);
     linear(pool_, w_.head, narrow_.inputs(count_), logits, w_.vocab_size, false);
+    clocks_.end(HEAD);
     pool_.rest();
   }
 
   // logits (count, vocab_size) of final hidden states (count, d_model).
   void head(const float* hidden, int count, float* logits) {
+    clocks_.begin();
     pool_.begin();
     pool_.loop(count, [&](int row) {
       narrow_.put(row, hidden + std::size_t(row) * w_.d_model, w_.d_model);
     });
     linear(pool_, w_.head, narrow_.inputs(count), logits, w_.vocab_size, false);
+    clocks_.end(HEAD);
     pool_.rest();
   }
 
   // The token of each of `count` rows of logits.
   void draw(DrawnRow* rows, int count) {
+    clocks_.begin();
     pool_.begin();
     pool_.loop(count, [&](int row) {
       static thread_local Drawer drawer;  // keeps its memory from row to row
       rows[row].token_id = drawer.token(rows[row], w_.vocab_size);
     });
+    clocks_.end(DRAW);
     pool_.rest();
   }
 
   bool crowded() const { return pool_.crowded(); }
+
+  void time_stages(std::int64_t* total) { clocks_.add_to(total); }
 
  private:
   static Buffer<float> floats(int rows, int pitch) {
@@ -140,7 +151,9 @@ class Decoder {
   void block(int layer) {
     const LayerWeights& w = w_.layers[layer];
     rows([&](int row) { before_attention(layer, row); });
+    clocks_.end(NORMS);
     linear(pool_, w.qkv, narrow_.inputs(count_), qkv_.data(), padded(qkv_width_), false);
+    clocks_.end(QKV);
     // A piece is all rows of one slot, one after the other: each looks back at those before it.
     pool_.lanes((int(starts_.size()) - 1) * w_.n_kv_head, [&](int piece) {
       int sequence = piece / w_.n_kv_head, head = piece % w_.n_kv_head;
@@ -150,14 +163,20 @@ class Decoder {
       }
     });
     rows([&](int row) { mixed_.put(row, heads(row), heads_width_); });
+    clocks_.end(ATTENTION);
     linear(pool_, w.attention_out, mixed_.inputs(count_), x_.data(), padded(w_.d_model), true);
+    clocks_.end(ATTENTION_OUT);
     rows([&](int row) { before_mlp(w, row); });
+    clocks_.end(NORMS);
     linear(pool_, w.mlp_up, narrow_.inputs(count_), up_.data(), padded(up_width_) + ROW_PAD, false);
+    clocks_.end(MLP_UP);
     rows([&](int row) {
       activate(Activation(w_.activation), up(row), w_.d_ff);
       wide_.put(row, up(row), w_.d_ff);
     });
+    clocks_.end(ACTIVATION);
     linear(pool_, w.mlp_down, wide_.inputs(count_), x_.data(), padded(w_.d_model), true);
+    clocks_.end(MLP_DOWN);
   }
 
   void embed(int row) {
@@ -263,6 +282,7 @@ class Decoder {
   Buffer<float> x_, h_, qkv_, heads_, up_, scores_;
   Converted narrow_, mixed_, wide_;
   Pool pool_;
+  Clocks clocks_;
   const std::int32_t *tokens_ = nullptr, *slots_ = nullptr, *positions_ = nullptr;
   int count_ = 0;
   std::vector<int> starts_;  // the first row of each sequence, and the end
@@ -292,6 +312,15 @@ void logitd_head(void* decoder, const float* hidden, std::int32_t count, float* 
 
 void logitd_draw(void* decoder, DrawnRow* rows, std::int32_t count) {
   static_cast<Decoder*>(decoder)->draw(rows, count);
+}
+
+// The names of the stages that are timed, in their order, with spaces between them.
+const char* logitd_stage_names() { return STAGE_NAMES; }
+
+// Nanoseconds of each stage of what is computed from now on are added to `total`, which outlives that;
+// null: no stage is timed.
+void logitd_time_stages(void* decoder, std::int64_t* total) {
+  static_cast<Decoder*>(decoder)->time_stages(total);
 }
 
 // One matrix by itself, for tests and measurements: out (count, rows) of float rows (count, width).

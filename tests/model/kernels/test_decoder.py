@@ -3,6 +3,8 @@ the same bits whatever is beside it."""
 
 import ctypes
 import random
+import statistics
+import time
 from typing import Any
 
 import pytest
@@ -221,6 +223,35 @@ def test_an_engine_on_it_gives_the_same_bits_with_drafts(
         answers.append({key: outcome.tokens for key, outcome in driven.drain().items()})
         assert (driven.accepted_tokens > 0) == (speculate == "ngram")
     assert answers[0] == answers[1]
+
+
+def test_stages_are_timed_while_that_is_wanted(library: ctypes.CDLL, threads: int) -> None:
+    """Together they are no longer than the call, and nearly as long; the bits are the same."""
+    gpt, ids = tiny_gpt(native_config("llama", vocab_size=5000)), random_ids(3, 30)
+    native = NativeDecoder(library, gpt, new_cache(gpt), threads=threads)
+    first = decoded(native, ids, [0, 3, 1])
+    assert set(native.take_stage_seconds().values()) == {0.0}
+    native.time_stages(True)
+    shares = []
+    for position in range(ids.shape[1]):
+        began = time.perf_counter()
+        logits = native.decode(ids[:, position].tolist(), [0, 3, 1], [position] * 3)
+        whole = time.perf_counter() - began
+        assert torch.equal(logits, first[position])
+        stages = native.take_stage_seconds()
+        assert stages.pop("draw") == 0
+        assert all(seconds > 0 for seconds in stages.values())
+        shares.append(sum(stages.values()) / whole)
+    assert max(shares) <= 1
+    assert statistics.median(shares) > 0.5, "the rest are Python's lists"
+    hidden = torch.randn(2, gpt.config.d_model)
+    native.head(hidden)
+    found = native.take_stage_seconds()
+    assert [stage for stage, seconds in found.items() if seconds] == ["head"]
+    native.time_stages(False)
+    native.head(hidden)
+    assert set(native.take_stage_seconds().values()) == {0.0}
+    native.close()
 
 
 def test_the_number_of_threads_changes_no_bit(library: ctypes.CDLL) -> None:

@@ -120,6 +120,28 @@ def test_the_server_decodes_as_the_engine_did(
     assert server["decoding"].endswith("int8)")
 
 
+def test_a_profile_instead_of_rates(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of both ways of decoding, where both are there and nothing else is asked for."""
+    gpt = tiny_gpt(tiny_config(n_head=2))
+    checkpoint = save_tiny_checkpoint(tmp_path / "a", gpt=gpt).path
+    shown, found = bench(capsys, checkpoint, profile=True, kernels="auto")
+    decoders = list(dict.fromkeys(one["decoding"] for one in found["profiles"]))
+    assert decoders[-1] == "torch"
+    cases = [(one["case"], one["batch"]) for one in found["profiles"]]
+    assert cases == len(decoders) * [("prefill", 1), ("decode", 1), ("decode", 3)]
+    assert "engine" not in found
+    for profile in found["profiles"]:
+        whole = sum(one["us"] for one in profile["stages"]) + profile["remainder_us"]
+        assert whole == pytest.approx(profile["step_us"])
+        stages = {one["stage"]: one for one in profile["stages"]}
+        assert stages["head"]["share_of_limit"] > 0
+        assert stages["draw"]["share_of_limit"] is None
+        assert profile["overhead_us"] < profile["step_us"]
+    for decoder in decoders:
+        assert f"decode step of 3, {decoder}" in shown
+    assert [line.split()[:1] for line in shown].count(["remainder"]) == len(found["profiles"])
+
+
 # A server that runs already
 
 
@@ -185,6 +207,7 @@ def test_streams_that_fail_are_shown_and_exit_1(
          "together 164, the model's context is 128. Lower one of them"),
         ({"tokens": 8, "batches": 1}, "Raise tokens to 9"),
         ({"url": "http://127.0.0.1:1", "skip_http": True}, "leave one out"),
+        ({"url": "http://127.0.0.1:1", "profile": True}, "profile asks none: leave one out"),
         ({"url": "ftp://nowhere"}, "base_url is 'ftp://nowhere'"),
         ({"url": "http://127.0.0.1:1"}, "no connection to http://127.0.0.1:1"),
         ({"kernels": "torch", "quantize": "int8"}, "quantize is int8, which the native kernels"),

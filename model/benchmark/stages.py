@@ -1,0 +1,142 @@
+"""Stages: the parts of a step that a profile tells apart, and what each has to read and multiply.
+
+The works of all stages together are those of the whole (`model/benchmark/work.py`): a step's limit
+is divided, not counted anew. What has no work there has none here: activations, draws, and what is
+no matter of the model at all.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from torch import nn
+
+from model.benchmark.work import INT8_ROW_BYTES, ModelSize, Work, size_of
+from model.gpt import GPT
+
+Stage = Literal[
+    "scheduling", "tensors", "embedding", "norms", "qkv", "cache_writes", "attention",
+    "attention_out", "mlp_up", "activation", "mlp_down", "head", "sampling", "draw", "events",
+]  # fmt: skip
+"""In the order of a step.
+
+scheduling     deadlines, the plan, and its lists of tokens, slots and positions
+tensors        from lists to what the decoder computes on
+embedding      tokens and positions looked up
+norms          norms and residual sums; natively a sum is part of the product before it
+qkv, attention_out, mlp_up, mlp_down, head
+               matrix products, with their biases
+cache_writes   of a prefill: new keys and values; a decode step's are part of its attention
+attention      heads taken apart, their norms, gates and rotations, the look back, their outputs
+activation     of the feed-forward
+sampling       what each row asks of the draw, described; penalties and constraints
+draw           tokens from logits
+events         draws into events, and the end of sequences
+"""
+STAGES: tuple[Stage, ...] = get_args(Stage)
+OUTSIDE: frozenset[Stage] = frozenset({"scheduling", "tensors", "sampling", "events"})
+"""What is neither the model nor the draw: the price of an engine around them."""
+
+_MODULES: Mapping[str, Stage] = {
+    "token_embedding": "embedding",
+    "position_embedding": "embedding",
+    "attention_norm": "norms",
+    "mlp_norm": "norms",
+    "final_norm": "norms",
+    "qkv": "qkv",
+    "query_norm": "attention",
+    "key_norm": "attention",
+    "value_embedding": "attention",
+    "value_gate": "attention",
+    "attention_out": "attention_out",
+    "mlp_up": "mlp_up",
+    "mlp_down": "mlp_down",
+    "head": "head",
+}
+"""Where a parameter of `model/gpt.py` is used, by the name of its module."""
+
+
+@dataclass(frozen=True, slots=True)
+class StageSize:
+    """What a stage has of a model, in numbers: elements and rows of matrices, vectors, and what it
+    looks up for each token."""
+
+    matrices: int = 0
+    rows: int = 0
+    vectors: int = 0
+    looked_up: int = 0
+
+
+def stage_sizes(gpt: GPT) -> dict[Stage, StageSize]:
+    """The sizes of every stage that has parameters."""
+    sizes: dict[Stage, StageSize] = {}
+
+    def add(stage: Stage, more: StageSize) -> None:
+        old = sizes.get(stage, StageSize())
+        sizes[stage] = StageSize(
+            old.matrices + more.matrices,
+            old.rows + more.rows,
+            old.vectors + more.vectors,
+            old.looked_up + more.looked_up,
+        )
+
+    for name, module in gpt.named_modules():
+        own = list(module.parameters(recurse=False))
+        if not own:
+            continue
+        stage = _MODULES[name.rpartition(".")[2]]
+        vectors = sum(one.numel() for one in own if one.dim() == 1)
+        if isinstance(module, nn.Embedding):
+            add(stage, StageSize(looked_up=module.embedding_dim))
+        elif isinstance(module, nn.Linear) and stage != "head":
+            weight = module.weight
+            add(stage, StageSize(weight.numel(), len(weight), vectors))
+        else:
+            add(stage, StageSize(vectors=vectors))
+    whole = size_of(gpt)  # the head without its padding, tied or not
+    add("head", StageSize(matrices=whole.head, rows=whole.head_rows))
+    return sizes
+
+
+def decode_stage_works(
+    gpt: GPT, *, batch: int, live_positions: float, quantized: bool = False
+) -> dict[Stage, Work]:
+    """`decode_work`, divided into stages."""
+    size = size_of(gpt)
+    works = {
+        stage: _work(one, size, rows=batch, tokens=batch, quantized=quantized)
+        for stage, one in stage_sizes(gpt).items()
+    }
+    cells = size.kv_width * live_positions * size.item_bytes
+    return _attending(works, cells, None if quantized else size.attended * live_positions)
+
+
+def prefill_stage_works(gpt: GPT, *, length: int) -> dict[Stage, Work]:
+    """`prefill_work` of one prompt, divided into stages."""
+    size = size_of(gpt)
+    works = {
+        stage: _work(one, size, rows=1 if stage == "head" else length, tokens=length)
+        for stage, one in stage_sizes(gpt).items()
+    }
+    return _attending(works, 0, size.attended * length * (length + 1) // 2)
+
+
+def _work(
+    one: StageSize, size: ModelSize, *, rows: int, tokens: int, quantized: bool = False
+) -> Work:
+    """`rows` go through the matrices, `tokens` are looked up."""
+    item = size.item_bytes
+    weights = one.matrices + INT8_ROW_BYTES * one.rows if quantized else one.matrices * item
+    return Work(
+        read_bytes=weights + (one.vectors + one.looked_up * tokens) * item,
+        operations=None if quantized else 2 * one.matrices * rows,
+    )
+
+
+def _attending(
+    works: dict[Stage, Work], cells: float, operations: float | None
+) -> dict[Stage, Work]:
+    """The same with what attention reads and computes besides its parameters'."""
+    own = works.get("attention", Work(0, 0))
+    more = None if operations is None or own.operations is None else own.operations + operations
+    return {**works, "attention": Work(own.read_bytes + cells, more)}
