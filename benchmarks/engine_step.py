@@ -1,11 +1,10 @@
-"""What a step costs besides its forward pass, and what determinism costs.
+"""What a step of the engine costs besides its forward pass, decoding in plain torch.
 
     python -m benchmarks.engine_step [--checkpoint DIRECTORY] [--threads N]
 
 Overhead: the time of `Engine.step` less the time inside the model, decoding 1, 8 and 32 sequences
-in plain torch (`benchmarks/decode.py` has whole steps of the native decoder too).
-Determinism: a decode step whose rows are padded to a multiple of 4, against one whose rows are not,
-in turns in one process. Run it on a machine that does nothing else; the last line is JSON.
+in plain torch. `logitd bench --profile` says where it goes, and has the native decoder too. Run it
+on a machine that does nothing else; the last line is JSON.
 """
 
 import argparse
@@ -23,9 +22,8 @@ from model.device import choose_placement, describe, use_threads
 from model.engine.api import EngineConfig, GenerationRequest, SamplingParams
 from model.engine.engine import Engine
 from model.gpt import GPT
-from model.kernels import plain
 
-PROMPT, STEPS, ROUNDS = 64, 60, 5
+PROMPT, STEPS = 64, 60
 
 
 def engine_decoding(gpt: GPT, sequences: int, temperature: float) -> Engine:
@@ -73,26 +71,6 @@ def step_and_forward(
     return statistics.median(steps), statistics.median(forwards)
 
 
-def price_of_padding(gpt: GPT, sequences: int) -> float:
-    """A step with padded rows over one without, the median of rounds in turns."""
-    padded = plain.ROW_GROUP
-    ratios = []
-    for _ in range(ROUNDS):
-        medians = {}
-        for group in (padded, 1):
-            plain.ROW_GROUP = group
-            engine = engine_decoding(gpt, sequences, temperature=0)
-            times = []
-            for _ in range(STEPS):
-                began = time.perf_counter()
-                engine.step()
-                times.append(time.perf_counter() - began)
-            medians[group] = statistics.median(times)
-        ratios.append(medians[padded] / medians[1])
-    plain.ROW_GROUP = padded
-    return statistics.median(ratios)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--checkpoint", type=Path, default=Path("checkpoints/python-small"))
@@ -103,7 +81,6 @@ def main() -> None:
     info, gpt = load_checkpoint(
         arguments.checkpoint, device=placement.device, dtype=placement.dtype
     )
-    price = {count: price_of_padding(gpt, count) for count in (1, 2, 3, 5, 8)}
     clock = ForwardClock(gpt)
     rows = [
         (count, name, *step_and_forward(gpt, clock, count, temperature))
@@ -115,11 +92,8 @@ def main() -> None:
     print("sequences  sampling   step us  forward us  overhead us")
     for count, name, step, forward in rows:
         print(f"{count:9}  {name:8} {step:9.0f} {forward:11.0f} {step - forward:12.0f}")
-    print("\nsequences  step with padded rows / without")
-    for count, ratio in price.items():
-        print(f"{count:9}  {ratio:.2f}")
     overhead = {f"{count} {name}": step - forward for count, name, step, forward in rows}
-    print(json.dumps({"overhead_us": overhead, "padding_ratio": price}))
+    print(json.dumps({"overhead_us": overhead}))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,301 @@
+"""What it costs that the batch changes nothing (ARCHITECTURE.md).
+
+    python -m benchmarks.determinism [--shape 124m|30m|CHECKPOINT] [--dtype bfloat16] [--threads N]
+
+A promise costs what would be faster without it. There is no second decoder that does not keep it,
+so each part is held against the fastest that stock torch has for the same numbers and need not keep
+it:
+
+decode, native  every product of a step of one sequence, accumulated as in every batch, against the
+                faster of torch's `F.linear` and matrix-vector product for one row, which give other
+                bits than those for more; on the same weights, one matrix after the other, so that
+                both read memory alike. The price is the difference as a share of the whole step;
+                below 0 torch's freedom gains it nothing. A freed kernel could be better than
+                torch's, so there is a bound too: what the products take beyond reading their
+                weights once, at the speed of a sum over memory. (Weights that stay in the
+                processor's caches are read faster: then the bound says nothing.) Attention of one
+                sequence has nothing to be batched with.
+draw            one row natively, from float64 sums and a number that is a function of the seed,
+                against torch's softmax and multinomial; as a share of the same step.
+decode, torch   a step whose rows are padded to a multiple of 4, over one whose rows are not.
+prefill         attention block by block, against one fused causal attention; and the activation
+                spelled in operations that give an element the same bits wherever it falls, against
+                torch's fused one; each as a share of the prompt.
+
+In turns in one process. Run it on a machine that does nothing else; the last line is JSON.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks.decode import load
+from benchmarks.engine_step import STEPS, engine_decoding
+from model.activation import activate
+from model.attention import CausalAttend
+from model.benchmark.machine import processor_name, read_bandwidth
+from model.benchmark.profile import Profile, profile_engine
+from model.benchmark.workload import Workload
+from model.config import BLOCK
+from model.device import available_processors, keep_freed_memory, use_threads
+from model.engine.api import EngineConfig
+from model.gpt import GPT
+from model.kernels import plain
+from model.kernels.choose import choose_decode_path
+from model.kv_cache import KVCache
+
+ROUNDS, PASSES, PREFILL = 5, 20, 256
+PRODUCTS = ("qkv", "attention_out", "mlp_up", "mlp_down", "head")
+BATCHES = (1, 2, 3, 5, 8)
+
+Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+"""Of a matrix (N, C), a row (C,) and a bias (N,)."""
+
+
+@dataclass(frozen=True, slots=True)
+class NativePrice:
+    """A step of one sequence, medians of rounds, in seconds. `ours` and `fastest` by the kind of
+    product, of all layers; `reading` is what all of their weights take to be read."""
+
+    step: float
+    ours: dict[str, float]
+    fastest: dict[str, float]
+    reading: float
+    draw: float
+    fastest_draw: float
+
+    @property
+    def products(self) -> float:
+        """What the promise costs in products, as a share of the step; below 0: nothing."""
+        return (sum(self.ours.values()) - sum(self.fastest.values())) / self.step
+
+    @property
+    def bound(self) -> float:
+        """What it costs at most, whoever writes the kernels."""
+        return max(0.0, sum(self.ours.values()) - self.reading) / self.step
+
+    @property
+    def whole(self) -> float:
+        """`products` and the draw."""
+        return self.products + (self.draw - self.fastest_draw) / self.step
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillPrice:
+    """`attention` and `activation` as shares of the prompt's time."""
+
+    seconds: float
+    attention: float
+    activation: float
+
+
+def matrices(gpt: GPT) -> Iterator[tuple[str, Tensor, Tensor | None]]:
+    """Every matrix that a decode step multiplies by, with its bias, in the step's order."""
+    for block in gpt.blocks:
+        for kind in PRODUCTS[:-1]:
+            linear = getattr(block, kind)
+            yield kind, linear.weight, linear.bias
+    head = gpt.token_embedding.weight if gpt.config.tied_head else gpt.head.weight
+    yield "head", head[: gpt.config.vocab_size], None
+
+
+def by_linear(weight: Tensor, row: Tensor, bias: Tensor | None) -> Tensor:
+    return F.linear(row[None], weight, bias)
+
+
+def by_vector(weight: Tensor, row: Tensor, bias: Tensor | None) -> Tensor:
+    return torch.mv(weight, row) if bias is None else torch.addmv(bias, weight, row)
+
+
+def one_pass(gpt: GPT, product: Product) -> dict[str, float]:
+    """Seconds by kind of all products of a step of one row."""
+    seconds = dict.fromkeys(PRODUCTS, 0.0)
+    rows = {
+        width: torch.randn(width).to(gpt.token_embedding.weight.dtype)
+        for width in {weight.shape[1] for _, weight, _ in matrices(gpt)}
+    }
+    for kind, weight, bias in matrices(gpt):
+        row = rows[weight.shape[1]]
+        began = time.perf_counter()
+        product(weight, row, bias)
+        seconds[kind] += time.perf_counter() - began
+    return seconds
+
+
+@torch.inference_mode()
+def fastest_products(gpt: GPT) -> dict[str, float]:
+    """Of each kind the faster of both ways, each the median of some passes."""
+    found = dict.fromkeys(PRODUCTS, float("inf"))
+    for product in (by_linear, by_vector):
+        passes = [one_pass(gpt, product) for _ in range(PASSES)]
+        for kind in PRODUCTS:
+            found[kind] = min(found[kind], statistics.median(one[kind] for one in passes))
+    return found
+
+
+@torch.inference_mode()
+def fastest_draw(gpt: GPT) -> float:
+    """Seconds of torch's draw from one row."""
+    logits = torch.randn(1, gpt.config.vocab_size)
+    return median_seconds(lambda: torch.multinomial(logits.softmax(-1), 1))
+
+
+def native_price(gpt: GPT, threads: int) -> NativePrice | None:
+    """None where the model is not decoded natively."""
+    path = choose_decode_path(gpt, threads=threads)
+    if not path.name.startswith("native"):
+        return None
+    profiles, products, draws = list[Profile](), list[dict[str, float]](), list[float]()
+    for _ in range(ROUNDS):
+        profiles.append(profile_engine(gpt, path.make_decoder, workload(gpt))[1])
+        products.append(fastest_products(gpt))
+        draws.append(fastest_draw(gpt))
+    read = sum(
+        stage.work.read_bytes
+        for stage in profiles[0].stages
+        if stage.stage in PRODUCTS and stage.work is not None
+    )
+    return NativePrice(
+        step=statistics.median(one.seconds for one in profiles),
+        ours={
+            kind: statistics.median(in_stage(one, kind) for one in profiles) for kind in PRODUCTS
+        },
+        fastest={kind: statistics.median(one[kind] for one in products) for kind in PRODUCTS},
+        reading=read / read_bandwidth(torch.device("cpu")),
+        draw=statistics.median(in_stage(one, "draw") for one in profiles),
+        fastest_draw=statistics.median(draws),
+    )
+
+
+def in_stage(profile: Profile, stage: str) -> float:
+    return sum(one.seconds for one in profile.stages if one.stage == stage)
+
+
+def workload(gpt: GPT) -> Workload:
+    """One sequence for as many steps as the profile watches."""
+    prompt = prompt_length(gpt)
+    return Workload(
+        batches=(1,),
+        prompt_tokens=prompt,
+        tokens=min(2 * STEPS, gpt.config.context_length - prompt),
+        rounds=1,
+        vocab_size=gpt.config.vocab_size,
+        prefill_chunk=EngineConfig().prefill_chunk,
+    )
+
+
+def prompt_length(gpt: GPT) -> int:
+    """PREFILL, or half of what a smaller context holds; whole blocks."""
+    return max(BLOCK, min(PREFILL, gpt.config.context_length // 2) // BLOCK * BLOCK)
+
+
+def padding_price(gpt: GPT, sequences: int) -> float:
+    """A plain step with padded rows over one without, the median of rounds in turns."""
+    padded = plain.ROW_GROUP
+    ratios = []
+    try:
+        for _ in range(ROUNDS):
+            medians = {}
+            for group in (padded, 1):
+                plain.ROW_GROUP = group
+                engine = engine_decoding(gpt, sequences, temperature=0)
+                medians[group] = median_seconds(engine.step)
+            ratios.append(medians[padded] / medians[1])
+    finally:
+        plain.ROW_GROUP = padded
+    return statistics.median(ratios)
+
+
+@torch.inference_mode()
+def prefill_price(gpt: GPT) -> PrefillPrice:
+    """Of a prompt of some blocks, without its head."""
+    config, length = gpt.config, prompt_length(gpt)
+    weight = gpt.token_embedding.weight
+    cache = KVCache(config, 1, device=weight.device, dtype=weight.dtype)
+    ids = torch.randint(config.vocab_size, (1, length))
+    positions = torch.arange(length)[None]
+    up = torch.randn(1, length, gpt.blocks[0].mlp_up.out_features).to(weight.dtype)  # type: ignore[union-attr, arg-type]
+    times = dict[str, list[float]]()
+    for _ in range(ROUNDS):
+        for name, run in (
+            ("blocks", lambda: gpt.transform(ids, positions, cache.prefill(0, 0))),
+            ("fused", lambda: gpt.transform(ids, positions, CausalAttend())),
+            ("spelled", lambda: activate(up, config.activation, fused=False)),
+            ("torch's", lambda: activate(up, config.activation, fused=True)),
+        ):
+            times.setdefault(name, []).append(median_seconds(run, 5))
+    middle = {name: statistics.median(found) for name, found in times.items()}
+    return PrefillPrice(
+        seconds=middle["blocks"],
+        attention=1 - middle["fused"] / middle["blocks"],
+        activation=config.n_layer * (middle["spelled"] - middle["torch's"]) / middle["blocks"],
+    )
+
+
+def median_seconds(run: Callable[[], object], times: int = STEPS) -> float:
+    seconds = []
+    for _ in range(times):
+        began = time.perf_counter()
+        run()
+        seconds.append(time.perf_counter() - began)
+    return statistics.median(seconds)
+
+
+def show_native(price: NativePrice) -> None:
+    print(f"\ndecode, native, one sequence: a step of {1e6 * price.step:,.0f} us")
+    print("product           ours us  fastest us  of the step")
+    for kind in PRODUCTS:
+        ours, fastest = price.ours[kind], price.fastest[kind]
+        print(f"{kind:16} {1e6 * ours:8.0f} {1e6 * fastest:11.0f} "
+              f"{(ours - fastest) / price.step:+12.1%}")  # fmt: skip
+    print(f"{'draw':16} {1e6 * price.draw:8.0f} {1e6 * price.fastest_draw:11.0f} "
+          f"{(price.draw - price.fastest_draw) / price.step:+12.1%}")  # fmt: skip
+    print(f"products {price.products:+.1%}, with the draw {price.whole:+.1%} of the step")
+    print(f"at most {price.bound:.1%}: what the products take beyond reading their weights")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--shape", default="checkpoints/python-small")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--threads", type=int, default=available_processors())
+    arguments = parser.parse_args()
+    use_threads(arguments.threads)
+    keep_freed_memory()
+    gpt = load(arguments.shape, getattr(torch, arguments.dtype))
+    print(f"{processor_name()}, {arguments.threads} threads, torch {torch.__version__}; "
+          f"{arguments.shape}, {arguments.dtype}")  # fmt: skip
+    prefill = prefill_price(gpt)
+    padding = {count: padding_price(gpt, count) for count in BATCHES}
+    native = native_price(gpt, arguments.threads)
+    if native is not None:
+        show_native(native)
+    print("\ndecode, torch: sequences, a step with padded rows over one without")
+    for count, ratio in padding.items():
+        print(f"{count:9}  {ratio:.2f}")
+    print(f"\nprefill of {prompt_length(gpt)}: {1e3 * prefill.seconds:.1f} ms, attention in blocks "
+          f"{prefill.attention:+.1%}, activation {prefill.activation:+.1%}")  # fmt: skip
+    found = None
+    if native is not None:
+        found = {
+            **asdict(native),
+            "products_share": native.products,
+            "whole_share": native.whole,
+            "bound_share": native.bound,
+        }
+    print(json.dumps({"shape": arguments.shape, "dtype": arguments.dtype,
+                      "threads": arguments.threads, "native": found, "padding_ratio": padding,
+                      "prefill": asdict(prefill)}))  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
