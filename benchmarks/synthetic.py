@@ -39,10 +39,15 @@ def synthetic_gpt(config: GPTConfig) -> GPT:
 
 def save_synthetic(path: Path, config: GPTConfig) -> CheckpointInfo:
     """Save such a GPT at `path`."""
+    return save_with_tokenizer(path, synthetic_gpt(config))
+
+
+def save_with_tokenizer(path: Path, gpt: GPT) -> CheckpointInfo:
+    """Save a GPT at `path` with a vocabulary of its size."""
     return save_checkpoint(
         path,
-        gpt=synthetic_gpt(config),
-        tokenizer=synthetic_tokenizer(config.vocab_size),
+        gpt=gpt,
+        tokenizer=synthetic_tokenizer(gpt.config.vocab_size),
         training=TrainingRecord(
             step=0,
             tokens=0,

@@ -10,6 +10,8 @@ counted by their ids. A gap is the time between two chunks of a stream that brin
 many: how long a reader waits for something new. Where chunks carry more than one token, gaps are
 therefore longer than the time per token; `tokens_per_chunk` tells, and the rate has the mean.
 
+A server of another kind is asked by an `Ask` of its own.
+
 Time to first token counts from the sending of a stream's request. All of a batch are sent at once,
 so it holds the prefill of the prompts that were before.
 """
@@ -18,8 +20,10 @@ import asyncio
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
+from typing import Protocol
 
 from model.benchmark.spread import Spread
 from model.benchmark.workload import WARM_UP, Workload, decode_case, prefill_case
@@ -40,6 +44,22 @@ class Failure:
 
     kind: str
     message: str
+
+
+class StreamFailed(Exception):
+    """A stream ended otherwise than it should: the name of an error, and its sentence."""
+
+    def __init__(self, kind: str, message: str) -> None:
+        super().__init__(message)
+        self.kind = kind
+        self.message = message
+
+
+class Ask(Protocol):
+    """Asks a server for `tokens` after a prompt, with nothing that ends them earlier."""
+
+    def __call__(self, prompt: Sequence[int], tokens: int, seed: int) -> AsyncGenerator[int, None]:
+        """How many tokens each piece of the stream brings, as it comes. Raises StreamFailed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,31 +132,51 @@ async def run_streams(
     client: AsyncClient, prompts: Sequence[Sequence[int]], tokens: int
 ) -> list[StreamRecord]:
     """Ask for `tokens` after each prompt, all at once, and read until all have ended."""
+    return await run_asked(_asking(client), prompts, tokens)
+
+
+async def run_asked(ask: Ask, prompts: Sequence[Sequence[int]], tokens: int) -> list[StreamRecord]:
+    """The same of any server."""
     async with asyncio.TaskGroup() as group:
         tasks = [
-            group.create_task(_stream(client, prompt, tokens, seed))
+            group.create_task(_stream(ask, prompt, tokens, seed))
             for seed, prompt in enumerate(prompts)
         ]
     return [task.result() for task in tasks]
 
 
-async def _stream(
-    client: AsyncClient, prompt: Sequence[int], tokens: int, seed: int
-) -> StreamRecord:
+def _asking(client: AsyncClient) -> Ask:
+    async def ask(prompt: Sequence[int], tokens: int, seed: int) -> AsyncGenerator[int, None]:
+        stream = client.stream(
+            prompt,
+            max_tokens=tokens,
+            ignore_eos=True,
+            temperature=1.0,
+            seed=seed,
+            prefix_reuse=False,
+        )
+        try:
+            async with stream:
+                async for chunk in stream:
+                    yield sum(len(choice.token_ids) for choice in chunk.choices)
+        except LogitdError as error:
+            raise StreamFailed(type(error).__name__, error.message) from error
+
+    return ask
+
+
+async def _stream(ask: Ask, prompt: Sequence[int], tokens: int, seed: int) -> StreamRecord:
     arrivals: list[Arrival] = []
     failure = None
     sent = time.perf_counter()
-    stream = client.stream(
-        prompt, max_tokens=tokens, ignore_eos=True, temperature=1.0, seed=seed, prefix_reuse=False
-    )
     try:
-        async with stream:
-            async for chunk in stream:
+        async with aclosing(ask(prompt, tokens, seed)) as counts:
+            async for count in counts:
                 now = time.perf_counter()
-                if count := sum(len(choice.token_ids) for choice in chunk.choices):
+                if count:
                     arrivals.append(Arrival(now, count))
-    except LogitdError as error:
-        failure = Failure(type(error).__name__, error.message)
+    except StreamFailed as error:
+        failure = Failure(error.kind, error.message)
     came = sum(arrival.tokens for arrival in arrivals)
     if failure is None and came != tokens:
         failure = Failure("TokensMissing", f"{came} of {tokens} tokens came")

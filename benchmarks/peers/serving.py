@@ -1,0 +1,268 @@
+"""Servers side by side over HTTP: `logitd serve` and `transformers serve`, on the same weights.
+
+    python -m benchmarks.peers.serving [--shape 124m|30m] [--threads N] [--peer-python PYTHON]
+
+Each server runs by itself, in a process of its own with the same number of threads; one client, in
+the process that runs this, asks each for the same batches of streams, all at once, as
+`logitd bench` does (`service/benchmark/load.py`). Everybody draws at temperature 1 from the whole
+vocabulary, and nothing ends a text but its length. Every token is counted, and a stream that brings
+another number than was asked for is an error: a server with one has no figures.
+
+tokens/s   while all of a batch decode; nothing where they never do at once, which is so with
+           `transformers serve` by itself: it takes requests one after the other
+in all     tokens of all streams over the time from the first request to the last token
+TTFT       from the request to the first token, the median and the 99th percentile
+
+Run it on a machine that does nothing else; the last line is JSON.
+"""
+
+import argparse
+import asyncio
+import json
+import statistics
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import islice
+from pathlib import Path
+
+import httpx
+import torch
+
+from benchmarks.decode import BATCHES, SHAPES
+from benchmarks.peers.__main__ import shape_named
+from benchmarks.peers.comparison import make_weights, random_prompts
+from benchmarks.peers.logitd_engine import load_gpt
+from benchmarks.peers.transformers_server import (
+    ServerMissing,
+    asking_transformers,
+    save_for_transformers,
+    transformers_server,
+)
+from benchmarks.peers.weights import Shape
+from benchmarks.synthetic import save_with_tokenizer
+from model.benchmark.machine import processor_name
+from model.benchmark.spread import Spread
+from model.device import available_processors
+from service.benchmark.load import (
+    StreamRecord,
+    failures_of,
+    full_batch_rate,
+    run_asked,
+    run_streams,
+)
+from service.benchmark.server import started_server
+from service.client import AsyncClient
+
+LOGITD, PLAIN, CONTINUOUS = "logitd serve", "transformers serve", "transformers serve, continuous"
+SERVERS = (LOGITD, PLAIN, CONTINUOUS)
+TIMEOUT = httpx.Timeout(600.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What is asked for."""
+
+    shape: Shape
+    dtypes: tuple[str, ...]
+    servers: tuple[str, ...]
+    batches: tuple[int, ...]
+    prompt: int
+    tokens: int
+    rounds: int
+    threads: int
+    peer_python: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Served:
+    """One server at one batch size. Rates are medians of the rounds, per second; times in seconds.
+    `tokens` is how many came, of all rounds."""
+
+    server: str
+    dtype: str
+    batch: int
+    tokens: int
+    decode_tokens_per_second: float | None
+    tokens_per_second: float
+    first_token_p50: float
+    first_token_p99: float
+
+
+class Unmeasured(Exception):
+    """A stream failed; the message says of which batch and why."""
+
+
+async def measure(url: str, server: str, dtype: str, plan: Plan) -> list[Served]:
+    """All batches of one server. Raises Unmeasured."""
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=max(plan.batches))
+    async with httpx.AsyncClient(limits=limits, trust_env=False, timeout=TIMEOUT) as http:
+        if server == LOGITD:
+            client = AsyncClient(url, max_retries=0, timeout=TIMEOUT.read, http=http)
+            run = partial(run_streams, client)
+        else:
+            run = partial(run_asked, asking_transformers(http, url))
+        # Never one twice: a server may keep what it computed of it.
+        count = 1 + plan.rounds * sum(plan.batches)
+        prompts = iter(random_prompts(count, plan.prompt, plan.shape.vocab_size))
+        await run([next(prompts)], plan.tokens)  # warm
+        found = []
+        for batch in plan.batches:
+            rounds = [
+                await run(list(islice(prompts, batch)), plan.tokens) for _ in range(plan.rounds)
+            ]
+            found.append(summarise(rounds, server, dtype, batch))
+        return found
+
+
+def summarise(
+    rounds: Sequence[Sequence[StreamRecord]], server: str, dtype: str, batch: int
+) -> Served:
+    """What the rounds of one batch size say together. Raises Unmeasured."""
+    records = [record for one in rounds for record in one]
+    failures = failures_of(records)
+    if failures:
+        first = failures[0]
+        raise Unmeasured(
+            f"batch {batch}: {len(failures)} of {len(records)} streams failed, the first by "
+            f"{first.kind}: {first.message}"
+        )
+    together = [rate for one in rounds if (rate := full_batch_rate(one)) is not None]
+    waits = Spread.of(record.arrivals[0].at - record.sent for record in records)
+    assert waits is not None, "there is a round, and a stream in it"
+    return Served(
+        server=server,
+        dtype=dtype,
+        batch=batch,
+        tokens=sum(arrival.tokens for record in records for arrival in record.arrivals),
+        decode_tokens_per_second=statistics.median(together) if together else None,
+        tokens_per_second=statistics.median(overall_rate(one) for one in rounds),
+        first_token_p50=waits.p50,
+        first_token_p99=waits.p99,
+    )
+
+
+def overall_rate(records: Sequence[StreamRecord]) -> float:
+    """All tokens over the time from the first request to the last token."""
+    tokens = sum(arrival.tokens for record in records for arrival in record.arrivals)
+    last = max(record.arrivals[-1].at for record in records)
+    return tokens / (last - min(record.sent for record in records))
+
+
+@contextmanager
+def running(server: str, dtype: str, plan: Plan, weights: Path, folder: Path) -> Iterator[str]:
+    """The URL of one of the servers."""
+    largest = max(plan.batches)
+    if server == LOGITD:
+        checkpoint = folder / "logitd"
+        save_with_tokenizer(checkpoint, load_gpt(weights))
+        with started_server(
+            "--checkpoint", str(checkpoint), "--dtype", dtype, "--threads", str(plan.threads),
+            "--device", "cpu", "--slots", str(largest),
+        ) as started:  # fmt: skip
+            yield started.url
+        return
+    theirs = folder / "transformers"
+    save_for_transformers(weights, theirs, dtype)
+    with transformers_server(
+        theirs,
+        python=plan.peer_python,
+        dtype=dtype,
+        threads=plan.threads,
+        continuous=server == CONTINUOUS,
+        largest=largest,
+        positions=plan.prompt + plan.tokens,
+    ) as url:
+        yield url
+
+
+def compare(plan: Plan) -> list[Served]:
+    """Everything that was asked for. Who cannot be measured is said and left out."""
+    results: list[Served] = []
+    with tempfile.TemporaryDirectory() as name:
+        weights = Path(name)
+        make_weights(plan.shape, weights)
+        for dtype in plan.dtypes:
+            for server in plan.servers:
+                with tempfile.TemporaryDirectory() as folder:
+                    try:
+                        with running(server, dtype, plan, weights, Path(folder)) as url:
+                            found = asyncio.run(measure(url, server, dtype, plan))
+                    except (ServerMissing, Unmeasured) as error:
+                        print(f"{dtype}: {server} is left out: {error}", flush=True)
+                        continue
+                results += found
+                rates = ", ".join(f"{one.tokens_per_second:,.0f}" for one in found)
+                print(f"{dtype}: {server}, tokens/s in all: {rates}", flush=True)
+    return results
+
+
+def table(results: Sequence[Served]) -> str:
+    """Results in Markdown."""
+    lines = [
+        "| | batch | tokens/s | in all | TTFT p50 ms | p99 ms |",
+        "|---|---:|---:|---:|---:|---:|",
+    ]
+    for one in results:
+        together = one.decode_tokens_per_second
+        lines.append(
+            f"| {one.server}, {one.dtype} | {one.batch} "
+            f"| {'' if together is None else f'{together:,.0f}'} | {one.tokens_per_second:,.0f} "
+            f"| {1e3 * one.first_token_p50:,.0f} | {1e3 * one.first_token_p99:,.0f} |"
+        )
+    return "\n".join(lines)
+
+
+def parse(argv: Sequence[str]) -> Plan:
+    """The plan of a command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.peers.serving",
+        description=__doc__,
+        formatter_class=argparse.RawTextHelpFormatter,
+    )
+    parser.add_argument("--shape", choices=(*SHAPES, "small"), default="30m")
+    parser.add_argument("--threads", type=int, default=available_processors())
+    parser.add_argument("--peer-python", default=sys.executable, metavar="PYTHON")
+    parser.add_argument("--servers", nargs="+", choices=SERVERS, default=list(SERVERS))
+    parser.add_argument(
+        "--dtypes", nargs="+", choices=("float32", "bfloat16"), default=["float32", "bfloat16"]
+    )
+    parser.add_argument("--batches", nargs="+", type=int, default=list(BATCHES))
+    parser.add_argument("--prompt", type=int, default=256)
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--rounds", type=int, default=3)
+    arguments = parser.parse_args(argv)
+    shape = shape_named(arguments.shape)
+    if arguments.prompt + arguments.tokens > shape.context_length:
+        parser.error(
+            f"{arguments.prompt} tokens of prompt and {arguments.tokens} more are asked for, and "
+            f"the shape has {shape.context_length} positions: ask for fewer"
+        )
+    return Plan(
+        shape=shape,
+        dtypes=tuple(arguments.dtypes),
+        servers=tuple(arguments.servers),
+        batches=tuple(arguments.batches),
+        prompt=arguments.prompt,
+        tokens=arguments.tokens,
+        rounds=arguments.rounds,
+        threads=arguments.threads,
+        peer_python=arguments.peer_python,
+    )
+
+
+def main(argv: Sequence[str]) -> None:
+    plan = parse(argv)
+    print(f"{processor_name()}, {plan.threads} threads, torch {torch.__version__}; {plan.shape}")
+    results = compare(plan)
+    print(f"\n{table(results)}\n")
+    print(json.dumps({"shape": asdict(plan.shape), "threads": plan.threads,
+                      "prompt": plan.prompt, "tokens": plan.tokens,
+                      "results": [asdict(one) for one in results]}))  # fmt: skip
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,179 @@
+"""`transformers serve`: a folder that it can serve, the process, and how it is asked for a stream.
+
+It takes texts, not ids, and says how many tokens it gave only at the end of a stream. So the folder
+has a vocabulary in which every id is a word of its own: a prompt has as many tokens as words, and
+each piece of text that comes is one token. Both are held against the counts at the end.
+
+The server's interpreter is named: it needs `transformers[serving]` and accelerate, which nothing
+else here does.
+"""
+
+import json
+import os
+import re
+import socket
+import subprocess
+import time
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import GenerationConfig, PreTrainedTokenizerFast
+
+from benchmarks.peers.transformers_continuous import PAGE, PREFILL_TOKENS
+from benchmarks.peers.transformers_generate import load_gpt2
+from benchmarks.peers.weights import load_weights
+from service.benchmark.load import Ask, StreamFailed
+
+READY_SECONDS, LOOK_SECONDS, END_SECONDS = 300.0, 0.2, 20.0
+
+
+class ServerMissing(Exception):
+    """It did not start; the message has its last words."""
+
+
+def save_for_transformers(weights: Path, folder: Path, dtype: str) -> None:
+    """A folder with the weights of `weights.py`, words as a vocabulary, and drawing at temperature
+    1 from all of it, without an end."""
+    import torch  # here alone, so that asking a server needs none
+
+    shape, _ = load_weights(weights)
+    gpt2 = load_gpt2(weights, getattr(torch, dtype))
+    gpt2.generation_config = GenerationConfig(
+        do_sample=True, temperature=1.0, top_k=0, top_p=1.0, pad_token_id=0
+    )
+    gpt2.save_pretrained(folder)
+    words = {word(index): index for index in range(shape.vocab_size)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token=word(0)))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
+
+
+def word(token_id: int) -> str:
+    return f"t{token_id}"
+
+
+def text_of(token_ids: Sequence[int]) -> str:
+    """A text with exactly these ids."""
+    return " ".join(word(token_id) for token_id in token_ids)
+
+
+@contextmanager
+def transformers_server(
+    folder: Path,
+    *,
+    python: str,
+    dtype: str,
+    threads: int,
+    continuous: bool,
+    largest: int,
+    positions: int,
+) -> Iterator[str]:
+    """The URL of a server of `folder`, ready when the block begins. With continuous batching it has
+    pages for `largest` sequences of `positions`. Raises ServerMissing."""
+    port = free_port()
+    command = [
+        python, "-c", "from transformers.cli.transformers import main; main()",
+        "serve", str(folder), "--host", "127.0.0.1", "--port", str(port),
+        "--device", "cpu", "--dtype", dtype,
+    ]  # fmt: skip
+    if continuous:
+        pages = (-(-positions // PAGE) + 1) * largest + 1
+        command += [
+            "--continuous-batching", "--cb-block-size", str(PAGE), "--cb-num-blocks", str(pages),
+            "--cb-max-batch-tokens", str(PREFILL_TOKENS + largest),
+        ]  # fmt: skip
+    log = folder / "serve.log"
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"},
+        )
+    try:
+        wait_until_ready(process, port, log)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process.terminate()
+        try:
+            process.wait(END_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def free_port() -> int:
+    """A port that is free now: `transformers serve` cannot be asked which one it took."""
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        port: int = listening.getsockname()[1]
+        return port
+
+
+def wait_until_ready(process: "subprocess.Popen[bytes]", port: int, log: Path) -> None:
+    end = time.monotonic() + READY_SECONDS
+    with httpx.Client(trust_env=False, timeout=5) as http:
+        while True:
+            try:
+                if http.get(f"http://127.0.0.1:{port}/health").status_code == 200:
+                    return
+            except httpx.TransportError:
+                code = process.poll()
+                if code is not None:
+                    last = "\n".join(log.read_text(errors="replace").splitlines()[-5:])
+                    raise ServerMissing(f"it ended with {code}:\n{last}") from None
+            if time.monotonic() > end:
+                raise ServerMissing(f"it was not ready after {READY_SECONDS:g} s")
+            time.sleep(LOOK_SECONDS)
+
+
+def asking_transformers(http: httpx.AsyncClient, url: str) -> Ask:
+    """Streams of `/v1/completions`."""
+
+    async def ask(prompt: Sequence[int], tokens: int, seed: int) -> AsyncGenerator[int, None]:
+        # No seed: it would be that of the whole process, for everybody's draws.
+        body = {"prompt": text_of(prompt), "max_tokens": tokens, "stream": True}
+        came, usage = 0, None
+        try:
+            async with http.stream("POST", f"{url}/v1/completions", json=body) as response:
+                if response.status_code != 200:
+                    said = (await response.aread()).decode(errors="replace")
+                    raise StreamFailed(f"HTTP {response.status_code}", said[:300])
+                async for line in response.aiter_lines():
+                    count, usage = tokens_in(line, usage)
+                    came += count
+                    yield count
+        except httpx.HTTPError as error:
+            raise StreamFailed(type(error).__name__, str(error)) from error
+        check_usage(usage, prompt=len(prompt), came=came)
+
+    return ask
+
+
+def tokens_in(line: str, usage: dict[str, int] | None) -> tuple[int, dict[str, int] | None]:
+    """Tokens that a line of the stream brings, and the counts at its end once they have come."""
+    data = re.fullmatch(r"data: (\{.*\})", line)
+    if data is None:
+        return 0, usage
+    chunk = json.loads(data[1])
+    if "error" in chunk:
+        raise StreamFailed("error", str(chunk["error"]))
+    text = "".join(choice.get("text", "") for choice in chunk["choices"])
+    return len(text.split()), chunk.get("usage") or usage
+
+
+def check_usage(usage: dict[str, int] | None, *, prompt: int, came: int) -> None:
+    """Raise StreamFailed unless the server counts as was counted here."""
+    if usage is None:
+        raise StreamFailed("NoEnd", f"the stream ended without its counts, after {came} tokens")
+    counted = (usage["prompt_tokens"], usage["completion_tokens"])
+    if counted != (prompt, came):
+        raise StreamFailed(
+            "Miscounted",
+            f"the server counts {counted[0]} and {counted[1]} tokens of prompt and completion, "
+            f"{prompt} were sent and {came} came",
+        )
