@@ -1,6 +1,5 @@
 """What a server takes: how long to be ready, and how much memory."""
 
-import re
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -8,6 +7,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from benchmarks.footprint import besides, resident
 from benchmarks.synthetic import save_synthetic
 from model.config import gpt2_shape
 from model.kernels.library import KernelsUnavailable, load_library
@@ -18,14 +18,6 @@ READY_SECONDS = 10
 
 BESIDES = 500 * 10**6
 """Resident bytes besides weights and KV cache: Python, torch, the vocabulary, the service."""
-
-
-def resident(pid: int) -> int:
-    """Bytes of memory that a process holds."""
-    status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
-    found = re.search(r"VmRSS:\s+(\d+) kB", status)
-    assert found is not None
-    return int(found[1]) * 1024
 
 
 @pytest.fixture(autouse=True)
@@ -62,5 +54,4 @@ def test_it_holds_little_besides_weights_and_cache(tmp_path: Path, model: str, d
                 body = {"prompt": "def main():", "positions": "all"}
                 assert http.post("/logits", json=body).status_code == 200
         held = resident(process.process.pid)
-    width = 2 if info["dtype"] == "bfloat16" else 4
-    assert held < width * info["parameters"] + info["kv_cache_bytes"] + BESIDES
+    assert besides(held, info) < BESIDES

@@ -1,0 +1,91 @@
+"""What a server takes: seconds until it is ready, and memory besides weights and KV cache.
+
+    python -m benchmarks.footprint [--checkpoint DIRECTORY] [--threads N] [--slots N]
+
+Ready is when it says so, from the start of its process, kernels being built already. Memory is what
+is resident after it has answered texts and rows, less the bytes of its weights and of its KV cache:
+Python, torch, the vocabulary, the service. The last line is JSON.
+"""
+
+import argparse
+import json
+import re
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from model.device import available_processors
+from model.kernels.library import KernelsUnavailable, load_library
+from service.benchmark.server import started_server
+
+WIDTHS = {"float32": 4, "bfloat16": 2, "float16": 2}
+ASKED = 4
+"""Requests of each kind before memory is looked at."""
+
+
+def resident(pid: int) -> int:
+    """Bytes of memory that a process holds."""
+    status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
+    found = re.search(r"VmRSS:\s+(\d+) kB", status)
+    assert found is not None, "Linux says it of every process"
+    return int(found[1]) * 1024
+
+
+def besides(held: int, info: dict[str, Any]) -> int:
+    """Resident bytes that are neither weights nor KV cache, by the server's /info."""
+    return held - WIDTHS[info["dtype"]] * info["parameters"] - info["kv_cache_bytes"]
+
+
+def ask(url: str) -> dict[str, Any]:
+    """Have texts and rows computed; the server's /info."""
+    with httpx.Client(base_url=url, trust_env=False, timeout=300) as http:
+        for seed in range(ASKED):
+            for path, body in (
+                ("/generate", {"max_tokens": 20, "seed": seed, "n": 4, "ignore_eos": True}),
+                ("/logits", {"positions": "all"}),
+            ):
+                http.post(path, json={"prompt": "import os", **body}).raise_for_status()
+        info: dict[str, Any] = http.get("/info").json()
+        return info
+
+
+def measure(checkpoint: Path, threads: int, slots: int) -> dict[str, Any]:
+    with suppress(KernelsUnavailable):
+        load_library()
+    began = time.monotonic()
+    with started_server(
+        "--checkpoint", str(checkpoint.resolve()), "--threads", str(threads), "--slots", str(slots)
+    ) as server:
+        seconds = time.monotonic() - began
+        info = ask(server.url)
+        held = resident(server.pid)
+    return {
+        "checkpoint": checkpoint.name,
+        "dtype": info["dtype"],
+        "slots": slots,
+        "ready_seconds": seconds,
+        "resident_bytes": held,
+        "besides_bytes": besides(held, info),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--checkpoint", type=Path, default=Path("checkpoints/python-small"))
+    parser.add_argument("--threads", type=int, default=available_processors())
+    parser.add_argument("--slots", type=int, default=4)
+    arguments = parser.parse_args()
+    found = measure(arguments.checkpoint, arguments.threads, arguments.slots)
+    print(f"{found['checkpoint']}, {found['dtype']}: ready after {found['ready_seconds']:.1f} s, "
+          f"{found['resident_bytes'] / 1e6:,.0f} MB resident, "
+          f"{found['besides_bytes'] / 1e6:,.0f} MB besides weights and KV cache")  # fmt: skip
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Goals of speed and size: measured, kept, and judged. `python -m benchmarks.goals --help`."""
