@@ -3,7 +3,7 @@
 A template is Jinja in the dialect of Hugging Face's tokenizers (`trim_blocks`, `lstrip_blocks`,
 `raise_exception`, `break` and `continue`). It gets `messages`, each with `role` and `content` (and
 `name`, if given), `add_generation_prompt`, always true, and, where the vocabulary has an
-END_OF_TEXT, `bos_token` and `eos_token`, both its name.
+end of text, `bos_token` and `eos_token`, both its name.
 
 Special tokens. What the template writes becomes a special token where it reads like one. What a
 message says never does, nor takes part in one (`model/message_text.py`).
@@ -24,7 +24,7 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from model.message_text import Hidden, MessageText
-from model.tokenizer import END_OF_TEXT, Tokenizer
+from model.tokenizer import Tokenizer
 
 MAX_SOURCE = 2**16
 """Characters of a template."""
@@ -106,7 +106,8 @@ class ChatTemplate:
             _DEADLINE: time.monotonic() + MAX_SECONDS,
         }
         if tokenizer.end_of_text is not None:
-            variables |= {"bos_token": END_OF_TEXT, "eos_token": END_OF_TEXT}
+            name = tokenizer.end_of_text_name
+            variables |= {"bos_token": name, "eos_token": name}
         parts, length = [], 0
         try:
             for part in self._template.generate(variables):

@@ -30,7 +30,7 @@ from torch.overrides import TorchFunctionMode
 from model.chat_template import ChatTemplate, ChatTemplateError
 from model.config import ConfigError, GPTConfig
 from model.gpt import GPT
-from model.tokenizer import Tokenizer, TokenizerError
+from model.tokenizer import END_OF_TEXT, Tokenizer, TokenizerError
 from model.whole_folder import whole_folder
 
 FORMAT_VERSION = 1
@@ -132,6 +132,7 @@ def save_checkpoint(
                 "pattern": tokenizer.pattern,
                 "special_tokens": tokenizer.special_tokens,
                 "vocab_size": tokenizer.vocab_size,
+                **_end_of_text(tokenizer),
                 **({} if chat_template is None else {"chat_template": chat_template}),
             },
             "training": training.to_dict(),
@@ -164,10 +165,21 @@ def read_checkpoint(path: Path) -> CheckpointInfo:
             f"{path / CONFIG}: the tokenizer needs a 'pattern' (a string) and 'special_tokens' "
             "(an object of names and integer ids)"
         )
+    vocab_size, ends = tokenizer_part.get("vocab_size"), tokenizer_part.get("end_of_text")
+    if type(vocab_size) is not int or not isinstance(ends, str | NoneType):
+        raise CheckpointError(
+            f"{path / CONFIG}: the tokenizer's vocab_size is {vocab_size!r} and its end_of_text "
+            f"{ends!r}; expected an integer and, if it is there, the name of a special token"
+        )
     raw = _verified_bytes(path, RANKS, files)
     try:
         tokenizer = Tokenizer.parse_ranks(
-            raw, name=RANKS, pattern=pattern, special_tokens=special_tokens
+            raw,
+            name=RANKS,
+            pattern=pattern,
+            special_tokens=special_tokens,
+            vocab_size=vocab_size,
+            end_of_text_name=END_OF_TEXT if ends is None else ends,
         )
     except TokenizerError as error:
         raise CheckpointError(f"the tokenizer of {path} cannot be read: {error}") from error
@@ -206,14 +218,19 @@ def load_weights(info: CheckpointInfo, *, device: torch.device, dtype: torch.dty
         weights = parse_safetensors(raw)
     except SafetensorError as error:
         raise CheckpointError(f"{path / WEIGHTS} is no whole safetensors file: {error}") from error
-    with torch.device("meta"), _SkipInit():  # takes no memory before it is known to fit
-        expected = GPT(info.config).state_dict()
+    # On the meta device it takes no memory before it is known to fit.
+    expected = empty_gpt(info.config, torch.device("meta")).state_dict()
     _check_weights(path, expected, weights)
-    with torch.device(device), _SkipInit():
-        gpt = GPT(info.config)
+    gpt = empty_gpt(info.config, device)
     gpt.load_state_dict(weights)
     gpt.to(dtype)
     return gpt.eval().requires_grad_(False)
+
+
+def empty_gpt(config: GPTConfig, device: torch.device) -> GPT:
+    """A GPT whose weights are about to be given: what it holds until then is arbitrary."""
+    with torch.device(device), _SkipInit():
+        return GPT(config)
 
 
 class _SkipInit(TorchFunctionMode):
@@ -315,6 +332,12 @@ def _chat_template(source: Any, path: Path) -> ChatTemplate | None:
         return ChatTemplate(source)
     except ChatTemplateError as error:
         raise CheckpointError(f"{path / CONFIG}: {error}") from error
+
+
+def _end_of_text(tokenizer: Tokenizer) -> dict[str, str]:
+    """The key that names a special token which ends a document, where that is not the usual one."""
+    name = tokenizer.end_of_text_name
+    return {} if name == END_OF_TEXT else {"end_of_text": name}
 
 
 def _section(document: Mapping[str, Any], name: str, path: Path) -> dict[str, Any]:

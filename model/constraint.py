@@ -110,7 +110,11 @@ class Compiler:
         self.end_of_text = tokenizer.end_of_text
         try:
             self._vocabulary = llguidance.LLTokenizer.from_tiktoken(  # type: ignore[attr-defined]
-                encoder=tokenizer.ranks,
+                encoder={
+                    token: rank
+                    for token, rank in tokenizer.ranks.items()
+                    if rank < tokenizer.ordinary  # the rest are no ids
+                },
                 special_tokens={},
                 pattern=tokenizer.pattern,
                 eos_token=self.vocab_size,
@@ -122,7 +126,7 @@ class Compiler:
             ) from error
         self._seen: dict[bytes, tuple[np.ndarray, bool]] = {}
         # Special tokens, and the gaps that published encodings have between them.
-        self._no_text = range(len(tokenizer.ranks), self.vocab_size)
+        self._no_text = range(tokenizer.ordinary, self.vocab_size)
 
     def compile(self, source: Source) -> "Constraint":
         """Raises ConstraintError, in the words of the compiler, for what is wrong or too large."""

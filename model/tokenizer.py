@@ -3,13 +3,15 @@
 Covers the ranks file (`tokenizer.tiktoken`: one base64 token, a space and its rank per line), the
 split pattern and special tokens that stand beside it in `config.json`, where each token lies in
 its text, and incremental decoding that never shows half a character. Does not cover learning a
-vocabulary (`model/training/vocabulary.py`), and never opens a network connection by itself: only
-`Tokenizer.named` asks tiktoken for a published encoding, which tiktoken may download.
+vocabulary (`model/training/vocabulary.py`) or reading other people's (`model/convert/`), and never
+opens a network connection by itself: only `Tokenizer.named` asks tiktoken for a published encoding,
+which tiktoken may download.
 """
 
 import base64
 import binascii
 import codecs
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,16 +52,31 @@ class Tokenizer:
 
     Ordinary ids are the ranks 0 .. n - 1; special tokens follow. Text that looks like a special
     token is encoded as plain text, unless its id is asked for.
+
+    tiktoken needs a rank for each of the 256 bytes, and other people's vocabularies may lack some:
+    such bytes have the ranks from `vocab_size` on, which are no ids. A text that needs one of them
+    is refused, so nobody meets a token that the model does not have. `end_of_text_name` is the
+    special token that ends a document.
     """
 
     def __init__(
-        self, *, ranks: Mapping[bytes, int], pattern: str, special_tokens: Mapping[str, int]
+        self,
+        *,
+        ranks: Mapping[bytes, int],
+        pattern: str,
+        special_tokens: Mapping[str, int],
+        vocab_size: int | None = None,
+        end_of_text_name: str = END_OF_TEXT,
     ) -> None:
-        _check_ranks(ranks, special_tokens)
+        beyond = math.inf if vocab_size is None else vocab_size
+        _check_ranks(ranks, special_tokens, beyond)
         self.ranks = dict(ranks)
         self.pattern = pattern
         self.special_tokens = dict(special_tokens)
-        self.vocab_size = max([len(ranks) - 1, *special_tokens.values()]) + 1
+        self.ordinary = sum(rank < beyond for rank in ranks.values())
+        """Ids 0 to ordinary - 1 are text."""
+        self.vocab_size = max([self.ordinary - 1, *special_tokens.values()]) + 1
+        self.end_of_text_name = end_of_text_name
         try:
             self._encoding = tiktoken.Encoding(
                 "logitd",
@@ -74,28 +91,53 @@ class Tokenizer:
         # Ids of a published encoding may have gaps; a gap has no bytes.
         self._bytes = [b""] * self.vocab_size
         for token, rank in self.ranks.items():
-            self._bytes[rank] = token
+            if rank < self.ordinary:
+                self._bytes[rank] = token
         for text, token_id in self.special_tokens.items():
             self._bytes[token_id] = text.encode()
         self._special_ids = frozenset(self.special_tokens.values())
+        self._complete = self.ordinary == len(self.ranks)
         self.longest_token = max(map(len, self.ranks))
         """Bytes of the longest ordinary token: a text has at least bytes / this many tokens."""
 
     @property
     def end_of_text(self) -> int | None:
         """The id that ends a document, if the vocabulary has one."""
-        return self.special_tokens.get(END_OF_TEXT)
+        return self.special_tokens.get(self.end_of_text_name)
 
     def encode(self, text: str, *, special_ids: bool = False) -> list[int]:
         """Token ids of a text. The name of a special token is plain text, or, with `special_ids`,
-        becomes its id."""
-        return self._encoding.encode(
+        becomes its id. Raises TokenizerError for a character that the vocabulary lacks."""
+        ids = self._encoding.encode(
             text, allowed_special="all" if special_ids else set(), disallowed_special=()
         )
+        self._check_complete(ids)
+        return ids
 
     def encode_batch(self, texts: Sequence[str], threads: int) -> list[list[int]]:
         """`encode` of many texts, on several threads."""
-        return self._encoding.encode_batch(list(texts), num_threads=threads, disallowed_special=())
+        batch = self._encoding.encode_batch(list(texts), num_threads=threads, disallowed_special=())
+        for ids in batch:
+            self._check_complete(ids)
+        return batch
+
+    def _check_complete(self, ids: Sequence[int]) -> None:
+        """Raise TokenizerError, naming the character, where an encoded text needs a byte without
+        an id."""
+        if self._complete or not ids or max(ids) < self.vocab_size:
+            return
+        whole = b"".join(map(self._encoding.decode_single_token_bytes, ids))
+        start = 0
+        for token_id in ids:
+            if token_id >= self.vocab_size:
+                break
+            start += len(self._encoding.decode_single_token_bytes(token_id))
+        character = len(whole[:start].decode(errors="ignore"))
+        raise TokenizerError(
+            f"{whole.decode(errors='replace')[character]!r}, the character at {character} of the "
+            f"text, is not in the vocabulary, which lacks {len(self.ranks) - self.ordinary} of "
+            "the 256 bytes; the model never saw them"
+        )
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of ids; bytes that are no UTF-8 become U+FFFD."""
@@ -165,6 +207,8 @@ class Tokenizer:
         name: str,
         pattern: str = SPLIT_PATTERN,
         special_tokens: Mapping[str, int] | None = None,
+        vocab_size: int | None = None,
+        end_of_text_name: str = END_OF_TEXT,
     ) -> "Tokenizer":
         """`read_ranks` of bytes already read; `name` is the file's, for messages."""
         ranks: dict[bytes, int] = {}
@@ -181,7 +225,13 @@ class Tokenizer:
                 ) from error
         if special_tokens is None:
             special_tokens = {END_OF_TEXT: len(ranks)}
-        return cls(ranks=ranks, pattern=pattern, special_tokens=special_tokens)
+        return cls(
+            ranks=ranks,
+            pattern=pattern,
+            special_tokens=special_tokens,
+            vocab_size=vocab_size,
+            end_of_text_name=end_of_text_name,
+        )
 
     @classmethod
     def named(cls, name: str) -> "Tokenizer":
@@ -223,18 +273,31 @@ class Detokenizer:
         return self._decoder.decode(b"", final=True)
 
 
-def _check_ranks(ranks: Mapping[bytes, int], special_tokens: Mapping[str, int]) -> None:
+def _check_ranks(
+    ranks: Mapping[bytes, int], special_tokens: Mapping[str, int], vocab_size: float
+) -> None:
     """tiktoken panics or answers wrongly on these, so they are refused here."""
     if missing := [byte for byte in range(256) if bytes([byte]) not in ranks]:
         raise TokenizerError(
             f"{len(missing)} of the 256 single bytes have no rank (first: {missing[0]}); "
             "a byte-level vocabulary needs all of them"
         )
-    if sorted(ranks.values()) != list(range(len(ranks))):
-        raise TokenizerError(f"the {len(ranks)} ranks are not the numbers 0 to {len(ranks) - 1}")
+    without_id = [token for token, rank in ranks.items() if rank >= vocab_size]
+    ordinary = len(ranks) - len(without_id)
+    expected = [*range(ordinary), *(vocab_size + index for index in range(len(without_id)))]
+    if sorted(ranks.values()) != expected or any(len(token) > 1 for token in without_id):
+        bytes_alone = f", with single bytes alone from vocab_size {vocab_size} on"
+        raise TokenizerError(
+            f"the {len(ranks)} ranks are not the numbers 0 to {len(ranks) - 1}"
+            f"{bytes_alone if without_id else ''}"
+        )
     ids = list(special_tokens.values())
-    if len(set(ids)) != len(ids) or any(token_id < len(ranks) for token_id in ids):
+    if len(set(ids)) != len(ids) or any(token_id < ordinary for token_id in ids):
         raise TokenizerError(
             f"special tokens {dict(special_tokens)} share an id with each other or with one of "
-            f"the {len(ranks)} ordinary tokens"
+            f"the {ordinary} ordinary tokens"
+        )
+    if any(token_id >= vocab_size for token_id in ids):
+        raise TokenizerError(
+            f"special tokens {dict(special_tokens)} go beyond vocab_size {vocab_size}"
         )

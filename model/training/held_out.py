@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from model.checkpoint import CheckpointInfo
-from model.tokenizer import Tokenizer
+from model.tokenizer import Tokenizer, TokenizerError
 from model.training.evaluate import ValidationWindows
 from model.training.run import RUN, RunDirectory
 from model.training.shards import Shard, open_shard
@@ -112,6 +112,8 @@ def _tokenised(documents: Iterable[Document], tokenizer: Tokenizer, limit: int |
                 ids.append(tokenizer.end_of_text)
     except OSError as error:
         raise TextError(f"the text cannot be read: {error}") from error
+    except TokenizerError as error:
+        raise TextError(f"the text cannot be encoded: {error}") from error
     return Shard(Path(), np.array(ids, dtype=np.int64), size)
 
 

@@ -5,10 +5,10 @@ is an ordinary `model.tokenizer.Tokenizer`. Does not read documents or write tok
 """
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Iterable, Iterator
 
-from model.tokenizer import END_OF_TEXT, PUBLISHED, SPLIT_PATTERN, Tokenizer, TokenizerError
+from model.ready_made import ready_made_tokenizer
+from model.tokenizer import END_OF_TEXT, SPLIT_PATTERN, Tokenizer, TokenizerError
 from model.training.config import TrainingError
 from model.training.text.document import PIECE, TextError
 
@@ -17,21 +17,6 @@ SMALLEST = 257
 
 LEARN_FROM = 256_000_000
 """Characters of a long text that its vocabulary is learned from: more hardly changes it."""
-
-_FIM = {"<|fim_prefix|>": 100258, "<|fim_middle|>": 100259, "<|fim_suffix|>": 100260}
-
-KNOWN_FILES: Mapping[str, tuple[str, Mapping[str, int]]] = {
-    "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930": (  # gpt2, r50k_base
-        r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s",
-        {END_OF_TEXT: 50256},
-    ),
-    "223921b76ee99bde995b7ff738513eef100fb51d18c93597a113bcffe865b2a7": (  # cl100k_base
-        r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+"
-        r"| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]|\s+(?!\S)|\s",
-        {END_OF_TEXT: 100257, **_FIM, "<|endofprompt|>": 100276},
-    ),
-}
-"""Published ranks files by sha256: a ranks file holds neither its pattern nor special tokens."""
 
 
 def learn(pieces: Iterable[str], vocab_size: int) -> Tokenizer:
@@ -60,7 +45,7 @@ def learn(pieces: Iterable[str], vocab_size: int) -> Tokenizer:
 def ready_made(name: str) -> Tokenizer:
     """A published encoding by name, or a ranks file by path."""
     try:
-        tokenizer = Tokenizer.named(name) if name in PUBLISHED else _from_file(Path(name))
+        tokenizer = ready_made_tokenizer(name)
     except TokenizerError as error:
         raise TrainingError(str(error)) from error
     require_end_of_text(tokenizer, f"the tokenizer {name}")
@@ -89,18 +74,6 @@ def tokenizer_sha256(tokenizer: Tokenizer) -> bytes:
     for name, token_id in sorted(tokenizer.special_tokens.items()):
         digest.update(f"{token_id} {name}\n".encode())
     return digest.digest()
-
-
-def _from_file(path: Path) -> Tokenizer:
-    if not path.is_file():
-        raise TrainingError(
-            f"the tokenizer {str(path)!r} is neither 'own' nor one of {', '.join(PUBLISHED)} nor "
-            "a ranks file"
-        )
-    known = KNOWN_FILES.get(hashlib.sha256(path.read_bytes()).hexdigest())
-    if known is None:
-        return Tokenizer.read_ranks(path)
-    return Tokenizer.read_ranks(path, pattern=known[0], special_tokens=known[1])
 
 
 def _bounded(pieces: Iterable[str]) -> Iterator[str]:

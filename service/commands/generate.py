@@ -17,7 +17,7 @@ from model.engine.api import (
 from model.engine.engine import Engine
 from model.kernels.choose import KernelError
 from model.opening import open_model
-from model.tokenizer import Tokenizer
+from model.tokenizer import Tokenizer, TokenizerError
 from service.settings import GenerateSettings
 
 
@@ -42,7 +42,7 @@ def run(settings: GenerateSettings) -> int:
         )
         request = _request(settings, tokenizer, seed, checkpoint.config.context_length)
         engine.add(request)
-    except (CheckpointError, DeviceError, InvalidRequest, KernelError) as error:
+    except (CheckpointError, DeviceError, InvalidRequest, KernelError, TokenizerError) as error:
         print(f"logitd generate: {error}", file=sys.stderr)
         return 1
     try:

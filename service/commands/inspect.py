@@ -13,6 +13,7 @@ from rich.text import Text
 
 from model.checkpoint import CheckpointError, CheckpointInfo, load_checkpoint
 from model.device import choose_placement
+from model.tokenizer import TokenizerError
 from model.trace import Stage, trace
 from model.training.config import TrainingError
 from model.training.summary import is_run, summarise
@@ -39,7 +40,11 @@ def _inspect_checkpoint(path: Path, settings: InspectSettings) -> int:
     except CheckpointError as error:
         print(f"logitd inspect: {error}", file=sys.stderr)
         return 1
-    token_ids = checkpoint.tokenizer.encode(settings.text)
+    try:
+        token_ids = checkpoint.tokenizer.encode(settings.text)
+    except TokenizerError as error:
+        print(f"logitd inspect: {error}", file=sys.stderr)
+        return 1
     limit = checkpoint.config.context_length
     if not 1 <= len(token_ids) <= limit:
         print(

@@ -20,6 +20,7 @@ from service.requests import (
     check_choice,
     check_logprobs,
     described_by,
+    encode_text,
     prompt_ids,
     rows_request,
     score_request,
@@ -114,7 +115,7 @@ def _single(text: str, tokenizer: Tokenizer) -> int:
     """The id of a text that is one token, or the name of a special one."""
     if text in tokenizer.special_tokens:
         return tokenizer.special_tokens[text]
-    ids = tokenizer.encode(text)
+    ids = encode_text(text, tokenizer, "tokens")
     if len(ids) != 1:
         raise bad_request(
             f"{clip(text)!r} is {len(ids)} tokens ({clip(str(ids))}); each of tokens must be one",
