@@ -1,4 +1,5 @@
-"""The command line: `logitd serve | train | eval | merge | generate | inspect | bench`.
+"""The command line: `logitd serve`, `train`, `eval`, `merge`, `generate`, `inspect`, `import`,
+`export` and `bench`.
 
 Parses with the command's settings model, then imports the module that does the work and runs it:
 so --help and a wrong flag answer at once, without torch.
@@ -17,7 +18,9 @@ from model.version import VERSION
 from service.settings import (
     BenchSettings,
     EvalSettings,
+    ExportSettings,
     GenerateSettings,
+    ImportSettings,
     InspectSettings,
     MergeSettings,
     ServeSettings,
@@ -31,8 +34,13 @@ COMMANDS: Mapping[str, type[BaseSettings]] = {
     "merge": MergeSettings,
     "generate": GenerateSettings,
     "inspect": InspectSettings,
+    "import": ImportSettings,
+    "export": ExportSettings,
     "bench": BenchSettings,
 }
+
+MODULES: Mapping[str, str] = {"import": "import_model"}
+"""Commands whose name no module can have."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -75,7 +83,7 @@ def run(arguments: Sequence[str]) -> int:
     if name not in ("train", "eval"):
         wait_briefly()
     # The one import by name: torch takes seconds, and only a command that computes needs it.
-    command = importlib.import_module(f"service.commands.{name}")
+    command = importlib.import_module(f"service.commands.{MODULES.get(name, name)}")
     code: int = command.run(settings)
     return code
 

@@ -77,7 +77,7 @@ def _distinct(sizes: tuple[int, ...]) -> tuple[int, ...]:
 LogLevel = Literal["debug", "info", "warning", "error"]
 
 CheckpointPath = Annotated[
-    Path, Field(description="checkpoint directory: one that `logitd train` wrote")
+    Path, Field(description="checkpoint directory: one that `logitd train` or `import` wrote")
 ]
 Device = Annotated[
     str, Field(description="auto, cpu, cuda or cuda:N; auto is CUDA if there is one")
@@ -88,6 +88,9 @@ DType = Annotated[
         description="numbers to compute in; auto is bfloat16 on CUDA, and on a CPU that multiplies "
         "it where decoding is native, else float32"
     ),
+]
+StoredDType = Annotated[
+    DTypeName, Field(description="numbers to store weights in; auto is those of the source")
 ]
 Kernels = Annotated[
     KernelChoice,
@@ -327,6 +330,51 @@ class InspectSettings(BaseSettings):
     )
     text: str = Field("def main():", description="text to run through the model of a checkpoint")
     as_json: AsJson = False
+
+
+class ImportSettings(BaseSettings):
+    """Make a checkpoint of a model trained elsewhere: nanoGPT, Hugging Face or LitGPT."""
+
+    model_config = _settings("import")
+
+    source: CliPositionalArg[Path] = Field(
+        description="nanoGPT's ckpt.pt, or a folder of Hugging Face, LitGPT or nanoGPT"
+    )
+    destination: CliPositionalArg[Path] = Field(description="checkpoint directory to write")
+    tokenizer: str | None = Field(
+        None,
+        description="vocabulary, if the source has none or another one is right: gpt2, "
+        "cl100k_base, o200k_base, a ranks file, nanoGPT's meta.pkl or a tokenizer.json",
+    )
+    dtype: StoredDType = "auto"
+    context_length: int | None = Field(
+        None, ge=1, description="positions to keep; if not given all that the source has"
+    )
+    skip_normalizer: bool = Field(
+        False,
+        description="import a tokenizer that changes texts first, without that: texts that it "
+        "would change get other ids than in the source",
+    )
+
+
+class ExportSettings(BaseSettings):
+    """Write a checkpoint in a format that other programs read: Hugging Face's or llama.cpp's."""
+
+    model_config = _settings("export")
+
+    checkpoint: CliPositionalArg[Path] = Field(description="checkpoint directory")
+    destination: CliPositionalArg[Path] = Field(
+        description="folder to write, or file of the format gguf"
+    )
+    to: Literal["hf", "gguf"] = Field(
+        "hf", description="hf is a folder for transformers, gguf a file for llama.cpp"
+    )
+    dtype: StoredDType = "auto"
+    pre: str | None = Field(
+        None,
+        description="for gguf: llama.cpp's name of the way to cut texts, where it has none that "
+        "is this checkpoint's",
+    )
 
 
 class BenchSettings(BaseSettings):

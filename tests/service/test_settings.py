@@ -114,8 +114,9 @@ def test_impossible_temperatures_are_refused(temperature: float) -> None:
 @pytest.mark.parametrize("command", COMMANDS)
 def test_settings_do_not_change_once_read(command: str) -> None:
     model: type[BaseSettings] = COMMANDS[command]
-    arguments = {"generate": ["text"], "merge": ["base", "adapter", "dest"]}.get(command, [])
-    settings = CliApp.run(model, cli_args=arguments)
+    arguments = {"generate": ["text"], "import": ["a", "b"], "export": ["a", "b"]}
+    arguments["merge"] = ["base", "adapter", "dest"]
+    settings = CliApp.run(model, cli_args=arguments.get(command, []))
     with pytest.raises(ValidationError, match="frozen"):
         settings.device = "cpu"  # type: ignore[attr-defined]
 

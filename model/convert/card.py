@@ -1,0 +1,33 @@
+"""Card of an imported checkpoint: where it comes from and what was changed on the way."""
+
+from model.config import GPTConfig
+from model.convert.foreign import ForeignModel, ForeignTokenizer
+
+
+def write_import_card(
+    name: str,
+    model: ForeignModel,
+    config: GPTConfig,
+    vocabulary: ForeignTokenizer,
+    dtype: str,
+    parameters: int,
+) -> str:
+    """The card as Markdown."""
+    heads = f"{config.n_head} heads"
+    if config.n_kv_head != config.n_head:
+        heads += f" ({config.n_kv_head} for keys and values)"
+    facts = "".join(f"\n- {key}: {value}" for key, value in model.facts.items() if value)
+    if model.step:
+        facts += f"\n- steps: {model.step:,}"
+    if model.val_loss is not None:
+        facts += f"\n- validation loss, as the source says: {model.val_loss:.4f} nats per token"
+    notes = "".join(f"\n- {note}" for note in vocabulary.notes)
+    return (
+        f"# {name}\n\n"
+        f"Imported from a model of {model.kind}; trained elsewhere. {parameters:,} parameters: "
+        f"{config.n_layer} layers, {heads}, width {config.d_model}, context "
+        f"{config.context_length:,}, vocabulary {config.vocab_size:,}. Stored in {dtype}.\n\n"
+        "Licence and data are those of the source; they are not known here.\n"
+        + (f"\n## What the source says\n{facts}\n" if facts else "")
+        + (f"\n## What is different here\n{notes}\n" if notes else "")
+    )

@@ -1,0 +1,65 @@
+"""Export: from a checkpoint to a Hugging Face folder or a GGUF file.
+
+Writes aside and renames, as saving does. Padded rows are dropped. Which architecture it becomes is
+said by `family.py`; what none computes is refused. Formats: `hf_export.py`, `gguf_file.py`.
+"""
+
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal
+
+import torch
+from safetensors import safe_open
+
+from model.checkpoint import WEIGHTS, CheckpointError, load_weights, read_checkpoint
+from model.config import DTypeName
+from model.convert.family import family_of, folder_family_of
+from model.convert.gguf_file import write_gguf
+from model.convert.hf_export import write_folder
+
+TO = Literal["hf", "gguf"]
+
+
+def export_model(
+    checkpoint: Path,
+    destination: Path,
+    *,
+    to: TO,
+    dtype: DTypeName = "auto",
+    pre: str | None = None,
+    say: Callable[[str], None] = lambda line: None,
+) -> None:
+    """Write the checkpoint at `destination`, a folder or, as GGUF, a file; whole or not at all.
+
+    `dtype` is the numbers that are written, "auto" the stored ones; `pre` is for GGUF (see
+    `write_gguf`). Raises ConvertError and CheckpointError.
+    """
+    if destination.exists():
+        raise CheckpointError(f"{destination} exists; nothing is overwritten")
+    info = read_checkpoint(checkpoint)
+    if to == "hf":
+        family = folder_family_of(info.config, info.tokenizer.pattern)
+    else:
+        family = family_of(info.config)
+    numbers = _stored(checkpoint) if dtype == "auto" else getattr(torch, dtype)
+    gpt = load_weights(info, device=torch.device("cpu"), dtype=numbers)
+    destination.parent.mkdir(parents=True, exist_ok=True)
+    aside = Path(tempfile.mkdtemp(prefix=f".{destination.name}.", dir=destination.parent))
+    try:
+        if to == "hf":
+            write_folder(aside, info, gpt, family, say)
+            aside.chmod(0o755)  # mkdtemp made it private
+            aside.rename(destination)
+        else:
+            write_gguf(aside / "model.gguf", info, gpt, family, pre)
+            (aside / "model.gguf").rename(destination)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def _stored(checkpoint: Path) -> torch.dtype:
+    """The numbers of a checkpoint's weights: the same in all of them, as saving makes them."""
+    with safe_open(checkpoint / WEIGHTS, framework="pt") as file:
+        return file.get_tensor(next(iter(file.keys()))).dtype

@@ -1,0 +1,215 @@
+"""GGUF, llama.cpp's file format, by the `gguf` package (the extra `gguf`).
+
+Matrices in the numbers of the checkpoint, norms, biases and positions in float32, as llama.cpp's
+own converter writes them, with the vocabulary as byte-level BPE. llama.cpp turns neighbouring
+channels in its "llama" and halves in its "qwen2" and "qwen3": rows of query and key are reordered
+for the former.
+
+How a text is cut before merging is code there, by a name. A pattern that none of these names stands
+for is refused, unless a name is given: ids of texts then differ in places, those of tokens do not.
+Quantizing is llama.cpp's own business (`llama-quantize`).
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from model.checkpoint import CheckpointInfo
+from model.convert.family import GPT2, LLAMA
+from model.convert.foreign import ConvertError
+from model.convert.hf_export import gpt_weights, rotary_weights
+from model.convert.hf_tokenizer import GPT2_PATTERN, QWEN2_PATTERN
+from model.convert.merges import byte_characters, merges_of, written
+from model.gpt import GPT
+from model.ready_made import KNOWN_FILES
+from model.tokenizer import Tokenizer
+
+PRE_TOKENIZERS: Mapping[str, str] = {
+    GPT2_PATTERN: "gpt-2",
+    r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+": "gpt-2",
+    **{pattern: "gpt-2" for pattern, special in KNOWN_FILES.values() if len(special) == 1},
+    QWEN2_PATTERN: "qwen2",
+    QWEN2_PATTERN.replace(r"|\p{N}|", r"|\p{N}{1,3}|"): "llama-bpe",
+}
+"""llama.cpp's names of the ways to cut texts, by the pattern that does the same."""
+
+OUTSIDE = {
+    "transformer.wte": "token_embd",
+    "transformer.wpe": "position_embd",
+    "transformer.ln_f": "output_norm",
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+}
+
+INSIDE = {
+    "ln_1": "attn_norm",
+    "attn.c_attn": "attn_qkv",
+    "attn.c_proj": "attn_output",
+    "ln_2": "ffn_norm",
+    "mlp.c_fc": "ffn_up",
+    "mlp.c_proj": "ffn_down",
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+"""Hugging Face's names of the parts of a block, and llama.cpp's."""
+
+
+def write_gguf(path: Path, info: CheckpointInfo, gpt: GPT, family: str, pre: str | None) -> None:
+    """Write the model as a GGUF file. `pre` is llama.cpp's name of how texts are cut, where no
+    name stands for the checkpoint's pattern. Raises ConvertError."""
+    try:
+        import gguf
+    except ImportError as error:
+        raise ConvertError(
+            "writing GGUF needs the package gguf, which is not installed: "
+            "pip install 'logitd[gguf]'"
+        ) from error
+    config = info.config
+    if family == GPT2 and config.activation != "gelu_tanh":
+        raise ConvertError(
+            f"activation is {config.activation!r}: llama.cpp computes GPT-2 with gelu_tanh alone; "
+            "export it with --to hf"
+        )
+    cut = _pre_tokenizer(info.tokenizer, pre)
+    merges = _merges(info.tokenizer)
+    weights = gpt_weights(gpt) if family == GPT2 else rotary_weights(gpt, family)
+    writer = gguf.GGUFWriter(str(path), family)
+    writer.add_name(info.name)
+    writer.add_context_length(config.context_length)
+    writer.add_embedding_length(config.d_model)
+    writer.add_block_count(config.n_layer)
+    writer.add_feed_forward_length(config.d_ff)
+    writer.add_head_count(config.n_head)
+    writer.add_vocab_size(config.vocab_size)
+    if family == GPT2:
+        writer.add_layer_norm_eps(config.norm_eps)
+    else:
+        writer.add_head_count_kv(config.n_kv_head)
+        writer.add_layer_norm_rms_eps(config.norm_eps)
+        writer.add_rope_freq_base(config.rope_theta)
+        writer.add_rope_dimension_count(config.head_dim)
+        writer.add_key_length(config.head_dim)
+        writer.add_value_length(config.head_dim)
+    _add_vocabulary(writer, gguf, info, cut, merges)
+    kind = {
+        torch.float32: gguf.GGMLQuantizationType.F32,
+        torch.bfloat16: gguf.GGMLQuantizationType.BF16,
+        torch.float16: gguf.GGMLQuantizationType.F16,
+    }[next(iter(weights.values())).dtype]
+    writer.add_file_type(
+        {"F32": gguf.LlamaFileType.ALL_F32, "BF16": gguf.LlamaFileType.MOSTLY_BF16}.get(
+            kind.name, gguf.LlamaFileType.MOSTLY_F16
+        )
+    )
+    for name, tensor in weights.items():
+        values = _values(name, tensor, gpt, family)
+        matrix = values.ndim == 2 and not name.endswith("wpe.weight")
+        numbers = kind if matrix else gguf.GGMLQuantizationType.F32
+        writer.add_tensor(gguf_name(name), gguf.quants.quantize(values, numbers), raw_dtype=numbers)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def gguf_name(name: str) -> str:
+    """llama.cpp's name of a tensor of Hugging Face's."""
+    module, _, kind = name.rpartition(".")
+    if module in OUTSIDE:
+        return f"{OUTSIDE[module]}.{kind}"
+    _, _, layer, part = module.split(".", 3)
+    return f"blk.{layer}.{INSIDE[part]}.{kind}"
+
+
+def _values(name: str, tensor: Tensor, gpt: GPT, family: str) -> np.ndarray:
+    """A tensor as llama.cpp wants it: matrices (out, in), and its order of channels."""
+    config = gpt.config
+    if family == GPT2 and tensor.dim() == 2 and ".h." in name:
+        tensor = tensor.T  # Hugging Face's Conv1D is (in, out)
+    if family == LLAMA and ".q_proj." in name:
+        tensor = interleaved(tensor, config.n_head)
+    if family == LLAMA and ".k_proj." in name:
+        tensor = interleaved(tensor, config.n_kv_head)
+    return tensor.float().contiguous().numpy()
+
+
+def interleaved(rows: Tensor, heads: int) -> Tensor:
+    """Rows (heads * D, ...) of halves that are turned together, as neighbours."""
+    halves = rows.reshape(heads, 2, -1, *rows.shape[1:])  # (heads, 2, D / 2, ...)
+    return halves.transpose(1, 2).reshape(rows.shape)
+
+
+def _pre_tokenizer(tokenizer: Tokenizer, named: str | None) -> str:
+    known = PRE_TOKENIZERS.get(tokenizer.pattern)
+    if known is None and named is None:
+        raise ConvertError(
+            "llama.cpp has no name for the way in which this checkpoint cuts texts "
+            f"({tokenizer.pattern[:50]}...). --pre qwen2 (or another of its names) writes the file "
+            "all the same: there, ids of a text then differ in places from those here"
+        )
+    return named or known or ""
+
+
+def _merges(tokenizer: Tokenizer) -> list[str]:
+    """The merges, as lines. Raises ConvertError where they do not say all of the vocabulary."""
+    if tokenizer.ordinary < len(tokenizer.ranks):
+        raise ConvertError(
+            f"{len(tokenizer.ranks) - tokenizer.ordinary} of the 256 bytes are no tokens of this "
+            "vocabulary, and llama.cpp needs them all; export it with --to hf"
+        )
+    merges, alone = merges_of(tokenizer.ranks)
+    if alone:
+        raise ConvertError(
+            f"no merges lead to {len(alone)} tokens, the first is {alone[0]!r}; llama.cpp would "
+            "never find them. Export it with --to hf"
+        )
+    if not merges:
+        raise ConvertError(
+            "the vocabulary is the bytes alone, and GGUF's list of merges may not be empty; export "
+            "it with --to hf"
+        )
+    characters = byte_characters()
+    return [" ".join(written(part, characters) for part in pair) for pair in merges]
+
+
+def _add_vocabulary(
+    writer: Any, gguf: Any, info: CheckpointInfo, cut: str, merges: list[str]
+) -> None:
+    tokenizer, characters = info.tokenizer, byte_characters()
+    names = {token_id: name for name, token_id in tokenizer.special_tokens.items()}
+    tokens, types = [], []
+    for token_id in range(tokenizer.vocab_size):
+        if token_id < tokenizer.ordinary:
+            tokens.append(written(tokenizer.token_bytes(token_id), characters))
+            types.append(gguf.TokenType.NORMAL)
+        elif token_id in names:
+            tokens.append(names[token_id])
+            types.append(gguf.TokenType.CONTROL)
+        else:
+            tokens.append(f"[PAD{token_id}]")
+            types.append(gguf.TokenType.UNUSED)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(cut)
+    writer.add_token_list(tokens)
+    writer.add_token_types(types)
+    writer.add_token_merges(merges)
+    writer.add_add_bos_token(False)
+    if tokenizer.end_of_text is not None:
+        writer.add_bos_token_id(tokenizer.end_of_text)
+        writer.add_eos_token_id(tokenizer.end_of_text)
+    if info.chat_template is not None:
+        writer.add_chat_template(info.chat_template.source)

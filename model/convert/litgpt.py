@@ -1,0 +1,215 @@
+"""LitGPT's `lit_model.pth` with `model_config.yaml`: Llama's shape, or GPT-NeoX's in series.
+
+Query, key and value rows stand one after the other under `attn.qkv`; versions before that name have
+them under `attn.attn`, interleaved by group (the queries of a group, its key, its value). A head is
+always stored; where it equals the embedding it is kept once. Reading YAML needs PyYAML.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from model.config import ConfigError, GPTConfig, gpt2_shape
+from model.convert.foreign import ConvertError, ForeignModel, Settings, TensorShelf
+from model.convert.pt_file import read_pt
+
+WEIGHTS, CONFIG = "lit_model.pth", "model_config.yaml"
+
+NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "parallel_residual": (False,),
+    "shared_attention_norm": (False,),
+    "post_attention_norm": (False,),
+    "post_mlp_norm": (False,),
+    "norm_1": (True,),
+    "norm_2": (True,),
+    "norm_qk_type": ("default",),
+    "scale_embeddings": (False,),
+    "lm_head_bias": (False,),
+    "rope_condense_ratio": (1,),
+    "rope_interleave": (False,),
+    "rope_adjustments": (),
+    "rope_local_base_freq": (),
+    "rope_indices": (),
+    "attention_scores_scalar": (),
+    "attention_logit_softcapping": (),
+    "final_logit_softcapping": (),
+    "latent_attention": (),
+    "n_expert": (0,),
+}
+"""Keys that change what is computed, each with the values that do not (besides null)."""
+
+READ = {
+    "name", "hf_config", "block_size", "n_layer", "n_embd", "vocab_size", "padding_multiple",
+    "padded_vocab_size", "norm_class_name", "norm_eps", "norm_qk", "n_head", "head_size",
+    "n_query_groups", "attn_bias", "sliding_window_size", "sliding_window_indices", "rope_base",
+    "rotary_percentage", "intermediate_size", "bias", "mlp_class_name", "gelu_approximate",
+    "rope_n_elem",
+}  # fmt: skip
+"""Keys that are read, or say nothing about the computation."""
+
+
+def read_litgpt(folder: Path, *, context_length: int | None) -> ForeignModel:
+    """Read a checkpoint folder of LitGPT. Raises ConvertError."""
+    where = str(folder / CONFIG)
+    values = _read_yaml(folder / CONFIG)
+    settings = Settings(where, values)
+    _refuse_unknown(settings, values, where)
+    found = read_pt(folder / WEIGHTS, keep='{"model": state_dict}')
+    state = found["model"] if isinstance(found.get("model"), dict) else found
+    tensors = {name.removeprefix("_orig_mod."): value for name, value in state.items()}
+    for name, value in tensors.items():
+        if not isinstance(value, Tensor):
+            raise ConvertError(f"{folder / WEIGHTS}: {name!r} is no tensor")
+    shelf = TensorShelf(str(folder / WEIGHTS), tensors, tensors.__getitem__)
+    try:
+        config = _config(settings, context_length)
+    except ConfigError as error:
+        raise ConvertError(f"{where}: {error}") from error
+    weights = _weights(shelf, config, settings)
+    shelf.finish()
+    if torch.equal(weights["head.weight"], weights["token_embedding.weight"]):
+        del weights["head.weight"]
+        config = replace(config, tied_head=True)
+    return ForeignModel(
+        kind="LitGPT",
+        config=config,
+        weights=weights,
+        dtype=shelf.dtype(),
+        facts={"name": settings.get("name", "")},
+    )
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        import yaml
+    except ImportError as error:
+        raise ConvertError(
+            f"reading {path.name} needs PyYAML, which is not installed: "
+            "pip install 'logitd[litgpt]'"
+        ) from error
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ConvertError(f"there is no file {path}; it says what {WEIGHTS} is") from error
+    except (yaml.YAMLError, ValueError) as error:
+        raise ConvertError(f"{path} is no YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(values, dict):
+        raise ConvertError(f"{path} holds no keys and values")
+    return values
+
+
+def _refuse_unknown(settings: Settings, values: Mapping[str, Any], where: str) -> None:
+    for name, neutral in NEUTRAL.items():
+        settings.refuse_unless(name, neutral, "that is not computed here")
+    if "parallel_residual" not in values:
+        raise ConvertError(f"{where} lacks parallel_residual, and LitGPT's default is not computed")
+    for name in sorted(set(values) - READ - set(NEUTRAL)):
+        settings.refuse_unless(name, (False, 0), "that key is not known here")
+
+
+def _config(settings: Settings, context_length: int | None) -> GPTConfig:
+    settings.refuse_unless("norm_class_name", ("RMSNorm", "LayerNorm"), "that norm is not known")
+    settings.refuse_unless("mlp_class_name", ("LLaMAMLP", "GptNeoxMLP"), "that MLP is not known")
+    settings.refuse_unless("gelu_approximate", ("none", "tanh"), "that GELU is not known")
+    layer_norm = settings.get("norm_class_name", "LayerNorm") == "LayerNorm"
+    gated = settings.get("mlp_class_name", "GptNeoxMLP") == "LLaMAMLP"
+    exact = settings.get("gelu_approximate", "none") == "none"
+    width, n_head = settings.integer("n_embd"), settings.integer("n_head")
+    context, head_dim = (
+        settings.integer("block_size"),
+        settings.integer("head_size", default=max(1, width // n_head)),
+    )
+    if settings.number("rotary_percentage", 0.25) != 1:
+        settings.refuse_unless("rotary_percentage", (), "whole heads are turned here")
+        raise ConvertError("rotary_percentage is not there and 0.25; whole heads are turned here")
+    window = settings.get("sliding_window_size")
+    if window is not None and window < min(context, context_length or context):
+        raise ConvertError(
+            f"sliding_window_size is {window}; every position sees all before it here. Within the "
+            f"window both are the same: import it with --context-length {window}"
+        )
+    norm_qk = settings.flag("norm_qk", False)
+    if norm_qk and layer_norm:
+        raise ConvertError("norm_qk with LayerNorm; queries and keys are RMS-normalised here")
+    biased = settings.flag("bias", True)
+    vocab_size = settings.integer("vocab_size")
+    multiple = settings.integer("padding_multiple", default=512)
+    return gpt2_shape(
+        vocab_size=settings.integer(
+            "padded_vocab_size", default=-(-vocab_size // multiple) * multiple
+        ),
+        context_length=context,
+        n_layer=settings.integer("n_layer"),
+        n_head=n_head,
+        n_kv_head=settings.integer("n_query_groups", default=n_head),
+        d_model=width,
+        head_dim=head_dim,
+        d_ff=settings.integer("intermediate_size", default=4 * width),
+        norm="layernorm" if layer_norm else "rmsnorm",
+        norm_eps=settings.number("norm_eps", 1e-5),
+        positions="rotary",
+        rope_theta=settings.number("rope_base", 10_000),
+        activation="swiglu" if gated else "gelu" if exact else "gelu_tanh",
+        bias=biased or layer_norm,  # LitGPT's LayerNorm always has one
+        qkv_bias=biased or settings.flag("attn_bias", False),
+        qk_norm=norm_qk,
+        tied_head=False,
+    )
+
+
+def _weights(shelf: TensorShelf, config: GPTConfig, settings: Settings) -> dict[str, Tensor]:
+    width, rows, wide = config.d_model, config.vocab_size, config.n_head * config.head_dim
+    biased = settings.flag("bias", True)
+    weights = {
+        "token_embedding.weight": shelf.take("transformer.wte.weight", rows, width),
+        "head.weight": shelf.take("lm_head.weight", rows, width),
+    }
+
+    def linear(ours: str, theirs: list[str], inside: int, outside: int, bias: bool) -> None:
+        """One matrix of ours from one of theirs, or from several of the same size."""
+        weights[f"{ours}.weight"] = torch.cat(
+            [shelf.take(f"{name}.weight", outside, inside) for name in theirs]
+        )
+        if bias:
+            weights[f"{ours}.bias"] = torch.cat(
+                [shelf.take(f"{name}.bias", outside) for name in theirs]
+            )
+
+    def norm(ours: str, theirs: str, size: int = width) -> None:
+        weights[f"{ours}.weight"] = shelf.take(f"{theirs}.weight", size)
+        if config.norm == "layernorm":
+            weights[f"{ours}.bias"] = shelf.take(f"{theirs}.bias", size)
+
+    norm("final_norm", "transformer.ln_f")
+    up = ["fc_1", "fc_2"] if config.activation == "swiglu" else ["fc"]
+    for layer in range(config.n_layer):
+        there, here = f"transformer.h.{layer}", f"blocks.{layer}"
+        norm(f"{here}.attention_norm", f"{there}.norm_1")
+        norm(f"{here}.mlp_norm", f"{there}.norm_2")
+        old = f"{there}.attn.attn.weight" in shelf
+        fused = f"{there}.attn.attn" if old else f"{there}.attn.qkv"
+        linear(f"{here}.qkv", [fused], width, config.qkv_width, config.qkv_bias)
+        if old:
+            for kind in ("weight", "bias") if config.qkv_bias else ("weight",):
+                name = f"{here}.qkv.{kind}"
+                weights[name] = _ungrouped(weights[name], config)
+        linear(f"{here}.attention_out", [f"{there}.attn.proj"], wide, width, biased)
+        linear(f"{here}.mlp_up", [f"{there}.mlp.{n}" for n in up], width, config.d_ff, biased)
+        linear(f"{here}.mlp_down", [f"{there}.mlp.proj"], config.d_ff, width, biased)
+        if config.qk_norm:
+            norm(f"{here}.query_norm", f"{there}.attn.norm_q", config.head_dim)
+            norm(f"{here}.key_norm", f"{there}.attn.norm_k", config.head_dim)
+    return weights
+
+
+def _ungrouped(rows: Tensor, config: GPTConfig) -> Tensor:
+    """From [q .. q, k, v] per group to all queries, all keys, all values: (qkv_width, ...)."""
+    per_group = config.n_head // config.n_kv_head
+    # (K, H / K + 2, D, ...)
+    groups = rows.reshape(config.n_kv_head, per_group + 2, config.head_dim, *rows.shape[1:])
+    parts = groups.split([per_group, 1, 1], dim=1)
+    return torch.cat([part.reshape(-1, *rows.shape[1:]) for part in parts])

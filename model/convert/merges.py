@@ -1,0 +1,74 @@
+"""Ranks and merges: two ways to write down the same byte pair encoding.
+
+tiktoken's ranks merge, again and again, the neighbours whose joined bytes have the lowest rank; a
+list of merges says which pairs are joined, in its order. Here is when they agree, and how the one
+follows from the other.
+
+Inside the bytes of a token nothing depends on what stands around it, as long as nothing crosses its
+ends: so a token is always formed by the pair by which it is formed alone (`last_pair`), and a list
+of merges encodes as ranks do if it holds that pair of every token, ordered by the ranks of what is
+formed. A token that its own bytes do not form is met only where it is a whole piece of the text,
+which tiktoken looks up first and Hugging Face where `ignore_merges` is set.
+
+Bytes are written in merges and `tokenizer.json` as GPT-2 has them: printable ones as themselves,
+the others as the characters from U+0100 on.
+"""
+
+from collections.abc import Mapping
+from itertools import pairwise
+
+Pair = tuple[bytes, bytes]
+
+
+def last_pair(token: bytes, ranks: Mapping[bytes, int]) -> Pair | None:
+    """The pair whose merge forms a token from its bytes; None if they do not form it."""
+    parts = [bytes([byte]) for byte in token]
+    while len(parts) > 2:
+        best, place = None, -1
+        for index, pair in enumerate(pairwise(parts)):
+            rank = ranks.get(pair[0] + pair[1])
+            if rank is not None and (best is None or rank < best):
+                best, place = rank, index
+        if best is None:
+            return None
+        parts[place : place + 2] = [parts[place] + parts[place + 1]]
+    return (parts[0], parts[1]) if len(parts) == 2 else None
+
+
+def merges_of(ranks: Mapping[bytes, int]) -> tuple[list[Pair], list[bytes]]:
+    """The merges that encode as these ranks do, in order, and the tokens that no merge forms."""
+    merges, alone = [], []
+    for token in sorted((token for token in ranks if len(token) > 1), key=ranks.__getitem__):
+        pair = last_pair(token, ranks)
+        if pair is None or pair[0] not in ranks or pair[1] not in ranks:
+            alone.append(token)
+        else:
+            merges.append(pair)
+    return merges, alone
+
+
+def merge_piece(piece: str, merges: Mapping[tuple[str, str], int]) -> list[str]:
+    """The parts of a piece by a list of merges and the places in it: the definition, slowly."""
+    parts = list(piece)
+    while len(parts) > 1:
+        pairs = list(pairwise(parts))
+        best = min(pairs, key=lambda pair: merges.get(pair, len(merges)))
+        if best not in merges:
+            break
+        place = pairs.index(best)
+        parts[place : place + 2] = ["".join(best)]
+    return parts
+
+
+def byte_characters() -> dict[int, str]:
+    """How each byte is written."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in set(printable)]
+    return {byte: chr(byte) for byte in printable} | {
+        byte: chr(0x100 + index) for index, byte in enumerate(others)
+    }
+
+
+def written(token: bytes, characters: Mapping[int, str]) -> str:
+    """A token as `tokenizer.json` and GGUF write it, by `byte_characters()`."""
+    return "".join(map(characters.__getitem__, token))

@@ -1,0 +1,158 @@
+"""Export: `transformers` loads what is written and computes the same; and back again."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.testing import assert_close
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from model.checkpoint import CheckpointError
+from model.config import MODERN, ORIGINAL
+from model.convert.characters import character_tokenizer
+from model.convert.exporting import export_model
+from model.convert.foreign import ConvertError
+from model.convert.hf_tokenizer import QWEN2_PATTERN
+from model.convert.importing import import_model
+from tests.model.convert.theirs import SAMPLE, loaded, save_theirs, their_tokenizer
+from tests.model.factories import (
+    CHAT_TEMPLATE,
+    FAMILIES,
+    chat_tokenizer,
+    merging_tokenizer,
+    save_tiny_checkpoint,
+    tiny_config,
+    tiny_gpt,
+)
+
+LLAMA = FAMILIES["llama"]
+SHAPES: dict[str, Mapping[str, Any]] = {
+    "gpt2": {},
+    "gpt2-nanogpt": {"bias": False, "qkv_bias": False, "activation": "gelu"},
+    "gpt2-untied": {"tied_head": False, "d_ff": 48, "activation": "relu2"},
+    "gpt2-sinusoidal": {"positions": "sinusoidal", "activation": "relu"},
+    "llama": LLAMA,
+    "llama-tied": {**LLAMA, "tied_head": True, "rope_theta": 500.0, "norm_eps": 1e-5},
+    "llama-biased": {**LLAMA, "bias": True, "head_dim": 12},
+    "llama-all-biased": {**LLAMA, "bias": True, "qkv_bias": True},
+    "llama-qwen2": {**LLAMA, "qkv_bias": True},
+    "qwen3": {**LLAMA, "qk_norm": True, "head_dim": 16},
+    "qwen3-biased": {**LLAMA, "qk_norm": True, "qkv_bias": True, "tied_head": True},
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_transformers_computes_the_same_and_so_does_the_way_back(
+    shape: str, tmp_path: Path
+) -> None:
+    tokenizer = merging_tokenizer()
+    gpt = tiny_gpt(tiny_config(vocab_size=tokenizer.vocab_size, n_layer=2, **SHAPES[shape]))
+    save_tiny_checkpoint(tmp_path / "ours", gpt=gpt, tokenizer=tokenizer)
+    export_model(tmp_path / "ours", tmp_path / "theirs", to="hf")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "theirs").eval()
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "theirs")
+    assert model.config.model_type == shape.partition("-")[0]
+    assert model.get_input_embeddings().weight.shape[0] == tokenizer.vocab_size  # no padding
+    text = 'null {"a": 12.5e}, [abc]\n\n é€😀 def'
+    ids = tokenizer.encode(text)
+    assert theirs(text)["input_ids"] == ids
+    assert theirs.decode(ids) == text
+    assert theirs.eos_token_id == tokenizer.end_of_text
+    given = torch.tensor([ids])
+    logits = gpt(given).logits
+    assert logits.std() > 0.5
+    assert_close(model(given).logits, logits, atol=1e-4, rtol=1e-4)
+    import_model(tmp_path / "theirs", tmp_path / "again")
+    info, again = loaded(tmp_path / "again")
+    assert info.tokenizer.encode(text) == ids
+    assert_close(again(given).logits, logits, atol=1e-4, rtol=1e-4)
+
+
+def test_qwen2_with_its_own_way_to_cut_texts(tmp_path: Path) -> None:
+    save_theirs(tmp_path / "source", "qwen2", tokenizer=their_tokenizer(pattern=QWEN2_PATTERN))
+    import_model(tmp_path / "source", tmp_path / "ours")
+    info, gpt = loaded(tmp_path / "ours")
+    export_model(tmp_path / "ours", tmp_path / "theirs", to="hf")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "theirs").eval()
+    assert model.config.model_type == "qwen2"
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "theirs")
+    ids = info.tokenizer.encode(SAMPLE)
+    assert theirs(SAMPLE)["input_ids"] == ids
+    given = torch.tensor([ids])
+    assert_close(model(given).logits, gpt(given).logits, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("shape", "sentence"),
+    [
+        (MODERN, "value_embeddings is True"),
+        (ORIGINAL, "norm_position is 'post'"),
+        ({"activation": "swiglu"}, "activation is 'swiglu'"),
+        ({"positions": "rotary", "activation": "gelu"}, "positions is 'rotary'"),
+        ({**LLAMA, "activation": "gelu"}, "activation is 'gelu'"),
+        ({**LLAMA, "positions": "learned"}, "positions is 'learned'"),
+        ({"qk_norm": True}, "qk_norm is True"),
+        ({"n_kv_head": 2}, "n_kv_head is 2"),
+        ({"head_dim": 16}, "head_dim is 16"),
+        ({**LLAMA, "qk_norm": True, "bias": True}, "bias is True"),
+        ({**LLAMA, "n_head": 6, "n_kv_head": 2, "head_dim": 8}, "n_head is 6"),
+    ],
+)
+def test_what_no_architecture_computes_is_refused_by_its_key(
+    shape: dict[str, Any], sentence: str, tmp_path: Path
+) -> None:
+    save_tiny_checkpoint(tmp_path / "ours", gpt=tiny_gpt(tiny_config(n_layer=1, **shape)))
+    with pytest.raises(ConvertError, match=f"^{sentence}: .* no architecture to export it as$"):
+        export_model(tmp_path / "ours", tmp_path / "theirs", to="hf")
+    assert [path.name for path in tmp_path.iterdir()] == ["ours"]
+
+
+def test_a_chat_template_goes_along_and_comes_back(tmp_path: Path) -> None:
+    gpt = tiny_gpt(tiny_config(vocab_size=259, n_layer=1))
+    save_tiny_checkpoint(
+        tmp_path / "ours", gpt=gpt, tokenizer=chat_tokenizer(), chat_template=CHAT_TEMPLATE
+    )
+    export_model(tmp_path / "ours", tmp_path / "theirs", to="hf")
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "theirs")
+    written = theirs.apply_chat_template([{"role": "user", "content": "Hi"}], tokenize=False)
+    assert "<|im_start|>user\nHi<|im_end|>" in written
+    import_model(tmp_path / "theirs", tmp_path / "again")
+    template = loaded(tmp_path / "again")[0].chat_template
+    assert template is not None
+    assert template.source == CHAT_TEMPLATE
+
+
+def test_characters_go_and_come_back(tmp_path: Path) -> None:
+    tokenizer = character_tokenizer({"a": 0, "é": 1, "😀": 2, "\n": 3, " ": 4}, "here")
+    gpt = tiny_gpt(tiny_config(vocab_size=5, n_layer=1))
+    save_tiny_checkpoint(tmp_path / "ours", gpt=gpt, tokenizer=tokenizer)
+    said: list[str] = []
+    export_model(tmp_path / "ours", tmp_path / "theirs", to="hf", say=said.append)
+    assert "253 of the 256 bytes are no tokens" in said[0]
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "theirs")
+    assert theirs("é 😀a\n")["input_ids"] == [1, 4, 2, 0, 3]
+    import_model(tmp_path / "theirs", tmp_path / "again")
+    info, again = loaded(tmp_path / "again")
+    assert info.tokenizer.ranks == tokenizer.ranks
+    ids = torch.tensor([[1, 4, 2, 0, 3]])
+    assert torch.equal(again(ids).logits, gpt(ids).logits)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_numbers_are_the_stored_ones_or_those_asked_for(dtype: str, tmp_path: Path) -> None:
+    numbers = getattr(torch, dtype)
+    save_tiny_checkpoint(tmp_path / "ours", gpt=tiny_gpt(tiny_config(n_layer=1)), dtype=numbers)
+    export_model(tmp_path / "ours", tmp_path / "theirs", to="hf")
+    export_model(tmp_path / "ours", tmp_path / "wide", to="hf", dtype="float32")
+    for folder, expected in (("theirs", numbers), ("wide", torch.float32)):
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / folder)
+        assert model.dtype == expected
+
+
+def test_nothing_is_overwritten(tmp_path: Path) -> None:
+    save_tiny_checkpoint(tmp_path / "ours")
+    (tmp_path / "there").mkdir()
+    with pytest.raises(CheckpointError, match="there exists; nothing is overwritten"):
+        export_model(tmp_path / "ours", tmp_path / "there", to="hf")

@@ -1,0 +1,134 @@
+"""GGUF files: read back by `gguf`, and run by llama.cpp where it is installed."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from model.convert.exporting import export_model
+from model.convert.foreign import ConvertError
+from model.convert.gguf_file import interleaved
+from model.convert.hf_tokenizer import GPT2_PATTERN, QWEN2_PATTERN
+from model.convert.importing import import_model
+from tests.model.convert.theirs import (
+    ROTARY,
+    SAMPLE,
+    loaded,
+    save_theirs,
+    their_model,
+    their_tokenizer,
+)
+from tests.model.factories import byte_tokenizer, save_tiny_checkpoint, tiny_config, tiny_gpt
+
+FAMILIES = ["gpt2", "llama", "llama-biases", "qwen2", "qwen3"]
+
+
+def export(family: str, path: Path, **options: Any) -> Path:
+    """A tiny model that was imported from `transformers`, as GGUF; `ours` beside it."""
+    pattern = None if family == "gpt2" else QWEN2_PATTERN
+    save_theirs(path / "theirs", family, tokenizer=their_tokenizer(pattern=pattern))
+    import_model(path / "theirs", path / "ours")
+    export_model(path / "ours", path / "model.gguf", to="gguf", **options)
+    return path / "model.gguf"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_names_shapes_and_values_are_read_back(family: str, tmp_path: Path) -> None:
+    gguf = pytest.importorskip("gguf", reason="the package gguf is not installed")
+    reader = gguf.GGUFReader(str(export(family, tmp_path)))
+    info, gpt = loaded(tmp_path / "ours")
+    arch = family.partition("-")[0]
+    facts = {name: field.contents() for name, field in reader.fields.items()}
+    assert facts["general.architecture"] == arch
+    assert facts[f"{arch}.block_count"] == 2
+    assert facts[f"{arch}.context_length"] == 64
+    assert facts["tokenizer.ggml.pre"] == ("gpt-2" if arch == "gpt2" else "qwen2")
+    assert len(facts["tokenizer.ggml.tokens"]) == info.config.vocab_size == 382
+    assert facts["tokenizer.ggml.tokens"][-2:] == ["<|endoftext|>", "<|user|>"]
+    assert facts["tokenizer.ggml.token_type"][-3:] == [1, 3, 3]
+    assert len(facts["tokenizer.ggml.merges"]) == 380 - 256
+    found = {tensor.name: tensor for tensor in reader.tensors}
+    assert len(found) == len(reader.tensors)
+    known = gguf.MODEL_TENSORS[{name: arch_ for arch_, name in gguf.MODEL_ARCH_NAMES.items()}[arch]]
+    names = {gguf.TENSOR_NAMES[kind].replace("{bid}", str(i)) for kind in known for i in (0, 1)}
+    assert {name.rpartition(".")[0] for name in found} <= names
+    assert ("output.weight" in found) is not info.config.tied_head
+    state = gpt.state_dict()
+    for theirs, expected in {
+        "token_embd.weight": state["token_embedding.weight"][:382],
+        "blk.1.ffn_down.weight": state["blocks.1.mlp_down.weight"],
+        "blk.0.attn_output.weight": state["blocks.0.attention_out.weight"],
+        "output_norm.weight": state["final_norm.weight"],
+    }.items():
+        assert found[theirs].tensor_type == gguf.GGMLQuantizationType.F32
+        np.testing.assert_array_equal(np.array(found[theirs].data), expected.numpy())
+    queries = state["blocks.1.qkv.weight"]
+    if arch == "gpt2":
+        np.testing.assert_array_equal(np.array(found["blk.1.attn_qkv.weight"].data), queries)
+        return
+    queries = queries[: info.config.n_head * info.config.head_dim]
+    expected = interleaved(queries, info.config.n_head) if arch == "llama" else queries
+    np.testing.assert_array_equal(np.array(found["blk.1.attn_q.weight"].data), expected)
+
+
+def test_neighbours_are_the_halves_of_a_head() -> None:
+    rows = torch.arange(12)[:, None].expand(12, 2)  # two heads of six channels
+    assert interleaved(rows, 2)[:, 0].tolist() == [0, 3, 1, 4, 2, 5, 6, 9, 7, 10, 8, 11]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_matrices_are_rounded_and_norms_are_not(dtype: Any, tmp_path: Path) -> None:
+    gguf = pytest.importorskip("gguf", reason="the package gguf is not installed")
+    reader = gguf.GGUFReader(str(export("gpt2", tmp_path, dtype=dtype)))
+    kinds = {tensor.name: tensor.tensor_type.name for tensor in reader.tensors}
+    assert kinds["blk.0.ffn_up.weight"] == {"bfloat16": "BF16", "float16": "F16"}[dtype]
+    assert {kinds[name] for name in kinds if "norm" in name or "bias" in name} == {"F32"}
+    assert kinds["position_embd.weight"] == "F32"
+
+
+def test_what_llama_cpp_does_not_know_is_refused(tmp_path: Path) -> None:
+    pytest.importorskip("gguf", reason="the package gguf is not installed")
+    save_tiny_checkpoint(tmp_path / "own")
+    with pytest.raises(ConvertError, match=r"llama\.cpp has no name .* --pre qwen2"):
+        export_model(tmp_path / "own", tmp_path / "x.gguf", to="gguf")
+    with pytest.raises(ConvertError, match="the vocabulary is the bytes alone"):
+        export_model(tmp_path / "own", tmp_path / "x.gguf", to="gguf", pre="qwen2")
+    exact = tiny_gpt(tiny_config(n_layer=1, activation="gelu"))
+    save_tiny_checkpoint(tmp_path / "exact", gpt=exact, tokenizer=byte_tokenizer())
+    with pytest.raises(ConvertError, match=r"activation is 'gelu': llama\.cpp computes"):
+        export_model(tmp_path / "exact", tmp_path / "x.gguf", to="gguf", pre="gpt-2")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["exact", "own"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_llama_cpp_computes_the_same(family: str, tmp_path: Path) -> None:
+    llama_cpp = pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
+    model = llama_cpp.Llama(
+        str(export(family, tmp_path)),
+        n_ctx=64,
+        logits_all=True,
+        verbose=False,
+        n_threads=1,
+        type_k=llama_cpp.GGML_TYPE_F32,
+        type_v=llama_cpp.GGML_TYPE_F32,
+    )
+    info, gpt = loaded(tmp_path / "ours")
+    ids = info.tokenizer.encode(SAMPLE)
+    assert model.tokenize(SAMPLE.encode(), add_bos=False) == ids
+    model.eval(ids)
+    theirs = torch.tensor(np.array(model.scores[: len(ids)]))
+    ours = gpt(torch.tensor([ids])).logits[0]
+    assert ours.std() > 0.3
+    # Activations are looked up in half precision there.
+    torch.testing.assert_close(theirs, ours, atol=1e-2, rtol=0)
+    assert torch.equal(theirs.argmax(-1), ours.argmax(-1))
+
+
+def test_the_models_of_these_tests_are_those_that_are_named() -> None:
+    """A pattern or a family that changes its meaning would make the tests above empty."""
+    assert GPT2_PATTERN != QWEN2_PATTERN
+    assert ROTARY["num_key_value_heads"] < ROTARY["num_attention_heads"]
+    assert their_model("llama-biases").config.head_dim == 12

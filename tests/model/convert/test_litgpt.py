@@ -1,0 +1,146 @@
+"""LitGPT's folders, made from Llama's weights by a mapping that is written here on its own."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from torch import Tensor
+from torch.testing import assert_close
+
+from model.convert.foreign import ConvertError
+from model.convert.importing import import_model
+from tests.model.convert.theirs import ROWS, SAMPLE, loaded, their_model, their_tokenizer
+
+CONFIG: dict[str, Any] = {
+    "name": "tiny", "hf_config": {"org": "x", "name": "tiny"}, "block_size": 64, "n_layer": 2,
+    "n_embd": 32, "n_head": 4, "n_query_groups": 2, "head_size": 8, "vocab_size": 382,
+    "padding_multiple": 64, "padded_vocab_size": ROWS, "norm_class_name": "RMSNorm",
+    "norm_eps": 1e-6, "parallel_residual": False, "bias": False, "rotary_percentage": 1.0,
+    "rope_base": 5000, "mlp_class_name": "LLaMAMLP", "intermediate_size": 48,
+    "gelu_approximate": "none", "scale_embeddings": False, "n_expert": 0,
+    "sliding_window_size": None,
+}  # fmt: skip
+
+
+def lit_state(model: Any, *, interleaved: bool) -> dict[str, Tensor]:
+    """Llama's weights by LitGPT's names."""
+    theirs = model.state_dict()
+    found = {
+        "lm_head.weight": theirs["lm_head.weight"],
+        "transformer.wte.weight": theirs["model.embed_tokens.weight"],
+        "transformer.ln_f.weight": theirs["model.norm.weight"],
+    }
+    for layer in range(2):
+        there, here = f"model.layers.{layer}.", f"transformer.h.{layer}."
+        q, k, v = (theirs[f"{there}self_attn.{part}_proj.weight"] for part in "qkv")
+        if interleaved:  # two groups: queries 0 and 1, key 0, value 0, queries 2 and 3, ...
+            rows = []
+            for group in range(2):
+                rows += [q[group * 16 : group * 16 + 16], k[group * 8 : group * 8 + 8]]
+                rows += [v[group * 8 : group * 8 + 8]]
+            found[f"{here}attn.attn.weight"] = torch.cat(rows)
+        else:
+            found[f"{here}attn.qkv.weight"] = torch.cat((q, k, v))
+        for ours, name in {
+            "norm_1": "input_layernorm",
+            "norm_2": "post_attention_layernorm",
+            "attn.proj": "self_attn.o_proj",
+            "mlp.fc_1": "mlp.gate_proj",
+            "mlp.fc_2": "mlp.up_proj",
+            "mlp.proj": "mlp.down_proj",
+        }.items():
+            found[f"{here}{ours}.weight"] = theirs[f"{there}{name}.weight"]
+    return found
+
+
+def save(folder: Path, state: Any, **changes: Any) -> Path:
+    folder.mkdir(exist_ok=True)
+    torch.save(state, folder / "lit_model.pth")
+    (folder / "model_config.yaml").write_text(yaml.dump(CONFIG | changes), encoding="utf-8")
+    their_tokenizer().save(str(folder / "tokenizer.json"))
+    return folder
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_logits_are_llamas(interleaved: bool, wrapped: bool, tmp_path: Path) -> None:
+    model = their_model("llama")
+    state = lit_state(model, interleaved=interleaved)
+    save(tmp_path / "lit", {"model": state} if wrapped else state)
+    import_model(tmp_path / "lit", tmp_path / "ours")
+    info, gpt = loaded(tmp_path / "ours")
+    assert not info.config.tied_head
+    ids = torch.tensor([info.tokenizer.encode(SAMPLE)])
+    expected = model(ids).logits[..., : info.config.vocab_size]
+    assert_close(gpt(ids).logits, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_a_head_that_is_the_embedding_is_kept_once(tmp_path: Path) -> None:
+    model = their_model("llama", tie_word_embeddings=True)
+    save(tmp_path / "lit", lit_state(model, interleaved=False))
+    info = import_model(tmp_path / "lit" / "lit_model.pth", tmp_path / "ours")
+    assert info.config.tied_head
+
+
+def test_the_series_shape_of_neox(tmp_path: Path) -> None:
+    """LayerNorm always has a bias there, the matrices as the configuration says."""
+    generator = torch.Generator().manual_seed(0)
+    state = {
+        "lm_head.weight": torch.randn(ROWS, 32, generator=generator),
+        "transformer.wte.weight": torch.randn(ROWS, 32, generator=generator),
+    }
+    for module in (
+        "transformer.ln_f",
+        *(f"transformer.h.{i}.norm_{n}" for i in (0, 1) for n in (1, 2)),
+    ):
+        state |= {f"{module}.weight": torch.ones(32), f"{module}.bias": torch.full((32,), 0.5)}
+    for layer in range(2):
+        for name, shape in {"attn.qkv": (64, 32), "attn.proj": (32, 32), "mlp.fc": (128, 32),
+                            "mlp.proj": (32, 128)}.items():  # fmt: skip
+            state[f"transformer.h.{layer}.{name}.weight"] = torch.randn(shape, generator=generator)
+    neox = {
+        "norm_class_name": "LayerNorm",
+        "mlp_class_name": "GptNeoxMLP",
+        "intermediate_size": 128,
+    }
+    import_model(save(tmp_path / "lit", state, **neox), tmp_path / "ours")
+    info, gpt = loaded(tmp_path / "ours")
+    assert (info.config.activation, info.config.norm) == ("gelu", "layernorm")
+    assert torch.equal(gpt.get_parameter("final_norm.bias"), torch.full((32,), 0.5))
+    assert not gpt.get_parameter("blocks.1.mlp_down.bias").any()
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"parallel_residual": True}, "parallel_residual is True"),
+        ({"rotary_percentage": 0.25}, "rotary_percentage is 0.25"),
+        ({"rope_adjustments": {"factor": 8}}, "rope_adjustments is "),
+        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping is 30.0"),
+        ({"mlp_class_name": "GemmaMLP"}, "mlp_class_name is 'GemmaMLP'"),
+        ({"something_new": 3}, "something_new is 3; that key is not known here"),
+        ({"sliding_window_size": 16}, "sliding_window_size is 16; .* --context-length 16"),
+        ({"n_layer": 1}, r"has 7 tensors .* transformer\.h\.1\.attn\.proj\.weight"),
+        ({"norm_qk": True}, r"lacks the tensor transformer\.h\.0\.attn\.norm_q\.weight"),
+        ({"bias": True}, r"lacks the tensor transformer\.h\.0\.attn\.qkv\.bias"),
+    ],
+)
+def test_what_is_not_computed_is_refused(
+    change: dict[str, Any], sentence: str, tmp_path: Path
+) -> None:
+    save(tmp_path / "lit", lit_state(their_model("llama"), interleaved=False), **change)
+    with pytest.raises(ConvertError, match=sentence):
+        import_model(tmp_path / "lit", tmp_path / "ours")
+
+
+def test_a_configuration_that_is_none(tmp_path: Path) -> None:
+    folder = save(tmp_path / "lit", {})
+    for text, sentence in (("[1", "is no YAML"), ("- 1", "holds no keys and values")):
+        (folder / "model_config.yaml").write_text(text, encoding="utf-8")
+        with pytest.raises(ConvertError, match=rf"model_config\.yaml {sentence}"):
+            import_model(folder, tmp_path / "ours")
+    (folder / "model_config.yaml").unlink()
+    with pytest.raises(ConvertError, match=r"there is no file .*model_config\.yaml"):
+        import_model(folder, tmp_path / "ours")

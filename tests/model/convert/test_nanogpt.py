@@ -1,0 +1,195 @@
+"""nanoGPT's checkpoints against a textbook copy of its model, and files that are none."""
+
+import argparse
+import pickle
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from model.convert.foreign import ConvertError
+from model.convert.importing import import_model
+from model.tokenizer import TokenizerError
+from tests.model.convert.theirs import NanoGPT, loaded
+from tests.model.factories import merging_tokenizer
+
+CHARACTERS = sorted(set("\n !,.:abcdefghijklmnopqrstuvwxyzABCé€😀"))
+STOI = {character: index for index, character in enumerate(CHARACTERS)}
+TEXT = "A bad cab,\nfée €: 😀!"
+
+
+def save(
+    path: Path,
+    model: NanoGPT,
+    prefix: str = "",
+    changes: Mapping[str, torch.Tensor] | None = None,
+    **more: Any,
+) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    state = {prefix + name: value for name, value in model.state_dict().items()} | dict(
+        changes or {}
+    )
+    checkpoint = {"model": state, "model_args": model.arguments, "iter_num": 250,
+                  "best_val_loss": torch.tensor(1.5), "optimizer": {"state": {}}}  # fmt: skip
+    torch.save(checkpoint | more, path)
+
+
+def small(rows: int, *, bias: bool = False) -> NanoGPT:
+    return NanoGPT(rows=rows, context=32, layers=2, heads=4, width=32, bias=bias)
+
+
+def save_meta(path: Path, **changes: Any) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    meta = {"vocab_size": len(STOI), "stoi": STOI, "itos": dict(enumerate(CHARACTERS))}
+    path.write_bytes(pickle.dumps(meta | changes))
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("prefix", ["", "_orig_mod.", "module._orig_mod."])
+def test_a_character_model_keeps_its_ids_and_logits(
+    bias: bool, prefix: str, tmp_path: Path
+) -> None:
+    model = small(len(STOI), bias=bias)
+    save(tmp_path / "out" / "ckpt.pt", model, prefix)
+    save_meta(tmp_path / "out" / "meta.pkl")
+    import_model(tmp_path / "out", tmp_path / "ours")
+    info, gpt = loaded(tmp_path / "ours")
+    ids = [STOI[character] for character in TEXT]
+    assert info.tokenizer.encode(TEXT) == ids
+    assert info.tokenizer.decode(ids) == TEXT
+    assert info.config.activation == "gelu"
+    assert info.config.bias is bias
+    logits = gpt(torch.tensor([ids])).logits
+    assert logits.shape[-1] == len(STOI) == info.config.vocab_size
+    assert_close(logits, model(torch.tensor([ids])), atol=1e-4, rtol=1e-4)
+    assert (info.training.step, info.training.val_loss) == (250, 1.5)
+
+
+def test_what_the_model_never_saw_is_refused(tmp_path: Path) -> None:
+    save(tmp_path / "ckpt.pt", small(len(STOI)))
+    save_meta(tmp_path / "meta.pkl")
+    import_model(tmp_path / "ckpt.pt", tmp_path / "ours")
+    tokenizer = loaded(tmp_path / "ours")[0].tokenizer
+    assert tokenizer.end_of_text is None
+    with pytest.raises(TokenizerError, match="'Z', the character at 4 of the text, is not in the"):
+        tokenizer.encode("é€aaZ")
+    with pytest.raises(TokenizerError, match="'ü', the character at 2 "):
+        tokenizer.encode_batch(["abc", "é€ü"], threads=1)
+    with pytest.raises(TokenizerError, match=f"outside the vocabulary of {len(STOI)} ids"):
+        tokenizer.token_bytes(len(STOI))
+
+
+def test_the_characters_are_found_where_the_data_is(tmp_path: Path) -> None:
+    training = {"dataset": "plays", "gradient_accumulation_steps": 2, "batch_size": 3,
+                "block_size": 32}  # fmt: skip
+    save(tmp_path / "out" / "ckpt.pt", small(len(STOI)), config=training)
+    with pytest.raises(ConvertError, match="holds no vocabulary"):
+        import_model(tmp_path / "out", tmp_path / "ours")
+    save_meta(tmp_path / "data" / "plays" / "meta.pkl")
+    info = import_model(tmp_path / "out", tmp_path / "ours")
+    assert info.training.tokens == 250 * 2 * 3 * 32
+    assert info.training.data["dataset"] == "plays"
+
+
+def test_rows_beyond_the_vocabulary_are_padding(tmp_path: Path) -> None:
+    tokenizer = merging_tokenizer()
+    tokenizer.write_ranks(tmp_path / "own.tiktoken")
+    model = small(320, bias=True)
+    save(tmp_path / "ckpt.pt", model)
+    import_model(tmp_path / "ckpt.pt", tmp_path / "ours", tokenizer=str(tmp_path / "own.tiktoken"))
+    info, gpt = loaded(tmp_path / "ours")
+    assert info.config.vocab_size == len(tokenizer.ranks) + 1 < 320 == info.config.padded_vocab_size
+    ids = torch.tensor([info.tokenizer.encode("abc null 12")])
+    expected = model(ids)[..., : info.config.vocab_size]
+    assert_close(gpt(ids).logits, expected, atol=1e-4, rtol=1e-4)
+    save(tmp_path / "small.pt", small(100))
+    ranks = str(tmp_path / "own.tiktoken")
+    with pytest.raises(ConvertError, match=r"has 100 rows .* they do not belong together"):
+        import_model(tmp_path / "small.pt", tmp_path / "two", tokenizer=ranks)
+
+
+@pytest.mark.parametrize(
+    ("more", "sentence"),
+    [
+        ({"config": argparse.Namespace(lr=1)}, r"holds argparse\.Namespace, .* torch\.save\("),
+        ({"config": Path("x")}, r"holds pathlib\.\S+, and to read that would run code"),
+        ({"model_args": None}, "is no checkpoint of nanoGPT: it holds"),
+        ({"model_args": {"n_layer": 2}}, "model_args of .* lacks vocab_size"),
+    ],
+)
+def test_files_that_need_code_or_lack_parts(
+    tmp_path: Path, more: dict[str, Any], sentence: str
+) -> None:
+    save(tmp_path / "ckpt.pt", small(64), **more)
+    with pytest.raises(ConvertError, match=rf"ckpt\.pt .*{sentence}|{sentence}"):
+        import_model(tmp_path / "ckpt.pt", tmp_path / "ours", tokenizer="unused.pkl")
+
+
+def test_a_wrong_shape_and_a_tensor_too_many(tmp_path: Path) -> None:
+    model = small(64)
+    for change, sentence in (
+        ({"transformer.h.0.ln_1.weight": torch.ones(3)}, r"ln_1\.weight has shape \(3,\)"),
+        ({"transformer.h.0.extra": torch.ones(3)}, r"has 1 tensors .* transformer\.h\.0\.extra"),
+        ({"transformer.wpe.weight": torch.ones(31, 32)}, r"wpe\.weight has shape \(31, 32\)"),
+    ):
+        save(tmp_path / "ckpt.pt", model, changes=change)
+        with pytest.raises(ConvertError, match=sentence):
+            import_model(tmp_path / "ckpt.pt", tmp_path / "ours")
+    # The causal mask of old versions is no weight; a head of its own is kept.
+    changed = {"transformer.h.0.attn.bias": torch.ones(1), "lm_head.weight": torch.zeros(64, 32)}
+    save(tmp_path / "ckpt.pt", model, changes=changed)
+    save_meta(tmp_path / "meta.pkl")
+    import_model(tmp_path / "ckpt.pt", tmp_path / "ours")
+    info, gpt = loaded(tmp_path / "ours")
+    assert not info.config.tied_head
+    assert not gpt(torch.tensor([[1, 2]])).logits.any()
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [lambda raw: raw[: len(raw) // 2], lambda raw: b"", lambda raw: b"no such thing" * 50],
+)
+def test_damaged_files_are_named(damage: Callable[[bytes], bytes], tmp_path: Path) -> None:
+    save(tmp_path / "ckpt.pt", small(64))
+    path = tmp_path / "ckpt.pt"
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(ConvertError, match=r"ckpt\.pt \(.* bytes\) cannot be read|ckpt\.pt holds"):
+        import_model(path, tmp_path / "ours")
+
+
+def test_a_legacy_file_is_refused_with_the_way_out(tmp_path: Path) -> None:
+    torch.save({"model": {}}, tmp_path / "ckpt.pt", _use_new_zipfile_serialization=False)
+    with pytest.raises(ConvertError, match=r"saved anew: torch\.save\("):
+        import_model(tmp_path / "ckpt.pt", tmp_path / "ours")
+
+
+class Exploding:
+    """What a hostile pickle holds: unpickling it would call a function."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (Path.touch, (Path("exploded"),))
+
+
+@pytest.mark.parametrize(
+    ("raw", "sentence"),
+    [
+        (pickle.dumps(Exploding()), "it names .*, and to build that would run code"),
+        (b"", "EOFError"),
+        (pickle.dumps([1]), "holds no dictionary with 'stoi'"),
+        (pickle.dumps({"stoi": {"ab": 0}}), "'ab' is not one character"),
+        (pickle.dumps({"stoi": {"a": 0, "b": 2}}), "the ids of the 2 characters are not"),
+        (pickle.dumps({"stoi": {"a": 0}, "itos": {0: "b"}}), "'itos' is not 'stoi' the other way"),
+    ],
+)
+def test_a_meta_file_that_is_none(
+    raw: bytes, sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    save(tmp_path / "ckpt.pt", small(len(STOI)))
+    (tmp_path / "meta.pkl").write_bytes(raw)
+    with pytest.raises(ConvertError, match=sentence):
+        import_model(tmp_path / "ckpt.pt", tmp_path / "ours")
+    assert not Path("exploded").exists()

@@ -1,0 +1,169 @@
+"""Models and tokenizers as other projects make them: tiny, random, saved by their own libraries."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+import torch
+import torch.nn.functional as F
+import transformers
+from tokenizers import decoders, models, pre_tokenizers, trainers
+from torch import Tensor, nn
+
+from model.checkpoint import CheckpointInfo, load_checkpoint
+from model.convert.probe import probe_text
+from model.gpt import GPT
+
+TEXT = probe_text()
+SAMPLE = "def main(): it's 12345 naïve\n\n   \t x  "
+ROWS = 410
+"""Rows of embeddings; the vocabularies have fewer ids."""
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "gpt2": {"n_positions": 64, "n_layer": 2, "n_head": 4, "n_embd": 32},
+    "gpt2-untied": {
+        "n_positions": 64, "n_layer": 2, "n_head": 4, "n_embd": 32, "n_inner": 48,
+        "activation_function": "gelu", "tie_word_embeddings": False,
+    },
+    "llama": {"tie_word_embeddings": False},
+    "llama-tied-biased": {"tie_word_embeddings": True, "attention_bias": True},
+    "llama-biases": {"attention_bias": True, "mlp_bias": True, "head_dim": 12},
+    "mistral": {"sliding_window": None},
+    "mistral-window": {"sliding_window": 64},
+    "qwen2": {"tie_word_embeddings": True},
+    "qwen3": {"tie_word_embeddings": False, "head_dim": 16},
+    "qwen3-biased": {"tie_word_embeddings": True, "head_dim": 8, "attention_bias": True},
+}  # fmt: skip
+"""Arguments of `transformers`' configurations; the name begins with the model's type."""
+
+ROTARY: dict[str, Any] = {
+    "max_position_embeddings": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "hidden_size": 32, "intermediate_size": 48,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 5_000.0},
+}  # fmt: skip
+
+
+def their_model(family: str, **overrides: Any) -> Any:
+    """A random model of `transformers`; biases and norms are drawn, too."""
+    kind = family.partition("-")[0]
+    values = FAMILIES[family] if kind == "gpt2" else ROTARY | FAMILIES[family]
+    name = {"gpt2": "GPT2", "llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2",
+            "qwen3": "Qwen3"}[kind]  # fmt: skip
+    config = getattr(transformers, f"{name}Config")(
+        vocab_size=ROWS, bos_token_id=0, eos_token_id=0, **values | overrides
+    )
+    head = "LMHeadModel" if kind == "gpt2" else "ForCausalLM"
+    model = getattr(transformers, f"{name}{head}")(config)
+    draw(model)
+    return model.eval()
+
+
+def draw(model: nn.Module, seed: int = 0) -> None:
+    """Draw every weight so large that attention chooses."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 2 or name.endswith("bias"):
+                parameter.normal_(std=0.2, generator=generator)
+            else:
+                parameter.uniform_(0.5, 1.5, generator=generator)
+
+
+def their_tokenizer(
+    *, pattern: str | None = None, special_first: bool = False, size: int = 380
+) -> Any:
+    """A byte-level BPE that the `tokenizers` library learned, with two special tokens."""
+    special = ["<|endoftext|>", "<|user|>"]
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pattern is None)
+    steps = [] if pattern is None else [
+        pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated")
+    ]  # fmt: skip
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*steps, level]) if steps else level
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=size,
+        special_tokens=special if special_first else [],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([TEXT], trainer)
+    if not special_first:
+        tokenizer.add_special_tokens(special)
+    return tokenizer
+
+
+def save_theirs(
+    folder: Path, family: str, tokenizer: Any = None, **overrides: Any
+) -> tuple[Any, Any]:
+    """A model of `transformers` with its tokenizer, saved; both."""
+    model, tokenizer = their_model(family, **overrides), tokenizer or their_tokenizer()
+    model.save_pretrained(folder)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return model, tokenizer
+
+
+def loaded(path: Path) -> tuple[CheckpointInfo, GPT]:
+    return load_checkpoint(path, device=torch.device("cpu"), dtype=torch.float32)
+
+
+class NanoGPT(nn.Module):
+    """nanoGPT's model with its names, as a textbook would write it."""
+
+    def __init__(self, *, rows: int, context: int, layers: int, heads: int, width: int, bias: bool):
+        super().__init__()
+        self.heads = heads
+        self.transformer = nn.ModuleDict(
+            {
+                "wte": nn.Embedding(rows, width),
+                "wpe": nn.Embedding(context, width),
+                "h": nn.ModuleList(
+                    nn.ModuleDict(
+                        {
+                            "ln_1": nn.LayerNorm(width, bias=bias),
+                            "attn": nn.ModuleDict(
+                                {
+                                    "c_attn": nn.Linear(width, 3 * width, bias=bias),
+                                    "c_proj": nn.Linear(width, width, bias=bias),
+                                }
+                            ),
+                            "ln_2": nn.LayerNorm(width, bias=bias),
+                            "mlp": nn.ModuleDict(
+                                {
+                                    "c_fc": nn.Linear(width, 4 * width, bias=bias),
+                                    "c_proj": nn.Linear(4 * width, width, bias=bias),
+                                }
+                            ),
+                        }
+                    )
+                    for _ in range(layers)
+                ),
+                "ln_f": nn.LayerNorm(width, bias=bias),
+            }
+        )
+        self.lm_head = nn.Linear(width, rows, bias=False)
+        self.lm_head.weight = self.transformer["wte"].weight  # type: ignore[assignment]
+        self.arguments = {
+            "n_layer": layers, "n_head": heads, "n_embd": width, "block_size": context,
+            "bias": bias, "vocab_size": rows, "dropout": 0.0,
+        }  # fmt: skip
+        draw(self)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        parts: Any = self.transformer
+        x = parts["wte"](ids) + parts["wpe"](torch.arange(ids.shape[1]))
+        for block in parts["h"]:
+            x = x + self.attention(block["attn"], block["ln_1"](x))
+            x = x + block["mlp"]["c_proj"](F.gelu(block["mlp"]["c_fc"](block["ln_2"](x))))
+        return self.lm_head(parts["ln_f"](x))
+
+    def attention(self, attn: Any, x: Tensor) -> Tensor:
+        batch, time, width = x.shape
+        q, k, v = (
+            part.view(batch, time, self.heads, -1).transpose(1, 2)
+            for part in attn["c_attn"](x).split(width, dim=2)
+        )
+        scores = q @ k.transpose(2, 3) / math.sqrt(width // self.heads)
+        masked = scores.masked_fill(torch.ones(time, time).triu(1).bool(), -math.inf)
+        return attn["c_proj"]((masked.softmax(-1) @ v).transpose(1, 2).reshape(batch, time, width))

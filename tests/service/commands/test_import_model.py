@@ -1,0 +1,62 @@
+"""`logitd import` and `logitd export`: what they print, and one sentence for every mistake."""
+
+from pathlib import Path
+
+import pytest
+
+from model.checkpoint import read_checkpoint
+from service.cli import run
+from tests.model.convert.theirs import save_theirs
+from tests.model.factories import save_tiny_checkpoint, tiny_config, tiny_gpt
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A working directory without somebody's .env."""
+    monkeypatch.chdir(tmp_path)
+
+
+def test_there_and_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_theirs(tmp_path / "theirs", "llama")
+    capsys.readouterr()
+    assert run(["import", "theirs", "ours", "--dtype", "bfloat16", "--context-length", "48"]) == 0
+    assert capsys.readouterr() == (
+        "theirs is a model of Hugging Face llama\n"
+        "ours: 2 layers, width 32, context 48, vocabulary 382\n\n"
+        "serve it:  logitd serve --checkpoint ours\n",
+        "",
+    )
+    info = read_checkpoint(tmp_path / "ours")
+    assert info.training.data["format"] == "Hugging Face llama"
+    assert (
+        "Imported from a model of Hugging Face llama" in (tmp_path / "ours/README.md").read_text()
+    )
+    assert run(["export", "ours", "back", "--to", "hf"]) == 0
+    assert capsys.readouterr() == ("back is written\n", "")
+    assert sorted(path.name for path in (tmp_path / "back").iterdir()) == [
+        "config.json", "generation_config.json", "model.safetensors", "tokenizer.json",
+        "tokenizer_config.json",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("import", "nowhere", "ours"), "import: there is neither a file nor a folder nowhere"),
+        (("import", "own", "own"), "import: own exists; checkpoints are never overwritten"),
+        (("export", "nowhere", "x"), "export: there is no checkpoint directory at nowhere"),
+        (("export", "own", "own"), "export: own exists; nothing is overwritten"),
+        (
+            ("export", "own", "x"),
+            "export: norm_position is 'post': GPT-2 and Llama normalise before each sublayer; "
+            "there is no architecture to export it as",
+        ),
+    ],
+)
+def test_mistakes(
+    arguments: tuple[str, ...], sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gpt = tiny_gpt(tiny_config(n_layer=1, norm_position="post"))
+    save_tiny_checkpoint(tmp_path / "own", gpt=gpt)
+    assert run(arguments) == 1
+    assert capsys.readouterr() == ("", f"logitd {sentence}\n")
