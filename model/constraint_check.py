@@ -42,9 +42,14 @@ class Checker:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._vocabulary = _line(
             {
-                "ranks": [base64.b64encode(token).decode() for token in tokenizer.ranks],
+                "ranks": {
+                    base64.b64encode(token).decode(): rank
+                    for token, rank in tokenizer.ranks.items()
+                },
                 "pattern": tokenizer.pattern,
                 "special_tokens": tokenizer.special_tokens,
+                "vocab_size": tokenizer.vocab_size,
+                "end_of_text_name": tokenizer.end_of_text_name,
             }
         )
         self._process: subprocess.Popen[bytes] | None = None
@@ -143,10 +148,8 @@ def _try(compiler: Compiler, source: Source) -> None:
 
 
 def _tokenizer(vocabulary: dict[str, Any]) -> Tokenizer:
-    ranks = {base64.b64decode(token): rank for rank, token in enumerate(vocabulary["ranks"])}
-    return Tokenizer(
-        ranks=ranks, pattern=vocabulary["pattern"], special_tokens=vocabulary["special_tokens"]
-    )
+    ranks = {base64.b64decode(token): rank for token, rank in vocabulary["ranks"].items()}
+    return Tokenizer(**{**vocabulary, "ranks": ranks})
 
 
 def _limit() -> None:

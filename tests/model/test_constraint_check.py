@@ -14,6 +14,7 @@ from model import constraint_check
 from model.constraint import Compiler, ConstraintsUnavailable, Kind, Source
 from model.constraint_check import Checker
 from model.engine.api import ConstraintError
+from model.tokenizer import SPLIT_PATTERN, Tokenizer
 from tests.model.factories import byte_tokenizer
 
 GOOD = Source("regex", "[a-z]+ [0-9]{2}")
@@ -22,6 +23,28 @@ GOOD = Source("regex", "[a-z]+ [0-9]{2}")
 @pytest.fixture(scope="module")
 def checker() -> Iterator[Checker]:
     checker = Checker(byte_tokenizer())
+    yield checker
+    checker.close()
+
+
+@pytest.fixture(scope="module")
+def letters() -> Tokenizer:
+    """Ids for three letters and what ends a document; the other 253 bytes have none."""
+    ranks = {letter: rank for rank, letter in enumerate((b"a", b"b", b"c"))}
+    missing = (byte for byte in map(bytes, zip(range(256))) if byte not in ranks)
+    ranks |= {byte: 4 + index for index, byte in enumerate(missing)}
+    return Tokenizer(
+        ranks=ranks,
+        pattern=SPLIT_PATTERN,
+        special_tokens={"<|end|>": 3},
+        vocab_size=4,
+        end_of_text_name="<|end|>",
+    )
+
+
+@pytest.fixture(scope="module")
+def checker_of_letters(letters: Tokenizer) -> Iterator[Checker]:
+    checker = Checker(letters)
     yield checker
     checker.close()
 
@@ -77,6 +100,20 @@ def test_it_says_what_compiling_here_says(checker: Checker, kind: Kind, text: st
     except ConstraintError as error:
         found = str(error)
     assert found == expected
+
+
+def test_a_vocabulary_that_lacks_bytes_is_the_same_there(
+    letters: Tokenizer, checker_of_letters: Checker
+) -> None:
+    checker_of_letters.check(Source("regex", "[ab]+"))
+    unwritable = Source("regex", "a[0-9]")
+    matcher = Compiler(letters).compile(unwritable).matcher()
+    matcher.advance(0)
+    with pytest.raises(ConstraintError) as here:
+        matcher.allowed()
+    with pytest.raises(ConstraintError) as there:
+        checker_of_letters.check(unwritable)
+    assert str(there.value) == str(here.value)
 
 
 @pytest.mark.parametrize("name", HOSTILE)
