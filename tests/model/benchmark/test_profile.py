@@ -29,6 +29,7 @@ from model.gpt import GPT
 from model.kernels.decoder import NativeDecoder
 from model.kernels.library import KernelsUnavailable, load_library
 from model.kernels.plain import PlainDecoder
+from model.kv_cache import KVCache
 from tests.model.factories import FAMILIES, VOCAB_SIZE, random_ids, tiny_config, tiny_gpt
 
 STEPS = 12
@@ -176,6 +177,26 @@ def test_watching_changes_no_bit(decoder: DecoderMaker, family: str) -> None:
         engine.close()
     assert answers[0] == answers[1]
     assert len(answers[0]) == 3 * 15
+
+
+def test_what_a_decoder_says_of_itself_is_said_of_the_watched_one() -> None:
+    class Busy(PlainDecoder):
+        has_threads = True
+        blockwise = True
+        crowded = False
+
+    gpt = small()
+    made: list[Busy] = []
+
+    def make(gpt: GPT, cache: KVCache) -> Busy:
+        made.append(Busy(gpt, cache))
+        return made[0]
+
+    cache = KVCache(gpt.config, 1, device=torch.device("cpu"), dtype=torch.float32)
+    decoder = Watch(gpt, make).make_decoder(gpt, cache)
+    assert (decoder.has_threads, decoder.blockwise, decoder.crowded) == (True, True, False)
+    made[0].crowded = True
+    assert decoder.crowded, "it changes from step to step"
 
 
 def test_nothing_is_left_on_the_model(decoder: DecoderMaker) -> None:
