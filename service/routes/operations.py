@@ -1,6 +1,5 @@
 """GET endpoints for people who operate the service: health, info, version, metrics."""
 
-from dataclasses import asdict
 from typing import Any
 
 from fastapi import APIRouter, Response
@@ -53,7 +52,7 @@ def info(served: Ready) -> Info:
             "model": checkpoint.name,
             "checkpoint": checkpoint_name(checkpoint),
             "config": checkpoint.config.to_dict(),
-            "training": asdict(checkpoint.training),
+            "training": checkpoint.training.to_dict(),
             "parameters": served.parameters,
             "device": served.device,
             "decoding": served.decode_path.name,
