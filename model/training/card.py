@@ -59,7 +59,7 @@ def write_card(facts: CardFacts) -> str:
 
 def _head(facts: CardFacts) -> str:
     config, data = facts.config, facts.data
-    heads = f"{config.n_head} heads"
+    heads = f"{config.n_head} head{'s' if config.n_head > 1 else ''}"
     if config.n_kv_head != config.n_head:
         heads += f" ({config.n_kv_head} for keys and values)"
     return (
