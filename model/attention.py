@@ -1,10 +1,9 @@
 """Attention: what happens between the query, key and value projections and the output projection.
 
 The GPT's forward hands each layer's heads to an `Attend`, and takes back their outputs. Those that
-look at no cache are here: the fused causal one of training, the block-wise one of
-`GPT.forward_as_served`, and the one that keeps what it computes for `model/trace.py`. Those that
-read and write the KV cache are in `model/kv_cache.py`; prefill there and the block-wise one share
-`attend_blocks`, so that a forward without a cache gives the bits that the service gives.
+look at no cache are here: the fused causal one of training, and the one that keeps what it computes
+for `model/trace.py`. Those that read and write the KV cache are in `model/kv_cache.py`;
+`attend_blocks` is how prefill attends there.
 
 Shapes: B sequences, T positions, H = n_head, K = n_kv_head, D = head_dim, S = key positions.
   q (B, H, T, D)   k, v (B, K, T, D)   result (B, H, T, D)
@@ -103,32 +102,6 @@ class CausalAttend:
         return F.scaled_dot_product_attention(
             q, k, v, dropout_p=self.dropout, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]
         )
-
-
-class BlockwiseAttend:
-    """Causal attention within the given positions, as the KV cache's prefill computes it: sequence
-    by sequence, block by block. T must be a multiple of BLOCK."""
-
-    def __init__(self, length: int, device: torch.device, observe: Observer | None = None) -> None:
-        self._mask = block_mask(length, device)
-        self._observe = observe
-
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        # Contiguous like the rows of a cache: bits may depend on where in memory a row begins.
-        keys, values = k.contiguous(), v.contiguous()
-        rows = [
-            attend_blocks(
-                layer,
-                q[row : row + 1],
-                keys[row],
-                values[row],
-                start=0,
-                mask=self._mask,
-                observe=self._observe,
-            )
-            for row in range(len(q))
-        ]
-        return torch.cat(rows)
 
 
 class AttentionRecorder:

@@ -20,14 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from model.activation import activate
-from model.attention import (
-    Attend,
-    AttentionRecorder,
-    BlockwiseAttend,
-    CausalAttend,
-    RecordingAttend,
-)
-from model.config import BLOCK, GPTConfig
+from model.attention import Attend, CausalAttend, RecordingAttend
+from model.config import GPTConfig
 
 VALUE_GATE_WIDTH = 32
 """Leading channels of the residual stream that steer the gate of a value embedding."""
@@ -91,36 +85,6 @@ class GPT(nn.Module):
             attentions=torch.stack(recording.probs) if recording else None,
         )
         return output if lengths is None else _zero_padding(output, positions, lengths)
-
-    def forward_as_served(
-        self,
-        token_ids: Tensor,  # (T,)
-        *,
-        hidden_states: bool = False,
-        attentions: bool = False,
-    ) -> GPTOutput:
-        """`forward` of one sequence in the arithmetic of the service: whole blocks of positions,
-        each attending by itself. On a CPU the numbers are bit for bit those that are served with
-        the same dtype and number of threads. Shapes as in `forward`, with B = 1."""
-        config, device, length = self.config, token_ids.device, len(token_ids)
-        padding = -length % BLOCK
-        positions = torch.arange(length + padding, device=device)
-        weights = AttentionRecorder(range(config.n_layer), range(config.n_head), length)
-        attend = BlockwiseAttend(length + padding, device, weights if attentions else None)
-        states: list[Tensor] = []
-        x = self.transform(
-            F.pad(token_ids, (0, padding))[None],
-            positions.clamp(max=config.context_length - 1)[None],
-            attend,
-            states if hidden_states else None,
-        )
-        # (positions, n_layer, H, T), then (n_layer, 1, H, T, T)
-        probs = weights.rows()[:length].permute(1, 2, 0, 3)[:, None] if attentions else None
-        return GPTOutput(
-            logits=self.logits(x)[:, :length],
-            hidden_states=torch.stack(states)[:, :, :length] if hidden_states else None,
-            attentions=probs,
-        )
 
     def transform(
         self,

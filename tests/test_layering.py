@@ -24,13 +24,12 @@ WITH_THREAD = {"service.async_engine", "model.look_ahead", "model.training.inter
 DOWNLOADS = "model.training.text.download"
 """The one module of `model` that opens a connection."""
 ENGINE_OUTSIDE = {
-    "model.attention",
     "model.config",
     "model.draw",
     "model.device",
     "model.gpt",
-    "model.kernels.crowding",
     "model.kernels.plain",
+    "model.kernels.prefill",
     "model.kv_cache",
 }
 """What the engine may import of `model` besides itself."""

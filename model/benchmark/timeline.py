@@ -1,7 +1,7 @@
 """Timeline: an engine's step as stages that follow one another, each ended by a look at the clock.
 
 The native decoder times its own stages (`model/kernels/native/clocks.h`). Stock torch, which
-computes prompts everywhere and decodes where there are no native kernels, is watched through
+computes what the native code does not, is watched through
 torch's hooks and through the `Attend` and `Observer` of `model/attention.py`. Around both stands a
 `WatchedDecoder`, the one place where an engine calls its decoder: so nothing in the engine knows
 that it is watched.
@@ -24,6 +24,7 @@ from model.engine.runner import DecoderMaker
 from model.gpt import GPT, Block
 from model.kernels.decoder import NativeDecoder
 from model.kernels.plain import Decoder
+from model.kernels.prefill import Prefilled, WantedWeights
 from model.kv_cache import KVCache
 
 
@@ -76,23 +77,38 @@ class WatchedDecoder:
 
     def __init__(self, decoder: Decoder, timeline: Timeline) -> None:
         self.has_threads = decoder.has_threads
-        self.blockwise = decoder.blockwise
         self._decoder = decoder
         self._timeline = timeline
         self._native = decoder if isinstance(decoder, NativeDecoder) else None
 
     @property
-    def crowded(self) -> bool:
-        return self._decoder.crowded
-
-    @property
     def is_native(self) -> bool:
         return self._native is not None
+
+    @property
+    def prefills_natively(self) -> bool:
+        return self._native is not None and self._native.prefills
 
     def time_stages(self, wanted: bool) -> None:
         """Whether a native decoder looks at its clocks; another has none."""
         if self._native is not None:
             self._native.time_stages(wanted)
+
+    def prefill(
+        self,
+        token_ids: Sequence[int],
+        slot: int,
+        start: int,
+        *,
+        states: bool = False,
+        weights: WantedWeights | None = None,
+    ) -> Prefilled:
+        if self.prefills_natively:
+            self._timeline.mark("scheduling" if self._timeline.empty else "tensors")
+        found = self._decoder.prefill(token_ids, slot, start, states=states, weights=weights)
+        if self.prefills_natively:
+            self._mark("head", "tensors")
+        return found
 
     def decode(
         self, token_ids: Sequence[int], slots: Sequence[int], positions: Sequence[int]
@@ -150,7 +166,8 @@ class Watch:
         found: dict[Stage, float] = {}
         assert self._decoder is not None, "the engine is made before it is watched"
         with ExitStack() as undone:
-            if prefill or not self._decoder.is_native:
+            hooked = not self._decoder.prefills_natively if prefill else not self._decoder.is_native
+            if hooked:
                 for hook in _hooks(self._gpt, self._timeline):
                     undone.callback(hook.remove)
             self._decoder.time_stages(True)

@@ -1,15 +1,12 @@
 """Runner: computes what a step plan asks for. The one file between the engine and the tensors.
 
-Prefill runs in whole blocks of 32 positions at multiples of 32, and logits of prefilled positions
-in rows padded to a multiple of 4; decode, and the logits from which a first token is drawn, are the
-decoder's (`model/kernels/`): so the arithmetic of
-a row depends on its phase and position only, never on who is computed beside it. On a GPU that
-takes a decoder that was asked for it, beside which all of prefill goes a block at a time.
+The passes themselves are a decoder's (`model/kernels/`): each sees to it that the arithmetic of a
+row depends on its phase and position only, never on who is computed beside it.
 
 Knows sequences and plans, not queues or events. Decides nothing.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -19,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from model.attention import AttentionRecorder, Observer
 from model.config import BLOCK
 from model.device import one_thread
 from model.engine.api import (
@@ -35,8 +31,8 @@ from model.engine.sampler import Row, Sampled, process, sample, score
 from model.engine.scheduler import PrefillChunk, StepPlan
 from model.engine.sequence import Sequence
 from model.gpt import GPT
-from model.kernels.crowding import Crowding
-from model.kernels.plain import Decoder, PlainDecoder, block_logits, padded_logits
+from model.kernels.plain import Decoder, PlainDecoder
+from model.kernels.prefill import Prefilled, WantedWeights
 from model.kv_cache import KVCache
 
 DecoderMaker = Callable[[GPT, KVCache], Decoder]
@@ -88,7 +84,6 @@ class Runner:
         self._make_decoder = make_decoder
         self._decoder = make_decoder(gpt, self.cache)
         self._masks = masks
-        self._crowding = Crowding(gpt)
 
     def check_replaceable(self, gpt: GPT) -> None:
         """Raise ValueError unless `gpt` could use this cache as it is."""
@@ -106,7 +101,6 @@ class Runner:
         """Compute with other weights from now on; the cache's contents mean nothing to them."""
         self._decoder.close()
         self._decoder = self._make_decoder(gpt, self.cache)
-        self._crowding = Crowding(gpt)
         self.gpt = gpt
 
     def close(self) -> None:
@@ -149,7 +143,7 @@ class Runner:
                 if handed_out.positions:
                     output.rows[sequence] = handed_out
                 continue
-            hidden = self.prefill(chunk)
+            hidden = self.prefill(chunk).hidden  # (T, d_model)
             if sequence.scores_from is not None and chunk.end > sequence.scores_from:
                 output.scores[sequence] = self._scores(chunk, hidden, sequence.scores_from)
             if chunk.completes_prompt and sequence.generation is not None:
@@ -183,44 +177,17 @@ class Runner:
                 output.verified[sequence] = list(islice(sampled, len(draft.token_ids)))
 
     def prefill(
-        self,
-        chunk: PrefillChunk,
-        states: list[Tensor] | None = None,
-        observe: Observer | None = None,
-    ) -> Tensor:
-        """Compute a chunk into its slot; the final hidden states of its positions (T, d_model).
-
-        `states` collects what `GPT.transform` says, (1, T padded, d_model) each; `observe` is shown
-        what attention works on."""
+        self, chunk: PrefillChunk, *, states: bool = False, weights: WantedWeights | None = None
+    ) -> Prefilled:
+        """Compute a chunk into its slot."""
         sequence, start = chunk.sequence, chunk.start
         assert sequence.slot is not None
-        assert start % BLOCK == 0
         if chunk.copy_from is not None:
             self.cache.copy_prefix(chunk.copy_from, sequence.slot, start)
-        length = chunk.end - start
-        padding = -length % BLOCK
-        # The padding's keys lie behind every position that is ever looked at before it is
-        # overwritten; its own results are dropped.
-        token_ids = torch.tensor(
-            [sequence.tokens[start : chunk.end] + [0] * padding], device=self.device
+        token_ids = sequence.tokens[start : chunk.end]
+        return self._decoder.prefill(
+            token_ids, sequence.slot, start, states=states, weights=weights
         )
-        positions = torch.arange(start, chunk.end + padding, device=self.device)
-        positions = positions.clamp(max=self.gpt.config.context_length - 1)[None]
-        piece = BLOCK if self._decoder.blockwise else length + padding
-        pieces: list[Tensor] = []  # (1, piece, d_model) each
-        collected: list[list[Tensor]] = []
-        for offset in range(0, length + padding, piece):
-            part = slice(offset, offset + piece)
-            kept: list[Tensor] | None = None if states is None else []
-            attend = self.cache.prefill(sequence.slot, start + offset, observe)
-            with self._crowding.watched(piece, self._decoder.crowded):
-                hidden = self.gpt.transform(token_ids[:, part], positions[:, part], attend, kept)
-            pieces.append(hidden)
-            if kept is not None:
-                collected.append(kept)
-        if states is not None:
-            states += [_joined(layer, dim=1) for layer in zip(*collected, strict=True)]
-        return _joined(pieces, dim=1)[0, :length]
 
     def decode(
         self, sequences: tuple[Sequence, ...], drafts: Mapping[Sequence, Draft] = NO_DRAFTS
@@ -247,24 +214,24 @@ class Runner:
         offsets = [position - chunk.start for position in positions]
         match request.wanted:
             case Logits() as wanted:
-                hidden = self.prefill(chunk)[offsets]  # (P, d_model)
+                hidden = self.prefill(chunk).hidden[offsets]  # (P, d_model)
                 values = self._wanted_logits(chunk.sequence, wanted, positions, hidden)
             case HiddenStates(layers=layers):
-                states: list[Tensor] = []
-                self.prefill(chunk, states)
-                chosen = [states[layer][0, offsets] for layer in layers]
-                values = torch.stack(chosen, dim=1)  # (P, layers, d_model)
+                states = self.prefill(chunk, states=True).states
+                assert states is not None
+                values = states[list(layers)][:, offsets].transpose(0, 1)  # (P, layers, d_model)
             case AttentionWeights(layers=layers, heads=heads):
-                weights = AttentionRecorder(layers, heads, len(request.token_ids))
-                self.prefill(chunk, observe=weights)
-                values = weights.rows()[offsets]  # (P, layers, heads, T)
+                wanted_weights = WantedWeights(layers, heads, len(request.token_ids))
+                weights = self.prefill(chunk, weights=wanted_weights).weights
+                assert weights is not None
+                values = weights[offsets]  # (P, layers, heads, T)
         return Rows(positions, values.float().cpu().numpy())
 
     def _wanted_logits(
         self, sequence: Sequence, wanted: Logits, positions: tuple[int, ...], hidden: Tensor
     ) -> Tensor:
         """Logits (P, columns) of final hidden states (P, d_model)."""
-        logits = self._logits(hidden)
+        logits = self._decoder.head(hidden)
         if wanted.processing is not None:
             rows = [
                 Row(
@@ -278,10 +245,6 @@ class Runner:
             logits = process(logits, rows)
         return logits if wanted.columns is None else logits[:, list(wanted.columns)]
 
-    def _logits(self, hidden: Tensor) -> Tensor:
-        """Logits (R, V) of prefilled positions (R, d_model)."""
-        return (block_logits if self._decoder.blockwise else padded_logits)(self.gpt, hidden)
-
     def _scores(self, chunk: PrefillChunk, hidden: Tensor, scores_from: int) -> Scores:
         """Logprobs of the tokens after the chunk's positions, block by block."""
         tokens, first = chunk.sequence.tokens, max(chunk.start, scores_from)
@@ -291,15 +254,9 @@ class Runner:
         scored: list[Sampled] = []
         for start in range(0, len(following), BLOCK):
             targets = following[start : start + BLOCK]
-            logits = self._logits(hidden[start : start + len(targets)])
+            logits = self._decoder.head(hidden[start : start + len(targets)])
             scored += score(logits, targets, chunk.sequence.scored_top)
         return Scores(first + 1, scored)
-
-
-def _joined(pieces: Iterable[Tensor], dim: int) -> Tensor:
-    """Tensors as one; a single one as it is."""
-    together = list(pieces)
-    return together[0] if len(together) == 1 else torch.cat(together, dim)
 
 
 def _check_mode(gpt: GPT) -> None:

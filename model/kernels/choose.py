@@ -14,7 +14,7 @@ import torch
 from model.config import DTypeName, FloatName, GPTConfig, KernelChoice, Quantization
 from model.device import bfloat16_instructions, processor_features
 from model.gpt import GPT
-from model.kernels.decoder import NativeDecoder, not_covered
+from model.kernels.decoder import NativeDecoder, not_covered, prefills_natively
 from model.kernels.graphs import GraphDecoder
 from model.kernels.library import KernelsUnavailable, load_library
 from model.kernels.plain import Decoder, PlainDecoder
@@ -106,9 +106,14 @@ def choose_decode_path(
     found = _native(gpt.config, weight.device, weight.dtype, kernels, say)
     if not isinstance(found, str):
         library, quantized = found, quantize == "int8"
+        prefills = prefills_natively(
+            weight.dtype, quantized=quantized, features=processor_features()
+        )
 
         def make(gpt: GPT, cache: KVCache) -> Decoder:
-            return NativeDecoder(library, gpt, cache, threads=threads, quantized=quantized)
+            return NativeDecoder(
+                library, gpt, cache, threads=threads, quantized=quantized, prefills=prefills
+            )
 
         return DecodePath(make, f"native ({instructions()}{', int8' if quantized else ''})")
     if kernels == "native" or quantize != "none":

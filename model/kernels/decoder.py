@@ -1,14 +1,17 @@
-"""NativeDecoder: a token, or a few, of each of several sequences through the whole GPT, in one
-native call.
+"""NativeDecoder: tokens of one sequence or of several through the whole GPT, in one native call.
 
 Describes a GPT and its KV cache to the code in native/decoder.cpp. Covers every shape of
 `GPTConfig` on a CPU in float32 and bfloat16 whose head_dim is a multiple of 16, and int8 weights;
 `unsupported` says why another is not covered. The plain twin is `PlainDecoder`: equal within the
 tolerance of the dtype, the residual stream being float32 here.
+
+A prompt goes through the same code, and gives the bits that decoding it token by token would give.
+Where the processor lacks the instructions that make this fast (`prefills_natively`), torch computes
+prompts instead.
 """
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from ctypes import (
     POINTER,
     Structure,
@@ -30,6 +33,7 @@ from model.config import DRAFTED_ROWS, GPTConfig
 from model.draw import Draw, floor
 from model.gpt import GPT, VALUE_GATE_WIDTH, Block, rotary_tables, sinusoidal_table
 from model.kernels.arena import Arena, settle
+from model.kernels.prefill import Prefilled, TorchPrefill, WantedWeights
 from model.kernels.quantize import Quantized, quantize_rows
 from model.kv_cache import KVCache
 
@@ -37,6 +41,12 @@ KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 ACTIVATIONS = {"gelu_tanh": 0, "gelu": 1, "relu": 2, "relu2": 3, "swiglu": 4}
 LANES = 16
 MAX_HEAD_DIM = 256
+PREFILL_ROWS = 256
+"""Positions of a prompt that go through the model together. No bit depends on it; there are
+buffers for so many."""
+FAST_PRODUCTS = {"float32": "avx512f", "bfloat16": "avx512_bf16", "int8": "avx512_vnni"}
+"""The feature that the products of many rows need to be at least as fast as torch's: 32 registers
+of 16 numbers, and dot products of narrow ones."""
 
 
 class _Norm(Structure):
@@ -97,6 +107,19 @@ class _Cache(Structure):
     )
 
 
+class _Record(Structure):
+    _fields_ = (
+        ("states", c_void_p),
+        ("weights", c_void_p),
+        ("layer_places", c_void_p),
+        ("head_places", c_void_p),
+        ("layers", c_int32),
+        ("heads", c_int32),
+        ("length", c_int32),
+        ("count", c_int32),
+    )
+
+
 class _DrawnRow(Structure):
     _fields_ = (
         ("logits", c_void_p),
@@ -129,12 +152,17 @@ def not_covered(config: GPTConfig, device: torch.device, dtype: torch.dtype) -> 
     return None
 
 
+def prefills_natively(dtype: torch.dtype, *, quantized: bool, features: Collection[str]) -> bool:
+    """Whether prompts go through the native code too, by what the processor has."""
+    name = "int8" if quantized else str(dtype).removeprefix("torch.")
+    return FAST_PRODUCTS[name] in features
+
+
 class NativeDecoder:
     """A GPT and its cache, as the native code sees them. The GPT's parameters move into an arena,
     and must not be replaced while this lives."""
 
     has_threads = True
-    blockwise = False
 
     def __init__(
         self,
@@ -144,7 +172,9 @@ class NativeDecoder:
         *,
         threads: int,
         quantized: bool = False,
+        prefills: bool = True,
     ) -> None:
+        """`prefills`: prompts are computed natively, else by torch."""
         reason = unsupported(gpt)
         if reason is not None:
             raise ValueError(f"the native decoder does not cover this model: {reason}")
@@ -152,6 +182,9 @@ class NativeDecoder:
         library.logitd_decoder_new.argtypes = (POINTER(_Model), POINTER(_Cache), c_int32, c_int32)
         library.logitd_decoder_delete.argtypes = (c_void_p,)
         library.logitd_head.argtypes = (c_void_p, c_void_p, c_int32, c_void_p)
+        library.logitd_prefill.argtypes = (
+            c_void_p, POINTER(c_int32), c_int32, c_int32, c_int32, POINTER(_Record), c_void_p
+        )  # fmt: skip
         library.logitd_draw.argtypes = (c_void_p, POINTER(_DrawnRow), c_int32)
         library.logitd_crowded.argtypes = (c_void_p,)
         library.logitd_decode.argtypes = (c_void_p, *(POINTER(c_int32),) * 3, c_int32, c_void_p)
@@ -160,6 +193,9 @@ class NativeDecoder:
         self._library = library
         self._kept: list[Tensor | Quantized | Arena] = [settle(gpt)]
         self._quantized = quantized
+        self.prefills = prefills
+        self._torch_prefill = TorchPrefill(gpt, cache)
+        self._config = gpt.config
         self._cells = KINDS[gpt.token_embedding.weight.dtype]
         model, layers = self._describe(gpt)
         self._layers = layers
@@ -168,7 +204,8 @@ class NativeDecoder:
         )
         self._kept += [cache.keys, cache.values]
         rows = max(cache.slots, DRAFTED_ROWS)
-        self._handle = library.logitd_decoder_new(byref(model), byref(described), rows, threads)
+        room = max(rows, PREFILL_ROWS) if prefills else rows
+        self._handle = library.logitd_decoder_new(byref(model), byref(described), room, threads)
         self._where = tuple((c_int32 * rows)() for _ in range(3))
         self._logits = torch.empty(rows, gpt.config.vocab_size)
         self._stages = tuple(library.logitd_stage_names().decode().split())
@@ -183,15 +220,52 @@ class NativeDecoder:
     ) -> Tensor:
         """Logits (B, V) in float32 that follow the tokens, whose keys and values are written into
         the cache. The tensor is overwritten by the next call."""
-        count = self._checked(len(token_ids))
+        count = len(token_ids)
+        if count > len(self._logits):
+            raise ValueError(
+                f"{count} rows are asked for, this decoder has room for {len(self._logits)}"
+            )
         for numbers, given in zip(self._where, (token_ids, slots, positions), strict=True):
             numbers[:count] = list(given)
         self._library.logitd_decode(self._handle, *self._where, count, self._logits.data_ptr())
         return self._logits[:count]
 
+    def prefill(
+        self,
+        token_ids: Sequence[int],
+        slot: int,
+        start: int,
+        *,
+        states: bool = False,
+        weights: WantedWeights | None = None,
+    ) -> Prefilled:
+        if not self.prefills:
+            return self._torch_prefill(
+                token_ids, slot, start, states=states, weights=weights, crowded=self.crowded
+            )
+        config, count = self._config, len(token_ids)
+        hidden = torch.empty(count, config.d_model)
+        kept_states = torch.empty(config.n_layer + 1, count, config.d_model) if states else None
+        kept_weights = None
+        record = _Record(count=count)
+        if kept_states is not None:
+            record.states = kept_states.data_ptr()
+        if weights is not None:
+            shape = count, len(weights.layers), len(weights.heads), weights.length
+            kept_weights = torch.zeros(shape)
+            layers = places(weights.layers, config.n_layer)
+            heads = places(weights.heads, config.n_head)
+            record.weights = kept_weights.data_ptr()
+            record.layer_places, record.head_places = map(ctypes.addressof, (layers, heads))
+            _, record.layers, record.heads, record.length = shape
+        self._library.logitd_prefill(
+            self._handle, (c_int32 * count)(*token_ids), slot, start, count, byref(record),
+            hidden.data_ptr(),
+        )  # fmt: skip
+        return Prefilled(hidden, kept_states, kept_weights)
+
     def head(self, hidden: Tensor) -> Tensor:
-        """Logits (R, V) in float32 of final hidden states (R, d_model)."""
-        count, rows = self._checked(len(hidden)), hidden.float().contiguous()
+        count, rows = len(hidden), hidden.float().contiguous()
         logits = torch.empty(count, self._logits.shape[1])
         self._library.logitd_head(self._handle, rows.data_ptr(), count, logits.data_ptr())
         return logits
@@ -233,13 +307,6 @@ class NativeDecoder:
     def __del__(self) -> None:
         if getattr(self, "_handle", None) is not None:
             self.close()
-
-    def _checked(self, rows: int) -> int:
-        if rows > len(self._logits):
-            raise ValueError(
-                f"{rows} rows are asked for, this decoder has room for {len(self._logits)}"
-            )
-        return rows
 
     def _describe(self, gpt: GPT) -> tuple[_Model, ctypes.Array[_Layer]]:
         config, cpu = gpt.config, torch.device("cpu")
@@ -342,3 +409,11 @@ class NativeDecoder:
         assert tensor.is_contiguous()
         self._kept.append(tensor)
         return tensor.data_ptr()
+
+
+def places(chosen: Sequence[int], count: int) -> ctypes.Array[c_int32]:
+    """For each of `count` things its place among the chosen, or -1."""
+    found = (c_int32 * count)(*([-1] * count))
+    for place, index in enumerate(chosen):
+        found[index] = place
+    return found

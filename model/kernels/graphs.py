@@ -37,6 +37,7 @@ from model.gpt import GPT
 from model.kernels.capture import Capture, Compute, capture_for
 from model.kernels.device_draw import FIELDS, NO_TOKEN, DrawKind, draw_rows, kind_of, pack
 from model.kernels.plain import block_logits, padded_logits
+from model.kernels.prefill import Prefilled, TorchPrefill, WantedWeights
 from model.kv_cache import KVCache
 
 SHORTEST = 128
@@ -53,7 +54,6 @@ class GraphDecoder:
     """A GPT over its KV cache, recorded for each combination of sizes when it first comes up."""
 
     has_threads = False
-    crowded = False
 
     def __init__(
         self,
@@ -64,7 +64,8 @@ class GraphDecoder:
         capture: Capture | None = None,
     ) -> None:
         device = gpt.token_embedding.weight.device
-        self.blockwise = batch_invariant
+        self.batch_invariant = batch_invariant
+        self._prefill = TorchPrefill(gpt, cache, blockwise=batch_invariant)
         self._gpt = gpt
         self._cache = cache
         self._capture = capture or capture_for(device)
@@ -78,6 +79,17 @@ class GraphDecoder:
         self._logits = torch.zeros(self._rows, gpt.config.vocab_size, device=device)
         self._token_ids = torch.zeros(self._rows, dtype=torch.int64, device=device)
         self._recorded: OrderedDict[DecodeKey | DrawKey, Compute] = OrderedDict()
+
+    def prefill(
+        self,
+        token_ids: Sequence[int],
+        slot: int,
+        start: int,
+        *,
+        states: bool = False,
+        weights: WantedWeights | None = None,
+    ) -> Prefilled:
+        return self._prefill(token_ids, slot, start, states=states, weights=weights)
 
     @torch.inference_mode()
     def decode(
@@ -99,13 +111,13 @@ class GraphDecoder:
 
     @torch.inference_mode()
     def head(self, hidden: Tensor) -> Tensor:
-        return (block_logits if self.blockwise else padded_logits)(self._gpt, hidden)
+        return (block_logits if self.batch_invariant else padded_logits)(self._gpt, hidden)
 
     @torch.inference_mode()
     def draw(self, logits: Tensor, computed: Tensor, draws: Sequence[Draw]) -> list[int | None]:
         """A token of each row of `logits` (R, V), float32: what `draw_tokens` gives, up to the
         rounding of sums. Replayed where the rows are those that `decode` has just given."""
-        kind = DrawKind.FILTERED if self.blockwise else kind_of(draws)
+        kind = DrawKind.FILTERED if self.batch_invariant else kind_of(draws)
         if self._is_own(logits) and self._is_own(computed):
             rows = bucket(self._row_buckets, len(draws))
             self._how.send(pack(draws), rows)
@@ -154,7 +166,7 @@ class GraphDecoder:
         for start in range(0, len(draws), self._rows):
             part = slice(start, start + self._rows)
             some = pack(draws[part])
-            missing = self._rows - len(some) if self.blockwise else 0
+            missing = self._rows - len(some) if self.batch_invariant else 0
             packed = np.concatenate((some, some[:1].repeat(missing, axis=0)))
             drawn = draw_rows(
                 F.pad(logits[part], (0, 0, 0, missing)),

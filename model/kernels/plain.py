@@ -1,11 +1,11 @@
-"""PlainDecoder: a decode step in stock torch, wherever torch runs; the twin of the native one.
+"""PlainDecoder: prompts and decode steps in stock torch, wherever torch runs; the others' twin.
 
-Rows are padded to a multiple of ROW_GROUP: so the arithmetic of a row does not depend on how many
-are computed beside it. Measured on the matrix products of CPUs: the bits of a row differ between
-1, 2 to 3, and 4 or more rows, and are one class from 4 rows up in multiples of 4. Only products
-smaller than those of real models are outside of this: in float32 with fewer than 12 columns and an
-inner width that is no multiple of 4, in bfloat16 with rows * columns * inner width up to 4096,
-where torch changes kernels.
+Rows of a step are padded to a multiple of ROW_GROUP: so the arithmetic of a row does not depend on
+how many are computed beside it. Measured on the matrix products of CPUs: the bits of a row differ
+between 1, 2 to 3, and 4 or more rows, and are one class from 4 rows up in multiples of 4. Only
+products smaller than those of real models are outside of this: in float32 with fewer than 12
+columns and an inner width that is no multiple of 4, in bfloat16 with rows * columns * inner width
+up to 4096, where torch changes kernels.
 """
 
 from collections.abc import Sequence
@@ -18,24 +18,30 @@ from torch import Tensor
 from model.config import BLOCK
 from model.draw import Draw, draw_tokens
 from model.gpt import GPT
+from model.kernels.prefill import Prefilled, TorchPrefill, WantedWeights
 from model.kv_cache import KVCache
 
 ROW_GROUP = 4
 
 
 class Decoder(Protocol):
-    """Computes one more position of each of several slots, or some that follow one another, and
-    draws tokens."""
+    """A GPT over its KV cache: computes prompts into slots, one more position of each of several
+    slots, or some that follow one another, and draws tokens."""
 
     has_threads: bool
-    """Whether it computes with threads of its own instead of torch's."""
-    blockwise: bool
-    """Whether what is computed beside it, prefill and rows of logits, has to go a block of
-    positions at a time for company to change nothing: on a GPU, where that was asked for."""
+    """Whether it decodes with threads of its own instead of torch's."""
 
-    @property
-    def crowded(self) -> bool:
-        """Whether its own threads have found that other processes hold their cores."""
+    def prefill(
+        self,
+        token_ids: Sequence[int],
+        slot: int,
+        start: int,
+        *,
+        states: bool = False,
+        weights: WantedWeights | None = None,
+    ) -> Prefilled:
+        """Compute positions of a prompt into a slot that holds those before `start`, a multiple of
+        BLOCK."""
 
     def decode(
         self, token_ids: Sequence[int], slots: Sequence[int], positions: Sequence[int]
@@ -48,8 +54,7 @@ class Decoder(Protocol):
         DRAFTED_ROWS where that is more."""
 
     def head(self, hidden: Tensor) -> Tensor:
-        """Logits (R, V) of final hidden states (R, d_model), at most as many as in `decode`: those
-        from which the first tokens after prompts are drawn."""
+        """Logits (R, V) of a prompt's final hidden states (R, d_model)."""
 
     def draw(self, logits: Tensor, computed: Tensor, draws: Sequence[Draw]) -> list[int | None]:
         """A token of each row of `logits` (R, V), float32: what `draw_tokens` gives."""
@@ -62,13 +67,23 @@ class PlainDecoder:
     """A GPT over its KV cache, one torch operation after the other."""
 
     has_threads = False
-    blockwise = False
-    crowded = False
 
     def __init__(self, gpt: GPT, cache: KVCache) -> None:
         self._gpt = gpt
         self._cache = cache
         self._device = gpt.token_embedding.weight.device
+        self._prefill = TorchPrefill(gpt, cache)
+
+    def prefill(
+        self,
+        token_ids: Sequence[int],
+        slot: int,
+        start: int,
+        *,
+        states: bool = False,
+        weights: WantedWeights | None = None,
+    ) -> Prefilled:
+        return self._prefill(token_ids, slot, start, states=states, weights=weights)
 
     def decode(
         self, token_ids: Sequence[int], slots: Sequence[int], positions: Sequence[int]

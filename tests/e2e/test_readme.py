@@ -16,6 +16,7 @@ import torch
 
 from model.checkpoint import load_checkpoint
 from model.device import use_threads
+from model.served import forward_as_served
 from tests.e2e.server import ServedProcess
 
 ROOT = Path(__file__).parent.parent.parent
@@ -99,7 +100,7 @@ def test_the_numbers_are_bit_for_bit_the_models_own(server: ServedProcess, token
         gpt = load_checkpoint(
             BUNDLED, device=torch.device("cpu"), dtype=getattr(torch, info["dtype"])
         )[1]
-        own = gpt.forward_as_served(torch.tensor(ids)).logits[0].float().numpy()
+        own = forward_as_served(gpt, torch.tensor(ids)).logits[0].float().numpy()
     finally:
         use_threads(threads)
     assert served.shape == (tokens, 2048)

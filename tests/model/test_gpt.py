@@ -49,33 +49,6 @@ def test_one_position_up_to_a_full_context(gpt: GPT) -> None:
     assert_close(gpt(ids[:, :1]).logits, full[:, :1], atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("length", [1, 2, 31, 32, 33, 64, 100, 128])
-def test_the_arithmetic_of_the_service_is_the_same_model(gpt: GPT, length: int) -> None:
-    ids = random_ids(length, seed=length)
-    plain = gpt(ids[None], hidden_states=True, attentions=True)
-    served = gpt.forward_as_served(ids, hidden_states=True, attentions=True)
-    assert_close(served.logits, plain.logits, atol=1e-3, rtol=1e-3)
-    assert_close(served.hidden_states, plain.hidden_states, atol=1e-3, rtol=1e-3)
-    assert_close(served.attentions, plain.attentions, atol=1e-4, rtol=1e-3)
-    alone = gpt.forward_as_served(ids)
-    assert torch.equal(alone.logits, served.logits), "watching changes nothing"
-    assert alone.hidden_states is None
-    assert alone.attentions is None
-
-
-@pytest.mark.parametrize("length", [1, 33, 90])
-def test_the_arithmetic_of_the_service_does_not_depend_on_what_follows(
-    gpt: GPT, length: int
-) -> None:
-    ids = random_ids(128)
-    whole = gpt.forward_as_served(ids, hidden_states=True)
-    part = gpt.forward_as_served(ids[:length], hidden_states=True)
-    assert whole.hidden_states is not None
-    assert part.hidden_states is not None
-    assert torch.equal(part.logits, whole.logits[:, :length])
-    assert torch.equal(part.hidden_states, whole.hidden_states[:, :, :length])
-
-
 def test_a_later_token_changes_no_earlier_logits(gpt: GPT) -> None:
     ids = random_ids(2, 12)
     changed = ids.clone()

@@ -1,10 +1,13 @@
-// Attention of one new position over a slot of the KV cache, one key head with its query heads.
+// Attention of new positions over a slot of the KV cache, one key head with its query heads.
 //
-// Keys and values are (positions, width) in float32 or bfloat16; `width` a multiple of 16. Everything
-// is accumulated in float32, position after position.
+// Queries, keys and values are (positions, width) in float32 or bfloat16; `width` a multiple of 16.
+// Everything is accumulated in float32, position after position, each query for itself: `attend` goes
+// through the cache for one position, `attend_together` for a few that follow one another, which share
+// what is loaded, and both give a query the same bits.
 #pragma once
 
 #include "buffer.h"
+#include "dot.h"
 #include "vectors.h"
 
 namespace logitd {
@@ -25,12 +28,35 @@ inline void ask(const Cell* stream, int p, int count, const Cell* following) {
     __builtin_prefetch(reinterpret_cast<const char*>(at) + i);
 }
 
+// A query or a key of V vectors as the parts that are multiplied at once.
+template <class Cell, int V>
+struct Parts;
+
+template <int V>
+struct Parts<float, V> : F32 {
+  static constexpr int COUNT = V;
+  static Part part(const float* from, int i) { return load(from + i * LANES); }
+};
+
+template <int V>
+struct Parts<Bf16, V> : B16 {
+  static constexpr int COUNT = (V + 1) / 2;
+  // The last one of an odd number of vectors is half a part: what follows is not this head's.
+  static Part part(const Bf16* from, int i) {
+    Part part = {};
+    std::memcpy(&part, from + i * STEP, 2 * i + 1 < V ? sizeof part : sizeof part / 2);
+    return part;
+  }
+};
+
 // scores[p] = query . keys[p] for p in [0, count); V vectors wide. The values are asked for at the end.
 template <int V, class Cell>
-inline void scores_of(const float* query, const Cell* keys, const Cell* values, int count,
+inline void scores_of(const Cell* query, const Cell* keys, const Cell* values, int count,
                       float* scores) {
-  Floats q[V];
-  for (int i = 0; i < V; i++) q[i] = load(query + i * LANES);
+  using Parts = Parts<Cell, V>;
+  typename Parts::Part q[Parts::COUNT];
+#pragma GCC unroll 16
+  for (int i = 0; i < Parts::COUNT; i++) q[i] = Parts::part(query, i);
   for (int p = 0; p < count; p += LANES) {
     Floats products[LANES] = {};
     int here = count - p < LANES ? count - p : LANES;
@@ -38,7 +64,9 @@ inline void scores_of(const float* query, const Cell* keys, const Cell* values, 
       const Cell* key = keys + std::size_t(p + j) * V * LANES;
       ask<V>(keys, p + j, count, values);
       Floats product = {};
-      for (int i = 0; i < V; i++) product = fused(q[i], load(key + i * LANES), product);
+#pragma GCC unroll 16
+      for (int i = 0; i < Parts::COUNT; i++)
+        product = Parts::add(product, Parts::part(key, i), q[i]);
       products[j] = product;
     }
     store(scores + p, sums(products));
@@ -77,7 +105,7 @@ inline void mix(const float* weights, const Cell* values, int count, const Cell*
 }
 
 template <int V, class Cell>
-inline void attend_heads(const float* queries, int heads, const Cell* keys, const Cell* values,
+inline void attend_heads(const Cell* queries, int heads, const Cell* keys, const Cell* values,
                          const Cell* next_keys, int count, float* scores, float* out) {
   for (int head = 0; head < heads; head++) {
     scores_of<V>(queries + head * V * LANES, keys, values, count, scores);
@@ -91,12 +119,94 @@ inline void attend_heads(const float* queries, int heads, const Cell* keys, cons
 // for `count` rounded up to 16; `next_keys` are likely to be wanted afterwards. There is a copy for each
 // width, so that a sum stays in registers.
 template <class Cell, int V = 1>
-inline void attend(const float* queries, int heads, const Cell* keys, const Cell* values,
+inline void attend(const Cell* queries, int heads, const Cell* keys, const Cell* values,
                    const Cell* next_keys, int count, int width, float* scores, float* out) {
   if (width == V * LANES)
     attend_heads<V>(queries, heads, keys, values, next_keys, count, scores, out);
   else if constexpr (V < MAX_HEAD_VECTORS)
     attend<Cell, V + 1>(queries, heads, keys, values, next_keys, count, width, scores, out);
+}
+
+// One head of one position.
+template <class Cell>
+struct Query {
+  const Cell* query;  // (width), scaled
+  int count;           // of the positions that it sees
+  float* scores;       // room for `count` of the last query rounded up to 16; its weights, afterwards
+  float* out;          // (width)
+};
+
+// The scores of Q queries, up to the count of the last of them, or a few more.
+template <int V, int Q, class Cell>
+inline void scores_together(const Query<Cell>* queries, const Cell* keys) {
+  constexpr int SIDE = LANES / Q;  // keys beside one another
+  using Parts = Parts<Cell, V>;
+  for (int p = 0; p < queries[Q - 1].count; p += SIDE) {
+    Floats products[LANES] = {};
+    const Cell* at = keys + std::size_t(p) * V * LANES;
+#pragma GCC unroll 16
+    for (int i = 0; i < Parts::COUNT; i++) {
+#pragma GCC unroll 16
+      for (int k = 0; k < SIDE; k++) {
+        typename Parts::Part key = Parts::part(at + k * V * LANES, i);
+#pragma GCC unroll 16
+        for (int q = 0; q < Q; q++)
+          products[q * SIDE + k] =
+              Parts::add(products[q * SIDE + k], key, Parts::part(queries[q].query, i));
+      }
+    }
+    float scores[LANES];
+    store(scores, sums(products));
+    for (int q = 0; q < Q; q++)
+      std::memcpy(queries[q].scores + p, scores + q * SIDE, SIDE * sizeof(float));
+  }
+}
+
+// What Q queries, of which none sees less than the first, make of the values.
+template <int V, int Q, class Cell>
+inline void mix_together(const Query<Cell>* queries, const Cell* values) {
+  Floats mixed[Q][V] = {};
+  const int common = queries[0].count;
+  for (int p = 0; p < common; p++) {
+    const Cell* value = values + std::size_t(p) * V * LANES;
+    Floats weights[Q];
+    for (int q = 0; q < Q; q++) weights[q] = all(queries[q].scores[p]);
+#pragma GCC unroll 16
+    for (int i = 0; i < V; i++) {
+      Floats part = load(value + i * LANES);
+#pragma GCC unroll 16
+      for (int q = 0; q < Q; q++) mixed[q][i] = fused(weights[q], part, mixed[q][i]);
+    }
+  }
+  for (int q = 0; q < Q; q++) {
+    for (int p = common; p < queries[q].count; p++)
+      for (int i = 0; i < V; i++)
+        mixed[q][i] = fused(all(queries[q].scores[p]),
+                            load(values + (std::size_t(p) * V + i) * LANES), mixed[q][i]);
+    for (int i = 0; i < V; i++) store(queries[q].out + i * LANES, mixed[q][i]);
+  }
+}
+
+template <int V, int Q, class Cell>
+inline void attend_queries(const Query<Cell>* queries, int count, const Cell* keys, const Cell* values) {
+  int first = 0;
+  for (; first + Q <= count; first += Q) {
+    scores_together<V, Q>(queries + first, keys);
+    for (int q = first; q < first + Q; q++) softmax(queries[q].scores, queries[q].count);
+    mix_together<V, Q>(queries + first, values);
+  }
+  if constexpr (Q > 1) attend_queries<V, 1>(queries + first, count - first, keys, values);
+}
+
+// `count` queries of one key head, in the order of what they see. Scores may be computed for up to 15
+// positions more than that, so the cache has to go on there.
+template <class Cell, int V = 1>
+inline void attend_together(const Query<Cell>* queries, int count, const Cell* keys, const Cell* values,
+                            int width) {
+  constexpr int Q = V <= 4 ? 4 : V <= 8 ? 2 : 1;  // their sums stay in registers
+  if (width == V * LANES) attend_queries<V, Q>(queries, count, keys, values);
+  else if constexpr (V < MAX_HEAD_VECTORS)
+    attend_together<Cell, V + 1>(queries, count, keys, values, width);
 }
 
 }  // namespace logitd

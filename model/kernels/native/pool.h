@@ -35,7 +35,7 @@ inline void relax() {
 
 class Pool {
  public:
-  explicit Pool(int threads) {
+  explicit Pool(int threads) : next_(std::max(threads, 1)) {
     for (int i = 1; i < threads; i++) workers_.emplace_back([this] { work(); });
   }
 
@@ -88,14 +88,20 @@ class Pool {
     wait(count);
   }
 
-  // Like `loop`, and a thread's pieces lie one behind the other for the most part: claims go to the
-  // threads in turns. So what a thread reads is one stream.
+  // Like `loop`, and a thread's pieces lie one behind the other for as long as it has some of its own;
+  // then it helps with those of others. So what a thread reads is one stream. (Where threads took from
+  // two lanes in turns, the streams broke off when they were not equally fast: a fifth slower.)
   template <class Piece>
   void lanes(int count, const Piece& piece) {
-    int lanes = threads(), per_lane = (count + lanes - 1) / lanes;
-    loop(per_lane * lanes, [&](int claim) {
-      int at = claim % lanes * per_lane + claim / lanes;
-      if (at < count) piece(at);
+    const int lanes = threads(), per_lane = (count + lanes - 1) / lanes;
+    for (int lane = 0; lane < lanes; lane++)
+      next_[lane].piece.store(lane * per_lane, std::memory_order_relaxed);
+    loop(lanes, [&](int own) {
+      for (int lane = own; lane < own + lanes; lane++) {
+        const int end = std::min(count, (lane % lanes + 1) * per_lane);
+        std::atomic<int>& next = next_[lane % lanes].piece;
+        for (int i; (i = next.fetch_add(1, std::memory_order_relaxed)) < end;) piece(i);
+      }
     });
   }
 
@@ -170,6 +176,11 @@ class Pool {
     asleep_.fetch_sub(1);
   }
 
+  struct alignas(64) Lane {
+    std::atomic<int> piece;
+  };
+
+  std::vector<Lane> next_;  // the next piece of each lane
   std::vector<std::thread> workers_;
   bool alone_ = false;  // from `begin` to `rest`
   Clock::time_point alone_until_;

@@ -37,7 +37,11 @@ inline Floats load(const float* from) {
 inline Floats load(const Bf16* from) {
   Halves halves;
   std::memcpy(&halves, from, sizeof halves);
+#if defined(__AVX512F__)  // which GCC does in two halves
+  return (Floats)_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)halves), 16);
+#else
   return reinterpret_cast<Floats>(__builtin_convertvector(halves, Words) << 16);
+#endif
 }
 
 inline void store(float* to, Floats values) { std::memcpy(to, &values, sizeof values); }
@@ -61,7 +65,8 @@ inline float widen(Bf16 value) {
   return wide;
 }
 
-inline Floats all(float value) { return Floats{} + value; }
+// Less zero, which is nothing; plus zero would make a sum of it, as -0 + 0 is 0.
+inline Floats all(float value) { return value - Floats{}; }
 
 // a * b + c in one rounding where the machine can. Spelled out, and the compiler is told not to fuse by
 // itself (-ffp-contract=off): it would do so in some places and not in others, and bits would differ.

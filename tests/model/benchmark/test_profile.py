@@ -87,7 +87,8 @@ def test_the_stages_are_the_step(decoder: DecoderMaker, family: str) -> None:
     assert (prefill.prompt_tokens, prefill.batch) == (40, 1)
     assert [alone.batch, batch.batch] == [1, 3]
     assert set(seconds(alone)) == set(seconds(batch)) == OF_A_STEP
-    assert set(seconds(prefill)) == OF_A_STEP | {"cache_writes"}
+    plain: set[Stage] = {"cache_writes"} if decoder is PlainDecoder else set()
+    assert set(seconds(prefill)) == OF_A_STEP | plain
     for one in (prefill, alone, batch):
         assert all(stage.seconds > 0 for stage in one.stages)
         # What begins and ends the watching is outside, so the sum may be above the whole.
@@ -182,21 +183,24 @@ def test_watching_changes_no_bit(decoder: DecoderMaker, family: str) -> None:
 def test_what_a_decoder_says_of_itself_is_said_of_the_watched_one() -> None:
     class Busy(PlainDecoder):
         has_threads = True
-        blockwise = True
-        crowded = False
 
     gpt = small()
-    made: list[Busy] = []
-
-    def make(gpt: GPT, cache: KVCache) -> Busy:
-        made.append(Busy(gpt, cache))
-        return made[0]
-
     cache = KVCache(gpt.config, 1, device=torch.device("cpu"), dtype=torch.float32)
-    decoder = Watch(gpt, make).make_decoder(gpt, cache)
-    assert (decoder.has_threads, decoder.blockwise, decoder.crowded) == (True, True, False)
-    made[0].crowded = True
-    assert decoder.crowded, "it changes from step to step"
+    assert Watch(gpt, Busy).make_decoder(gpt, cache).has_threads
+    assert not Watch(gpt, PlainDecoder).make_decoder(gpt, cache).has_threads
+
+
+def test_a_prompt_that_torch_computes_is_watched_beside_native_decoding(
+    library: ctypes.CDLL,
+) -> None:
+    def make(gpt: GPT, cache: KVCache) -> NativeDecoder:
+        return NativeDecoder(library, gpt, cache, threads=2, prefills=False)
+
+    prefill, step = profile_engine(small(), make, workload(batches=(3,)))
+    assert set(seconds(prefill)) == OF_A_STEP | {"cache_writes"}
+    assert set(seconds(step)) == OF_A_STEP
+    for one in (prefill, step):
+        assert abs(one.remainder) < 0.05 * one.seconds + 20e-6
 
 
 def test_nothing_is_left_on_the_model(decoder: DecoderMaker) -> None:

@@ -1,6 +1,6 @@
 """Requests for numbers: what the engine hands out is what the model computes.
 
-To the bit against `GPT.forward_as_served`, which is the promise; and within float32's tolerance
+To the bit against `forward_as_served`, which is the promise; and within float32's tolerance
 against the plain forward, which shares nothing with the cache.
 """
 
@@ -24,6 +24,7 @@ from model.engine.api import (
 )
 from model.gpt import GPT
 from model.reference import processed_row
+from model.served import forward_as_served
 from tests.model.engine.harness import (
     Driven,
     Outcome,
@@ -62,7 +63,7 @@ def rows(gpt: GPT, wanted: Any, positions: TokenIds[int] = WANTED, **config: Any
 
 @pytest.mark.parametrize("prefill_chunk", [32, 64, 128])
 def test_logits_are_the_models_own_to_the_bit(gpt: GPT, prefill_chunk: int) -> None:
-    own = gpt.forward_as_served(torch.tensor(PROMPT)).logits[0]
+    own = forward_as_served(gpt, torch.tensor(PROMPT), kernels="torch").logits[0]
     found = rows(gpt, Logits(), range(LENGTH), prefill_chunk=prefill_chunk)
     assert torch.equal(found, own)
     assert_close(found, gpt(torch.tensor([PROMPT])).logits[0], atol=1e-3, rtol=1e-3)
@@ -70,7 +71,9 @@ def test_logits_are_the_models_own_to_the_bit(gpt: GPT, prefill_chunk: int) -> N
 
 @pytest.mark.parametrize("layers", [(0, 1, 2, 3), (0,), (3,), (1, 2)])
 def test_hidden_states_are_the_models_own_to_the_bit(gpt: GPT, layers: tuple[int, ...]) -> None:
-    own = gpt.forward_as_served(torch.tensor(PROMPT), hidden_states=True).hidden_states
+    own = forward_as_served(
+        gpt, torch.tensor(PROMPT), kernels="torch", hidden_states=True
+    ).hidden_states
     plain = gpt(torch.tensor([PROMPT]), hidden_states=True).hidden_states
     assert own is not None
     assert plain is not None
@@ -85,7 +88,7 @@ def test_hidden_states_are_the_models_own_to_the_bit(gpt: GPT, layers: tuple[int
 def test_attention_weights_are_the_models_own_to_the_bit(
     gpt: GPT, layers: tuple[int, ...], heads: tuple[int, ...]
 ) -> None:
-    own = gpt.forward_as_served(torch.tensor(PROMPT), attentions=True).attentions
+    own = forward_as_served(gpt, torch.tensor(PROMPT), kernels="torch", attentions=True).attentions
     plain = gpt(torch.tensor([PROMPT]), attentions=True).attentions
     assert own is not None
     assert plain is not None

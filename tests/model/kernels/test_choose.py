@@ -20,6 +20,7 @@ from model.kernels.choose import (
     choose_dtype,
     cuda_path,
 )
+from model.kernels.decoder import NativeDecoder, prefills_natively
 from model.kernels.graphs import GraphDecoder
 from model.kernels.library import KernelsUnavailable, load_library
 from model.kernels.loss import decoded_nats
@@ -154,7 +155,7 @@ def test_a_gpu_replays_steps(batch_invariant: bool) -> None:
     gpt = tiny_gpt()
     decoder = path.make_decoder(gpt, KVCache(gpt.config, 2, device=CPU, dtype=torch.float32))
     assert isinstance(decoder, GraphDecoder)
-    assert decoder.blockwise is batch_invariant
+    assert decoder.batch_invariant is batch_invariant
 
 
 def test_a_gpu_computes_in_plain_torch_where_that_is_asked_for() -> None:
@@ -202,3 +203,36 @@ def test_bfloat16_loses_nothing_to_see(library: ctypes.CDLL) -> None:
         assert rounded != exact
         assert rounded == pytest.approx(exact, rel=0.002)
     assert decoded[0] / batch[1].numel() == pytest.approx(prefilled[0], rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("features", "dtype", "quantized", "expected"),
+    [
+        ({"avx2", "fma"}, torch.float32, False, False),
+        ({"avx512f"}, torch.float32, False, True),
+        ({"avx512f"}, torch.bfloat16, False, False),
+        ({"avx512f", "avx512_bf16"}, torch.bfloat16, False, True),
+        ({"avx512f", "avx512_bf16"}, torch.bfloat16, True, False),
+        ({"avx512f", "avx512_vnni"}, torch.bfloat16, True, True),
+        ({"asimd", "bf16"}, torch.bfloat16, False, False),
+    ],
+)
+def test_prompts_are_native_where_many_rows_are_fast(
+    features: set[str], dtype: torch.dtype, quantized: bool, expected: bool
+) -> None:
+    assert prefills_natively(dtype, quantized=quantized, features=features) is expected
+
+
+@pytest.mark.usefixtures("library")
+def test_the_chosen_decoder_prefills_as_the_processor_can(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gpt = tiny_gpt(COVERED)
+    for features, expected in (({"avx2"}, False), ({"avx512f"}, True)):
+        monkeypatch.setattr("model.kernels.choose.processor_features", lambda f=features: f)
+        path = choose_decode_path(gpt, threads=1)
+        cache = KVCache(gpt.config, 1, device=CPU, dtype=torch.float32)
+        decoder = path.make_decoder(gpt, cache)
+        assert isinstance(decoder, NativeDecoder)
+        assert decoder.prefills is expected
+        decoder.close()

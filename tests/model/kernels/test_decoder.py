@@ -16,8 +16,9 @@ from torch.testing import assert_close
 
 from model.config import DRAFTED_ROWS, GPTConfig
 from model.gpt import GPT, Block
-from model.kernels.decoder import NativeDecoder, unsupported
+from model.kernels.decoder import PREFILL_ROWS, NativeDecoder, unsupported
 from model.kernels.plain import Decoder, PlainDecoder
+from model.kernels.prefill import WantedWeights
 from model.kernels.quantize import quantize_rows
 from model.kv_cache import KVCache
 from tests.model.engine.harness import (
@@ -168,6 +169,112 @@ def test_a_row_never_runs_ahead_of_the_one_before_it(library: ctypes.CDLL) -> No
     for _ in range(2000):
         for text, logits in zip(texts, expected, strict=True):
             assert torch.equal(native.decode(text, *place), logits)
+    native.close()
+
+
+def prefilled(decoder: Decoder, slot: int, ids: list[int], cuts: list[int]) -> Tensor:
+    """The final hidden states (T, d_model) of a prompt computed in chunks that end at `cuts`."""
+    ends = [*cuts, len(ids)]
+    with torch.inference_mode():
+        parts = [
+            decoder.prefill(ids[start:end], slot, start).hidden
+            for start, end in zip([0, *cuts], ends, strict=True)
+        ]
+    return torch.cat(parts).float()
+
+
+@pytest.mark.parametrize("length", [1, 2, 5, 16, 17, 40, 127])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_prompt_is_what_the_twin_makes_of_it(
+    library: ctypes.CDLL, family: str, length: int, threads: int
+) -> None:
+    gpt, ids = tiny_gpt(native_config(family)), random_ids(length).tolist()
+    caches = new_cache(gpt), new_cache(gpt)
+    native = NativeDecoder(library, gpt, caches[0], threads=threads)
+    plain = PlainDecoder(gpt, caches[1])
+    weights = WantedWeights(layers=(2, 0), heads=(3, 1), length=length + 5)
+    with torch.inference_mode():
+        found = native.prefill(ids, 2, 0, states=True, weights=weights)
+        expected = plain.prefill(ids, 2, 0, states=True, weights=weights)
+    assert_close(found.hidden, expected.hidden, atol=1e-4, rtol=1e-3)
+    assert_close(found.states, expected.states, atol=1e-4, rtol=1e-3)
+    assert_close(found.weights, expected.weights, atol=1e-5, rtol=1e-3)
+    for name in ("keys", "values"):
+        ours, theirs = (getattr(cache, name)[:, 2, :, :length] for cache in caches)
+        assert_close(ours, theirs, atol=1e-4, rtol=1e-3)
+    alone = native.prefill(ids, 2, 0)
+    assert torch.equal(alone.hidden, found.hidden), "watching changes nothing"
+    assert alone.states is None
+    assert alone.weights is None
+    native.close()
+
+
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_prompt_is_the_bits_of_decoding_it(
+    library: ctypes.CDLL, family: str, kind: str, threads: int
+) -> None:
+    """Whatever the chunks; more rows than tiles, and than a sequence's rows attend together. Odd
+    numbers of vectors in a head as well, of which the last is half a part of narrow numbers."""
+    overrides: dict[str, int] = {"d_model": 520, "d_ff": 530} if family == "modern" else {}
+    overrides |= {"n_layer": 2, "head_dim": 48 if family == "llama" else 16}
+    gpt = tiny_gpt(native_config(family, **overrides))
+    gpt = gpt.to(torch.bfloat16 if kind == "bfloat16" else torch.float32)
+    cache, ids = new_cache(gpt), random_ids(1, 101)
+    native = NativeDecoder(library, gpt, cache, threads=threads, quantized=kind == "int8")
+    by_token = torch.stack(decoded(native, ids, [3]), dim=1)[0]  # (101, V)
+    text = ids[0].tolist()
+    for slot, cuts in enumerate(([], [32], [32, 64, 96])):
+        hidden = prefilled(native, slot, text, cuts)
+        assert torch.equal(native.head(hidden), by_token), cuts
+        for cells in (cache.keys, cache.values):
+            assert torch.equal(cells[:, slot, :, :101], cells[:, 3, :, :101]), cuts
+    native.close()
+
+
+def test_a_prompt_longer_than_the_buffers_goes_through_in_pieces(
+    library: ctypes.CDLL, threads: int
+) -> None:
+    length = PREFILL_ROWS + 70
+    gpt = tiny_gpt(native_config("gpt2", context_length=length))
+    native = NativeDecoder(library, gpt, new_cache(gpt), threads=threads)
+    text, weights = random_ids(length).tolist(), WantedWeights((1,), (0, 2), length)
+    whole = native.prefill(text, 0, 0, states=True, weights=weights)
+    assert torch.equal(prefilled(native, 1, text, [32, 64]), whole.hidden)
+    expected = PlainDecoder(gpt, new_cache(gpt)).prefill(text, 0, 0, states=True, weights=weights)
+    assert_close(whole.states, expected.states, atol=1e-4, rtol=1e-3)
+    assert_close(whole.weights, expected.weights, atol=1e-5, rtol=1e-3)
+    assert torch.equal(native.head(whole.hidden)[-70:], native.head(whole.hidden[-70:]))
+    native.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_an_earlier_text_left_behind_is_not_seen(
+    library: ctypes.CDLL, dtype: torch.dtype
+) -> None:
+    """Not even where it is no number: keys are read a few at a time and in whole parts."""
+    gpt = tiny_gpt(native_config("llama", head_dim=48)).to(dtype)
+    cache, text = new_cache(gpt), random_ids(45).tolist()
+    native = NativeDecoder(library, gpt, cache, threads=2)
+    expected = prefilled(native, 0, text, [])
+    after = native.decode([7], [0], [45]).clone()
+    cache.keys[:, 1].fill_(float("nan"))
+    cache.values[:, 1].fill_(float("inf"))
+    assert torch.equal(prefilled(native, 1, text, [32]), expected)
+    assert torch.equal(native.decode([7], [1], [45]), after)
+    native.close()
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+def test_where_torch_prefills_it_is_the_twins_prompt(library: ctypes.CDLL, quantized: bool) -> None:
+    """What processors do that multiply many rows slowly; of int8 with the rounded weights."""
+    gpt, text = tiny_gpt(native_config("modern")), random_ids(50).tolist()
+    native = NativeDecoder(
+        library, gpt, new_cache(gpt), threads=2, quantized=quantized, prefills=False
+    )
+    assert torch.equal(
+        prefilled(native, 0, text, []), prefilled(PlainDecoder(gpt, new_cache(gpt)), 0, text, [])
+    )
     native.close()
 
 

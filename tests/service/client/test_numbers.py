@@ -11,6 +11,7 @@ import torch
 
 from logitd import OnePrompt
 from model.gpt import GPT
+from model.served import forward_as_served
 from tests.service.client.conftest import Connect
 from tests.service.client.test_client import same
 from tests.service.serving import Serving
@@ -21,7 +22,7 @@ OTHER = "Another one"
 
 
 def test_logits_are_the_models_own_to_the_bit(server: Serving, connect: Connect, gpt: GPT) -> None:
-    own = gpt.forward_as_served(torch.tensor(IDS)).logits[0].numpy()
+    own = forward_as_served(gpt, torch.tensor(IDS)).logits[0].numpy()
     client = connect(server.url)
     result = client.logits(PROMPT, positions="all")
     assert result.logits.dtype == np.float32
@@ -39,7 +40,7 @@ def test_logits_are_the_models_own_to_the_bit(server: Serving, connect: Connect,
 
 
 def test_top_logits(server: Serving, connect: Connect, gpt: GPT) -> None:
-    own = gpt.forward_as_served(torch.tensor(IDS)).logits[0].numpy()
+    own = forward_as_served(gpt, torch.tensor(IDS)).logits[0].numpy()
     result = connect(server.url).logits(PROMPT, top_k=4, positions="all")
     order = np.argsort(-own, axis=1, kind="stable")[:, :4]
     assert np.array_equal(result.top_ids, order)
@@ -54,7 +55,7 @@ def test_top_logits(server: Serving, connect: Connect, gpt: GPT) -> None:
 
 
 def test_processing(server: Serving, connect: Connect, gpt: GPT) -> None:
-    own = gpt.forward_as_served(torch.tensor(IDS)).logits[0, -1].numpy()
+    own = forward_as_served(gpt, torch.tensor(IDS)).logits[0, -1].numpy()
     result = connect(server.url).logits(
         PROMPT, stage="processed", processing={"temperature": 0.5, "logit_bias": {3: 1.5}}
     )
@@ -63,7 +64,7 @@ def test_processing(server: Serving, connect: Connect, gpt: GPT) -> None:
 
 
 def test_numbers_of_two_bytes(server: Serving, connect: Connect, gpt: GPT) -> None:
-    own = gpt.forward_as_served(torch.tensor(IDS)).logits[0]
+    own = forward_as_served(gpt, torch.tensor(IDS)).logits[0]
     client = connect(server.url)
     half = client.logits(PROMPT, positions="all", dtype="float16").logits
     assert half.dtype == np.float16
@@ -76,7 +77,7 @@ def test_numbers_of_two_bytes(server: Serving, connect: Connect, gpt: GPT) -> No
 def test_hidden_states_and_attention_are_the_models_own_to_the_bit(
     server: Serving, connect: Connect, gpt: GPT
 ) -> None:
-    output = gpt.forward_as_served(torch.tensor(IDS), hidden_states=True, attentions=True)
+    output = forward_as_served(gpt, torch.tensor(IDS), hidden_states=True, attentions=True)
     assert output.hidden_states is not None
     assert output.attentions is not None
     states, weights = output.hidden_states[:, 0].numpy(), output.attentions[:, 0].numpy()
@@ -100,7 +101,7 @@ def test_of_many_prompts_there_are_many_results(
     client = connect(server.url)
     prompts: list[OnePrompt] = [PROMPT, [7, 8], OTHER]
     ids = [IDS, [7, 8], list(OTHER.encode())]
-    own = [gpt.forward_as_served(torch.tensor(one)).logits[0, -1:].numpy() for one in ids]
+    own = [forward_as_served(gpt, torch.tensor(one)).logits[0, -1:].numpy() for one in ids]
     found = client.logits(prompts)
     assert [one.token_ids.tolist() for one in found] == ids
     assert all(np.array_equal(a.logits, b) for a, b in zip(found, own, strict=True))

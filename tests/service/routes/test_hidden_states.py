@@ -12,6 +12,7 @@ import safetensors.torch
 import torch
 
 from model.gpt import GPT
+from model.served import forward_as_served
 from service.numbers.schemas import AttentionReply, HiddenStatesReply
 from service.schemas import ErrorReply
 from tests.service.serving import Serving, eventually, read_until, request_bytes, serving
@@ -26,7 +27,7 @@ Array = npt.NDArray[Any]
 @pytest.fixture(scope="module")
 def states(gpt: GPT) -> Array:
     """(n_layer + 1, T, d_model) of PROMPT, from the model's own forward."""
-    output = gpt.forward_as_served(torch.tensor(IDS), hidden_states=True)
+    output = forward_as_served(gpt, torch.tensor(IDS), hidden_states=True)
     assert output.hidden_states is not None
     return output.hidden_states[:, 0].numpy()
 
@@ -34,7 +35,7 @@ def states(gpt: GPT) -> Array:
 @pytest.fixture(scope="module")
 def weights(gpt: GPT) -> Array:
     """(n_layer, n_head, T, T) of PROMPT."""
-    output = gpt.forward_as_served(torch.tensor(IDS), attentions=True)
+    output = forward_as_served(gpt, torch.tensor(IDS), attentions=True)
     assert output.attentions is not None
     return output.attentions[:, 0].numpy()
 

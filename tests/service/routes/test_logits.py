@@ -15,6 +15,7 @@ import torch
 from model.engine.api import EngineConfig, RowsEvent, RowsRequest
 from model.engine.engine import Engine
 from model.gpt import GPT
+from model.served import forward_as_served
 from service.numbers.schemas import LogitsReply
 from service.schemas import ErrorReply
 from tests.service.serving import Serving, read_chunks, read_until, request_bytes
@@ -67,7 +68,7 @@ def test_rows_are_the_engines_to_the_bit(server: Serving, rows: Rows) -> None:
 
 def test_rows_are_the_models_own_to_the_bit(server: Serving, gpt: GPT) -> None:
     """What anybody gets who loads the checkpoint and asks the model itself."""
-    own = gpt.forward_as_served(torch.tensor(IDS)).logits[0]
+    own = forward_as_served(gpt, torch.tensor(IDS)).logits[0]
     assert np.array_equal(npy(server, positions="all"), own.numpy())
 
 

@@ -1,0 +1,99 @@
+"""Prefill: positions of a prompt into their slot, by torch; and what one asks of a prefill.
+
+Runs in whole blocks of 32 positions at multiples of 32, so that the arithmetic of a row depends on
+its position only. Whoever computes prompts in another way (`model/kernels/decoder.py`) takes and
+gives the same.
+
+Shapes: T positions of a chunk.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from model.attention import AttentionRecorder
+from model.config import BLOCK
+from model.gpt import GPT
+from model.kernels.crowding import Crowding
+from model.kv_cache import KVCache
+
+
+@dataclass(frozen=True, slots=True)
+class WantedWeights:
+    """Attention weights of some layers and heads, each row with room for `length` keys."""
+
+    layers: Sequence[int]
+    heads: Sequence[int]
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class Prefilled:
+    """What was computed of a chunk; the optional parts where they were asked for."""
+
+    hidden: Tensor  # (T, d_model): the final hidden states
+    states: Tensor | None = None  # (n_layer + 1, T, d_model): embeddings, then after each block
+    weights: Tensor | None = None  # (T, layers, heads, length): 0 for keys that are not seen
+
+
+class TorchPrefill:
+    """Prompts of a GPT into the slots of its cache, one torch operation after the other.
+
+    `blockwise`: a block at a time, for company to change nothing where the kernel of a product
+    depends on the number of rows (a GPU).
+    """
+
+    def __init__(self, gpt: GPT, cache: KVCache, *, blockwise: bool = False) -> None:
+        self._gpt = gpt
+        self._cache = cache
+        self._blockwise = blockwise
+        self._crowding = Crowding(gpt)
+
+    def __call__(
+        self,
+        token_ids: Sequence[int],
+        slot: int,
+        start: int,
+        *,
+        states: bool = False,
+        weights: WantedWeights | None = None,
+        crowded: bool = False,
+    ) -> Prefilled:
+        """`start` is a multiple of BLOCK; `crowded`, whether others are known to hold the cores."""
+        assert start % BLOCK == 0
+        device, length = self._gpt.token_embedding.weight.device, len(token_ids)
+        padding = -length % BLOCK
+        # The padding's keys lie behind every position that is ever looked at before it is
+        # overwritten; its own results are dropped.
+        ids = torch.tensor([[*token_ids, *[0] * padding]], device=device)
+        positions = torch.arange(start, start + length + padding, device=device)
+        positions = positions.clamp(max=self._gpt.config.context_length - 1)[None]
+        recorder = None
+        if weights is not None:
+            recorder = AttentionRecorder(weights.layers, weights.heads, weights.length)
+        piece = BLOCK if self._blockwise else length + padding
+        pieces: list[Tensor] = []  # (1, piece, d_model) each
+        collected: list[list[Tensor]] = []
+        for offset in range(0, length + padding, piece):
+            part = slice(offset, offset + piece)
+            kept: list[Tensor] | None = [] if states else None
+            attend = self._cache.prefill(slot, start + offset, recorder)
+            with self._crowding.watched(piece, crowded):
+                hidden = self._gpt.transform(ids[:, part], positions[:, part], attend, kept)
+            pieces.append(hidden)
+            if kept is not None:
+                collected.append(kept)
+        layers = [_joined(layer)[0, :length] for layer in zip(*collected, strict=True)]
+        return Prefilled(
+            hidden=_joined(pieces)[0, :length],
+            states=torch.stack(layers) if states else None,
+            weights=None if recorder is None else recorder.rows()[:length],
+        )
+
+
+def _joined(pieces: Iterable[Tensor]) -> Tensor:
+    """Pieces (1, T, d_model) as one; a single one as it is."""
+    together = list(pieces)
+    return together[0] if len(together) == 1 else torch.cat(together, dim=1)
