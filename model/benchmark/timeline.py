@@ -77,6 +77,7 @@ class WatchedDecoder:
 
     def __init__(self, decoder: Decoder, timeline: Timeline) -> None:
         self.has_threads = decoder.has_threads
+        self.phases_agree = decoder.phases_agree
         self._decoder = decoder
         self._timeline = timeline
         self._native = decoder if isinstance(decoder, NativeDecoder) else None
@@ -87,7 +88,7 @@ class WatchedDecoder:
 
     @property
     def prefills_natively(self) -> bool:
-        return self._native is not None and self._native.prefills
+        return self.is_native and self.phases_agree
 
     def time_stages(self, wanted: bool) -> None:
         """Whether a native decoder looks at its clocks; another has none."""

@@ -56,7 +56,11 @@ class Engine:
         self.model_config = gpt.config
         self.clock = clock
         self._runner = Runner(gpt, config.slots, make_decoder, masks)
-        self._scheduler = Scheduler(config, partial(row_width, config=gpt.config))
+        self._scheduler = Scheduler(
+            config,
+            partial(row_width, config=gpt.config),
+            share_decoded=self._runner.phases_agree,
+        )
         self._sequences: dict[str, list[Sequence]] = {}  # unfinished, by request
         self._next_weights: GPT | None = None
 

@@ -85,6 +85,11 @@ class Runner:
         self._decoder = make_decoder(gpt, self.cache)
         self._masks = masks
 
+    @property
+    def phases_agree(self) -> bool:
+        """Whether decoded positions are the bits that prefill would give them."""
+        return self._decoder.phases_agree
+
     def check_replaceable(self, gpt: GPT) -> None:
         """Raise ValueError unless `gpt` could use this cache as it is."""
         _check_mode(gpt)
@@ -201,7 +206,7 @@ class Runner:
             assert sequence.slot is not None
             position, draft = sequence.computed, drafts.get(sequence)
             # What wrong drafts leave behind `computed` is overwritten before it is looked at, and
-            # only what prefill computed is ever shared.
+            # never shared.
             text = [sequence.tokens[position], *(draft.token_ids if draft else ())]
             token_ids += text
             slots += [sequence.slot] * len(text)

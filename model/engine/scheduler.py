@@ -65,11 +65,19 @@ class StepPlan:
 class Scheduler:
     """Queue, running set and slots; turns them into one `StepPlan` after another.
 
-    `row_width` says how many numbers a request's row at one position is.
+    `row_width` says how many numbers a request's row at one position is; `share_decoded`, whether
+    what a sequence generated can be shared like its prompt.
     """
 
-    def __init__(self, config: EngineConfig, row_width: Callable[[RowsRequest], int]) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        row_width: Callable[[RowsRequest], int],
+        *,
+        share_decoded: bool = False,
+    ) -> None:
         self.config = config
+        self._share_decoded = share_decoded
         self.rows_budget = ROWS_BUDGET
         self._row_width = row_width
         self.slots = SlotPool(config.slots)
@@ -112,6 +120,8 @@ class Scheduler:
         else:
             self.running.remove(sequence)
             assert sequence.slot is not None
+            if self._share_decoded and sequence.state is State.DECODE:
+                self.slots.keep(sequence.slot, _whole_blocks(sequence.tokens[: sequence.computed]))
             self.slots.release(sequence.slot, self._step)
             sequence.slot = None
         sequence.state = State.FINISHED
@@ -123,7 +133,7 @@ class Scheduler:
         sequence.computed = chunk.end
         if self._planned_numbers >= MANY_ROWS:
             self._rows_rest_until = now + REST * (now - self._planned_at)
-        self.slots.keep(sequence.slot, sequence.tokens[: chunk.end - chunk.end % BLOCK])
+        self.slots.keep(sequence.slot, _whole_blocks(sequence.tokens[: chunk.end]))
         if chunk.completes_prompt:
             sequence.state = State.DECODE
             sequence.prefilled = now
@@ -243,3 +253,7 @@ class Scheduler:
             return start
         self._planned_numbers += numbers
         return end
+
+
+def _whole_blocks(token_ids: list[int]) -> list[int]:
+    return token_ids[: len(token_ids) - len(token_ids) % BLOCK]

@@ -2,8 +2,8 @@
 
 A slot is one contiguous row of the cache. A finished slot keeps its contents: `longest_prefix`
 finds, among all slots, the one that shares the most whole blocks with a new prompt. Only blocks
-computed by prefill count, because only they are the same bits for the same prefix. Bookkeeping
-alone: the tensors are in `model/kv_cache.py`, copying is the runner's.
+count that are the bits which prefill computes for the same prefix: the scheduler says which.
+Bookkeeping alone: the tensors are in `model/kv_cache.py`, copying is the runner's.
 """
 
 from collections.abc import Sequence as TokenIds
@@ -18,7 +18,7 @@ Block = tuple[int, ...]
 class Slot:
     owned: bool = False
     last_used: int = 0  # step at which it was acquired or released
-    blocks: list[Block] = field(default_factory=list)  # token ids of the prefilled blocks in it
+    blocks: list[Block] = field(default_factory=list)  # token ids of the blocks in it
 
 
 class SlotPool:
@@ -69,7 +69,7 @@ class SlotPool:
         return index
 
     def keep(self, index: int, token_ids: TokenIds[int]) -> None:
-        """Declare that a slot now holds exactly these prefilled tokens (whole blocks)."""
+        """Declare that a slot now holds exactly these tokens (whole blocks)."""
         assert len(token_ids) % BLOCK == 0
         self._slots[index].blocks = _blocks(token_ids)
 

@@ -193,7 +193,7 @@ class NativeDecoder:
         self._library = library
         self._kept: list[Tensor | Quantized | Arena] = [settle(gpt)]
         self._quantized = quantized
-        self.prefills = prefills
+        self.phases_agree = prefills
         self._torch_prefill = TorchPrefill(gpt, cache)
         self._config = gpt.config
         self._cells = KINDS[gpt.token_embedding.weight.dtype]
@@ -239,7 +239,7 @@ class NativeDecoder:
         states: bool = False,
         weights: WantedWeights | None = None,
     ) -> Prefilled:
-        if not self.prefills:
+        if not self.phases_agree:
             return self._torch_prefill(
                 token_ids, slot, start, states=states, weights=weights, crowded=self.crowded
             )

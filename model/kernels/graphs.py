@@ -54,6 +54,7 @@ class GraphDecoder:
     """A GPT over its KV cache, recorded for each combination of sizes when it first comes up."""
 
     has_threads = False
+    phases_agree = False
 
     def __init__(
         self,

@@ -30,6 +30,9 @@ class Decoder(Protocol):
 
     has_threads: bool
     """Whether it decodes with threads of its own instead of torch's."""
+    phases_agree: bool
+    """Whether a position of a prompt and a decoded one come from the same code, with the same bits:
+    then either can stand for the other in the cache."""
 
     def prefill(
         self,
@@ -67,6 +70,7 @@ class PlainDecoder:
     """A GPT over its KV cache, one torch operation after the other."""
 
     has_threads = False
+    phases_agree = False
 
     def __init__(self, gpt: GPT, cache: KVCache) -> None:
         self._gpt = gpt

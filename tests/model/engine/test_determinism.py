@@ -7,11 +7,13 @@ warm prefix cache; and every one of them has to come out as it was alone.
 
 import random
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
+from model.config import BLOCK
 from model.constraint import Constraint
 from model.engine.api import (
     AttentionWeights,
@@ -22,8 +24,12 @@ from model.engine.api import (
     RowsRequest,
     ScoreRequest,
 )
+from model.engine.runner import DecoderMaker
 from model.gpt import GPT
 from model.kernels import plain
+from model.kernels.decoder import NativeDecoder
+from model.kernels.library import KernelsUnavailable, load_library
+from model.kernels.plain import PlainDecoder
 from tests.model.engine.harness import (
     Driven,
     Outcome,
@@ -98,20 +104,27 @@ def bits(outcome: Outcome) -> object:
     )
 
 
-def alone(gpt: GPT, pool: list[Request]) -> dict[tuple[str, int], object]:
+def alone(
+    gpt: GPT, pool: list[Request], make_decoder: DecoderMaker
+) -> dict[tuple[str, int], object]:
     """Each request on an engine of its own (one slot, so that the n of a prompt are alone too)."""
     found = {}
     for request in pool:
-        driven = Driven(gpt, slots=1, prefill_chunk=256, prefix_reuse=False)
+        driven = Driven(
+            gpt, make_decoder=make_decoder, slots=1, prefill_chunk=256, prefix_reuse=False
+        )
         driven.add(request)
         found.update({key: bits(outcome) for key, outcome in driven.drain().items()})
     return found
 
 
-def together(rng: random.Random, gpt: GPT, pool: list[Request]) -> dict[tuple[str, int], object]:
+def together(
+    rng: random.Random, gpt: GPT, pool: list[Request], make_decoder: DecoderMaker = PlainDecoder
+) -> dict[tuple[str, int], object]:
     """A random mix of the pool on a random engine."""
     driven = Driven(
         gpt,
+        make_decoder=make_decoder,
         slots=rng.choice([2, 3, 5, 8, 13, 32]),
         prefill_chunk=32 * rng.choice([1, 2, 3, 8]),
         prefix_reuse=rng.random() < 0.8,
@@ -128,12 +141,20 @@ def together(rng: random.Random, gpt: GPT, pool: list[Request]) -> dict[tuple[st
     return {key: bits(outcome) for key, outcome in driven.drain().items()}
 
 
-def differences(gpt: GPT, *, seed: object, pool_size: int, mixes: int, max_tokens: int = 8) -> int:
+def differences(
+    gpt: GPT,
+    *,
+    seed: object,
+    pool_size: int,
+    mixes: int,
+    max_tokens: int = 8,
+    make_decoder: DecoderMaker = PlainDecoder,
+) -> int:
     """Sequences that came out otherwise in company than alone."""
     rng = random.Random(str(seed))
     pool = pool_of_requests(rng, gpt, pool_size, max_tokens)
-    expected = alone(gpt, pool)
-    found = [together(rng, gpt, pool) for _ in range(mixes)]
+    expected = alone(gpt, pool, make_decoder)
+    found = [together(rng, gpt, pool, make_decoder) for _ in range(mixes)]
     return sum(outcome != expected[key] for mix in found for key, outcome in mix.items())
 
 
@@ -141,6 +162,55 @@ def differences(gpt: GPT, *, seed: object, pool_size: int, mixes: int, max_token
 @pytest.mark.parametrize("name", SHAPES)
 def test_company_changes_no_bit(name: str, dtype: torch.dtype) -> None:
     assert differences(shape(name, dtype), seed=name, pool_size=20, mixes=3) == 0
+
+
+@pytest.fixture(params=[False, True], ids=["own-numbers", "int8"])
+def native(request: pytest.FixtureRequest) -> DecoderMaker:
+    try:
+        library = load_library()
+    except KernelsUnavailable as error:
+        pytest.skip(str(error))
+    return partial(NativeDecoder, library, threads=2, quantized=request.param)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_company_changes_no_bit_of_native_code(
+    name: str, dtype: torch.dtype, native: DecoderMaker
+) -> None:
+    """Where what was generated is shared as well."""
+    gpt = shape(name, dtype, head_dim=16)
+    assert differences(gpt, seed=name, pool_size=20, mixes=3, make_decoder=native) == 0
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_conversation_goes_on_from_its_own_answers(name: str, native: DecoderMaker) -> None:
+    """An answer's blocks are copied like a prompt's, and what follows is what an engine says that
+    has never seen any of it."""
+    gpt, rng = shape(name, head_dim=16), random.Random(name)
+    driven = Driven(gpt, make_decoder=native, slots=2, prefill_chunk=64, speculate="ngram")
+    text: list[int] = []
+    for turn in range(3):
+        text = [*text, *random_prompt(rng, 5, 257)]
+        request = generation(str(turn), text, max_tokens=35, seed=turn, logprobs=2)
+        driven.add(request)
+        outcome = driven.drain()[str(turn), 0]
+        # All that was computed: the last token of an answer was drawn and not looked at.
+        computed = len(text) - 5 - 1
+        assert outcome.ended.cached_tokens == max(0, computed // BLOCK * BLOCK)
+        fresh = Driven(gpt, make_decoder=native, slots=1)
+        fresh.add(request)
+        assert bits(outcome) == bits(fresh.drain()[str(turn), 0])
+        text += outcome.token_ids
+
+
+def test_where_phases_differ_answers_are_not_shared() -> None:
+    gpt, prompt = shape("gpt2"), random_prompt(random.Random(4), 10, 257)
+    driven = Driven(gpt, slots=1)
+    driven.add(generation("first", prompt, max_tokens=60))
+    answer = driven.drain()["first", 0].token_ids
+    driven.add(generation("second", [*prompt, *answer], max_tokens=2))
+    assert driven.drain()["second", 0].ended.cached_tokens == 0
 
 
 @pytest.mark.slow
@@ -213,7 +283,7 @@ def test_without_seeds_of_their_own_requests_differ() -> None:
     """Other seeds give other bits: the comparison looks at what was drawn."""
     gpt = shape("gpt2")
     pool = [generation("a", [1, 2, 3], seed=seed, temperature=3.0) for seed in range(2)]
-    first, second = (alone(gpt, [request]) for request in pool)
+    first, second = (alone(gpt, [request], PlainDecoder) for request in pool)
     assert first != second
 
 

@@ -234,5 +234,5 @@ def test_the_chosen_decoder_prefills_as_the_processor_can(
         cache = KVCache(gpt.config, 1, device=CPU, dtype=torch.float32)
         decoder = path.make_decoder(gpt, cache)
         assert isinstance(decoder, NativeDecoder)
-        assert decoder.prefills is expected
+        assert decoder.phases_agree is expected
         decoder.close()
