@@ -188,8 +188,7 @@ class Decoder {
     linear(pool_, w.mlp_up, narrow_.inputs(count_), up_.data(), padded(up_width_) + ROW_PAD, false);
     clocks_.end(MLP_UP);
     rows([&](int row) {
-      activate(Activation(w_.activation), up(row), w_.d_ff);
-      wide_.put(row, up(row), w_.d_ff);
+      wide_.put_activated(row, Activation(w_.activation), up(row), w_.d_ff);
     });
     clocks_.end(ACTIVATION);
     linear(pool_, w.mlp_down, wide_.inputs(count_), x_.data(), padded(w_.d_model), true);

@@ -49,7 +49,7 @@ constexpr int STREAM_ROWS = 8;
 constexpr std::size_t STREAM_BYTES = 6144;  // of activations
 constexpr int TILE = 4;
 constexpr int LARGE_TILE = 5;
-constexpr int TALL_PIECE = 2 * TILE * LARGE_TILE;
+constexpr int TALL_PIECE = TILE * LARGE_TILE;
 constexpr int TALL_ROWS = 32;  // from more activation rows on, weights are used from the cache
 
 template <class Format>
@@ -165,20 +165,8 @@ class Product {
   template <int SIDE>
   void tall(int first, int last) const {
     int m = 0;
-    for (; m + SIDE <= inputs_.count; m += SIDE) {
-      ask(first, last, m, SIDE);
-      across<SIDE, SIDE>(first, last, m);
-    }
+    for (; m + SIDE <= inputs_.count; m += SIDE) across<SIDE, SIDE>(first, last, m);
     for (; m < inputs_.count; m++) across<SIDE, 1>(first, last, m);
-  }
-
-  // Of the piece that is likely to be next, as large a part as `rows` are of all activation rows.
-  void ask(int first, int last, int m, int rows) const {
-    const char* next = reinterpret_cast<const char*>(weight(last));
-    std::size_t bytes = sizeof(Weight) * matrix_.width * (last - first);
-    std::size_t until = bytes * (m + rows) / inputs_.count;
-    for (std::size_t at = bytes * m / inputs_.count / LINE * LINE; at < until; at += LINE)
-      __builtin_prefetch(next + at, 0, 2);
   }
 
   template <int NR, int MR>

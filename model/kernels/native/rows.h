@@ -69,23 +69,24 @@ inline Floats activated(Activation kind, Floats x) {
   switch (kind) {
     case GELU_TANH: {
       Floats twice = 1.5957691216057308f * (x + 0.044715f * x * x * x);
-      return x * sigmoid(twice);
+      return x / (1.0f + exp(-twice));
     }
     case GELU: return 0.5f * x * (1.0f + erf(x * 0.70710678118654752f));
     case RELU: return max(x, Floats{});
     case RELU_SQUARED: return max(x, Floats{}) * max(x, Floats{});
-    case SWIGLU: return x * sigmoid(x);
+    case SWIGLU: return x / (1.0f + exp(-x));
   }
   return x;
 }
 
-// row[0, width) = the activation of row[0, width); with swiglu the gate's half stands first and the
-// values that it gates follow.
-inline void activate(Activation kind, float* row, int width) {
+// to[0, width) = the activation of from[0, width), which may be the same; with swiglu the gate's half
+// stands first and the values that it gates follow. Both are padded.
+template <class To>
+inline void activate(Activation kind, const float* from, To* to, int width) {
   for (int i = 0; i < width; i += LANES) {
-    Floats values = activated(kind, load(row + i));
-    if (kind == SWIGLU) values *= load(row + width + i);
-    store(row + i, values);
+    Floats values = activated(kind, load(from + i));
+    if (kind == SWIGLU) values *= load(from + width + i);
+    store(to + i, values);
   }
 }
 
@@ -119,16 +120,37 @@ class Converted {
     }
   }
 
+  // A row's activation, of what stands in `row`, which may change: in one pass where no scale has to be
+  // found first.
+  void put_activated(int place, Activation kind, float* row, int width) {
+    switch (kind_) {
+      case KIND_F32: return put_activated<float>(place, kind, row, width);
+      case KIND_BF16: return put_activated<Bf16>(place, kind, row, width);
+      case KIND_INT8: activate(kind, row, row, width); return put_int8(place, row, width);
+    }
+  }
+
   Inputs inputs(int count) const { return {values_.data(), scales_.data(), count, pitch_}; }
 
  private:
+  template <class Cell>
+  Cell* at(int row) {
+    return reinterpret_cast<Cell*>(values_.data()) + std::size_t(row) * pitch_;
+  }
+
+  template <class Cell>
+  void put_activated(int place, Activation kind, const float* row, int width) {
+    Cell* to = at<Cell>(place);
+    activate(kind, row, to, width);
+    std::fill(to + width, to + vectors(width) * LANES, Cell{});
+  }
+
   void put_floats(int row, const float* from, int width) {
-    std::memcpy(reinterpret_cast<float*>(values_.data()) + std::size_t(row) * pitch_, from,
-                sizeof(float) * width);
+    std::memcpy(at<float>(row), from, sizeof(float) * width);
   }
 
   void put_bf16(int row, const float* from, int width) {
-    Bf16* to = reinterpret_cast<Bf16*>(values_.data()) + std::size_t(row) * pitch_;
+    Bf16* to = at<Bf16>(row);
     int whole = width / LANES * LANES;
     for (int i = 0; i < whole; i += LANES) store(to + i, load(from + i));
     if (whole < width) {

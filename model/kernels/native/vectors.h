@@ -46,14 +46,20 @@ inline Floats load(const Bf16* from) {
 
 inline void store(float* to, Floats values) { std::memcpy(to, &values, sizeof values); }
 
-// To the nearest bfloat16, ties to even; a NaN stays one.
+// To the nearest bfloat16, ties to even; a NaN stays one. The processor's own conversion makes zeros of
+// what is below the smallest normal number.
 inline void store(Bf16* to, Floats values) {
+#if defined(__AVX512BF16__)
+  __m256bh halves = _mm512_cvtneps_pbh((__m512)values);
+  std::memcpy(to, &halves, sizeof halves);
+#else
   Words bits = reinterpret_cast<Words>(values);
   Words rounded = (bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16;
   Words is_nan = reinterpret_cast<Words>(values != values);
   rounded = (rounded & ~is_nan) | (is_nan & 0x7FC0u);
   Halves halves = __builtin_convertvector(rounded, Halves);
   std::memcpy(to, &halves, sizeof halves);
+#endif
 }
 
 inline float widen(float value) { return value; }
@@ -160,8 +166,6 @@ inline Floats exp(Floats x) {
   Ints power = (__builtin_convertvector(n, Ints) + 127) << 23;
   return p * reinterpret_cast<Floats>(power);
 }
-
-inline Floats sigmoid(Floats x) { return 1.0f / (1.0f + exp(-x)); }
 
 // The error function to 1.5e-7 (Abramowitz and Stegun 7.1.26).
 inline Floats erf(Floats x) {
