@@ -101,7 +101,7 @@ Kernels = Annotated[
 ]
 Quantize = Annotated[
     Quantization,
-    Field(description="int8 rounds the weights of decode steps to 8 bits when loading"),
+    Field(description="int8 rounds the matrices to 8 bits when loading"),
 ]
 Threads = Annotated[
     int, Field(ge=0, le=1024, description="compute threads; 0 is one per available processor")

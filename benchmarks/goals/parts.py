@@ -17,7 +17,7 @@ from model.config import gpt2_shape
 ROOT = Path(__file__).parent.parent.parent
 BUNDLED = "python-small"
 NUMBERS = ("float32", "bfloat16", "int8")
-"""int8 are the matrices of decode steps, the rest is bfloat16 then."""
+"""int8 are the matrices, the rest is bfloat16 then."""
 OVER_HTTP = "bfloat16"
 """The numbers in which a server is measured too."""
 BATCHES = (1, 8, 32)

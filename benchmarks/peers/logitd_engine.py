@@ -25,7 +25,7 @@ from model.version import VERSION
 def load(folder: Path, dtype: str, threads: int) -> "LogitdEngine":
     use_threads(threads)
     keep_freed_memory()
-    # int8 are its matrices of a decode step; everything else is bfloat16 then.
+    # int8 are its matrices; everything else is bfloat16 then.
     quantize: Quantization = "int8" if dtype == "int8" else "none"
     computed = torch.bfloat16 if dtype == "int8" else getattr(torch, dtype)
     return LogitdEngine(load_gpt(folder).to(computed), quantize, threads)

@@ -390,7 +390,7 @@ class NativeDecoder:
         if self._quantized:
             quantized = quantize_rows(weight)
             self._kept.append(quantized)
-            with torch.no_grad():  # prefill computes with the same weights
+            with torch.no_grad():  # what torch computes has the same weights
                 weight.copy_(quantized.dequantized())
             described.kind = KINDS[torch.int8]
             described.weights = quantized.values.data_ptr()
