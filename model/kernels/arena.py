@@ -21,7 +21,8 @@ class Arena:
     """Room for `nbytes` of tensors, zeroed."""
 
     def __init__(self, nbytes: int) -> None:
-        self._map = mmap.mmap(-1, nbytes + PAGE)
+        # Private: memory that processes could share gets large pages nowhere by default.
+        self._map = mmap.mmap(-1, nbytes + PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if hasattr(mmap, "MADV_HUGEPAGE"):
             self._map.madvise(mmap.MADV_HUGEPAGE)
         whole = torch.frombuffer(self._map, dtype=torch.uint8)
