@@ -14,15 +14,15 @@ other people's formats.
 
 import hashlib
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from types import NoneType
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load as parse_safetensors
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
@@ -30,7 +30,10 @@ from torch.overrides import TorchFunctionMode
 from model.chat_template import ChatTemplate, ChatTemplateError
 from model.config import ConfigError, GPTConfig
 from model.gpt import GPT
+from model.hashed_file import HashedFile
+from model.kernels.arena import settle_empty
 from model.tokenizer import END_OF_TEXT, Tokenizer, TokenizerError
+from model.weights_file import StoredTensor, WeightsFileError, read_header, read_numbers
 from model.whole_folder import whole_folder
 
 FORMAT_VERSION = 1
@@ -211,20 +214,60 @@ def load_checkpoint(
 
 def load_weights(info: CheckpointInfo, *, device: torch.device, dtype: torch.dtype) -> GPT:
     """The model of a checkpoint that `read_checkpoint` has read: for those who choose the dtype by
-    its shape."""
-    path = info.path
-    raw = _verified_bytes(path, WEIGHTS, info.files)
+    its shape. On a CPU its weights lie in an arena (`model/kernels/arena.py`).
+
+    Each piece of the file becomes numbers of that dtype as it is read, and what was read is hashed:
+    the model is given away only when the hash is right.
+    """
     try:
-        weights = parse_safetensors(raw)
-    except SafetensorError as error:
-        raise CheckpointError(f"{path / WEIGHTS} is no whole safetensors file: {error}") from error
-    # On the meta device it takes no memory before it is known to fit.
-    expected = empty_gpt(info.config, torch.device("meta")).state_dict()
-    _check_weights(path, expected, weights)
-    gpt = empty_gpt(info.config, device)
-    gpt.load_state_dict(weights)
-    gpt.to(dtype)
+        file = HashedFile(info.path / WEIGHTS)
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{info.path} holds no {WEIGHTS}") from error
+    with file:
+        try:
+            gpt = _read_gpt(file, info, device, dtype)
+        except CheckpointError:
+            _verify_whole(file, info)  # what a damaged file seems to say is of no interest
+            raise
+        _verify_whole(file, info)
     return gpt.eval().requires_grad_(False)
+
+
+def _read_gpt(
+    file: HashedFile, info: CheckpointInfo, device: torch.device, dtype: torch.dtype
+) -> GPT:
+    """The model that a file just opened describes. Nothing is verified yet."""
+    where = info.path / WEIGHTS
+    try:
+        stored = read_header(file)
+        # On the meta device it takes no memory before it is known to fit.
+        gpt = empty_gpt(info.config, torch.device("meta")).to(dtype)
+        _check_weights(where, gpt.state_dict(), stored)
+        _take_memory(gpt, device)
+        weights = gpt.state_dict()
+        for tensor in stored:
+            read_numbers(file, tensor, weights[tensor.name], partial(_check_finite, where, tensor))
+        if file.take(1):
+            raise WeightsFileError("there is more behind the last of its tensors")
+    except WeightsFileError as error:
+        raise CheckpointError(f"{where} is no whole safetensors file: {error}") from error
+    return gpt
+
+
+def _take_memory(gpt: GPT, device: torch.device) -> None:
+    """Move a GPT from the meta device to one where it can be given weights."""
+    dtype = gpt.token_embedding.weight.dtype
+    if device.type == "cpu":
+        settle_empty(gpt)
+    else:
+        gpt.to_empty(device=device)
+    gpt.reset_tables()
+    gpt.to(dtype)
+
+
+def _verify_whole(file: HashedFile, info: CheckpointInfo) -> None:
+    """Read on to the end of the weights, and raise CheckpointError unless the hash is right."""
+    _verify(info.path, WEIGHTS, file.finish(), file.taken, info.files)
 
 
 def empty_gpt(config: GPTConfig, device: torch.device) -> GPT:
@@ -248,30 +291,32 @@ class _SkipInit(TorchFunctionMode):
 
 
 def _check_weights(
-    path: Path, expected: Mapping[str, Tensor], weights: Mapping[str, Tensor]
+    where: Path, expected: Mapping[str, Tensor], stored: Sequence[StoredTensor]
 ) -> None:
-    if missing := sorted(set(expected) - set(weights)):
+    names = {tensor.name for tensor in stored}
+    if missing := sorted(set(expected) - names):
+        raise CheckpointError(f"{where} lacks {len(missing)} tensors, the first is {missing[0]}")
+    if unknown := sorted(names - set(expected)):
         raise CheckpointError(
-            f"{path / WEIGHTS} lacks {len(missing)} tensors, the first is {missing[0]}"
-        )
-    if unknown := sorted(set(weights) - set(expected)):
-        raise CheckpointError(
-            f"{path / WEIGHTS} has {len(unknown)} tensors that the configuration does not know, "
+            f"{where} has {len(unknown)} tensors that the configuration does not know, "
             f"the first is {unknown[0]}"
         )
-    for name, tensor in weights.items():
-        if tensor.shape != expected[name].shape:
+    for tensor in stored:
+        if tensor.shape != (shape := tuple(expected[tensor.name].shape)):
             raise CheckpointError(
-                f"{path / WEIGHTS}: {name} has shape {tuple(tensor.shape)}, the configuration "
-                f"says {tuple(expected[name].shape)}"
+                f"{where}: {tensor.name} has shape {tensor.shape}, the configuration says {shape}"
             )
-        if not tensor.is_floating_point():
-            raise CheckpointError(f"{path / WEIGHTS}: {name} holds {tensor.dtype}, no real numbers")
-        if not torch.isfinite(tensor).all():
-            raise CheckpointError(
-                f"{path / WEIGHTS}: {name} holds NaN or infinite numbers; "
-                "its training diverged, or the file was damaged before it was hashed"
-            )
+        if not tensor.dtype.is_floating_point:
+            raise CheckpointError(f"{where}: {tensor.name} holds {tensor.dtype}, no real numbers")
+
+
+def _check_finite(where: Path, tensor: StoredTensor, numbers: Tensor) -> None:
+    # The extremes alone: torch.isfinite of all of them takes twenty times as long.
+    if not all(math.isfinite(extreme) for extreme in torch.aminmax(numbers)):
+        raise CheckpointError(
+            f"{where}: {tensor.name} holds NaN or infinite numbers; "
+            "its training diverged, or the file was damaged before it was hashed"
+        )
 
 
 def _read_document(path: Path) -> dict[str, Any]:
@@ -352,13 +397,18 @@ def _verified_bytes(path: Path, name: str, files: Mapping[str, str]) -> bytes:
         raw = (path / name).read_bytes()
     except FileNotFoundError as error:
         raise CheckpointError(f"{path} holds no {name}") from error
-    found, expected = _sha256(raw), files.get(name)
+    _verify(path, name, _sha256(raw), len(raw), files)
+    return raw
+
+
+def _verify(path: Path, name: str, found: str, size: int, files: Mapping[str, str]) -> None:
+    """Raise CheckpointError unless a file of `size` bytes has the sha256 that was saved."""
+    expected = files.get(name)
     if found != expected:
         raise CheckpointError(
-            f"{path / name} ({len(raw)} bytes) has sha256 {found[:12]}..., {CONFIG} says "
+            f"{path / name} ({size} bytes) has sha256 {found[:12]}..., {CONFIG} says "
             f"{str(expected)[:12]}...: the file was changed, truncated or damaged after saving"
         )
-    return raw
 
 
 def _sha256(raw: bytes) -> str:

@@ -5,11 +5,13 @@ Parses with the command's settings model, then imports the module that does the 
 so --help and a wrong flag answer at once, without torch.
 """
 
+import gc
 import importlib
 import os
 import signal
 import sys
 from collections.abc import Mapping, Sequence
+from types import ModuleType
 
 from pydantic import ValidationError
 from pydantic_settings import BaseSettings, CliApp, SettingsError
@@ -82,10 +84,26 @@ def run(arguments: Sequence[str]) -> int:
         return 2
     if name not in ("train", "eval"):
         wait_briefly()
-    # The one import by name: torch takes seconds, and only a command that computes needs it.
-    command = importlib.import_module(f"service.commands.{MODULES.get(name, name)}")
-    code: int = command.run(settings)
+    code: int = import_command(name).run(settings)
     return code
+
+
+def import_command(name: str) -> ModuleType:
+    """The module of a command, the one import by name: torch takes seconds, and only a command that
+    computes needs it.
+
+    What modules consist of stays until the process ends. To look through it for garbage again and
+    again makes an import an eighth longer, and each full collection afterwards: so none is made
+    meanwhile, and later ones leave it out.
+    """
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        return importlib.import_module(f"service.commands.{MODULES.get(name, name)}")
+    finally:
+        gc.freeze()
+        if collecting:
+            gc.enable()
 
 
 def wait_briefly() -> None:

@@ -6,7 +6,7 @@ beyond the end of a row.
 """
 
 import mmap
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -21,22 +21,44 @@ class Arena:
     """Room for `nbytes` of tensors, zeroed."""
 
     def __init__(self, nbytes: int) -> None:
-        self._map = mmap.mmap(-1, nbytes + PAGE)
+        # Private: memory that processes could share gets large pages nowhere by default.
+        memory = mmap.mmap(-1, nbytes + PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if hasattr(mmap, "MADV_HUGEPAGE"):
-            self._map.madvise(mmap.MADV_HUGEPAGE)
-        whole = torch.frombuffer(self._map, dtype=torch.uint8)
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        whole = torch.frombuffer(memory, dtype=torch.uint8)
         start = -whole.data_ptr() % PAGE
         self._room = whole[start : start + nbytes]
         self._used = 0
 
+    @classmethod
+    def around(cls, tensors: Sequence[Tensor]) -> "Arena | None":
+        """The full arena in which tensors lie, one behind the other as one places them; None where
+        they do not."""
+        memory, start = tensors[0].untyped_storage(), tensors[0].data_ptr()
+        end = start
+        for tensor in tensors:
+            elsewhere = tensor.untyped_storage().data_ptr() != memory.data_ptr()
+            if elsewhere or tensor.data_ptr() != end or not tensor.is_contiguous():
+                return None
+            end += room_for(tensor)
+        if start % PAGE:
+            return None
+        arena = cls.__new__(cls)
+        whole = torch.empty(0, dtype=torch.uint8).set_(memory)
+        arena._room = whole[start - memory.data_ptr() : end - memory.data_ptr()]
+        arena._used = end - start
+        return arena
+
     def place(self, tensor: Tensor) -> Tensor:
         """A copy of a tensor in the arena, contiguous."""
+        return self.make_room(tensor).copy_(tensor)
+
+    def make_room(self, tensor: Tensor) -> Tensor:
+        """Zeros of the shape and the dtype of a tensor in the arena, contiguous."""
         size = tensor.numel() * tensor.element_size()
         taken = self._room[self._used : self._used + size]
         self._used += room_for(tensor)
-        placed = taken.view(tensor.dtype).view(tensor.shape)
-        placed.copy_(tensor)
-        return placed
+        return taken.view(tensor.dtype).view(tensor.shape)
 
 
 def room_for(tensor: Tensor) -> int:
@@ -47,13 +69,25 @@ def room_for(tensor: Tensor) -> int:
 
 def settle(module: nn.Module) -> Arena:
     """Move the parameters of a module into an arena, where they stay the module's own: there is no
-    second copy. In the order in which they were made, which is that of the forward."""
-    parameters = list(_distinct(module.parameters()))
-    arena = Arena(sum(room_for(parameter) for parameter in parameters))
-    for parameter in parameters:
-        parameter.data = arena.place(parameter.data)
+    second copy. In the order in which they were made, which is that of the forward. Those that lie
+    in one already stay where they are."""
+    parameters = list(module.parameters())
+    arena = Arena.around(parameters)
+    if arena is None:
+        arena = Arena(sum(map(room_for, parameters)))
+        for parameter in parameters:
+            parameter.data = arena.place(parameter.data)
     return arena
 
 
-def _distinct(parameters: Iterable[nn.Parameter]) -> Iterable[nn.Parameter]:
-    return dict.fromkeys(parameters)
+def settle_empty(module: nn.Module) -> None:
+    """Give the parameters of a module on the meta device memory in an arena, zeroed, as `settle`
+    would place them. They are new ones, without gradients."""
+    arena = Arena(sum(map(room_for, module.parameters())))
+    placed = {
+        parameter: nn.Parameter(arena.make_room(parameter), requires_grad=False)
+        for parameter in module.parameters()
+    }
+    for part in module.modules():
+        for name, parameter in part.named_parameters(recurse=False):
+            part.register_parameter(name, placed[parameter])

@@ -28,7 +28,9 @@ from model.checkpoint import (
     read_checkpoint,
 )
 from model.gpt import GPT
+from model.hashed_file import HashedFile
 from model.tokenizer import Tokenizer
+from model.weights_file import StoredTensor, read_header
 from tests.model.factories import (
     CHAT_TEMPLATE,
     FAMILIES,
@@ -182,6 +184,57 @@ def test_a_loaded_model_is_a_copy(saved: Path) -> None:
     os.truncate(saved / WEIGHTS, 0)
     assert torch.equal(gpt(ids).logits, before)
     assert all(parameter.isfinite().all() for parameter in gpt.parameters())
+
+
+def test_what_is_hashed_is_what_is_loaded(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file that is changed while it is read, even to other valid numbers, is refused."""
+
+    def change_then(file: HashedFile) -> tuple[StoredTensor, ...]:
+        tensors = read_header(file)
+        with (saved / WEIGHTS).open("r+b") as other:
+            other.seek(-4, os.SEEK_END)
+            other.write(b"\0\0\0\0")
+        return tensors
+
+    with monkeypatch.context() as meanwhile:
+        meanwhile.setattr("model.checkpoint.read_header", change_then)
+        refuse(
+            saved,
+            "{path}/model.safetensors (...) has sha256 ..., config.json says ...: "
+            "the file was changed, truncated or damaged after saving",
+        )
+
+
+def test_loading_holds_neither_the_file_nor_a_second_copy(tmp_path: Path) -> None:
+    """Of 64 MB on disk, 32 MB of bfloat16 stay; the buffers between are 8 MB."""
+    numbers = 16_000_000
+    config = tiny_config(context_length=numbers // 32)  # nearly all of it positions
+    save_tiny_checkpoint(tmp_path / "large", tiny_gpt(config))
+    script = """
+        import re, sys
+        from pathlib import Path
+        import torch
+        from model.checkpoint import load_weights, read_checkpoint
+
+        def peak():
+            status = Path("/proc/self/status").read_text()
+            return 1024 * int(re.search(r"VmHWM:\\s+([0-9]+)", status)[1])
+
+        load = dict(device=torch.device("cpu"), dtype=torch.bfloat16)
+        load_weights(read_checkpoint(Path(sys.argv[2])), **load)  # what is there once
+        info, before = read_checkpoint(Path(sys.argv[1])), peak()
+        load_weights(info, **load)
+        print(peak() - before)
+    """
+    save_tiny_checkpoint(tmp_path / "small")
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script), tmp_path / "large", tmp_path / "small"],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert 2 * numbers * 0.9 < int(done.stdout) < 2 * numbers + 20e6
 
 
 def test_a_chat_template_is_kept_and_compiled(tmp_path: Path) -> None:
@@ -345,6 +398,17 @@ def test_a_file_truncated_before_it_was_hashed(saved: Path, size: int) -> None:
     os.truncate(saved / WEIGHTS, size)
     rehash(saved)
     refuse(saved, "{path}/model.safetensors is no whole safetensors file: ...")
+
+
+def test_bytes_behind_the_last_tensor(saved: Path) -> None:
+    with (saved / WEIGHTS).open("ab") as file:
+        file.write(b"\0")
+    rehash(saved)
+    refuse(
+        saved,
+        "{path}/model.safetensors is no whole safetensors file: "
+        "there is more behind the last of its tensors",
+    )
 
 
 def test_a_wrong_shape(saved: Path) -> None:

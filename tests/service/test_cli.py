@@ -159,6 +159,28 @@ def test_help_imports_nothing_heavy(command: str) -> None:
     assert done.stderr == "set()"
 
 
+def test_nothing_is_collected_while_a_command_is_imported(tmp_path: Path) -> None:
+    """Nor later, of what its modules consist of."""
+    done = python(
+        "import gc, sys\n"
+        "from service.cli import run\n"
+        "seen = []\n"
+        "gc.callbacks.append(lambda phase, info: seen.append('torch' in sys.modules))\n"
+        "gc.set_threshold(1)\n"
+        "import_module = sys.modules['importlib'].import_module\n"
+        "def watched(name):\n"
+        "    before = len(seen)\n"
+        "    module = import_module(name)\n"
+        "    print('collected', len(seen) - before)\n"
+        "    return module\n"
+        "sys.modules['importlib'].import_module = watched\n"
+        f"code = run(['inspect', {str(tmp_path / 'nowhere')!r}])\n"
+        "print('enabled', gc.isenabled(), 'frozen', gc.get_freeze_count() > 100_000)\n"
+    )
+    assert "collected 0\n" in done.stdout
+    assert done.stdout.endswith("enabled True frozen True\n")
+
+
 def test_the_console_script_and_the_module_are_the_same() -> None:
     script = Path(sys.executable).parent / "logitd"
     by_script = subprocess.run([script, "--help"], capture_output=True, check=True, timeout=60)
