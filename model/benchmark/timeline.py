@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from model.attention import Attend, Observer
 from model.benchmark.stages import Stage
-from model.draw import Draw
+from model.draw import Draws
 from model.engine.runner import DecoderMaker
 from model.gpt import GPT, Block
 from model.kernels.decoder import NativeDecoder
@@ -108,7 +108,7 @@ class WatchedDecoder:
         self._mark("head", "tensors")
         return logits
 
-    def draw(self, logits: Tensor, computed: Tensor, draws: Sequence[Draw]) -> list[int | None]:
+    def draw(self, logits: Tensor, computed: Tensor, draws: Draws) -> list[int | None]:
         self._timeline.mark("sampling")
         tokens = self._decoder.draw(logits, computed, draws)
         self._mark("draw", "sampling")

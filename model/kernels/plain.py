@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from model.config import BLOCK
-from model.draw import Draw, draw_tokens
+from model.draw import Draws, draw_tokens
 from model.gpt import GPT
 from model.kv_cache import KVCache
 
@@ -51,7 +51,7 @@ class Decoder(Protocol):
         """Logits (R, V) of final hidden states (R, d_model), at most as many as in `decode`: those
         from which the first tokens after prompts are drawn."""
 
-    def draw(self, logits: Tensor, computed: Tensor, draws: Sequence[Draw]) -> list[int | None]:
+    def draw(self, logits: Tensor, computed: Tensor, draws: Draws) -> list[int | None]:
         """A token of each row of `logits` (R, V), float32: what `draw_tokens` gives."""
 
     def close(self) -> None:
@@ -85,7 +85,7 @@ class PlainDecoder:
     def head(self, hidden: Tensor) -> Tensor:
         return padded_logits(self._gpt, hidden)
 
-    def draw(self, logits: Tensor, computed: Tensor, draws: Sequence[Draw]) -> list[int | None]:
+    def draw(self, logits: Tensor, computed: Tensor, draws: Draws) -> list[int | None]:
         return draw_tokens(logits, computed, draws)
 
     def close(self) -> None:
