@@ -49,9 +49,9 @@ from model.benchmark.spread import Spread
 from model.device import available_processors
 from service.benchmark.load import (
     StreamRecord,
+    asking,
     failures_of,
     full_batch_rate,
-    run_asked,
     run_streams,
 )
 from service.benchmark.server import started_server
@@ -102,9 +102,9 @@ async def measure(url: str, server: str, dtype: str, plan: Plan) -> list[Served]
     async with httpx.AsyncClient(limits=limits, trust_env=False, timeout=TIMEOUT) as http:
         if server == LOGITD:
             client = AsyncClient(url, max_retries=0, timeout=TIMEOUT.read, http=http)
-            run = partial(run_streams, client)
+            run = partial(run_streams, asking(client))
         else:
-            run = partial(run_asked, asking_transformers(http, url))
+            run = partial(run_streams, asking_transformers(http, url))
         # Never one twice: a server may keep what it computed of it.
         count = 1 + plan.rounds * sum(plan.batches)
         prompts = iter(random_prompts(count, plan.prompt, plan.shape.vocab_size))

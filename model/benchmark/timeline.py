@@ -11,7 +11,7 @@ nothing there, and `model/benchmark/profile.py` refuses.
 """
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from model.attention import Attend, Observer
 from model.benchmark.stages import Stage
-from model.draw import Draw
+from model.draw import Draws
 from model.engine.runner import DecoderMaker
 from model.gpt import GPT, Block
 from model.kernels.decoder import NativeDecoder
@@ -54,17 +54,20 @@ class Timeline:
         assert seconds is not None, "a step is begun before it is ended"
         return seconds
 
-    def mark(self, stage: Stage, parts: Mapping[str, float] | None = None) -> None:
-        """What was done since the last mark was `stage`, but for its `parts`, which were timed by
-        themselves and are booked under their own names."""
+    def mark(self, stage: Stage, timed: Callable[[], Mapping[str, float]] | None = None) -> None:
+        """What was done since the last mark was `stage`, but for the parts that `timed` tells of:
+        they were timed by themselves and are booked under their own names. To ask for them is in
+        no stage: a model has pushed it out of the caches, so it takes as long as a stage may."""
         if self._seconds is None:
             return
         now = time.perf_counter()
         own, self._last = now - self._last, now
-        for name, seconds in (parts or {}).items():
-            if seconds:
-                self._add(name, seconds)  # type: ignore[arg-type]  # native names are stages
-                own -= seconds
+        if timed is not None:
+            for name, seconds in timed().items():
+                if seconds:
+                    self._add(name, seconds)  # type: ignore[arg-type]  # native names are stages
+                    own -= seconds
+            self._last = time.perf_counter()
         self._add(stage, own)
 
     def _add(self, stage: Stage, seconds: float) -> None:
@@ -125,7 +128,7 @@ class WatchedDecoder:
         self._mark("head", "tensors")
         return logits
 
-    def draw(self, logits: Tensor, computed: Tensor, draws: Sequence[Draw]) -> list[int | None]:
+    def draw(self, logits: Tensor, computed: Tensor, draws: Draws) -> list[int | None]:
         self._timeline.mark("sampling")
         tokens = self._decoder.draw(logits, computed, draws)
         self._mark("draw", "sampling")
@@ -142,7 +145,7 @@ class WatchedDecoder:
         if self._native is None:
             self._timeline.mark(plain)
         else:
-            self._timeline.mark(rest, self._native.take_stage_seconds())
+            self._timeline.mark(rest, self._native.take_stage_seconds)
 
 
 class Watch:

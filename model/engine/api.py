@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from types import MappingProxyType
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Literal, NamedTuple, Protocol, get_args
 
 from model.config import BLOCK, Speculation
 
@@ -299,13 +299,12 @@ class TokenLogprob:
     rank: int
 
 
-@dataclass(frozen=True, slots=True)
-class TokenEvent:
+class TokenEvent(NamedTuple):
     """One generated token; a step may give several of one sequence, in their order. `chosen` and
-    `top` are there when logprobs were asked for."""
+    `top` are there when logprobs were asked for. A tuple, because it is made for every token."""
 
     request_id: str
-    index: int  # which of the n sequences
+    index: int  # type: ignore[assignment]  # which of the n sequences; hides what tuples can do
     token_id: int
     chosen: TokenLogprob | None = None
     top: tuple[TokenLogprob, ...] = ()

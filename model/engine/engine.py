@@ -10,6 +10,7 @@ draw behind it is the one that the sequence would have made in its next step. So
 many tokens a step gives, and not which.
 """
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -28,13 +29,14 @@ from model.engine.api import (
     RowsEvent,
     StepResult,
     TokenEvent,
+    TokenMatcher,
     sequence_lengths,
 )
 from model.engine.draft import Draft
 from model.engine.price import row_width
 from model.engine.refusals import check_request
 from model.engine.runner import DecoderMaker, Runner, Scores, StepOutput
-from model.engine.sampler import Sampled
+from model.engine.sampler import Drawn, Sampled
 from model.engine.scheduler import PrefillChunk, Scheduler, StepPlan
 from model.engine.sequence import Group, Sequence, State
 from model.gpt import GPT
@@ -62,6 +64,7 @@ class Engine:
             share_decoded=self._runner.phases_agree,
         )
         self._sequences: dict[str, list[Sequence]] = {}  # unfinished, by request
+        self._first_deadline = math.inf  # nobody's is earlier
         self._next_weights: GPT | None = None
 
     @property
@@ -85,6 +88,8 @@ class Engine:
         count = len(sequence_lengths(request))
         sequences = [Sequence(group, index, arrived) for index in range(count)]
         self._sequences[request.request_id] = sequences
+        if request.deadline is not None:
+            self._first_deadline = min(self._first_deadline, request.deadline)
         for sequence in sequences:
             self._scheduler.enqueue(sequence)
 
@@ -127,20 +132,21 @@ class Engine:
 
     def next_deadline(self) -> float | None:
         """The earliest deadline of an unfinished request, on the engine's clock."""
-        deadlines = [sequences[0].request.deadline for sequences in self._sequences.values()]
-        return min((d for d in deadlines if d is not None), default=None)
+        first = min((deadline for _, deadline in self._deadlines()), default=math.inf)
+        self._first_deadline = first
+        return None if first == math.inf else first
 
     def step(self) -> StepResult:
         """Admit, prefill a chunk, decode all running sequences, sample."""
-        events = list(self._expire())
+        events = self._expire()
         plan = self._scheduler.plan(self.clock())
         if plan:
             try:
                 output = self._runner.run(plan)
             except Exception as error:  # the model failed: those who were computed are told
-                events.extend(self._fail(plan, error))
+                events += self._fail(plan, error)
             else:
-                events.extend(self._book(plan, output))
+                self._book(plan, output, events)
         return StepResult(
             events=tuple(events),
             prefilled_tokens=sum(chunk.end - chunk.start for chunk in plan.prefill),
@@ -178,18 +184,24 @@ class Engine:
             self._scheduler.slots.forget()
             self._scheduler.only_started = False
 
-    def _expire(self) -> Iterator[Event]:
+    def _expire(self) -> list[Event]:
         now = self.clock()
-        expired = [
-            sequence
-            for sequences in self._sequences.values()
-            for sequence in sequences
-            if sequence.request.deadline is not None and sequence.request.deadline <= now
-        ]
-        for sequence in expired:
-            yield self._finish(sequence, FinishReason.TIMEOUT)
+        if now < self._first_deadline:
+            return []
+        expired = [sequence for sequence, deadline in self._deadlines() if deadline <= now]
+        events = [self._finish(sequence, FinishReason.TIMEOUT) for sequence in expired]
+        self.next_deadline()
+        return events
 
-    def _book(self, plan: StepPlan, output: StepOutput) -> Iterator[Event]:
+    def _deadlines(self) -> Iterator[tuple[Sequence, float]]:
+        """The unfinished sequences that have a deadline."""
+        for sequences in self._sequences.values():
+            for sequence in sequences:
+                if (deadline := sequence.request.deadline) is not None:
+                    yield sequence, deadline
+
+    def _book(self, plan: StepPlan, output: StepOutput, events: list[Event]) -> None:
+        """Take in the results of a step; what there is to tell of them is added to `events`."""
         now = self.clock()
         for sequence in plan.decode:
             sequence.computed += 1
@@ -197,16 +209,16 @@ class Engine:
             sequence = chunk.sequence
             self._scheduler.prefilled(chunk, now)
             if sequence in output.scores:
-                yield self._prompt_event(chunk, output.scores[sequence])
+                events.append(self._prompt_event(chunk, output.scores[sequence]))
             if (rows := output.rows.get(sequence)) is not None:
                 sequence.credit -= 1
-                yield RowsEvent(sequence.request_id, rows.positions, rows.values)
+                events.append(RowsEvent(sequence.request_id, rows.positions, rows.values))
             if chunk.completes_prompt and sequence.generation is None:
-                yield self._finish(sequence, FinishReason.STOP)
-        for sequence, sampled in output.sampled.items():
-            yield from self._append(sequence, sampled)
+                events.append(self._finish(sequence, FinishReason.STOP))
+        for sequence, drawn in output.sampled.items():
+            self._append(sequence, drawn, events)
         for sequence, draft in plan.drafts.items():
-            yield from self._verify(sequence, draft, output.verified[sequence])
+            self._verify(sequence, draft, output.verified[sequence], events)
 
     def _prompt_event(self, chunk: PrefillChunk, scores: Scores) -> Event:
         """The row of a position scores the token after it; nothing scores a prompt's first."""
@@ -217,44 +229,50 @@ class Engine:
             tokens.insert(0, PromptToken(sequence.tokens[0]))
         return PromptEvent(sequence.request_id, sequence.index, start, tuple(tokens))
 
-    def _append(self, sequence: Sequence, sampled: Sampled) -> Iterator[Event]:
-        request = sequence.generation
-        assert request is not None
-        if sampled.error is not None:
-            reason, param = FinishReason.ERROR, sampled.param
-            yield self._finish(sequence, reason, error=sampled.error, param=param)
-            return
-        if sampled.whole:
-            yield self._finish(sequence, FinishReason.STOP)
-            return
-        token_id = sampled.token_id
+    def _append(self, sequence: Sequence, drawn: Drawn, events: list[Event]) -> None:
+        """Take in what was drawn for a sequence: a token, which may end it, or that none comes."""
+        if isinstance(drawn, Sampled):
+            if drawn.error is not None or drawn.whole:
+                events.append(self._finish_without_token(sequence, drawn))
+                return
+            token_id, chosen, top = drawn.token_id, drawn.chosen, drawn.top
+            event = TokenEvent(sequence.request_id, sequence.index, token_id, chosen, top)
+        else:
+            token_id = drawn
+            event = TokenEvent(sequence.request_id, sequence.index, token_id)
         sequence.tokens.append(token_id)
-        yield TokenEvent(sequence.request_id, sequence.index, token_id, sampled.chosen, sampled.top)
-        if token_id in request.params.stop_token_ids:
-            yield self._finish(sequence, FinishReason.STOP, stop_token_id=token_id)
-        elif (end := self._end_of_constraint(sequence, token_id)) is not None:
-            yield end
-        elif sequence.generated == request.params.max_tokens:
-            yield self._finish(sequence, FinishReason.LENGTH)
+        events.append(event)
+        if token_id in sequence.stop_token_ids:
+            end = self._finish(sequence, FinishReason.STOP, stop_token_id=token_id)
+            events.append(end)
+        elif sequence.matcher is not None and (
+            ended := self._end_of_constraint(sequence, sequence.matcher, token_id)
+        ):
+            events.append(ended)
+        elif len(sequence.tokens) == sequence.longest:
+            events.append(self._finish(sequence, FinishReason.LENGTH))
 
-    def _verify(self, sequence: Sequence, draft: Draft, draws: list[Sampled]) -> Iterator[Event]:
+    def _verify(
+        self, sequence: Sequence, draft: Draft, draws: list[Drawn], events: list[Event]
+    ) -> None:
         """Take in the draws behind a draft's tokens, up to the first token that was not drawn or
         that ended the sequence. What is behind that never was: neither a token nor an error."""
-        for token_id, sampled in zip(draft.token_ids, draws, strict=True):
+        for token_id, drawn in zip(draft.token_ids, draws, strict=True):
             if sequence.state is State.FINISHED or sequence.tokens[-1] != token_id:
                 break
             draft.accepted += 1
             sequence.computed += 1
-            yield from self._append(sequence, sampled)
+            self._append(sequence, drawn, events)
         assert sequence.drafter is not None
         sequence.drafter.learn(draft)
 
-    def _end_of_constraint(self, sequence: Sequence, token_id: int) -> Event | None:
+    def _end_of_constraint(
+        self, sequence: Sequence, matcher: TokenMatcher, token_id: int
+    ) -> Event | None:
         """Take a token into the sequence's constraint; the last event of a sequence that it ends,
         by being complete or by failing."""
-        constraint, matcher = sequence.constraint, sequence.matcher
-        if constraint is None or matcher is None:
-            return None
+        constraint = sequence.constraint
+        assert constraint is not None
         try:
             matcher.advance(token_id)
             if sequence.tokens_left == 0:  # no step will ask what may follow
@@ -267,12 +285,19 @@ class Engine:
             return self._finish(sequence, FinishReason.ERROR, error=message)
         return self._finish(sequence, FinishReason.STOP) if matcher.complete else None
 
-    def _fail(self, plan: StepPlan, error: Exception) -> Iterator[Event]:
+    def _finish_without_token(self, sequence: Sequence, drawn: Sampled) -> Event:
+        """The last event of a sequence whose text was whole, or that cannot go on."""
+        if drawn.error is None:
+            return self._finish(sequence, FinishReason.STOP)
+        reason, param = FinishReason.ERROR, drawn.param
+        return self._finish(sequence, reason, error=drawn.error, param=param)
+
+    def _fail(self, plan: StepPlan, error: Exception) -> list[Event]:
         # What the step wrote into the cache is unknown: nothing of it may be shared.
         self._scheduler.slots.forget()
         message = f"the model failed: {type(error).__name__}: {error}"
-        for sequence in [chunk.sequence for chunk in plan.prefill] + list(plan.decode):
-            yield self._finish(sequence, FinishReason.ERROR, error=message)
+        computed = [*(chunk.sequence for chunk in plan.prefill), *plan.decode]
+        return [self._finish(one, FinishReason.ERROR, error=message) for one in computed]
 
     def _finish(
         self,

@@ -6,9 +6,9 @@ row depends on its phase and position only, never on who is computed beside it.
 Knows sequences and plans, not queues or events. Decides nothing.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, field
 from itertools import islice
 from types import MappingProxyType
 from typing import Any
@@ -27,7 +27,7 @@ from model.engine.api import (
     RowsRequest,
 )
 from model.engine.draft import Draft
-from model.engine.sampler import Row, Sampled, process, sample, score
+from model.engine.sampler import Drawn, Row, Sampled, SlotDraws, process, sample, score
 from model.engine.scheduler import PrefillChunk, StepPlan
 from model.engine.sequence import Sequence
 from model.gpt import GPT
@@ -60,10 +60,21 @@ class StepOutput:
     """The results of one plan, by sequence. `verified` are the draws behind each token of a draft,
     each as if those before it had been drawn."""
 
-    sampled: dict[Sequence, Sampled] = field(default_factory=dict)
-    verified: dict[Sequence, list[Sampled]] = field(default_factory=dict)
+    sampled: dict[Sequence, Drawn] = field(default_factory=dict)
+    verified: dict[Sequence, list[Drawn]] = field(default_factory=dict)
     rows: dict[Sequence, Rows] = field(default_factory=dict)
     scores: dict[Sequence, Scores] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _Drawable:
+    """Rows of logits to draw tokens from. Of each sequence its own row, and behind it those of its
+    draft's tokens; `slots` and `positions` are where the drawn tokens will stand."""
+
+    sequences: list[Sequence] = field(default_factory=list)
+    slots: list[int] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)
+    logits: list[Tensor] = field(default_factory=list)  # each (rows, V)
 
 
 class Runner:
@@ -83,6 +94,7 @@ class Runner:
         self.cache = KVCache(gpt.config, slots, device=weight.device, dtype=weight.dtype)
         self._make_decoder = make_decoder
         self._decoder = make_decoder(gpt, self.cache)
+        self._draws = SlotDraws(slots)
         self._masks = masks
 
     @property
@@ -117,30 +129,28 @@ class Runner:
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepOutput:
         output = StepOutput()
-        with self._asking_matchers(plan.decode):
-            sequences, logits = self._compute(plan, output)
-        if sequences:
-            self._draw(plan, sequences, logits, output)
+        wait_for_masks = self._ask_matchers(plan.decode)
+        try:
+            drawable = self._compute(plan, output)
+        finally:
+            if wait_for_masks is not None:
+                wait_for_masks()
+        if drawable.sequences:
+            self._draw(drawable, plan.drafts, output)
         return output
 
-    @contextmanager
-    def _asking_matchers(self, sequences: tuple[Sequence, ...]) -> Iterator[None]:
-        """Have the masks of those that decode computed beside what is computed within."""
+    def _ask_matchers(self, sequences: tuple[Sequence, ...]) -> Callable[[], None] | None:
+        """Have the masks of those that decode computed beside what the caller computes, who then
+        waits by what is returned; None where nobody has a mask, or nobody looks ahead."""
+        if self._masks is None:
+            return None
         matchers = [one.matcher for one in sequences if one.matcher is not None]
-        if self._masks is None or not matchers:
-            yield
-            return
-        wait = self._masks.begin(matchers)
-        try:
-            yield
-        finally:
-            wait()
+        return self._masks.begin(matchers) if matchers else None
 
-    def _compute(self, plan: StepPlan, output: StepOutput) -> tuple[list[Sequence], list[Tensor]]:
-        """All forward passes; the sequences that get a token, and their logits, (rows, V) each."""
-        sequences: list[Sequence] = []
+    def _compute(self, plan: StepPlan, output: StepOutput) -> _Drawable:
+        """All forward passes; what tokens are drawn from."""
+        drawable = _Drawable()
         ends: list[Tensor] = []  # of prompts: their last hidden states, each (1, d_model)
-        logits: list[Tensor] = []  # each (rows, V)
         for chunk in plan.prefill:
             sequence = chunk.sequence
             if sequence.rows is not None:
@@ -152,34 +162,46 @@ class Runner:
             if sequence.scores_from is not None and chunk.end > sequence.scores_from:
                 output.scores[sequence] = self._scores(chunk, hidden, sequence.scores_from)
             if chunk.completes_prompt and sequence.generation is not None:
-                sequences.append(sequence)
+                assert sequence.slot is not None
+                self._draws.begin(sequence.slot, sequence.generation.params, sequence.index)
+                drawable.sequences.append(sequence)
+                drawable.slots.append(sequence.slot)
+                drawable.positions.append(chunk.end)
                 ends.append(hidden[-1:])
         if ends:
-            logits.append(self._decoder.head(torch.cat(ends)))
+            drawable.logits.append(self._decoder.head(torch.cat(ends)))
         if plan.decode:
-            sequences.extend(plan.decode)
-            logits.append(self.decode(plan.decode, plan.drafts))
-        return sequences, logits
+            token_ids, slots, positions = _rows_to_decode(plan.decode, plan.drafts)
+            drawable.sequences += plan.decode
+            drawable.slots += slots
+            drawable.positions += [position + 1 for position in positions]
+            drawable.logits.append(self._decoder.decode(token_ids, slots, positions))
+        return drawable
 
     def _draw(
-        self,
-        plan: StepPlan,
-        sequences: list[Sequence],
-        logits: list[Tensor],
-        output: StepOutput,
+        self, drawable: _Drawable, drafts: Mapping[Sequence, Draft], output: StepOutput
     ) -> None:
         """A token for each sequence, and for each token of its draft the one behind it."""
-        drafts = plan.drafts
-        masks = {one: _mask(one) for one in sequences if one.matcher is not None}
-        rows = [row for one in sequences for row in _rows_of(one, masks, drafts.get(one))]
-        with one_thread() if self._decoder.has_threads else nullcontext():
+        sequences, logits = drawable.sequences, drawable.logits
+        draws, asking = self._draws.of(drawable.slots, drawable.positions)
+        masks: dict[Sequence, Any] = {}
+        rows: dict[int, Row] = {}
+        if asking:
+            masks = {one: _mask(one) for one in sequences if one.matcher is not None}
+            every = [row for one in sequences for row in _rows_of(one, masks, drafts.get(one))]
+            rows = {place: every[place] for place in asking}
+        torch_computes = asking or len(logits) > 1
+        alone = self._decoder.has_threads and torch_computes
+        with one_thread() if alone else nullcontext():
             together = logits[0] if len(logits) == 1 else torch.cat(logits)
-            sampled = iter(sample(together, rows, self._decoder.draw))
-        for sequence in sequences:
-            drawn, mask = next(sampled), masks.get(sequence)
-            output.sampled[sequence] = mask if isinstance(mask, Sampled) else drawn
-            if (draft := drafts.get(sequence)) is not None:
-                output.verified[sequence] = list(islice(sampled, len(draft.token_ids)))
+            sampled = sample(together, draws, rows, self._decoder.draw)
+        if not drafts:
+            output.sampled = dict(zip(sequences, sampled, strict=True))
+        else:
+            _deal_out(sampled, sequences, drafts, output)
+        for sequence, mask in masks.items():
+            if isinstance(mask, Sampled):
+                output.sampled[sequence] = mask
 
     def prefill(
         self, chunk: PrefillChunk, *, states: bool = False, weights: WantedWeights | None = None
@@ -199,19 +221,7 @@ class Runner:
     ) -> Tensor:
         """Compute the last token of each sequence, with its draft behind it; the logits that follow
         each token, a row each: (B + drafted, V)."""
-        token_ids: list[int] = []
-        slots: list[int] = []
-        positions: list[int] = []
-        for sequence in sequences:
-            assert sequence.slot is not None
-            position, draft = sequence.computed, drafts.get(sequence)
-            # What wrong drafts leave behind `computed` is overwritten before it is looked at, and
-            # never shared.
-            text = [sequence.tokens[position], *(draft.token_ids if draft else ())]
-            token_ids += text
-            slots += [sequence.slot] * len(text)
-            positions += range(position, position + len(text))
-        return self._decoder.decode(token_ids, slots, positions)
+        return self._decoder.decode(*_rows_to_decode(sequences, drafts))
 
     def _rows(self, chunk: PrefillChunk, request: RowsRequest) -> Rows:
         """Compute a chunk, and the rows that are wanted of it."""
@@ -274,6 +284,44 @@ def _prompt_part(length: int, completion_start: int | None) -> int:
     return length if completion_start is None else min(length, completion_start)
 
 
+def _rows_to_decode(
+    sequences: tuple[Sequence, ...], drafts: Mapping[Sequence, Draft]
+) -> tuple[list[int], list[int], list[int]]:
+    """Token ids, slots and positions of a decode step's rows: each sequence's last token, with its
+    draft behind it."""
+    token_ids: list[int] = []
+    slots: list[int] = []
+    positions: list[int] = []
+    for sequence in sequences:
+        slot, position = sequence.slot, sequence.computed
+        assert slot is not None
+        # What wrong drafts leave behind `computed` is overwritten before it is looked at, and
+        # never shared.
+        token_ids.append(sequence.tokens[position])
+        slots.append(slot)
+        positions.append(position)
+        if drafts and (draft := drafts.get(sequence)) is not None:
+            drafted = len(draft.token_ids)
+            token_ids += draft.token_ids
+            slots += [slot] * drafted
+            positions += range(position + 1, position + 1 + drafted)
+    return token_ids, slots, positions
+
+
+def _deal_out(
+    sampled: list[Drawn],
+    sequences: list[Sequence],
+    drafts: Mapping[Sequence, Draft],
+    output: StepOutput,
+) -> None:
+    """Book what was drawn: each sequence's own draw, then those behind the tokens of its draft."""
+    drawn = iter(sampled)
+    for sequence in sequences:
+        output.sampled[sequence] = next(drawn)
+        if (draft := drafts.get(sequence)) is not None:
+            output.verified[sequence] = list(islice(drawn, len(draft.token_ids)))
+
+
 def _mask(sequence: Sequence) -> Any:
     """What a sequence's constraint allows now; or, as `Sampled`, why it gets no token."""
     constraint, matcher = sequence.constraint, sequence.matcher
@@ -288,23 +336,15 @@ def _mask(sequence: Sequence) -> Any:
     return Sampled(0, whole=True) if matcher.complete else allowed
 
 
-def _row(sequence: Sequence, mask: Any) -> Row:
-    request = sequence.generation
-    assert request is not None
-    return Row(
-        request.params,
-        sequence.index,
-        sequence.tokens,
-        sequence.prompt_length,
-        None if isinstance(mask, Sampled) else mask,
-    )
-
-
 def _rows_of(sequence: Sequence, masks: Mapping[Sequence, Any], draft: Draft | None) -> list[Row]:
     """A sequence's own row, and those behind the tokens of its draft as if these were its text."""
-    row = _row(sequence, masks.get(sequence))
-    if draft is None:
-        return [row]
-    token_ids = draft.token_ids
-    texts = [sequence.tokens + token_ids[:count] for count in range(1, len(token_ids) + 1)]
-    return [row, *(replace(row, tokens=tokens) for tokens in texts)]
+    request, mask = sequence.generation, masks.get(sequence)
+    assert request is not None
+    allowed = None if isinstance(mask, Sampled) else mask
+    texts = [sequence.tokens]
+    if draft is not None:
+        drafted = draft.token_ids
+        texts += [sequence.tokens + drafted[: count + 1] for count in range(len(drafted))]
+    return [
+        Row(request.params, sequence.index, text, sequence.prompt_length, allowed) for text in texts
+    ]

@@ -27,24 +27,29 @@ that are strictly likelier, so that equals share a rank.
 A row's result depends on that row alone. Rows without penalties or filters cost nothing for them,
 greedy rows an argmax. Not here: stop strings (text), and what a constraint allows where
 (`model/constraint.py`). Steps 7 to 11 are `model/draw.py`'s, or the native decoder's.
+
+Most rows ask for steps 7 to 11 alone, and of these everything but the position is known when their
+sequence begins to decode: `SlotDraws` keeps it, so that a step writes down positions and no more.
+Only of the others the sampler is told the text (`Row`).
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from model.draw import Draw, Drawing, draw_tokens, filtered
+from model.draw import DRAW, Draw, Drawing, Draws, draw_tokens, filtered, table
 from model.engine.api import SamplingParams, TokenLogprob
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What the sampler has to know of the sequence behind a row of logits."""
+    """What the sampler has to know of the sequence behind a row that asks for more than a draw."""
 
     params: SamplingParams
     index: int  # among the n sequences of its prompt
@@ -66,41 +71,107 @@ class Sampled:
     whole: bool = False
 
 
-def sample(logits: Tensor, rows: list[Row], drawing: Drawing = draw_tokens) -> list[Sampled]:
-    """Draw the next token of each row. logits (R, V), of any float dtype; left as they are.
-    `drawing` does steps 7 to 11."""
-    raw = logits.float()  # (R, V)
-    final = _biased_and_penalised(raw, rows)
-    draws = [_draw(row) for row in rows]
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What the rows of some slots, in this order, ask for."""
+
+    slots: list[int]
+    draws: Draws
+    positions: npt.NDArray[np.uint32]  # those of `draws`: the same memory
+    more: tuple[int, ...]  # places of the rows that ask for more than a draw
+
+
+class SlotDraws:
+    """What the sequence of each slot asks of its draws, from its first token to its last.
+
+    From step to step most often the same sequences decode; then the table of the step before is
+    given again, with other positions. A model's weights and cache have pushed everything else out
+    of the processor's caches by then, so what is not touched is what is fast.
+    """
+
+    def __init__(self, slots: int) -> None:
+        self._draws = np.zeros(slots, DRAW)
+        self._more = [False] * slots
+        self._last: _Asked | None = None
+
+    def begin(self, slot: int, params: SamplingParams, index: int) -> None:
+        """The slot's tokens are drawn like this from now on, for sequence `index` of its prompt."""
+        self._draws[slot] = table([_draw(params, index, position=0)])[0]
+        self._more[slot] = asks_more(params)
+        self._last = None
+
+    def of(self, slots: list[int], positions: list[int]) -> tuple[Draws, tuple[int, ...]]:
+        """How the tokens at these positions of these slots are drawn, a row each, and which rows
+        ask for more. The table is good until the next call."""
+        last = self._last
+        if last is None or last.slots != slots:
+            last = self._last = self._ask(slots)
+        last.positions[:] = positions
+        return last.draws, last.more
+
+    def _ask(self, slots: list[int]) -> _Asked:
+        draws = self._draws[slots]
+        more = tuple(place for place, slot in enumerate(slots) if self._more[slot])
+        return _Asked(slots, draws, draws["position"], more)
+
+
+def asks_more(params: SamplingParams) -> bool:
+    """Whether rows with these parameters may need steps 1 to 6, or logprobs: then `sample` has to
+    be told of each of them."""
+    return bool(
+        params.logprobs is not None
+        or params.constraint is not None
+        or params.logit_bias
+        or params.allowed_token_ids is not None
+        or params.min_tokens
+        or params.repetition_penalty != 1
+        or params.frequency_penalty
+        or params.presence_penalty
+    )
+
+
+Drawn = int | Sampled
+"""A token of which nothing else is told, as most are; or what is."""
+
+
+def sample(
+    logits: Tensor,
+    draws: Draws,
+    rows: Mapping[int, Row],
+    drawing: Drawing = draw_tokens,
+) -> list[Drawn]:
+    """Draw the next token of each row. logits (R, V), of any float dtype; left as they are. `rows`
+    are those that ask for more than a draw, by their place. `drawing` does steps 7 to 11."""
+    raw = logits if logits.dtype is torch.float32 else logits.float()  # (R, V)
+    final = _biased_and_penalised(raw, rows) if rows else raw
     token_ids = drawing(final, raw, draws)
-    return [
-        _unusable()
-        if token_id is None
-        else Sampled(token_id)
-        if row.params.logprobs is None
-        else _with_logprobs(token_id, row, raw[i], final[i], draws[i])
-        for i, (row, token_id) in enumerate(zip(rows, token_ids, strict=True))
-    ]
+    sampled: list[Drawn] = [_UNUSABLE if one is None else one for one in token_ids]
+    for i, row in rows.items():
+        if (token_id := token_ids[i]) is not None and row.params.logprobs is not None:
+            draw = draws[i : i + 1]
+            sampled[i] = _with_logprobs(token_id, row, raw[i : i + 1], final[i : i + 1], draw)
+    return sampled
 
 
-def process(logits: Tensor, rows: list[Row]) -> Tensor:
+def process(logits: Tensor, rows: Sequence[Row]) -> Tensor:
     """Rows (R, V) as they would be drawn from: steps 1 to 10, or 1 to 6 at temperature 0; -inf for
     what is dropped. float32; the rows given are left as they are."""
-    values = _biased_and_penalised(logits.float(), rows)
+    values = _biased_and_penalised(logits.float(), dict(enumerate(rows)))
     drawn = [i for i, row in enumerate(rows) if row.params.temperature > 0]
     if not drawn:
         return values
-    left = filtered(values[drawn], [_draw(rows[i]) for i in drawn])
+    draws = table(_draw(rows[i].params, rows[i].index, len(rows[i].tokens)) for i in drawn)
+    left = filtered(values[drawn], draws)
     return values.index_copy(0, torch.tensor(drawn, device=values.device), left)
 
 
-def _biased_and_penalised(raw: Tensor, rows: list[Row]) -> Tensor:
+def _biased_and_penalised(raw: Tensor, rows: Mapping[int, Row]) -> Tensor:
     """Steps 1 to 6 (R, V): `raw` itself when no row asks for any. Constraints come first, for all
     rows at once: what is -inf stays so through the other steps."""
     values = raw
-    if any(row.allowed is not None for row in rows):
+    if any(row.allowed is not None for row in rows.values()):
         values = raw.masked_fill(_forbidden(rows, raw), -math.inf)
-    changed = [i for i, row in enumerate(rows) if _changes_logits(row)]
+    changed = [i for i, row in rows.items() if _changes_logits(row)]
     if changed and values is raw:
         values = raw.clone()
     for i in changed:
@@ -120,11 +191,13 @@ def _changes_logits(row: Row) -> bool:
     )
 
 
-def _forbidden(rows: list[Row], raw: Tensor) -> Tensor:
+def _forbidden(rows: Mapping[int, Row], raw: Tensor) -> Tensor:
     """What constraints do not allow: booleans (R, V)."""
-    anything = np.ones(raw.shape[-1], np.bool_)
-    allowed = np.stack([anything if row.allowed is None else row.allowed for row in rows])
-    return torch.from_numpy(~allowed).to(raw.device)
+    forbidden = np.zeros(raw.shape, np.bool_)
+    for i, row in rows.items():
+        if row.allowed is not None:
+            np.logical_not(row.allowed, out=forbidden[i])
+    return torch.from_numpy(forbidden).to(raw.device)
 
 
 def _bias_and_penalise(values: Tensor, row: Row) -> None:
@@ -162,30 +235,29 @@ def score(logits: Tensor, token_ids: Sequence[int], count: int) -> list[Sampled]
     ]
 
 
-def _draw(row: Row) -> Draw:
-    params = row.params
+def _draw(params: SamplingParams, index: int, position: int) -> Draw:
     return Draw(
         params.temperature,
         params.top_k,
         params.top_p,
         params.min_p,
         params.seed,
-        len(row.tokens),
-        row.index,
+        position,
+        index,
     )
 
 
-def _unusable() -> Sampled:
-    return Sampled(0, error="the model computed logits that are not finite for this sequence")
+_UNUSABLE = Sampled(0, error="the model computed logits that are not finite for this sequence")
 
 
-def _with_logprobs(token_id: int, row: Row, raw: Tensor, final: Tensor, draw: Draw) -> Sampled:
-    """A drawn token, with the logprobs that its request wants."""
+def _with_logprobs(token_id: int, row: Row, raw: Tensor, final: Tensor, draw: Draws) -> Sampled:
+    """A drawn token, with the logprobs that its request wants. `raw`, `final` and `draw` are one
+    row each: (1, V) and (1,)."""
     count, logits = row.params.logprobs, raw
     assert count is not None
     if row.params.logprobs_stage == "processed":
-        logits = filtered(final[None], [draw])[0] if draw.temperature else final
-    return Sampled(token_id, *_logprobs(logits, token_id, count))
+        logits = filtered(final, draw) if row.params.temperature else final
+    return Sampled(token_id, *_logprobs(logits[0], token_id, count))
 
 
 def _logprobs(

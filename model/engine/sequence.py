@@ -46,8 +46,13 @@ class Sequence:
     group: Group
     index: int
     arrived: float
+    request: Request = field(init=False)
+    request_id: str = field(init=False)
+    generation: GenerationRequest | None = field(init=False)  # the request, if it generates
     tokens: list[int] = field(init=False)  # the prompt, then what was generated
     prompt_length: int = field(init=False)
+    longest: int = field(init=False)  # of `tokens`: max_tokens after the prompt
+    stop_token_ids: frozenset[int] = field(init=False)
     matcher: TokenMatcher | None = field(init=False)  # of its constraint, if it has one
     state: State = State.WAITING
     slot: int | None = None
@@ -59,33 +64,27 @@ class Sequence:
     prefilled: float | None = None
 
     def __post_init__(self) -> None:
-        self.tokens = list(self.request.token_ids)
-        if isinstance(self.request, ScoreRequest) and self.request.continuations:
-            self.tokens += self.request.continuations[self.index]
-        self.prompt_length = len(self.tokens)
+        request = self.request = self.group.request
+        self.request_id = request.request_id
+        self.generation = request if isinstance(request, GenerationRequest) else None
+        self.tokens = list(request.token_ids)
+        if isinstance(request, ScoreRequest) and request.continuations:
+            self.tokens += request.continuations[self.index]
+        self.prompt_length = self.longest = len(self.tokens)
+        self.stop_token_ids = frozenset()
+        if self.generation is not None:
+            self.longest += self.generation.params.max_tokens
+            self.stop_token_ids = self.generation.params.stop_token_ids
         self.matcher = None if self.constraint is None else self.constraint.matcher()
-
-    @property
-    def request(self) -> Request:
-        return self.group.request
-
-    @property
-    def request_id(self) -> str:
-        return self.request.request_id
 
     @property
     def generated(self) -> int:
         return len(self.tokens) - self.prompt_length
 
     @property
-    def generation(self) -> GenerationRequest | None:
-        """The request, if it generates."""
-        return self.request if isinstance(self.request, GenerationRequest) else None
-
-    @property
     def tokens_left(self) -> int:
         """How many more tokens it may generate."""
-        return 0 if self.generation is None else self.generation.params.max_tokens - self.generated
+        return self.longest - len(self.tokens)
 
     @property
     def constraint(self) -> TokenConstraint | None:

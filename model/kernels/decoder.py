@@ -17,20 +17,18 @@ from ctypes import (
     Structure,
     byref,
     c_char_p,
-    c_double,
     c_float,
     c_int32,
     c_int64,
-    c_uint32,
-    c_uint64,
     c_void_p,
 )
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from model.config import DRAFTED_ROWS, GPTConfig
-from model.draw import Draw, floor
+from model.draw import DRAW, Draws
 from model.gpt import GPT, VALUE_GATE_WIDTH, Block, rotary_tables, sinusoidal_table
 from model.kernels.arena import Arena, settle
 from model.kernels.prefill import Prefilled, TorchPrefill, WantedWeights
@@ -120,19 +118,31 @@ class _Record(Structure):
     )
 
 
-class _DrawnRow(Structure):
-    _fields_ = (
-        ("logits", c_void_p),
-        ("computed", c_void_p),
-        ("top_p", c_double),
-        ("seed", c_uint64),
-        ("divisor", c_float),
-        ("floor", c_float),
-        ("top_k", c_int32),
-        ("position", c_uint32),
-        ("index", c_uint32),
-        ("token_id", c_int32),
-    )
+_DRAWN_ROW = np.dtype(
+    [
+        ("logits", np.uint64),
+        ("computed", np.uint64),
+        ("how", DRAW),
+        ("token_id", np.int32),
+    ]
+)
+"""`DrawnRow` of native/draw.h."""
+
+
+class _Drawn:
+    """Rows to draw from that lie at these places: `how` is filled in for each draw, and then
+    `token_ids` are the answer. Of a step like the one before nothing else changes."""
+
+    def __init__(
+        self, count: int, logits: int, pitch: int, computed: int, computed_pitch: int
+    ) -> None:
+        self.where = (count, logits, pitch, computed, computed_pitch)
+        rows, numbers = np.empty(count, _DRAWN_ROW), np.arange(count, dtype=np.uint64)
+        rows["logits"] = numbers * (4 * pitch) + logits
+        rows["computed"] = numbers * (4 * computed_pitch) + computed
+        self.how = rows["how"]
+        self.token_ids = rows["token_id"]
+        self.address = rows.ctypes.data  # the views keep the memory
 
 
 def unsupported(gpt: GPT) -> str | None:
@@ -185,7 +195,7 @@ class NativeDecoder:
         library.logitd_prefill.argtypes = (
             c_void_p, POINTER(c_int32), c_int32, c_int32, c_int32, POINTER(_Record), c_void_p
         )  # fmt: skip
-        library.logitd_draw.argtypes = (c_void_p, POINTER(_DrawnRow), c_int32)
+        library.logitd_draw.argtypes = (c_void_p, c_void_p, c_int32)
         library.logitd_crowded.argtypes = (c_void_p,)
         library.logitd_decode.argtypes = (c_void_p, *(POINTER(c_int32),) * 3, c_int32, c_void_p)
         library.logitd_time_stages.argtypes = (c_void_p, c_void_p)
@@ -208,6 +218,7 @@ class NativeDecoder:
         self._handle = library.logitd_decoder_new(byref(model), byref(described), room, threads)
         self._where = tuple((c_int32 * rows)() for _ in range(3))
         self._logits = torch.empty(rows, gpt.config.vocab_size)
+        self._drawn: _Drawn | None = None
         self._stages = tuple(library.logitd_stage_names().decode().split())
         self._nanoseconds = (c_int64 * len(self._stages))()
 
@@ -270,19 +281,19 @@ class NativeDecoder:
         self._library.logitd_head(self._handle, rows.data_ptr(), count, logits.data_ptr())
         return logits
 
-    def draw(self, logits: Tensor, computed: Tensor, draws: Sequence[Draw]) -> list[int | None]:
+    def draw(self, logits: Tensor, computed: Tensor, draws: Draws) -> list[int | None]:
         """A token of each row of `logits` (R, V), float32: what `model.draw.draw_tokens` gives, up
         to the rounding of a sum."""
-        rows = (_DrawnRow * len(draws))()
-        at, beside = logits.data_ptr(), computed.data_ptr()
-        pitch, pitch_beside = 4 * logits.stride(0), 4 * computed.stride(0)
-        for i, (row, draw) in enumerate(zip(rows, draws, strict=True)):
-            row.logits, row.computed = at + i * pitch, beside + i * pitch_beside
-            row.divisor = draw.divisor if draw.temperature else 0
-            row.floor, row.top_k, row.top_p = floor(draw), draw.top_k, draw.top_p
-            row.seed, row.position, row.index = draw.seed, draw.position, draw.index
-        self._library.logitd_draw(self._handle, rows, len(draws))
-        return [None if row.token_id < 0 else row.token_id for row in rows]
+        where = (
+            *(len(draws), logits.data_ptr(), logits.stride(0)),
+            *(computed.data_ptr(), computed.stride(0)),
+        )
+        drawn = self._drawn
+        if drawn is None or drawn.where != where:
+            drawn = self._drawn = _Drawn(*where)
+        drawn.how[:] = draws
+        self._library.logitd_draw(self._handle, drawn.address, len(draws))
+        return [None if token_id < 0 else token_id for token_id in drawn.token_ids.tolist()]
 
     def time_stages(self, wanted: bool) -> None:
         """Whether the stages of what follows are timed. Costs a look at a clock for each of them;

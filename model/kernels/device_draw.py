@@ -15,7 +15,6 @@ Shapes: R rows, V vocabulary.
 """
 
 import math
-from collections.abc import Sequence
 from enum import IntEnum
 
 import numpy as np
@@ -23,7 +22,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from model.draw import LARGEST_LOGIT, Draw, floor
+from model.draw import COLDEST, LARGEST_LOGIT, Draws
 from model.philox import uniforms
 
 FIELDS = 6
@@ -42,30 +41,28 @@ class DrawKind(IntEnum):
     FILTERED = 2  # a sort of every row
 
 
-def kind_of(draws: Sequence[Draw]) -> DrawKind:
+def kind_of(draws: Draws) -> DrawKind:
     """The least that serves all rows."""
-    drawn = [draw for draw in draws if draw.temperature > 0]
-    if not drawn:
+    drawn = draws["divisor"] > 0
+    if not drawn.any():
         return DrawKind.GREEDY
-    if any(draw.top_k or draw.top_p < 1 or draw.min_p for draw in drawn):
-        return DrawKind.FILTERED
-    return DrawKind.PLAIN
+    filters = (draws["top_k"] > 0) | (draws["top_p"] < 1) | (draws["floor"] > -math.inf)
+    return DrawKind.FILTERED if (drawn & filters).any() else DrawKind.PLAIN
 
 
-def pack(draws: Sequence[Draw]) -> npt.NDArray[np.int64]:
+def pack(draws: Draws) -> npt.NDArray[np.int64]:
     """(R, FIELDS): integers as they are, floats as the bits of float64."""
     packed = np.empty((len(draws), FIELDS), dtype=np.int64)
     floats = packed.view(np.float64)
-    packed[:, _GREEDY] = [draw.temperature == 0 for draw in draws]
-    floats[:, _DIVISOR] = [draw.divisor for draw in draws]
-    floats[:, _FLOOR] = [floor(draw) for draw in draws]
-    packed[:, _TOP_K] = [draw.top_k for draw in draws]
-    floats[:, _TOP_P] = [draw.top_p for draw in draws]
-    seeds = np.array([draw.seed for draw in draws], dtype=np.uint64).view(np.int64)
+    packed[:, _GREEDY] = draws["divisor"] == 0
+    floats[:, _DIVISOR] = np.maximum(draws["divisor"], COLDEST)  # nothing is divided by 0
+    floats[:, _FLOOR] = draws["floor"]
+    packed[:, _TOP_K] = draws["top_k"]
+    floats[:, _TOP_P] = draws["top_p"]
     floats[:, _UNIFORM] = uniforms(
-        torch.from_numpy(seeds),
-        torch.tensor([draw.position for draw in draws]),
-        torch.tensor([draw.index for draw in draws]),
+        torch.from_numpy(draws["seed"].view(np.int64).copy()),
+        torch.from_numpy(draws["position"].astype(np.int64)),
+        torch.from_numpy(draws["index"].astype(np.int64)),
     ).numpy()
     return packed
 

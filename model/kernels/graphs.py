@@ -32,7 +32,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from model.config import DRAFTED_ROWS
-from model.draw import Draw
+from model.draw import Draws
 from model.gpt import GPT
 from model.kernels.capture import Capture, Compute, capture_for
 from model.kernels.device_draw import FIELDS, NO_TOKEN, DrawKind, draw_rows, kind_of, pack
@@ -115,7 +115,7 @@ class GraphDecoder:
         return (block_logits if self.batch_invariant else padded_logits)(self._gpt, hidden)
 
     @torch.inference_mode()
-    def draw(self, logits: Tensor, computed: Tensor, draws: Sequence[Draw]) -> list[int | None]:
+    def draw(self, logits: Tensor, computed: Tensor, draws: Draws) -> list[int | None]:
         """A token of each row of `logits` (R, V), float32: what `draw_tokens` gives, up to the
         rounding of sums. Replayed where the rows are those that `decode` has just given."""
         kind = DrawKind.FILTERED if self.batch_invariant else kind_of(draws)
@@ -159,7 +159,7 @@ class GraphDecoder:
         self._token_ids[:rows] = draw_rows(logits, logits, self._how.device[:rows], kind)
 
     def _draw_apart(
-        self, logits: Tensor, computed: Tensor, draws: Sequence[Draw], kind: DrawKind
+        self, logits: Tensor, computed: Tensor, draws: Draws, kind: DrawKind
     ) -> list[int]:
         """Draw from rows that are not those of a recording: first tokens of prompts came beside
         them, or a request changes its logits. Batch-invariant by as many rows as the recordings."""

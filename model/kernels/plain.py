@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from model.config import BLOCK
-from model.draw import Draw, draw_tokens
+from model.draw import Draws, draw_tokens
 from model.gpt import GPT
 from model.kernels.prefill import Prefilled, TorchPrefill, WantedWeights
 from model.kv_cache import KVCache
@@ -59,7 +59,7 @@ class Decoder(Protocol):
     def head(self, hidden: Tensor) -> Tensor:
         """Logits (R, V) of a prompt's final hidden states (R, d_model)."""
 
-    def draw(self, logits: Tensor, computed: Tensor, draws: Sequence[Draw]) -> list[int | None]:
+    def draw(self, logits: Tensor, computed: Tensor, draws: Draws) -> list[int | None]:
         """A token of each row of `logits` (R, V), float32: what `draw_tokens` gives."""
 
     def close(self) -> None:
@@ -104,7 +104,7 @@ class PlainDecoder:
     def head(self, hidden: Tensor) -> Tensor:
         return padded_logits(self._gpt, hidden)
 
-    def draw(self, logits: Tensor, computed: Tensor, draws: Sequence[Draw]) -> list[int | None]:
+    def draw(self, logits: Tensor, computed: Tensor, draws: Draws) -> list[int | None]:
         return draw_tokens(logits, computed, draws)
 
     def close(self) -> None:

@@ -1,16 +1,16 @@
 """Load: streams that a server is asked for at once, and when their tokens came.
 
-Asks with `AsyncClient`, as anybody would, and reads each stream as it comes; refusals are not tried
-again, so that they are seen. The client is Python on the machine that runs this. Where that is the
-server's own it takes processor time from it, which is part of what is measured; `client_cpu` says
-how much.
+Reads each stream as it comes; refusals are not tried again, so that they are seen. Who asks is an
+`Ask`: `AsyncClient` as anybody would (`asking`), or `lean.py`, which takes a fraction of the time.
+Either is Python on the machine that runs this: where that is the server's own it takes processor
+time from it, which is part of what is measured, and `client_cpu` says how much.
 
 A chunk can carry several tokens: the server joins what its reader has not taken yet. Tokens are
 counted by their ids. A gap is the time between two chunks of a stream that bring tokens, however
 many: how long a reader waits for something new. Where chunks carry more than one token, gaps are
 therefore longer than the time per token; `tokens_per_chunk` tells, and the rate has the mean.
 
-A server of another kind is asked by an `Ask` of its own.
+A server of another kind has an `Ask` of its own.
 
 Time to first token counts from the sending of a stream's request. All of a batch are sent at once,
 so it holds the prefill of the prompts that were before.
@@ -28,6 +28,7 @@ from typing import Protocol
 from model.benchmark.spread import Spread
 from model.benchmark.workload import WARM_UP, Workload, decode_case, prefill_case
 from service.client import AsyncClient, LogitdError
+from service.client.fields import GenerateFields
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,31 +113,26 @@ class HttpFigures:
 
 
 async def measure_server(
-    client: AsyncClient, workload: Workload, say: Callable[[str], None] = lambda line: None
+    ask: Ask, workload: Workload, say: Callable[[str], None] = lambda line: None
 ) -> HttpFigures:
-    """All cases of a workload, one after the other. The client should try nothing again
-    (max_retries 0) and have connections for the largest batch."""
-    await run_streams(client, workload.prompts(1, WARM_UP), workload.tokens)
+    """All cases of a workload, one after the other. Whoever asks should try nothing again and have
+    connections for the largest batch."""
+    await run_streams(ask, workload.prompts(1, WARM_UP), workload.tokens)
     prefill = []
     for prompts in workload.prefill_counts:
         say(f"HTTP: prefill, {prompts} at once")
-        prefill.append(await _prefill(client, workload, prompts))
+        prefill.append(await _prefill(ask, workload, prompts))
     decode = []
     for batch in workload.batches:
         say(f"HTTP: decode, {batch} at once")
-        decode.append(await _decode(client, workload, batch))
+        decode.append(await _decode(ask, workload, batch))
     return HttpFigures(tuple(prefill), tuple(decode))
 
 
 async def run_streams(
-    client: AsyncClient, prompts: Sequence[Sequence[int]], tokens: int
+    ask: Ask, prompts: Sequence[Sequence[int]], tokens: int
 ) -> list[StreamRecord]:
     """Ask for `tokens` after each prompt, all at once, and read until all have ended."""
-    return await run_asked(_asking(client), prompts, tokens)
-
-
-async def run_asked(ask: Ask, prompts: Sequence[Sequence[int]], tokens: int) -> list[StreamRecord]:
-    """The same of any server."""
     async with asyncio.TaskGroup() as group:
         tasks = [
             group.create_task(_stream(ask, prompt, tokens, seed))
@@ -145,16 +141,22 @@ async def run_asked(ask: Ask, prompts: Sequence[Sequence[int]], tokens: int) -> 
     return [task.result() for task in tasks]
 
 
-def _asking(client: AsyncClient) -> Ask:
+def fields(tokens: int, seed: int) -> GenerateFields:
+    """What a stream asks for, besides its prompt."""
+    return {
+        "max_tokens": tokens,
+        "ignore_eos": True,
+        "temperature": 1.0,
+        "seed": seed,
+        "prefix_reuse": False,
+    }
+
+
+def asking(client: AsyncClient) -> Ask:
+    """Asks with a client that tries nothing again (max_retries 0)."""
+
     async def ask(prompt: Sequence[int], tokens: int, seed: int) -> AsyncGenerator[int, None]:
-        stream = client.stream(
-            prompt,
-            max_tokens=tokens,
-            ignore_eos=True,
-            temperature=1.0,
-            seed=seed,
-            prefix_reuse=False,
-        )
+        stream = client.stream(prompt, **fields(tokens, seed))
         try:
             async with stream:
                 async for chunk in stream:
@@ -183,25 +185,25 @@ async def _stream(ask: Ask, prompt: Sequence[int], tokens: int, seed: int) -> St
     return StreamRecord(sent, tuple(arrivals), failure)
 
 
-async def _prefill(client: AsyncClient, workload: Workload, prompts: int) -> PrefillLoad:
+async def _prefill(ask: Ask, workload: Workload, prompts: int) -> PrefillLoad:
     rates: list[float] = []
     failures: list[Failure] = []
     for number in range(workload.rounds):
         asked = workload.prompts(prompts, prefill_case(prompts, number))
-        records = await run_streams(client, asked, 1)
+        records = await run_streams(ask, asked, 1)
         failures += failures_of(records)
         if (seconds := first_tokens_seconds(records)) is not None:
             rates.append(prompts * workload.prompt_tokens / seconds)
     return PrefillLoad(prompts, median(rates), tuple(failures))
 
 
-async def _decode(client: AsyncClient, workload: Workload, batch: int) -> DecodeLoad:
+async def _decode(ask: Ask, workload: Workload, batch: int) -> DecodeLoad:
     records: list[StreamRecord] = []
     rates: list[float] = []
     began, busy = time.perf_counter(), time.process_time()
     for number in range(workload.rounds):
         asked = workload.prompts(batch, decode_case(batch, number))
-        one = await run_streams(client, asked, workload.tokens)
+        one = await run_streams(ask, asked, workload.tokens)
         records += one
         if (rate := full_batch_rate(one)) is not None:
             rates.append(rate)

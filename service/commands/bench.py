@@ -10,11 +10,12 @@ import json
 import re
 import sys
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, closing, contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
 
 import httpx
+from uvicorn.loops.auto import auto_loop_factory
 
 from model.benchmark.in_process import EngineFigures, MeasuringError, measure_engine
 from model.benchmark.machine import Surroundings, measure_machine, surroundings
@@ -33,7 +34,8 @@ from model.device import (
 from model.engine.api import EngineConfig
 from model.gpt import GPT
 from model.kernels.choose import DecodePath, KernelError, choose_decode_path, choose_dtype
-from service.benchmark.load import measure_server
+from service.benchmark.lean import LeanClient
+from service.benchmark.load import asking, measure_server
 from service.benchmark.profile_report import profile_lines, profile_summary
 from service.benchmark.report import HttpMeasured, Measured, Profiled, lines, summary
 from service.benchmark.server import ServerError, started_server
@@ -138,8 +140,12 @@ def _measure(settings: BenchSettings) -> Measured:
     parameters, decoding, engine = _engine(settings, checkpoint, placement, workload)
     http = None
     if not settings.skip_http:
-        with _server(settings, placement, workload) as url:
-            http = asyncio.run(_http(url, workload, checkpoint, here, decoding))
+        # The server's own kind of loop, so that the client takes as little from it as it can.
+        with (
+            _server(settings, placement, workload) as url,
+            asyncio.Runner(loop_factory=auto_loop_factory()) as runner,
+        ):
+            http = runner.run(_http(url, workload, checkpoint, here, decoding))
     _say("the machine, once more")
     return Measured(
         date=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -212,7 +218,12 @@ async def _http(
 ) -> HttpMeasured:
     async with _client(url, workload) as client:
         info = await client.info()
-        figures = await measure_server(client, _fitting(workload, info), _say)
+        fitting = _fitting(workload, info)
+        if _is_remote(url) or not url.startswith("http://"):
+            figures = await measure_server(asking(client), fitting, _say)
+        else:
+            with closing(LeanClient(url)) as ask:
+                figures = await measure_server(ask, fitting, _say)
     return HttpMeasured(url, info, _unlike(info, checkpoint, here, decoding), figures)
 
 

@@ -22,7 +22,7 @@ from benchmarks.peers.transformers_server import (
     tokens_in,
     transformers_server,
 )
-from service.benchmark.load import StreamFailed, StreamRecord, run_asked
+from service.benchmark.load import StreamFailed, StreamRecord, run_streams
 from tests.benchmarks.peers.conftest import Saved
 
 
@@ -73,7 +73,7 @@ def test_counts_have_to_be_the_same() -> None:
 def streams(transport: httpx.AsyncBaseTransport | None, url: str) -> list[StreamRecord]:
     async def run() -> list[StreamRecord]:
         async with httpx.AsyncClient(transport=transport, trust_env=False, timeout=60) as http:
-            return await run_asked(asking_transformers(http, url), [[1, 2, 3], [7, 8, 9]], 5)
+            return await run_streams(asking_transformers(http, url), [[1, 2, 3], [7, 8, 9]], 5)
 
     return asyncio.run(run())
 

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from model.engine.runner import Runner
+from model.engine.sampler import Sampled
 from model.engine.scheduler import PrefillChunk, StepPlan
 from model.engine.sequence import Group, Sequence, State
 from model.gpt import GPT
@@ -102,7 +103,7 @@ def test_one_run_serves_prefill_decode_and_rows() -> None:
     ids = random_ids(3, 80)
     expected = gpt(ids).logits
     decoding = sequence(0, ids[0, :40].tolist())
-    prefill(runner, 0, ids[0, :40].tolist(), [])
+    runner.run(StepPlan(prefill=(PrefillChunk(decoding, 0, 40),), decode=()))
     decoding.tokens.append(int(ids[0, 40]))
     decoding.computed, decoding.state = 40, State.DECODE
     prompt = Sequence(
@@ -126,8 +127,9 @@ def test_one_run_serves_prefill_decode_and_rows() -> None:
         )
     )
     assert output.sampled.keys() == {prompt, decoding}
-    assert output.sampled[decoding].token_id == int(expected[0, 40].argmax())
+    assert output.sampled[decoding] == int(expected[0, 40].argmax())
     sampled = output.sampled[prompt]
+    assert isinstance(sampled, Sampled)
     assert sampled.token_id == int(expected[1, 79].argmax())
     logprobs = expected[1, 79].log_softmax(dim=-1)
     for token in sampled.top:

@@ -15,9 +15,11 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
+from model.draw import Draw, table
 from model.engine.api import SamplingParams
-from model.engine.sampler import Row, Sampled, sample
+from model.engine.sampler import Row, Sampled, SlotDraws, sample
 from model.philox import uniform
 from model.reference import filtered, penalised
 from tests.model.engine.harness import params
@@ -41,8 +43,20 @@ def defined(logits: Sequence[float], one: Row) -> list[float]:
     return penalised(logits, one.tokens, one.prompt_length, one.params, allowed)
 
 
+def sample_all(logits: Tensor, rows: Sequence[Row]) -> list[Sampled]:
+    """As a step does it: a slot for each row, and the texts of those that ask for more than a
+    draw."""
+    places, slots = list(range(len(rows))), SlotDraws(len(rows))
+    for place, one in enumerate(rows):
+        slots.begin(place, one.params, one.index)
+    draws, more = slots.of(places, [len(one.tokens) for one in rows])
+    asking = {*more, *(i for i in places if rows[i].allowed is not None)}
+    drawn = sample(logits, draws, {place: rows[place] for place in sorted(asking)})
+    return [Sampled(one) if isinstance(one, int) else one for one in drawn]
+
+
 def sample_one(logits: Sequence[float], one: Row) -> Sampled:
-    return sample(torch.tensor([logits]), [one])[0]
+    return sample_all(torch.tensor([logits]), [one])[0]
 
 
 def processed(logits: Sequence[float], one: Row) -> dict[int, float]:
@@ -439,8 +453,8 @@ def test_a_batch_is_each_row_alone(batch: list[tuple[list[float], Row]], in_bflo
     logits = torch.tensor([values for values, _ in batch])
     if in_bfloat16:
         logits = logits.bfloat16()
-    together = sample(logits, [one for _, one in batch])
-    alone = [sample(logits[i : i + 1], [one])[0] for i, (_, one) in enumerate(batch)]
+    together = sample_all(logits, [one for _, one in batch])
+    alone = [sample_all(logits[i : i + 1], [one])[0] for i, (_, one) in enumerate(batch)]
     assert together == alone
 
 
@@ -463,10 +477,10 @@ def test_wide_batches_of_wide_rows_are_each_row_alone(vocab_size: int) -> None:
         )
         for i in range(33)
     ]
-    together = sample(logits, batch)
-    assert together == [sample(logits[i : i + 1], [one])[0] for i, one in enumerate(batch)]
+    together = sample_all(logits, batch)
+    assert together == [sample_all(logits[i : i + 1], [one])[0] for i, one in enumerate(batch)]
     order = torch.randperm(33, generator=generator).tolist()
-    shuffled = sample(logits[order], [batch[i] for i in order])
+    shuffled = sample_all(logits[order], [batch[i] for i in order])
     assert shuffled == [together[i] for i in order]
 
 
@@ -478,9 +492,9 @@ def test_a_row_that_is_not_finite_fails_alone(bad: float, temperature: float) ->
     ]
     broken = row(params(temperature=temperature, min_p=0.1, logprobs=3))
     logits = torch.randn(4, VOCAB, generator=torch.Generator().manual_seed(0))
-    expected = sample(logits[[0, 1, 3]], good)
+    expected = sample_all(logits[[0, 1, 3]], good)
     logits[2, 5] = bad
-    first, second, failed, third = sample(logits, [good[0], good[1], broken, good[2]])
+    first, second, failed, third = sample_all(logits, [good[0], good[1], broken, good[2]])
     assert [first, second, third] == expected
     assert failed.error is not None
     assert "not finite" in failed.error
@@ -496,8 +510,32 @@ def test_the_logits_are_left_as_they_are() -> None:
         allowed_token_ids=(0, 1),
         repetition_penalty=2.0,
     )
-    sample(logits, [row(wild), row(params())])
+    sample_all(logits, [row(wild), row(params())])
     assert logits.tolist() == [LOGITS, LOGITS]
+
+
+def test_a_slot_asks_what_its_present_sequence_asks() -> None:
+    """Slots are taken again and again, and a step's rows are in no order."""
+    slots = SlotDraws(3)
+    for slot in range(3):
+        slots.begin(slot, params(temperature=0.5, top_k=4, logprobs=1), index=2)
+    slots.begin(1, params(seed=2**64 - 1, temperature=1, top_p=0.5, min_p=0.25), index=0)
+    before = Draw(0.5, 4, 1.0, 0.0, seed=0, position=8, index=2)
+    now = Draw(1.0, 0, 0.5, 0.25, seed=2**64 - 1, position=9, index=0)
+    for further in range(2):  # the second time from what was kept
+        positions = [8 + further, 9 + further, 10 + further]
+        draws, more = slots.of([2, 1, 1], positions)
+        expected = [
+            dataclasses.replace(one, position=position)
+            for one, position in zip((before, now, now), positions, strict=True)
+        ]
+        assert draws.tolist() == table(expected).tolist()
+        assert more == (0,)
+    slots.begin(2, params(temperature=1, top_p=0.5, seed=9), index=0)
+    draws, more = slots.of([2, 1, 1], [8, 9, 10])
+    assert draws["seed"].tolist() == [9, 2**64 - 1, 2**64 - 1]
+    assert more == ()
+    assert slots.of([1, 0], [3, 4])[1] == (1,)
 
 
 # Frequencies
@@ -509,7 +547,7 @@ def chi_square(expected: Sequence[float], sampling: SamplingParams) -> float:
     """Pearson's statistic of draws under many seeds, in standard deviations above its mean."""
     batch = [row(dataclasses.replace(sampling, seed=seed), (0, 1), 1) for seed in range(DRAWS)]
     logits = torch.tensor([FREQUENCY_LOGITS]).expand(DRAWS, -1)
-    drawn = [result.token_id for result in sample(logits, batch)]
+    drawn = [result.token_id for result in sample_all(logits, batch)]
     statistic = 0.0
     for token_id, prob in enumerate(expected):
         seen = drawn.count(token_id)

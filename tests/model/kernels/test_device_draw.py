@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from model.draw import Draw, draw_tokens, filtered
+from model.draw import Draw, draw_tokens, filtered, table
 from model.kernels.device_draw import (
     NO_TOKEN,
     DrawKind,
@@ -26,8 +26,9 @@ WIDTHS = (1, 7, 64, 65, 1000)
 
 
 def drawn(logits: Tensor, computed: Tensor, several: list[Draw]) -> list[int | None]:
-    packed = torch.from_numpy(pack(several)).to(logits.device)
-    token_ids = draw_rows(logits, computed, packed, kind_of(several)).tolist()
+    draws = table(several)
+    packed = torch.from_numpy(pack(draws)).to(logits.device)
+    token_ids = draw_rows(logits, computed, packed, kind_of(draws)).tolist()
     return [None if token_id == NO_TOKEN else token_id for token_id in token_ids]
 
 
@@ -53,7 +54,7 @@ def test_draws_what_its_twin_draws(width: int, several: list[Draw], seed: int, s
     logits = rows(len(several), width, seed, steps)
     computed = torch.zeros_like(logits)
     computed[::5, -1] = math.nan
-    assert drawn(logits, computed, several) == draw_tokens(logits, computed, several)
+    assert drawn(logits, computed, several) == draw_tokens(logits, computed, table(several))
 
 
 @settings(max_examples=100, deadline=None)
@@ -70,9 +71,9 @@ def test_company_and_a_wider_kind_change_no_token(
     own, computed = logits[: len(several)], torch.zeros_like(logits)
     alone = drawn(own, computed[: len(several)], several)
     assert drawn(logits, computed, [*several, *company])[: len(several)] == alone
-    packed = torch.from_numpy(pack(several))
+    packed = torch.from_numpy(pack(table(several)))
     for kind in DrawKind:
-        if kind >= kind_of(several):
+        if kind >= kind_of(table(several)):
             assert draw_rows(own, computed[: len(several)], packed, kind).tolist() == alone
 
 
@@ -87,17 +88,17 @@ def test_thousands_of_rows_of_a_large_vocabulary() -> None:
     for seed in range(600):
         several = [dataclasses.replace(PLAIN, seed=2**63 + seed, position=seed, **f)
                    for f in filters]  # fmt: skip
-        assert drawn(logits, logits, several) == draw_tokens(logits, logits, several)
+        assert drawn(logits, logits, several) == draw_tokens(logits, logits, table(several))
 
 
 def test_the_kind_is_the_least_that_serves() -> None:
-    assert kind_of([GREEDY, GREEDY]) is DrawKind.GREEDY
+    assert kind_of(table([GREEDY, GREEDY])) is DrawKind.GREEDY
     filtered_but_greedy = dataclasses.replace(GREEDY, top_k=3, top_p=0.5)
-    assert kind_of([filtered_but_greedy]) is DrawKind.GREEDY
-    assert kind_of([GREEDY, PLAIN]) is DrawKind.PLAIN
+    assert kind_of(table([filtered_but_greedy])) is DrawKind.GREEDY
+    assert kind_of(table([GREEDY, PLAIN])) is DrawKind.PLAIN
     changes: list[dict[str, Any]] = [{"top_k": 1}, {"top_p": 0.9}, {"min_p": 0.1}]
     for change in changes:
-        assert kind_of([PLAIN, dataclasses.replace(PLAIN, **change)]) is DrawKind.FILTERED
+        assert kind_of(table([PLAIN, dataclasses.replace(PLAIN, **change)])) is DrawKind.FILTERED
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 2e30, -2e30])
@@ -142,6 +143,6 @@ def test_a_top_p_of_1_drops_nothing_that_rounding_has_left_no_room_for() -> None
     logits = torch.tensor([[0.0, -40.0, -45.0, -50.0]])  # the first one's share rounds to 1
     top_k, top_p = torch.tensor([3]), torch.tensor([1.0], dtype=torch.float64)
     left = filtered_rows(logits, top_k, top_p, torch.tensor([-math.inf]))
-    expected = filtered(logits, [dataclasses.replace(PLAIN, top_k=3)])
+    expected = filtered(logits, table([dataclasses.replace(PLAIN, top_k=3)]))
     assert torch.equal(left, expected)
     assert left.isfinite().tolist() == [[True, True, True, False]]

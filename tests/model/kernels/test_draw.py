@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from model.draw import Draw, draw_tokens
+from model.draw import Draw, draw_tokens, table
 from model.kernels.decoder import NativeDecoder
 from model.kv_cache import KVCache
 from model.philox import uniform
@@ -70,10 +70,10 @@ def test_draws_what_its_twin_draws(
     logits[torch.rand(logits.shape, generator=generator) < 0.2] = -math.inf
     logits[:, 0] = 0.5  # something is left
     computed = torch.zeros_like(logits)
-    tokens = decoders[width].draw(logits, computed, several)
+    tokens = decoders[width].draw(logits, computed, table(several))
     for row, draw, token in zip(logits, several, tokens, strict=True):
         nearby = {
-            draw_tokens(row[None], computed[:1], [dataclasses.replace(draw, top_p=p)])[0]
+            draw_tokens(row[None], computed[:1], table([dataclasses.replace(draw, top_p=p)]))[0]
             for p in (draw.top_p, draw.top_p * (1 - 1e-12), min(1.0, draw.top_p * (1 + 1e-12)))
         }
         assert token in nearby
@@ -85,14 +85,14 @@ def test_every_uniform_number_finds_its_token(library: ctypes.CDLL) -> None:
     decoder = new_decoder(library, 20_011)
     logits = 2 * torch.randn(1, 20_011, generator=torch.Generator().manual_seed(3))
     several = [dataclasses.replace(PLAIN, seed=2**40 + i, position=i) for i in range(1000)]
-    rows = logits.expand(1000, -1)
-    assert decoder.draw(rows, rows, several) == draw_tokens(rows, rows, several)
+    rows, draws = logits.expand(1000, -1), table(several)
+    assert decoder.draw(rows, rows, draws) == draw_tokens(rows, rows, draws)
     cumulated = logits[0].double().softmax(dim=-1).cumsum(dim=-1)
     expected = [
         int(torch.searchsorted(cumulated, uniform(one.seed, one.position, 0), right=True))
         for one in several
     ]
-    assert decoder.draw(rows, rows, several) == expected
+    assert decoder.draw(rows, rows, draws) == expected
     decoder.close()
 
 
@@ -105,7 +105,7 @@ def test_rows_that_are_not_finite_have_no_token(
         computed = torch.zeros(3, width)
         computed[1, column] = bad
         logits = torch.zeros(3, width)
-        first, second, third = decoders[width].draw(logits, computed, [GREEDY, PLAIN, PLAIN])
+        first, second, third = decoders[width].draw(logits, computed, table([GREEDY, PLAIN, PLAIN]))
         assert (first, second) == (0, None)
         assert third is not None
 
@@ -117,12 +117,12 @@ def test_greedy_is_the_lowest_of_the_largest(
     for column in {0, width // 2, width - 1}:
         logits = torch.full((1, width), -2.0)
         logits[0, column:] = 1.5
-        assert decoders[width].draw(logits, logits, [GREEDY]) == [column]
+        assert decoders[width].draw(logits, logits, table([GREEDY])) == [column]
 
 
 def test_a_row_where_nothing_may_be_drawn_ends_in_bounds(
     decoders: dict[int, NativeDecoder],
 ) -> None:
     logits, computed = torch.full((2, 65), -math.inf), torch.zeros(2, 65)
-    tokens = decoders[65].draw(logits, computed, [GREEDY, PLAIN])
+    tokens = decoders[65].draw(logits, computed, table([GREEDY, PLAIN]))
     assert tokens == [0, 0]

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from model.config import BLOCK, DRAFTED_ROWS
-from model.draw import draw_tokens
+from model.draw import draw_tokens, table
 from model.gpt import GPT
 from model.kernels import graphs
 from model.kernels.capture import Compute, capture_for
@@ -260,19 +260,19 @@ def test_tokens_are_drawn_from_what_was_decoded(device: str, batch_invariant: bo
         pair.prefill(slot, [slot, 1, 2])
     top = [GREEDY, PLAIN, *(replace(PLAIN, top_k=5, seed=seed) for seed in range(4))]
     for several in ([GREEDY] * 3, [GREEDY, PLAIN, PLAIN], top):
-        count = len(several)
+        count, draws = len(several), table(several)
         logits, _ = pair.decode([9] * count, list(range(count)), [3] * count)
-        expected = draw_tokens(logits, logits, several)
+        expected = draw_tokens(logits, logits, draws)
         before = counting.runs
-        assert pair.graph.draw(logits, logits, several) == expected
+        assert pair.graph.draw(logits, logits, draws) == expected
         assert counting.runs == before + 1
         apart = logits.clone()
-        assert pair.graph.draw(apart, logits, several) == expected
+        assert pair.graph.draw(apart, logits, draws) == expected
         many = apart.repeat(7, 1)  # more than it has rows
-        assert pair.graph.draw(many, many, several * 7) == expected * 7
+        assert pair.graph.draw(many, many, table(several * 7)) == expected * 7
         assert counting.runs == before + 1
         apart[0, 3] = math.nan
-        assert pair.graph.draw(logits, apart, several) == [None, *expected[1:]]
+        assert pair.graph.draw(logits, apart, draws) == [None, *expected[1:]]
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -287,7 +287,7 @@ def test_batch_invariant_every_step_has_one_size(device: str) -> None:
         pair.prefill(slot, [slot + 1] * (10 * slot + 3))
     for slot in range(5):
         logits, _ = pair.decode([9], [slot], [10 * slot + 3])
-        pair.graph.draw(logits, logits, [PLAIN if slot else GREEDY])
+        pair.graph.draw(logits, logits, table([PLAIN if slot else GREEDY]))
         alone.append(logits.clone())
     logits, _ = pair.decode([9] * 5, list(range(5)), [10 * slot + 3 for slot in range(5)])
     together = list(logits.split(1))

@@ -2,19 +2,23 @@
 the times at which tokens came."""
 
 import asyncio
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager, closing
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
 import pytest
+from uvicorn.loops.auto import auto_loop_factory
 
 from model.benchmark.workload import Workload
+from service.benchmark.lean import LeanClient
 from service.benchmark.load import (
     Arrival,
+    Ask,
     Failure,
     StreamRecord,
+    asking,
     first_tokens_seconds,
     full_batch_rate,
     gaps,
@@ -27,14 +31,38 @@ from tests.service.client.scripted import events, scripted
 from tests.service.serving import PATIENCE, Serving, occupy, serving
 
 
-async def ask(url: str, prompts: Sequence[Sequence[int]], tokens: int) -> list[StreamRecord]:
+@asynccontextmanager
+async def usual(url: str) -> AsyncIterator[Ask]:
     async with httpx.AsyncClient(trust_env=False) as http:
-        client = AsyncClient(url, max_retries=0, timeout=PATIENCE, http=http)
-        return await run_streams(client, prompts, tokens)
+        yield asking(AsyncClient(url, max_retries=0, timeout=PATIENCE, http=http))
 
 
-def streams(url: str, prompts: Sequence[Sequence[int]], tokens: int) -> list[StreamRecord]:
-    return asyncio.run(ask(url, prompts, tokens))
+@asynccontextmanager
+async def lean(url: str) -> AsyncIterator[Ask]:
+    with closing(LeanClient(url)) as ask:
+        yield ask
+
+
+Result = TypeVar("Result")
+Asked = Callable[[str], AbstractAsyncContextManager[Ask]]
+CLIENTS = pytest.mark.parametrize("client", [usual, lean])
+"""Both count the same."""
+
+
+def run_on_loop(work: Coroutine[Any, Any, Result]) -> Result:
+    """On the event loop of `logitd bench`."""
+    with asyncio.Runner(loop_factory=auto_loop_factory()) as runner:
+        return runner.run(work)
+
+
+def streams(
+    url: str, prompts: Sequence[Sequence[int]], tokens: int, client: Asked
+) -> list[StreamRecord]:
+    async def run() -> list[StreamRecord]:
+        async with client(url) as ask:
+            return await run_streams(ask, prompts, tokens)
+
+    return run_on_loop(run())
 
 
 def workload(**changed: Any) -> Workload:
@@ -49,22 +77,22 @@ def workload(**changed: Any) -> Workload:
     return Workload(**(values | changed))
 
 
-def measure(url: str, asked: Workload) -> Any:
+def measure(url: str, asked: Workload, client: Asked) -> Any:
     async def run() -> Any:
-        async with httpx.AsyncClient(trust_env=False) as http:
-            client = AsyncClient(url, max_retries=0, timeout=PATIENCE, http=http)
-            return await measure_server(client, asked)
+        async with client(url) as ask:
+            return await measure_server(ask, asked)
 
-    return asyncio.run(run())
+    return run_on_loop(run())
 
 
 # Against a real server
 
 
-def test_every_token_comes_even_past_an_end_of_text(speller: Serving) -> None:
+@CLIENTS
+def test_every_token_comes_even_past_an_end_of_text(speller: Serving, client: Asked) -> None:
     """This model writes its end of text every 34 tokens or so."""
     before = speller.sample("logitd_generation_tokens_total")
-    records = streams(speller.url, [[97], [98], [99]], 100)
+    records = streams(speller.url, [[97], [98], [99]], 100, client)
     assert [record.failure for record in records] == [None] * 3
     assert [sum(arrival.tokens for arrival in record.arrivals) for record in records] == [100] * 3
     speller.wait_idle()
@@ -74,19 +102,21 @@ def test_every_token_comes_even_past_an_end_of_text(speller: Serving) -> None:
         assert moments == sorted(moments)
 
 
-def test_a_prompt_that_was_there_before_is_computed_again(server: Serving) -> None:
+@CLIENTS
+def test_a_prompt_that_was_there_before_is_computed_again(server: Serving, client: Asked) -> None:
     cached = server.sample("logitd_prompt_tokens_cached_total")
     prompt = list(range(64))
-    streams(server.url, [prompt], 2)
-    streams(server.url, [prompt, prompt], 2)
+    streams(server.url, [prompt], 2, client)
+    streams(server.url, [prompt, prompt], 2, client)
     server.wait_idle()
     assert server.sample("logitd_prompt_tokens_cached_total") == cached
 
 
-def test_a_workload_is_run_whole(server: Serving) -> None:
+@CLIENTS
+def test_a_workload_is_run_whole(server: Serving, client: Asked) -> None:
     before = server.finished("length")
     asked = workload()
-    figures = measure(server.url, asked)
+    figures = measure(server.url, asked, client)
     assert not figures.failed
     server.wait_idle()
     # A warm-up; prefills of 1 and 3, batches of 1 and 3, two rounds of each.
@@ -105,17 +135,20 @@ def test_a_workload_is_run_whole(server: Serving) -> None:
 # Failures
 
 
-def test_a_full_queue_is_a_failure_of_the_stream_that_met_it(spelling_path: Path) -> None:
+@CLIENTS
+def test_a_full_queue_is_a_failure_of_the_stream_that_met_it(
+    spelling_path: Path, client: Asked
+) -> None:
     full = {"slots": 1, "max_queue": 0, "slow_reader_timeout": PATIENCE}
     with serving(spelling_path, **full) as running, ExitStack() as stack:
         occupy(running, stack)
-        records = streams(running.url, [[97], [98]], 5)
+        records = streams(running.url, [[97], [98]], 5, client)
         assert [record.arrivals for record in records] == [(), ()]
         for record in records:
             assert record.failure is not None
             assert record.failure.kind == "QueueFullError"
             assert "the queue holds 0" in record.failure.message
-        figures = measure(running.url, workload(batches=(2,), rounds=1))
+        figures = measure(running.url, workload(batches=(2,), rounds=1), client)
     assert figures.failed
     (decode,) = figures.decode
     assert [failure.kind for failure in decode.failures] == ["QueueFullError"] * 2
@@ -124,9 +157,10 @@ def test_a_full_queue_is_a_failure_of_the_stream_that_met_it(spelling_path: Path
     assert figures.prefill[0].tokens_per_second is None
 
 
-def test_some_may_fail_and_the_others_count(server: Serving) -> None:
+@CLIENTS
+def test_some_may_fail_and_the_others_count(server: Serving, client: Asked) -> None:
     """The second prompt is outside of the vocabulary."""
-    good, bad = streams(server.url, [[1], [9999]], 5)
+    good, bad = streams(server.url, [[1], [9999]], 5, client)
     assert good.failure is None
     assert sum(arrival.tokens for arrival in good.arrivals) == 5
     assert bad.failure is not None
@@ -149,10 +183,11 @@ TAIL = {
 }  # fmt: skip
 
 
-def test_tokens_are_counted_by_ids_and_chunks_without_any_are_none() -> None:
+@CLIENTS
+def test_tokens_are_counted_by_ids_and_chunks_without_any_are_none(client: Asked) -> None:
     stream = events(chunk([1]), chunk([]), chunk([2, 3, 4]), chunk([], **TAIL))
     with scripted(stream) as server:
-        (record,) = streams(server.url, [[1]], 4)
+        (record,) = streams(server.url, [[1]], 4, client)
         sent = server.body()
     assert record.failure is None
     assert [arrival.tokens for arrival in record.arrivals] == [1, 3]
@@ -162,15 +197,17 @@ def test_tokens_are_counted_by_ids_and_chunks_without_any_are_none() -> None:
     }  # fmt: skip
 
 
-def test_fewer_tokens_than_asked_for_are_a_failure() -> None:
+@CLIENTS
+def test_fewer_tokens_than_asked_for_are_a_failure(client: Asked) -> None:
     with scripted(events(chunk([1, 2]), chunk([], **TAIL))) as server:
-        (record,) = streams(server.url, [[1]], 4)
+        (record,) = streams(server.url, [[1]], 4, client)
     assert record.failure == Failure("TokensMissing", "2 of 4 tokens came")
 
 
-def test_a_stream_that_breaks_off_is_a_failure() -> None:
+@CLIENTS
+def test_a_stream_that_breaks_off_is_a_failure(client: Asked) -> None:
     with scripted(events(chunk([1, 2]), end=False)) as server:
-        (record,) = streams(server.url, [[1]], 4)
+        (record,) = streams(server.url, [[1]], 4, client)
     assert record.failure is not None
     assert record.failure.kind == "StreamError"
     assert [arrival.tokens for arrival in record.arrivals] == [2]
