@@ -36,12 +36,13 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--peer-python", metavar="PYTHON")
     parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "goals")
     parser.add_argument("--again", nargs="+", default=[], metavar="PART")
+    parser.add_argument("--only", nargs="+", metavar="PART", help="run none but these")
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--list", action="store_true", help="show the commands and run none")
     arguments = parser.parse_args(argv)
     names = [part.name for part in parts(plan_of(arguments))]
-    if unknown := set(arguments.again) - set(names):
-        parser.error(f"--again: no part is named {sorted(unknown)}; there are {', '.join(names)}")
+    if unknown := {*arguments.again, *(arguments.only or ())} - set(names):
+        parser.error(f"no part is named {sorted(unknown)}; there are {', '.join(names)}")
     return arguments
 
 
@@ -58,7 +59,7 @@ def main(argv: Sequence[str]) -> None:
             print(f"{part.name}: {' '.join(part.command)}")
         return
     plan.folder.mkdir(parents=True, exist_ok=True)
-    results = run_all(plan, arguments.again)
+    results = run_all(plan, again=arguments.again, only=arguments.only)
     rows = [judged(goal, results) for goal in goals(plan)]
     print(f"\n{table(rows)}\n")
     print(json.dumps({"threads": plan.threads, "goals": rows}))

@@ -57,12 +57,17 @@ def is_done(kept: Mapping[str, Any] | None, part: Part) -> bool:
     return bool(kept and kept["error"] is None and kept["command"] == list(part.command))
 
 
-def run_all(plan: Plan, again: Sequence[str]) -> dict[str, Any]:
-    """Run what is not there yet; everything that is there then, by the names of the parts."""
+def run_all(
+    plan: Plan, *, again: Sequence[str] = (), only: Sequence[str] | None = None
+) -> dict[str, Any]:
+    """Run what is not there yet, or of that `only` some; everything that is there then, by the names
+    of the parts."""
     path = plan.folder / "results.json"
     results = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     make_checkpoints(plan)
     for part in parts(plan):
+        if only is not None and part.name not in only:
+            continue
         if is_done(results.get(part.name), part) and part.name not in again:
             print(f"{part.name}: there already", flush=True)
             continue

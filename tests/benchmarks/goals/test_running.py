@@ -62,10 +62,12 @@ def test_it_goes_on_where_it_was_ended(tmp_path: Path, monkeypatch: pytest.Monke
     plan = Plan(tmp_path / "kept", threads=1, peer_python=None, small=True)
     plan.folder.mkdir()
     monkeypatch.setattr(running, "parts", lambda plan: iter([part(first), part(second, "b")]))
-    found = run_all(plan, again=[])
+    assert run_all(plan, only=["b"]).keys() == {"b"}
+    found = run_all(plan)
     assert (found["a"]["found"], found["b"]["found"]) == (1, None)
     there.write_text("7")
-    found = run_all(plan, again=[])
+    found = run_all(plan)
     assert (found["a"]["found"], found["b"]["found"]) == (1, 7)
     assert run_all(plan, again=["a"])["a"]["found"] == 2
+    assert run_all(plan, again=["a"], only=["b"])["a"]["found"] == 2
     assert json.loads((plan.folder / "results.json").read_text()).keys() == {"a", "b"}
