@@ -60,8 +60,8 @@ def is_done(kept: Mapping[str, Any] | None, part: Part) -> bool:
 def run_all(
     plan: Plan, *, again: Sequence[str] = (), only: Sequence[str] | None = None
 ) -> dict[str, Any]:
-    """Run what is not there yet, or of that `only` some; everything that is there then, by the names
-    of the parts."""
+    """Run what is not there yet, or of that `only` some; everything that is there then, by the
+    names of the parts."""
     path = plan.folder / "results.json"
     results = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     make_checkpoints(plan)
