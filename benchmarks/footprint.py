@@ -4,7 +4,8 @@
 
 Ready is when it says so, from the start of its process, kernels being built already. Memory is what
 is resident after it has answered texts and rows, less the bytes of its weights and of its KV cache:
-Python, torch, the vocabulary, the service. The last line is JSON.
+Python, torch, the vocabulary, the service. The peak is the most that was resident at any time,
+loading included. The last line is JSON.
 """
 
 import argparse
@@ -28,8 +29,17 @@ ASKED = 4
 
 def resident(pid: int) -> int:
     """Bytes of memory that a process holds."""
+    return _told(pid, "VmRSS")
+
+
+def peak(pid: int) -> int:
+    """The most that `resident` ever was."""
+    return _told(pid, "VmHWM")
+
+
+def _told(pid: int, name: str) -> int:
     status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
-    found = re.search(r"VmRSS:\s+(\d+) kB", status)
+    found = re.search(rf"{name}:\s+(\d+) kB", status)
     assert found is not None, "Linux says it of every process"
     return int(found[1]) * 1024
 
@@ -61,13 +71,14 @@ def measure(checkpoint: Path, threads: int, slots: int) -> dict[str, Any]:
     ) as server:
         seconds = time.monotonic() - began
         info = ask(server.url)
-        held = resident(server.pid)
+        held, most = resident(server.pid), peak(server.pid)
     return {
         "checkpoint": checkpoint.name,
         "dtype": info["dtype"],
         "slots": slots,
         "ready_seconds": seconds,
         "resident_bytes": held,
+        "peak_bytes": most,
         "besides_bytes": besides(held, info),
     }
 
@@ -82,7 +93,8 @@ def main() -> None:
     arguments = parser.parse_args()
     found = measure(arguments.checkpoint, arguments.threads, arguments.slots)
     print(f"{found['checkpoint']}, {found['dtype']}: ready after {found['ready_seconds']:.1f} s, "
-          f"{found['resident_bytes'] / 1e6:,.0f} MB resident, "
+          f"{found['resident_bytes'] / 1e6:,.0f} MB resident "
+          f"({found['peak_bytes'] / 1e6:,.0f} MB at its peak), "
           f"{found['besides_bytes'] / 1e6:,.0f} MB besides weights and KV cache")  # fmt: skip
     print(json.dumps(found))
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from benchmarks.footprint import besides, resident
+from benchmarks.footprint import besides, peak, resident
 from benchmarks.synthetic import save_synthetic
 from model.config import gpt2_shape
 from model.kernels.library import KernelsUnavailable, load_library
@@ -53,5 +53,6 @@ def test_it_holds_little_besides_weights_and_cache(tmp_path: Path, model: str, d
                 assert http.post("/generate", json=body).status_code == 200
                 body = {"prompt": "def main():", "positions": "all"}
                 assert http.post("/logits", json=body).status_code == 200
-        held = resident(process.process.pid)
+        held, most = resident(process.process.pid), peak(process.process.pid)
     assert besides(held, info) < BESIDES
+    assert besides(most, info) < BESIDES, "neither the file nor a second copy was ever there"
