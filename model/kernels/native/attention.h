@@ -203,10 +203,15 @@ inline void attend_queries(const Query<Cell>* queries, int count, const Cell* ke
 template <class Cell, int V = 1>
 inline void attend_together(const Query<Cell>* queries, int count, const Cell* keys, const Cell* values,
                             int width) {
+#if defined(__AVX512F__)
   constexpr int Q = V <= 4 ? 4 : V <= 8 ? 2 : 1;  // their sums stay in registers
   if (width == V * LANES) attend_queries<V, Q>(queries, count, keys, values);
   else if constexpr (V < MAX_HEAD_VECTORS)
     attend_together<Cell, V + 1>(queries, count, keys, values, width);
+#else  // there are too few registers for more than one
+  for (const Query<Cell>* q = queries; q < queries + count; q++)
+    attend(q->query, 1, keys, values, keys, q->count, width, q->scores, q->out);
+#endif
 }
 
 }  // namespace logitd

@@ -157,9 +157,11 @@ class Product {
 
   // A few activation rows after the other, over all of [first, last), which stays in the cache.
   void tall(int first, int last) const {
+#if defined(__AVX512F__)
     // Larger tiles load less for each product, and pay for it at the end of a row.
-    if (std::is_same_v<Format, F32> && matrix_.width >= 512) tall<LARGE_TILE>(first, last);
-    else tall<TILE>(first, last);
+    if (std::is_same_v<Format, F32> && matrix_.width >= 512) return tall<LARGE_TILE>(first, last);
+#endif
+    tall<TILE>(first, last);
   }
 
   template <int SIDE>

@@ -10,7 +10,7 @@
 #include <cstdint>
 #include <cstring>
 
-#if defined(__AVX512F__)
+#if defined(__AVX512F__) || defined(__FMA__)
 #include <immintrin.h>
 #endif
 
@@ -79,7 +79,18 @@ inline Floats all(float value) { return value - Floats{}; }
 inline Floats fused(Floats a, Floats b, Floats c) {
 #if defined(__AVX512F__)
   return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
-#elif defined(__FMA__) || defined(__ARM_FEATURE_FMA)
+#elif defined(__FMA__)  // by halves: sixteen calls of fmaf take the compiler minutes to put together
+  Floats sum;
+  for (int half = 0; half < 2; half++) {
+    __m256 x, y, z;
+    std::memcpy(&x, reinterpret_cast<const char*>(&a) + 32 * half, sizeof x);
+    std::memcpy(&y, reinterpret_cast<const char*>(&b) + 32 * half, sizeof y);
+    std::memcpy(&z, reinterpret_cast<const char*>(&c) + 32 * half, sizeof z);
+    z = _mm256_fmadd_ps(x, y, z);
+    std::memcpy(reinterpret_cast<char*>(&sum) + 32 * half, &z, sizeof z);
+  }
+  return sum;
+#elif defined(__ARM_FEATURE_FMA)
   for (int i = 0; i < LANES; i++) c[i] = __builtin_fmaf(a[i], b[i], c[i]);
   return c;
 #else
