@@ -1,9 +1,15 @@
 """AsyncEngine: the engine in a thread of its own, for the event loop.
 
 The only place with a thread. Requests go in through an inbox that the thread empties before each
-step; events come back by one wake-up of the event loop per step, into the mailbox of the
+step; events come back by one wake-up of the event loop per step or fewer, into the mailbox of the
 submission they belong to. A mailbox holds at most what its request may produce, and is emptied
 whole: a slow reader gets fewer, larger pieces.
+
+To write a token takes Python as long as a small model takes to compute it, and takes it from the
+same interpreter and processors. So after each hand-over the event loop has REST times as long for
+other things as that one took, whoever it woke included; what the steps in between give is handed
+over together. A model whose steps are longer than that is never waited with; nor is what a prompt
+gives, first tokens and rows, nor the last that there is to hand over.
 
 Knows no HTTP and no text.
 """
@@ -15,6 +21,7 @@ import math
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -38,6 +45,13 @@ logger = logging.getLogger("logitd.engine")
 FAILED = "the engine failed; the log says why"
 SHUTTING_DOWN = "the server is shutting down"
 
+REST = 7
+"""Handing over takes an eighth of the event loop's time at most."""
+MOST_REST = 0.02
+"""Seconds that a token waits for others at most: half a frame of a film."""
+LEAST_LOOK = 0.002
+"""Seconds to the look at what the thread has left behind; event loops count in milliseconds."""
+
 
 class QueueFull(Exception):
     """No room for a request; `retry_after` seconds from now there may be."""
@@ -59,6 +73,7 @@ class StepReport:
     result: StepResult
     stats: EngineStats
     seconds: float  # the step alone
+    ended: float  # on the engine's clock
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +106,10 @@ class Submission:
         self._open = sum(sequence_count(request) for request in requests)
         self._events: list[Event] = []
         self._failure: str | None = None
-        self._arrived = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        self._waiting: asyncio.Future[None] | None = None
+        self._patient_until = math.inf
+        self._alarm: asyncio.TimerHandle | None = None
 
     @property
     def finished(self) -> bool:
@@ -104,12 +122,7 @@ class Submission:
         Raises EngineStopped when the engine failed before the last event.
         """
         if not self._events and self._open and self._failure is None:
-            try:
-                async with asyncio.timeout(timeout):
-                    await self._arrived.wait()
-            except TimeoutError:
-                return []
-        self._arrived.clear()
+            await self._wait(timeout)
         if not self._events and self._failure is not None:
             raise EngineStopped(self._failure)
         events, self._events = self._events, []
@@ -131,13 +144,46 @@ class Submission:
     def deliver(self, event: Event) -> None:
         """Put an event into the mailbox; called by the owner."""
         self._events.append(event)
-        self._open -= isinstance(event, FinishEvent)
-        self._arrived.set()
+        if isinstance(event, FinishEvent):
+            self._open -= 1
+        self._wake()
 
     def fail(self, reason: str) -> None:
         """No more events will come; called by the owner."""
         self._failure = reason
-        self._arrived.set()
+        self._wake()
+
+    async def _wait(self, timeout: float | None) -> None:
+        """Wait until something comes, or `timeout` has passed."""
+        waiting = self._waiting = self._loop.create_future()
+        if timeout is None:
+            self._patient_until = math.inf
+        else:
+            self._patient_until = self._loop.time() + timeout
+            if self._alarm is None:
+                self._alarm = self._loop.call_at(self._patient_until, self._look)
+        try:
+            await waiting
+        finally:
+            self._waiting = None
+
+    def _look(self) -> None:
+        """End a wait that was long enough. One alarm looks after many waits: to set and to stop one
+        for each would cost more than the waits."""
+        self._alarm = None
+        if self._waiting is None or self._patient_until == math.inf:
+            return
+        if self._loop.time() >= self._patient_until:
+            self._wake()
+        else:
+            self._alarm = self._loop.call_at(self._patient_until, self._look)
+
+    def _wake(self) -> None:
+        if self._waiting is not None and not self._waiting.done():
+            self._waiting.set_result(None)
+        if self._alarm is not None and (not self._open or self._failure is not None):
+            self._alarm.cancel()
+            self._alarm = None
 
 
 class Reservation:
@@ -191,6 +237,10 @@ class AsyncEngine:
         self._decoding = False  # in the last step
         self._step_began: float | None = None  # written by the thread
         self._pace = _Pace()
+        self._reports: deque[StepReport] = deque()  # not handed over yet; the thread appends
+        # When the thread may wake the loop again; never, while it has and the loop is at it.
+        self._rest_until = 0.0
+        self._look_again: asyncio.TimerHandle | None = None
         self._draining = False  # no new requests
         self._closed = False  # none that have a reservation either
         self._failure: str | None = None
@@ -376,7 +426,7 @@ class AsyncEngine:
             self._loop.call_soon_threadsafe(self._fail)
         finally:
             self._engine.close()
-            self._loop.call_soon_threadsafe(self._stopped.set)
+            self._loop.call_soon_threadsafe(self._stop)
 
     def _turn(self) -> bool:
         """Empty the inbox, step, hand over. False after the command to stop."""
@@ -384,9 +434,17 @@ class AsyncEngine:
         events = [event for command in commands if command for event in self._obey(command)]
         self._step_began = began = time.monotonic()
         result = self._engine.step()
-        seconds, self._step_began = time.monotonic() - began, None
-        report = StepReport((*events, *result.events), result, self._engine.stats(), seconds)
-        self._loop.call_soon_threadsafe(self._hand_over, report)
+        ended, self._step_began = time.monotonic(), None
+        events += result.events
+        stats, seconds = self._engine.stats(), ended - began
+        self._reports.append(
+            StepReport(tuple(events), result, stats, seconds, self._engine.clock())
+        )
+        # In this order: what is appended while the loop rests is seen when its rest is over.
+        rested, goes_on = ended >= self._rest_until, self._engine.has_work()
+        if rested or result.prefilled_tokens or not goes_on:
+            self._rest_until = math.inf
+            self._loop.call_soon_threadsafe(self._hand_over)
         return None not in commands
 
     def _take_commands(self) -> list[Command | None]:
@@ -417,7 +475,36 @@ class AsyncEngine:
 
     # Back on the event loop.
 
-    def _hand_over(self, report: StepReport) -> None:
+    def _hand_over(self) -> None:
+        """Deliver what the thread has left. Those who are woken run before `_rest` does."""
+        began = time.thread_time()
+        try:
+            while self._reports:
+                self._deliver(self._reports.popleft())
+        finally:
+            self._loop.call_soon(self._rest, began)
+
+    def _rest(self, began: float) -> None:
+        """Have the thread wait with the next wake-up. The time is the processor's: what others
+        took meanwhile, the thread's own step above all, was not for handing over."""
+        rest = min(REST * (time.thread_time() - began), MOST_REST)
+        self._rest_until = time.monotonic() + rest
+        if self._look_again is None:
+            delay = max(rest, LEAST_LOOK)
+            self._look_again = self._loop.call_later(delay, self._look_for_reports)
+
+    def _look_for_reports(self) -> None:
+        """Hand over what came while the loop rested, if the thread has no step to end any more."""
+        self._look_again = None
+        left = self._rest_until - time.monotonic()
+        if left <= 0:
+            if self._reports:
+                self._hand_over()
+        elif left < math.inf:
+            delay = max(left, LEAST_LOOK)
+            self._look_again = self._loop.call_later(delay, self._look_for_reports)
+
+    def _deliver(self, report: StepReport) -> None:
         for event in report.events:
             request = self._open[event.request_id]
             request.submission.deliver(event)
@@ -437,7 +524,13 @@ class AsyncEngine:
             self._open_numbers -= request.numbers
         self._settle()
 
+    def _stop(self) -> None:
+        """The thread has ended: whatever it left is handed over first."""
+        self._hand_over()
+        self._stopped.set()
+
     def _fail(self) -> None:
+        self._hand_over()
         self._failure = FAILED
         for request in self._open.values():
             request.submission.fail(FAILED)

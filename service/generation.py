@@ -75,6 +75,7 @@ async def respond(request: Request, generation: "Generation", *, stream: bool) -
         on_end=generation.submission.abort,
         write_timeout=generation.slow_reader_timeout,
         media_type="text/event-stream",
+        waits=True,
     )
 
 

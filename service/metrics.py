@@ -157,8 +157,8 @@ class Metrics:
         if caller is not None:
             self.key_requests.labels(caller).inc()
 
-    def observe_step(self, report: StepReport, now: float) -> None:
-        """Book one step that was handed over at `now`, on the engine's clock."""
+    def observe_step(self, report: StepReport) -> None:
+        """Book one step. Tokens count from its end, not from when somebody saw them."""
         self.running.set(report.stats.running)
         self.waiting.set(report.stats.waiting)
         self.slots_used.set(report.stats.slots_used)
@@ -171,15 +171,18 @@ class Metrics:
         if result.drafted_tokens:
             self.drafted.inc(result.drafted_tokens)
             self.accepted.inc(result.accepted_tokens)
+        tokens = 0
         for event in report.events:
             if isinstance(event, TokenEvent):
-                self._observe_token(event, now)
+                tokens += 1
+                self._observe_token(event, report.ended)
             elif isinstance(event, FinishEvent):
                 self._observe_finish(event)
+        if tokens:
+            self.generated.inc(tokens)
 
     def _observe_token(self, event: TokenEvent, now: float) -> None:
         key = (event.request_id, event.index)
-        self.generated.inc()
         if (last := self._last_token.get(key)) is not None:
             self.inter_token.observe(now - last)
         self._last_token[key] = now

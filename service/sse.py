@@ -42,7 +42,8 @@ class StreamedResponse(Response):
     """Writes the pieces of an async iterator as they come.
 
     `on_end` is called exactly once, at the latest when the client is seen to be gone, or has left a
-    piece unread for `write_timeout` seconds: it must make the iterator's source stop.
+    piece unread for `write_timeout` seconds: it must make the iterator's source stop. `waits`: the
+    iterator lets others run before each piece by itself, because it waits for something to come.
     """
 
     def __init__(
@@ -53,8 +54,13 @@ class StreamedResponse(Response):
         write_timeout: float,
         media_type: str,
         headers: Mapping[str, str] | None = None,
+        waits: bool = False,
     ) -> None:
         self._pieces = pieces
+        self._waits = waits
+        self._sending_since: float | None = None
+        self._unread = False
+        self._watch: asyncio.TimerHandle | None = None
         self._on_end = on_end
         self._write_timeout = write_timeout
         self.status_code = 200
@@ -68,17 +74,20 @@ class StreamedResponse(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         writing = asyncio.ensure_future(self._write(send))
         leaving = asyncio.ensure_future(_disconnect(receive))
+        self._look(writing)
         try:
             await asyncio.wait({writing, leaving}, return_when=asyncio.FIRST_COMPLETED)
-            if writing.done():
+            if self._unread:
+                logger.warning("a client left its stream unread for %g s", self._write_timeout)
+            elif writing.done():
                 writing.result()
-        except TimeoutError:
-            logger.warning("a client left its stream unread for %g s", self._write_timeout)
         except ApiError as error:
             # Too late for a status. The body stays without its end, so the client knows.
             logger.warning("a reply was broken off: %s", error.message)
         finally:
             self._on_end()
+            if self._watch is not None:
+                self._watch.cancel()
             writing.cancel()
             leaving.cancel()
             await asyncio.gather(writing, leaving, return_exceptions=True)
@@ -93,15 +102,27 @@ class StreamedResponse(Response):
         )
         async for piece in self._pieces:
             await self._send_body(send, piece, more=True)
-            # A send that never suspends would keep the disconnect from being seen.
-            await asyncio.sleep(0)
+            if not self._waits:
+                # A send that never suspends would keep the disconnect from being seen.
+                await asyncio.sleep(0)
         await self._send_body(send, b"", more=False)
 
     async def _send_body(self, send: Send, piece: bytes, *, more: bool) -> None:
-        message = {"type": "http.response.body", "body": piece, "more_body": more}
-        # Not wait_for: before Python 3.12 it can swallow the cancellation that ends this stream.
-        async with asyncio.timeout(self._write_timeout):
-            await send(message)
+        self._sending_since = asyncio.get_running_loop().time()
+        await send({"type": "http.response.body", "body": piece, "more_body": more})
+        self._sending_since = None
+
+    def _look(self, writing: asyncio.Future[None]) -> None:
+        """End the writing of a piece that is left unread; look again when that could be so. A
+        timeout for each piece would cost as much as the piece."""
+        loop = asyncio.get_running_loop()
+        now, since = loop.time(), self._sending_since
+        begun = now if since is None else since
+        if now - begun >= self._write_timeout:
+            self._unread = True
+            writing.cancel()
+        else:
+            self._watch = loop.call_at(begun + self._write_timeout, self._look, writing)
 
 
 async def _disconnect(receive: Receive) -> None:

@@ -101,7 +101,7 @@ class ServiceState:
     def on_step(self, report: StepReport) -> None:
         """Called after each step of the engine, on the event loop."""
         if self.served is not None:
-            self.metrics.observe_step(report, self.served.engine.now())
+            self.metrics.observe_step(report)
         for event in report.events:
             if isinstance(event, FinishEvent) and event.error is not None:
                 _log(event)

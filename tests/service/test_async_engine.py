@@ -65,6 +65,18 @@ class GatedEngine(Engine):
         return super().step()
 
 
+class PermittedEngine(Engine):
+    """Steps as often as it is permitted to."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.permits = threading.Semaphore(0)
+
+    def step(self) -> StepResult:
+        assert self.permits.acquire(timeout=PATIENCE)
+        return super().step()
+
+
 class BrokenEngine(Engine):
     """Its scheduler has a bug that shows at the fourth step."""
 
@@ -227,6 +239,54 @@ def test_a_slow_taker_gets_fewer_larger_pieces() -> None:
             assert len(token_ids(events, "a")) == 20
             assert submission.finished
             assert len(reports) >= 20
+
+    run(test)
+
+
+def test_tokens_wait_for_each_other_while_the_loop_rests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of a prompt do not, and bring along what has waited; nor does the last of all."""
+    monkeypatch.setattr("service.async_engine.REST", 1e9)
+    monkeypatch.setattr("service.async_engine.MOST_REST", PATIENCE)
+
+    async def test() -> None:
+        engine = PermittedEngine(TINY, EngineConfig(slots=4))
+        async with running(engine) as (owner, reports):
+            first = owner.submit([generation("a", 10)])
+            engine.permits.release()
+            assert len(token_ids(await first.take(), "a")) == 1
+            engine.permits.release(3)
+            assert await first.take(timeout=0.1) == []
+            second = owner.submit([generation("b", 10)])
+            engine.permits.release(2)  # one may have begun without it
+            assert len(token_ids(await second.take(), "b")) == 1
+            before = token_ids(await first.take(), "a")
+            assert len(before) >= 4
+            engine.permits.release(20)
+            assert len(token_ids(await rest(first), "a")) == 9 - len(before)
+            assert len(token_ids(await rest(second), "b")) == 9
+            assert len(reports) >= 11, "each step is reported all the same"
+
+    run(test)
+
+
+def test_what_was_left_behind_comes_when_the_rest_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Although the thread is in a step that does not end."""
+    monkeypatch.setattr("service.async_engine.REST", 1e9)
+
+    async def test() -> None:
+        engine = PermittedEngine(TINY, EngineConfig(slots=4))
+        async with running(engine) as (owner, _):
+            submission = owner.submit([generation("a", 8)])
+            engine.permits.release()
+            assert len(token_ids(await submission.take(), "a")) == 1
+            for _ in range(3):
+                engine.permits.release(2)
+                events: list[Event] = []
+                while len(events) < 2:
+                    events += await submission.take()
+                assert len(token_ids(events, "a")) == 2
+            engine.permits.release(20)
+            await rest(submission)
 
     run(test)
 

@@ -44,13 +44,19 @@ def value(metrics: Metrics, name: str, **labels: str) -> float:
 
 
 def report(
-    events: Iterable[Event] = (), *, prefilled: int = 0, decoded: int = 0, waiting: int = 0
+    events: Iterable[Event] = (),
+    *,
+    ended: float,
+    prefilled: int = 0,
+    decoded: int = 0,
+    waiting: int = 0,
 ) -> StepReport:
     return StepReport(
         events=tuple(events),
         result=StepResult((), prefilled_tokens=prefilled, decoded_sequences=decoded),
         stats=replace(STATS, waiting=waiting),
         seconds=0.25,
+        ended=ended,
     )
 
 
@@ -72,11 +78,11 @@ def finish(
 
 
 def test_a_sequence_from_arrival_to_end(metrics: Metrics) -> None:
-    metrics.observe_step(report(prefilled=5, waiting=3), now=11.0)
-    metrics.observe_step(report([TokenEvent("gen-1", 0, 7)], decoded=2), now=12.0)
-    metrics.observe_step(report([TokenEvent("gen-1", 0, 8)], decoded=2), now=12.5)
+    metrics.observe_step(report(prefilled=5, waiting=3, ended=11.0))
+    metrics.observe_step(report([TokenEvent("gen-1", 0, 7)], decoded=2, ended=12.0))
+    metrics.observe_step(report([TokenEvent("gen-1", 0, 8)], decoded=2, ended=12.5))
     ended = finish(FinishReason.LENGTH, SequenceTimes(10.0, 10.5, 12.0, 14.0), completion_tokens=2)
-    metrics.observe_step(report([ended]), now=14.0)
+    metrics.observe_step(report([ended], ended=14.0))
 
     assert value(metrics, "logitd_generation_tokens_total") == 2
     assert value(metrics, "logitd_prefill_tokens_total") == 5
@@ -107,14 +113,14 @@ def test_a_sequence_from_arrival_to_end(metrics: Metrics) -> None:
 
 def test_drafts_are_counted_and_those_that_were_of_use(metrics: Metrics) -> None:
     for result in (StepResult((), 0, 2, 7, 3), StepResult((), 0, 2), StepResult((), 0, 1, 1, 0)):
-        metrics.observe_step(StepReport((), result, STATS, 0.25), now=1.0)
+        metrics.observe_step(StepReport((), result, STATS, 0.25, ended=1.0))
     assert value(metrics, "logitd_draft_tokens_total") == 8
     assert value(metrics, "logitd_draft_tokens_accepted_total") == 3
 
 
 def test_a_sequence_that_never_started_has_no_times_but_its_whole(metrics: Metrics) -> None:
     metrics.observe_step(
-        report([finish(FinishReason.TIMEOUT, SequenceTimes(10.0, None, None, 13.0))]), now=13.0
+        report([finish(FinishReason.TIMEOUT, SequenceTimes(10.0, None, None, 13.0))], ended=13.0)
     )
     assert value(metrics, "logitd_sequence_seconds_sum") == 3.0
     for name in ("queue", "prefill", "decode"):
@@ -124,7 +130,7 @@ def test_a_sequence_that_never_started_has_no_times_but_its_whole(metrics: Metri
 
 def test_rows_of_logits_are_no_first_token(metrics: Metrics) -> None:
     metrics.observe_step(
-        report([finish(FinishReason.STOP, SequenceTimes(1.0, 1.0, 2.0, 2.0))]), now=2.0
+        report([finish(FinishReason.STOP, SequenceTimes(1.0, 1.0, 2.0, 2.0))], ended=2.0)
     )
     assert value(metrics, "logitd_sequence_prefill_seconds_count") == 1
     assert value(metrics, "logitd_time_to_first_token_seconds_count") == 0
@@ -132,17 +138,19 @@ def test_rows_of_logits_are_no_first_token(metrics: Metrics) -> None:
 
 def test_sequences_of_one_request_are_told_apart(metrics: Metrics) -> None:
     tokens = [TokenEvent("gen-1", 0, 1), TokenEvent("gen-1", 1, 1)]
-    metrics.observe_step(report(tokens), now=1.0)
+    metrics.observe_step(report(tokens, ended=1.0))
     assert value(metrics, "logitd_inter_token_latency_seconds_count") == 0
-    metrics.observe_step(report(tokens), now=3.0)
+    metrics.observe_step(report(tokens, ended=3.0))
     assert value(metrics, "logitd_inter_token_latency_seconds_sum") == 4.0
 
 
 def test_nothing_is_remembered_of_a_sequence_that_has_ended(metrics: Metrics) -> None:
     times = SequenceTimes(0.0, 0.0, 1.0, 1.0)
-    metrics.observe_step(report([TokenEvent("gen-1", 0, 1)]), now=1.0)
-    metrics.observe_step(report([finish(FinishReason.ABORT, times, completion_tokens=1)]), now=1.0)
-    metrics.observe_step(report([TokenEvent("gen-1", 0, 1)]), now=9.0)
+    metrics.observe_step(report([TokenEvent("gen-1", 0, 1)], ended=1.0))
+    metrics.observe_step(
+        report([finish(FinishReason.ABORT, times, completion_tokens=1)], ended=1.0)
+    )
+    metrics.observe_step(report([TokenEvent("gen-1", 0, 1)], ended=9.0))
     assert value(metrics, "logitd_inter_token_latency_seconds_count") == 0
 
 
