@@ -21,8 +21,10 @@
 
 namespace logitd {
 
-// Queries of a sequence that attend together; each thread has room for their scores.
+// Queries of a sequence that attend together, and how many keys they see altogether: each thread has
+// room for their scores, and none should keep the others waiting at the end (pool.h).
 constexpr int TOGETHER = 16;
+constexpr int KEYS_TOGETHER = 65536;
 
 constexpr int ROW_PAD = LANES;
 
@@ -159,11 +161,14 @@ class Decoder {
       if (row == 0 || slots_[row] != slots_[row - 1]) starts_.push_back(row);
     starts_.push_back(count_);
     spans_.clear();
-    const int most = std::max(1, TOGETHER / group());
-    for (std::size_t i = 0; i + 1 < starts_.size(); i++)
-      if (!attends_at_once(starts_[i], starts_[i + 1]))
-        for (int row = starts_[i]; row < starts_[i + 1]; row += most)
-          spans_.push_back({row, std::min(row + most, starts_[i + 1])});
+    for (std::size_t i = 0; i + 1 < starts_.size(); i++) {
+      const int first = starts_[i], last = starts_[i + 1];
+      if (attends_at_once(first, last)) continue;
+      const int keys = positions_[last - 1] + 1;
+      const int most = std::max(1, std::min(TOGETHER, KEYS_TOGETHER / keys) / group());
+      for (int row = first; row < last; row += most)
+        spans_.push_back({row, std::min(row + most, last)});
+    }
   }
 
   // A sequence's rows [first, last).
