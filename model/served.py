@@ -11,7 +11,7 @@ from torch import Tensor
 from model.config import KernelChoice, Quantization
 from model.gpt import GPT, GPTOutput
 from model.kernels.choose import choose_decode_path
-from model.kernels.prefill import WantedWeights
+from model.kernels.prefill import Piece, WantedWeights
 from model.kv_cache import KVCache
 
 
@@ -41,13 +41,8 @@ def forward_as_served(
     decoder = path.make_decoder(gpt, KVCache(config, 1, device=weight.device, dtype=weight.dtype))
     everything = WantedWeights(range(config.n_layer), range(config.n_head), length)
     try:
-        found = decoder.prefill(
-            token_ids.tolist(),
-            slot=0,
-            start=0,
-            states=hidden_states,
-            weights=everything if attentions else None,
-        )
+        weights_wanted = everything if attentions else None
+        found = decoder.prefill(Piece(token_ids.tolist(), 0, 0, hidden_states, weights_wanted))
         logits = decoder.head(found.hidden)
     finally:
         decoder.close()

@@ -24,7 +24,7 @@ from model.engine.runner import DecoderMaker
 from model.gpt import GPT, Block
 from model.kernels.decoder import NativeDecoder
 from model.kernels.plain import Decoder
-from model.kernels.prefill import Prefilled, WantedWeights
+from model.kernels.prefill import Piece, Prefilled
 from model.kv_cache import KVCache
 
 
@@ -98,18 +98,10 @@ class WatchedDecoder:
         if self._native is not None:
             self._native.time_stages(wanted)
 
-    def prefill(
-        self,
-        token_ids: Sequence[int],
-        slot: int,
-        start: int,
-        *,
-        states: bool = False,
-        weights: WantedWeights | None = None,
-    ) -> Prefilled:
+    def prefill(self, piece: Piece) -> Prefilled:
         if self.prefills_natively:
             self._timeline.mark("scheduling" if self._timeline.empty else "tensors")
-        found = self._decoder.prefill(token_ids, slot, start, states=states, weights=weights)
+        found = self._decoder.prefill(piece)
         if self.prefills_natively:
             self._mark("head", "tensors")
         return found

@@ -32,7 +32,7 @@ from model.engine.scheduler import PrefillChunk, StepPlan
 from model.engine.sequence import Sequence
 from model.gpt import GPT
 from model.kernels.plain import Decoder, PlainDecoder
-from model.kernels.prefill import Prefilled, WantedWeights
+from model.kernels.prefill import Piece, Prefilled, WantedWeights
 from model.kv_cache import KVCache
 
 DecoderMaker = Callable[[GPT, KVCache], Decoder]
@@ -212,9 +212,7 @@ class Runner:
         if chunk.copy_from is not None:
             self.cache.copy_prefix(chunk.copy_from, sequence.slot, start)
         token_ids = sequence.tokens[start : chunk.end]
-        return self._decoder.prefill(
-            token_ids, sequence.slot, start, states=states, weights=weights
-        )
+        return self._decoder.prefill(Piece(token_ids, sequence.slot, start, states, weights))
 
     def decode(
         self, sequences: tuple[Sequence, ...], drafts: Mapping[Sequence, Draft] = NO_DRAFTS

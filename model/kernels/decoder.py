@@ -31,7 +31,7 @@ from model.config import DRAFTED_ROWS, GPTConfig
 from model.draw import DRAW, Draws
 from model.gpt import GPT, VALUE_GATE_WIDTH, Block, rotary_tables, sinusoidal_table
 from model.kernels.arena import Arena, settle
-from model.kernels.prefill import Prefilled, TorchPrefill, WantedWeights
+from model.kernels.prefill import Piece, Prefilled, TorchPrefill
 from model.kernels.quantize import Quantized, quantize_rows
 from model.kv_cache import KVCache
 
@@ -241,22 +241,14 @@ class NativeDecoder:
         self._library.logitd_decode(self._handle, *self._where, count, self._logits.data_ptr())
         return self._logits[:count]
 
-    def prefill(
-        self,
-        token_ids: Sequence[int],
-        slot: int,
-        start: int,
-        *,
-        states: bool = False,
-        weights: WantedWeights | None = None,
-    ) -> Prefilled:
+    def prefill(self, piece: Piece) -> Prefilled:
         if not self.phases_agree:
-            return self._torch_prefill(
-                token_ids, slot, start, states=states, weights=weights, crowded=self.crowded
-            )
-        config, count = self._config, len(token_ids)
+            return self._torch_prefill(piece, crowded=self.crowded)
+        config, count, weights = self._config, len(piece.token_ids), piece.weights
         hidden = torch.empty(count, config.d_model)
-        kept_states = torch.empty(config.n_layer + 1, count, config.d_model) if states else None
+        kept_states = (
+            torch.empty(config.n_layer + 1, count, config.d_model) if piece.states else None
+        )
         kept_weights = None
         record = _Record(count=count)
         if kept_states is not None:
@@ -269,8 +261,9 @@ class NativeDecoder:
             record.weights = kept_weights.data_ptr()
             record.layer_places, record.head_places = map(ctypes.addressof, (layers, heads))
             _, record.layers, record.heads, record.length = shape
+        token_ids = (c_int32 * count)(*piece.token_ids)
         self._library.logitd_prefill(
-            self._handle, (c_int32 * count)(*token_ids), slot, start, count, byref(record),
+            self._handle, token_ids, piece.slot, piece.start, count, byref(record),
             hidden.data_ptr(),
         )  # fmt: skip
         return Prefilled(hidden, kept_states, kept_weights)

@@ -37,7 +37,7 @@ from model.gpt import GPT
 from model.kernels.capture import Capture, Compute, capture_for
 from model.kernels.device_draw import FIELDS, NO_TOKEN, DrawKind, draw_rows, kind_of, pack
 from model.kernels.plain import block_logits, padded_logits
-from model.kernels.prefill import Prefilled, TorchPrefill, WantedWeights
+from model.kernels.prefill import Piece, Prefilled, TorchPrefill
 from model.kv_cache import KVCache
 
 SHORTEST = 128
@@ -81,16 +81,8 @@ class GraphDecoder:
         self._token_ids = torch.zeros(self._rows, dtype=torch.int64, device=device)
         self._recorded: OrderedDict[DecodeKey | DrawKey, Compute] = OrderedDict()
 
-    def prefill(
-        self,
-        token_ids: Sequence[int],
-        slot: int,
-        start: int,
-        *,
-        states: bool = False,
-        weights: WantedWeights | None = None,
-    ) -> Prefilled:
-        return self._prefill(token_ids, slot, start, states=states, weights=weights)
+    def prefill(self, piece: Piece) -> Prefilled:
+        return self._prefill(piece)
 
     @torch.inference_mode()
     def decode(

@@ -18,7 +18,7 @@ from torch import Tensor
 from model.config import BLOCK
 from model.draw import Draws, draw_tokens
 from model.gpt import GPT
-from model.kernels.prefill import Prefilled, TorchPrefill, WantedWeights
+from model.kernels.prefill import Piece, Prefilled, TorchPrefill
 from model.kv_cache import KVCache
 
 ROW_GROUP = 4
@@ -34,17 +34,8 @@ class Decoder(Protocol):
     """Whether a position of a prompt and a decoded one come from the same code, with the same bits:
     then either can stand for the other in the cache."""
 
-    def prefill(
-        self,
-        token_ids: Sequence[int],
-        slot: int,
-        start: int,
-        *,
-        states: bool = False,
-        weights: WantedWeights | None = None,
-    ) -> Prefilled:
-        """Compute positions of a prompt into a slot that holds those before `start`, a multiple of
-        BLOCK."""
+    def prefill(self, piece: Piece) -> Prefilled:
+        """Compute positions of a prompt into their slot."""
 
     def decode(
         self, token_ids: Sequence[int], slots: Sequence[int], positions: Sequence[int]
@@ -78,16 +69,8 @@ class PlainDecoder:
         self._device = gpt.token_embedding.weight.device
         self._prefill = TorchPrefill(gpt, cache)
 
-    def prefill(
-        self,
-        token_ids: Sequence[int],
-        slot: int,
-        start: int,
-        *,
-        states: bool = False,
-        weights: WantedWeights | None = None,
-    ) -> Prefilled:
-        return self._prefill(token_ids, slot, start, states=states, weights=weights)
+    def prefill(self, piece: Piece) -> Prefilled:
+        return self._prefill(piece)
 
     def decode(
         self, token_ids: Sequence[int], slots: Sequence[int], positions: Sequence[int]

@@ -4,7 +4,7 @@ Runs in whole blocks of 32 positions at multiples of 32, so that the arithmetic 
 its position only. Whoever computes prompts in another way (`model/kernels/decoder.py`) takes and
 gives the same.
 
-Shapes: T positions of a chunk.
+Shapes: T positions of a piece.
 """
 
 from collections.abc import Iterable, Sequence
@@ -30,8 +30,20 @@ class WantedWeights:
 
 
 @dataclass(frozen=True, slots=True)
+class Piece:
+    """Tokens of a prompt for a slot that holds the positions before `start`, a multiple of BLOCK;
+    and what is wanted besides their final hidden states."""
+
+    token_ids: Sequence[int]  # (T,)
+    slot: int
+    start: int
+    states: bool = False
+    weights: WantedWeights | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Prefilled:
-    """What was computed of a chunk; the optional parts where they were asked for."""
+    """What was computed of a piece; the optional parts where they were asked for."""
 
     hidden: Tensor  # (T, d_model): the final hidden states
     states: Tensor | None = None  # (n_layer + 1, T, d_model): embeddings, then after each block
@@ -51,49 +63,41 @@ class TorchPrefill:
         self._blockwise = blockwise
         self._crowding = Crowding(gpt)
 
-    def __call__(
-        self,
-        token_ids: Sequence[int],
-        slot: int,
-        start: int,
-        *,
-        states: bool = False,
-        weights: WantedWeights | None = None,
-        crowded: bool = False,
-    ) -> Prefilled:
-        """`start` is a multiple of BLOCK; `crowded`, whether others are known to hold the cores."""
+    def __call__(self, piece: Piece, *, crowded: bool = False) -> Prefilled:
+        """`crowded`: others are known to hold the cores."""
+        start, weights = piece.start, piece.weights
         assert start % BLOCK == 0
-        device, length = self._gpt.token_embedding.weight.device, len(token_ids)
+        device, length = self._gpt.token_embedding.weight.device, len(piece.token_ids)
         padding = -length % BLOCK
         # The padding's keys lie behind every position that is ever looked at before it is
         # overwritten; its own results are dropped.
-        ids = torch.tensor([[*token_ids, *[0] * padding]], device=device)
+        ids = torch.tensor([[*piece.token_ids, *[0] * padding]], device=device)
         positions = torch.arange(start, start + length + padding, device=device)
         positions = positions.clamp(max=self._gpt.config.context_length - 1)[None]
         recorder = None
         if weights is not None:
             recorder = AttentionRecorder(weights.layers, weights.heads, weights.length)
-        piece = BLOCK if self._blockwise else length + padding
-        pieces: list[Tensor] = []  # (1, piece, d_model) each
+        width = BLOCK if self._blockwise else length + padding
+        parts: list[Tensor] = []  # (1, width, d_model) each
         collected: list[list[Tensor]] = []
-        for offset in range(0, length + padding, piece):
-            part = slice(offset, offset + piece)
-            kept: list[Tensor] | None = [] if states else None
-            attend = self._cache.prefill(slot, start + offset, recorder)
-            with self._crowding.watched(piece, crowded):
+        for offset in range(0, length + padding, width):
+            part = slice(offset, offset + width)
+            kept: list[Tensor] | None = [] if piece.states else None
+            attend = self._cache.prefill(piece.slot, start + offset, recorder)
+            with self._crowding.watched(width, crowded):
                 hidden = self._gpt.transform(ids[:, part], positions[:, part], attend, kept)
-            pieces.append(hidden)
+            parts.append(hidden)
             if kept is not None:
                 collected.append(kept)
         layers = [_joined(layer)[0, :length] for layer in zip(*collected, strict=True)]
         return Prefilled(
-            hidden=_joined(pieces)[0, :length],
-            states=torch.stack(layers) if states else None,
+            hidden=_joined(parts)[0, :length],
+            states=torch.stack(layers) if piece.states else None,
             weights=None if recorder is None else recorder.rows()[:length],
         )
 
 
-def _joined(pieces: Iterable[Tensor]) -> Tensor:
-    """Pieces (1, T, d_model) as one; a single one as it is."""
-    together = list(pieces)
+def _joined(parts: Iterable[Tensor]) -> Tensor:
+    """Parts (1, T, d_model) as one; a single one as it is."""
+    together = list(parts)
     return together[0] if len(together) == 1 else torch.cat(together, dim=1)

@@ -18,7 +18,7 @@ from model.config import DRAFTED_ROWS, GPTConfig
 from model.gpt import GPT, Block
 from model.kernels.decoder import PREFILL_ROWS, NativeDecoder, unsupported
 from model.kernels.plain import Decoder, PlainDecoder
-from model.kernels.prefill import WantedWeights
+from model.kernels.prefill import Piece, WantedWeights
 from model.kernels.quantize import quantize_rows
 from model.kv_cache import KVCache
 from tests.model.engine.harness import (
@@ -177,7 +177,7 @@ def prefilled(decoder: Decoder, slot: int, ids: list[int], cuts: list[int]) -> T
     ends = [*cuts, len(ids)]
     with torch.inference_mode():
         parts = [
-            decoder.prefill(ids[start:end], slot, start).hidden
+            decoder.prefill(Piece(ids[start:end], slot, start)).hidden
             for start, end in zip([0, *cuts], ends, strict=True)
         ]
     return torch.cat(parts).float()
@@ -194,15 +194,15 @@ def test_a_prompt_is_what_the_twin_makes_of_it(
     plain = PlainDecoder(gpt, caches[1])
     weights = WantedWeights(layers=(2, 0), heads=(3, 1), length=length + 5)
     with torch.inference_mode():
-        found = native.prefill(ids, 2, 0, states=True, weights=weights)
-        expected = plain.prefill(ids, 2, 0, states=True, weights=weights)
+        found = native.prefill(Piece(ids, 2, 0, states=True, weights=weights))
+        expected = plain.prefill(Piece(ids, 2, 0, states=True, weights=weights))
     assert_close(found.hidden, expected.hidden, atol=1e-4, rtol=1e-3)
     assert_close(found.states, expected.states, atol=1e-4, rtol=1e-3)
     assert_close(found.weights, expected.weights, atol=1e-5, rtol=1e-3)
     for name in ("keys", "values"):
         ours, theirs = (getattr(cache, name)[:, 2, :, :length] for cache in caches)
         assert_close(ours, theirs, atol=1e-4, rtol=1e-3)
-    alone = native.prefill(ids, 2, 0)
+    alone = native.prefill(Piece(ids, 2, 0))
     assert torch.equal(alone.hidden, found.hidden), "watching changes nothing"
     assert alone.states is None
     assert alone.weights is None
@@ -239,9 +239,11 @@ def test_a_prompt_longer_than_the_buffers_goes_through_in_pieces(
     gpt = tiny_gpt(native_config("gpt2", context_length=length))
     native = NativeDecoder(library, gpt, new_cache(gpt), threads=threads)
     text, weights = random_ids(length).tolist(), WantedWeights((1,), (0, 2), length)
-    whole = native.prefill(text, 0, 0, states=True, weights=weights)
+    whole = native.prefill(Piece(text, 0, 0, states=True, weights=weights))
     assert torch.equal(prefilled(native, 1, text, [32, 64]), whole.hidden)
-    expected = PlainDecoder(gpt, new_cache(gpt)).prefill(text, 0, 0, states=True, weights=weights)
+    expected = PlainDecoder(gpt, new_cache(gpt)).prefill(
+        Piece(text, 0, 0, states=True, weights=weights)
+    )
     assert_close(whole.states, expected.states, atol=1e-4, rtol=1e-3)
     assert_close(whole.weights, expected.weights, atol=1e-5, rtol=1e-3)
     assert torch.equal(native.head(whole.hidden)[-70:], native.head(whole.hidden[-70:]))
