@@ -41,6 +41,16 @@ void logitd_time_stages(void* decoder, std::int64_t* total) {
   static_cast<Decoder*>(decoder)->time_stages(total);
 }
 
+// For tests: until when, in microseconds, a thread computes alone after it has waited `count` times,
+// each from `since` to `until`.
+std::int64_t logitd_patience(const std::int64_t* since, const std::int64_t* until, std::int32_t count) {
+  Patience patience;
+  auto at = [](std::int64_t us) { return Patience::Time(std::chrono::microseconds(us)); };
+  for (int i = 0; i < count; i++) patience.waited(at(since[i]), at(until[i]));
+  auto alone = patience.alone_until().time_since_epoch();
+  return std::chrono::duration_cast<std::chrono::microseconds>(alone).count();
+}
+
 // One matrix by itself, for tests and measurements: out (count, rows) of float rows (count, width).
 void logitd_linear(const Matrix* matrix, const float* inputs, std::int32_t count,
                    std::int32_t threads, std::int32_t repeat, float* out) {

@@ -6,12 +6,8 @@
 // never changes its result. Threads wait by spinning for as long as a step's own pauses last, then
 // asleep.
 //
-// A worker that is late has lost its core to another process, and while that stays so every loop may
-// wait for it again, a slice of the scheduler's each time. So when much of some time was lost to waiting
-// the caller computes alone for a while, which costs the workers' share and no more, and then tries
-// again; for longer each time that it did not help. Now and then a millisecond is nothing to act on: an
-// event loop takes that much to hand over the tokens of a step (measured: a server of 32 streams lost a
-// tenth of its rate where each of these had its threads compute alone).
+// A worker that is late has lost its core to another process: then the caller may compute alone for a
+// while (patience.h).
 #pragma once
 
 #include <algorithm>
@@ -20,6 +16,8 @@
 #include <cstdint>
 #include <thread>
 #include <vector>
+
+#include "patience.h"
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -64,7 +62,7 @@ class Pool {
   }
 
   // Whether workers were late of late, so that the caller computes alone.
-  bool crowded() const { return Clock::now() < alone_until_; }
+  bool crowded() const { return Clock::now() < patience_.alone_until(); }
 
   void rest() { active_.store(false, std::memory_order_release); }
 
@@ -114,12 +112,6 @@ class Pool {
   static constexpr int BITS = 24;  // of the cursor: the next piece; above them the loop's number
   static constexpr std::uint64_t MASK = (std::uint64_t(1) << BITS) - 1;
   static constexpr auto SPIN = std::chrono::microseconds(200);
-  static constexpr auto LATE = std::chrono::microseconds(500);  // a piece takes tens
-  static constexpr auto WATCHED = std::chrono::milliseconds(30);
-  static constexpr auto LEAST_WATCHED = std::chrono::milliseconds(8);
-  static constexpr int LOST_PERCENT = 35;
-  static constexpr Clock::duration SHORTEST = std::chrono::milliseconds(20);  // alone
-  static constexpr Clock::duration LONGEST = std::chrono::milliseconds(640);
 
   // Until all pieces are done.
   void wait(int count) {
@@ -130,22 +122,7 @@ class Pool {
       if (turn < 20000) relax(); else std::this_thread::yield();
     }
     if (since == Clock::time_point()) return;  // a short wait
-    Clock::time_point now = Clock::now();
-    if (now - since > LATE) lose(since, now);
-  }
-
-  void lose(Clock::time_point since, Clock::time_point now) {
-    if (since - watched_since_ > WATCHED) watched_since_ = since, lost_ = {};
-    lost_ += now - since;
-    Clock::duration watched = std::max<Clock::duration>(now - watched_since_, LEAST_WATCHED);
-    if (lost_ * 100 > watched * LOST_PERCENT) stay_alone(since, now);
-  }
-
-  void stay_alone(Clock::time_point since, Clock::time_point now) {
-    bool again = since - alone_until_ < alone_for_;
-    alone_for_ = again ? std::min(2 * alone_for_, LONGEST) : SHORTEST;
-    alone_until_ = now + alone_for_;
-    watched_since_ = alone_until_, lost_ = {};
+    patience_.waited(since, Clock::now());
   }
 
   // Claim one piece of the present loop and run it. False when there is none. The claim fails when
@@ -196,10 +173,7 @@ class Pool {
   std::vector<Lane> next_;  // the next piece of each lane
   std::vector<std::thread> workers_;
   bool alone_ = false;  // from `begin` to `rest`
-  Clock::time_point alone_until_;
-  Clock::duration alone_for_{SHORTEST};
-  Clock::time_point watched_since_;
-  Clock::duration lost_{};
+  Patience patience_;
   alignas(64) std::atomic<std::uint64_t> cursor_{MASK};
   std::atomic<void (*)(const void*, int)> run_{nullptr};
   std::atomic<const void*> context_{nullptr};

@@ -156,3 +156,36 @@ def test_native_threads_notice_and_compute_the_same(library: ctypes.CDLL) -> Non
     assert not one.crowded
     one.close()
     two.close()
+
+
+def alone_until(library: ctypes.CDLL, waits: list[tuple[float, float]]) -> float:
+    """Milliseconds at which a thread of the native pool that waited for others, each time from
+    when for how long, has the others compute again; 0 if it never did without them."""
+    library.logitd_patience.restype = ctypes.c_int64
+    since = [round(1000 * start) for start, _ in waits]
+    until = [round(1000 * (start + length)) for start, length in waits]
+    numbers = ctypes.c_int64 * len(waits)
+    found: int = library.logitd_patience(numbers(*since), numbers(*until), len(waits))
+    return found / 1000
+
+
+def test_an_event_loop_at_work_is_no_neighbour(library: ctypes.CDLL) -> None:
+    """A server of 32 streams hands over the tokens of each step, a millisecond or two of a core.
+    For that its decoder computed alone, and gave three quarters of its rate."""
+    assert alone_until(library, [(1000 + 12 * step, 1.5) for step in range(100)]) == 0
+    assert alone_until(library, [(1000 + 45 * step, 2.5) for step in range(100)]) == 0
+    assert alone_until(library, [(1000 + step, 0.4) for step in range(100)]) == 0
+
+
+def test_a_neighbour_is_known_by_a_slice_or_by_two_short_ones(library: ctypes.CDLL) -> None:
+    assert alone_until(library, [(1000, 8)]) == 1028
+    assert alone_until(library, [(1000, 1.5), (1004, 1.5)]) == 1025.5
+
+
+def test_a_neighbour_who_stays_is_tried_less_and_less_often(library: ctypes.CDLL) -> None:
+    waits, ends = [(1000.0, 8.0)], []
+    for _ in range(7):
+        ends.append(alone_until(library, waits))
+        waits.append((ends[-1] + 1, 8.0))
+    pauses = [end - sum(wait) for end, wait in zip(ends, waits, strict=False)]
+    assert pauses == [20, 40, 80, 160, 320, 640, 640]
