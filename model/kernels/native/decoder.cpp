@@ -51,7 +51,7 @@ std::int64_t logitd_patience(const std::int64_t* since, const std::int64_t* unti
   return std::chrono::duration_cast<std::chrono::microseconds>(alone).count();
 }
 
-// One matrix by itself, for tests and measurements: out (count, rows) of float rows (count, width).
+// One matrix by itself, for tests: out (count, rows) of float rows (count, width).
 void logitd_linear(const Matrix* matrix, const float* inputs, std::int32_t count,
                    std::int32_t threads, std::int32_t repeat, float* out) {
   Pool pool(threads);
