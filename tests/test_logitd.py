@@ -1,4 +1,4 @@
-"""`import logitd`: the client's names, at once, and nothing of the server."""
+"""`import logitd`: the names of the client, and nothing of the server."""
 
 import subprocess
 import sys
@@ -9,12 +9,12 @@ from service import client
 
 ROOT = Path(__file__).parent.parent
 
-MEASURE = """
-import sys, time
-started = time.process_time()
+IMPORTED = """
+import sys
+import httpx, numpy
+others = set(sys.modules)
 import logitd
-print(time.process_time() - started)
-print(*sys.modules)
+print(*(set(sys.modules) - others))
 """
 
 
@@ -32,18 +32,17 @@ def test_it_has_types_for_those_who_install_it() -> None:
     assert (ROOT / "logitd" / "py.typed").exists()
 
 
-def test_it_is_imported_at_once_and_without_the_server() -> None:
-    """Of a few tries the fastest, by the processor's time: machines are busy."""
-    seconds = []
-    for _ in range(3):
-        done = subprocess.run(
-            [sys.executable, "-c", MEASURE], cwd=ROOT, check=True, capture_output=True, text=True
-        )
-        taken, names = done.stdout.splitlines()
-        seconds.append(float(taken))
-        roots = {name.partition(".")[0] for name in names.split()}
-        assert not roots & {"torch", "model", "fastapi", "starlette", "uvicorn", "pydantic"}
-        assert {name for name in names.split() if name.startswith("service.")} == {
-            name for name in names.split() if name.startswith("service.client")
-        }
-    assert min(seconds) < 0.3, seconds
+def test_it_imports_little_and_nothing_of_the_server() -> None:
+    """A script or a notebook starts at once: httpx, numpy, the standard library, the client.
+
+    Which modules are loaded is what decides how long that takes, and is the same on a busy
+    machine; a limit in seconds was not, and failed there.
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORTED], cwd=ROOT, check=True, capture_output=True, text=True
+    )
+    names = set(done.stdout.split())
+    assert "service.client" in names
+    ours = {"logitd", "service", "numpy"}  # numpy loads parts of itself at their first use
+    assert {name.partition(".")[0] for name in names} <= sys.stdlib_module_names | ours
+    assert all(name.startswith("service.client") for name in names if name.startswith("service."))
