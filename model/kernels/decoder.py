@@ -11,7 +11,7 @@ prompts instead.
 """
 
 import ctypes
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from ctypes import (
     POINTER,
     Structure,
@@ -30,9 +30,9 @@ from torch import Tensor, nn
 from model.config import DRAFTED_ROWS, GPTConfig
 from model.draw import DRAW, Draws
 from model.gpt import GPT, VALUE_GATE_WIDTH, Block, rotary_tables, sinusoidal_table
-from model.kernels.arena import Arena, settle
+from model.kernels.arena import Arena, room_for, settle
 from model.kernels.prefill import Piece, Prefilled, TorchPrefill
-from model.kernels.quantize import Quantized, quantize_rows
+from model.kernels.quantize import quantize_rows
 from model.kv_cache import KVCache
 
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
@@ -201,8 +201,11 @@ class NativeDecoder:
         library.logitd_time_stages.argtypes = (c_void_p, c_void_p)
         library.logitd_stage_names.restype = c_char_p
         self._library = library
-        self._kept: list[Tensor | Quantized | Arena] = [settle(gpt)]
-        self._quantized = quantized
+        self._kept: list[Tensor | Arena] = [settle(gpt)]
+        self._int8 = None
+        if quantized:
+            # One behind the other, as the weights themselves: what is read is one stream.
+            self._int8 = Arena(sum(room_for(matrix, torch.int8) for matrix in matrices(gpt)))
         self.phases_agree = prefills
         self._torch_prefill = TorchPrefill(gpt, cache)
         self._config = gpt.config
@@ -315,7 +318,6 @@ class NativeDecoder:
     def _describe(self, gpt: GPT) -> tuple[_Model, ctypes.Array[_Layer]]:
         config, cpu = gpt.config, torch.device("cpu")
         layers = (_Layer * config.n_layer)(*(self._layer(block) for block in gpt.blocks))
-        head = gpt.token_embedding.weight if config.tied_head else gpt.head.weight
         rope = [
             self._keep(table)
             for table in rotary_tables(
@@ -333,7 +335,7 @@ class NativeDecoder:
             d_model=config.d_model,
             d_ff=config.d_ff,
             vocab_size=config.vocab_size,
-            kind=KINDS[torch.int8] if self._quantized else self._cells,
+            kind=self._cells if self._int8 is None else KINDS[torch.int8],
             cells=self._cells,
             post_norm=config.norm_position == "post",
             rotary=config.positions == "rotary",
@@ -350,7 +352,7 @@ class NativeDecoder:
             rope_sin=rope[1],
             layers=layers,
             final_norm=self._norm(gpt.final_norm),
-            head=self._matrix(head[: config.vocab_size], None),
+            head=self._matrix(head_matrix(gpt), None),
         )
         return model, layers
 
@@ -391,15 +393,14 @@ class NativeDecoder:
         described = _Matrix(
             bias=None if bias is None else self._floats(bias), rows=rows, width=width
         )
-        if self._quantized:
+        if self._int8 is not None:
             quantized = quantize_rows(weight)
-            self._kept.append(quantized)
             with torch.no_grad():  # what torch computes has the same weights
                 weight.copy_(quantized.dequantized())
             described.kind = KINDS[torch.int8]
-            described.weights = quantized.values.data_ptr()
-            described.scale = quantized.scale.data_ptr()
-            described.row_sum = quantized.row_sum.data_ptr()
+            described.weights = self._keep(self._int8.place(quantized.values))
+            described.scale = self._keep(quantized.scale)
+            described.row_sum = self._keep(quantized.row_sum)
         else:
             described.kind = self._cells
             described.weights = self._keep(weight)
@@ -413,6 +414,21 @@ class NativeDecoder:
         assert tensor.is_contiguous()
         self._kept.append(tensor)
         return tensor.data_ptr()
+
+
+def matrices(gpt: GPT) -> Iterator[Tensor]:
+    """The weights of all products, in the order of the forward."""
+    for block in gpt.blocks:
+        assert isinstance(block, Block)
+        for linear in (block.qkv, block.attention_out, block.mlp_up, block.mlp_down):
+            yield linear.weight
+    yield head_matrix(gpt)
+
+
+def head_matrix(gpt: GPT) -> Tensor:
+    """The weights of the head, of the ids that exist: (vocab_size, d_model)."""
+    head = gpt.token_embedding.weight if gpt.config.tied_head else gpt.head.weight
+    return head[: gpt.config.vocab_size]
 
 
 def places(chosen: Sequence[int], count: int) -> ctypes.Array[c_int32]:

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from model.kernels.arena import Arena, room_for
-
 LARGEST = 127
 
 
@@ -22,7 +20,6 @@ class Quantized:
     values: Tensor
     scale: Tensor
     row_sum: Tensor
-    arena: Arena
 
     def dequantized(self) -> Tensor:
         """The matrix that is computed with, float32."""
@@ -35,10 +32,4 @@ def quantize_rows(weight: Tensor) -> Quantized:
     wide = weight.float()
     scale = wide.abs().amax(dim=1).clamp(min=1e-30) / LARGEST
     values = (wide / scale[:, None]).round().to(torch.int8)
-    arena = Arena(room_for(values))
-    return Quantized(
-        values=arena.place(values),
-        scale=scale,
-        row_sum=values.sum(dim=1, dtype=torch.int32),
-        arena=arena,
-    )
+    return Quantized(values, scale, row_sum=values.sum(dim=1, dtype=torch.int32))

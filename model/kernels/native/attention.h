@@ -6,8 +6,11 @@
 // what is loaded, and both give a query the same bits.
 #pragma once
 
+#include <algorithm>
+
 #include "buffer.h"
 #include "dot.h"
+#include "stream.h"
 #include "vectors.h"
 
 namespace logitd {
@@ -15,17 +18,18 @@ namespace logitd {
 constexpr int MAX_HEAD_VECTORS = 16;  // head_dim up to 256
 
 // How far ahead of where they are used keys and values are asked for. A head's are two streams, one
-// behind the other: towards the end of the first, the beginning of the second is asked for.
-constexpr int CELLS_AHEAD_BYTES = 4096;
+// behind the other: towards the end of the first, the beginning of the second is asked for. Measured,
+// 32 sequences of 300 positions, bfloat16: a step 1.09 times as fast with 12 to 32 KB as with 4 KB.
+constexpr int CELLS_AHEAD_BYTES = 16384;
 
 template <int V, class Cell>
 inline void ask(const Cell* stream, int p, int count, const Cell* following) {
   constexpr int width = V * LANES, bytes = width * int(sizeof(Cell));
-  constexpr int ahead = CELLS_AHEAD_BYTES / bytes;
-  const Cell* at = p + ahead < count ? stream + std::size_t(p + ahead) * width
-                                     : following + std::size_t(p + ahead - count) * width;
+  const int place = p + std::min(CELLS_AHEAD_BYTES / bytes, count);
+  const Cell* at = place < count ? stream + std::size_t(place) * width
+                                 : following + std::size_t(place - count) * width;
   for (int i = 0; i < bytes; i += int(LINE))
-    __builtin_prefetch(reinterpret_cast<const char*>(at) + i);
+    __builtin_prefetch(reinterpret_cast<const char*>(at) + i, 0, SECOND_CACHE);
 }
 
 // A query or a key of V vectors as the parts that are multiplied at once.

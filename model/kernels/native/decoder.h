@@ -269,7 +269,7 @@ class Decoder {
       int first = starts_[piece / w_.n_kv_head], last = starts_[piece / w_.n_kv_head + 1];
       int head = piece % w_.n_kv_head;
       for (int row = first; row < last; row++) write<Cell>(layer, row, head);
-      if (attends_at_once(first, last)) look_back<Cell>(layer, first, head);
+      if (attends_at_once(first, last)) look_back<Cell>(layer, first, head, last);
     });
     if (spans_.empty()) return;
     // The later ones see more: they are begun first, so that the threads end together.
@@ -328,12 +328,14 @@ class Decoder {
     for (int i = 0; i < group() * width; i += LANES) store(scaled + i, load(query + i) * scale);
   }
 
+  // `next` is the row of the next sequence, if there is one.
   template <class Cell>
-  void look_back(int layer, int row, int kv_head) {
+  void look_back(int layer, int row, int kv_head, int next) {
     const Cell* keys = cells<Cell>(cache_.keys, layer, row, kv_head);
     const Cell* values = cells<Cell>(cache_.values, layer, row, kv_head);
-    bool more = kv_head + 1 < w_.n_kv_head;
-    const Cell* next_keys = keys + (more ? cache_.slot_length * w_.head_dim : 0);
+    const Cell* next_keys = keys;
+    if (kv_head + 1 < w_.n_kv_head) next_keys = cells<Cell>(cache_.keys, layer, row, kv_head + 1);
+    else if (next < count_) next_keys = cells<Cell>(cache_.keys, layer, next, 0);
     float* out = heads(row) + kv_head * group() * w_.head_dim;
     attend(queries<Cell>(row, kv_head), group(), keys, values, next_keys, positions_[row] + 1, w_.head_dim,
            scores(1), out);

@@ -7,6 +7,7 @@
 #pragma once
 
 #include "buffer.h"
+#include "stream.h"
 #include "vectors.h"
 
 namespace logitd {
@@ -96,7 +97,7 @@ template <class Format, int NR, int MR, int AHEAD>
                                         typename Format::Acc* acc, int gap) {
   typename Format::Acc sum[NR * MR] = {};
   for (int k = 0; k < width; k += Format::STEP, ahead += LINE) {
-    for (int a = 0; a < AHEAD; a++) __builtin_prefetch(ahead + a * apart);
+    for (int a = 0; a < AHEAD; a++) __builtin_prefetch(ahead + a * apart, 0, SECOND_CACHE);
     typename Format::Part input[MR];
     for (int m = 0; m < MR; m++) input[m] = Format::load_input(inputs + m * pitch + k);
     for (int r = 0; r < NR; r++) {

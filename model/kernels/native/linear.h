@@ -144,12 +144,13 @@ class Product {
     }
   }
 
-  // AHEAD rows are asked for with this tile: every `tiles`-th, beginning with its own.
+  // AHEAD rows are asked for with this tile, of those of the tiles after the next: every `tiles`-th,
+  // beginning with its own.
   template <int NR, int MR, int AHEAD>
   void tile(int n, int m, int tiles) const {
     Acc acc[whole(NR * MR)];
     for (int i = NR * MR; i < whole(NR * MR); i++) acc[i] = Acc{};
-    const char* ahead = reinterpret_cast<const char*>(weight(n + NR + m / TILE));
+    const char* ahead = reinterpret_cast<const char*>(weight(n + 2 * NR + m / TILE));
     dots<Format, NR, MR, AHEAD>(weight(n), matrix_.width, input(m), inputs_.pitch, matrix_.width,
                                 ahead, sizeof(Weight) * matrix_.width * tiles, acc, NR);
     put<NR, MR>(n, m, acc);
