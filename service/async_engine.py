@@ -2,8 +2,8 @@
 
 The only place with a thread. Requests go in through an inbox that the thread empties before each
 step; events come back by one wake-up of the event loop per step or fewer, into the mailbox of the
-submission they belong to. A mailbox holds at most what its request may produce, and is emptied
-whole: a slow reader gets fewer, larger pieces.
+submission they belong to (`submission`). Who is refused because too much waits already is decided
+before, by `queue_room`.
 
 To write a token takes Python as long as a small model takes to compute it, and takes it from the
 same interpreter and processors. So after each hand-over the event loop has REST times as long for
@@ -30,15 +30,13 @@ from model.engine.api import (
     Event,
     FinishEvent,
     FinishReason,
-    InvalidRequest,
     Request,
-    RowsEvent,
     StepResult,
-    sequence_lengths,
 )
 from model.engine.engine import Engine
-from model.engine.price import row_numbers
 from model.engine.refusals import check_request
+from service.queue_room import QueueLimits, QueueRoom, sequence_count
+from service.submission import EngineStopped, Submission
 
 logger = logging.getLogger("logitd.engine")
 
@@ -51,18 +49,6 @@ MOST_REST = 0.02
 """Seconds that a token waits for others at most: half a frame of a film."""
 LEAST_LOOK = 0.002
 """Seconds to the look at what the thread has left behind; event loops count in milliseconds."""
-
-
-class QueueFull(Exception):
-    """No room for a request; `retry_after` seconds from now there may be."""
-
-    def __init__(self, waiting: str, limit: int, retry_after: int) -> None:
-        super().__init__(f"{waiting}, the queue holds {limit}")
-        self.retry_after = retry_after
-
-
-class EngineStopped(Exception):
-    """The engine takes no requests: it is shutting down, or it failed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,95 +83,6 @@ class _Grant:
 Command = _Add | _Abort | _Grant
 
 
-class Submission:
-    """Requests on their way, and the mailbox of their events. Belongs to the event loop."""
-
-    def __init__(self, owner: "AsyncEngine", requests: Sequence[Request]) -> None:
-        self.request_ids = tuple(request.request_id for request in requests)
-        self._owner = owner
-        self._open = sum(sequence_count(request) for request in requests)
-        self._events: list[Event] = []
-        self._failure: str | None = None
-        self._loop = asyncio.get_running_loop()
-        self._waiting: asyncio.Future[None] | None = None
-        self._patient_until = math.inf
-        self._alarm: asyncio.TimerHandle | None = None
-
-    @property
-    def finished(self) -> bool:
-        """Whether every sequence has ended and every event was taken."""
-        return self._open == 0 and not self._events
-
-    async def take(self, timeout: float | None = None) -> list[Event]:
-        """All events since the last call; waits for the first. Empty when `timeout` passed.
-
-        Raises EngineStopped when the engine failed before the last event.
-        """
-        if not self._events and self._open and self._failure is None:
-            await self._wait(timeout)
-        if not self._events and self._failure is not None:
-            raise EngineStopped(self._failure)
-        events, self._events = self._events, []
-        for event in events:
-            if isinstance(event, RowsEvent):
-                self._owner.grant(event.request_id)
-        return events
-
-    def abort(self) -> None:
-        """End all that has not ended. The last event of each sequence still comes."""
-        if self._open:
-            for request_id in self.request_ids:
-                self._owner.abort(request_id)
-
-    def stop(self, request_id: str, index: int) -> None:
-        """End one sequence whose text has come to a stop; harmless when it has ended."""
-        self._owner.abort(request_id, index, FinishReason.STOP)
-
-    def deliver(self, event: Event) -> None:
-        """Put an event into the mailbox; called by the owner."""
-        self._events.append(event)
-        if isinstance(event, FinishEvent):
-            self._open -= 1
-        self._wake()
-
-    def fail(self, reason: str) -> None:
-        """No more events will come; called by the owner."""
-        self._failure = reason
-        self._wake()
-
-    async def _wait(self, timeout: float | None) -> None:
-        """Wait until something comes, or `timeout` has passed."""
-        waiting = self._waiting = self._loop.create_future()
-        if timeout is None:
-            self._patient_until = math.inf
-        else:
-            self._patient_until = self._loop.time() + timeout
-            if self._alarm is None:
-                self._alarm = self._loop.call_at(self._patient_until, self._look)
-        try:
-            await waiting
-        finally:
-            self._waiting = None
-
-    def _look(self) -> None:
-        """End a wait that was long enough. One alarm looks after many waits: to set and to stop one
-        for each would cost more than the waits."""
-        self._alarm = None
-        if self._waiting is None or self._patient_until == math.inf:
-            return
-        if self._loop.time() >= self._patient_until:
-            self._wake()
-        else:
-            self._alarm = self._loop.call_at(self._patient_until, self._look)
-
-    def _wake(self) -> None:
-        if self._waiting is not None and not self._waiting.done():
-            self._waiting.set_result(None)
-        if self._alarm is not None and (not self._open or self._failure is not None):
-            self._alarm.cancel()
-            self._alarm = None
-
-
 class Reservation:
     """Requests that run one after the other, and the room for those still to come. Accepted as one:
     neither a full queue nor the beginning of a drain refuses the later ones. Belongs to the event
@@ -214,29 +111,18 @@ class AsyncEngine:
         self,
         engine: Engine,
         *,
-        max_queue: int,
-        max_queue_tokens: int,
-        max_queue_numbers: int,
+        limits: QueueLimits,
         stall_timeout: float,
         on_step: Callable[[StepReport], None],
     ) -> None:
         self._engine = engine
-        self._max_queue = max_queue
-        self._max_queue_tokens = max_queue_tokens
-        self._max_queue_numbers = max_queue_numbers
+        self._room = QueueRoom(engine.model_config, engine.slots, limits)
         self._stall_timeout = stall_timeout
         self._on_step = on_step
         self._inbox: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
         self._open: dict[str, _OpenRequest] = {}
-        self._open_sequences = 0
-        self._open_tokens = 0  # of their prompts
-        self._running_tokens = 0  # of these, admitted as of the last step
-        self._open_numbers = 0  # of their rows
-        self._reserved = 0
-        self._reserved_numbers = 0
         self._decoding = False  # in the last step
         self._step_began: float | None = None  # written by the thread
-        self._pace = _Pace()
         self._reports: deque[StepReport] = deque()  # not handed over yet; the thread appends
         # When the thread may wake the loop again; never, while it has and the loop is at it.
         self._rest_until = 0.0
@@ -265,13 +151,13 @@ class AsyncEngine:
     @property
     def open_sequences(self) -> int:
         """Sequences submitted and not yet ended, and those that have room reserved."""
-        return self._open_sequences + self._reserved
+        return self._room.sequences
 
     @property
     def open_numbers(self) -> int:
         """Numbers of the rows of requests submitted and not yet ended, and of those that have room
         reserved."""
-        return self._open_numbers + self._reserved_numbers
+        return self._room.numbers
 
     @property
     def decoding(self) -> bool:
@@ -297,38 +183,15 @@ class AsyncEngine:
         self._check(requests)
         return self._enqueue(requests)
 
-    def check_room(self, sequences: int, tokens: int = 0, numbers: int = 0) -> None:
-        """Raise EngineStopped, or QueueFull, unless as much could be queued now.
-
-        An empty queue takes a request of any number of tokens: it will be computed next. Numbers
-        count until their request has ended: those of one that runs may all be still to come.
-        """
-        if self._failure is not None:
-            raise EngineStopped(self._failure)
-        if self._draining:
-            raise EngineStopped(SHUTTING_DOWN)
-        waiting = max(0, self.open_sequences - self._engine.slots)
-        retry_after = self._pace.seconds_for(waiting + 1)
-        if self.open_sequences + sequences > self._engine.slots + self._max_queue:
-            raise QueueFull(f"{waiting} sequences are waiting", self._max_queue, retry_after)
-        queued = max(0, self._open_tokens - self._running_tokens)
-        if waiting and queued + tokens > self._max_queue_tokens:
-            raise QueueFull(
-                f"{queued} prompt tokens are waiting", self._max_queue_tokens, retry_after
-            )
-        if self.open_numbers + numbers > self._max_queue_numbers:
-            raise QueueFull(
-                f"{self.open_numbers} numbers of rows are waiting or being computed and the "
-                f"request asks for {numbers}",
-                self._max_queue_numbers,
-                retry_after,
-            )
+    def check_room(self, sequences: int) -> None:
+        """Raise EngineStopped, or QueueFull, unless so many could be queued now."""
+        self._check_takes_requests()
+        self._room.check_counts(sequences)
 
     def reserve(self, requests: Sequence[Request]) -> "Reservation":
         """Room for requests that are to run one after the other. Raises as `submit` does."""
         self._check(requests)
-        self._reserved += sum(map(sequence_count, requests))
-        self._reserved_numbers += self._numbers(requests)
+        self._room.reserve(requests)
         self._idle.clear()
         return Reservation(self, requests)
 
@@ -338,12 +201,12 @@ class AsyncEngine:
             raise EngineStopped(self._failure)
         if self._closed:
             raise EngineStopped(SHUTTING_DOWN)
-        self._leave_reserved([request])
+        self._room.unreserve([request])
         return self._enqueue([request])
 
     def release(self, requests: Sequence[Request]) -> None:
         """Give up the room of requests; called by a Reservation."""
-        self._leave_reserved(requests)
+        self._room.unreserve(requests)
         self._settle()
 
     def abort(
@@ -370,7 +233,8 @@ class AsyncEngine:
                     await self._idle.wait()
         self._closed = True
         if self._open:
-            logger.warning("aborting %d sequences at shutdown", self._open_sequences)
+            sequences = sum(request.open for request in self._open.values())
+            logger.warning("aborting %d sequences at shutdown", sequences)
             for request_id in list(self._open):
                 self.abort(request_id)
         self._inbox.put(None)
@@ -381,38 +245,28 @@ class AsyncEngine:
         """Raise unless the requests could be submitted now."""
         for request in requests:
             check_request(request, self._engine.model_config)
-        numbers = self._numbers(requests)
-        if numbers > self._max_queue_numbers:
-            raise InvalidRequest(
-                f"the request asks for {numbers} numbers (rows times what each is wide), the queue "
-                f"never holds more than {self._max_queue_numbers}. Ask for fewer prompts or "
-                "positions at once, or raise --max-queue-numbers"
-            )
-        sequences = sum(map(sequence_count, requests))
-        self.check_room(sequences, sum(map(prompt_tokens, requests)), numbers)
+        self._check_takes_requests()
+        self._room.check(requests)
 
-    def _numbers(self, requests: Sequence[Request]) -> int:
-        return sum(row_numbers(request, self._engine.model_config) for request in requests)
-
-    def _leave_reserved(self, requests: Sequence[Request]) -> None:
-        self._reserved -= sum(map(sequence_count, requests))
-        self._reserved_numbers -= self._numbers(requests)
+    def _check_takes_requests(self) -> None:
+        if self._failure is not None:
+            raise EngineStopped(self._failure)
+        if self._draining:
+            raise EngineStopped(SHUTTING_DOWN)
 
     def _enqueue(self, requests: Sequence[Request]) -> Submission:
         submission = Submission(self, requests)
         for request in requests:
-            count = sequence_count(request)
-            numbers = self._numbers([request])
-            self._open[request.request_id] = _OpenRequest(submission, count, numbers)
-            self._open_sequences += count
-            self._open_tokens += prompt_tokens(request)
-            self._open_numbers += numbers
+            self._room.enter(request)
+            self._open[request.request_id] = _OpenRequest(
+                submission, sequence_count(request), self._room.numbers_of([request])
+            )
             self._inbox.put(_Add(request, self.now()))
         self._idle.clear()
         return submission
 
     def _settle(self) -> None:
-        if not self._open and not self._reserved:
+        if self._room.is_empty:
             self._idle.set()
 
     # The thread.
@@ -510,18 +364,16 @@ class AsyncEngine:
             request.submission.deliver(event)
             if isinstance(event, FinishEvent):
                 self._end(event, request)
-        self._running_tokens = report.stats.running_tokens
+        self._room.stepped(report.stats.running_tokens)
         self._decoding = report.result.decoded_sequences > 0
         self._on_step(report)
 
     def _end(self, event: FinishEvent, request: "_OpenRequest") -> None:
-        self._pace.finished(queued=self._open_sequences > self._engine.slots)
-        self._open_sequences -= 1
-        self._open_tokens -= event.prompt_tokens
+        self._room.end_sequence(event)
         request.open -= 1
         if not request.open:
             del self._open[event.request_id]
-            self._open_numbers -= request.numbers
+            self._room.end_request(request.numbers)
         self._settle()
 
     def _stop(self) -> None:
@@ -535,7 +387,7 @@ class AsyncEngine:
         for request in self._open.values():
             request.submission.fail(FAILED)
         self._open.clear()
-        self._open_sequences = self._open_tokens = self._open_numbers = 0
+        self._room.clear()
         self._settle()
 
 
@@ -544,31 +396,3 @@ class _OpenRequest:
     submission: Submission
     open: int  # sequences that have not ended
     numbers: int  # of its rows
-
-
-class _Pace:
-    """The time between two finished sequences while others wait, smoothed."""
-
-    def __init__(self) -> None:
-        self._seconds = 1.0
-        self._last: float | None = None
-
-    def finished(self, *, queued: bool) -> None:
-        now = time.monotonic()
-        if queued and self._last is not None:
-            self._seconds += 0.1 * (now - self._last - self._seconds)
-        self._last = now if queued else None
-
-    def seconds_for(self, sequences: int) -> int:
-        """Whole seconds until so many will have finished, from 1 to 60."""
-        return min(60, max(1, math.ceil(self._seconds * sequences)))
-
-
-def sequence_count(request: Request) -> int:
-    """Sequences that a request will run as."""
-    return len(sequence_lengths(request))
-
-
-def prompt_tokens(request: Request) -> int:
-    """Prompt tokens that the sequences of a request hold in the queue."""
-    return sum(sequence_lengths(request))

@@ -20,9 +20,10 @@ from model.engine.api import (
     TokenEvent,
 )
 from service import sse
-from service.async_engine import EngineStopped, Submission
+from service.bodies import unless_gone
 from service.constraints import source_of
 from service.errors import ApiError, from_finish, unavailable
+from service.queueing import submit
 from service.replies import (
     Completion,
     envelope,
@@ -33,9 +34,10 @@ from service.replies import (
     timings,
     usage,
 )
-from service.requests import generation_requests, submit, unless_gone
+from service.requests import generation_requests
 from service.schemas import GenerateRequest
 from service.state import Served
+from service.submission import EngineStopped, Submission
 
 
 class Shape(Protocol):

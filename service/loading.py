@@ -24,6 +24,7 @@ from model.training.config import TrainingError
 from service.async_engine import AsyncEngine
 from service.constraints import Constraints
 from service.numbers.budget import ByteBudget
+from service.queue_room import QueueLimits
 from service.rounding import Rounding, measure_rounding
 from service.settings import ServeSettings
 from service.state import Served, ServiceState
@@ -68,9 +69,9 @@ def _served(state: ServiceState, loaded: _Loaded, checker: Checker) -> Served:
         kv_cache_bytes=loaded.engine.kv_cache_bytes,
         engine=AsyncEngine(
             loaded.engine,
-            max_queue=settings.max_queue,
-            max_queue_tokens=settings.max_queue_tokens,
-            max_queue_numbers=settings.max_queue_numbers,
+            limits=QueueLimits(
+                settings.max_queue, settings.max_queue_tokens, settings.max_queue_numbers
+            ),
             stall_timeout=settings.stall_timeout,
             on_step=state.on_step,
         ),

@@ -18,6 +18,7 @@ from starlette.responses import Response
 
 from model.engine.api import RowsEvent, RowsRequest
 from service import sse
+from service.bodies import unless_gone
 from service.numbers.arrays import (
     ITEM_BYTES,
     Array,
@@ -31,7 +32,6 @@ from service.numbers.negotiation import NPY, SAFETENSORS
 from service.numbers.rows import RowsReader, paced
 from service.numbers.tensors import tensor_file_head
 from service.replies import checkpoint_headers, envelope, new_id
-from service.requests import unless_gone
 from service.state import Served
 
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from model.engine.api import FinishEvent, PromptEvent, PromptToken, RowsEvent
-from service.async_engine import EngineStopped, Submission
 from service.errors import from_finish, unavailable
+from service.submission import EngineStopped, Submission
 
 MOST_NATS = 700.0
 """exp of more leaves float64."""

@@ -10,10 +10,10 @@ import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 
 from model.engine.api import FinishEvent, RowsEvent, RowsRequest
-from service.async_engine import EngineStopped, Submission
 from service.errors import from_finish, unavailable
-from service.requests import reserve, submit_next
+from service.queueing import reserve, submit_next
 from service.state import Served
+from service.submission import EngineStopped, Submission
 
 PAUSE = 4
 

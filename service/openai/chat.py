@@ -12,7 +12,7 @@ from service.errors import bad_request
 from service.openai.envelope import head, usage, usage_member
 from service.openai.logprobs import ShownTokens, chat_logprobs
 from service.openai.schemas import ChatRequest
-from service.requests import encode_within
+from service.prompts import encode_within
 from service.state import Served
 
 

@@ -5,13 +5,15 @@ from typing import Annotated
 from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
+from service.bodies import body_of, described_by
 from service.generation import accept, respond
 from service.middleware import note_user
 from service.openai.completions import CompletionShape
 from service.openai.schemas import CompletionReply, CompletionRequest
 from service.openai.translate import native_completion, param_names
 from service.openapi import ERRORS
-from service.requests import body_of, deadline_of, described_by, prompt_ids
+from service.prompts import prompt_ids
+from service.queueing import deadline_of
 from service.state import Ready
 
 router = APIRouter()

@@ -5,9 +5,11 @@ from typing import Annotated
 from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
+from service.bodies import body_of, described_by
 from service.generation import Native, accept, respond
 from service.openapi import ERRORS
-from service.requests import body_of, deadline_of, described_by, prompt_ids
+from service.prompts import prompt_ids
+from service.queueing import deadline_of
 from service.schemas import GenerateReply, GenerateRequest
 from service.state import Ready
 

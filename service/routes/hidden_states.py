@@ -6,10 +6,12 @@ from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
 from model.engine.api import HiddenStates
+from service.bodies import body_of, described_by
 from service.numbers.array_reply import Wanted, answer
 from service.numbers.negotiation import RESPONSES, check_form, negotiate
 from service.numbers.schemas import HiddenStatesReply, HiddenStatesRequest
-from service.requests import body_of, chosen, described_by, prompt_ids, rows_request
+from service.prompts import prompt_ids
+from service.requests import chosen, rows_request
 from service.state import Ready
 
 router = APIRouter()

@@ -12,23 +12,16 @@ from starlette.responses import Response
 from model.distribution import largest
 from model.engine.api import RowsEvent, RowsRequest
 from service import sse
+from service.bodies import body_of, described_by, unless_gone
 from service.errors import bad_request
 from service.numbers.arrays import byte_parts, encoded, json_parts, npy_header
 from service.numbers.negotiation import NPY, RESPONSES, SAFETENSORS, check_form, negotiate
 from service.numbers.rows import RowsReader, paced
 from service.numbers.schemas import LogitsReply, LogitsRequest
 from service.numbers.tensors import tensor_file_head
+from service.prompts import prompt_ids
 from service.replies import checkpoint_headers, envelope, new_id, token_json
-from service.requests import (
-    body_of,
-    check_choice,
-    check_logprobs,
-    described_by,
-    prompt_ids,
-    rows_request,
-    unless_gone,
-    wanted_logits,
-)
+from service.requests import check_choice, check_logprobs, rows_request, wanted_logits
 from service.state import Ready, Served
 
 router = APIRouter()

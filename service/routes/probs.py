@@ -10,22 +10,19 @@ from starlette.responses import Response
 from model.distribution import Summary, summarise
 from model.engine.api import RowsRequest
 from model.tokenizer import Tokenizer
+from service.bodies import body_of, described_by, unless_gone
 from service.errors import bad_request, clip
 from service.numbers.gathering import Gathered, gather, perplexity
 from service.numbers.schemas import ProbsReply, ProbsRequest
 from service.openapi import ERRORS
+from service.prompts import encode_text, prompt_ids
+from service.queueing import submit
 from service.replies import envelope, new_id, server_timing, token_json
 from service.requests import (
-    body_of,
     check_choice,
     check_logprobs,
-    described_by,
-    encode_text,
-    prompt_ids,
     rows_request,
     score_request,
-    submit,
-    unless_gone,
     wanted_logits,
 )
 from service.state import Ready, Served

@@ -11,21 +11,14 @@ from starlette.responses import Response
 from model.engine.api import PromptToken
 from model.engine.api import ScoreRequest as EngineScoreRequest
 from model.tokenizer import Tokenizer
+from service.bodies import body_of, described_by, unless_gone
 from service.numbers.gathering import Gathered, gather, logprobs_of, perplexity
 from service.numbers.schemas import ScoreReply, ScoreRequest
 from service.openapi import ERRORS
+from service.prompts import prompt_ids, text_or_ids
+from service.queueing import submit
 from service.replies import envelope, first_likeliest, new_id, scored_json, server_timing
-from service.requests import (
-    body_of,
-    check_count,
-    check_logprobs,
-    described_by,
-    prompt_ids,
-    score_request,
-    submit,
-    text_or_ids,
-    unless_gone,
-)
+from service.requests import check_count, check_logprobs, score_request
 from service.state import Ready, Served
 
 router = APIRouter()

@@ -14,16 +14,11 @@ from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
 from model.tokenizer import Tokenizer, TokenizerError
+from service.bodies import body_of, described_by, unless_gone
 from service.errors import bad_request
 from service.openapi import ERRORS
+from service.prompts import THREAD_CHARACTERS, encode_text
 from service.replies import checkpoint_name, envelope, new_id, token_json
-from service.requests import (
-    THREAD_CHARACTERS,
-    body_of,
-    described_by,
-    encode_text,
-    unless_gone,
-)
 from service.state import Ready, Served, ServiceState, State
 from service.tokenizer_schemas import (
     MAX_PIECES,

@@ -33,15 +33,9 @@ from model.engine.api import (
 from model.engine.engine import Engine
 from model.engine.price import row_numbers
 from model.reference import generate
-from service.async_engine import (
-    AsyncEngine,
-    EngineStopped,
-    QueueFull,
-    Reservation,
-    StepReport,
-    Submission,
-    sequence_count,
-)
+from service.async_engine import AsyncEngine, Reservation, StepReport
+from service.queue_room import QueueFull, QueueLimits, sequence_count
+from service.submission import EngineStopped, Submission
 from tests.model.factories import tiny_gpt
 from tests.service.serving import PATIENCE
 from tests.service.spelling import long_prompt, spelled, spelling_gpt
@@ -105,9 +99,7 @@ async def running(
     reports: list[StepReport] = []
     owner = AsyncEngine(
         engine,
-        max_queue=max_queue,
-        max_queue_tokens=max_queue_tokens,
-        max_queue_numbers=max_queue_numbers,
+        limits=QueueLimits(max_queue, max_queue_tokens, max_queue_numbers),
         stall_timeout=stall_timeout,
         on_step=reports.append,
     )
@@ -818,9 +810,7 @@ def test_a_failure_of_the_engine_is_told_to_everyone(logged_errors: list[str]) -
         engine = BrokenEngine(TINY, EngineConfig(slots=2))
         owner = AsyncEngine(
             engine,
-            max_queue=10,
-            max_queue_tokens=1000,
-            max_queue_numbers=10**6,
+            limits=QueueLimits(10, 1000, 10**6),
             stall_timeout=PATIENCE,
             on_step=lambda report: None,
         )
@@ -855,9 +845,7 @@ def test_what_was_computed_before_a_failure_is_not_lost(logged_errors: list[str]
         engine = BrokenEngine(TINY, EngineConfig(slots=2))
         owner = AsyncEngine(
             engine,
-            max_queue=10,
-            max_queue_tokens=1000,
-            max_queue_numbers=10**6,
+            limits=QueueLimits(10, 1000, 10**6),
             stall_timeout=PATIENCE,
             on_step=lambda report: None,
         )
@@ -872,11 +860,6 @@ def test_what_was_computed_before_a_failure_is_not_lost(logged_errors: list[str]
 
     run(test)
     logged_errors.clear()
-
-
-def test_a_sequence_counts_once_a_request_n_times() -> None:
-    assert sequence_count(generation("a", n=3)) == 3
-    assert sequence_count(all_rows("a", 9)) == 1
 
 
 @pytest.mark.slow
@@ -904,6 +887,6 @@ def test_ten_thousand_requests_leave_no_task_and_no_record() -> None:
             assert len(asyncio.all_tasks()) == tasks
             assert owner.open_sequences == 0
             assert not owner._open
-            assert (owner._open_tokens, owner._reserved, owner.open_numbers) == (0, 0, 0)
+            assert (owner._room._open_tokens, owner.open_numbers) == (0, 0)
 
     asyncio.run(test())

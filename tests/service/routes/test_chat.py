@@ -369,7 +369,7 @@ VALID = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(fields=VALID)
 def test_any_valid_fields_get_a_good_answer(chatter: Serving, fields: dict[str, Any]) -> None:
     response = chatter.post(PATH, json.dumps({"max_completion_tokens": 4, **fields}).encode())

@@ -20,6 +20,7 @@ from model.version import VERSION
 from service.app import create_app
 from service.async_engine import AsyncEngine
 from service.metrics import ENDPOINTS
+from service.queue_room import QueueLimits
 from service.schemas import ErrorReply, Health, Info, Version
 from tests.service.serving import (
     PATIENCE,
@@ -151,9 +152,7 @@ def test_an_engine_that_failed_is_no_longer_ready_and_not_alive(
             await server.served.engine.stop(0)
             engine = AsyncEngine(
                 broken,
-                max_queue=5,
-                max_queue_tokens=100,
-                max_queue_numbers=10**6,
+                limits=QueueLimits(5, 100, 10**6),
                 stall_timeout=PATIENCE,
                 on_step=state.on_step,
             )
