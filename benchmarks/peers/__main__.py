@@ -55,7 +55,12 @@ def parse(argv: list[str]) -> Plan:
     parser.add_argument("--batches", nargs="+", type=int, default=list(BATCHES))
     parser.add_argument("--prompt", type=int, default=256)
     parser.add_argument("--steps", type=int, default=24)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        default=3,
+        help="of the largest batch; smaller ones have up to four times as many",
+    )
     arguments = parser.parse_args(argv)
     shape = shape_named(arguments.shape)
     needed = arguments.prompt + WARM_UP + arguments.steps + max(arguments.batches) + 1

@@ -4,6 +4,7 @@ The weights are saved once and read by all; the peers of a dtype are loaded toge
 they agree with the model's plain forward, and measured in turns.
 """
 
+import math
 import statistics
 import sys
 import tempfile
@@ -42,6 +43,8 @@ LIMITS = {"float32": 0.005, "bfloat16": 0.03, "int8": 0.05}
 float32 llama.cpp is the furthest: its cache is float16, and its GELU a table of float16."""
 WARM_UP = 4
 """Steps of each round that are left out."""
+MOST_TIMES = 4
+"""As many rounds as of the largest batch, times this, at most."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +57,7 @@ class Plan:
     batches: tuple[int, ...]
     prompt: int
     steps: int
-    rounds: int
+    rounds: int  # of the largest batch
     threads: int
     peer_python: str
 
@@ -133,7 +136,7 @@ class Comparison:
     def measure(self, prompts: list[list[int]]) -> list[Result]:
         """One batch size, in turns."""
         runs: dict[str, list[Run]] = {name: [] for name in self._processes}
-        for _ in range(self._plan.rounds):
+        for _ in range(rounds_of(self._plan, len(prompts))):
             for name, process in list(self._processes.items()):
                 try:
                     runs[name].append(process.run(prompts, WARM_UP + self._plan.steps))
@@ -149,6 +152,12 @@ class Comparison:
         if name == LOGITD:
             raise error
         print(f"{self._dtype}: {name} is left out: {error}", flush=True)
+
+
+def rounds_of(plan: Plan, batch: int) -> int:
+    """Rounds of a batch size: what is over sooner is measured more often, because a busy moment of
+    the machine is a larger part of it."""
+    return plan.rounds * min(math.isqrt(max(plan.batches) // batch), MOST_TIMES)
 
 
 def summarise(

@@ -4,7 +4,7 @@ import pytest
 
 from benchmarks.peers import comparison
 from benchmarks.peers.__main__ import parse
-from benchmarks.peers.comparison import WARM_UP, Plan, compare, summarise
+from benchmarks.peers.comparison import WARM_UP, Plan, compare, rounds_of, summarise
 from benchmarks.peers.contract import Run
 from benchmarks.peers.process import PeerMissing
 from benchmarks.peers.report import Result
@@ -34,6 +34,11 @@ def test_peers_are_measured_side_by_side(
     said = capsys.readouterr().out
     assert "float32: llama.cpp is left out: No module named 'benchmarks.peers.nobody'" in said
     assert "float32: torch is torch 2." in said
+
+
+def test_small_batches_are_measured_more_often() -> None:
+    asked = plan("--rounds", "3", "--batches", "1", "8", "32")
+    assert [rounds_of(asked, batch) for batch in asked.batches] == [12, 6, 3]
 
 
 def test_rates_are_medians_of_rounds_without_their_first_steps() -> None:
