@@ -124,6 +124,7 @@ def losses(run: Path) -> list[tuple[str, int, float]]:
     ]
 
 
+@pytest.mark.slow
 def test_two_processes_are_one_that_accumulates_two_batches_to_the_bit(text: Path) -> None:
     """With dropout, clipping and Muon; and one process goes on where the two had stopped, which is
     told, as it is on another number of processes."""

@@ -210,7 +210,7 @@ def ids(pieces: Sequence[str | int]) -> list[int]:
     return [piece for piece in pieces if isinstance(piece, int)]
 
 
-@settings(max_examples=400)
+@settings(max_examples=200)
 @given(
     SPECIALS, st.lists(CONTENT, min_size=1, max_size=3), st.sampled_from(sorted(TEMPLATES | LOST))
 )
@@ -225,7 +225,7 @@ def test_special_tokens_are_the_templates_whatever_messages_say(
     assert ids(pieces) == ids(render(source, *harmless, special_tokens=special_tokens))
 
 
-@settings(max_examples=400)
+@settings(max_examples=200)
 @given(
     SPECIALS,
     st.lists(CONTENT, min_size=1, max_size=3),

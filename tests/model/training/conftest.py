@@ -3,6 +3,7 @@ to train in."""
 
 import multiprocessing
 import random
+import sys
 from collections.abc import Callable
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
@@ -33,6 +34,12 @@ def story_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("text") / "story.txt"
     path.write_text(story(1500), encoding="utf-8")
     return path
+
+
+@pytest.fixture
+def no_picture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """matplotlib takes most of the time of such a short run; here it is not installed."""
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
 
 
 @pytest.fixture

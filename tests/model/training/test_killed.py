@@ -29,12 +29,6 @@ from tests.model.training.test_trainer import _losses, _state
 CHANGES = ("open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.symlink", "os.chmod")
 
 
-@pytest.fixture
-def no_picture(monkeypatch: pytest.MonkeyPatch) -> None:
-    """matplotlib takes most of the time of such a short run; here it is not installed."""
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-
-
 def _train_and_die(config: TrainingConfig, change: int, count: Path | None, draws: bool) -> None:
     """In a process of its own: train, and send SIGKILL to itself before the change of that
     number. `count` is a file for how many there were."""
@@ -177,33 +171,21 @@ def _kill_while_it_writes(
     return bool(list(config.out.glob(aside)))
 
 
-def _kills_in_the_middle(
-    configure: Configure, processes: ForkServerContext, folder: Path, times: int
-) -> int:
+@pytest.mark.slow
+def test_a_run_killed_while_it_writes_ends_in_the_same_bits(
+    configure: Configure, tmp_path: Path, processes: ForkServerContext, no_picture: None
+) -> None:
     """A model of 2 MB, so that writing takes its time."""
     draw = random.Random(0)
     wide = {"d_model": 128, "d_ff": 512, "steps": 8, "eval_every": 100, "sample_every": 100}
-    straight = _with_saves(configure, folder / "straight", **wide)
+    straight = _with_saves(configure, tmp_path / "straight", **wide)
     train(straight)
     assert straight.out is not None
     hits = 0
-    for number in range(times):
-        config = _with_saves(configure, folder / f"killed-{number}", **wide)
+    for number in range(24):
+        config = _with_saves(configure, tmp_path / f"killed-{number}", **wide)
         assert config.out is not None
         aside = ("state/.state.pt.*", ".step-*")[number % 2]
         hits += _kill_while_it_writes(processes, config, aside, draw.uniform(0, 0.004))
         _resume_and_compare(config.out, straight.out)
-    return hits
-
-
-def test_a_run_killed_while_it_writes_ends_in_the_same_bits(
-    configure: Configure, tmp_path: Path, processes: ForkServerContext, no_picture: None
-) -> None:
-    _kills_in_the_middle(configure, processes, tmp_path, 2)
-
-
-@pytest.mark.slow
-def test_a_run_killed_many_times_while_it_writes_ends_in_the_same_bits(
-    configure: Configure, tmp_path: Path, processes: ForkServerContext, no_picture: None
-) -> None:
-    assert _kills_in_the_middle(configure, processes, tmp_path, 24) >= 6, "in the middle"
+    assert hits >= 6, "in the middle"

@@ -17,6 +17,8 @@ from model.training.trainer import Trainer, train
 from tests.model.training.conftest import Configure
 from tests.model.training.test_trainer import _state
 
+pytestmark = pytest.mark.usefixtures("no_picture")
+
 
 def test_a_full_disk_stops_with_a_sentence(
     configure: Configure, monkeypatch: pytest.MonkeyPatch
@@ -61,7 +63,7 @@ def _train_with_little_room(config: TrainingConfig, limit: int, sentence: Path) 
         sentence.write_text(str(error))
 
 
-@pytest.mark.parametrize("share", [0.3, 0.99])
+@pytest.mark.parametrize("share", [pytest.param(0.3, marks=pytest.mark.slow), 0.99])
 def test_a_file_that_cannot_grow_ends_with_a_sentence_and_leaves_what_was_good(
     configure: Configure, tmp_path: Path, processes: ForkServerContext, share: float
 ) -> None:

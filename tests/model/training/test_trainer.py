@@ -151,6 +151,7 @@ def test_the_card_tells_what_a_stranger_needs(configure: Configure) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.usefixtures("no_picture")
 def test_a_run_stopped_and_resumed_is_the_run_that_was_not_bit_for_bit(
     configure: Configure, tmp_path: Path, dtype: str
 ) -> None:
@@ -180,6 +181,7 @@ def test_a_run_stopped_and_resumed_is_the_run_that_was_not_bit_for_bit(
     assert straight == [each for each in broken if each[0] == "train" or each[1] % 6 == 0]
 
 
+@pytest.mark.usefixtures("no_picture")
 def test_a_run_killed_while_it_saves_is_resumed_from_the_last_whole_state(
     configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -213,6 +215,7 @@ def test_ctrl_c_finishes_the_step_saves_and_says_so(configure: Configure) -> Non
     assert signal.getsignal(signal.SIGINT) is before
 
 
+@pytest.mark.usefixtures("no_picture")
 def test_evaluating_and_sampling_do_not_change_what_is_learned(
     configure: Configure, tmp_path: Path
 ) -> None:
@@ -226,6 +229,7 @@ def test_evaluating_and_sampling_do_not_change_what_is_learned(
     assert states[0] == states[1]
 
 
+@pytest.mark.usefixtures("no_picture")
 def test_accumulating_is_a_bigger_batch(configure: Configure, tmp_path: Path) -> None:
     """The same sequences and the same sums; only their order differs."""
     big = train(configure(out=tmp_path / "big", batch_size=8, steps=4))
@@ -246,6 +250,7 @@ def test_the_callers_random_state_and_threads_are_left_alone(configure: Configur
 
 
 @pytest.mark.parametrize("optimizer", ["muon", "adamw"])
+@pytest.mark.usefixtures("no_picture")
 def test_one_batch_can_be_learned_by_heart(
     tmp_path: Path, configure: Configure, optimizer: str
 ) -> None:
@@ -268,6 +273,7 @@ def test_one_batch_can_be_learned_by_heart(
     assert losses[-1] < 0.4
 
 
+@pytest.mark.usefixtures("no_picture")
 def test_a_diverging_run_stops_with_a_sentence_and_the_last_good_checkpoint(
     configure: Configure, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -310,6 +316,7 @@ def test_steps_end_a_run_before_a_long_clock(configure: Configure) -> None:
     assert train(configure(minutes=60)).reason == "finished"
 
 
+@pytest.mark.usefixtures("no_picture")
 def test_patience_ends_a_run_that_no_longer_improves(
     configure: Configure, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -323,6 +330,7 @@ def test_patience_ends_a_run_that_no_longer_improves(
     assert result.step == 14
 
 
+@pytest.mark.usefixtures("no_picture")
 def test_every_checkpoint_of_a_run_carries_its_chat_template(
     configure: Configure, tmp_path: Path
 ) -> None:
@@ -408,7 +416,8 @@ def _tokens(path: Path) -> list[int]:
     return [int.from_bytes(raw[at : at + 2], "little") for at in range(0, len(raw), 2)]
 
 
-@pytest.mark.parametrize("norm_position", ["post", "pre"])
+@pytest.mark.parametrize("norm_position", ["post", pytest.param("pre", marks=pytest.mark.slow)])
+@pytest.mark.usefixtures("no_picture")
 def test_decoder_8x64_learns_below_the_unigram_entropy(
     tmp_path: Path, story_file: Path, norm_position: Any
 ) -> None:
@@ -448,6 +457,7 @@ def test_the_default_recipe_learns_the_built_in_text(tmp_path: Path) -> None:
     assert result.val_bits_per_byte < 1.45
 
 
+@pytest.mark.usefixtures("no_picture")
 def test_an_absurd_learning_rate_ends_with_a_sentence_and_without_a_bad_state(
     configure: Configure,
 ) -> None:
@@ -476,6 +486,7 @@ def test_an_absurd_learning_rate_ends_with_a_sentence_and_without_a_bad_state(
     assert steps[-1] < 120
 
 
+@pytest.mark.usefixtures("no_picture")
 def test_a_run_killed_before_it_first_saved_begins_again(
     configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -497,6 +508,7 @@ def test_a_run_killed_before_it_first_saved_begins_again(
     assert _losses(tmp_path / "straight") == _losses(tmp_path / "killed")
 
 
+@pytest.mark.usefixtures("no_picture")
 def test_a_run_without_its_state_is_not_begun_again_over_its_checkpoints(
     configure: Configure, tmp_path: Path
 ) -> None:
