@@ -17,7 +17,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from model import large_pages
 from model.attention import Attend, Observer, attend_blocks, block_mask
 from model.config import BLOCK, GPTConfig
 
@@ -31,8 +30,10 @@ class KVCache:
         # Prefill writes whole blocks, so a row ends on a block's end.
         self.slot_length = -(-config.context_length // BLOCK) * BLOCK
         shape = (config.n_layer, slots, config.n_kv_head, self.slot_length, config.head_dim)
-        self.keys = _zeros(shape, device, dtype)  # (n_layer, S, K, L, D)
-        self.values = _zeros(shape, device, dtype)
+        # On the usual small pages: with large ones a step is 1 to 2 % faster (7 % of a small
+        # model), but the first prompt in a slot takes half as long again, for touching them.
+        self.keys = torch.zeros(shape, device=device, dtype=dtype)  # (n_layer, S, K, L, D)
+        self.values = torch.zeros(shape, device=device, dtype=dtype)
         self._block_mask = block_mask(self.slot_length, device)  # (BLOCK, L)
         self._written = [0] * slots  # positions of each slot from here on were never written
 
@@ -111,12 +112,6 @@ class KVCache:
             self.keys[:, slot, :, length:written] = 0
             self.values[:, slot, :, length:written] = 0
             self._written[slot] = length
-
-
-def _zeros(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
-    if device.type == "cpu":
-        return large_pages.zeros(shape, dtype)
-    return torch.zeros(shape, device=device, dtype=dtype)
 
 
 def _aligned(rows: Tensor) -> Tensor:

@@ -5,13 +5,13 @@ pages, in one direction. Between two tensors there are zeros, so that a kernel m
 beyond the end of a row.
 """
 
+import mmap
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
-from model.large_pages import PAGE, zeroed_bytes
-
+PAGE = 2 * 2**20
 LINE = 64
 GAP = 2 * LINE
 """Zeros behind each tensor: a kernel reads at most one line too far."""
@@ -21,7 +21,13 @@ class Arena:
     """Room for `nbytes` of tensors, zeroed."""
 
     def __init__(self, nbytes: int) -> None:
-        self._room = zeroed_bytes(nbytes)
+        # Private: memory that processes could share gets large pages nowhere by default.
+        memory = mmap.mmap(-1, nbytes + PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        whole = torch.frombuffer(memory, dtype=torch.uint8)
+        start = -whole.data_ptr() % PAGE
+        self._room = whole[start : start + nbytes]
         self._used = 0
 
     @classmethod

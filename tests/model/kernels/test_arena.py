@@ -1,11 +1,16 @@
 """The arena: every weight once, in order, with zeros between."""
 
+import re
+from pathlib import Path
+
+import pytest
 import torch
 
 from model.checkpoint import empty_gpt
-from model.kernels.arena import LINE, Arena, room_for, settle, settle_empty
-from model.large_pages import PAGE
+from model.kernels.arena import GAP, LINE, PAGE, Arena, room_for, settle, settle_empty
 from tests.model.factories import random_ids, tiny_config, tiny_gpt
+
+LARGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
 def test_a_module_keeps_its_values_and_lives_in_the_arena() -> None:
@@ -74,3 +79,24 @@ def test_its_memory_lives_as_long_as_a_tensor_in_it() -> None:
     tensor = Arena(4096).place(torch.arange(100))
     Arena(4096).place(torch.zeros(100))
     assert torch.equal(tensor, torch.arange(100))
+
+
+@pytest.mark.skipif(
+    not LARGE_PAGES.exists() or "[never]" in LARGE_PAGES.read_text(), reason="no large pages here"
+)
+def test_it_is_on_large_pages() -> None:
+    """Memory that processes could share is not: Linux gives such memory small pages."""
+    arena = Arena(8 * PAGE)
+    arena.place(torch.ones(8 * PAGE // 8 - GAP, dtype=torch.float64))
+    address = arena._room.data_ptr()
+    maps = Path("/proc/self/smaps").read_text().split("VmFlags:")
+    (ours,) = (one for one in maps if holds(one, address))
+    found = re.search(r"AnonHugePages:\s+(\d+) kB", ours)
+    assert found is not None
+    assert int(found[1]) * 1024 >= 6 * PAGE
+
+
+def holds(mapping: str, address: int) -> bool:
+    """Whether an entry of smaps is of the memory around an address."""
+    span = re.search(r"^([0-9a-f]+)-([0-9a-f]+) ", mapping, re.MULTILINE)
+    return span is not None and int(span[1], 16) <= address < int(span[2], 16)
