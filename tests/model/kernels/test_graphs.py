@@ -35,10 +35,15 @@ SHAPES: dict[str, dict[str, Any]] = {
     "context-50": {**FAMILIES["modern"], "context_length": 50},
     "padded-vocabulary": {"vocab_size": 41, "tied_head": False},
 }
-TOLERANCES: dict[torch.dtype, dict[str, Any]] = {
-    torch.float32: {"atol": 2e-3, "rtol": 1e-3},
-    torch.bfloat16: {"atol": 0.35, "rtol": 0.1},
-}
+FLOAT32: dict[str, Any] = {"atol": 2e-3, "rtol": 1e-3}
+BFLOAT16 = 0.2
+"""Root mean square of a row's errors over what its logits spread by. A row of another slot or token
+is off by more than 1; of thousands of single logits one or the other is off by a lot."""
+
+
+def off(found: Tensor, expected: Tensor) -> float:
+    """Of rows (R, V) the one that is off by most, as a share of how its logits spread."""
+    return float(((found - expected).square().mean(-1).sqrt() / expected.std(-1)).max())
 
 
 class Counting:
@@ -151,7 +156,7 @@ def play(
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", TOLERANCES, ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("batch_invariant", [False, True])
 @settings(max_examples=25, deadline=None)
 @given(steps=plays(), name=st.sampled_from(sorted(SHAPES)), seed=st.integers(0, 2**16))
@@ -172,7 +177,10 @@ def test_any_play_gives_what_the_plain_decoder_gives(
     rng = random.Random(seed)
     for graph, plain in play(pair, steps, gpt.config.context_length, gpt.config.vocab_size, rng):
         assert graph.dtype == torch.float32
-        assert_close(graph, plain.float(), **TOLERANCES[dtype])
+        if dtype == torch.float32:
+            assert_close(graph, plain, **FLOAT32)
+        else:
+            assert off(graph, plain.float()) < BFLOAT16
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -185,7 +193,7 @@ def test_nothing_that_is_left_in_a_slot_is_seen(device: str) -> None:
     pair.prefill(1, [5, 6, 7])
     graph, plain = pair.decode([8], [1], [3])
     assert torch.isfinite(graph).all()
-    assert_close(graph, plain, **TOLERANCES[torch.float32])
+    assert_close(graph, plain, **FLOAT32)
     for cache in pair.caches[0].keys, pair.caches[0].values:
         assert not cache[:, 1, :, 4:].any()
 
@@ -197,7 +205,7 @@ def test_a_wrong_draft_leaves_nothing(device: str) -> None:
     pair.decode([4, 5, 6], [0, 0, 0], [3, 4, 5])
     pair.caches[0].keys[:, 0, :, 4:6] = math.nan
     graph, plain = pair.decode([9], [0], [4])  # 5 was not what was drawn
-    assert_close(graph, plain, **TOLERANCES[torch.float32])
+    assert_close(graph, plain, **FLOAT32)
     assert not pair.caches[0].keys[:, 0, :, 5:].any()
 
 
@@ -226,7 +234,7 @@ def test_no_more_recordings_are_kept_than_may_be(monkeypatch: pytest.MonkeyPatch
         pair.prefill(slot, [1, 2, 3])
     for count in (1, 2, 1, 4, 1):  # 4 pushes out 2, which was not used for longest
         graph, plain = pair.decode([4] * count, list(range(count)), [3] * count)
-        assert_close(graph, plain, **TOLERANCES[torch.float32])
+        assert_close(graph, plain, **FLOAT32)
     assert pair.graph.recorded == 2
     assert counting.recorded == 3
     pair.graph.close()
@@ -239,7 +247,7 @@ def test_what_is_recorded_may_run_before() -> None:
     pair.prefill(2, [1, 2, 3])
     for position in range(3, 9):
         graph, plain = pair.decode([position], [2], [position])
-        assert_close(graph, plain, **TOLERANCES[torch.float32])
+        assert_close(graph, plain, **FLOAT32)
 
 
 def test_more_rows_than_there_is_room_for_are_refused() -> None:
