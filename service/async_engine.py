@@ -1,6 +1,6 @@
 """AsyncEngine: the engine in a thread of its own, for the event loop.
 
-The only place with a thread. Requests go in through an inbox that the thread empties before each
+The one thread of the service. Requests go in through an inbox that the thread empties before each
 step; events come back by one wake-up of the event loop per step or fewer, into the mailbox of the
 submission they belong to (`submission`). Who is refused because too much waits already is decided
 before, by `queue_room`.

@@ -5,6 +5,7 @@ import ctypes
 import random
 import statistics
 import time
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -16,7 +17,8 @@ from torch.testing import assert_close
 
 from model.config import DRAFTED_ROWS, GPTConfig
 from model.gpt import GPT, Block
-from model.kernels.decoder import PREFILL_ROWS, NativeDecoder, unsupported
+from model.kernels.arena import PAGE, room_for
+from model.kernels.decoder import PREFILL_ROWS, NativeDecoder, matrices, unsupported
 from model.kernels.plain import Decoder, PlainDecoder
 from model.kernels.prefill import Piece, WantedWeights
 from model.kernels.quantize import quantize_rows
@@ -432,6 +434,18 @@ def test_int8_computes_with_the_weights_that_it_says(library: ctypes.CDLL) -> No
     loss = (quantized - exact).std() / exact.std()
     error = (found - exact).std() / exact.std()
     assert 0.001 < loss < error < 4 * loss
+
+
+def test_int8_weights_are_one_stream(library: ctypes.CDLL) -> None:
+    """Each in an arena of its own, most of them had no large page."""
+    gpt = tiny_gpt(native_config("gpt2", d_model=64, d_ff=256))
+    native = NativeDecoder(library, gpt, new_cache(gpt), threads=1, quantized=True)
+    kept = [one for one in native._kept if isinstance(one, Tensor) and one.dtype == torch.int8]
+    native.close()
+    assert [one.shape for one in kept] == [one.shape for one in matrices(gpt)]
+    assert kept[0].data_ptr() % PAGE == 0
+    for before, after in pairwise(kept):
+        assert after.data_ptr() == before.data_ptr() + room_for(before)
 
 
 def test_a_long_context_is_read_to_its_end(library: ctypes.CDLL) -> None:
