@@ -3,8 +3,8 @@
     python -m benchmarks.speculation [--shape CHECKPOINT|124m|30m] [--threads N] [--dtype NAME]
                                      [--rounds N]
 
-Tokens per second of 1 and 8 sequences with `speculate` none and ngram, in turns in one process, on
-native kernels, from the first token on: prompts are computed before. The texts:
+Tokens per second of 1 and 8 sequences with `speculate` none and ngram, in one process and a step of
+each in turns, on native kernels, from the first token on: prompts are computed before. The texts:
 
     repeats   a prompt that says the same thing again and again, greedy
     ordinary  code, temperature 1: short runs come again, what follows them mostly does not
@@ -85,39 +85,63 @@ def texts(gpt: GPT, tokenizer: Tokenizer | None, batch: int) -> list[Text]:
     ]
 
 
-def generate(engine: Engine, text: Text) -> Result:
-    """Answer all prompts of a text; the time is that of the steps after the first tokens."""
-    for index, prompt in enumerate(text.prompts):
-        params = SamplingParams(max_tokens=TOKENS, seed=index, temperature=text.temperature)
-        request = GenerationRequest(
-            request_id=str(index), token_ids=tuple(prompt), params=params, prefix_reuse=False
-        )
-        engine.add(request)
-    answers: dict[str, list[int]] = {str(index): [] for index in range(len(text.prompts))}
-    seconds, tokens, drafted, accepted = 0.0, 0, 0, 0
-    while engine.has_work():
+class Run:
+    """An engine that answers all prompts of a text; the time is that of the steps after the first
+    tokens."""
+
+    def __init__(self, gpt: GPT, text: Text, speculate: Speculation, threads: int) -> None:
+        path = choose_decode_path(gpt, kernels="native", threads=threads)
+        config = EngineConfig(slots=len(text.prompts), prefill_chunk=2048, speculate=speculate)
+        self.engine = Engine(gpt, config, make_decoder=path.make_decoder)
+        self._seconds, self._tokens, self._drafted, self._accepted = 0.0, 0, 0, 0
+        self._answers: dict[str, list[int]] = {}
+        for index, prompt in enumerate(text.prompts):
+            params = SamplingParams(max_tokens=TOKENS, seed=index, temperature=text.temperature)
+            request = GenerationRequest(
+                request_id=str(index), token_ids=tuple(prompt), params=params, prefix_reuse=False
+            )
+            self._answers[request.request_id] = []
+            self.engine.add(request)
+
+    def step(self) -> None:
         began = time.perf_counter()
-        result = engine.step()
+        result = self.engine.step()
         took = time.perf_counter() - began
         given = [event for event in result.events if isinstance(event, TokenEvent)]
         for event in given:
-            answers[event.request_id].append(event.token_id)
+            self._answers[event.request_id].append(event.token_id)
         if not result.prefilled_tokens:
-            seconds, tokens = seconds + took, tokens + len(given)
-        drafted, accepted = drafted + result.drafted_tokens, accepted + result.accepted_tokens
-    return Result(tokens / seconds, drafted, accepted, answers)
+            self._seconds, self._tokens = self._seconds + took, self._tokens + len(given)
+        self._drafted += result.drafted_tokens
+        self._accepted += result.accepted_tokens
+
+    def result(self) -> Result:
+        self.engine.close()
+        rate = self._tokens / self._seconds
+        return Result(rate, self._drafted, self._accepted, self._answers)
+
+
+def run_in_turns(
+    gpt: GPT, text: Text, order: list[Speculation], threads: int
+) -> dict[Speculation, Result]:
+    """Both at once, a step each in turns: what else the machine does meets both alike."""
+    runs = {name: Run(gpt, text, name, threads) for name in order}
+    while any(run.engine.has_work() for run in runs.values()):
+        for run in runs.values():
+            if run.engine.has_work():
+                run.step()
+    return {name: run.result() for name, run in runs.items()}
 
 
 def compare(gpt: GPT, text: Text, rounds: int, threads: int) -> dict[str, Any]:
-    """Both in turns, each on an engine of its own, so that neither has the better place in memory;
-    medians of the rounds, and of the ratios within each."""
-    found: dict[Speculation, list[Result]] = {"none": [], "ngram": []}
+    """Medians of the rounds, and of the ratios within each; every other round the other begins."""
+    found: list[dict[Speculation, Result]] = []
     order: list[Speculation] = ["none", "ngram"]
     for _ in range(rounds + 1):
-        for name in order:
-            found[name].append(generate_anew(gpt, text, name, threads))
+        found.append(run_in_turns(gpt, text, order, threads))
         order.reverse()
-    drafts, plain = found["ngram"][1:], found["none"][1:]  # the first of each is for warming up
+    del found[0]  # for warming up
+    drafts, plain = [one["ngram"] for one in found], [one["none"] for one in found]
     if any(one.answers != plain[0].answers for one in (*drafts, *plain)):
         raise SystemExit("the answers differ")
     ratios = [
@@ -136,15 +160,6 @@ def compare(gpt: GPT, text: Text, rounds: int, threads: int) -> dict[str, Any]:
     }
 
 
-def generate_anew(gpt: GPT, text: Text, speculate: Speculation, threads: int) -> Result:
-    path = choose_decode_path(gpt, kernels="native", threads=threads)
-    config = EngineConfig(slots=len(text.prompts), prefill_chunk=2048, speculate=speculate)
-    engine = Engine(gpt, config, make_decoder=path.make_decoder)
-    result = generate(engine, text)
-    engine.close()
-    return result
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
@@ -152,7 +167,7 @@ def main() -> None:
     parser.add_argument("--shape", default="checkpoints/python-small")
     parser.add_argument("--threads", type=int, default=available_processors())
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=31)
     arguments = parser.parse_args()
     use_threads(arguments.threads)
     gpt, tokenizer = load(arguments.shape, getattr(torch, arguments.dtype))

@@ -18,6 +18,10 @@ from dataclasses import dataclass
 
 SHORTEST, LONGEST = 2, 4
 """Tokens that have to be repeated before what followed them is guessed again."""
+LOOKS = 16
+"""Places of a text that are compared with its end, the latest first."""
+TOKEN_BITS = 32
+"""A pair of token ids is kept as one number, which is looked up sooner than a tuple."""
 MOST_TOKENS = 7
 """Of one draft. With the row of the last token that makes 8, which the native products read their
 weights once for (`STREAM_ROWS` in native/linear.h)."""
@@ -31,6 +35,9 @@ NEWS = 0.3
 """How much one token's verification moves its rate."""
 PATIENCE = 64
 """Tokens between two attempts where guesses are wrong: at most 1.6 % of the rows."""
+QUIET = 4
+"""Tokens between two looks at a text that repeated nothing, while a guess would be doubtful: most
+of what a look costs is that its memory is out of the caches, which the weights went through."""
 
 
 @dataclass(slots=True)
@@ -44,29 +51,38 @@ class Draft:
 
 
 class Repeats:
-    """Where each run of SHORTEST to LONGEST tokens of a growing text ended last.
+    """Where a growing text had before what it ends with now.
 
-    Looking up takes the same time however long the text is; each token is entered once, when it is
-    first needed. `tokens` may grow at its end between two calls, and not change otherwise.
+    The ends of each pair of tokens are chained, the latest first, and a longer run is sought among
+    the latest ends of the pair that closes it. So a token that repeats nothing costs one look into
+    one table, however long the text is, and one that does at most LOOKS places more. Each token is
+    entered once, when it is first needed. `tokens` may grow at its end between two calls, and not
+    change otherwise.
     """
+
+    __slots__ = ("_before", "_last", "_tokens")
 
     def __init__(self, tokens: list[int]) -> None:
         self._tokens = tokens
-        self._ends: dict[tuple[int, ...], int] = {}
-        self._next_end = SHORTEST
+        self._last: dict[int, int] = {}  # pair of tokens -> position after its last occurrence
+        self._before: list[int] = [0] * SHORTEST  # by end of a pair: its end before that one, or 0
 
     def find(self) -> tuple[int, int]:
-        """The length of the longest run that the text ends with and had before, and the position
-        after its most recent occurrence; (0, 0) when there is none."""
+        """The length of the longest run, of SHORTEST to LONGEST tokens, that the text ends with and
+        had before, and the position after its most recent occurrence; (0, 0) when there is none.
+        Of the pair that the text ends with, its LOOKS last occurrences are looked at."""
         self._enter()
-        run, ends, found = tuple(self._tokens[-LONGEST:]), self._ends, (0, 0)
-        # From the shortest run: where that is new, so are those that end with it.
-        for length in range(SHORTEST, len(run) + 1):
-            end = ends.get(run[-length:])
-            if end is None:
+        end, length, found = self._before[-1], 0, 0
+        if not end:
+            return length, found
+        for _ in range(LOOKS):
+            repeated = self._repeated(end)
+            if repeated > length:
+                length, found = repeated, end
+            end = self._before[end]
+            if not end or length == LONGEST:
                 break
-            found = length, end
-        return found
+        return length, found
 
     def continuation(self, start: int, count: int) -> list[int]:
         """`count` tokens that follow if the text goes on as it did from `start` on."""
@@ -77,39 +93,48 @@ class Repeats:
         return guess
 
     def _enter(self) -> None:
-        """Take in all runs that a token follows; those at the very end are not among them."""
-        tokens, ends = self._tokens, self._ends
-        for end in range(self._next_end, len(tokens)):
-            run = tuple(tokens[max(0, end - LONGEST) : end])
-            for skipped in range(len(run) - SHORTEST + 1):
-                ends[run[skipped:]] = end
-        self._next_end = max(self._next_end, len(tokens))
+        """Chain the pairs that came since the last time to those before them."""
+        tokens, last, before = self._tokens, self._last, self._before
+        for end in range(len(before), len(tokens) + 1):
+            pair = tokens[end - 2] << TOKEN_BITS | tokens[end - 1]
+            before.append(last.get(pair, 0))
+            last[pair] = end
+
+    def _repeated(self, end: int) -> int:
+        """How many tokens before `end` are the text's last ones, LONGEST at most; the pair is."""
+        tokens, length = self._tokens, SHORTEST
+        while length < min(LONGEST, end) and tokens[end - length - 1] == tokens[-length - 1]:
+            length += 1
+        return length
 
 
 class Drafter:
     """The guesses of one sequence, and its record. `tokens` is its text, which grows at its end."""
+
+    __slots__ = ("_attempt_at", "_best", "_rates", "_repeats", "_tokens")
 
     def __init__(self, tokens: list[int]) -> None:
         self._tokens = tokens
         self._repeats = Repeats(tokens)
         self._rates = dict(FIRST_RATES)
         self._best = max(FIRST_RATES.values())
-        self._retry_at = 0  # length of the text
+        self._attempt_at = 0  # length of the text from which on a doubtful guess is tried
 
     def guess(self, most: int, sequences: int) -> Draft | None:
         """Up to `most` tokens that may follow, in a step of so many sequences; None when the text
         repeats nothing, or when guesses are not worth their rows."""
-        patient = len(self._tokens) < self._retry_at
-        if most < 1 or (patient and self._best < needed_rate(sequences)):
+        may_attempt = len(self._tokens) >= self._attempt_at
+        doubtful = self._best < needed_rate(sequences)
+        if most < 1 or (doubtful and not may_attempt):
             return None
         length, start = self._repeats.find()
         if not length:
+            if doubtful:
+                self._attempt_at = len(self._tokens) + QUIET
             return None
-        count = worthwhile(self._rates[length], sequences)
+        count = worthwhile(self._rates[length], sequences) or int(may_attempt)
         if not count:
-            if patient:
-                return None
-            count = 1
+            return None
         return Draft(self._repeats.continuation(start, min(count, most)), repeated=length)
 
     def learn(self, draft: Draft) -> None:
@@ -122,7 +147,7 @@ class Drafter:
         self._rates[draft.repeated] = rate
         self._best = max(self._rates.values())
         if not draft.accepted:
-            self._retry_at = len(self._tokens) + PATIENCE
+            self._attempt_at = len(self._tokens) + PATIENCE
 
 
 def needed_rate(sequences: int) -> float:

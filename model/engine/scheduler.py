@@ -156,10 +156,10 @@ class Scheduler:
             return {}
         drafts: dict[Sequence, Draft] = {}
         for sequence in decode:
-            if sequence.drafter is not None:
-                most = min(room, sequence.tokens_left - 1)
-                if (draft := sequence.drafter.guess(most, len(decode))) is not None:
-                    drafts[sequence] = draft
+            drafter = sequence.drafter
+            if drafter is not None and (draft := drafter.guess(room, len(decode))) is not None:
+                del draft.token_ids[sequence.tokens_left - 1 :]
+                drafts[sequence] = draft
         if not drafts:
             return drafts
         counts = shares([len(draft.token_ids) for draft in drafts.values()], room)

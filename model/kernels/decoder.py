@@ -130,14 +130,15 @@ _DRAWN_ROW = np.dtype(
 
 
 class _Drawn:
-    """Rows to draw from that lie at these places: `how` is filled in for each draw, and then
-    `token_ids` are the answer. Of a step like the one before nothing else changes."""
+    """Room for so many rows to draw from, the first at these addresses and the next ones at these
+    distances: `how` is filled in for each draw, and then `token_ids` are the answer. Of a step like
+    the one before nothing else changes."""
 
     def __init__(
-        self, count: int, logits: int, pitch: int, computed: int, computed_pitch: int
+        self, room: int, logits: int, pitch: int, computed: int, computed_pitch: int
     ) -> None:
-        self.where = (count, logits, pitch, computed, computed_pitch)
-        rows, numbers = np.empty(count, _DRAWN_ROW), np.arange(count, dtype=np.uint64)
+        self.room, self.where = room, (logits, pitch, computed, computed_pitch)
+        rows, numbers = np.empty(room, _DRAWN_ROW), np.arange(room, dtype=np.uint64)
         rows["logits"] = numbers * (4 * pitch) + logits
         rows["computed"] = numbers * (4 * computed_pitch) + computed
         self.how = rows["how"]
@@ -280,16 +281,14 @@ class NativeDecoder:
     def draw(self, logits: Tensor, computed: Tensor, draws: Draws) -> list[int | None]:
         """A token of each row of `logits` (R, V), float32: what `model.draw.draw_tokens` gives, up
         to the rounding of a sum."""
-        where = (
-            *(len(draws), logits.data_ptr(), logits.stride(0)),
-            *(computed.data_ptr(), computed.stride(0)),
-        )
+        count = len(draws)
+        where = (logits.data_ptr(), logits.stride(0), computed.data_ptr(), computed.stride(0))
         drawn = self._drawn
-        if drawn is None or drawn.where != where:
-            drawn = self._drawn = _Drawn(*where)
-        drawn.how[:] = draws
-        self._library.logitd_draw(self._handle, drawn.address, len(draws))
-        return [None if token_id < 0 else token_id for token_id in drawn.token_ids.tolist()]
+        if drawn is None or drawn.where != where or drawn.room < count:
+            drawn = self._drawn = _Drawn(max(count, len(self._logits)), *where)
+        drawn.how[:count] = draws
+        self._library.logitd_draw(self._handle, drawn.address, count)
+        return [None if token_id < 0 else token_id for token_id in drawn.token_ids[:count].tolist()]
 
     def time_stages(self, wanted: bool) -> None:
         """Whether the stages of what follows are timed. Costs a look at a clock for each of them;
