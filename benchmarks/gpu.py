@@ -5,9 +5,9 @@
 The checks are those of `benchmarks/gpu_truth.py`. Then whole steps of the engine, sampling
 included, with GPT-2's shapes and random weights in bfloat16: decode with steps that are recorded,
 called one by one, batch-invariant, and in plain torch; prefill; `transformers` generating with a
-compiled static cache; and training. Rates are shares of what the same card reads and multiplies at
-best, measured before them; the head of the table has the better of that and of a second measurement
-at the end.
+compiled static cache; streams over HTTP, the engine in a thread and in a process of its own; and
+training. Rates are shares of what the same card reads and multiplies at best, measured before them;
+the head of the table has the better of that and of a second measurement at the end.
 
 A part that fails loses its own results alone: it is named at the end, and the exit code is 1. The
 last line is JSON. `--device cpu --tiny` runs all of it that needs no GPU, to see that it runs; its
@@ -18,18 +18,21 @@ import argparse
 import json
 import statistics
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
+from benchmarks.engine_place import compare, served_twice
 from benchmarks.gpu_truth import CHECKS, FULL, SMALL, Finding
-from benchmarks.synthetic import synthetic_gpt
+from benchmarks.synthetic import save_synthetic, synthetic_gpt
 from model.benchmark.in_process import measure_engine
 from model.benchmark.machine import Machine, best_of, measure_machine, surroundings
 from model.benchmark.work import Work, limit, prefill_work, size_of
@@ -176,6 +179,30 @@ def transformers(plan: Plan) -> Iterator[Finding]:
         del theirs
 
 
+def http(plan: Plan) -> Iterator[Finding]:
+    """The first shape as servers, the engine in a thread and in a process, in turns: tokens per
+    second of streams, and the share that this is of the engine's own rate."""
+    name, shape = next(iter(plan.shapes.items()))
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / name
+        save_synthetic(path, plan.config(shape))
+        flags = ("--checkpoint", str(path), "--device", str(plan.placement.device), "--dtype",
+                 plan.placement.dtype_name, "--slots", str(plan.batches[-1]))  # fmt: skip
+        with served_twice(*flags) as urls:
+            for batch in plan.batches[1:]:
+                workload = plan.workload(batch)
+                (decode,) = measure_engine(plan.gpt(shape), GraphDecoder, workload).decode
+                alone = batch / decode.step.p50
+                found = compare(urls, workload, rounds=1 if plan.tiny else 3)
+                yield Finding(
+                    "http",
+                    f"{name}, {batch} streams",
+                    f"thread {found['thread']:,.0f} tokens/s, {found['thread'] / alone:.0%} of the "
+                    f"engine's; process {found['process']:,.0f}, {found['process'] / alone:.0%}",
+                    {**found, "engine": alone},
+                )
+
+
 def training(plan: Plan) -> Iterator[Finding]:
     """Steps of the trainer's own forward, loss, backward and optimizer, on random ids: GPT-2 124M
     at a context of 1,024, and what of the matrix rate that is (three forwards' operations)."""
@@ -296,7 +323,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    speeds = (engine, transformers, training)
+    speeds = (engine, transformers, http, training)
     names = [part.__name__ for part in (*CHECKS, *speeds)]
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--parts", default=",".join(names), help="with commas between them")

@@ -194,6 +194,8 @@ class Constraint:
         self.start = start  # llguidance's, before the first token; copied, never advanced
         self.allowed = allowed  # what may come first
         self.seconds = seconds  # that compiling took
+        self.size = len(source.text)
+        """Bytes of memory that compiling took, about; whoever has measured it puts it here."""
         self.worn = False
         """Whether its lexer has come to the limit of what it may learn."""
 

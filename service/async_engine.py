@@ -1,9 +1,10 @@
-"""AsyncEngine: the engine in a thread of its own, for the event loop.
+"""AsyncEngine: the engine for the event loop, with a thread that takes its turns.
 
-The one thread of the service. Requests go in through an inbox that the thread empties before each
-step; events come back by one wake-up of the event loop per step or fewer, into the mailbox of the
-submission they belong to (`submission`). Who is refused because too much waits already is decided
-before, by `queue_room`.
+Requests go in through the inbox of `turns`, which is emptied before each step; events come back by
+one wake-up of the event loop per step or fewer, into the mailbox of the submission they belong to
+(`submission`). Who is refused because too much waits already is decided before, by `queue_room`.
+Whether the turns compute in this thread or in a process of their own (`engine_process`) is not
+known here.
 
 To write a token takes Python as long as a small model takes to compute it, and takes it from the
 same interpreter and processors. So after each hand-over the event loop has REST times as long for
@@ -18,25 +19,17 @@ import asyncio
 import contextlib
 import logging
 import math
-import queue
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from model.engine.api import (
-    EngineStats,
-    Event,
-    FinishEvent,
-    FinishReason,
-    Request,
-    StepResult,
-)
-from model.engine.engine import Engine
+from model.engine.api import FinishEvent, FinishReason, Request
 from model.engine.refusals import check_request
 from service.queue_room import QueueLimits, QueueRoom, sequence_count
 from service.submission import EngineStopped, Submission
+from service.turns import Abort, Add, Grant, StepReport, Turns
 
 logger = logging.getLogger("logitd.engine")
 
@@ -49,38 +42,6 @@ MOST_REST = 0.02
 """Seconds that a token waits for others at most: half a frame of a film."""
 LEAST_LOOK = 0.002
 """Seconds to the look at what the thread has left behind; event loops count in milliseconds."""
-
-
-@dataclass(frozen=True, slots=True)
-class StepReport:
-    """One turn of the thread, handed over to the event loop."""
-
-    events: tuple[Event, ...]  # of the step, and of the aborts before it
-    result: StepResult
-    stats: EngineStats
-    seconds: float  # the step alone
-    ended: float  # on the engine's clock
-
-
-@dataclass(frozen=True, slots=True)
-class _Add:
-    request: Request
-    arrived: float
-
-
-@dataclass(frozen=True, slots=True)
-class _Abort:
-    request_id: str
-    index: int | None
-    reason: FinishReason
-
-
-@dataclass(frozen=True, slots=True)
-class _Grant:
-    request_id: str
-
-
-Command = _Add | _Abort | _Grant
 
 
 class Reservation:
@@ -105,24 +66,22 @@ class Reservation:
 
 
 class AsyncEngine:
-    """Owns the engine's thread: submit, abort, grant, stop. Made on the event loop it serves."""
+    """Owns the engine's turns: submit, abort, grant, stop. Made on the event loop it serves."""
 
     def __init__(
         self,
-        engine: Engine,
+        turns: Turns,
         *,
         limits: QueueLimits,
         stall_timeout: float,
         on_step: Callable[[StepReport], None],
     ) -> None:
-        self._engine = engine
-        self._room = QueueRoom(engine.model_config, engine.slots, limits)
+        self._turns = turns
+        self._room = QueueRoom(turns.model_config, turns.slots, limits)
         self._stall_timeout = stall_timeout
         self._on_step = on_step
-        self._inbox: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
         self._open: dict[str, _OpenRequest] = {}
         self._decoding = False  # in the last step
-        self._step_began: float | None = None  # written by the thread
         self._reports: deque[StepReport] = deque()  # not handed over yet; the thread appends
         # When the thread may wake the loop again; never, while it has and the loop is at it.
         self._rest_until = 0.0
@@ -146,7 +105,7 @@ class AsyncEngine:
     @property
     def slots(self) -> int:
         """Sequences that can run at once."""
-        return self._engine.slots
+        return self._turns.slots
 
     @property
     def open_sequences(self) -> int:
@@ -166,13 +125,13 @@ class AsyncEngine:
 
     def stalled(self) -> float | None:
         """Seconds that the present step has taken, when that is more than a step can."""
-        began = self._step_began
+        began = self._turns.step_began
         seconds = 0.0 if began is None else time.monotonic() - began
         return seconds if seconds > self._stall_timeout else None
 
     def now(self) -> float:
         """The engine's clock, on which deadlines are given."""
-        return self._engine.clock()
+        return self._turns.clock()
 
     def submit(self, requests: Sequence[Request]) -> Submission:
         """Queue requests: all, or none.
@@ -216,11 +175,11 @@ class AsyncEngine:
         reason: FinishReason = FinishReason.ABORT,
     ) -> None:
         """End a request or one of its sequences; harmless when it has ended meanwhile."""
-        self._inbox.put(_Abort(request_id, index, reason))
+        self._turns.put(Abort(request_id, index, reason))
 
     def grant(self, request_id: str) -> None:
         """Let a RowsRequest compute one more piece."""
-        self._inbox.put(_Grant(request_id))
+        self._turns.put(Grant(request_id))
 
     async def stop(self, drain_timeout: float) -> None:
         """Refuse new requests, give the running ones `drain_timeout` seconds, abort the rest."""
@@ -237,14 +196,14 @@ class AsyncEngine:
             logger.warning("aborting %d sequences at shutdown", sequences)
             for request_id in list(self._open):
                 self.abort(request_id)
-        self._inbox.put(None)
+        self._turns.put(None)
         await self._stopped.wait()
         self._thread.join()
 
     def _check(self, requests: Sequence[Request]) -> None:
         """Raise unless the requests could be submitted now."""
         for request in requests:
-            check_request(request, self._engine.model_config)
+            check_request(request, self._turns.model_config)
         self._check_takes_requests()
         self._room.check(requests)
 
@@ -261,7 +220,7 @@ class AsyncEngine:
             self._open[request.request_id] = _OpenRequest(
                 submission, sequence_count(request), self._room.numbers_of([request])
             )
-            self._inbox.put(_Add(request, self.now()))
+            self._turns.put(Add(request, self.now()))
         self._idle.clear()
         return submission
 
@@ -273,59 +232,23 @@ class AsyncEngine:
 
     def _run(self) -> None:
         try:
-            while self._turn():
-                pass
+            while (report := self._turns.turn()) is not None:
+                self._leave(report)
         except BaseException:  # whatever it was, the waiters are told
             logger.exception("the engine failed")
             self._loop.call_soon_threadsafe(self._fail)
         finally:
-            self._engine.close()
+            self._turns.close()
             self._loop.call_soon_threadsafe(self._stop)
 
-    def _turn(self) -> bool:
-        """Empty the inbox, step, hand over. False after the command to stop."""
-        commands = self._take_commands()
-        events = [event for command in commands if command for event in self._obey(command)]
-        self._step_began = began = time.monotonic()
-        result = self._engine.step()
-        ended, self._step_began = time.monotonic(), None
-        events += result.events
-        stats, seconds = self._engine.stats(), ended - began
-        self._reports.append(
-            StepReport(tuple(events), result, stats, seconds, self._engine.clock())
-        )
+    def _leave(self, report: StepReport) -> None:
+        """Put down what came of a turn, and wake the loop if that is worth it now."""
         # In this order: what is appended while the loop rests is seen when its rest is over.
-        rested, goes_on = ended >= self._rest_until, self._engine.has_work()
-        if rested or result.prefilled_tokens or not goes_on:
+        self._reports.append(report)
+        rested = time.monotonic() >= self._rest_until
+        if rested or report.result.prefilled_tokens or not report.has_work:
             self._rest_until = math.inf
             self._loop.call_soon_threadsafe(self._hand_over)
-        return None not in commands
-
-    def _take_commands(self) -> list[Command | None]:
-        """All that is in the inbox; waits for the first when the engine has nothing to do."""
-        commands = []
-        try:
-            if not self._engine.has_work():
-                commands.append(self._inbox.get(timeout=self._patience()))
-            while True:
-                commands.append(self._inbox.get_nowait())
-        except queue.Empty:
-            return commands
-
-    def _patience(self) -> float | None:
-        """Seconds until the deadline of a paused request; None when there is none."""
-        deadline = self._engine.next_deadline()
-        return None if deadline is None else max(0.0, deadline - self._engine.clock())
-
-    def _obey(self, command: Command) -> Sequence[Event]:
-        match command:
-            case _Add(request, arrived):
-                self._engine.add(request, arrived)
-            case _Abort(request_id, index, reason):
-                return self._engine.abort(request_id, index, reason)
-            case _Grant(request_id):
-                self._engine.grant(request_id)
-        return ()
 
     # Back on the event loop.
 

@@ -1,9 +1,8 @@
 """Constraints: compiled beside the event loop, within a time, once for all who ask for the same.
 
 Each is compiled in a process of its own first, which may be killed, and then here. What was
-compiled is kept, the most recently used, up to MAX_KEPT and MAX_BYTES. Not here: what a constraint
-is (`model/constraint.py`), that process (`model/constraint_check.py`), and how a constraint reaches
-the sampler (`model/engine/`).
+compiled is kept (`kept_constraints`). Not here: what a constraint is (`model/constraint.py`), that
+process (`model/constraint_check.py`), and how a constraint reaches the sampler (`model/engine/`).
 
 One is compiled at a time and others wait for their turn. A client that leaves meanwhile has no part
 in any of this.
@@ -12,19 +11,16 @@ in any of this.
 import asyncio
 import json
 import time
-from collections import OrderedDict
 from dataclasses import dataclass, field
 
 from model.constraint import Compiler, Constraint, ConstraintsUnavailable, Source
 from model.constraint_check import Checker
 from model.engine.api import ConstraintError
 from service.errors import ApiError, bad_request
+from service.kept_constraints import KeptConstraints
 from service.metrics import Metrics
 from service.schemas import GenerateRequest
 
-MAX_KEPT = 32
-MAX_BYTES = 2**27
-"""Memory that compiling what is kept has taken, about."""
 MAX_COMPILING = 16
 """Different constraints that are being compiled, or wait to be."""
 
@@ -55,12 +51,6 @@ class _Compiling:
     started: asyncio.Event = field(default_factory=asyncio.Event)  # its turn has come
 
 
-@dataclass(frozen=True, slots=True)
-class _Kept:
-    constraint: Constraint
-    size: int  # bytes, about
-
-
 class Constraints:
     """The constraints of one checkpoint's vocabulary. Made and used on the event loop.
 
@@ -74,21 +64,17 @@ class Constraints:
         self._checker = checker
         self._timeout = timeout
         self._metrics = metrics
-        self._kept: OrderedDict[Source, _Kept] = OrderedDict()
-        self._size = 0
+        self._kept = KeptConstraints()
         self._compiling: dict[Source, _Compiling] = {}
         self._turn = asyncio.Lock()
 
     def kept(self, source: Source) -> Constraint | None:
         """The constraint, if it was compiled before and is still there."""
-        if (kept := self._kept.get(source)) is None:
-            return None
-        if kept.constraint.worn:
-            self._forget(source)
-            return None
-        self._kept.move_to_end(source)
-        self._metrics.constraints.labels("kept").inc()
-        return kept.constraint
+        constraint = self._kept.get(source)
+        if constraint is not None:
+            self._metrics.constraints.labels("kept").inc()
+        self._metrics.constraints_kept.set(len(self._kept))
+        return constraint
 
     async def compiled(self, source: Source) -> Constraint:
         """Compile, or wait for whoever compiles the same already. ApiError for what is refused."""
@@ -134,7 +120,9 @@ class Constraints:
                 self._metrics.constraint_compile.observe(time.monotonic() - began)
         finally:
             del self._compiling[source]
-        self._keep(source, _Kept(constraint, max(size, len(source.text))))
+        constraint.size = max(size, len(source.text))
+        self._kept.keep(constraint)
+        self._metrics.constraints_kept.set(len(self._kept))
         return constraint
 
     async def _check(self, source: Source) -> int:
@@ -151,17 +139,6 @@ class Constraints:
                 "--constraint-timeout"
             )
         return checking.result()
-
-    def _keep(self, source: Source, kept: _Kept) -> None:
-        self._kept[source] = kept
-        self._size += kept.size
-        while len(self._kept) > MAX_KEPT or self._size > MAX_BYTES:
-            self._forget(next(iter(self._kept)))
-        self._metrics.constraints_kept.set(len(self._kept))
-
-    def _forget(self, source: Source) -> None:
-        self._size -= self._kept.pop(source).size
-        self._metrics.constraints_kept.set(len(self._kept))
 
     def _refused(self, source: Source, reason: str, outcome: str = "refused") -> ApiError:
         self._metrics.constraints.labels(outcome).inc()

@@ -17,7 +17,7 @@ from prometheus_client import (
 
 from model.checkpoint import CheckpointInfo
 from model.engine.api import FinishEvent, FinishReason, TokenEvent
-from service.async_engine import StepReport
+from service.turns import StepReport
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 ENDPOINTS = (

@@ -395,6 +395,10 @@ class Info(ReplyBody):
     config: dict[str, Any] = Field(description="The model's shape: config.json's `model`.")
     training: dict[str, Any] = Field(description="Where the weights come from.")
     parameters: int
+    engine: str = Field(
+        description="Where the engine runs: in a `thread` of the server, or in a "
+        "`process` of its own."
+    )
     device: str
     decoding: str = Field(description="How decode steps are computed.")
     speculate: str = Field(

@@ -10,7 +10,6 @@ import logging
 import os
 import signal
 import socket
-import sys
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 
@@ -18,6 +17,7 @@ import uvicorn
 
 from service.app import create_app
 from service.auth import ApiKeyError
+from service.log import configure_logging
 from service.settings import ServeSettings
 from service.state import Served, ServiceState
 
@@ -111,13 +111,3 @@ def serve(settings: ServeSettings, announce: Announce) -> int:
         except SystemExit:  # uvicorn's way out when it cannot bind; it has logged why
             return 1
     return 0 if state.served is not None and server.started else 1
-
-
-def configure_logging(level: str) -> None:
-    """One format for our lines and uvicorn's, on standard error."""
-    logging.basicConfig(
-        level=level.upper(),
-        stream=sys.stderr,
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-    )
-    logging.getLogger("uvicorn").setLevel(max(logging.WARNING, logging.getLogger().level))

@@ -188,6 +188,11 @@ class ServeSettings(BaseSettings):
         description="ngram guesses tokens where a text repeats itself and verifies several in one "
         "step: the same answers, sooner",
     )
+    engine: Literal["thread", "process"] = Field(
+        "thread",
+        description="where the engine runs: in a thread of the server, or in a process of its own, "
+        "which pays where steps are so short that writing tokens holds them up",
+    )
     max_queue: int = Field(
         256, ge=0, description="sequences that may wait for a slot; more are answered 429"
     )

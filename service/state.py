@@ -12,17 +12,16 @@ from typing import Annotated, Literal
 from fastapi import Depends, Request
 
 from model.checkpoint import CheckpointInfo
-from model.device import Placement
 from model.engine.api import FinishEvent
-from model.kernels.choose import DecodePath
-from service.async_engine import AsyncEngine, StepReport
+from service.async_engine import AsyncEngine
 from service.auth import NO_KEY, ApiKeys
+from service.building import Computation
 from service.constraints import Constraints
 from service.errors import ApiError, unavailable
 from service.metrics import Metrics
 from service.numbers.budget import ByteBudget
-from service.rounding import Rounding
 from service.settings import ServeSettings
+from service.turns import StepReport
 
 logger = logging.getLogger("logitd")
 
@@ -34,13 +33,7 @@ class Served:
     """A checkpoint that answers."""
 
     checkpoint: CheckpointInfo
-    placement: Placement
-    device: str  # for people
-    dtype_why: str  # why the placement's dtype, for people
-    decode_path: DecodePath
-    rounding: Rounding | None  # what quantizing costs
-    parameters: int
-    kv_cache_bytes: int
+    computation: Computation
     engine: AsyncEngine
     constraints: Constraints
     settings: ServeSettings

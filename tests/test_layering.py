@@ -16,12 +16,20 @@ ONE_MODULE = {
     "llguidance": {"model.constraint"},
     "pickle": {"model.convert.pt_file", "model.training.state"},
     "pyarrow": {"model.training.text.records"},
-    "subprocess": {"model.constraint_check", "model.kernels.library", "service.benchmark.server"},
+    "subprocess": {
+        "model.constraint_check",
+        "model.kernels.library",
+        "service.benchmark.server",
+        "service.engine_process",
+    },
     "yaml": {"model.convert.litgpt"},
 }
 """What few modules may import."""
 WITH_THREAD = {
     "service.async_engine",
+    "service.engine_process",
+    "service.engine_worker",
+    "service.turns",
     "model.hashed_file",
     "model.look_ahead",
     "model.training.interrupt",

@@ -366,6 +366,7 @@ class Info:
     config: dict[str, Any]
     training: dict[str, Any]
     parameters: int
+    engine: str  # runs in a "thread" of the server or in a "process" of its own
     device: str
     decoding: str
     speculate: str  # where drafts of tokens come from: "ngram" or "none"

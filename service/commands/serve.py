@@ -25,18 +25,20 @@ def print_banner(served: Served, port: int) -> None:
     training = checkpoint.training
     loss = "never evaluated" if training.val_loss is None else f"{training.val_loss:.4f} nats/token"
     drafts = "" if settings.speculate == "none" else f", with drafts by {settings.speculate}"
-    placement, path = served.placement, served.decode_path
+    computed = served.computation
+    note = "" if computed.decoding_note is None else f" ({computed.decoding_note})"
+    process = ", in a process of its own" if settings.engine == "process" else ""
     console.print("logitd is ready")
     for name, value in (
         ("checkpoint", f"{checkpoint.name}, step {training.step:,}, validation loss {loss}"),
-        ("parameters", f"{served.parameters:,}"),
-        ("device", f"{served.device}, {placement.threads} threads"),
-        ("dtype", f"{placement.dtype_name} ({served.dtype_why})"),
-        ("decoding", path.name + drafts + ("" if path.note is None else f" ({path.note})")),
-        *([] if served.rounding is None else [("rounding", served.rounding.sentence())]),
+        ("parameters", f"{computed.parameters:,}"),
+        ("device", f"{computed.device}, {computed.placement.threads} threads{process}"),
+        ("dtype", f"{computed.placement.dtype_name} ({computed.dtype_why})"),
+        ("decoding", computed.decoding + drafts + note),
+        *([] if computed.rounding is None else [("rounding", computed.rounding.sentence())]),
         ("context", f"{served.context_length} tokens"),
         ("slots", f"{served.slots} sequences at once, "
-                  f"{served.kv_cache_bytes / 2**20:,.0f} MiB of keys and values"),
+                  f"{computed.kv_cache_bytes / 2**20:,.0f} MiB of keys and values"),
         ("keys", ", ".join(served.key_names) or "none: whoever can connect is answered"),
         ("service", url),
         ("docs", f"{url}/docs"),

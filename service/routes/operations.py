@@ -45,7 +45,7 @@ def live(state: State, response: Response) -> Health:
 )
 def info(served: Ready) -> Info:
     """The checkpoint, its shape and training, the device, and the limits of a request."""
-    checkpoint, settings = served.checkpoint, served.settings
+    checkpoint, settings, computed = served.checkpoint, served.settings, served.computation
     return Info.model_validate(
         {
             "version": VERSION,
@@ -53,15 +53,16 @@ def info(served: Ready) -> Info:
             "checkpoint": checkpoint_name(checkpoint),
             "config": checkpoint.config.to_dict(),
             "training": checkpoint.training.to_dict(),
-            "parameters": served.parameters,
-            "device": served.device,
-            "decoding": served.decode_path.name,
+            "parameters": computed.parameters,
+            "engine": settings.engine,
+            "device": computed.device,
+            "decoding": computed.decoding,
             "speculate": settings.speculate,
-            "dtype": served.placement.dtype_name,
-            "quantization": None if served.rounding is None else served.rounding.to_dict(),
-            "threads": served.placement.threads,
+            "dtype": computed.placement.dtype_name,
+            "quantization": None if computed.rounding is None else computed.rounding.to_dict(),
+            "threads": computed.placement.threads,
             "slots": served.slots,
-            "kv_cache_bytes": served.kv_cache_bytes,
+            "kv_cache_bytes": computed.kv_cache_bytes,
             "api_keys": bool(served.key_names),
             "limits": {
                 "context_length": served.context_length,

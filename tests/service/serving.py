@@ -16,9 +16,11 @@ from typing import Any
 import httpx
 import uvicorn
 
+from model.engine.engine import Engine
 from service.app import create_app
 from service.settings import ServeSettings
 from service.state import Served, ServiceState
+from service.turns import EngineTurns
 from tests.service.spelling import long_prompt
 
 PATIENCE = 60.0
@@ -141,6 +143,13 @@ def serve_settings(checkpoint: Path, **settings: Any) -> ServeSettings:
     decoder is through with it before they have begun. It has tests of its own."""
     values: dict[str, Any] = {"threads": 1, "drain_timeout": 0.0, "kernels": "torch", **settings}
     return ServeSettings(_env_file=None, checkpoint=checkpoint, device="cpu", **values)
+
+
+def engine_of(server: Serving) -> Engine:
+    """The engine of a service that has it in a thread, to break it."""
+    turns = server.served.engine._turns
+    assert isinstance(turns, EngineTurns)
+    return turns._engine
 
 
 def client(url: str) -> httpx.Client:

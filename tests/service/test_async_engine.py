@@ -33,9 +33,10 @@ from model.engine.api import (
 from model.engine.engine import Engine
 from model.engine.price import row_numbers
 from model.reference import generate
-from service.async_engine import AsyncEngine, Reservation, StepReport
+from service.async_engine import AsyncEngine, Reservation
 from service.queue_room import QueueFull, QueueLimits, sequence_count
 from service.submission import EngineStopped, Submission
+from service.turns import EngineTurns, StepReport
 from tests.model.factories import tiny_gpt
 from tests.service.serving import PATIENCE
 from tests.service.spelling import long_prompt, spelled, spelling_gpt
@@ -98,7 +99,7 @@ async def running(
 ) -> AsyncIterator[tuple[AsyncEngine, list[StepReport]]]:
     reports: list[StepReport] = []
     owner = AsyncEngine(
-        engine,
+        EngineTurns(engine),
         limits=QueueLimits(max_queue, max_queue_tokens, max_queue_numbers),
         stall_timeout=stall_timeout,
         on_step=reports.append,
@@ -809,7 +810,7 @@ def test_a_failure_of_the_engine_is_told_to_everyone(logged_errors: list[str]) -
     async def test() -> None:
         engine = BrokenEngine(TINY, EngineConfig(slots=2))
         owner = AsyncEngine(
-            engine,
+            EngineTurns(engine),
             limits=QueueLimits(10, 1000, 10**6),
             stall_timeout=PATIENCE,
             on_step=lambda report: None,
@@ -844,7 +845,7 @@ def test_what_was_computed_before_a_failure_is_not_lost(logged_errors: list[str]
     async def test() -> None:
         engine = BrokenEngine(TINY, EngineConfig(slots=2))
         owner = AsyncEngine(
-            engine,
+            EngineTurns(engine),
             limits=QueueLimits(10, 1000, 10**6),
             stall_timeout=PATIENCE,
             on_step=lambda report: None,

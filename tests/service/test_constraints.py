@@ -13,6 +13,7 @@ import pytest
 from model.constraint import Compiler, Constraint, Source
 from model.constraint_check import Checker
 from service import constraints as module
+from service import kept_constraints
 from service.constraints import Constraints, source_of
 from service.errors import ApiError
 from service.metrics import Metrics
@@ -135,7 +136,7 @@ def test_kinds_with_the_same_text_are_different() -> None:
 
 
 def test_the_least_recently_used_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MAX_KEPT", 3)
+    monkeypatch.setattr(kept_constraints, "MAX_KEPT", 3)
 
     async def test() -> None:
         async with bench() as b:
@@ -150,7 +151,7 @@ def test_the_least_recently_used_goes_first(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_what_is_kept_is_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MAX_BYTES", 1000)
+    monkeypatch.setattr(kept_constraints, "MAX_BYTES", 1000)
 
     async def test() -> None:
         async with bench() as b:
@@ -163,8 +164,8 @@ def test_what_is_kept_is_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch) -> No
             b.checker.size = 0  # nothing takes less than its text
             for i in range(200):
                 await b.constraints.compiled(literal(i))
-            assert b.kept == module.MAX_KEPT
-            monkeypatch.setattr(module, "MAX_BYTES", 3 * len("text 0"))
+            assert b.kept == kept_constraints.MAX_KEPT
+            monkeypatch.setattr(kept_constraints, "MAX_BYTES", 3 * len("text 0"))
             await b.constraints.compiled(literal(200))
             assert b.kept == 2
 
@@ -180,7 +181,7 @@ def test_a_worn_constraint_is_compiled_again() -> None:
             assert b.kept == 0
             again = await b.constraints.compiled(GOOD)
             assert again is not first
-            assert b.constraints._size < 2 * (2**20)
+            assert b.constraints._kept.size < 2 * (2**20)
 
     run(test)
 

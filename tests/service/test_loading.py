@@ -1,4 +1,4 @@
-"""Loading: whose threads compute."""
+"""Building: whose threads compute, and how many slots there are."""
 
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ from model import opening
 from model.device import DeviceError
 from model.engine.api import EngineConfig
 from model.opening import OpenedModel
-from service import loading
+from service import building
 from service.settings import ServeSettings
 
 
@@ -28,10 +28,10 @@ def test_weights_are_read_with_one_thread_and_the_rest_are_the_engines(
         seen.append(torch.get_num_threads())
         return opening.open_model(*arguments, **wishes)
 
-    monkeypatch.setattr("service.loading.open_model", watched)
+    monkeypatch.setattr("service.building.open_model", watched)
     settings = ServeSettings(checkpoint=checkpoint_path, threads=3, kernels="torch")
     try:
-        loaded = loading._build_alone(settings)
+        loaded = building.build(settings)
         assert seen == [1]
         assert torch.get_num_threads() == 3
         loaded.engine.close()
@@ -44,11 +44,11 @@ def test_bytes_of_keys_and_values_become_slots(checkpoint_path: Path) -> None:
     before = torch.get_num_threads()
     wishes: dict[str, Any] = {"checkpoint": checkpoint_path, "device": "cpu", "kernels": "torch",
                               "dtype": "float32", "threads": before}  # fmt: skip
-    one = loading._build(ServeSettings(slots=1, **wishes)).engine.kv_cache_bytes
-    engine = loading._build(ServeSettings(kv_cache_bytes=5 * one // 2, **wishes)).engine
+    one = building._build(ServeSettings(slots=1, **wishes)).engine.kv_cache_bytes
+    engine = building._build(ServeSettings(kv_cache_bytes=5 * one // 2, **wishes)).engine
     assert (engine.slots, engine.kv_cache_bytes) == (2, 2 * one)
     with pytest.raises(DeviceError, match=r"^kv_cache_bytes is"):
-        loading._build(ServeSettings(kv_cache_bytes=one - 1, **wishes))
+        building._build(ServeSettings(kv_cache_bytes=one - 1, **wishes))
     with pytest.raises(DeviceError, match=r"^gpu_memory_utilization is a share of a GPU"):
-        loading._build(ServeSettings(gpu_memory_utilization=0.9, **wishes))
-    assert loading._build(ServeSettings(**wishes)).engine.slots == EngineConfig().slots
+        building._build(ServeSettings(gpu_memory_utilization=0.9, **wishes))
+    assert building._build(ServeSettings(**wishes)).engine.slots == EngineConfig().slots

@@ -21,8 +21,8 @@ from model.engine.api import (
     StepResult,
     TokenEvent,
 )
-from service.async_engine import StepReport
 from service.metrics import ENDPOINTS, Metrics, endpoint_label
+from service.turns import StepReport
 
 STATS = EngineStats(waiting=0, running=2, running_tokens=9, slots=4, slots_used=2)
 
@@ -57,6 +57,7 @@ def report(
         stats=replace(STATS, waiting=waiting),
         seconds=0.25,
         ended=ended,
+        has_work=False,
     )
 
 
@@ -113,7 +114,7 @@ def test_a_sequence_from_arrival_to_end(metrics: Metrics) -> None:
 
 def test_drafts_are_counted_and_those_that_were_of_use(metrics: Metrics) -> None:
     for result in (StepResult((), 0, 2, 7, 3), StepResult((), 0, 2), StepResult((), 0, 1, 1, 0)):
-        metrics.observe_step(StepReport((), result, STATS, 0.25, ended=1.0))
+        metrics.observe_step(StepReport((), result, STATS, 0.25, ended=1.0, has_work=False))
     assert value(metrics, "logitd_draft_tokens_total") == 8
     assert value(metrics, "logitd_draft_tokens_accepted_total") == 3
 

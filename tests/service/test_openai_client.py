@@ -15,7 +15,7 @@ from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionMessageParam
 
 from model.gpt import GPT
-from tests.service.serving import PATIENCE, Serving, occupy, serving
+from tests.service.serving import PATIENCE, Serving, engine_of, occupy, serving
 
 MESSAGES: list[ChatCompletionMessageParam] = [{"role": "user", "content": "What is é?"}]
 
@@ -285,7 +285,7 @@ def break_the_model(server: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any) -> None:
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(server.served.engine._engine._runner, "run", fail)
+    monkeypatch.setattr(engine_of(server)._runner, "run", fail)
 
 
 def test_a_request_that_breaks_the_engine_is_not_sent_again(

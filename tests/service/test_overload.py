@@ -17,6 +17,7 @@ from tests.service.serving import (
     Serving,
     client,
     dechunked,
+    engine_of,
     events,
     eventually,
     occupy,
@@ -233,7 +234,7 @@ def test_numbers_are_free_again_after_an_error(
         raise RuntimeError("no memory left")
 
     with monkeypatch.context() as broken:
-        broken.setattr(server.served.engine._engine._runner, "run", fail)
+        broken.setattr(engine_of(server)._runner, "run", fail)
         for path, (body, _) in LARGE.items():
             assert server.post(path, body).status_code == 500, path
         server.wait_idle()

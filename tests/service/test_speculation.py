@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from tests.service.serving import Serving, events, serving
+from tests.service.serving import Serving, serving
 from tests.service.spelling import RING, spelled
+from tests.service.twins import check_alike, check_streams_alike
 
 KNOWN = [*RING, *RING[:1]]
 """A prompt of the spelling checkpoint that says all that can follow."""
@@ -50,49 +51,10 @@ def tiny(checkpoint_path: Path) -> Iterator[Pair]:
     yield from served_twice(checkpoint_path)
 
 
-CHANGING = ("id", "created", "timings")
-
-
-def lasting(reply: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in reply.items() if name not in CHANGING}
-
-
-def put_together(chunks: list[Any]) -> dict[str, Any]:
-    """What a stream comes to: how its tokens were dealt out over chunks is nobody's business."""
-    whole: dict[str, Any] = {"choices": {}}
-    for chunk in chunks:
-        for delta in chunk.pop("choices"):
-            choice = whole["choices"].setdefault(delta.pop("index"), {})
-            for name, value in delta.items():
-                _add(choice, name, value)
-        for scored in chunk.pop("prompts", ()):
-            _add(whole.setdefault("prompts", {}), scored["index"], scored["tokens"])
-        whole |= lasting(chunk)
-    return whole
-
-
-def _add(to: dict[Any, Any], name: Any, value: Any) -> None:
-    """Texts and lists grow, lists by their names do so each, anything else is what came last."""
-    if isinstance(value, dict):
-        if to.get(name) is None:
-            to[name] = {}
-        for key, part in value.items():
-            _add(to[name], key, part)
-    elif isinstance(value, str | list) and to.get(name) is not None:
-        to[name] += value
-    elif value is not None or name not in to:
-        to[name] = value
-
-
 def check(pair: Pair, body: dict[str, Any], path: str = "/generate") -> Any:
     """Both servers' reply, whole and streamed."""
-    whole, expected = (lasting(one.json(path, body)) for one in (pair.drafting, pair.plain))
-    assert whole == expected
-    streams = [one.post(path, body | {"stream": True}) for one in (pair.drafting, pair.plain)]
-    assert [stream.status_code for stream in streams] == [200, 200]
-    streamed, expected = (put_together(events(stream.content)) for stream in streams)
-    assert streamed == expected
-    return whole
+    check_streams_alike(pair.drafting, pair.plain, path, body)
+    return check_alike(pair.drafting, pair.plain, path, body)
 
 
 SPELLED: dict[str, dict[str, Any]] = {

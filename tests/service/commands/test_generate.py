@@ -74,7 +74,7 @@ def test_it_chooses_numbers_and_decoder_as_the_service_does(
     flags = ("--seed", "4", "--max-tokens", "60", "--quantize", quantize)
     printed = generate(checkpoint, capsys, PROMPT, *flags)
     with serving(checkpoint, kernels="auto", quantize=quantize) as server:
-        assert server.served.decode_path.name.startswith("native")
+        assert server.served.computation.decoding.startswith("native")
         (choice,) = server.generate(PROMPT, seed=4, max_tokens=60, temperature=0.8, echo=True)[
             "choices"
         ]

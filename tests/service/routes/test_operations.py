@@ -22,6 +22,7 @@ from service.async_engine import AsyncEngine
 from service.metrics import ENDPOINTS
 from service.queue_room import QueueLimits
 from service.schemas import ErrorReply, Health, Info, Version
+from service.turns import EngineTurns
 from tests.service.serving import (
     PATIENCE,
     Serving,
@@ -151,7 +152,7 @@ def test_an_engine_that_failed_is_no_longer_ready_and_not_alive(
         async def swap() -> None:
             await server.served.engine.stop(0)
             engine = AsyncEngine(
-                broken,
+                EngineTurns(broken),
                 limits=QueueLimits(5, 100, 10**6),
                 stall_timeout=PATIENCE,
                 on_step=state.on_step,
@@ -179,11 +180,11 @@ def test_info(server: Serving) -> None:
     assert GPTConfig.from_dict(info.config) == server.served.checkpoint.config
     assert info.training["step"] == 7
     assert info.training["data"]["licence"] == "MIT"
-    assert info.parameters == server.served.parameters > 0
+    assert info.parameters == server.served.computation.parameters > 0
     assert (info.dtype, info.threads, info.slots) == ("float32", 1, 4)
     assert info.quantization is None
     assert info.device.startswith("cpu")
-    assert (info.decoding, info.speculate) == ("torch", "none")
+    assert (info.engine, info.decoding, info.speculate) == ("thread", "torch", "none")
     # layers x (keys, values) x slots x positions x width x bytes
     assert info.kv_cache_bytes >= 3 * 2 * 4 * 128 * 32 * 4
     assert info.limits == {

@@ -1,0 +1,109 @@
+"""The engine in a thread of the server and in a process of its own: tokens per second over HTTP.
+
+    python -m benchmarks.engine_place [--checkpoint PATH] [--threads N] [--batches 1 8 32]
+                                      [--rounds N]
+
+Both servers run all the time, and one batch of streams is asked of each in turns, so that what else
+the machine does meets both alike; the one that is not asked does nothing. The client is
+`service/benchmark/lean.py`, on the same machine. A process pays where the interpreter is what is
+short and processors are not: where the model computes on all of them, there is little to gain. Run
+it on a machine that does nothing else; the last line is JSON.
+"""
+
+import argparse
+import asyncio
+import json
+import statistics
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from model.benchmark.workload import Workload, choose_workload
+from model.checkpoint import read_checkpoint
+from model.device import available_processors
+from service.benchmark.lean import LeanClient
+from service.benchmark.load import DecodeLoad, measure_server
+from service.benchmark.server import started_server
+
+PLACES = ("thread", "process")
+TOKENS = 128
+
+
+@contextmanager
+def served_twice(*flags: str) -> Iterator[dict[str, str]]:
+    """Servers with these flags; where each is, by the place of its engine."""
+    with ExitStack() as stack:
+        yield {
+            place: stack.enter_context(started_server(*flags, "--engine", place)).url
+            for place in PLACES
+        }
+
+
+async def decode(url: str, workload: Workload) -> DecodeLoad:
+    ask = LeanClient(url)
+    try:
+        (load,) = (await measure_server(ask, workload)).decode
+    finally:
+        ask.close()
+    if load.failures or load.tokens_per_second is None:
+        raise SystemExit(f"streams failed: {load.failures}")
+    return load
+
+
+def compare(urls: dict[str, str], workload: Workload, rounds: int) -> dict[str, Any]:
+    """Medians of the rounds, and of the ratios within each; every other round the other begins."""
+    found: list[dict[str, DecodeLoad]] = []
+    order = list(PLACES)
+    for _ in range(rounds):
+        found.append({place: asyncio.run(decode(urls[place], workload)) for place in order})
+        order.reverse()
+    rates = {place: [one[place].tokens_per_second or 0.0 for one in found] for place in PLACES}
+    ratios = [ours / theirs for ours, theirs in zip(rates["process"], rates["thread"], strict=True)]
+    first = {place: statistics.median(_p50(one[place]) for one in found) for place in PLACES}
+    return {
+        "batch": workload.batches[0],
+        **{place: statistics.median(rates[place]) for place in PLACES},
+        "ratio": statistics.median(ratios),
+        "ratios": ratios,
+        "first_token_p50": first,
+    }
+
+
+def _p50(load: DecodeLoad) -> float:
+    return load.first_token.p50 if load.first_token is not None else 0.0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--checkpoint", type=Path, default=Path("checkpoints/python-small"))
+    parser.add_argument("--threads", type=int, default=available_processors())
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--rounds", type=int, default=7)
+    arguments = parser.parse_args()
+    path = arguments.checkpoint.resolve()
+    config = read_checkpoint(path).config
+    flags = ("--checkpoint", str(path), "--threads", str(arguments.threads),
+             "--slots", str(max(arguments.batches)))  # fmt: skip
+    results = []
+    with served_twice(*flags) as urls:
+        print("streams    thread   process  ratio (least to most)")
+        for batch in arguments.batches:
+            workload = choose_workload(
+                config, batches=[batch], prompt_tokens=None, tokens=TOKENS, rounds=1,
+                prefill_chunk=256,
+            )  # fmt: skip
+            one = compare(urls, workload, arguments.rounds)
+            results.append(one)
+            print(
+                "{batch:7} {thread:9.0f} {process:9.0f}  {ratio:5.2f} ".format_map(one)
+                + f"({min(one['ratios']):.2f} to {max(one['ratios']):.2f})",
+                flush=True,
+            )
+    print(json.dumps({"checkpoint": path.name, "threads": arguments.threads, "results": results}))
+
+
+if __name__ == "__main__":
+    main()

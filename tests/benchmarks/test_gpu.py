@@ -1,0 +1,28 @@
+"""The GPU's benchmark runs from its first check to its table, on a CPU, where its times mean
+nothing: whoever has a card for an hour must not meet a typing error."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.slow
+def test_every_part_runs() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.gpu", "--device", "cpu", "--tiny", "--threads", "2"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["failures"] == {}
+    parts = {finding["part"] for finding in found["findings"]}
+    assert {"decode", "prefill", "transformers", "http", "training"} < parts
+    assert all(finding["holds"] is not False for finding in found["findings"])
