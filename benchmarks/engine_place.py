@@ -30,6 +30,10 @@ PLACES = ("thread", "process")
 TOKENS = 128
 
 
+class NotMeasured(Exception):
+    """A batch of streams has no speed; the message says why."""
+
+
 @contextmanager
 def served_twice(*flags: str) -> Iterator[dict[str, str]]:
     """Servers with these flags; where each is, by the place of its engine."""
@@ -47,7 +51,10 @@ async def decode(url: str, workload: Workload) -> DecodeLoad:
     finally:
         ask.close()
     if load.failures or load.tokens_per_second is None:
-        raise SystemExit(f"streams failed: {load.failures}")
+        raise NotMeasured(
+            f"{workload.batches[0]} streams of {workload.tokens} tokens were never all at once: "
+            f"ask for more tokens; failed: {load.failures}"
+        )
     return load
 
 

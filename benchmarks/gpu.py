@@ -22,7 +22,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -183,15 +183,18 @@ def http(plan: Plan) -> Iterator[Finding]:
     """The first shape as servers, the engine in a thread and in a process, in turns: tokens per
     second of streams, and the share that this is of the engine's own rate."""
     name, shape = next(iter(plan.shapes.items()))
+    config = replace(plan.config(shape), context_length=1024)
+    gpt = synthetic_gpt(config).to(plan.placement.dtype).to(plan.placement.device)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / name
-        save_synthetic(path, plan.config(shape))
+        save_synthetic(path, config)
         flags = ("--checkpoint", str(path), "--device", str(plan.placement.device), "--dtype",
                  plan.placement.dtype_name, "--slots", str(plan.batches[-1]))  # fmt: skip
         with served_twice(*flags) as urls:
             for batch in plan.batches[1:]:
-                workload = plan.workload(batch)
-                (decode,) = measure_engine(plan.gpt(shape), GraphDecoder, workload).decode
+                # Tokens come several to a chunk, and a rate needs chunks of all streams.
+                workload = replace(plan.workload(batch), tokens=512)
+                (decode,) = measure_engine(gpt, GraphDecoder, workload).decode
                 alone = batch / decode.step.p50
                 found = compare(urls, workload, rounds=1 if plan.tiny else 3)
                 yield Finding(

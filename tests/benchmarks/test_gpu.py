@@ -13,8 +13,10 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.mark.slow
 def test_every_part_runs() -> None:
+    # One thread: with more, torch's float32 products on a CPU do not treat all rows alike, and the
+    # check of batch invariance says so.
     done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.gpu", "--device", "cpu", "--tiny", "--threads", "2"],
+        [sys.executable, "-m", "benchmarks.gpu", "--device", "cpu", "--tiny", "--threads", "1"],
         cwd=ROOT,
         capture_output=True,
         text=True,
