@@ -56,7 +56,7 @@ class Uncompiled:
         raise ConstraintError(self.reason)
 
 
-class Constraints:
+class SourceCompiler:
     """Compiles what comes as its source, once for all that follow soon."""
 
     def __init__(self, compiler: Compiler | str, vocab_size: int) -> None:
@@ -84,7 +84,7 @@ class Commands:
 
     def __init__(self, connection: Connection) -> None:
         self.inbox: Inbox = queue.SimpleQueue()
-        self.constraints: Constraints | None = None  # there before the first command
+        self.constraints: SourceCompiler | None = None  # there before the first command
         self._connection = connection
         threading.Thread(target=self._read, name="engine-commands", daemon=True).start()
 
@@ -119,7 +119,7 @@ def main() -> None:
     if built is None:
         return
     config = built.engine.model_config
-    commands.constraints = Constraints(built.compiler, config.vocab_size)
+    commands.constraints = SourceCompiler(built.compiler, config.vocab_size)
     turns = EngineTurns(built.engine, commands.inbox)
     try:
         connection.send(Ready(built.computation, config, turns.slots))

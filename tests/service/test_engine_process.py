@@ -22,7 +22,7 @@ from model.engine.api import (
 from model.engine.engine import Engine
 from service.app import create_app
 from service.engine_process import ConstrainedAdd, ProcessTurns, _portable
-from service.engine_worker import Constraints, Uncompiled
+from service.engine_worker import SourceCompiler, Uncompiled
 from service.turns import Abort, Add
 from tests.e2e.server import ServedProcess
 from tests.model.factories import VOCAB_SIZE, byte_tokenizer, tiny_gpt
@@ -271,7 +271,7 @@ def test_a_constraint_crosses_as_its_source() -> None:
 
 
 def test_a_source_is_compiled_once_for_all_that_follow() -> None:
-    constraints = Constraints(Compiler(byte_tokenizer()), VOCAB_SIZE)
+    constraints = SourceCompiler(Compiler(byte_tokenizer()), VOCAB_SIZE)
     first = constraints.of(SOURCE, 77)
     assert isinstance(first, Constraint)
     assert first.size == 77
@@ -283,7 +283,7 @@ def test_a_source_is_compiled_once_for_all_that_follow() -> None:
 @pytest.mark.parametrize("compiler", ["there is none", Compiler(byte_tokenizer())])
 def test_what_is_not_compiled_ends_its_own_sequences(compiler: Any) -> None:
     """With an error that names the field, and nobody else's."""
-    constraint = Constraints(compiler, VOCAB_SIZE).of(Source("regex", "("), 1)
+    constraint = SourceCompiler(compiler, VOCAB_SIZE).of(Source("regex", "("), 1)
     assert isinstance(constraint, Uncompiled)
     engine = Engine(tiny_gpt(), EngineConfig(slots=2))
     for name, wanted in (("bad", constraint), ("good", None)):
