@@ -5,9 +5,10 @@
 The checks are those of `benchmarks/gpu_truth.py`. Then whole steps of the engine, sampling
 included, with GPT-2's shapes and random weights in bfloat16: decode with steps that are recorded,
 called one by one, batch-invariant, and in plain torch; prefill; `transformers` generating with a
-compiled static cache; streams over HTTP, the engine in a thread and in a process of its own; and
-training. Rates are shares of what the same card reads and multiplies at best, measured before them;
-the head of the table has the better of that and of a second measurement at the end.
+compiled static cache; streams over HTTP, the engine in a thread and in a process of its own; steps
+of training; and a model trained from text to checkpoint, for eight minutes at most. Rates are
+shares of what the same card reads and multiplies at best, measured before them; the head of the
+table has the better of that and of a second measurement at the end.
 
 A part that fails loses its own results alone: it is named at the end, and the exit code is 1. The
 last line is JSON. `--device cpu --tiny` runs all of it that needs no GPU, to see that it runs; its
@@ -17,6 +18,7 @@ times mean nothing. Nothing here has been run on a GPU yet.
 import argparse
 import json
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -28,15 +30,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from benchmarks.engine_place import compare, served_twice
 from benchmarks.gpu_truth import CHECKS, FULL, SMALL, Finding
 from benchmarks.synthetic import save_synthetic, synthetic_gpt
 from model.benchmark.in_process import measure_engine
 from model.benchmark.machine import Machine, best_of, measure_machine, surroundings
-from model.benchmark.work import Work, limit, prefill_work, size_of
+from model.benchmark.work import Work, limit
 from model.benchmark.workload import Workload, tokens_for
+from model.checkpoint import read_checkpoint
 from model.config import GPTConfig, gpt2_shape
 from model.device import DeviceError, Placement, choose_placement, use_threads
 from model.engine.runner import DecoderMaker
@@ -45,7 +47,9 @@ from model.kernels.capture import DirectCalls
 from model.kernels.graphs import GraphDecoder
 from model.kernels.plain import PlainDecoder
 from model.memory import SlotWish, available, slots_for
-from model.presets import preset
+from model.presets import Compile, Optimizer, Recipe, preset
+from model.training.compiling import choose_loss
+from model.training.flops import flops_per_token
 from model.training.forward import Forward, training_placement
 from model.training.recipe import Optimizers
 
@@ -207,41 +211,80 @@ def http(plan: Plan) -> Iterator[Finding]:
 
 
 def training(plan: Plan) -> Iterator[Finding]:
-    """Steps of the trainer's own forward, loss, backward and optimizer, on random ids: GPT-2 124M
-    at a context of 1,024, and what of the matrix rate that is (three forwards' operations)."""
+    """Whole steps of the trainer on random ids: GPT-2 124M at a context of 1,024 with AdamW, eager
+    and compiled, and with Muon; and what of the matrix rate that is."""
     shape = next(iter(plan.shapes.values()))
     config, recipe = plan.config(shape), preset("gpt2-124m").recipe
     placement = training_placement(str(plan.placement.device), "auto", 0)
+    ways: tuple[tuple[str, Optimizer, Compile], ...]
+    ways = (("eager", "adamw", "off"), ("compiled", "adamw", "on"), ("compiled", "muon", "on"))
     for batch in (2,) if plan.tiny else (8, 32):
-        gpt = GPT(config).to(placement.device).train()
-        forward = Forward(gpt, placement, dropout=0.0)
-        optimizers = Optimizers(gpt, recipe)
-        length = config.context_length
-        ids = torch.randint(config.vocab_size, (batch, length + 1), device=placement.device)
+        for said, optimizer, compiled in ways:
+            case = f"{batch} windows of {config.context_length}, {said}, {optimizer}"
+            step = _training_step(
+                config, replace(recipe, optimizer=optimizer), placement, batch, compiled
+            )
+            seconds = _median_seconds(step, placement.device, rounds=3 if plan.tiny else 10)
+            tokens = batch * config.context_length
+            rate = flops_per_token(config) * tokens / seconds
+            share = rate / plan.machine.matrix_rate
+            yield Finding(
+                "training",
+                case,
+                f"{placement.dtype_name}: {1e3 * seconds:.1f} ms a step, "
+                f"{tokens / seconds:,.0f} tokens/s, {rate / 1e12:.2f} TFLOP/s, "
+                f"{share:.0%} of the matrix rate",
+                {"step_ms": 1e3 * seconds, "tokens_per_second": tokens / seconds, "mfu": share},
+            )
 
-        def step(
-            forward: Forward = forward, optimizers: Optimizers = optimizers, ids: Any = ids
-        ) -> None:
-            logits = forward(ids[:, :-1])
-            F.cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].flatten()).backward()
-            optimizers.step(1.0)
 
-        seconds = _median_seconds(step, placement.device, rounds=3 if plan.tiny else 10)
-        size = size_of(gpt)
-        # Every position's logits are wanted here, a prefill computes the last one's.
-        one = prefill_work(size, prompts=batch, length=length).operations
-        assert one is not None
-        operations = 3 * (one + 2 * size.head * (length - 1) * batch)
-        rate, tokens = operations / seconds, batch * length
-        share = rate / plan.machine.matrix_rate
+def _training_step(
+    config: GPTConfig, recipe: Recipe, placement: Placement, batch: int, compiled: Compile
+) -> Callable[[], None]:
+    gpt = GPT(config).to(placement.device).train()
+    optimizers = Optimizers(gpt, recipe)
+    loss_of = choose_loss(Forward(gpt, placement, dropout=0.0), placement, compiled, _refuse_eager)
+    shape = (batch, config.context_length + 1)
+    ids = torch.randint(config.vocab_size, shape, device=placement.device)
+
+    def step() -> None:
+        loss_of(ids[:, :-1], ids[:, 1:]).backward()
+        optimizers.step(1.0)
+
+    return step
+
+
+def _refuse_eager(notice: str) -> None:
+    if notice.startswith("not compiled"):
+        raise RuntimeError(notice)
+
+
+def trained(plan: Plan) -> Iterator[Finding]:
+    """`logitd train` as a person starts it: the preset `small` on the text that Python carries, for
+    at most eight minutes and until validation stops improving; its loss, and what it writes."""
+    with tempfile.TemporaryDirectory() as folder:
+        run = Path(folder) / "run"
+        name = "tiny" if plan.tiny else "small"
+        steps = 2 if plan.tiny else preset(name).recipe.steps  # or the minutes, if they end first
+        command = [sys.executable, "-m", "service.cli", "train", "--preset", name]
+        command += ["--steps", str(steps), "--minutes", "8", "--patience", "3"]
+        if plan.tiny:
+            command += ["--eval-batches", "1", "--sample-tokens", "4"]
+        command += ["--device", str(plan.placement.device), "--out", str(run)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise RuntimeError(f"the trainer ended with {done.returncode}: {done.stderr[-2000:]}")
+        best = read_checkpoint(run / "best").training
+        samples = (run / "samples.txt").read_text(encoding="utf-8")
+        last = [json.loads(each) for each in (run / "metrics.jsonl").read_text().splitlines()][-1]
         yield Finding(
-            "training",
-            f"{batch} windows of {length}, {placement.dtype_name}",
-            f"{1e3 * seconds:.1f} ms a step, {tokens / seconds:,.0f} tokens/s, "
-            f"{rate / 1e12:.2f} TFLOP/s, {share:.0%} of the matrix rate",
-            {"step_ms": 1e3 * seconds, "tokens_per_second": tokens / seconds, "mfu": share},
-        )
-        del gpt, forward, optimizers
+            "trained",
+            f"preset {name}, best at step {best.step:,}",
+            f"{best.val_bits_per_byte:.4f} bits per byte; stopped at step {last['step']:,} after "
+            f"{last['seconds'] / 60:.1f} minutes",
+            {"bits_per_byte": best.val_bits_per_byte, "val_loss": best.val_loss, "last": last,
+             "samples": samples[-4000:]},
+        )  # fmt: skip
 
 
 def _too_large(plan: Plan, gpt: GPT, batch: int) -> str | None:
@@ -326,7 +369,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    speeds = (engine, transformers, http, training)
+    speeds = (engine, transformers, http, training, trained)
     names = [part.__name__ for part in (*CHECKS, *speeds)]
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--parts", default=",".join(names), help="with commas between them")

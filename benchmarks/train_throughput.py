@@ -5,10 +5,12 @@
 
 The plain loop is what one writes first: the model under autocast in the same numbers, torch's fused
 causal attention, `F.cross_entropy` of all logits in float32, and torch's Muon and AdamW as they
-come. `plain float32` is the same without autocast, as nanoGPT trains on a CPU. Model, initial
-weights, batches of random ids and learning rates are the same for all.
+come. `plain float32` is the same without autocast, as nanoGPT trains on a CPU. `compiled` is the
+trainer with `--compile on`, whose compiling is timed apart: by it one sees after how many steps it
+is earned back, if ever. Model, initial weights, batches of random ids and learning rates are the
+same for all.
 
-Each figure is the median step of a process of its own; the three take turns, and a ratio is the
+Each figure is the median step of a process of its own; the four take turns, and a ratio is the
 median of those within each round. The last line is JSON. Run it on a machine that does nothing
 else.
 """
@@ -31,29 +33,38 @@ from torch.optim import AdamW, Muon
 from model.attention import CausalAttend
 from model.device import Placement, keep_freed_memory, use_threads
 from model.gpt import GPT
-from model.presets import Recipe, preset
+from model.presets import Compile, Recipe, preset
+from model.training.compiling import choose_loss
 from model.training.forward import Forward, training_placement
 from model.training.recipe import Optimizers, initialise, kind
 
-LOOPS = ("logitd", "plain", "plain float32")
+OWN = ("logitd", "compiled")
+LOOPS = (*OWN, "plain", "plain float32")
 WARM_UP = 3
 
 Step = Callable[[Tensor], Tensor]
 """Trains on ids (B, T + 1) and gives the loss."""
 
 
-def own_step(gpt: GPT, recipe: Recipe, placement: Placement) -> Step:
+def own_step(gpt: GPT, recipe: Recipe, placement: Placement, wish: Compile = "off") -> Step:
     """The trainer's step."""
     optimizers = Optimizers(gpt, recipe)
     forward = Forward(gpt, placement, dropout=gpt.config.dropout)
+    loss_of = choose_loss(forward, placement, wish, _refuse_eager)
 
     def step(ids: Tensor) -> Tensor:
-        loss = forward.loss(ids[:, :-1], ids[:, 1:])
+        loss = loss_of(ids[:, :-1], ids[:, 1:])
         loss.backward()
         optimizers.step(1.0)
         return loss.detach()
 
     return step
+
+
+def _refuse_eager(notice: str) -> None:
+    """Where compiling fails the trainer goes on without it; here that would be a false figure."""
+    if notice.startswith("not compiled"):
+        sys.exit(notice)
 
 
 def plain_step(gpt: GPT, recipe: Recipe, placement: Placement) -> Step:
@@ -86,7 +97,8 @@ def plain_step(gpt: GPT, recipe: Recipe, placement: Placement) -> Step:
 
 
 def measure(loop: str, name: str, steps: int, threads: int) -> dict[str, float]:
-    """The median seconds of a step, and the first and last loss."""
+    """The median seconds of a step and those of the first, which compiles where that is asked for;
+    the first and last loss."""
     warnings.filterwarnings("ignore", "Mismatch dtype between input and weight")
     start = preset(name)
     recipe, config = start.recipe, start.config(start.recipe.vocab_size)
@@ -97,9 +109,11 @@ def measure(loop: str, name: str, steps: int, threads: int) -> dict[str, float]:
     gpt = GPT(config)
     initialise(gpt, recipe, generator)
     gpt.train()
-    if loop == "logitd":
+    if loop in OWN:
         keep_freed_memory()  # as `logitd train` does
-    step = (own_step if loop == "logitd" else plain_step)(gpt, recipe, placement)
+        step = own_step(gpt, recipe, placement, "on" if loop == "compiled" else "off")
+    else:
+        step = plain_step(gpt, recipe, placement)
     shape = (recipe.batch_size, config.context_length + 1)
     times, losses = [], []
     for _ in range(WARM_UP + steps):
@@ -109,6 +123,7 @@ def measure(loop: str, name: str, steps: int, threads: int) -> dict[str, float]:
         times.append(time.perf_counter() - began)
     return {
         "seconds": statistics.median(times[WARM_UP:]),
+        "first_seconds": times[0],
         "tokens": recipe.batch_size * config.context_length,
         "first_loss": losses[0],
         "last_loss": losses[-1],
@@ -138,6 +153,9 @@ def compare(name: str, rounds: int, steps: int, threads: int) -> dict[str, Any]:
                 for mine, theirs in zip(found["logitd"], found[loop], strict=True)
             )
             for loop in LOOPS[1:]
+        },
+        "first_seconds": {
+            loop: [each["first_seconds"] for each in results] for loop, results in found.items()
         },
     }
 
@@ -172,6 +190,8 @@ def main() -> None:
             ratio = result["times_as_fast_as"].get(loop)
             beside = "" if ratio is None else f"  logitd is {ratio:.2f} times as fast"
             print(f"{name:<12} {loop:<14} {speed:>9,.0f} tokens/s{beside}")
+        compiling = ", ".join(f"{each:.0f}" for each in result["first_seconds"]["compiled"])
+        print(f"{name:<12} compiled, the first step of each round: {compiling} s")
     print(json.dumps(results))
 
 

@@ -16,6 +16,7 @@ from model.lora import LoraShape
 from model.presets import Recipe, preset
 from model.training import budget
 from model.training.batches import Share, share
+from model.training.compiling import settle_compile
 from model.training.config import TrainingConfig, TrainingError, run_name, settle, settle_again
 from model.training.events import Prepared, Reporter
 from model.training.finetune import Base, lora_shape, open_base, reopen_base, settle_on
@@ -89,6 +90,7 @@ def _new(config: TrainingConfig, ranks: Ranks, report: Reporter) -> Plan:
         run.discard()
         raise
     report(Prepared(prepared.record, prepared.tokenizer.vocab_size))
+    config = settle_compile(config, recipe, model)
     return Plan(config, recipe, model, prepared, run, placement, chat_template, ranks, base)
 
 

@@ -178,8 +178,8 @@ class TrainingConfig(BaseModel):
     )
     compile: Compile = Field(
         "auto",
-        description="torch.compile the forward and backward pass: auto is on for CUDA alone; on a "
-        "CPU it takes a minute or two before the first step",
+        description="torch.compile the forward and backward pass: auto does so on CUDA, and on a "
+        "CPU in runs of about a quarter of an hour or more, as it takes a minute to begin with",
     )
     seed: int | None = Field(
         None, ge=0, lt=2**63, description="of initial weights, batches and dropout"

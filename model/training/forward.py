@@ -3,17 +3,11 @@ fastest here.
 
 Weights stay float32; in bfloat16 the matrix products run under autocast. On a CPU in bfloat16
 attention is that of `model/training/matrix_attention.py`, whose price is memory for the weights of
-every head and layer, so long windows stay with torch's fused kernel. On CUDA the loss is compiled
-when it is first needed (`--compile`). Does not know the KV cache.
-
-Compiling on a CPU is left to those who ask for it: it took 25 % off a step of a small model and a
-minute and a half to begin with, which a run of a few minutes never earns back.
+every head and layer, so long windows stay with torch's fused kernel. Whether the loss is compiled
+is decided in `model/training/compiling.py`. Does not know the KV cache.
 
 Shapes: B sequences, T positions, V = vocab_size.
 """
-
-from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +15,7 @@ from torch import Tensor
 from model.attention import Attend, CausalAttend
 from model.device import Placement, choose_placement
 from model.gpt import GPT
-from model.presets import Compile, TrainingDType
+from model.presets import TrainingDType
 from model.training.loss import cross_entropy
 from model.training.matrix_attention import MatrixAttend
 
@@ -68,56 +62,6 @@ class Forward:
         return torch.autocast(
             self._placement.device.type, dtype=torch.bfloat16, enabled=in_bfloat16
         )
-
-
-Loss = Callable[[Tensor, Tensor], Tensor]
-"""From ids and targets, (B, T) each, to the mean loss."""
-
-
-class CompiledLoss:
-    """A loss through `torch.compile`, or eager when compiling fails: a missing C compiler is
-    common, and no reason not to train. `notice` is told, once.
-
-    The first call compiles: forward and backward once for nothing, before the call that counts. A
-    fault of training itself comes again in that call, and is raised.
-    """
-
-    def __init__(
-        self,
-        forward: Forward,
-        notice: Callable[[str], None],
-        backend: str | Callable[..., Any] = "inductor",
-    ) -> None:
-        self._forward = forward
-        self._notice = notice
-        self._backend = backend
-        self._loss: Loss | None = None
-
-    def __call__(self, token_ids: Tensor, targets: Tensor) -> Tensor:
-        if self._loss is None:
-            self._loss = self._compile(token_ids, targets)
-        return self._loss(token_ids, targets)
-
-    def _compile(self, token_ids: Tensor, targets: Tensor) -> Loss:
-        compiled: Loss = torch.compile(self._forward.loss, backend=self._backend)
-        devices = [token_ids.device] if token_ids.is_cuda else []
-        try:
-            with torch.random.fork_rng(devices):  # dropout draws as if this had not been
-                torch.autograd.grad(compiled(token_ids, targets), self._forward.parameters())
-        except RuntimeError as error:  # all of the compiler's exceptions are
-            why = " ".join(str(error).split())[:200]
-            self._notice(f"not compiled, so steps take longer: {type(error).__name__}: {why}")
-            return self._forward.loss
-        return compiled
-
-
-def choose_loss(
-    forward: Forward, placement: Placement, wish: Compile, notice: Callable[[str], None]
-) -> Loss:
-    """The loss of training, compiled or not: `auto` compiles on CUDA."""
-    if wish == "on" or (wish == "auto" and placement.device.type == "cuda"):
-        return CompiledLoss(forward, notice)
-    return forward.loss
 
 
 def training_placement(device: str, dtype: TrainingDType, threads: int) -> Placement:

@@ -24,11 +24,12 @@ import torch
 from model.device import describe, use_threads
 from model.training.batches import Batches, noise_seed
 from model.training.begin import Plan, begin
+from model.training.compiling import choose_loss
 from model.training.config import TrainingConfig, TrainingError
 from model.training.events import Noticed, Progress, Reporter, Started, silent
 from model.training.finetune import initial_model
 from model.training.flops import Meter
-from model.training.forward import Forward, choose_loss
+from model.training.forward import Forward
 from model.training.health import Health, Look
 from model.training.interrupt import StopSignals
 from model.training.length import Length
@@ -162,9 +163,9 @@ class Trainer:
             return self._result(reason)
 
     def _end(self, reason: Reason) -> None:
-        """Keep what there is. Interrupted, the steps since the last report stay to be reported:
-        they are in the state, and the resumed run reports as one run would have."""
-        if reason == "interrupted":
+        """Keep what there is. Interrupted between two reports, the steps since the last one stay to
+        be reported: they are in the state, and the resumed run reports as one run would have."""
+        if reason == "interrupted" and not self._reports_now():
             self._look(self.log.figures())
         else:
             self._log()
@@ -219,12 +220,12 @@ class Trainer:
 
     def _between_steps(self) -> bool:
         """Whatever is due after a step that is not the last. True: there was something."""
+        if not self._reports_now():
+            return False
         step, recipe = self.counters.step, self.recipe
         saves = step % recipe.checkpoint_every == 0
         evaluates = step % recipe.eval_every == 0
         samples = step % (recipe.sample_every or recipe.eval_every) == 0
-        if not (saves or evaluates or samples or step % self.plan.config.log_every == 0):
-            return False
         self._log()
         if saves and not self.health.suspected:
             self._save()
@@ -237,6 +238,14 @@ class Trainer:
         if samples:
             self.milestones.sample(step)
         return True
+
+    def _reports_now(self) -> bool:
+        """Whether the steps up to here are reported before the next one: with anything else that
+        is due, they are too."""
+        recipe = self.recipe
+        sample_every = recipe.sample_every or recipe.eval_every
+        every = (self.plan.config.log_every, recipe.eval_every, recipe.checkpoint_every)
+        return any(self.counters.step % each == 0 for each in (*every, sample_every))
 
     def _save(self) -> None:
         reports = {"log": self.log.state(), "health": self.health.state()}

@@ -11,7 +11,7 @@ from torch import Tensor
 from model.config import MODERN, gpt2_shape
 from model.device import Placement
 from model.gpt import GPT
-from model.training.forward import CompiledLoss, Forward, choose_loss, training_placement
+from model.training.forward import Forward, training_placement
 
 CPU = torch.device("cpu")
 EXACT = Placement(CPU, torch.float32, 1)
@@ -68,45 +68,3 @@ def test_the_loss_is_that_of_the_logits(tied: bool, dtype: torch.dtype) -> None:
         strict=True,
     ):
         assert float((own - other).norm()) <= near * float(other.norm()) + 1e-7
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_the_compilers_graph_computes_the_same_and_draws_nothing_for_its_trial() -> None:
-    """torch's own tracing, without the C compiler behind it."""
-    gpt, ids, targets = _small(dropout=0.1)
-    gpt.train()
-    forward = Forward(gpt, EXACT, dropout=0.1)
-    notices: list[str] = []
-    compiled = CompiledLoss(forward, notices.append, backend="aot_eager")
-    torch.manual_seed(3)
-    expected = torch.autograd.grad(forward.loss(ids, targets), forward.parameters())
-    torch.manual_seed(3)
-    found = torch.autograd.grad(compiled(ids, targets), forward.parameters())
-    assert notices == []
-    for own, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(own, other)
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_where_compiling_fails_training_goes_on_eager_with_one_notice() -> None:
-    def broken(graph: Any, inputs: Any) -> Any:
-        raise RuntimeError("no C compiler here\nand many lines more")
-
-    gpt, ids, targets = _small()
-    forward = Forward(gpt, EXACT, dropout=0.0)
-    notices: list[str] = []
-    compiled = CompiledLoss(forward, notices.append, backend=broken)
-    for _ in range(2):
-        assert torch.equal(compiled(ids, targets), forward.loss(ids, targets))
-    assert len(notices) == 1
-    assert "no C compiler here" in notices[0]
-    assert "\n" not in notices[0]
-
-
-def test_a_cpu_compiles_only_when_asked() -> None:
-    forward = Forward(_small()[0], EXACT, dropout=0.0)
-    for wish, compiles in (("auto", False), ("off", False), ("on", True)):
-        loss = choose_loss(forward, EXACT, wish, print)  # type: ignore[arg-type]
-        assert isinstance(loss, CompiledLoss) == compiles

@@ -168,7 +168,7 @@ def test_a_run_stopped_and_resumed_is_the_run_that_was_not_bit_for_bit(
     train(configure(out=tmp_path / "straight", **shared))
     one = configure(out=tmp_path / "broken", **shared)
     assert _train_until(4, one).reason == "interrupted"
-    resume = TrainingConfig(out=one.out, resume=True, sample_every=4, sample_tokens=2)
+    resume = TrainingConfig(out=one.out, resume=True, sample_tokens=2)
     assert _train_until(8, resume).step == 8
     result = train(TrainingConfig(out=one.out, resume=True))
     assert (result.step, result.reason) == (12, "finished")
@@ -179,6 +179,26 @@ def test_a_run_stopped_and_resumed_is_the_run_that_was_not_bit_for_bit(
     assert weights[0] == weights[1]
     straight, broken = _losses(tmp_path / "straight"), _losses(tmp_path / "broken")
     assert straight == [each for each in broken if each[0] == "train" or each[1] % 6 == 0]
+
+
+@pytest.mark.usefixtures("no_picture")
+@pytest.mark.parametrize("stop", [4, 5, 6])
+def test_a_run_stopped_where_it_reports_reports_the_same_as_one_that_was_not(
+    configure: Configure, tmp_path: Path, stop: int
+) -> None:
+    """Ctrl-C in step 4, with a report due after it, once left that report out: the next one was of
+    four steps instead of two, and the smoothed loss another from there on."""
+    shared = {"steps": 8, "log_every": 2, "eval_every": 5, "sample_every": 1000}
+    train(configure(out=tmp_path / "straight", **shared))
+    broken = configure(out=tmp_path / "broken", **shared)
+    assert _train_until(stop, broken).reason == "interrupted"
+    train(TrainingConfig(out=broken.out, resume=True))
+    assert _state(tmp_path / "straight") == _state(tmp_path / "broken")
+    reported = [
+        [each for each in _losses(tmp_path / run) if each[0] == "train"]
+        for run in ("straight", "broken")
+    ]
+    assert reported[0] == reported[1]
 
 
 @pytest.mark.usefixtures("no_picture")

@@ -1,0 +1,97 @@
+"""Compiling: the loss of training through `torch.compile`, where that pays for itself.
+
+On CUDA it is compiled unless one says otherwise. On a CPU compiling takes the better part of a
+minute and makes a step of the presets `tiny` and `small` an eighth faster
+(`python -m benchmarks.train_throughput`), so it is left out of a run of a few minutes, which would
+end later for it. What decides is what the run was asked for and no clock, and it is kept with the
+run's configuration: a resumed run computes with the same kernels, hence the same bits.
+
+Does not compile evaluation, samples or the optimizers.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from model.config import GPTConfig
+from model.device import Placement
+from model.presets import Compile, Recipe
+from model.training.config import TrainingConfig
+from model.training.flops import flops_per_token
+from model.training.forward import Forward
+
+LONG_MINUTES = 15.0
+LONG_OPERATIONS = 1.5e14
+"""From where on a run on a CPU is compiled: twice what it takes to earn the compiling back. The
+operations are those of fifteen minutes on two AVX-512 cores in bfloat16."""
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+"""From ids and targets, (B, T) each, to the mean loss."""
+
+Notice = Callable[[str], None]
+
+
+class CompiledLoss:
+    """A loss through `torch.compile`, or eager when compiling fails: a missing C compiler is
+    common, and no reason not to train. `notice` is told of both.
+
+    The first call compiles: forward and backward once for nothing, before the call that counts. A
+    fault of training itself comes again in that call, and is raised.
+    """
+
+    def __init__(
+        self,
+        forward: Forward,
+        notice: Notice,
+        backend: str | Callable[..., Any] = "inductor",
+    ) -> None:
+        self._forward = forward
+        self._notice = notice
+        self._backend = backend
+        self._loss: Loss | None = None
+
+    def __call__(self, token_ids: Tensor, targets: Tensor) -> Tensor:
+        if self._loss is None:
+            self._loss = self._compile(token_ids, targets)
+        return self._loss(token_ids, targets)
+
+    def _compile(self, token_ids: Tensor, targets: Tensor) -> Loss:
+        self._notice("compiling the training step, which can take a minute or two")
+        compiled: Loss = torch.compile(self._forward.loss, backend=self._backend)
+        devices = [token_ids.device] if token_ids.is_cuda else []
+        try:
+            with torch.random.fork_rng(devices):  # dropout draws as if this had not been
+                torch.autograd.grad(compiled(token_ids, targets), self._forward.parameters())
+        except RuntimeError as error:  # all of the compiler's exceptions are
+            why = " ".join(str(error).split())[:200]
+            self._notice(f"not compiled, so steps take longer: {type(error).__name__}: {why}")
+            return self._forward.loss
+        return compiled
+
+
+def settle_compile(config: TrainingConfig, recipe: Recipe, model: GPTConfig) -> TrainingConfig:
+    """The configuration of a new run, `compile: auto` being `on` in it where the run is long.
+
+    In a short one it stays: a run on a CPU that is resumed on CUDA is compiled there.
+    """
+    if config.compile == "auto" and _is_long(config, recipe, model):
+        return config.model_copy(update={"compile": "on"})
+    return config
+
+
+def choose_loss(forward: Forward, placement: Placement, wish: Compile, notice: Notice) -> Loss:
+    """The loss of training, compiled or not; what of `auto` is not settled compiles on CUDA."""
+    if wish == "on" or (wish == "auto" and placement.device.type == "cuda"):
+        return CompiledLoss(forward, notice)
+    return forward.loss
+
+
+def _is_long(config: TrainingConfig, recipe: Recipe, model: GPTConfig) -> bool:
+    if config.minutes is not None and config.minutes < LONG_MINUTES:
+        return False
+    if config.steps is None and config.minutes is not None:
+        return True
+    tokens = recipe.steps * recipe.batch_size * recipe.accumulate * model.context_length
+    return tokens * flops_per_token(model) >= LONG_OPERATIONS
