@@ -11,7 +11,7 @@ only thing that the host waits for. While the forward runs it packs what the dra
 
 Batch-invariant, every step takes the largest sizes: then no kernel is chosen, nor work divided, by
 how many sequences run or how long they are. What is left is that a kernel treats its rows alike,
-which can be seen on a GPU alone (`benchmarks/gpu.py`). It costs the time of a full batch at full
+which can be seen on a GPU alone (`python -m benchmarks.gpu`). It costs the time of a full batch at full
 length for every step, and prefill a block at a time.
 
 The same code runs on a CPU without recording, for its tests. It has never been run on a GPU.

@@ -1,4 +1,4 @@
-"""What has to be true on a GPU before its speed means anything: `benchmarks/gpu.py` runs it first.
+"""What has to be true on a GPU before its speed means anything.
 
 Everything is held to the CPU or to the same device without recordings: logits, greedy texts,
 replayed steps under changing company, the same bits alone and in company, and memory that does not
@@ -15,7 +15,10 @@ from typing import Any
 
 import torch
 
+from benchmarks.gpu.plan import Finding
+from benchmarks.synthetic import synthetic_gpt
 from model.checkpoint import load_checkpoint
+from model.config import MODERN, gpt2_shape
 from model.engine.api import EngineConfig, GenerationRequest, SamplingParams, TokenEvent
 from model.engine.engine import Engine
 from model.engine.runner import DecoderMaker
@@ -24,23 +27,17 @@ from model.kernels.capture import DirectCalls
 from model.kernels.graphs import GraphDecoder
 from model.kernels.loss import decoded_nats
 from model.kernels.plain import PlainDecoder
+from model.kv_cache import KVCache
 from model.tokenizer import Tokenizer
 
-BUNDLED = Path(__file__).parent.parent / "checkpoints" / "python-small"
+BUNDLED = Path(__file__).parents[2] / "checkpoints" / "python-small"
 CPU = torch.device("cpu")
 TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 5e-3}
 """Of a loss, as a share of the CPU's in float32."""
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One line of the table. `figures` are for the JSON line; `holds` is None for a measurement."""
-
-    part: str
-    case: str
-    said: str
-    figures: dict[str, Any]
-    holds: bool | None = None
+LOGIT_TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.1}
+"""Of any one logit, in standard deviations of them all."""
+RANDOM_CONTEXT = 256
+RANDOM_VOCABULARY = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +79,35 @@ def logits(device: torch.device, size: Size) -> Iterator[Finding]:
                 {"relative": apart, "allowed": tolerance},
                 apart <= tolerance,
             )
+
+
+def random_weights(device: torch.device, size: Size) -> Iterator[Finding]:
+    """The logits of models that learned nothing, of both families: the largest distance to the
+    CPU's in float32, by forward and by decode steps."""
+    positions = min(size.positions, RANDOM_CONTEXT)
+    ids = torch.randint(RANDOM_VOCABULARY, (1, positions), generator=torch.manual_seed(0))
+    for family, shape in (("gpt-2", {}), ("modern", {**MODERN, "n_kv_head": 2})):
+        config = gpt2_shape(
+            vocab_size=RANDOM_VOCABULARY, context_length=RANDOM_CONTEXT, n_layer=4, n_head=4,
+            d_model=256, **shape,
+        )  # fmt: skip
+        exact_gpt = synthetic_gpt(config)
+        with torch.inference_mode():
+            exact = exact_gpt(ids).logits[0]  # (T, V)
+        for dtype, tolerance in LOGIT_TOLERANCES.items():
+            gpt = synthetic_gpt(config).to(dtype).to(device)
+            with torch.inference_mode():
+                forward = gpt(ids.to(device)).logits[0].float().cpu()
+            for way, found in (("forward", forward), ("decoded", _decoded(gpt, ids))):
+                apart = float((found - exact).abs().max() / exact.std())
+                yield Finding(
+                    "random",
+                    f"{family}, {str(dtype).removeprefix('torch.')} {way}",
+                    f"logits at most {apart:.2g} standard deviations from the CPU's in float32, "
+                    f"{tolerance:.2g} allowed",
+                    {"apart": apart, "allowed": tolerance},
+                    apart <= tolerance,
+                )
 
 
 def greedy(device: torch.device, size: Size) -> Iterator[Finding]:
@@ -182,7 +208,7 @@ def memory(device: torch.device, size: Size) -> Iterator[Finding]:
     )
 
 
-CHECKS = (logits, greedy, replay, invariance, memory)
+CHECKS = (logits, random_weights, greedy, replay, invariance, memory)
 
 
 def _bundled(device: torch.device, dtype: torch.dtype) -> tuple[Tokenizer, GPT, torch.Tensor]:
@@ -190,6 +216,21 @@ def _bundled(device: torch.device, dtype: torch.dtype) -> tuple[Tokenizer, GPT, 
     info, gpt = load_checkpoint(BUNDLED, device=device, dtype=dtype)
     text = Path(__file__).read_text(encoding="utf-8")
     return info.tokenizer, gpt, torch.tensor(info.tokenizer.encode(text))
+
+
+def _decoded(gpt: GPT, ids: torch.Tensor) -> torch.Tensor:
+    """Logits (T, V) in float32 on the CPU, each position of ids (1, T) by a decode step."""
+    weight = gpt.token_embedding.weight
+    cache = KVCache(gpt.config, 1, device=weight.device, dtype=weight.dtype)
+    decoder = GraphDecoder(gpt, cache)
+    try:
+        rows = [
+            decoder.decode([token_id], [0], [position])[0].to("cpu", copy=True)
+            for position, token_id in enumerate(ids[0].tolist())
+        ]
+    finally:
+        decoder.close()
+    return torch.stack(rows)
 
 
 @torch.inference_mode()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.mark.slow
@@ -26,5 +26,8 @@ def test_every_part_runs() -> None:
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["failures"] == {}
     parts = {finding["part"] for finding in found["findings"]}
-    assert {"decode", "prefill", "transformers", "http", "training"} < parts
+    speeds = {"decode", "prefill", "kernels", "transformers", "http", "training", "trained"}
+    assert parts == speeds | {"logits", "random", "greedy", "replay", "invariance", "memory"}
+    measured = {row["goal"] for row in found["goals"] if row["measured"] is not None}
+    assert "tiny: training, of the matrix rate" in measured
     assert all(finding["holds"] is not False for finding in found["findings"])

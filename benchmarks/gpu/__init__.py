@@ -1,0 +1,2 @@
+"""What a GPU gives: whether it computes what is promised, and how fast. `python -m benchmarks.gpu
+--help`."""

@@ -1,0 +1,139 @@
+"""What a GPU gives: first whether it computes what is promised, then how fast, in one table.
+
+    python -m benchmarks.gpu [--device cuda] [--parts logits,engine,...] [--tiny]
+
+The checks are those of `truth.py`. Then whole steps of the engine, sampling
+included, with GPT-2's shapes and random weights in bfloat16: decode with steps that are recorded,
+called one by one, batch-invariant, and in plain torch; the kernels of a step; prefill;
+`transformers` generating with a compiled static cache; streams over HTTP, the engine in a thread
+and in a process of its own; steps of training; and a model trained from text to checkpoint, for
+eight minutes at most. Rates are shares of what the same card reads and multiplies at best, measured
+before them; the head of the table has the better of that and of a second measurement at the end.
+Last come the goals (`wanted.py`) and whether they are reached.
+
+A part that fails loses its own results alone: it is named at the end, and the exit code is 1. The
+last line is JSON. `--device cpu --tiny` runs all of it that needs no GPU, to see that it runs; its
+times mean nothing. Nothing here has been run on a GPU yet.
+"""
+
+import argparse
+import json
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from functools import partial
+
+import torch
+
+from benchmarks.goals.wanted import judged, table
+from benchmarks.gpu.plan import Finding, Plan, median_seconds
+from benchmarks.gpu.serving import engine, http, kernels, transformers
+from benchmarks.gpu.training import trained, training
+from benchmarks.gpu.truth import CHECKS, FULL, SMALL
+from benchmarks.gpu.wanted import goals
+from model.benchmark.machine import best_of, measure_machine, surroundings
+from model.device import DeviceError, choose_placement, use_threads
+
+
+def copy_bandwidth(device: torch.device, nbytes: int) -> float:
+    """Bytes read and written per second by a copy within the device."""
+    source = torch.ones(nbytes // 4, device=device)
+    target = torch.empty_like(source)
+    return 2 * nbytes / median_seconds(lambda: target.copy_(source), device, rounds=5)
+
+
+def guarded(name: str, part: Callable[[], Iterator[Finding]]) -> tuple[list[Finding], str | None]:
+    """What a part found before it ended or failed, and how it failed."""
+    found: list[Finding] = []
+    print(f"gpu: {name}", file=sys.stderr, flush=True)
+    try:
+        for finding in part():
+            found.append(finding)
+            print(line(finding), file=sys.stderr, flush=True)
+    except Exception as error:  # whatever it is, the other parts are still wanted
+        traceback.print_exc()
+        return found, f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    return found, None
+
+
+def line(finding: Finding) -> str:
+    mark = {None: " ", True: "ok", False: "NO"}[finding.holds]
+    return f"{mark:2} {finding.part:12} {finding.case:44} {finding.said}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    speeds = (engine, kernels, transformers, http, training, trained)
+    names = [part.__name__ for part in (*CHECKS, *speeds)]
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--parts", default=",".join(names), help="with commas between them")
+    parser.add_argument("--threads", type=int, default=0, help="of the CPU; 0 is all")
+    parser.add_argument("--tiny", action="store_true", help="shapes that any machine runs")
+    arguments = parser.parse_args()
+    chosen = arguments.parts.split(",")
+    if unknown := set(chosen) - set(names):
+        parser.error(f"no such parts: {', '.join(sorted(unknown))}; there are {', '.join(names)}")
+    try:
+        placement = choose_placement(arguments.device, "bfloat16", arguments.threads)
+    except DeviceError as error:
+        parser.error(str(error))
+    use_threads(placement.threads)
+    before = measure_machine(placement)
+    copied = copy_bandwidth(placement.device, 2**24 if arguments.tiny else 2**30)
+    plan = Plan(placement, before, arguments.tiny)
+    size = SMALL if arguments.tiny else FULL
+    parts: dict[str, Callable[[], Iterator[Finding]]] = {
+        **{check.__name__: partial(check, placement.device, size) for check in CHECKS},
+        **{speed.__name__: partial(speed, plan) for speed in speeds},
+    }
+    findings: list[Finding] = []
+    failures: dict[str, str] = {}
+    for name in names:
+        if name in chosen:
+            found, failure = guarded(name, parts[name])
+            findings += found
+            if failure is not None:
+                failures[name] = failure
+    after, failure_after = before, None
+    try:
+        after = measure_machine(placement)
+    except Exception as error:  # a device that is lost does not take the results with it
+        failure_after = f"{type(error).__name__}: {error}"
+        failures["machine"] = failure_after
+    best = best_of(before, after)
+    here = surroundings(placement)
+    print(
+        f"{here.device}, torch {here.torch}: reads {best.read_bandwidth / 1e9:,.0f} GB/s, copies "
+        f"{copied / 1e9:,.0f} GB/s, multiplies {best.matrix_rate / 1e12:,.2f} TFLOP/s in "
+        f"{here.dtype}"
+    )
+    for finding in findings:
+        print(line(finding))
+    for name, reason in failures.items():
+        print(f"FAILED {name}: {reason}")
+    rows = [judged(goal, {"gpu": {"found": findings}}) for goal in goals(plan)]
+    print(f"\n{table(rows)}\n")
+    wrong = [finding for finding in findings if finding.holds is False]
+    print(
+        json.dumps(
+            {
+                "surroundings": asdict(here),
+                "machine": asdict(best),
+                "copy_bandwidth": copied,
+                "tiny": arguments.tiny,
+                "findings": [asdict(finding) for finding in findings],
+                "goals": rows,
+                "failures": failures,
+            }
+        )
+    )
+    return 1 if failures or wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

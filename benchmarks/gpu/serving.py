@@ -1,0 +1,245 @@
+"""Serving: decode and prefill by the engine, by `transformers`, and over HTTP; and where the time
+of a decode step goes."""
+
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity
+
+from benchmarks.engine_place import compare, served_twice
+from benchmarks.gpu.plan import Finding, Plan, median_seconds, wait
+from benchmarks.synthetic import save_synthetic, synthetic_gpt
+from model.benchmark.in_process import measure_engine, requests
+from model.benchmark.work import Work, limit
+from model.device import DeviceError
+from model.engine.api import EngineConfig, TokenEvent
+from model.engine.engine import Engine
+from model.engine.runner import DecoderMaker
+from model.gpt import GPT
+from model.kernels.capture import DirectCalls
+from model.kernels.graphs import GraphDecoder
+from model.kernels.plain import PlainDecoder
+from model.memory import SlotWish, available, slots_for
+
+VARIANTS: dict[str, DecoderMaker] = {
+    "graphs": GraphDecoder,
+    "one by one": partial(GraphDecoder, capture=DirectCalls()),
+    "batch-invariant": partial(GraphDecoder, batch_invariant=True),
+    "torch": PlainDecoder,
+}
+WATCHED = 3
+"""Decode steps of which a mean is taken."""
+LONGEST = 10
+"""Kernels that are named."""
+LARGEST_PLAIN = 64
+"""Plain torch starts a kernel per layer and sequence: larger batches would take minutes."""
+
+
+def engine(plan: Plan) -> Iterator[Finding]:
+    """Decode and prefill by the engine, for each shape, variant and batch."""
+    for name, shape in plan.shapes.items():
+        gpt = plan.gpt(shape)
+        for variant, make in VARIANTS.items():
+            for batch in plan.batches:
+                case = f"{name} {variant}, {batch} at once"
+                if variant == "torch" and batch > LARGEST_PLAIN:
+                    continue
+                if (reason := _too_large(plan, gpt, batch)) is not None:
+                    yield Finding("decode", case, f"left out: {reason}", {})
+                    continue
+                yield from _engine_case(plan, gpt, make, case, batch)
+        del gpt
+
+
+def _engine_case(
+    plan: Plan, gpt: GPT, make: DecoderMaker, case: str, batch: int
+) -> Iterator[Finding]:
+    figures = measure_engine(gpt, make, plan.workload(batch))
+    for decode in figures.decode:
+        yield _timed(plan, "decode", case, batch, decode.step.p50, decode.work)
+    for prefill in figures.prefill:
+        tokens = prefill.prompts * plan.prompt_tokens
+        seconds = tokens / prefill.tokens_per_second
+        beside = f"{case}, {prefill.prompts} prompts"
+        yield _timed(plan, "prefill", beside, tokens, seconds, prefill.work)
+
+
+def kernels(plan: Plan) -> Iterator[Finding]:
+    """A decode step of the first shape as the device sees it: how much of its time a kernel runs,
+    how many run, and which take longest. The rest is what starting them costs, and the host."""
+    name, shape = next(iter(plan.shapes.items()))
+    gpt = plan.gpt(shape)
+    for variant in ("graphs", "one by one"):
+        for batch in plan.profiled:
+            seconds, watched = _watched_steps(plan, gpt, VARIANTS[variant], batch)
+            busy = sum(each.microseconds for each in watched) / 1e6
+            longest = sorted(watched, key=lambda each: each.microseconds, reverse=True)[:LONGEST]
+            said = ", ".join(
+                f"{each.key[:40]} {each.microseconds / 1e6 / busy:.0%}" for each in longest[:3]
+            )
+            count = sum(each.count for each in watched)
+            yield Finding(
+                "kernels",
+                f"{name} {variant}, {batch} at once",
+                f"{1e3 * seconds:.3f} ms a step, {1e3 * busy:.3f} ms of kernels, {count:.0f} of "
+                f"them; longest: {said}",
+                {
+                    "step_ms": 1e3 * seconds,
+                    "busy_ms": 1e3 * busy,
+                    "kernels": count,
+                    "longest": [asdict(each) for each in longest],
+                },
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """What a kernel took of a step: on a CPU, an operation."""
+
+    key: str
+    count: float
+    microseconds: float
+
+
+def _watched_steps(
+    plan: Plan, gpt: GPT, make: DecoderMaker, batch: int
+) -> tuple[float, list[Kernel]]:
+    """Seconds of a decode step that nobody watches, and the kernels of one."""
+    device, workload = plan.placement.device, plan.workload(batch)
+    workload = replace(workload, tokens=workload.tokens + 4 * WATCHED)  # enough to the end
+    config = EngineConfig(slots=batch, prefill_chunk=workload.prefill_chunk)
+    engine = Engine(gpt, config, make_decoder=make)
+    try:
+        for request in requests(workload, batch, "kernels"):
+            engine.add(request)
+        while sum(isinstance(each, TokenEvent) for each in engine.step().events) < batch:
+            continue
+        seconds = median_seconds(engine.step, device, rounds=WATCHED)
+        activities = [ProfilerActivity.CPU]
+        if device.type == "cuda":
+            activities.append(ProfilerActivity.CUDA)
+        with torch.profiler.profile(activities=activities) as profiler:
+            for _ in range(WATCHED):
+                engine.step()
+            wait(device)
+    finally:
+        engine.close()
+    return seconds, [
+        Kernel(
+            each.key,
+            each.count / WATCHED,
+            (each.self_device_time_total if device.type == "cuda" else each.self_cpu_time_total)
+            / WATCHED,
+        )
+        for each in profiler.key_averages()
+        if each.device_type.name == device.type.upper()
+    ]
+
+
+def transformers(plan: Plan) -> Iterator[Finding]:
+    """GPT-2 by `transformers`, greedy, its static cache compiled; the time of a step is the whole
+    call's over its tokens, the prefill in it."""
+    from transformers import GPT2Config, GPT2LMHeadModel  # an optional extra
+
+    device, tokens = plan.placement.device, 6 if plan.tiny else 128
+    for name, shape in plan.shapes.items():
+        config = plan.config(shape)
+        theirs: Any = GPT2LMHeadModel(
+            GPT2Config(
+                vocab_size=config.vocab_size,
+                n_positions=config.context_length,
+                n_layer=config.n_layer,
+                n_head=config.n_head,
+                n_embd=config.d_model,
+                bos_token_id=None,
+                eos_token_id=None,
+            )
+        )
+        theirs = theirs.to(plan.placement.dtype).to(device).eval()
+        for batch in plan.batches:
+            ids = torch.randint(config.vocab_size, (batch, plan.prompt_tokens), device=device)
+
+            def generate(theirs: Any = theirs, ids: torch.Tensor = ids) -> None:
+                with torch.inference_mode():
+                    theirs.generate(
+                        ids,
+                        attention_mask=torch.ones_like(ids),
+                        do_sample=False,
+                        min_new_tokens=tokens,
+                        max_new_tokens=tokens,
+                        pad_token_id=0,
+                        cache_implementation="static",
+                    )
+
+            seconds = median_seconds(generate, device, rounds=3) / tokens
+            yield Finding(
+                "transformers",
+                f"{name}, {batch} at once",
+                f"{1e3 * seconds:.3f} ms a step, {batch / seconds:,.0f} tokens/s",
+                {"step_ms": 1e3 * seconds, "tokens_per_second": batch / seconds},
+            )
+        del theirs
+
+
+def http(plan: Plan) -> Iterator[Finding]:
+    """The first shape as servers, the engine in a thread and in a process, in turns: tokens per
+    second of streams, and the share that this is of the engine's own rate."""
+    name, shape = next(iter(plan.shapes.items()))
+    config = replace(plan.config(shape), context_length=1024)
+    gpt = synthetic_gpt(config).to(plan.placement.dtype).to(plan.placement.device)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / name
+        save_synthetic(path, config)
+        flags = ("--checkpoint", str(path), "--device", str(plan.placement.device), "--dtype",
+                 plan.placement.dtype_name, "--slots", str(plan.batches[-1]))  # fmt: skip
+        with served_twice(*flags) as urls:
+            for batch in plan.batches[1:]:
+                # Tokens come several to a chunk, and a rate needs chunks of all streams.
+                workload = replace(plan.workload(batch), tokens=512)
+                (decode,) = measure_engine(gpt, GraphDecoder, workload).decode
+                alone = batch / decode.step.p50
+                found = compare(urls, workload, rounds=1 if plan.tiny else 3)
+                yield Finding(
+                    "http",
+                    f"{name}, {batch} streams",
+                    f"thread {found['thread']:,.0f} tokens/s, {found['thread'] / alone:.0%} of the "
+                    f"engine's; process {found['process']:,.0f}, {found['process'] / alone:.0%}",
+                    {**found, "engine": alone},
+                )
+
+
+def _too_large(plan: Plan, gpt: GPT, batch: int) -> str | None:
+    """Why so many slots do not fit beside the weights."""
+    try:
+        slots_for(
+            SlotWish(slots=batch),
+            gpt.config,
+            plan.placement.dtype.itemsize,
+            available(plan.placement.device),
+            default=batch,
+            gpu=plan.placement.device.type == "cuda",
+        )
+    except DeviceError as error:
+        return str(error)
+    return None
+
+
+def _timed(plan: Plan, part: str, case: str, tokens: int, seconds: float, work: Work) -> Finding:
+    least = limit(work, plan.machine)
+    return Finding(
+        part,
+        case,
+        f"{1e3 * seconds:.3f} ms, {tokens / seconds:,.0f} tokens/s, "
+        f"{least.seconds / seconds:.0%} of what {least.by} allows",
+        {
+            "ms": 1e3 * seconds,
+            "tokens_per_second": tokens / seconds,
+            "share_of_limit": least.seconds / seconds,
+            "limit": least.by,
+        },
+    )
