@@ -9,10 +9,13 @@ it; keys beyond a sequence's position are masked, and `KVCache.clear_behind` kee
 forward is `GPT.transform`, the draw `model/kernels/device_draw.py`; the tokens of a step are the
 only thing that the host waits for. While the forward runs it packs what the draw needs.
 
+Attention reads keys and values where they lie when most slots decode, those of the others for
+nothing; else it reads copies of those that do.
+
 Batch-invariant, every step takes the largest sizes: then no kernel is chosen, nor work divided, by
 how many sequences run or how long they are. What is left is that a kernel treats its rows alike,
-which can be seen on a GPU alone (`python -m benchmarks.gpu`). It costs the time of a full batch at full
-length for every step, and prefill a block at a time.
+which can be seen on a GPU alone (`python -m benchmarks.gpu`). It costs the time of a full batch at
+full length for every step, and prefill a block at a time.
 
 The same code runs on a CPU without recording, for its tests. It has never been run on a GPU.
 
@@ -42,11 +45,14 @@ from model.kv_cache import KVCache
 
 SHORTEST = 128
 """The smallest bucket of keys. Chosen, not measured."""
+READS_OF_A_COPY = 3
+"""To copy a slot and attend over the copy is to read, write and read it: as much as to attend over
+three slots where they lie."""
 MOST_RECORDED = 96
-"""Recordings kept; the one that was not used for longest goes. 64 slots of 1,024 positions need 49
+"""Recordings kept; the one that was not used for longest goes. 64 slots of 1,024 positions need 57
 if every combination comes up."""
 
-DecodeKey = tuple[int, int]  # rows, keys
+DecodeKey = tuple[int, int, bool]  # rows, keys, whether these are read in place
 DrawKey = tuple[int, DrawKind]  # rows, kind
 
 
@@ -98,8 +104,9 @@ class GraphDecoder:
             self._cache.wrote(slot, position + 1)
         rows = bucket(self._row_buckets, count)
         keys = bucket(self._key_buckets, max(positions) + 1)
+        in_place = self._reads_in_place(slots)
         self._where.send(np.array((token_ids, slots, positions)).T, rows)
-        self._run((rows, keys), lambda: self._forward(rows, keys))
+        self._run((rows, keys, in_place), lambda: self._forward(rows, keys, in_place))
         return self._logits[:count]
 
     @torch.inference_mode()
@@ -138,10 +145,17 @@ class GraphDecoder:
         self._recorded.move_to_end(key)
         self._recorded[key]()
 
-    def _forward(self, rows: int, keys: int) -> None:
+    def _reads_in_place(self, slots: Sequence[int]) -> bool:
+        """Whether attention goes over all slots. Not where a slot has several rows, as drafts
+        have; nor batch-invariant, where no step may differ from another."""
+        several = len(set(slots)) < len(slots)
+        few = READS_OF_A_COPY * len(slots) < self._cache.slots
+        return not (self.batch_invariant or several or few)
+
+    def _forward(self, rows: int, keys: int, in_place: bool) -> None:
         """The recorded part of `decode`, from `_where` into `_logits`."""
         token_ids, slots, positions = self._where.device[:rows].T.contiguous()  # (B,) each
-        attend = SlotsAttend(self._cache, slots, positions, keys)
+        attend = SlotsAttend(self._cache, slots, positions, keys, in_place=in_place)
         hidden = self._gpt.transform(token_ids[:, None], positions[:, None], attend)
         self._logits[:rows] = self._gpt.logits(hidden[:, 0])
 
@@ -178,25 +192,46 @@ class GraphDecoder:
 
 class SlotsAttend:
     """Attention of new positions over the first `keys` positions of their slots, without a word
-    from the host: slots and positions (B,) are on the device, what lies behind is masked."""
+    from the host: slots and positions (B,) are on the device, what lies behind is masked.
 
-    def __init__(self, cache: KVCache, slots: Tensor, positions: Tensor, keys: int) -> None:
+    `in_place`: queries are put where their slots are and attend over all S slots as they lie; no
+    two rows but copies of one row may have the same slot. What comes out for slots without a row
+    is never looked at. Else the keys and values of each row are copied together first.
+    """
+
+    def __init__(
+        self, cache: KVCache, slots: Tensor, positions: Tensor, keys: int, *, in_place: bool = False
+    ) -> None:
         self._cache = cache
         self._slots, self._positions, self._keys = slots, positions, keys
-        hidden = torch.arange(keys, device=slots.device) > positions[:, None]  # (B, N)
+        self._in_place = in_place
+        seen = self._placed(positions) if in_place else positions  # (S,) or (B,)
+        hidden = torch.arange(keys, device=slots.device) > seen[:, None]  # (S or B, N)
         mask = torch.zeros(hidden.shape, dtype=cache.keys.dtype, device=slots.device)
-        self._mask = mask.masked_fill_(hidden, -math.inf)[:, None, None]  # (B, 1, 1, N)
+        self._mask = mask.masked_fill_(hidden, -math.inf)[:, None, None]  # (S or B, 1, 1, N)
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         # q (B, H, 1, D); k, v (B, K, 1, D)
         cells = self._cache.keys[layer], self._cache.values[layer]  # (S, K, L, D) each
         for cell, new in zip(cells, (k, v), strict=True):
             cell[self._slots, :, self._positions] = new[:, :, 0]
-        keys, values = (cell[:, :, : self._keys].index_select(0, self._slots) for cell in cells)
+        keys, values = (cell[:, :, : self._keys] for cell in cells)  # (S, K, N, D), no copies
         # Queries that share a key head stand below each other: (B, K, G, D).
-        grouped = q.reshape(len(q), k.shape[1], -1, q.shape[-1])
-        out = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=self._mask)
+        queries = q.reshape(len(q), k.shape[1], -1, q.shape[-1])
+        if self._in_place:
+            queries = self._placed(queries)  # (S, K, G, D)
+        else:
+            keys, values = (each.index_select(0, self._slots) for each in (keys, values))
+        out = F.scaled_dot_product_attention(queries, keys, values, attn_mask=self._mask)
+        if self._in_place:
+            out = out.index_select(0, self._slots)  # (B, K, G, D)
         return out.reshape(q.shape)
+
+    def _placed(self, rows: Tensor) -> Tensor:
+        """Rows (B, ...) where their slots are: (S, ...), zeros elsewhere."""
+        placed = rows.new_zeros(self._cache.slots, *rows.shape[1:])
+        placed[self._slots] = rows
+        return placed
 
 
 class Sent:

@@ -226,6 +226,38 @@ def test_recordings_are_made_once_for_each_size(
     assert counting.runs == 6 * 4
 
 
+@pytest.mark.parametrize(
+    ("slots", "invariant", "expected"),
+    [
+        ([4, 1, 0], False, True),
+        ([4, 1], False, False),  # a copy of two is less than all seven
+        ([4, 1, 1, 0], False, False),  # a draft
+        ([4, 1, 0], True, False),
+    ],
+)
+def test_keys_are_read_where_they_lie_when_most_slots_decode(
+    monkeypatch: pytest.MonkeyPatch, slots: list[int], invariant: bool, expected: bool
+) -> None:
+    """A slot that no row is of may hold anything: nobody looks at what comes out for it."""
+    ways: list[bool] = []
+
+    class Watched(SlotsAttend):
+        def __init__(self, *given: Any, in_place: bool) -> None:
+            super().__init__(*given, in_place=in_place)
+            ways.append(in_place)
+
+    monkeypatch.setattr(graphs, "SlotsAttend", Watched)
+    pair = Pair(tiny_gpt(), 7, batch_invariant=invariant)
+    for slot in range(7):
+        pair.prefill(slot, [slot + 1] * (5 * slot + 3))
+    for cache in pair.caches:
+        cache.keys[:, 2], cache.values[:, 2] = math.nan, math.inf
+    positions = [5 * slot + 3 + slots[:i].count(slot) for i, slot in enumerate(slots)]
+    graph, plain = pair.decode([9] * len(slots), slots, positions)
+    assert ways == [expected]
+    assert_close(graph, plain, **FLOAT32)
+
+
 def test_no_more_recordings_are_kept_than_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graphs, "MOST_RECORDED", 2)
     counting = Counting()
@@ -325,7 +357,8 @@ def test_a_padding_row_changes_nothing_in_the_cache() -> None:
     assert all(position >= 5 for _, position in places), "what is behind was cleared, not before"
 
 
-def test_attention_masks_by_each_rows_own_position() -> None:
+@pytest.mark.parametrize("in_place", [False, True])
+def test_attention_masks_by_each_rows_own_position(in_place: bool) -> None:
     """The weights of one layer, spelled out."""
     config = tiny_config(**FAMILIES["llama"])
     cache = KVCache(config, 3, device=torch.device("cpu"), dtype=torch.float32)
@@ -335,7 +368,7 @@ def test_attention_masks_by_each_rows_own_position() -> None:
     heads, kv_heads, width = config.n_head, config.n_kv_head, config.head_dim
     q = torch.randn(2, heads, 1, width)
     k, v = torch.randn(2, kv_heads, 1, width), torch.randn(2, kv_heads, 1, width)
-    out = SlotsAttend(cache, slots, positions, 64)(1, q, k, v)
+    out = SlotsAttend(cache, slots, positions, 64, in_place=in_place)(1, q, k, v)
     for row, (slot, position) in enumerate(((2, 40), (0, 3))):
         assert torch.equal(cache.keys[1, slot, :, position], k[row, :, 0])
         for head in range(heads):
