@@ -7,6 +7,7 @@ evaluate, each its share, and the first alone samples and writes. Does not decid
 `model/checkpoint.py`).
 """
 
+import errno
 import math
 import platform
 from collections.abc import Iterator, Mapping
@@ -31,11 +32,15 @@ from model.training.evaluate import ValidationWindows, evaluate
 from model.training.events import Evaluated, Noticed, Reporter, Sampled, Saved
 from model.training.forward import Forward
 from model.training.recipe import Optimizers
+from model.training.run import RUN
 from model.training.sample import sample_text
 from model.training.state import Counters, Environment, save_state
 
 TEMPERATURE = 0.8
 """Of samples."""
+
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""Of a disk that is full, a quota, a limit to a file."""
 
 PYTHON_PROMPTS = ("def read(self", "import os\nimport", "The built-in function")
 """What samples of the built-in text begin with."""
@@ -186,9 +191,17 @@ class Milestones:
             yield
         except (OSError, SafetensorError) as error:
             raise TrainingError(
-                f"step {step} could not be saved: {error}. {self.safe()} With room on the disk, "
-                "--resume goes on"
+                f"step {step} could not be saved: {error}. {self._way_on(error)}"
             ) from error
+
+    def _way_on(self, error: Exception) -> str:
+        """What is left, and what to do, as sentences."""
+        if not (self.run.path / RUN).is_file():
+            return f"{self.run.path} was removed meanwhile: there is nothing left to resume"
+        # safetensors gives no number, and writes nothing that could fail for another reason.
+        full = isinstance(error, SafetensorError) or getattr(error, "errno", None) in NO_ROOM
+        mended = "With room on the disk" if full else "Once that is mended"
+        return f"{self.safe()} {mended}, --resume goes on"
 
     def save_checkpoint(self, counters: Counters) -> None:
         """Write the weights as the last evaluation found them, and move the links."""

@@ -3,6 +3,7 @@
 import math
 import re
 import resource
+import shutil
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from model.checkpoint import load_checkpoint
 from model.training import milestones as milestones_module
 from model.training.config import TrainingConfig, TrainingError
+from model.training.events import Event, Progress
 from model.training.trainer import Trainer, train
 from tests.model.training.conftest import Configure
 from tests.model.training.test_trainer import _state
@@ -88,6 +90,28 @@ def test_a_file_that_cannot_grow_ends_with_a_sentence_and_leaves_what_was_good(
     load_checkpoint(run / "latest", device=torch.device("cpu"), dtype=torch.float32)
     assert train(resume).step == 12
     assert _state(run)["weights"] == _state(tmp_path / "straight")["weights"]
+
+
+@pytest.mark.parametrize("removed", ["run", "state"])
+def test_a_folder_that_is_gone_is_not_taken_for_a_full_disk(
+    configure: Configure, tmp_path: Path, removed: str
+) -> None:
+    """`rm -r` of a run that was about to save once ended with advice to make room and resume."""
+    run = tmp_path / "run"
+
+    def remove(event: Event) -> None:
+        if isinstance(event, Progress) and event.step == 4:
+            shutil.rmtree(run if removed == "run" else run / "state")
+            if removed == "state":
+                (run / "state").write_text("in the way of a folder")
+
+    with pytest.raises(TrainingError) as refusal:
+        train(configure(out=run, checkpoint_every=3, eval_every=3), remove)
+    said = str(refusal.value)
+    if removed == "run":
+        assert said.endswith(f"{run} was removed meanwhile: there is nothing left to resume")
+    else:
+        assert said.endswith("step-000003. Once that is mended, --resume goes on")
 
 
 def test_a_checkpoint_that_cannot_be_written_ends_with_a_sentence(
