@@ -64,7 +64,7 @@ def own_step(gpt: GPT, recipe: Recipe, placement: Placement, wish: Compile = "of
 def _refuse_eager(notice: str) -> None:
     """Where compiling fails the trainer goes on without it; here that would be a false figure."""
     if notice.startswith("not compiled"):
-        sys.exit(notice)
+        raise RuntimeError(notice)
 
 
 def plain_step(gpt: GPT, recipe: Recipe, placement: Placement) -> Step:

@@ -4,39 +4,38 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from benchmarks.gpu.plan import Finding, Plan, median_seconds
+from benchmarks.train_throughput import own_step
 from model.checkpoint import read_checkpoint
-from model.config import GPTConfig
-from model.device import Placement
 from model.gpt import GPT
-from model.presets import Compile, Optimizer, Recipe, preset
-from model.training.compiling import choose_loss
+from model.presets import Compile, Optimizer, preset
 from model.training.flops import flops_per_token
-from model.training.forward import Forward, training_placement
-from model.training.recipe import Optimizers
+from model.training.forward import training_placement
 
 
 def training(plan: Plan) -> Iterator[Finding]:
     """Whole steps of the trainer on random ids: GPT-2 124M at a context of 1,024 with AdamW, eager
     and compiled, and with Muon; and what of the matrix rate that is."""
-    shape = next(iter(plan.shapes.values()))
-    config, recipe = plan.config(shape), preset("gpt2-124m").recipe
+    config, recipe = plan.config(next(iter(plan.shapes.values()))), preset("gpt2-124m").recipe
     placement = training_placement(str(plan.placement.device), "auto", 0)
     ways: tuple[tuple[str, Optimizer, Compile], ...]
     ways = (("eager", "adamw", "off"), ("compiled", "adamw", "on"), ("compiled", "muon", "on"))
     for batch in (2,) if plan.tiny else (8, 32):
         for said, optimizer, compiled in ways:
             case = f"{batch} windows of {config.context_length}, {said}, {optimizer}"
-            step = _training_step(
-                config, replace(recipe, optimizer=optimizer), placement, batch, compiled
-            )
-            seconds = median_seconds(step, placement.device, rounds=3 if plan.tiny else 10)
+            gpt = GPT(config).to(placement.device).train()
+            step = own_step(gpt, replace(recipe, optimizer=optimizer), placement, compiled)
+            shape = (batch, config.context_length + 1)
+            ids = torch.randint(config.vocab_size, shape, device=placement.device)
+            rounds = 3 if plan.tiny else 10
+            seconds = median_seconds(partial(step, ids), placement.device, rounds)
             tokens = batch * config.context_length
             rate = flops_per_token(config) * tokens / seconds
             share = rate / plan.machine.matrix_rate
@@ -48,27 +47,6 @@ def training(plan: Plan) -> Iterator[Finding]:
                 f"{share:.0%} of the matrix rate",
                 {"step_ms": 1e3 * seconds, "tokens_per_second": tokens / seconds, "mfu": share},
             )
-
-
-def _training_step(
-    config: GPTConfig, recipe: Recipe, placement: Placement, batch: int, compiled: Compile
-) -> Callable[[], None]:
-    gpt = GPT(config).to(placement.device).train()
-    optimizers = Optimizers(gpt, recipe)
-    loss_of = choose_loss(Forward(gpt, placement, dropout=0.0), placement, compiled, _refuse_eager)
-    shape = (batch, config.context_length + 1)
-    ids = torch.randint(config.vocab_size, shape, device=placement.device)
-
-    def step() -> None:
-        loss_of(ids[:, :-1], ids[:, 1:]).backward()
-        optimizers.step(1.0)
-
-    return step
-
-
-def _refuse_eager(notice: str) -> None:
-    if notice.startswith("not compiled"):
-        raise RuntimeError(notice)
 
 
 def trained(plan: Plan) -> Iterator[Finding]:

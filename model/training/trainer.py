@@ -17,7 +17,7 @@ import warnings
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 import torch
 
@@ -96,6 +96,15 @@ def _random_state(ranks: Ranks, config: TrainingConfig) -> AbstractContextManage
     return torch.random.fork_rng([device] if device.type == "cuda" else [])
 
 
+class Due(NamedTuple):
+    """What is to be done after a step. With anything else, the steps up to it are reported."""
+
+    saves: bool
+    evaluates: bool
+    samples: bool
+    reports: bool
+
+
 class Trainer:
     """One run in progress: the model, its optimizers, and how far they are."""
 
@@ -165,7 +174,7 @@ class Trainer:
     def _end(self, reason: Reason) -> None:
         """Keep what there is. Interrupted between two reports, the steps since the last one stay to
         be reported: they are in the state, and the resumed run reports as one run would have."""
-        if reason == "interrupted" and not self._reports_now():
+        if reason == "interrupted" and not self._due().reports:
             self._look(self.log.figures())
         else:
             self._log()
@@ -220,32 +229,29 @@ class Trainer:
 
     def _between_steps(self) -> bool:
         """Whatever is due after a step that is not the last. True: there was something."""
-        if not self._reports_now():
+        saves, evaluates, samples, reports = self._due()
+        if not reports:
             return False
-        step, recipe = self.counters.step, self.recipe
-        saves = step % recipe.checkpoint_every == 0
-        evaluates = step % recipe.eval_every == 0
-        samples = step % (recipe.sample_every or recipe.eval_every) == 0
         self._log()
         if saves and not self.health.suspected:
             self._save()
         elif (saves or evaluates) and self.milestones.evaluate(self.counters):
             if samples:
-                self.milestones.sample(step)  # the checkpoint's card shows them
+                self.milestones.sample(self.counters.step)  # the checkpoint's card shows them
             self.milestones.save_checkpoint(self.counters)
         if saves and self.health.suspected:
             self.report(Noticed(self._not_saved()))
         if samples:
-            self.milestones.sample(step)
+            self.milestones.sample(self.counters.step)
         return True
 
-    def _reports_now(self) -> bool:
-        """Whether the steps up to here are reported before the next one: with anything else that
-        is due, they are too."""
-        recipe = self.recipe
-        sample_every = recipe.sample_every or recipe.eval_every
-        every = (self.plan.config.log_every, recipe.eval_every, recipe.checkpoint_every)
-        return any(self.counters.step % each == 0 for each in (*every, sample_every))
+    def _due(self) -> Due:
+        step, recipe = self.counters.step, self.recipe
+        saves = step % recipe.checkpoint_every == 0
+        evaluates = step % recipe.eval_every == 0
+        samples = step % (recipe.sample_every or recipe.eval_every) == 0
+        logs = step % self.plan.config.log_every == 0
+        return Due(saves, evaluates, samples, saves or evaluates or samples or logs)
 
     def _save(self) -> None:
         reports = {"log": self.log.state(), "health": self.health.state()}

@@ -6,11 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-from model.config import MODERN, gpt2_shape
 from model.device import Placement
-from model.gpt import GPT
 from model.presets import preset
 from model.training.compiling import CompiledLoss, choose_loss, settle_compile
 from model.training.config import TrainingConfig, settle
@@ -18,19 +15,8 @@ from model.training.forward import Forward
 from model.training.run import RunDirectory
 from model.training.trainer import train
 from tests.model.training.conftest import Configure
+from tests.model.training.test_forward import EXACT, _small
 from tests.model.training.test_trainer import _losses, _state, _train_until
-
-EXACT = Placement(torch.device("cpu"), torch.float32, 1)
-
-
-def _small(dropout: float = 0.0) -> tuple[GPT, Tensor, Tensor]:
-    """A model with ids and targets (3, 16)."""
-    torch.manual_seed(0)
-    shape: dict[str, Any] = {**MODERN, "n_kv_head": 1, "dropout": dropout}
-    gpt = GPT(
-        gpt2_shape(vocab_size=50, context_length=16, n_layer=2, n_head=2, d_model=32, **shape)
-    )
-    return gpt, torch.randint(50, (3, 16)), torch.randint(50, (3, 16))
 
 
 def _settled(**given: Any) -> str:
