@@ -46,7 +46,8 @@ def save_with_tokenizer(path: Path, gpt: GPT) -> CheckpointInfo:
     """Save a GPT at `path` with a vocabulary of its size."""
     return save_checkpoint(
         path,
-        gpt=gpt,
+        config=gpt.config,
+        weights=gpt.state_dict(),
         tokenizer=synthetic_tokenizer(gpt.config.vocab_size),
         training=TrainingRecord(
             step=0,

@@ -35,8 +35,7 @@ from model.checkpoint import (
     save_checkpoint,
 )
 from model.config import FloatName
-from model.gpt import GPT
-from model.lora import LoraError, LoraShape, merge_into, trained_weights
+from model.lora import LoraError, LoraShape, merge_into
 from model.whole_folder import whole_folder
 
 FORMAT_VERSION = 1
@@ -58,24 +57,25 @@ class Adapter:
 def save_adapter(
     path: Path,
     *,
-    gpt: GPT,
+    weights: Mapping[str, Tensor],
     shape: LoraShape,
     training: TrainingRecord,
     card: str,
     chat_template: str | None = None,
 ) -> None:
-    """Write the adapters of an adapted GPT, whole or not at all. `training.base` names the
-    checkpoint that they belong to. Raises CheckpointError when `path` exists."""
+    """Write the adapters of an adapted GPT, whole or not at all. `weights` are its
+    `trained_weights`; `training.base` names the checkpoint that they belong to. Raises
+    CheckpointError when `path` exists."""
     if path.exists():
         raise CheckpointError(f"{path} exists; adapters are never overwritten")
     if training.base is None:
         raise ValueError("an adapter needs a base to be named")
     with whole_folder(path) as aside:
-        weights = {
+        stored = {
             name: tensor.detach().to("cpu", torch.float32).contiguous()
-            for name, tensor in trained_weights(gpt).items()
+            for name, tensor in weights.items()
         }
-        save_file(weights, aside / WEIGHTS)
+        save_file(stored, aside / WEIGHTS)
         (aside / CARD).write_text(card, encoding="utf-8")
         document = {
             "format_version": FORMAT_VERSION,
@@ -147,7 +147,8 @@ def merge(base: Path, adapter: Path, path: Path, *, save_dtype: FloatName) -> Ch
     template = info.chat_template.source if info.chat_template else None
     return save_checkpoint(
         path,
-        gpt=gpt,
+        config=gpt.config,
+        weights=gpt.state_dict(),
         tokenizer=info.tokenizer,
         training=beside.training,
         card=_card(beside, path.name),

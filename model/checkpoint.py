@@ -99,7 +99,8 @@ class CheckpointInfo:
 def save_checkpoint(
     path: Path,
     *,
-    gpt: GPT,
+    config: GPTConfig,
+    weights: Mapping[str, Tensor],
     tokenizer: Tokenizer,
     training: TrainingRecord,
     card: str,
@@ -108,29 +109,28 @@ def save_checkpoint(
 ) -> CheckpointInfo:
     """Write a new checkpoint directory at `path`, whole or not at all.
 
-    `dtype` is the numbers on disk (bfloat16 halves the size), `chat_template` the source of one.
+    `weights` are a GPT's `state_dict`, `dtype` the numbers on disk (bfloat16 halves the size),
+    `chat_template` the source of one.
     Raises CheckpointError when `path` exists (a checkpoint never changes once written), or when
     the template does not compile.
     """
     if path.exists():
         raise CheckpointError(f"{path} exists; checkpoints are never overwritten")
-    if gpt.config.vocab_size != tokenizer.vocab_size:
+    if config.vocab_size != tokenizer.vocab_size:
         raise CheckpointError(
-            f"the model has {gpt.config.vocab_size} token ids and the tokenizer "
-            f"{tokenizer.vocab_size}"
+            f"the model has {config.vocab_size} token ids and the tokenizer {tokenizer.vocab_size}"
         )
     _chat_template(chat_template, path)
     with whole_folder(path) as aside:
-        weights = {
-            name: tensor.detach().to("cpu", dtype).contiguous()
-            for name, tensor in gpt.state_dict().items()
+        stored = {
+            name: tensor.detach().to("cpu", dtype).contiguous() for name, tensor in weights.items()
         }
-        save_file(weights, aside / WEIGHTS)
+        save_file(stored, aside / WEIGHTS)
         tokenizer.write_ranks(aside / RANKS)
         (aside / CARD).write_text(card, encoding="utf-8")
         document = {
             "format_version": FORMAT_VERSION,
-            "model": gpt.config.to_dict(),
+            "model": config.to_dict(),
             "tokenizer": {
                 "pattern": tokenizer.pattern,
                 "special_tokens": tokenizer.special_tokens,

@@ -22,6 +22,7 @@ Init = Literal["gpt2", "modern"]
 Decay = Literal["linear", "cosine", "constant"]
 TrainingDType = Literal["auto", "float32", "bfloat16"]
 Compile = Literal["auto", "on", "off"]
+Shard = Literal["auto", "on", "off"]
 SaveDType = Literal["float32", "bfloat16"]
 
 

@@ -78,7 +78,8 @@ def import_model(
     }
     return save_checkpoint(
         destination,
-        gpt=gpt,
+        config=config,
+        weights=gpt.state_dict(),
         tokenizer=vocabulary.tokenizer,
         training=TrainingRecord(
             step=model.step,

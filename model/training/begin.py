@@ -5,7 +5,7 @@ is needed for it, before anything is written. Of several processes the first pre
 wait and read what it wrote. Does not build the model and takes no steps.
 """
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from model.training.forward import training_placement
 from model.training.prepare import PreparedText, prepare_text, read_prepared, require_window
 from model.training.ranks import Ranks
 from model.training.run import RunDirectory
+from model.training.sharding import worth_sharding
 from model.training.state import read_state
 from model.training.text.opening import open_text
 
@@ -41,6 +42,7 @@ class Plan:
     chat_template: str | None
     ranks: Ranks
     base: Base | None  # the checkpoint that it begins with
+    sharded: bool = False  # each process has a part of the model
 
     @property
     def lora(self) -> LoraShape | None:
@@ -56,13 +58,18 @@ class Plan:
 def begin(config: TrainingConfig, ranks: Ranks, report: Reporter) -> Plan:
     """A new run in a folder of its own, or with `resume` one that was begun before. Every process
     calls it, and all have the same plan."""
+    if config.shard == "on" and ranks.size == 1:
+        raise TrainingError(
+            "shard on was given, but there is one process, which has the whole model: start "
+            "several with torchrun --no-python --nproc-per-node N logitd train ..."
+        )
     if ranks.leads:
         plan = _again(config, ranks, report) if config.resume else _new(config, ranks, report)
         _describe(plan)
     ranks.wait()
     if not ranks.leads:
         plan = _joined(config, ranks)
-    return plan
+    return replace(plan, sharded=_sharded(plan))
 
 
 def _new(config: TrainingConfig, ranks: Ranks, report: Reporter) -> Plan:
@@ -129,6 +136,17 @@ def _joined(config: TrainingConfig, ranks: Ranks) -> Plan:
         ranks,
         reopen_base(config, description.get("base")),
     )
+
+
+def _sharded(plan: Plan) -> bool:
+    """Decided by the process that has the least memory."""
+    ranks, wish = plan.ranks, plan.config.shard
+    if ranks.size == 1 or wish == "off":
+        return False
+    needed = wish == "on" or worth_sharding(
+        plan.model, plan.placement.device, ranks, adapted=plan.lora is not None
+    )
+    return bool(ranks.highest([needed])[0])
 
 
 def _saved_step(run: RunDirectory) -> int:

@@ -37,8 +37,9 @@ class CompiledLoss:
     """A loss through `torch.compile`, or eager when compiling fails: a missing C compiler is
     common, and no reason not to train. `notice` is told of both.
 
-    The first call compiles: forward and backward once for nothing, before the call that counts. A
-    fault of training itself comes again in that call, and is raised.
+    The first call compiles: forward and backward once for nothing, before the call that counts, and
+    gradients that were there are gone. A fault of training itself comes again in that call, and is
+    raised.
     """
 
     def __init__(
@@ -63,11 +64,14 @@ class CompiledLoss:
         devices = [token_ids.device] if token_ids.is_cuda else []
         try:
             with torch.random.fork_rng(devices):  # dropout draws as if this had not been
-                torch.autograd.grad(compiled(token_ids, targets), self._forward.parameters())
+                compiled(token_ids, targets).backward()
         except RuntimeError as error:  # all of the compiler's exceptions are
             why = " ".join(str(error).split())[:200]
             self._notice(f"not compiled, so steps take longer: {type(error).__name__}: {why}")
             return self._forward.loss
+        finally:
+            for parameter in self._forward.parameters():
+                parameter.grad = None
         return compiled
 
 

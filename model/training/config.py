@@ -20,6 +20,7 @@ from model.presets import (
     Optimizer,
     Recipe,
     SaveDType,
+    Shard,
     TrainingDType,
     preset,
 )
@@ -181,6 +182,11 @@ class TrainingConfig(BaseModel):
         description="torch.compile the forward and backward pass: auto does so on CUDA, and on a "
         "CPU in runs of about a quarter of an hour or more, as it takes a minute to begin with",
     )
+    shard: Shard = Field(
+        "auto",
+        description="divide the model, its gradients and optimizer states among the processes "
+        "(FSDP), which costs traffic: auto does so where a process has no room for a copy",
+    )
     seed: int | None = Field(
         None, ge=0, lt=2**63, description="of initial weights, batches and dropout"
     )
@@ -212,9 +218,9 @@ class TrainingConfig(BaseModel):
 
 RESUMABLE = frozenset(
     (
-        *("resume", "out", "minutes", "device", "threads", "steps", "log_every", "data_licence"),
+        *("resume", "out", "minutes", "device", "threads", "shard", "steps", "log_every"),
         *("eval_every", "eval_batches", "patience", "sample_every", "sample_tokens", "prompts"),
-        *("checkpoint_every", "keep", "save_dtype", "chat_template", "tensorboard"),
+        *("checkpoint_every", "keep", "save_dtype", "data_licence", "chat_template", "tensorboard"),
         "from_checkpoint",  # it may have moved; that it is the same is seen by its weights
     )
 )
@@ -287,7 +293,7 @@ def command(config: TrainingConfig) -> str:
 
 
 _NOT_IN_COMMAND = frozenset(
-    {"preset", "out", "resume", "device", "threads", "data_licence", "tensorboard"}
+    {"preset", "out", "resume", "device", "threads", "shard", "data_licence", "tensorboard"}
 )
 
 

@@ -22,10 +22,8 @@ from torch import Tensor
 
 from model.gpt import GPT
 from model.tokenizer import Tokenizer
-from model.training.ranks import Ranks
+from model.training.ranks import ALONE, Ranks
 from model.training.shards import Shard
-
-ALONE = Ranks()
 
 UNCOUNTED = -100
 """In targets: a token that another window counts."""
@@ -58,10 +56,13 @@ def evaluate(
     windows: "Windows",
     forward: Callable[[Tensor], Tensor],
     ranks: Ranks = ALONE,
+    *,
+    together: bool = False,
 ) -> Evaluation:
     """The mean loss over all windows. `forward` maps ids (B, T) to logits (B, T, V).
 
-    With several ranks each has to call this; all get the same.
+    With several ranks each has to call this; all get the same. `together`: none can compute
+    without the others, as each has a part of the model.
     """
     training = gpt.training
     gpt.eval()
@@ -69,8 +70,8 @@ def evaluate(
     device = gpt.token_embedding.weight.device
     try:
         with torch.no_grad():
-            for index in range(ranks.rank, len(windows), ranks.size):
-                inputs, targets = windows.batch(index)
+            for index in _share(len(windows), ranks, together):
+                inputs, targets = windows.batch(min(index, len(windows) - 1))
                 logits = forward(inputs.to(device)).float()  # (B, T, V)
                 loss = F.cross_entropy(
                     logits.flatten(0, 1),
@@ -78,6 +79,8 @@ def evaluate(
                     reduction="sum",
                     ignore_index=UNCOUNTED,
                 )
+                if index >= len(windows):
+                    continue  # computed for the sake of the others
                 counted = targets[targets != UNCOUNTED].numpy()
                 text_bytes = int(windows.byte_lengths[counted].sum())
                 sums[index] = torch.tensor(
@@ -87,6 +90,12 @@ def evaluate(
         gpt.train(training)
     nats, tokens, text_bytes = (sum(column) for column in ranks.total(sums).T.tolist())
     return Evaluation(loss=nats / tokens, tokens=int(tokens), text_bytes=int(text_bytes))
+
+
+def _share(batches: int, ranks: Ranks, together: bool) -> range:
+    """The batches of one process; `together`, as many for each, so some may be beyond the last."""
+    end = -(-batches // ranks.size) * ranks.size if together else batches
+    return range(ranks.rank, end, ranks.size)
 
 
 class Windows(Protocol):

@@ -49,6 +49,7 @@ class Started:
     dtype: str
     threads: int
     processes: int = 1
+    sharded: bool = False
 
 
 @dataclass(frozen=True)
@@ -127,6 +128,7 @@ def line(event: Event) -> str:
         case Started():
             length = "until the time is up" if event.steps is None else f"to step {event.steps:,}"
             each = f" in each of {event.processes} processes" if event.processes > 1 else ""
+            each += " that share the model" if event.sharded else ""
             return (
                 f"training {event.parameters:,} parameters from step {event.step:,} {length} on "
                 f"{event.device}, {event.dtype}, {event.threads} threads{each}, in {event.run}"

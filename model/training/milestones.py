@@ -2,9 +2,9 @@
 
 Evaluations, samples, the trainer's state and checkpoints. The state is saved before an evaluation
 and the checkpoint after it, so whatever fails in between loses nothing. Of several processes all
-evaluate, each its share, and the first alone samples and writes. Does not decide when each is due
-(`model/training/trainer.py`), and knows the files only by their verbs (`run`, `state`,
-`model/checkpoint.py`).
+evaluate, each its share, and the first writes; it samples alone, unless they share the model. Does
+not decide when each is due (`model/training/trainer.py`), and knows the files only by their verbs
+(`run`, `state`, `model/checkpoint.py`).
 """
 
 import errno
@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
+from torch import Tensor
 
 from model.adapter import save_adapter
 from model.checkpoint import TrainingRecord, save_checkpoint
@@ -31,9 +32,11 @@ from model.training.config import TrainingError, command, run_name
 from model.training.evaluate import ValidationWindows, evaluate
 from model.training.events import Evaluated, Noticed, Reporter, Sampled, Saved
 from model.training.forward import Forward
+from model.training.ranks import ALONE
 from model.training.recipe import Optimizers
 from model.training.run import RUN
 from model.training.sample import sample_text
+from model.training.sharding import gather_weights, is_sharded, local, without_backward
 from model.training.state import Counters, Environment, save_state
 
 TEMPERATURE = 0.8
@@ -52,7 +55,7 @@ class Milestones:
     def __init__(self, plan: Plan, gpt: GPT, optimizers: Optimizers, report: Reporter) -> None:
         self.plan, self.run, self.gpt, self.optimizers = plan, plan.run, gpt, optimizers
         self.report, self.ranks = report, plan.ranks
-        self.forward = Forward(gpt, plan.placement, dropout=0.0)
+        self.forward = without_backward(gpt, Forward(gpt, plan.placement, dropout=0.0))
         self.windows = ValidationWindows(
             plan.prepared.val,
             plan.prepared.tokenizer,
@@ -76,7 +79,9 @@ class Milestones:
         step = counters.step
         if self.evaluations and self.evaluations[-1]["step"] == step:
             return False
-        evaluation = evaluate(self.gpt, self.windows, self.forward, self.ranks)
+        evaluation = evaluate(
+            self.gpt, self.windows, self.forward, self.ranks, together=is_sharded(self.gpt)
+        )
         if not math.isfinite(evaluation.loss):
             raise TrainingError(
                 f"training diverged: at step {step} the validation loss is {evaluation.loss}. "
@@ -120,7 +125,7 @@ class Milestones:
 
     def sample(self, step: int) -> None:
         """Let the model write after each prompt, unless it did at this step."""
-        if self.sampled_at == step or not self.ranks.leads:
+        if self.sampled_at == step or not (self.ranks.leads or is_sharded(self.gpt)):
             return
         self.samples = []
         self.sampled_at = step
@@ -133,10 +138,12 @@ class Milestones:
                 temperature=TEMPERATURE,
                 seed=self.plan.recipe.seed + number,
                 forward=self.forward,
+                ranks=self.ranks if is_sharded(self.gpt) else ALONE,
             )
             self.samples.append((prompt, text))
-            with self._writing(step):
-                self.run.append_sample(step, prompt, text)
+            if self.ranks.leads:
+                with self._writing(step):
+                    self.run.append_sample(step, prompt, text)
             self.report(Sampled(step, prompt, text))
 
     def _prompts(self) -> tuple[str, ...]:
@@ -151,39 +158,48 @@ class Milestones:
     def save(self, counters: Counters, reports: Mapping[str, Any]) -> None:
         """State first, then evaluation and samples, then the checkpoint that shows them. `reports`
         is what the state keeps of what was reported, and of what was not yet."""
-        if self.ranks.leads:
-            self._require_finite(counters.step)
-            with self._writing(counters.step):
-                save_state(
-                    self.run.state,
-                    gpt=self.gpt,
-                    optimizers=self.optimizers,
-                    counters=counters,
-                    environment=Environment.of(self.plan.placement, self.ranks.size),
-                    reports=reports,
-                )
+        self._require_finite(counters.step)
+        with self._writing(counters.step):
+            save_state(
+                self.run.state,
+                gpt=self.gpt,
+                optimizers=self.optimizers,
+                counters=counters,
+                environment=self.environment(),
+                reports=reports,
+                ranks=self.ranks,
+            )
+        self.ranks.wait()  # here, where there is no limit to the time that writing takes
         self.saved_at = counters.step
         self.finish_save(counters)
 
     def finish_save(self, counters: Counters) -> None:
         """What follows a saved state, as far as it is not there: a kill may have prevented it."""
         self.evaluate(counters)
-        if not self.ranks.leads:
-            return
-        if counters.step in self.run.checkpoints():
-            self.run.prune(self.plan.recipe.keep, self.saved_at)
+        if self.ranks.as_the_first(counters.step in self.run.checkpoints()):
+            if self.ranks.leads:
+                self.run.prune(self.plan.recipe.keep, self.saved_at)
         else:
             self.sample(counters.step)
             self.save_checkpoint(counters)
 
+    def environment(self) -> Environment:
+        """What the bits of a step depend on here."""
+        sharded = is_sharded(self.gpt)
+        return Environment.of(self.plan.placement, self.ranks.size, sharded=sharded)
+
     def _require_finite(self, step: int) -> None:
         """The last update may have spoiled the weights, and no loss has seen them yet."""
-        for name, parameter in self.gpt.named_parameters():
-            if not bool(parameter.isfinite().all()):
-                raise TrainingError(
-                    f"training diverged: after step {step} {name} holds numbers that are not "
-                    f"finite. {self.safe()} Try lower learning rates or a warmup"
-                )
+        named = self.gpt.named_parameters()
+        spoiled = next((name for name, p in named if not bool(local(p).isfinite().all())), None)
+        if not any(self.ranks.highest([spoiled is not None])):
+            return
+        if not self.ranks.leads:
+            raise self.ranks.follows()
+        raise TrainingError(
+            f"training diverged: after step {step} {spoiled or 'the model'} holds numbers that are "
+            f"not finite. {self.safe()} Try lower learning rates or a warmup"
+        )
 
     @contextmanager
     def _writing(self, step: int) -> Iterator[None]:
@@ -205,12 +221,14 @@ class Milestones:
 
     def save_checkpoint(self, counters: Counters) -> None:
         """Write the weights as the last evaluation found them, and move the links."""
+        weights = gather_weights(self.gpt, self.ranks)
         if self.ranks.leads:
             with self._writing(counters.step):
-                path = self._save_checkpoint(counters)
+                path = self._save_checkpoint(counters, weights)
             self.report(Saved(counters.step, path))
+        self.ranks.wait()
 
-    def _save_checkpoint(self, counters: Counters) -> Path:
+    def _save_checkpoint(self, counters: Counters, weights: Mapping[str, Tensor]) -> Path:
         run, evaluation = self.run, self.evaluations[-1]
         path = run.checkpoint(counters.step)
         base, lora = self.plan.base, self.plan.lora
@@ -227,7 +245,7 @@ class Milestones:
         if lora is not None:
             save_adapter(
                 path,
-                gpt=self.gpt,
+                weights=weights,
                 shape=lora,
                 training=training,
                 card=card,
@@ -236,7 +254,8 @@ class Milestones:
         else:
             save_checkpoint(
                 path,
-                gpt=self.gpt,
+                config=self.gpt.config,
+                weights=weights,
                 tokenizer=self.plan.prepared.tokenizer,
                 training=training,
                 card=card,

@@ -15,11 +15,14 @@ Shapes: M matrices of one shape, R rows, S columns, R <= S.
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 from torch.optim import Muon
+
+from model.training.ranks import Ranks
+from model.training.sharding import Piece, join
 
 WIDEST_STACKED = 128
 """Rows up to which matrices are stacked on a CPU. On a GPU all are."""
@@ -28,29 +31,36 @@ STACKED_ELEMENTS = 2**24
 
 
 @torch.no_grad()
-def step(optimizer: Muon, dtype: torch.dtype) -> None:
+def step(optimizer: Muon, dtype: torch.dtype, pieces: Mapping[Tensor, Piece], ranks: Ranks) -> None:
     """What `optimizer.step()` does, in `dtype`: bfloat16 as torch does it, or float32 where a
-    processor has no products of bfloat16. Parameters without a gradient are left alone."""
+    processor has no products of bfloat16. Parameters without a gradient are left alone.
+
+    `pieces` says of each parameter which rows of its matrix it is. Of a divided matrix the update
+    is put together, orthogonalised by every process, and each takes its rows.
+    """
     for group in optimizer.param_groups:
         if group["adjust_lr_fn"] is not None:
             raise ValueError(f"adjust_lr_fn is {group['adjust_lr_fn']!r}; only None is computed")
-        for parameters in _stacks([p for p in group["params"] if p.grad is not None]):
+        for parameters in _stacks([p for p in group["params"] if p.grad is not None], pieces):
             momenta = [_momentum(optimizer, parameter) for parameter in parameters]
             gradients = [each.grad for each in parameters if each.grad is not None]
             torch._foreach_lerp_(momenta, gradients, 1 - group["momentum"])
             updates: Sequence[Tensor] = momenta
             if group["nesterov"]:
                 updates = torch._foreach_lerp(gradients, momenta, group["momentum"])
-            rows, columns = parameters[0].shape
+            own = [pieces[parameter] for parameter in parameters]
+            if own[0].divided:
+                updates = join([each.to(dtype) for each in updates], own, ranks)
+            rows, columns = own[0].shape
             tall = rows > columns
             stack = torch.stack([each.T if tall else each for each in updates])  # (M, R, S)
             directions = orthogonalise(
                 stack.to(dtype), group["ns_coefficients"], group["ns_steps"], group["eps"]
             )
             rate = group["lr"] * math.sqrt(max(1.0, rows / columns))
-            for parameter, direction in zip(parameters, directions, strict=True):
+            for parameter, piece, direction in zip(parameters, own, directions, strict=True):
                 parameter.mul_(1 - group["lr"] * group["weight_decay"])
-                parameter.add_(direction.T if tall else direction, alpha=-rate)
+                parameter.add_((direction.T if tall else direction)[piece.rows], alpha=-rate)
 
 
 def orthogonalise(
@@ -80,13 +90,14 @@ def _iterate(
     return x
 
 
-def _stacks(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Parameters of one shape and device together, no more than may be held at once."""
-    alike: defaultdict[tuple[torch.Size, torch.device], list[Tensor]] = defaultdict(list)
+def _stacks(parameters: Sequence[Tensor], pieces: Mapping[Tensor, Piece]) -> Iterator[list[Tensor]]:
+    """Parameters of matrices of one shape on one device together, no more than may be held at
+    once."""
+    alike: defaultdict[tuple[tuple[int, ...], torch.device], list[Tensor]] = defaultdict(list)
     for parameter in parameters:
-        alike[parameter.shape, parameter.device].append(parameter)
+        alike[pieces[parameter].shape, parameter.device].append(parameter)
     for (shape, device), some in alike.items():
-        together = max(1, STACKED_ELEMENTS // shape.numel())
+        together = max(1, STACKED_ELEMENTS // math.prod(shape))
         if device.type == "cpu" and min(shape) > WIDEST_STACKED:
             together = 1
         for first in range(0, len(some), together):

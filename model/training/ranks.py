@@ -1,18 +1,19 @@
 """Ranks: the processes that train one model together, started by `torchrun`.
 
-Each computes its share of a step's sequences (`model/training/batches.py`) on its own copy of the
-model; the gradients are added up before the update, so every copy takes the same step. Rank 0
-writes, reports and decides; `highest` tells the others. Without `torchrun` there is one rank, and
-everything here does nothing.
+Each computes its share of a step's sequences (`model/training/batches.py`); the gradients are added
+up before the update, so all take the same step. Rank 0 writes, reports and decides; `as_the_first`
+tells the others. Without `torchrun` there is one rank, and everything here does nothing.
 
 Two kinds of traffic. Gradients go where they are: NCCL on CUDA, gloo on a CPU. Small numbers and
 waiting go over gloo on the CPU, without a time limit, because rank 0 may prepare a text for hours
 while the others wait; when a process ends, the others notice at once, since its connections close.
 
-Covers data parallelism alone: a model and its optimizers have to fit into each process. Reads the
-run directory in every process, so several machines need a file system that they share.
+What each has of the model is another matter: a copy, as here, or a part of it
+(`model/training/sharding.py`). The run directory is read in every process, so several machines need
+a file system that they share.
 """
 
+import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -100,19 +101,44 @@ class Ranks:
             dist.all_reduce(each, dist.ReduceOp.MAX, group=self.control)
         return each.tolist()
 
+    def as_the_first(self, number: float) -> float:
+        """What the first process says, on all of them."""
+        return self.highest([number if self.leads else -math.inf])[0]
+
     def wait(self) -> None:
         """Until all ranks are here."""
         self.total(torch.zeros(1))
+
+    @contextmanager
+    def connected(self) -> Iterator[None]:
+        """Says so where another process has ended, in traffic that is torch's own: there any error
+        of a computation may be raised, and gloo has no class for its own."""
+        try:
+            yield
+        except RuntimeError as error:
+            if isinstance(error, dist.DistError) or "gloo/transport" in str(error):
+                raise self._deserted() from error
+            raise
+
+    def follows(self) -> TrainingError:
+        """What ends this process where the first has said why all end."""
+        return TrainingError(f"process {self.rank} of {self.size} stops with the first")
 
     @contextmanager
     def _with_the_others(self) -> Iterator[None]:
         try:
             yield
         except RuntimeError as error:  # what gloo and NCCL raise when a connection has closed
-            raise TrainingError(
-                f"process {self.rank} of {self.size} stops: another process of the run has ended, "
-                "and what it said last tells why"
-            ) from error
+            raise self._deserted() from error
+
+    def _deserted(self) -> TrainingError:
+        return TrainingError(
+            f"process {self.rank} of {self.size} stops: another process of the run has ended, and "
+            "what it said last tells why"
+        )
+
+
+ALONE = Ranks()
 
 
 def read_ranks(environment: Mapping[str, str]) -> Ranks:

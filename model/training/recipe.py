@@ -11,11 +11,12 @@ separate learning rates from modded-nanogpt and nanochat.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import AdamW, Muon
 
 from model.gpt import GPT, Block
@@ -23,6 +24,8 @@ from model.lora import NARROW
 from model.presets import Recipe
 from model.training import muon
 from model.training.forward import native_bfloat16
+from model.training.ranks import ALONE, Ranks
+from model.training.sharding import Piece, gather, local, piece_of
 
 Kind = Literal["matrix", "embedding", "head", "scalar"]
 
@@ -75,44 +78,53 @@ def kind(gpt: GPT, name: str) -> Kind:
     return "scalar"
 
 
+@dataclass(frozen=True, eq=False, slots=True)
+class _Part:
+    """What an optimizer has in the place of a parameter: rows of it, in the same memory."""
+
+    tensor: nn.Parameter  # what the optimizer updates
+    parameter: nn.Parameter  # of the model
+    rows: slice  # of what is here of the parameter
+    piece: Piece  # which rows of a map these are
+
+
 class Optimizers:
     """The optimizers of a model, stepped together.
 
     Muon orthogonalises a matrix as a whole, but a fused one is several maps side by side (query,
     key and value; the two halves of SwiGLU). Each is given to Muon as a parameter of its own that
-    shares the fused one's storage; `step` hands it its rows of the gradient.
+    shares the fused one's storage; `step` hands it its rows of the gradient. Of a sharded model
+    every optimizer has what is here of the parameters, and nothing else.
     """
 
-    def __init__(self, gpt: GPT, recipe: Recipe) -> None:
-        kinds: dict[Kind, list[nn.Parameter]] = {
-            "matrix": [],
-            "embedding": [],
-            "head": [],
-            "scalar": [],
-        }
+    def __init__(self, gpt: GPT, recipe: Recipe, ranks: Ranks = ALONE) -> None:
+        maps = list(_maps(gpt)) if recipe.optimizer == "muon" else []
+        self._parts = list(maps)
+        own: tuple[Kind, ...] = ("embedding", "head", "scalar")
+        if recipe.optimizer == "adamw":
+            own = ("matrix", *own)
+        kinds: dict[Kind, list[nn.Parameter]] = {each: [] for each in own}
         for name, parameter in gpt.named_parameters():
-            if parameter.requires_grad:
-                kinds[kind(gpt, name)].append(parameter)
+            if parameter.requires_grad and (of := kind(gpt, name)) in own:
+                kinds[of].append(self._what_is_here(parameter))
+        self._pieces: dict[Tensor, Piece] = {part.tensor: part.piece for part in self._parts}
+        self._ranks = ranks
         self.peaks: Mapping[Kind, float] = {
             "matrix": recipe.matrix_lr,
             "embedding": recipe.embedding_lr,
             "head": recipe.head_lr,
             "scalar": recipe.scalar_lr,
         }
-        self._parts = list(_muon_parts(gpt)) if recipe.optimizer == "muon" else []
         device = gpt.token_embedding.weight.device
         self._muon_dtype = torch.bfloat16 if native_bfloat16(device) else torch.float32
         self.all: dict[str, torch.optim.Optimizer] = {}
         if recipe.optimizer == "muon":
             self.all["muon"] = Muon(
-                [{"params": [part for part, _, _ in self._parts], "kind": "matrix"}],
+                [{"params": [part.tensor for part in maps], "kind": "matrix"}],
                 lr=recipe.matrix_lr,
                 momentum=recipe.momentum,
                 weight_decay=recipe.weight_decay,
             )
-        own: tuple[Kind, ...] = ("embedding", "head", "scalar")
-        if recipe.optimizer == "adamw":
-            own = ("matrix", *own)
         self.all["adamw"] = AdamW(
             [
                 {
@@ -131,40 +143,85 @@ class Optimizers:
 
     def step(self, share_of_peak: float) -> None:
         """One update at a share of every peak learning rate; the gradients are dropped."""
-        for part, whole, rows in self._parts:
-            assert whole.grad is not None
-            part.grad = whole.grad[rows]
+        for part in self._parts:
+            gradient = part.parameter.grad
+            assert gradient is not None
+            part.tensor.grad = local(gradient)[part.rows]
         for optimizer in self.all.values():
             for group in optimizer.param_groups:
                 group["lr"] = share_of_peak * self.peaks[group["kind"]]
             if isinstance(optimizer, Muon):
-                muon.step(optimizer, self._muon_dtype)
+                muon.step(optimizer, self._muon_dtype, self._pieces, self._ranks)
             else:
                 optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-        for _, whole, _ in self._parts:
-            whole.grad = None
+        for part in self._parts:
+            part.parameter.grad = None
 
     def state_dict(self) -> dict[str, Any]:
-        return {name: optimizer.state_dict() for name, optimizer in self.all.items()}
+        """The states as one process would have them. Of a sharded model all processes have to ask,
+        and the first gets them."""
+        return {name: self._gathered(optimizer) for name, optimizer in self.all.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take up what `state_dict` gave the first process."""
         for name, optimizer in self.all.items():
-            optimizer.load_state_dict(state[name])
+            optimizer.load_state_dict(self._cut(optimizer, state[name]))
+
+    def _what_is_here(self, parameter: nn.Parameter) -> nn.Parameter:
+        """The parameter itself, or of a divided one the rows."""
+        piece = piece_of(parameter)
+        if not piece.divided:
+            return parameter
+        here = nn.Parameter(local(parameter.data))
+        self._parts.append(_Part(here, parameter, slice(None), piece))
+        return here
+
+    def _gathered(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        def whole(tensor: Tensor, piece: Piece) -> Tensor:
+            return gather(tensor, piece, self._ranks)
+
+        return self._mapped(optimizer, optimizer.state_dict(), whole)
+
+    def _cut(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:
+        def rows(tensor: Tensor, piece: Piece) -> Tensor:
+            return tensor[piece.rows].clone()  # and nothing else of the file stays in memory
+
+        return self._mapped(optimizer, state, rows)
+
+    def _mapped(
+        self,
+        optimizer: torch.optim.Optimizer,
+        state: Mapping[str, Any],
+        change: Callable[[Tensor, Piece], Tensor],
+    ) -> dict[str, Any]:
+        """An optimizer's state with every tensor changed that belongs to a divided parameter row by
+        row: its moments, and not its count of steps."""
+        tensors = [tensor for group in optimizer.param_groups for tensor in group["params"]]
+        pieces = [self._pieces.get(tensor) for tensor in tensors]
+        changed = {
+            index: {
+                name: change(value, piece) if piece and piece.divided and value.ndim else value
+                for name, value in values.items()
+            }
+            for index, values in state["state"].items()
+            for piece in (pieces[index],)
+        }
+        return {**state, "state": changed}
 
 
-def _muon_parts(gpt: GPT) -> Iterator[tuple[nn.Parameter, nn.Parameter, slice]]:
-    """The block matrices as maps of one thing each: (part, the fused one, its rows)."""
+def _maps(gpt: GPT) -> Iterator[_Part]:
+    """The block matrices as maps of one thing each."""
     for block in gpt.blocks:
         assert isinstance(block, Block)
         for name, heights in gpt.config.maps().items():
             linear = getattr(block, name)
             start = 0
             for height in heights:
-                rows = slice(start, start + height)
                 whole = linear.weight
                 assert isinstance(whole, nn.Parameter)
-                yield nn.Parameter(whole.data[rows]), whole, rows
+                rows, piece = piece_of(whole).within(start, start + height)
+                yield _Part(nn.Parameter(local(whole.data)[rows]), whole, rows, piece)
                 start += height
 
 

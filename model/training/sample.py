@@ -2,7 +2,7 @@
 
 The whole window is computed anew for every token: plain, and fast enough for a hundred tokens of a
 small model. Serving has the KV cache (`model/engine`). Draws from a generator of its own, so a
-sample never disturbs training.
+sample never disturbs training. Of a sharded model all processes have to sample; the first draws.
 """
 
 from collections.abc import Callable
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from model.gpt import GPT
 from model.tokenizer import Tokenizer
+from model.training.ranks import ALONE, Ranks
 
 
 def sample_text(
@@ -23,6 +24,7 @@ def sample_text(
     temperature: float,
     seed: int,
     forward: Callable[[Tensor], Tensor],
+    ranks: Ranks = ALONE,
 ) -> str:
     """What follows the prompt: at most `max_tokens` tokens, or up to the document's end.
 
@@ -40,7 +42,7 @@ def sample_text(
                 window = torch.tensor([ids[-gpt.config.context_length :]], device=device)
                 logits = forward(window)[0, -1].float().cpu()  # (V,)
                 probs = (logits / temperature).softmax(dim=-1)
-                token_id = int(torch.multinomial(probs, 1, generator=draw))
+                token_id = int(ranks.as_the_first(int(torch.multinomial(probs, 1, generator=draw))))
                 if token_id == tokenizer.end_of_text:
                     break
                 ids.append(token_id)

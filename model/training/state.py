@@ -8,7 +8,7 @@ and renamed; read with `weights_only=True`, so reading never executes code. Does
 checkpoints (`model/checkpoint.py`): those are for serving.
 
 Bit for bit is promised where the recorded environment is the same (torch, instruction set,
-threads, device, dtype, processes); `differences` says where it is not.
+threads, device, dtype, processes, sharded or not); `differences` says where it is not.
 """
 
 import os
@@ -23,10 +23,11 @@ import torch
 
 from model.device import Placement, describe
 from model.gpt import GPT
-from model.lora import load_trained_weights, trained_weights
 from model.training.config import TrainingError
+from model.training.ranks import ALONE, Ranks
 from model.training.recipe import Optimizers
 from model.training.run import sync
+from model.training.sharding import gather_weights, is_sharded, put_weights
 
 VERSION = 2
 
@@ -40,15 +41,19 @@ class Environment:
     dtype: str
     threads: int
     processes: int
+    sharded: bool = False
 
     @classmethod
-    def of(cls, placement: Placement, processes: int = 1) -> "Environment":
+    def of(
+        cls, placement: Placement, processes: int = 1, *, sharded: bool = False
+    ) -> "Environment":
         return cls(
             torch=str(torch.__version__),  # a plain string: weights_only reads no other
             device=describe(placement.device),
             dtype=placement.dtype_name,
             threads=placement.threads,
             processes=processes,
+            sharded=sharded,
         )
 
     def differences(self, other: "Environment") -> str:
@@ -78,17 +83,27 @@ def save_state(
     counters: Counters,
     environment: Environment,
     reports: Mapping[str, Any],
+    ranks: Ranks = ALONE,
 ) -> None:
-    """Replace the state file, whole or not at all. Raises OSError when it cannot be written."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Replace the state file, whole or not at all. Raises OSError when it cannot be written.
+
+    Of several processes the first writes. All have to call it, because of a sharded model each has
+    a part.
+    """
     document = {
         "version": VERSION,
         "counters": asdict(counters),
         "environment": asdict(environment),
-        "weights": trained_weights(gpt),
+        "weights": gather_weights(gpt, ranks),
         "optimizers": optimizers.state_dict(),
         "reports": dict(reports),
     }
+    if ranks.leads:
+        _replace(path, document)
+
+
+def _replace(path: Path, document: Mapping[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
     descriptor, aside = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
         with os.fdopen(descriptor, "wb") as file:
@@ -116,9 +131,9 @@ def load_state(
 ) -> tuple[Counters, Environment, dict[str, Any]]:
     """Restore weights and optimizers; returns the counters, where it was saved, and what
     it keeps of the run's reports."""
-    document = read_state(path)
+    document = read_state(path, mapped=is_sharded(gpt))
     try:
-        load_trained_weights(gpt, document["weights"])
+        put_weights(gpt, document["weights"])
         optimizers.load_state_dict(document["optimizers"])
         return (
             Counters(**document["counters"]),

@@ -3,15 +3,15 @@
 A step: forward and backward over this process's share of its batches, add up the gradients of all
 processes, clip, update, count. Between steps: log, sample, evaluate, save, each when it is due.
 
-Covers one process on one device, or several with a copy of the model in each. What each part does
-stands in the file of its name: `begin` (what a run is made of), `finetune`, `recipe` (weights,
-optimizers, learning rates), `forward`, `batches`, `ranks` (several processes), `milestones`
-(evaluations, samples, checkpoints), `health` (whether it still learns), `length`, `log`, `state`.
+Covers one process on one device, or several, each with a copy of the model or a part of it. What
+each part does stands in the file of its name: `begin` (what a run is made of), `finetune`, `recipe`
+(weights, optimizers, learning rates), `forward`, `batches`, `ranks` (several processes), `sharding`
+(of one model), `milestones` (evaluations, samples, checkpoints), `health` (whether it still
+learns), `length`, `log`, `state`.
 
 Shapes: B sequences, T positions, V = vocab_size.
 """
 
-import math
 import time
 import warnings
 from contextlib import AbstractContextManager
@@ -37,7 +37,8 @@ from model.training.log import Figures, StepLog
 from model.training.milestones import Milestones
 from model.training.ranks import Ranks, together
 from model.training.recipe import Optimizers, share_of_peak
-from model.training.state import Counters, Environment, load_state
+from model.training.sharding import clip_gradients, shard, unsummed_gradients
+from model.training.state import Counters, load_state
 from model.training.tensorboard import require_tensorboard, with_tensorboard
 
 Reason = Literal["finished", "time is up", "no improvement", "interrupted"]
@@ -83,7 +84,8 @@ def train(config: TrainingConfig, report: Reporter = silent) -> TrainingResult:
                 trainer = Trainer(plan, report)
                 if config.resume:
                     trainer.load()
-                result = trainer.fit()
+                with ranks.connected():
+                    result = trainer.fit()
             ranks.wait()  # the first has written all
             return result
         finally:
@@ -116,8 +118,10 @@ class Trainer:
         torch.manual_seed(recipe.seed)
         self.plan, self.recipe, self.run, self.report = plan, recipe, plan.run, report
         self.gpt = initial_model(plan.model, recipe, plan.base, plan.lora, report)
+        if plan.sharded:
+            shard(self.gpt, placement, plan.ranks)
         self.gpt.to(placement.device).train()
-        self.optimizers = Optimizers(self.gpt, recipe)
+        self.optimizers = Optimizers(self.gpt, recipe, plan.ranks)
         forward = Forward(self.gpt, placement, dropout=plan.model.dropout)
         self.loss = choose_loss(
             forward, placement, plan.config.compile, lambda message: report(Noticed(message))
@@ -140,8 +144,7 @@ class Trainer:
             self.counters, before, reports = load_state(
                 self.run.state, gpt=self.gpt, optimizers=self.optimizers
             )
-            here = Environment.of(self.plan.placement, self.ranks.size)
-            if differences := here.differences(before):
+            if differences := self.milestones.environment().differences(before):
                 self.report(
                     Noticed(
                         f"resuming, but not bit for bit as one run would have gone: {differences}"
@@ -198,6 +201,7 @@ class Trainer:
                 dtype=placement.dtype_name,
                 threads=placement.threads,
                 processes=self.ranks.size,
+                sharded=self.plan.sharded,
             )
         )
 
@@ -213,9 +217,8 @@ class Trainer:
             (part_loss / share.parts).backward()
             loss += part_loss.detach() / share.parts
         parameters = list(self.gpt.parameters())
-        gradients = [each.grad for each in parameters if each.grad is not None]
-        self.ranks.add_up([*gradients, loss])
-        norm = torch.nn.utils.clip_grad_norm_(parameters, recipe.clip or math.inf)
+        self.ranks.add_up([*unsummed_gradients(parameters), loss])
+        norm = clip_gradients(parameters, recipe.clip)
         self.optimizers.step(peak)
         tokens = share.total * self.gpt.config.context_length
         self.log.add(loss=loss, norm=norm, share=peak, tokens=tokens)
@@ -318,8 +321,7 @@ class Trainer:
 
     def _diverged(self, complaint: str) -> TrainingError:
         if not self.ranks.leads:
-            complaint = f"process {self.ranks.rank} of {self.ranks.size} stops with the first"
-            return TrainingError(complaint)
+            return self.ranks.follows()
         return TrainingError(
             f"{complaint}. {self.milestones.safe()} Try lower learning rates or a warmup"
         )

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from model.adapter import read_adapter
 from model.checkpoint import read_checkpoint
 from model.training.config import TrainingConfig
 from model.training.state import read_state
@@ -60,7 +62,7 @@ def flags(config: TrainingConfig) -> list[str]:
     words = []
     for name in sorted(config.model_fields_set):
         value = getattr(config, name)
-        flag = "--" + name.replace("_", "-")
+        flag = "--from" if name == "from_checkpoint" else "--" + name.replace("_", "-")
         for each in value if isinstance(value, tuple) else (value,):
             words += [flag] if each is True else [flag, str(each)]
     return words
@@ -208,8 +210,11 @@ def test_the_clock_of_the_first_process_ends_all(text: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_process_that_is_killed_ends_the_others_with_a_sentence(text: Path) -> None:
-    config = configuration(text, "run", steps=100_000, sample_every=100_000)
+@pytest.mark.parametrize("shard", ["off", "on"])
+def test_a_process_that_is_killed_ends_the_others_with_a_sentence(text: Path, shard: str) -> None:
+    """Where they share a model, most of the traffic is torch's own, and so was the last word: a
+    traceback."""
+    config = configuration(text, "run", steps=100_000, sample_every=100_000, shard=shard)
     assert config.out is not None
     started = Torchrun(config)
     started.wait_for_step(config.out / "metrics.jsonl", 4)
@@ -218,6 +223,89 @@ def test_a_process_that_is_killed_ends_the_others_with_a_sentence(text: Path) ->
     assert code == 1
     assert "logitd train: process 0 of 2 stops: another process of the run has ended" in err
     assert train(TrainingConfig(out=config.out, resume=True, steps=10_000, minutes=0.001)).step >= 3
+
+
+def states_equal(one: Any, other: Any) -> bool:
+    """Of optimizers: the same keys and the same bits."""
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(states_equal(one[k], other[k]) for k in one)
+    return torch.equal(one, other) if isinstance(one, torch.Tensor) else bool(one == other)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("given", [{"dtype": "bfloat16"}, {"optimizer": "adamw"}])
+def test_a_shared_model_is_one_that_each_process_has_to_the_bit(
+    text: Path, given: dict[str, Any]
+) -> None:
+    """With dropout and Muon in bfloat16, and with AdamW; not clipped, as the length of the gradient
+    is added up in another order. One process goes on where the two had stopped, and the other way
+    round."""
+    given = given | {"clip": 1000.0}
+    one = configuration(text, "one", steps=6, **given)
+    two = configuration(text, "two", steps=3, shard="on", **given)
+    assert one.out is not None
+    assert two.out is not None
+    started = Torchrun(two)
+    train(one)
+    code, out, err = started.finish()
+    assert code == 0, err
+    assert "in each of 2 processes that share the model" in out
+    assert out.count("sample: ") == 3, "one of the two tells what both computed"
+    notices: list[str] = []
+    resume = TrainingConfig(out=two.out, resume=True, steps=5, checkpoint_every=5)
+    train(resume, lambda event: notices.append(str(event)))
+    assert any("sharded False, was True" in notice for notice in notices)
+    code, _, err = Torchrun(TrainingConfig(out=two.out, resume=True, steps=6)).finish()
+    assert code == 0, err
+    assert [each for each in losses(two.out) if each[:2] != ("eval", 5)] == losses(one.out)
+    samples = [set((run / "samples.txt").read_text().split("=== ")) for run in (one.out, two.out)]
+    assert samples[0] < samples[1], "those of step 5 besides"
+    first, second = (read_state(run / "state" / "state.pt") for run in (one.out, two.out))
+    assert states_equal(first["weights"], second["weights"])
+    assert states_equal(first["optimizers"], second["optimizers"])
+    weights = [read_checkpoint(run / "latest").weights_sha256 for run in (one.out, two.out)]
+    assert weights[0] == weights[1]
+
+
+@pytest.mark.slow
+def test_adapters_of_a_shared_model_are_those_of_a_whole_one(text: Path) -> None:
+    base = configuration(text, "base", steps=2)
+    train(base)
+    assert base.out is not None
+    found = []
+    for name, shard in (("whole", "off"), ("shared", "on")):
+        config = TrainingConfig(
+            data=(str(text),), out=text.parent / name, from_checkpoint=base.out / "best", lora=2,
+            steps=3, **{**RECIPE, "shard": shard, "clip": 1000.0},
+        )  # fmt: skip
+        code, _, err = Torchrun(config).finish()
+        assert code == 0, err
+        assert config.out is not None
+        found.append((losses(config.out), read_adapter(config.out / "best").weights))
+    assert found[0][0] == found[1][0]
+    for name, tensor in found[0][1].items():
+        torch.testing.assert_close(tensor, found[1][1][name], rtol=0, atol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("c++") is None, reason="no compiler")
+@pytest.mark.parametrize("compiler", ["c++", "false"])
+def test_a_shared_model_is_compiled_or_not(
+    text: Path, monkeypatch: pytest.MonkeyPatch, compiler: str
+) -> None:
+    monkeypatch.setenv("CXX", compiler)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(text.parent / compiler))
+    given = {"steps": 3, "clip": 1000.0, "dropout": 0.0, "accumulate": 2}
+    whole = configuration(text, "whole", **given)
+    shared = configuration(text, "shared", shard="on", compile="on", **given)
+    train(whole)
+    code, out, err = Torchrun(shared).finish(timeout=300)
+    assert code == 0, err
+    assert ("not compiled, so steps take longer" in out) == (compiler == "false")
+    assert whole.out is not None
+    assert shared.out is not None
+    pairs = list(zip(losses(whole.out), losses(shared.out), strict=True))
+    assert all(a[:2] == b[:2] and a[2] == pytest.approx(b[2], rel=1e-4) for a, b in pairs)
 
 
 @pytest.mark.slow

@@ -128,8 +128,10 @@ def training_record(**overrides: Any) -> TrainingRecord:
 
 def save_tiny_checkpoint(path: Path, gpt: GPT | None = None, **save: Any) -> CheckpointInfo:
     """Save `gpt` (or `tiny_gpt()`) with the byte tokenizer at `path`."""
+    gpt = gpt or tiny_gpt()
     values: dict[str, Any] = {
-        "gpt": gpt or tiny_gpt(),
+        "config": gpt.config,
+        "weights": gpt.state_dict(),
         "tokenizer": byte_tokenizer(),
         "training": training_record(),
         "card": "# tiny\n",

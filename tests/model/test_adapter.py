@@ -41,7 +41,13 @@ def adapter(tmp_path: Path, base: Path, gpt: GPT) -> Path:
     info = read_checkpoint(base)
     record = {"name": info.name, "weights_sha256": info.weights_sha256, "step": 7}
     training = training_record(step=20, base=record)
-    save_adapter(path, gpt=gpt, shape=SHAPE, training=training, card="# mine\n\nAbout it.\n")
+    save_adapter(
+        path,
+        weights=trained_weights(gpt),
+        shape=SHAPE,
+        training=training,
+        card="# mine\n\nAbout it.\n",
+    )
     return path
 
 
@@ -97,7 +103,13 @@ def test_what_exists_is_not_overwritten(base: Path, adapter: Path, gpt: GPT) -> 
     with pytest.raises(CheckpointError, match="never overwritten"):
         merge(base, adapter, base, save_dtype="float32")
     with pytest.raises(CheckpointError, match="never overwritten"):
-        save_adapter(adapter, gpt=gpt, shape=SHAPE, training=training_record(base={}), card="")
+        save_adapter(
+            adapter,
+            weights=trained_weights(gpt),
+            shape=SHAPE,
+            training=training_record(base={}),
+            card="",
+        )
 
 
 def test_damaged_weights_are_refused(adapter: Path) -> None:

@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from torch.optim import Muon
 
 from model.training import muon
+from model.training.ranks import ALONE
+from model.training.sharding import piece_of
 
 SHAPES = [(24, 24), (24, 40), (40, 24), (24, 24), (24, 40), (8, 24), (150, 160), (150, 160)]
 """Alike, tall and wide ones, one alone, and some that are not stacked on a CPU."""
@@ -25,6 +27,12 @@ def _fill(parameters: list[nn.Parameter], step: int) -> None:
     generator = torch.Generator().manual_seed(step)
     for parameter in parameters:
         parameter.grad = torch.randn(parameter.shape, generator=generator)
+
+
+def _step(optimizer: Muon, dtype: torch.dtype) -> None:
+    """Of whole matrices; divided ones are tested with their processes (test_sharding.py)."""
+    (group,) = optimizer.param_groups
+    muon.step(optimizer, dtype, {each: piece_of(each) for each in group["params"]}, ALONE)
 
 
 def _distance(one: Tensor, other: Tensor) -> float:
@@ -50,7 +58,7 @@ def test_a_step_is_torchs(
         with torch.no_grad():  # each step from the same weights
             for one, two in zip(mine, theirs, strict=True):
                 one.copy_(two)
-        muon.step(own, torch.bfloat16)
+        _step(own, torch.bfloat16)
         other.step()
         for one, two, was in zip(mine, theirs, before, strict=True):
             assert _distance(one - was, two - was) < 0.01
@@ -83,7 +91,7 @@ def test_where_bfloat16_is_not_native_the_step_is_the_same_but_for_rounding() ->
     exact, rough = _parameters(), _parameters()
     for parameters, dtype in ((exact, torch.float32), (rough, torch.bfloat16)):
         _fill(parameters, 0)
-        muon.step(Muon(parameters, lr=1.0, weight_decay=0.0), dtype)
+        _step(Muon(parameters, lr=1.0, weight_decay=0.0), dtype)
     start = _parameters()
     for one, two, was in zip(exact, rough, start, strict=True):
         assert 0 < _distance(two - was, one - was) < 0.05
@@ -93,10 +101,10 @@ def test_a_state_goes_on_where_torchs_own_left_it_and_the_other_way_round() -> N
     parameters = _parameters()
     first = Muon(parameters, lr=0.1)
     _fill(parameters, 0)
-    muon.step(first, torch.bfloat16)
+    _step(first, torch.bfloat16)
     saved, weights = deepcopy(first.state_dict()), [each.detach().clone() for each in parameters]
     ends = []
-    for steps in ((muon.step, muon.step), (None, muon.step), (muon.step, muon.step)):
+    for steps in ((_step, _step), (None, _step), (_step, _step)):
         again = [nn.Parameter(each.clone()) for each in weights]
         optimizer = Muon(again, lr=0.1)
         optimizer.load_state_dict(deepcopy(saved))
@@ -117,7 +125,7 @@ def test_parameters_without_a_gradient_stay() -> None:
     parameters = _parameters()
     _fill(parameters[:2], 0)
     before = [each.detach().clone() for each in parameters]
-    muon.step(Muon(parameters, lr=0.1), torch.bfloat16)
+    _step(Muon(parameters, lr=0.1), torch.bfloat16)
     moved = [not torch.equal(*pair) for pair in zip(parameters, before, strict=True)]
     assert moved == [True, True] + [False] * (len(parameters) - 2)
 
@@ -125,13 +133,13 @@ def test_parameters_without_a_gradient_stay() -> None:
 def test_another_adjustment_of_the_rate_is_refused() -> None:
     optimizer = Muon(_parameters(), adjust_lr_fn="match_rms_adamw")
     with pytest.raises(ValueError, match="match_rms_adamw"):
-        muon.step(optimizer, torch.bfloat16)
+        _step(optimizer, torch.bfloat16)
 
 
 def test_wide_matrices_move_by_the_rate_and_tall_ones_by_more() -> None:
     for shape, factor in (((8, 32), 1.0), ((32, 8), 2.0)):
         parameter = nn.Parameter(torch.zeros(shape))
         parameter.grad = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-        muon.step(Muon([parameter], lr=0.5, weight_decay=0.0), torch.float32)
+        _step(Muon([parameter], lr=0.5, weight_decay=0.0), torch.float32)
         root_mean = float(torch.linalg.svdvals(parameter.detach()).square().mean().sqrt())
         assert math.isclose(root_mean, 0.5 * factor, rel_tol=0.3)

@@ -342,7 +342,9 @@ def test_patience_ends_a_run_that_no_longer_improves(
 ) -> None:
     losses = iter([3.0, 2.0, 2.5, 2.4, 1.0, *[1.5] * 9])
     monkeypatch.setattr(
-        milestones_module, "evaluate", lambda *_: Evaluation(next(losses), tokens=1, text_bytes=1)
+        milestones_module,
+        "evaluate",
+        lambda *_, **__: Evaluation(next(losses), tokens=1, text_bytes=1),
     )
     result = train(configure(steps=100, eval_every=2, checkpoint_every=100, patience=3))
     assert result.reason == "no improvement"

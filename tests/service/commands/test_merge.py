@@ -7,7 +7,7 @@ import pytest
 from model.adapter import save_adapter
 from model.checkpoint import read_checkpoint
 from model.config import TARGETS
-from model.lora import LoraShape
+from model.lora import LoraShape, trained_weights
 from service.cli import run
 from tests.model.factories import save_tiny_checkpoint, tiny_gpt, training_record
 from tests.model.test_lora import adapted
@@ -27,7 +27,8 @@ def folders(elsewhere: None) -> None:
     record = {"name": "base", "weights_sha256": info.weights_sha256, "step": 7}
     gpt = adapted(tiny_gpt(), SHAPE, b=0.05)
     training = training_record(base=record)
-    save_adapter(Path("adapter"), gpt=gpt, shape=SHAPE, training=training, card="# a\n")
+    weights = trained_weights(gpt)
+    save_adapter(Path("adapter"), weights=weights, shape=SHAPE, training=training, card="# a\n")
 
 
 def test_a_checkpoint_is_written_that_can_be_inspected(capsys: pytest.CaptureFixture[str]) -> None:
