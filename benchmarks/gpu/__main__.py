@@ -3,12 +3,13 @@
     python -m benchmarks.gpu [--device cuda] [--parts logits,engine,...] [--tiny]
 
 The checks are those of `truth.py`. Then whole steps of the engine, sampling
-included, with GPT-2's shapes and random weights in bfloat16: decode with steps that are recorded,
-called one by one, batch-invariant, and in plain torch; the kernels of a step; prefill;
-`transformers` generating with a compiled static cache; streams over HTTP, the engine in a thread
-and in a process of its own; steps of training; and a model trained from text to checkpoint, for
-eight minutes at most. Rates are shares of what the same card reads and multiplies at best, measured
-before them; the head of the table has the better of that and of a second measurement at the end.
+included, with GPT-2's shapes and random weights in bfloat16: decode with steps that are recorded
+and launched ahead, recorded and none ahead, called one by one, batch-invariant, and in plain torch;
+the kernels of a step; prefill; `transformers` generating with a compiled static cache; streams over
+HTTP, the engine in a thread and in a process of its own; steps of training; and a model trained
+from text to checkpoint, for eight minutes at most. Rates are shares of what the same card reads and
+multiplies at best, measured before them; the head of the table has the better of that and of a
+second measurement at the end.
 Last come the goals (`wanted.py`) and whether they are reached.
 
 A part that fails loses its own results alone: it is named at the end, and the exit code is 1. The

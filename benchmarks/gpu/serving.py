@@ -28,12 +28,15 @@ from model.memory import SlotWish, available, slots_for
 
 VARIANTS: dict[str, DecoderMaker] = {
     "graphs": GraphDecoder,
+    "none ahead": partial(GraphDecoder, ahead=False),
     "one by one": partial(GraphDecoder, capture=DirectCalls()),
     "batch-invariant": partial(GraphDecoder, batch_invariant=True),
     "torch": PlainDecoder,
 }
-WATCHED = 3
+WATCHED = 8
 """Decode steps of which a mean is taken."""
+TIMED = 3
+"""Times that as many are timed."""
 LONGEST = 10
 """Kernels that are named."""
 LARGEST_PLAIN = 64
@@ -74,7 +77,7 @@ def kernels(plan: Plan) -> Iterator[Finding]:
     how many run, and which take longest. The rest is what starting them costs, and the host."""
     name, shape = next(iter(plan.shapes.items()))
     gpt = plan.gpt(shape)
-    for variant in ("graphs", "one by one"):
+    for variant in ("graphs", "none ahead", "one by one"):
         for batch in plan.profiled:
             seconds, watched = _watched_steps(plan, gpt, VARIANTS[variant], batch)
             busy = sum(each.microseconds for each in watched) / 1e6
@@ -109,9 +112,10 @@ class Kernel:
 def _watched_steps(
     plan: Plan, gpt: GPT, make: DecoderMaker, batch: int
 ) -> tuple[float, list[Kernel]]:
-    """Seconds of a decode step that nobody watches, and the kernels of one."""
+    """Seconds of a decode step among others that nobody watches, and the kernels of one."""
     device, workload = plan.placement.device, plan.workload(batch)
-    workload = replace(workload, tokens=workload.tokens + 4 * WATCHED)  # enough to the end
+    tokens = (TIMED + 2) * WATCHED + WATCHED + 2  # those that warm up, are timed and are watched
+    workload = replace(workload, tokens=workload.tokens + tokens)
     config = EngineConfig(slots=batch, prefill_chunk=workload.prefill_chunk)
     engine = Engine(gpt, config, make_decoder=make)
     try:
@@ -119,13 +123,17 @@ def _watched_steps(
             engine.add(request)
         while sum(isinstance(each, TokenEvent) for each in engine.step().events) < batch:
             continue
-        seconds = median_seconds(engine.step, device, rounds=WATCHED)
+
+        def several() -> None:
+            for _ in range(WATCHED):  # behind one another: what is waited for is the last
+                engine.step()
+
+        seconds = median_seconds(several, device, rounds=TIMED) / WATCHED
         activities = [ProfilerActivity.CPU]
         if device.type == "cuda":
             activities.append(ProfilerActivity.CUDA)
         with torch.profiler.profile(activities=activities) as profiler:
-            for _ in range(WATCHED):
-                engine.step()
+            several()
             wait(device)
     finally:
         engine.close()

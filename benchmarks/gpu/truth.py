@@ -1,8 +1,8 @@
 """What has to be true on a GPU before its speed means anything.
 
 Everything is held to the CPU or to the same device without recordings: logits, greedy texts,
-replayed steps under changing company, the same bits alone and in company, and memory that does not
-grow. Each check yields findings; one that does not hold is a failure.
+replayed steps under changing company, steps launched ahead, the same bits alone and in company, and
+memory that does not grow. Each check yields findings; one that does not hold is a failure.
 """
 
 import random
@@ -19,6 +19,7 @@ from benchmarks.gpu.plan import Finding
 from benchmarks.synthetic import synthetic_gpt
 from model.checkpoint import load_checkpoint
 from model.config import MODERN, gpt2_shape
+from model.draw import Draws
 from model.engine.api import EngineConfig, GenerationRequest, SamplingParams, TokenEvent
 from model.engine.engine import Engine
 from model.engine.runner import DecoderMaker
@@ -26,7 +27,7 @@ from model.gpt import GPT
 from model.kernels.capture import DirectCalls
 from model.kernels.graphs import GraphDecoder
 from model.kernels.loss import decoded_nats
-from model.kernels.plain import PlainDecoder
+from model.kernels.plain import Collect, PlainDecoder
 from model.kv_cache import KVCache
 from model.tokenizer import Tokenizer
 
@@ -52,7 +53,10 @@ class Size:
 
 
 FULL = Size(positions=512, prompts=20, tokens=64, requests=64, steps=100_000)
-SMALL = Size(positions=16, prompts=2, tokens=4, requests=4, steps=20)
+SMALL = Size(positions=16, prompts=2, tokens=8, requests=4, steps=20)
+DRAWN: tuple[dict[str, Any], ...] = ({"temperature": 0.0}, {}, {"top_k": 20}, {"top_p": 0.9})
+ASKING: tuple[dict[str, Any], ...] = ({"logprobs": 1}, {"frequency_penalty": 0.5})
+"""Requests that ask for no more than a draw, and for more."""
 WARM_UP = 0.1
 """Share of the steps after which everything has been allocated that ever will be."""
 
@@ -152,6 +156,49 @@ def replay(device: torch.device, size: Size) -> Iterator[Finding]:
             )
 
 
+class Counted(GraphDecoder):
+    """Keeps record of the steps that are launched behind others: their numbers of rows."""
+
+    def __init__(self, behind: list[int], gpt: GPT, cache: KVCache, **wishes: Any) -> None:
+        super().__init__(gpt, cache, **wishes)
+        self._behind = behind
+
+    def launch_behind(
+        self, rows: Sequence[int], slots: Sequence[int], positions: Sequence[int], draws: Draws
+    ) -> Collect:
+        self._behind.append(len(rows))
+        return super().launch_behind(rows, slots, positions, draws)
+
+
+def ahead(device: torch.device, size: Size) -> Iterator[Finding]:
+    """Steps launched before the tokens of those in front of them are known, against the same steps
+    that wait: the same tokens. Sequences end by their length, so that all steps have the same rows;
+    batch-invariant some are aborted, too, and their rows are company in a step that is under
+    way."""
+    for dtype in TOLERANCES:
+        _, gpt, ids = _bundled(device, dtype)
+        for invariant in (False, True):
+            behind: list[int] = []
+            ways: tuple[DecoderMaker, ...] = (
+                partial(Counted, behind, batch_invariant=invariant),
+                partial(GraphDecoder, batch_invariant=invariant, ahead=False),
+            )
+            found, expected = (
+                _mixed(gpt, make, ids, size, "none", kinds=DRAWN, ends_early=invariant)
+                for make in ways
+            )
+            same = sum(one == other for one, other in zip(found, expected, strict=True))
+            yield Finding(
+                "ahead",
+                f"{str(dtype).removeprefix('torch.')}, "
+                f"{'batch-invariant, some aborted' if invariant else 'of any size'}",
+                f"{same} of {len(found)} sequences have the tokens of steps that wait; "
+                f"{len(behind)} steps were launched ahead",
+                {"same": same, "of": len(found), "ahead": len(behind)},
+                same == len(found) and bool(behind),
+            )
+
+
 def invariance(device: torch.device, size: Size) -> Iterator[Finding]:
     """Batch-invariant: the same bits alone and in company; and how often without it."""
     for dtype in TOLERANCES:
@@ -208,7 +255,7 @@ def memory(device: torch.device, size: Size) -> Iterator[Finding]:
     )
 
 
-CHECKS = (logits, random_weights, greedy, replay, invariance, memory)
+CHECKS = (logits, random_weights, greedy, replay, ahead, invariance, memory)
 
 
 def _bundled(device: torch.device, dtype: torch.dtype) -> tuple[Tokenizer, GPT, torch.Tensor]:
@@ -268,9 +315,17 @@ def _run(gpt: GPT, make: DecoderMaker, asked: Sequence[GenerationRequest]) -> di
 
 
 def _mixed(
-    gpt: GPT, make: DecoderMaker, ids: torch.Tensor, size: Size, drafts: Any
+    gpt: GPT,
+    make: DecoderMaker,
+    ids: torch.Tensor,
+    size: Size,
+    drafts: Any,
+    *,
+    kinds: Sequence[dict[str, Any]] = (*DRAWN, *ASKING),
+    ends_early: bool = True,
 ) -> list[list[Any]]:
-    """The tokens of requests of many kinds, some aborted; the same play for the same arguments."""
+    """The tokens of requests of many kinds, some aborted if sequences may end before their length;
+    the same play for the same arguments."""
     engine = Engine(gpt, EngineConfig(slots=6, speculate=drafts), make_decoder=make)
     rng = random.Random(1)
     found: dict[str, list[Any]] = {}
@@ -284,15 +339,12 @@ def _mixed(
         for number in range(size.requests):
             name = str(number)
             found[name] = []
-            wishes: dict[str, Any] = rng.choice(
-                [{"temperature": 0.0}, {}, {"top_k": 20}, {"top_p": 0.9}, {"logprobs": 1},
-                 {"frequency_penalty": 0.5}]
-            )  # fmt: skip
+            wishes = dict(rng.choice(kinds))
             asked = _request(name, _piece(rng, ids, 200), rng.randint(1, size.tokens), **wishes)
             engine.add(replace(asked, params=replace(asked.params, seed=number)))
             for _ in range(rng.randrange(6)):
                 step()
-            if rng.random() < 0.25:
+            if ends_early and rng.random() < 0.25:
                 engine.abort(str(rng.randrange(number + 1)))
         while engine.has_work():
             step()

@@ -76,7 +76,9 @@ class Timeline:
 
 
 class WatchedDecoder:
-    """A decoder whose calls are on a timeline."""
+    """A decoder whose calls are on a timeline: one after the other, none ahead."""
+
+    ahead = None
 
     def __init__(self, decoder: Decoder, timeline: Timeline) -> None:
         self.has_threads = decoder.has_threads

@@ -8,7 +8,7 @@ Knows sequences and plans, not queues or events. Decides nothing.
 
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from types import MappingProxyType
 from typing import Any
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from model.config import BLOCK
 from model.device import one_thread
+from model.engine.ahead import StepsAhead
 from model.engine.api import (
     AttentionWeights,
     ConstraintError,
@@ -95,6 +96,7 @@ class Runner:
         self._make_decoder = make_decoder
         self._decoder = make_decoder(gpt, self.cache)
         self._draws = SlotDraws(slots)
+        self._ahead = StepsAhead(self._decoder.ahead, self._draws)
         self._masks = masks
 
     @property
@@ -118,25 +120,30 @@ class Runner:
         """Compute with other weights from now on; the cache's contents mean nothing to them."""
         self._decoder.close()
         self._decoder = self._make_decoder(gpt, self.cache)
+        self._ahead = StepsAhead(self._decoder.ahead, self._draws)
         self.gpt = gpt
 
     def close(self) -> None:
         """End the threads that compute for it."""
-        self._decoder.close()
         if self._masks is not None:
             self._masks.close()
+        self._decoder.close()
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepOutput:
+        flight = self._ahead.begin(plan)
+        rest = plan if flight is None else replace(plan, decode=())
         output = StepOutput()
-        wait_for_masks = self._ask_matchers(plan.decode)
+        wait_for_masks = self._ask_matchers(rest.decode)
         try:
-            drawable = self._compute(plan, output)
+            drawable = self._compute(rest, output)
         finally:
             if wait_for_masks is not None:
                 wait_for_masks()
         if drawable.sequences:
             self._draw(drawable, plan.drafts, output)
+        if flight is not None:
+            output.sampled |= flight.collect(plan.decode)
         return output
 
     def _ask_matchers(self, sequences: tuple[Sequence, ...]) -> Callable[[], None] | None:

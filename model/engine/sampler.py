@@ -34,7 +34,7 @@ Only of the others the sampler is told the text (`Row`).
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -145,12 +145,17 @@ def sample(
     raw = logits if logits.dtype is torch.float32 else logits.float()  # (R, V)
     final = _biased_and_penalised(raw, rows) if rows else raw
     token_ids = drawing(final, raw, draws)
-    sampled: list[Drawn] = [_UNUSABLE if one is None else one for one in token_ids]
+    sampled = as_drawn(token_ids)
     for i, row in rows.items():
         if (token_id := token_ids[i]) is not None and row.params.logprobs is not None:
             draw = draws[i : i + 1]
             sampled[i] = _with_logprobs(token_id, row, raw[i : i + 1], final[i : i + 1], draw)
     return sampled
+
+
+def as_drawn(token_ids: Iterable[int | None]) -> list[Drawn]:
+    """Tokens as they come from a decoder: None where a row could not be drawn from."""
+    return [_UNUSABLE if token_id is None else token_id for token_id in token_ids]
 
 
 def process(logits: Tensor, rows: Sequence[Row]) -> Tensor:

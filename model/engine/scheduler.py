@@ -61,6 +61,14 @@ class StepPlan:
     def __bool__(self) -> bool:
         return bool(self.prefill or self.decode)
 
+    @property
+    def following(self) -> tuple[Sequence, ...]:
+        """Those of `decode` who decode in the next step too, unless they end before, as far as that
+        is known before their tokens are: in a step that only decodes, and where drafts are off."""
+        if self.prefill or any(sequence.drafter is not None for sequence in self.decode):
+            return ()
+        return tuple(sequence for sequence in self.decode if sequence.tokens_left > 1)
+
 
 class Scheduler:
     """Queue, running set and slots; turns them into one `StepPlan` after another.

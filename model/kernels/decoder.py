@@ -174,6 +174,7 @@ class NativeDecoder:
     and must not be replaced while this lives."""
 
     has_threads = True
+    ahead = None
 
     def __init__(
         self,

@@ -2,12 +2,17 @@
 
 A small model's step is short on a GPU, and to start its kernels one by one is expected to take
 longer than they do. So a step is recorded once and replayed: on tensors that stay where they are,
-filled by one copy from pinned memory, for a number of rows and a length of keys taken
+filled by one copy from pinned memory (`pinned.py`), for a number of rows and a length of keys taken
 from a few sizes (buckets).
 Rows beyond those asked for repeat the first one, so that they write what it writes where it writes
 it; keys beyond a sequence's position are masked, and `KVCache.clear_behind` keeps them zero. The
 forward is `GPT.transform`, the draw `model/kernels/device_draw.py`; the tokens of a step are the
 only thing that the host waits for. While the forward runs it packs what the draw needs.
+
+A step can be launched behind another whose tokens nobody has seen yet: it takes them where the
+draw leaves them, on the device. Everything else about it the host knows beforehand, the random
+numbers too, because these are no stream. So the device has the next step before it has done the
+present one, and the host waits for the tokens of one step while the next computes.
 
 Attention reads keys and values where they lie when most slots decode, those of the others for
 nothing; else it reads copies of those that do.
@@ -27,9 +32,9 @@ import bisect
 import math
 from collections import OrderedDict
 from collections.abc import Sequence
+from contextlib import suppress
 
 import numpy as np
-import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -39,7 +44,8 @@ from model.draw import Draws
 from model.gpt import GPT
 from model.kernels.capture import Capture, Compute, capture_for
 from model.kernels.device_draw import FIELDS, NO_TOKEN, DrawKind, draw_rows, kind_of, pack
-from model.kernels.plain import block_logits, padded_logits
+from model.kernels.pinned import Received, Sent
+from model.kernels.plain import Collect, Launcher, block_logits, padded_logits
 from model.kernels.prefill import Piece, Prefilled, TorchPrefill
 from model.kv_cache import KVCache
 
@@ -49,11 +55,14 @@ READS_OF_A_COPY = 3
 """To copy a slot and attend over the copy is to read, write and read it: as much as to attend over
 three slots where they lie."""
 MOST_RECORDED = 96
-"""Recordings kept; the one that was not used for longest goes. 64 slots of 1,024 positions need 57
+"""Recordings kept; the one that was not used for longest goes. 64 slots of 1,024 positions need 64
 if every combination comes up."""
 
 DecodeKey = tuple[int, int, bool]  # rows, keys, whether these are read in place
 DrawKey = tuple[int, DrawKind]  # rows, kind
+TakeKey = tuple[int]  # rows
+Key = DecodeKey | DrawKey | TakeKey
+_TOKEN, _SLOT, _POSITION, _DRAWN_IN = range(4)  # what the host says of a row of a step
 
 
 class GraphDecoder:
@@ -68,8 +77,10 @@ class GraphDecoder:
         cache: KVCache,
         *,
         batch_invariant: bool = False,
+        ahead: bool = True,
         capture: Capture | None = None,
     ) -> None:
+        """`ahead`: whether it offers to launch steps; off, each waits for the one before it."""
         device = gpt.token_embedding.weight.device
         self.batch_invariant = batch_invariant
         self._prefill = TorchPrefill(gpt, cache, blockwise=batch_invariant)
@@ -81,11 +92,16 @@ class GraphDecoder:
         self._key_buckets = buckets(SHORTEST, cache.slot_length)
         if batch_invariant:
             self._row_buckets, self._key_buckets = (self._rows,), (cache.slot_length,)
-        self._where = Sent(self._rows, 3, device)  # token id, slot, position
+        self._ahead = ahead
+        self._where = Sent(self._rows, 4, device)
         self._how = Sent(self._rows, FIELDS, device)
         self._logits = torch.zeros(self._rows, gpt.config.vocab_size, device=device)
-        self._token_ids = torch.zeros(self._rows, dtype=torch.int64, device=device)
-        self._recorded: OrderedDict[DecodeKey | DrawKey, Compute] = OrderedDict()
+        self._tokens = Received(self._rows, device)
+        self._recorded: OrderedDict[Key, Compute] = OrderedDict()
+
+    @property
+    def ahead(self) -> Launcher | None:
+        return self if self._ahead else None
 
     def prefill(self, piece: Piece) -> Prefilled:
         return self._prefill(piece)
@@ -96,18 +112,26 @@ class GraphDecoder:
     ) -> Tensor:
         """Logits (B, V) in float32 that follow the tokens, whose keys and values are written into
         the cache. The tensor is overwritten by the next call."""
-        count = len(token_ids)
-        if count > self._rows:
-            raise ValueError(f"{count} rows are asked for, this decoder has room for {self._rows}")
-        for slot, position in dict(zip(slots, positions, strict=True)).items():  # the last of each
-            self._cache.clear_behind(slot, position + 1)
-            self._cache.wrote(slot, position + 1)
-        rows = bucket(self._row_buckets, count)
-        keys = bucket(self._key_buckets, max(positions) + 1)
-        in_place = self._reads_in_place(slots)
-        self._where.send(np.array((token_ids, slots, positions)).T, rows)
-        self._run((rows, keys, in_place), lambda: self._forward(rows, keys, in_place))
-        return self._logits[:count]
+        self._begin_decode(slots, positions, token_ids=token_ids)
+        return self._logits[: len(token_ids)]
+
+    @torch.inference_mode()
+    def launch(
+        self,
+        token_ids: Sequence[int],
+        slots: Sequence[int],
+        positions: Sequence[int],
+        draws: Draws,
+    ) -> Collect:
+        self._begin_decode(slots, positions, token_ids=token_ids)
+        return self._begin_draw(draws)
+
+    @torch.inference_mode()
+    def launch_behind(
+        self, rows: Sequence[int], slots: Sequence[int], positions: Sequence[int], draws: Draws
+    ) -> Collect:
+        self._begin_decode(slots, positions, drawn_in=rows)
+        return self._begin_draw(draws)
 
     @torch.inference_mode()
     def head(self, hidden: Tensor) -> Tensor:
@@ -117,18 +141,15 @@ class GraphDecoder:
     def draw(self, logits: Tensor, computed: Tensor, draws: Draws) -> list[int | None]:
         """A token of each row of `logits` (R, V), float32: what `draw_tokens` gives, up to the
         rounding of sums. Replayed where the rows are those that `decode` has just given."""
-        kind = DrawKind.FILTERED if self.batch_invariant else kind_of(draws)
         if self._is_own(logits) and self._is_own(computed):
-            rows = bucket(self._row_buckets, len(draws))
-            self._how.send(pack(draws), rows)
-            self._run((rows, kind), lambda: self._draw(rows, kind))
-            token_ids = self._token_ids[: len(draws)].tolist()
-        else:
-            token_ids = self._draw_apart(logits, computed, draws, kind)
-        return [None if token_id == NO_TOKEN else token_id for token_id in token_ids]
+            return self._begin_draw(draws)()
+        return _usable(self._draw_apart(logits, computed, draws, self._kind(draws)))
 
     def close(self) -> None:
-        """Let go of the recordings and their memory. Nothing may be decoded afterwards."""
+        """Let go of the recordings and their memory, once nothing runs in it any more. Nothing may
+        be decoded afterwards."""
+        with suppress(RuntimeError):  # of a step whose tokens nobody is going to ask for
+            self._tokens.wait()
         self._recorded.clear()
 
     @property
@@ -136,7 +157,43 @@ class GraphDecoder:
         """How many recordings there are."""
         return len(self._recorded)
 
-    def _run(self, key: DecodeKey | DrawKey, compute: Compute) -> None:
+    def _begin_decode(
+        self,
+        slots: Sequence[int],
+        positions: Sequence[int],
+        *,
+        token_ids: Sequence[int] | None = None,
+        drawn_in: Sequence[int] | None = None,
+    ) -> None:
+        """Start a forward on known tokens, or on those of the draw before by its rows."""
+        count = len(slots)
+        if count > self._rows:
+            raise ValueError(f"{count} rows are asked for, this decoder has room for {self._rows}")
+        for slot, position in dict(zip(slots, positions, strict=True)).items():  # the last of each
+            self._cache.clear_behind(slot, position + 1)
+            self._cache.wrote(slot, position + 1)
+        rows = bucket(self._row_buckets, count)
+        keys = bucket(self._key_buckets, max(positions) + 1)
+        in_place = self._reads_in_place(slots)
+        unknown = [0] * count
+        where = (token_ids or unknown, slots, positions, drawn_in or unknown)
+        self._where.send(np.array(where).T, rows)
+        if drawn_in is not None:
+            self._run((rows,), lambda: self._take_drawn(rows))
+        self._run((rows, keys, in_place), lambda: self._forward(rows, keys, in_place))
+
+    def _begin_draw(self, draws: Draws) -> Collect:
+        """Start the draw on the logits that the last forward leaves; what waits for its tokens."""
+        kind, rows = self._kind(draws), bucket(self._row_buckets, len(draws))
+        self._how.send(pack(draws), rows)
+        self._run((rows, kind), lambda: self._draw(rows, kind))
+        fetched = self._tokens.fetch(len(draws))
+        return lambda: _usable(fetched.numbers())
+
+    def _kind(self, draws: Draws) -> DrawKind:
+        return DrawKind.FILTERED if self.batch_invariant else kind_of(draws)
+
+    def _run(self, key: Key, compute: Compute) -> None:
         """Replay what was recorded under a key, recording it first if need be."""
         if key not in self._recorded:
             if len(self._recorded) == MOST_RECORDED:
@@ -154,15 +211,23 @@ class GraphDecoder:
 
     def _forward(self, rows: int, keys: int, in_place: bool) -> None:
         """The recorded part of `decode`, from `_where` into `_logits`."""
-        token_ids, slots, positions = self._where.device[:rows].T.contiguous()  # (B,) each
+        where = self._where.device[:rows, :_DRAWN_IN]
+        token_ids, slots, positions = where.T.contiguous()  # (B,) each
         attend = SlotsAttend(self._cache, slots, positions, keys, in_place=in_place)
         hidden = self._gpt.transform(token_ids[:, None], positions[:, None], attend)
         self._logits[:rows] = self._gpt.logits(hidden[:, 0])
 
     def _draw(self, rows: int, kind: DrawKind) -> None:
-        """The recorded part of `draw`, from `_logits` and `_how` into `_token_ids`."""
+        """The recorded part of a draw, from `_logits` and `_how` into `_tokens`."""
         logits = self._logits[:rows]
-        self._token_ids[:rows] = draw_rows(logits, logits, self._how.device[:rows], kind)
+        self._tokens.device[:rows] = draw_rows(logits, logits, self._how.device[:rows], kind)
+
+    def _take_drawn(self, rows: int) -> None:
+        """The recorded part of `launch_behind`, from `_tokens` into `_where`. A row that got no
+        token goes on with any: its sequence has ended, and nobody looks at what follows."""
+        where = self._where.device[:rows]
+        # From one column into another: to do it twice is to do it once.
+        where[:, _TOKEN] = self._tokens.device[where[:, _DRAWN_IN]].clamp(min=0)
 
     def _draw_apart(
         self, logits: Tensor, computed: Tensor, draws: Draws, kind: DrawKind
@@ -234,28 +299,6 @@ class SlotsAttend:
         return placed
 
 
-class Sent:
-    """Rows of 64-bit numbers that the host writes and the device reads: one copy a step, from
-    pinned memory into a tensor that stays where it is."""
-
-    def __init__(self, rows: int, width: int, device: torch.device) -> None:
-        on_gpu = device.type == "cuda"
-        self.device = torch.zeros(rows, width, dtype=torch.int64, device=device)
-        self._host = torch.zeros(rows, width, dtype=torch.int64, pin_memory=on_gpu)
-        self._cells = self._host.numpy()  # the same memory
-        self._copied = torch.cuda.Event() if on_gpu else None
-
-    def send(self, given: npt.NDArray[np.int64], rows: int) -> None:
-        """Put `given` (B, width) in front, and copies of its first row up to `rows` behind it."""
-        if self._copied is not None:
-            self._copied.synchronize()  # the copy before this one may still be reading
-        self._cells[: len(given)] = given
-        self._cells[len(given) : rows] = given[0]
-        self.device[:rows].copy_(self._host[:rows], non_blocking=True)
-        if self._copied is not None:
-            self._copied.record()
-
-
 def buckets(first: int, last: int) -> tuple[int, ...]:
     """`first` and its doubles below `last`, then `last`."""
     sizes = []
@@ -268,3 +311,7 @@ def buckets(first: int, last: int) -> tuple[int, ...]:
 def bucket(sizes: Sequence[int], count: int) -> int:
     """The smallest of the sizes that holds so many."""
     return sizes[bisect.bisect_left(sizes, count)]
+
+
+def _usable(token_ids: list[int]) -> list[int | None]:
+    return [None if token_id == NO_TOKEN else token_id for token_id in token_ids]

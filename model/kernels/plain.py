@@ -8,7 +8,7 @@ columns and an inner width that is no multiple of 4, in bfloat16 with rows * col
 up to 4096, where torch changes kernels.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -24,6 +24,31 @@ from model.kv_cache import KVCache
 ROW_GROUP = 4
 
 
+Collect = Callable[[], list[int | None]]
+"""Waits for the tokens of a step that was launched, and for nothing that was launched later; None
+for a row that is not finite. To be called before the second launch after it, or not at all."""
+
+
+class Launcher(Protocol):
+    """Decode steps with their draws, begun without waiting for anything: two may be under way. No
+    slot has several rows. `draws` are read before a call returns."""
+
+    def launch(
+        self,
+        token_ids: Sequence[int],
+        slots: Sequence[int],
+        positions: Sequence[int],
+        draws: Draws,
+    ) -> Collect:
+        """Begin the step of these tokens; as `Decoder.decode` and `draw` of what it gives."""
+
+    def launch_behind(
+        self, rows: Sequence[int], slots: Sequence[int], positions: Sequence[int], draws: Draws
+    ) -> Collect:
+        """Begin the step of tokens that are not known yet: those which the launch before draws in
+        these `rows` of its own. What follows a row that gets no token means nothing."""
+
+
 class Decoder(Protocol):
     """A GPT over its KV cache: computes prompts into slots, one more position of each of several
     slots, or some that follow one another, and draws tokens."""
@@ -33,6 +58,10 @@ class Decoder(Protocol):
     phases_agree: bool
     """Whether a position of a prompt and a decoded one come from the same code, with the same bits:
     then either can stand for the other in the cache."""
+
+    @property
+    def ahead(self) -> Launcher | None:
+        """What launches its steps before the tokens of those before them are known, if it can."""
 
     def prefill(self, piece: Piece) -> Prefilled:
         """Compute positions of a prompt into their slot."""
@@ -62,6 +91,7 @@ class PlainDecoder:
 
     has_threads = False
     phases_agree = False
+    ahead = None
 
     def __init__(self, gpt: GPT, cache: KVCache) -> None:
         self._gpt = gpt

@@ -27,7 +27,15 @@ def test_every_part_runs() -> None:
     assert found["failures"] == {}
     parts = {finding["part"] for finding in found["findings"]}
     speeds = {"decode", "prefill", "kernels", "transformers", "http", "training", "trained"}
-    assert parts == speeds | {"logits", "random", "greedy", "replay", "invariance", "memory"}
+    assert parts == speeds | {
+        "logits",
+        "random",
+        "greedy",
+        "replay",
+        "ahead",
+        "invariance",
+        "memory",
+    }
     measured = {row["goal"] for row in found["goals"] if row["measured"] is not None}
     assert "tiny: training, of the matrix rate" in measured
     assert all(finding["holds"] is not False for finding in found["findings"])

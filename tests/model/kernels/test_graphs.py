@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -22,14 +21,14 @@ from model.draw import draw_tokens, table
 from model.gpt import GPT
 from model.kernels import graphs
 from model.kernels.capture import Compute, capture_for
-from model.kernels.graphs import GraphDecoder, Sent, SlotsAttend, bucket, buckets
+from model.kernels.graphs import GraphDecoder, SlotsAttend, bucket, buckets
 from model.kernels.plain import PlainDecoder, block_logits, padded_logits
 from model.kv_cache import KVCache
 from tests.model.factories import FAMILIES, tiny_config, tiny_gpt
 from tests.model.kernels.test_draw import GREEDY, PLAIN
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(
-    not torch.cuda.is_available(), reason="needs a CUDA device"))]  # fmt: skip
+NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+DEVICES = ["cpu", pytest.param("cuda", marks=NEEDS_CUDA)]
 SHAPES: dict[str, dict[str, Any]] = {
     **{name: dict(overrides) for name, overrides in FAMILIES.items()},
     "context-50": {**FAMILIES["modern"], "context_length": 50},
@@ -377,15 +376,6 @@ def test_attention_masks_by_each_rows_own_position(in_place: bool) -> None:
             probs = (keys @ q[row, head, 0] / math.sqrt(width)).softmax(dim=0)
             expected = probs @ cache.values[1, slot, own, : position + 1]
             assert_close(out[row, head, 0], expected)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_what_is_sent_arrives(device: str) -> None:
-    sent = Sent(8, 2, torch.device(device))
-    for first in range(100):  # each may still be on its way when the next is written
-        sent.send(np.array([[first, 1], [2, 3]]), 4)
-        assert sent.device.tolist()[:4] == [[first, 1], [2, 3], [first, 1], [first, 1]]
-    assert not sent.device[4:].any()
 
 
 @pytest.mark.parametrize(
