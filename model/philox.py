@@ -6,19 +6,25 @@ on nothing that happened before; so it is the same in any batch and after any re
 Source: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3" (SC 2011). The
 tests hold it to the known answers of the authors' Random123 library.
 
-Twice here: on Python's integers for one draw, and on tensors for all draws of a step, where they
-are computed (`model/kernels/device_draw.py`). Both give the same bits.
+Twice here: on Python's integers for one draw or a few, and on arrays for many draws of a step. Both
+give the same bits.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor
+import numpy as np
+import numpy.typing as npt
 
 _MASK = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 _ROUNDS = 10
+FEW = 16
+"""Draws up to here are made one by one: the arithmetic of arrays is some 150 small operations,
+which take the time of about as many draws, whatever the size of the arrays."""
+
+Numbers = npt.NDArray[np.uint64]
+_LOW, _HALF = np.uint64(_MASK), np.uint64(32)
 
 
 def philox(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[int, int, int, int]:
@@ -46,37 +52,39 @@ def uniform(seed: int, position: int, index: int) -> float:
 
 
 class Words(NamedTuple):
-    """The first two of four 32-bit words, in int64 tensors of any shape."""
+    """The first two of four 32-bit words, in uint64 arrays of any shape."""
 
-    first: Tensor
-    second: Tensor
+    first: Numbers
+    second: Numbers
 
 
-def philox_words(counter: tuple[Tensor, Tensor], key: tuple[Tensor, Tensor]) -> Words:
-    """`philox` of counters (c0, c1, 0, 0), all tensors int64 of one shape with words in [0, 2^32).
-
-    A product of two words has 64 bits and wraps around in int64; its low 32 bits are right all the
-    same, and its high ones once the sign that the shift drags along is masked off.
-    """
+def philox_words(counter: tuple[Numbers, Numbers], key: tuple[Numbers, Numbers]) -> Words:
+    """`philox` of counters (c0, c1, 0, 0), all arrays uint64 of one shape with words in
+    [0, 2^32)."""
     c0, c1 = counter
-    c2, c3 = torch.zeros_like(c0), torch.zeros_like(c1)
+    c2, c3 = np.zeros_like(c0), np.zeros_like(c1)
     k0, k1 = key
     for _ in range(_ROUNDS):
-        product0 = _MULTIPLIERS[0] * c0
-        product1 = _MULTIPLIERS[1] * c2
+        product0 = c0 * np.uint64(_MULTIPLIERS[0])  # 64 bits
+        product1 = c2 * np.uint64(_MULTIPLIERS[1])
         c0, c1, c2, c3 = (
-            (product1 >> 32 & _MASK) ^ c1 ^ k0,
-            product1 & _MASK,
-            (product0 >> 32 & _MASK) ^ c3 ^ k1,
-            product0 & _MASK,
+            (product1 >> _HALF) ^ c1 ^ k0,
+            product1 & _LOW,
+            (product0 >> _HALF) ^ c3 ^ k1,
+            product0 & _LOW,
         )
-        k0 = k0 + _KEY_STEPS[0] & _MASK
-        k1 = k1 + _KEY_STEPS[1] & _MASK
+        k0 = k0 + np.uint64(_KEY_STEPS[0]) & _LOW
+        k1 = k1 + np.uint64(_KEY_STEPS[1]) & _LOW
     return Words(c0, c1)
 
 
-def uniforms(seeds: Tensor, positions: Tensor, indices: Tensor) -> Tensor:
-    """`uniform` of each element, float64. All int64 of one shape; a seed of 2^63 or more is given
-    as the negative number that has its bits."""
-    first, second = philox_words((positions, indices), (seeds & _MASK, seeds >> 32 & _MASK))
-    return ((first >> 5) * 2**26 + (second >> 6)).double() / 2**53
+def uniforms(
+    seeds: npt.NDArray[np.uint64], positions: npt.NDArray[Any], indices: npt.NDArray[Any]
+) -> npt.NDArray[np.float64]:
+    """`uniform` of each of several, (R,) each: unsigned integers."""
+    if len(seeds) <= FEW:
+        places = zip(seeds.tolist(), positions.tolist(), indices.tolist(), strict=True)
+        return np.array([uniform(*place) for place in places])
+    counter = positions.astype(np.uint64), indices.astype(np.uint64)
+    first, second = philox_words(counter, (seeds & _LOW, seeds >> _HALF))
+    return ((first >> np.uint64(5)) * np.uint64(2**26) + (second >> np.uint64(6))) / 2.0**53

@@ -59,11 +59,7 @@ def pack(draws: Draws) -> npt.NDArray[np.int64]:
     floats[:, _FLOOR] = draws["floor"]
     packed[:, _TOP_K] = draws["top_k"]
     floats[:, _TOP_P] = draws["top_p"]
-    floats[:, _UNIFORM] = uniforms(
-        torch.from_numpy(draws["seed"].view(np.int64).copy()),
-        torch.from_numpy(draws["position"].astype(np.int64)),
-        torch.from_numpy(draws["index"].astype(np.int64)),
-    ).numpy()
+    floats[:, _UNIFORM] = uniforms(draws["seed"], draws["position"], draws["index"])
     return packed
 
 
