@@ -120,7 +120,9 @@ class Trainer:
         self.gpt = initial_model(plan.model, recipe, plan.base, plan.lora, report)
         if plan.sharded:
             shard(self.gpt, placement, plan.ranks)
-        self.gpt.to(placement.device).train()
+        else:
+            self.gpt.to(placement.device)
+        self.gpt.train()
         self.optimizers = Optimizers(self.gpt, recipe, plan.ranks)
         forward = Forward(self.gpt, placement, dropout=plan.model.dropout)
         self.loss = choose_loss(
