@@ -3,7 +3,7 @@
 The GPT's forward hands each layer's heads to an `Attend`, and takes back their outputs. Those that
 look at no cache are here: the fused causal one of training, and the one that keeps what it computes
 for `model/trace.py`. Those that read and write the KV cache are in `model/kv_cache.py`;
-`attend_blocks` is how prefill attends there.
+`attend_blocks` and `attend_piece` are how prefill attends there.
 
 Shapes: B sequences, T positions, H = n_head, K = n_kv_head, D = head_dim, S = key positions.
   q (B, H, T, D)   k, v (B, K, T, D)   result (B, H, T, D)
@@ -90,6 +90,37 @@ def attend_blocks(
             )
         )
     return torch.cat(blocks, dim=2)
+
+
+def causal_bias(length: int, keys: int, like: Tensor) -> Tensor:
+    """What is added to the scores of the last `length` of `keys` positions (length, keys): -inf for
+    keys behind a query. In the numbers and on the device of `like`, as kernels take it."""
+    hidden = torch.ones(length, keys, dtype=torch.bool, device=like.device).triu(keys - length + 1)
+    return like.new_zeros(length, keys).masked_fill_(hidden, -math.inf)
+
+
+def attend_piece(
+    q: Tensor,  # (1, H, T, D)
+    keys: Tensor,  # (K, S, D), those of the queries' own positions the last
+    values: Tensor,
+    bias: Tensor | None,  # (T, S); None where the queries are all positions there are
+) -> Tensor:
+    """Causal attention of a piece of a prompt in one operation: (1, H, T, D).
+
+    For a device that computes blocks faster than a host can ask for them. The bits of a row depend
+    on the piece that it is in.
+    """
+    key_heads, length, width = keys.shape
+    # Queries that share a key head beside each other, the key head for all of them: (K, G, ., D).
+    # Told as grouped heads, most kernels would not take a bias.
+    queries = q.reshape(key_heads, -1, q.shape[2], width)
+    keys, values = (
+        each[:, None].expand(key_heads, queries.shape[1], length, width) for each in (keys, values)
+    )
+    out = F.scaled_dot_product_attention(
+        queries, keys, values, attn_mask=bias, is_causal=bias is None
+    )
+    return out.reshape(q.shape)
 
 
 class CausalAttend:

@@ -93,6 +93,20 @@ def keep_freed_memory() -> None:
         set_option(M_TRIM_THRESHOLD, 2 * KEPT_BYTES)
 
 
+def sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A tensor of the CPU on a device, without waiting for what the device has yet to do."""
+    if device.type == "cuda":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
+
+
+def disable_cudnn_attention() -> None:
+    """Keep torch from attention by cuDNN in this process: from 2.11 on it is the first choice on
+    Hopper, and plans anew, for tens of milliseconds, whenever a prompt or a step has a length that
+    never was before. For serving; a training step has one shape. Does nothing without CUDA."""
+    torch.backends.cuda.enable_cudnn_sdp(False)
+
+
 @contextmanager
 def one_thread() -> Iterator[None]:
     """Keep torch's compute pool out of a block: for small work beside threads of our own, where two

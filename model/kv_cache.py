@@ -6,7 +6,8 @@ that write new keys and values into slots and attend over what is there.
 What a row of a result depends on is fixed: a prefilled position only on its own block of 32
 positions and the cache before it, a decoded one only on its slot up to its own position; never on
 how many others are computed beside it. That is why attention here goes block by block and slot by
-slot. Who owns a slot and what may be shared is decided in `model/engine/slots.py`.
+slot. `prefill_at_once` alone does not, and promises no bits. Who owns a slot and what may be shared
+is decided in `model/engine/slots.py`.
 
 Shapes: S slots, K = n_kv_head, D = head_dim, L = slot_length.
 """
@@ -17,7 +18,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from model.attention import Attend, Observer, attend_blocks, block_mask
+from model.attention import (
+    Attend,
+    Observer,
+    attend_blocks,
+    attend_piece,
+    block_mask,
+    causal_bias,
+)
 from model.config import BLOCK, GPTConfig
 
 
@@ -57,6 +65,22 @@ class KVCache:
             return attend_blocks(
                 layer, q, keys, values, start=start, mask=self._block_mask, observe=observe
             )
+
+        return attend
+
+    def prefill_at_once(self, slot: int, start: int) -> Attend:
+        """As `prefill`, all positions of the piece in one operation a layer."""
+        bias: Tensor | None = None
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            nonlocal bias
+            end = start + k.shape[2]
+            keys, values = self.keys[layer, slot, :, :end], self.values[layer, slot, :, :end]
+            keys[:, start:], values[:, start:] = k[0], v[0]  # (K, T, D) each
+            self.wrote(slot, end)
+            if start and bias is None:  # of all layers
+                bias = causal_bias(k.shape[2], end, q)
+            return attend_piece(q, keys, values, bias)
 
         return attend
 

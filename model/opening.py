@@ -11,7 +11,13 @@ from pathlib import Path
 
 from model.checkpoint import CheckpointInfo, load_weights, read_checkpoint
 from model.config import DTypeName, KernelChoice, Quantization
-from model.device import Placement, choose_device, choose_placement, keep_freed_memory
+from model.device import (
+    Placement,
+    choose_device,
+    choose_placement,
+    disable_cudnn_attention,
+    keep_freed_memory,
+)
 from model.gpt import GPT
 from model.kernels.choose import DecodePath, DTypeChoice, choose_decode_path, choose_dtype
 from model.memory import SlotWish, available, check_weights_fit, slots_for
@@ -50,6 +56,8 @@ def open_model(
     choice = choose_dtype(dtype, checkpoint.config, choose_device(device), kernels=kernels, say=say)
     placement = choose_placement(device, choice.name, threads)
     check_weights_fit(checkpoint.config, placement.dtype.itemsize, available(placement.device))
+    if placement.device.type == "cuda":
+        disable_cudnn_attention()
     gpt = load_weights(checkpoint, device=placement.device, dtype=placement.dtype)
     decode_path = choose_decode_path(
         gpt,

@@ -1,6 +1,6 @@
 """What a GPU gives: first whether it computes what is promised, then how fast, in one table.
 
-    python -m benchmarks.gpu [--device cuda] [--parts logits,engine,...] [--tiny]
+    python -m benchmarks.gpu [--device cuda] [--parts logits,engine,...] [--out FILE] [--tiny]
 
 The checks are those of `truth.py`. Then whole steps of the engine, sampling
 included, with GPT-2's shapes and random weights in bfloat16: decode with steps that are recorded
@@ -13,8 +13,11 @@ second measurement at the end.
 Last come the goals (`wanted.py`) and whether they are reached.
 
 A part that fails loses its own results alone: it is named at the end, and the exit code is 1. The
-last line is JSON. `--device cpu --tiny` runs all of it that needs no GPU, to see that it runs; its
-times mean nothing. Nothing here has been run on a GPU yet.
+last line is JSON; `--out` keeps every finding as a line of JSON as soon as it is there, for a run
+that is cut short. All parts together are estimated to take half an hour on a large card, most of it
+`engine`, `transformers` and `trained`: where time is short, run some. `--device cpu --tiny` runs
+all of it that needs no GPU, to see that it runs; its times mean nothing. Nothing here has been run
+on a GPU yet.
 """
 
 import argparse
@@ -24,6 +27,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from functools import partial
+from pathlib import Path
 
 import torch
 
@@ -34,7 +38,9 @@ from benchmarks.gpu.training import trained, training
 from benchmarks.gpu.truth import CHECKS, FULL, SMALL
 from benchmarks.gpu.wanted import goals
 from model.benchmark.machine import best_of, measure_machine, surroundings
-from model.device import DeviceError, choose_placement, use_threads
+from model.device import DeviceError, choose_placement, disable_cudnn_attention, use_threads
+
+AS_TORCH_COMES = ("transformers", "training")
 
 
 def copy_bandwidth(device: torch.device, nbytes: int) -> float:
@@ -44,20 +50,43 @@ def copy_bandwidth(device: torch.device, nbytes: int) -> float:
     return 2 * nbytes / median_seconds(lambda: target.copy_(source), device, rounds=5)
 
 
-def guarded(name: str, part: Callable[[], Iterator[Finding]]) -> tuple[list[Finding], str | None]:
+def guarded(
+    name: str, part: Callable[[], Iterator[Finding]], keep: Callable[[Finding], None]
+) -> tuple[list[Finding], str | None]:
     """What a part found before it ended or failed, and how it failed."""
     found: list[Finding] = []
     print(f"gpu: {name}", file=sys.stderr, flush=True)
     try:
         for finding in part():
             found.append(finding)
+            keep(finding)
             print(line(finding), file=sys.stderr, flush=True)
     except Exception as error:  # whatever it is, the other parts are still wanted
         traceback.print_exc()
         return found, f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+    return found, None
+
+
+def keeper(path: Path | None) -> Callable[[Finding], None]:
+    """Adds findings to a file, each when it is there."""
+
+    def keep(finding: Finding) -> None:
+        if path is not None:
+            with path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(asdict(finding)) + "\n")
+
+    return keep
+
+
+def begun(name: str, part: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
+    """A part on a device as it would find it alone: without memory of the one before, and without
+    attention by cuDNN where it serves (`open_model`)."""
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    if name not in AS_TORCH_COMES:
+        disable_cudnn_attention()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-    return found, None
+    yield from part()
 
 
 def line(finding: Finding) -> str:
@@ -74,6 +103,7 @@ def main() -> int:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--parts", default=",".join(names), help="with commas between them")
     parser.add_argument("--threads", type=int, default=0, help="of the CPU; 0 is all")
+    parser.add_argument("--out", type=Path, help="a file that findings are added to")
     parser.add_argument("--tiny", action="store_true", help="shapes that any machine runs")
     arguments = parser.parse_args()
     chosen = arguments.parts.split(",")
@@ -92,11 +122,12 @@ def main() -> int:
         **{check.__name__: partial(check, placement.device, size) for check in CHECKS},
         **{speed.__name__: partial(speed, plan) for speed in speeds},
     }
+    keep = keeper(arguments.out)
     findings: list[Finding] = []
     failures: dict[str, str] = {}
     for name in names:
         if name in chosen:
-            found, failure = guarded(name, parts[name])
+            found, failure = guarded(name, partial(begun, name, parts[name]), keep)
             findings += found
             if failure is not None:
                 failures[name] = failure

@@ -223,6 +223,8 @@ def http(plan: Plan) -> Iterator[Finding]:
 
 def _too_large(plan: Plan, gpt: GPT, batch: int) -> str | None:
     """Why so many slots do not fit beside the weights."""
+    if plan.placement.device.type == "cuda":
+        torch.cuda.empty_cache()  # what torch keeps of the variant before is not free to the driver
     try:
         slots_for(
             SlotWish(slots=batch),

@@ -21,8 +21,8 @@ from model.training.forward import training_placement
 
 
 def training(plan: Plan) -> Iterator[Finding]:
-    """Whole steps of the trainer on random ids: GPT-2 124M at a context of 1,024 with AdamW, eager
-    and compiled, and with Muon; and what of the matrix rate that is."""
+    """The trainer's steps, without clipping and logging, on random ids: GPT-2 124M at a context of
+    1,024 with AdamW, eager and compiled, and with Muon; and what of the matrix rate that is."""
     config, recipe = plan.config(next(iter(plan.shapes.values()))), preset("gpt2-124m").recipe
     placement = training_placement(str(plan.placement.device), "auto", 0)
     ways: tuple[tuple[str, Optimizer, Compile], ...]
@@ -30,6 +30,7 @@ def training(plan: Plan) -> Iterator[Finding]:
     for batch in (2,) if plan.tiny else (8, 32):
         for said, optimizer, compiled in ways:
             case = f"{batch} windows of {config.context_length}, {said}, {optimizer}"
+            torch._dynamo.reset()  # or what is compiled second is compiled for batches of any size
             gpt = GPT(config).to(placement.device).train()
             step = own_step(gpt, replace(recipe, optimizer=optimizer), placement, compiled)
             shape = (batch, config.context_length + 1)

@@ -17,12 +17,14 @@ import torch
 
 from model.device import Placement, describe
 
-READ_BYTES = 2**29
-"""Half a gigabyte, several times what a processor or a GPU keeps in its caches, so that memory is
-read; and little enough for a machine that has room for a model."""
+READ_BYTES = {"cpu": 2**29, "cuda": 2**31}
+"""Several times what is kept in caches, so that memory is read; and little enough for a machine
+that has room for a model. More on a GPU, where reading it has to take much longer than to start."""
 MATRIX_WIDTH = {"cpu": 2048, "cuda": 8192}
 """Of square matrices: so wide that their memory is read much faster than they are multiplied."""
 REPEATS = 8
+WAKING_SECONDS = {"cpu": 0.0, "cuda": 0.5}
+"""How long it is measured at least: a GPU that had nothing to do comes to its clock by and by."""
 ENOUGH_SECONDS = 4.0
 """Some machines have no instructions for a dtype and multiply in it very slowly."""
 
@@ -52,7 +54,7 @@ class Surroundings:
 def measure_machine(placement: Placement) -> Machine:
     """A few seconds; torch has been told its threads before."""
     return Machine(
-        read_bandwidth=read_bandwidth(placement.device, READ_BYTES),
+        read_bandwidth=read_bandwidth(placement.device),
         matrix_rate=matrix_rate(placement.device, placement.dtype),
     )
 
@@ -66,8 +68,9 @@ def best_of(*machines: Machine) -> Machine:
 
 
 @torch.inference_mode()
-def read_bandwidth(device: torch.device, nbytes: int = READ_BYTES) -> float:
+def read_bandwidth(device: torch.device, nbytes: int | None = None) -> float:
     """Bytes per second of a sum over memory, the best of some."""
+    nbytes = nbytes or READ_BYTES[device.type]
     numbers = torch.ones(nbytes // 4, dtype=torch.float32, device=device)
     return numbers.nbytes / _quickest(numbers.sum, device)
 
@@ -108,8 +111,11 @@ def processor_name() -> str:
 
 def _quickest(run: Callable[[], object], device: torch.device) -> float:
     """Seconds of the quickest of some runs."""
-    quickest, end = math.inf, time.perf_counter() + ENOUGH_SECONDS
-    for _ in range(REPEATS):
+    quickest, start = math.inf, time.perf_counter()
+    awake, end = start + WAKING_SECONDS[device.type], start + ENOUGH_SECONDS
+    repeats = 0
+    while repeats < REPEATS or time.perf_counter() < awake:
+        repeats += 1
         began = time.perf_counter()
         run()
         if device.type == "cuda":  # there a call only queues the work

@@ -43,10 +43,12 @@ class CudaGraphs:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()
+        # One for all: libraries keep a workspace for every stream that they have ever seen.
+        self._stream = torch.cuda.Stream(device)
 
     def record(self, compute: Compute) -> Compute:
         with torch.cuda.device(self._device):
-            main, side = torch.cuda.current_stream(), torch.cuda.Stream()
+            main, side = torch.cuda.current_stream(), self._stream
             side.wait_stream(main)
             with torch.cuda.stream(side):
                 for _ in range(WARM_UP):
@@ -54,7 +56,9 @@ class CudaGraphs:
             main.wait_stream(side)
             graph = torch.cuda.CUDAGraph()
             # Only this thread is kept from what cannot be recorded: others may use the device.
-            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            with torch.cuda.graph(
+                graph, pool=self._pool, stream=side, capture_error_mode="thread_local"
+            ):
                 compute()
         return graph.replay
 

@@ -15,7 +15,8 @@ numbers too, because these are no stream. So the device has the next step before
 present one, and the host waits for the tokens of one step while the next computes.
 
 Attention reads keys and values where they lie when most slots decode, those of the others for
-nothing; else it reads copies of those that do.
+nothing; else it reads copies of those that do. A piece of a prompt attends in one operation for
+each layer.
 
 Batch-invariant, every step takes the largest sizes: then no kernel is chosen, nor work divided, by
 how many sequences run or how long they are. What is left is that a kernel treats its rows alike,
@@ -83,7 +84,9 @@ class GraphDecoder:
         """`ahead`: whether it offers to launch steps; off, each waits for the one before it."""
         device = gpt.token_embedding.weight.device
         self.batch_invariant = batch_invariant
-        self._prefill = TorchPrefill(gpt, cache, blockwise=batch_invariant)
+        self._prefill = TorchPrefill(
+            gpt, cache, blockwise=batch_invariant, at_once=not batch_invariant
+        )
         self._gpt = gpt
         self._cache = cache
         self._capture = capture or capture_for(device)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from model.attention import AttentionRecorder
+from model.attention import Attend, AttentionRecorder
 from model.config import BLOCK
 from model.gpt import GPT
 from model.kernels.crowding import Crowding
@@ -54,13 +54,18 @@ class TorchPrefill:
     """Prompts of a GPT into the slots of its cache, one torch operation after the other.
 
     `blockwise`: a block at a time, for company to change nothing where the kernel of a product
-    depends on the number of rows (a GPU).
+    depends on the number of rows (a GPU). `at_once`: attention too in one operation, which is for
+    speed there.
     """
 
-    def __init__(self, gpt: GPT, cache: KVCache, *, blockwise: bool = False) -> None:
+    def __init__(
+        self, gpt: GPT, cache: KVCache, *, blockwise: bool = False, at_once: bool = False
+    ) -> None:
+        assert not (blockwise and at_once)
         self._gpt = gpt
         self._cache = cache
         self._blockwise = blockwise
+        self._at_once = at_once
         self._crowding = Crowding(gpt)
 
     def __call__(self, piece: Piece, *, crowded: bool = False) -> Prefilled:
@@ -83,7 +88,7 @@ class TorchPrefill:
         for offset in range(0, length + padding, width):
             part = slice(offset, offset + width)
             kept: list[Tensor] | None = [] if piece.states else None
-            attend = self._cache.prefill(piece.slot, start + offset, recorder)
+            attend = self._attend(piece.slot, start + offset, recorder)
             with self._crowding.watched(width, crowded):
                 hidden = self._gpt.transform(ids[:, part], positions[:, part], attend, kept)
             parts.append(hidden)
@@ -95,6 +100,11 @@ class TorchPrefill:
             states=torch.stack(layers) if piece.states else None,
             weights=None if recorder is None else recorder.rows()[:length],
         )
+
+    def _attend(self, slot: int, start: int, recorder: AttentionRecorder | None) -> Attend:
+        if self._at_once and recorder is None:
+            return self._cache.prefill_at_once(slot, start)
+        return self._cache.prefill(slot, start, recorder)
 
 
 def _joined(parts: Iterable[Tensor]) -> Tensor:

@@ -18,9 +18,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-PIECE_NUMBERS = 2**21
-"""Logits of a piece: 8 MB in float32, which is near to a processor's cache and is memory that it
-takes again for the next piece."""
+PIECE_NUMBERS = {"cpu": 2**21, "cuda": 2**28}
+"""Logits of a piece. On a CPU 8 MB in float32, which is near to a processor's cache and is memory
+that it takes again for the next piece; on a GPU 1 GB, as each piece goes over the gradient of the
+whole head. The latter is chosen, not measured."""
 FEWEST_ROWS = 512
 """Of a piece, whatever the vocabulary: the gradient of the whole head is added up once for each."""
 
@@ -61,7 +62,7 @@ class _PiecewiseCrossEntropy(torch.autograd.Function):
         total = torch.zeros((), device=hidden.device)
         hidden_gradient = torch.empty_like(narrow)
         head_gradient = torch.zeros(head.shape, device=head.device)  # float32: a sum of many
-        rows = max(FEWEST_ROWS, PIECE_NUMBERS // vocab_size)
+        rows = max(FEWEST_ROWS, PIECE_NUMBERS[hidden.device.type] // vocab_size)
         for first in range(0, count, rows):
             piece = narrow[first : first + rows]
             wanted = targets[first : first + rows, None]  # (n, 1)

@@ -21,7 +21,7 @@ from typing import Literal, NamedTuple, get_args
 
 import torch
 
-from model.device import describe, use_threads
+from model.device import describe, sent, use_threads
 from model.training.batches import Batches, noise_seed
 from model.training.begin import Plan, begin
 from model.training.compiling import choose_loss
@@ -215,7 +215,7 @@ class Trainer:
         for first in share.batches(self.counters.step):
             inputs, targets = self.batches.batch(first, share.batch_size)
             torch.manual_seed(noise_seed(recipe.seed, first))
-            part_loss = self.loss(inputs.to(device), targets.to(device))
+            part_loss = self.loss(sent(inputs, device), sent(targets, device))
             (part_loss / share.parts).backward()
             loss += part_loss.detach() / share.parts
         parameters = list(self.gpt.parameters())

@@ -33,12 +33,22 @@ def new_cache(gpt: GPT, slots: int = 4) -> KVCache:
     return KVCache(gpt.config, slots, device=torch.device("cpu"), dtype=torch.float32)
 
 
-def prefill(gpt: GPT, cache: KVCache, slot: int, ids: Tensor, start: int, end: int) -> Tensor:
+def prefill(
+    gpt: GPT,
+    cache: KVCache,
+    slot: int,
+    ids: Tensor,
+    start: int,
+    end: int,
+    *,
+    at_once: bool = False,
+) -> Tensor:
     """Compute positions [start, end) of ids (T,) in whole blocks; their logits (end - start, V)."""
     padding = -(end - start) % BLOCK
     chunk = torch.cat((ids[start:end], torch.zeros(padding, dtype=ids.dtype)))
     positions = torch.arange(start, end + padding).clamp(max=gpt.config.context_length - 1)
-    hidden = gpt.transform(chunk[None], positions[None], cache.prefill(slot, start))
+    attend = cache.prefill_at_once if at_once else cache.prefill
+    hidden = gpt.transform(chunk[None], positions[None], attend(slot, start))
     return gpt.logits(hidden[0, : end - start])
 
 
@@ -161,3 +171,22 @@ def test_a_slot_ends_on_a_blocks_end(context_length: int, slot_length: int) -> N
     assert cache.slots == 5
     assert cache.keys.shape == (3, 5, 2, slot_length, 8)
     assert cache.nbytes == 2 * 3 * 5 * 2 * slot_length * 8 * 2
+
+
+def test_pieces_at_once_are_the_plain_forward(gpt: GPT) -> None:
+    """The first of a prompt, those behind it, and one that begins behind a copied prefix. What the
+    slot held before, far behind, is not finite and is not looked at."""
+    length = min(100, gpt.config.context_length)
+    ids = random_ids(length, vocab_size=gpt.config.vocab_size)
+    expected = gpt(ids[None]).logits[0]
+    cache = new_cache(gpt)
+    cache.keys.fill_(torch.nan)
+    cache.values.fill_(torch.nan)
+    edges = [*range(0, length, 2 * BLOCK), length]
+    for start, end in zip(edges, edges[1:], strict=False):
+        found = prefill(gpt, cache, 1, ids, start, end, at_once=True)
+        assert_close(found, expected[start:end], atol=2e-5, rtol=1e-4)
+    if length > BLOCK:
+        cache.copy_prefix(1, 2, BLOCK)
+        found = prefill(gpt, cache, 2, ids, BLOCK, length, at_once=True)
+        assert_close(found, expected[BLOCK:], atol=2e-5, rtol=1e-4)

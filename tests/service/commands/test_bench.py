@@ -31,7 +31,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
     the threads that it had."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(machine, "ENOUGH_SECONDS", 0.0)
-    monkeypatch.setattr(machine, "READ_BYTES", 2**20)
+    monkeypatch.setattr(machine, "READ_BYTES", {"cpu": 2**20})
     monkeypatch.setattr(machine, "MATRIX_WIDTH", {"cpu": 64})
     threads = torch.get_num_threads()
     yield
@@ -259,7 +259,7 @@ PROGRAM = """
 import signal
 from model.benchmark import machine
 from service.cli import main
-machine.READ_BYTES, machine.MATRIX_WIDTH = 2**20, {"cpu": 64}
+machine.READ_BYTES, machine.MATRIX_WIDTH = {"cpu": 2**20}, {"cpu": 64}
 signal.signal(signal.SIGINT, signal.default_int_handler)
 main()
 """
