@@ -108,7 +108,7 @@ def _again(config: TrainingConfig, ranks: Ranks, report: Reporter) -> Plan:
     first = TrainingConfig(**description["config"])
     recipe = settle_again(config, first, Recipe(**description["recipe"]), description["model"])
     config = TrainingConfig(**{**description["config"], **_given(config)})
-    base = reopen_base(config, description.get("base"))
+    base = reopen_base(config, description.get("base"), saved=run.state.exists())
     chat_template = _chat_template(config, base)
     placement = _placement(config, recipe, ranks)
     _share(recipe, ranks)
@@ -134,7 +134,7 @@ def _joined(config: TrainingConfig, ranks: Ranks) -> Plan:
         _placement(config, recipe, ranks),
         None,  # checkpoints are written by the first process
         ranks,
-        reopen_base(config, description.get("base")),
+        reopen_base(config, description.get("base"), saved=run.state.exists()),
     )
 
 

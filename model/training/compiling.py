@@ -18,9 +18,10 @@ from torch import Tensor
 from model.config import GPTConfig
 from model.device import Placement
 from model.presets import Compile, Recipe
-from model.training.config import TrainingConfig
+from model.training.config import TrainingConfig, TrainingError
 from model.training.flops import flops_per_token
 from model.training.forward import Forward
+from model.training.ranks import ALONE, Ranks
 
 LONG_MINUTES = 15.0
 LONG_OPERATIONS = 1.5e14
@@ -40,6 +41,10 @@ class CompiledLoss:
     The first call compiles: forward and backward once for nothing, before the call that counts, and
     gradients that were there are gone. A fault of training itself comes again in that call, and is
     raised.
+
+    `together` are processes of which none computes without the others. There the first call would
+    never end if some went on eagerly, so they try their compilers apart, and if one of them fails,
+    all are eager.
     """
 
     def __init__(
@@ -47,10 +52,12 @@ class CompiledLoss:
         forward: Forward,
         notice: Notice,
         backend: str | Callable[..., Any] = "inductor",
+        together: Ranks = ALONE,
     ) -> None:
         self._forward = forward
         self._notice = notice
         self._backend = backend
+        self._together = together
         self._loss: Loss | None = None
 
     def __call__(self, token_ids: Tensor, targets: Tensor) -> Tensor:
@@ -61,18 +68,52 @@ class CompiledLoss:
     def _compile(self, token_ids: Tensor, targets: Tensor) -> Loss:
         self._notice("compiling the training step, which can take a minute or two")
         compiled: Loss = torch.compile(self._forward.loss, backend=self._backend)
+        several = self._together.size > 1
+        failure = self._try_apart(token_ids.device) if several else None
+        if failure is None:
+            failure = self._try(compiled, token_ids, targets)
+            if several and failure is not None:
+                raise TrainingError(
+                    f"the training step does not compile ({failure}), and the others are waiting "
+                    "in it: train with --compile off"
+                )
+        if failure is None:
+            return compiled
+        self._notice(f"not compiled, so steps take longer: {failure}")
+        return self._forward.loss
+
+    def _try(self, compiled: Loss, token_ids: Tensor, targets: Tensor) -> str | None:
+        """Compute once; why that failed, if it did."""
         devices = [token_ids.device] if token_ids.is_cuda else []
         try:
             with torch.random.fork_rng(devices):  # dropout draws as if this had not been
                 compiled(token_ids, targets).backward()
         except RuntimeError as error:  # all of the compiler's exceptions are
-            why = " ".join(str(error).split())[:200]
-            self._notice(f"not compiled, so steps take longer: {type(error).__name__}: {why}")
-            return self._forward.loss
+            return _why(error)
         finally:
             for parameter in self._forward.parameters():
                 parameter.grad = None
-        return compiled
+        return None
+
+    def _try_apart(self, device: torch.device) -> str | None:
+        """Compile what no other process has a part in; why that failed here or elsewhere."""
+        failure = None
+        try:
+            numbers = torch.ones(8, device=device, requires_grad=True)
+            torch.compile(_small, backend=self._backend)(numbers).backward()
+        except RuntimeError as error:
+            failure = _why(error)
+        if any(self._together.highest([failure is not None])):
+            return failure or "another process cannot compile"
+        return None
+
+
+def _small(numbers: Tensor) -> Tensor:
+    return (2 * numbers.sin()).sum()
+
+
+def _why(error: RuntimeError) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
 def settle_compile(config: TrainingConfig, recipe: Recipe, model: GPTConfig) -> TrainingConfig:
@@ -85,10 +126,17 @@ def settle_compile(config: TrainingConfig, recipe: Recipe, model: GPTConfig) -> 
     return config
 
 
-def choose_loss(forward: Forward, placement: Placement, wish: Compile, notice: Notice) -> Loss:
-    """The loss of training, compiled or not; what of `auto` is not settled compiles on CUDA."""
+def choose_loss(
+    forward: Forward,
+    placement: Placement,
+    wish: Compile,
+    notice: Notice,
+    together: Ranks = ALONE,
+) -> Loss:
+    """The loss of training, compiled or not; what of `auto` is not settled compiles on CUDA.
+    `together`: processes of which none computes without the others."""
     if wish == "on" or (wish == "auto" and placement.device.type == "cuda"):
-        return CompiledLoss(forward, notice)
+        return CompiledLoss(forward, notice, together=together)
     return forward.loss
 
 

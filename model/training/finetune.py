@@ -54,7 +54,7 @@ class Base:
     record         what its checkpoints and cards say of that
     chat_template  what they carry if no other is given
     checkpoint     the checkpoint, where its weights are needed: not when a run is resumed whose
-                   state holds them all
+                   saved state holds them all
     """
 
     record: Mapping[str, Any]
@@ -90,13 +90,15 @@ def open_base(config: TrainingConfig) -> Base | None:
     return Base(record, info.chat_template.source if info.chat_template else None, info)
 
 
-def reopen_base(config: TrainingConfig, kept: Mapping[str, Any] | None) -> Base | None:
-    """The base of a run that is resumed, by what run.json kept of it. The checkpoint itself is
-    needed again with adapters, and must be the same."""
+def reopen_base(
+    config: TrainingConfig, kept: Mapping[str, Any] | None, *, saved: bool
+) -> Base | None:
+    """The base of a run that was begun, by what run.json kept of it. The checkpoint itself is
+    needed again with adapters, and where no state is `saved`; it must be the same."""
     if kept is None:
         return None
     record, info = kept["record"], None
-    if config.lora is not None and config.from_checkpoint is not None:
+    if (config.lora is not None or not saved) and config.from_checkpoint is not None:
         info = _read(config.from_checkpoint)
         if info.weights_sha256 != record["weights_sha256"]:
             raise TrainingError(

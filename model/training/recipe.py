@@ -179,13 +179,14 @@ class Optimizers:
 
     def _gathered(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         def whole(tensor: Tensor, piece: Piece) -> Tensor:
-            return gather(tensor, piece, self._ranks)
+            return gather(tensor, piece, self._ranks) if tensor.ndim else tensor
 
         return self._mapped(optimizer, optimizer.state_dict(), whole)
 
     def _cut(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:
         def rows(tensor: Tensor, piece: Piece) -> Tensor:
-            return tensor[piece.rows].clone()  # and nothing else of the file stays in memory
+            # Copies: a view, even of one number, would keep the file and its blocks on the disk.
+            return (tensor[piece.rows] if tensor.ndim else tensor).clone()
 
         return self._mapped(optimizer, state, rows)
 
@@ -195,13 +196,13 @@ class Optimizers:
         state: Mapping[str, Any],
         change: Callable[[Tensor, Piece], Tensor],
     ) -> dict[str, Any]:
-        """An optimizer's state with every tensor changed that belongs to a divided parameter row by
-        row: its moments, and not its count of steps."""
+        """An optimizer's state with every tensor changed that belongs to a divided parameter: its
+        moments, which have its rows, and its count of steps, which has no dimension."""
         tensors = [tensor for group in optimizer.param_groups for tensor in group["params"]]
         pieces = [self._pieces.get(tensor) for tensor in tensors]
         changed = {
             index: {
-                name: change(value, piece) if piece and piece.divided and value.ndim else value
+                name: change(value, piece) if piece and piece.divided else value
                 for name, value in values.items()
             }
             for index, values in state["state"].items()

@@ -2,18 +2,19 @@
 
 A process keeps some rows of every parameter, and of its gradient and its optimizer states no
 others. To compute, the parameters of a block are put together, used and let go of; so again in the
-backward pass, after which the gradients are added up and each process keeps its rows of them. All
-of that is `fully_shard` of torch. Here stand what is divided how (`shard`), which rows are here
-(`Piece`), and how something becomes whole for a moment: a matrix for Muon (`join`), everything for
-a file (`gather`).
+backward pass, after which the gradients are added up and each process keeps its rows of them.
+Embeddings and head stay together from one pass to the other. All of that is `fully_shard` of torch.
+Here stand what is divided how (`shard`), which rows are here (`Piece`), and how something becomes
+whole for a moment: a matrix for Muon (`join`), everything for a file (`gather`).
 
 Matrices travel in the numbers that they are multiplied in. Would they come in float32, autocast's
 bfloat16 copies of all layers would stay from the forward to the backward pass. The rest travels in
-float32. So the gradients are the bits that whole copies give; only the norm that clips them is
-added up in another order.
+float32. So where two processes compute one pass each, the gradients are the bits that copies give;
+else they are added up in another order, and so is the norm that clips them.
 
 Not covered: a model that is larger than the memory of one CPU. Each process makes it whole there
-before it is divided, and to save, the first has the whole weights and optimizer states.
+before it is divided (twice over to fine-tune one), and to save, the first has the whole weights and
+optimizer states.
 
 Source: Zhao et al., PyTorch FSDP (2023), as it stands in torch.distributed.fsdp.
 """
@@ -37,7 +38,7 @@ from model.config import TARGETS, GPTConfig
 from model.device import Placement
 from model.gpt import GPT
 from model.lora import load_trained_weights, trained_weights
-from model.memory import machine_memory
+from model.memory import machine_memory, parameter_count
 from model.training.ranks import Ranks
 
 WEIGHT, TRAINED = 4, 16
@@ -77,9 +78,7 @@ def worth_sharding(config: GPTConfig, device: torch.device, ranks: Ranks, *, ada
         memory = torch.cuda.get_device_properties(device).total_memory
     else:
         memory = machine_memory() // ranks.local_size
-    with torch.device("meta"):
-        parameters = GPT(config).parameter_count()
-    return parameters * (WEIGHT if adapted else TRAINED) > ROOM * memory
+    return parameter_count(config) * (WEIGHT if adapted else TRAINED) > ROOM * memory
 
 
 def shard(gpt: GPT, placement: Placement, ranks: Ranks) -> None:

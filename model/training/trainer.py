@@ -35,7 +35,7 @@ from model.training.interrupt import StopSignals
 from model.training.length import Length
 from model.training.log import Figures, StepLog
 from model.training.milestones import Milestones
-from model.training.ranks import Ranks, together
+from model.training.ranks import ALONE, Ranks, together
 from model.training.recipe import Optimizers, share_of_peak
 from model.training.sharding import clip_gradients, shard, unsummed_gradients
 from model.training.state import Counters, load_state
@@ -126,7 +126,11 @@ class Trainer:
         self.optimizers = Optimizers(self.gpt, recipe, plan.ranks)
         forward = Forward(self.gpt, placement, dropout=plan.model.dropout)
         self.loss = choose_loss(
-            forward, placement, plan.config.compile, lambda message: report(Noticed(message))
+            forward,
+            placement,
+            plan.config.compile,
+            lambda message: report(Noticed(message)),
+            together=plan.ranks if plan.sharded else ALONE,
         )
         self.batches = Batches(
             plan.prepared.train, window=plan.model.context_length, seed=recipe.seed

@@ -237,9 +237,9 @@ def states_equal(one: Any, other: Any) -> bool:
 def test_a_shared_model_is_one_that_each_process_has_to_the_bit(
     text: Path, given: dict[str, Any]
 ) -> None:
-    """With dropout and Muon in bfloat16, and with AdamW; not clipped, as the length of the gradient
-    is added up in another order. One process goes on where the two had stopped, and the other way
-    round."""
+    """Two processes with one pass each, so that no sum has another order; not clipped, as the
+    length of the gradient has. With dropout and Muon in bfloat16, and with AdamW. One process goes
+    on where the two had stopped, and the other way round."""
     given = given | {"clip": 1000.0}
     one = configuration(text, "one", steps=6, **given)
     two = configuration(text, "two", steps=3, shard="on", **given)
@@ -288,20 +288,49 @@ def test_adapters_of_a_shared_model_are_those_of_a_whole_one(text: Path) -> None
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("shard", ["off", "on"])
+def test_several_processes_fine_tune_what_one_does(text: Path, shard: str) -> None:
+    """Those behind the first began with random weights, the run ended well, and its card named the
+    base: the first loss was that of neither."""
+    base = configuration(text, "base", steps=12)
+    train(base)
+    assert base.out is not None
+    runs = []
+    for name, processes in (("one", 1), ("two", 2)):
+        config = TrainingConfig(
+            data=(str(text),), out=text.parent / name, from_checkpoint=base.out / "best",
+            steps=3, **{**RECIPE, "shard": shard if processes > 1 else "off", "clip": 1000.0},
+        )  # fmt: skip
+        code, _, err = Torchrun(config, processes).finish()
+        assert code == 0, err
+        assert config.out is not None
+        runs.append(losses(config.out))
+    assert runs[0] == runs[1]
+    before = next(loss for kind, step, loss in losses(base.out) if (kind, step) == ("eval", 12))
+    assert runs[0][0][2] == pytest.approx(before, abs=0.02), "saved in bfloat16"
+
+
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("c++") is None, reason="no compiler")
-@pytest.mark.parametrize("compiler", ["c++", "false"])
+@pytest.mark.parametrize("works", ["everywhere", "nowhere", "in the first"])
 def test_a_shared_model_is_compiled_or_not(
-    text: Path, monkeypatch: pytest.MonkeyPatch, compiler: str
+    text: Path, monkeypatch: pytest.MonkeyPatch, works: str
 ) -> None:
-    monkeypatch.setenv("CXX", compiler)
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(text.parent / compiler))
+    """Where one of two could not compile, it went on without, and the other waited for it in the
+    midst of its trial: both for ever."""
+    compiler = text.parent / "compiler"
+    fails = {"everywhere": "false", "nowhere": "true", "in the first": "[ $RANK = 1 ]"}[works]
+    compiler.write_text(f'#!/bin/sh\n{fails} && exit 1\nexec c++ "$@"\n')
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(text.parent / "cache"))
     given = {"steps": 3, "clip": 1000.0, "dropout": 0.0, "accumulate": 2}
     whole = configuration(text, "whole", **given)
     shared = configuration(text, "shared", shard="on", compile="on", **given)
     train(whole)
     code, out, err = Torchrun(shared).finish(timeout=300)
     assert code == 0, err
-    assert ("not compiled, so steps take longer" in out) == (compiler == "false")
+    assert ("not compiled, so steps take longer" in out) == (works != "everywhere")
     assert whole.out is not None
     assert shared.out is not None
     pairs = list(zip(losses(whole.out), losses(shared.out), strict=True))

@@ -1,5 +1,6 @@
 """KV cache: whatever way positions get into it, the logits are those of the plain forward."""
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -183,7 +184,7 @@ def test_pieces_at_once_are_the_plain_forward(gpt: GPT) -> None:
     cache.keys.fill_(torch.nan)
     cache.values.fill_(torch.nan)
     edges = [*range(0, length, 2 * BLOCK), length]
-    for start, end in zip(edges, edges[1:], strict=False):
+    for start, end in pairwise(edges):
         found = prefill(gpt, cache, 1, ids, start, end, at_once=True)
         assert_close(found, expected[start:end], atol=2e-5, rtol=1e-4)
     if length > BLOCK:

@@ -12,6 +12,7 @@ from model.adapter import merge, read_adapter
 from model.checkpoint import load_checkpoint, read_checkpoint
 from model.config import MODERN, GPTConfig
 from model.presets import PRESETS, Recipe
+from model.training import milestones as milestones_module
 from model.training.config import TrainingConfig, TrainingError, settle
 from model.training.events import Event, Noticed
 from model.training.finetune import LORA_RATE, open_base, settle_on
@@ -92,6 +93,23 @@ def test_a_run_begins_with_the_loss_of_the_checkpoint_and_lowers_it(
     assert found.evaluation.tokens == HELD_OUT
     assert losses[0] == found.evaluation.loss, "to the bit"
     assert losses[12] < losses[6] < losses[0]
+
+
+def test_a_run_killed_before_it_first_saved_begins_with_the_checkpoint_again(
+    tune: Tune, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It went on from random weights, and its card still named the checkpoint."""
+    straight = train(tune(out=tmp_path / "straight"))
+
+    def kill(path: Path, **facts: Any) -> None:
+        raise SystemExit("killed before there is a state")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(milestones_module, "save_state", kill)
+        with pytest.raises(SystemExit):
+            train(tune(out=tmp_path / "killed"))
+    resumed = train(TrainingConfig(out=tmp_path / "killed", resume=True))
+    assert evaluations(resumed) == evaluations(straight)
 
 
 def test_the_checkpoint_says_what_it_comes_from(tune: Tune, base: Path) -> None:

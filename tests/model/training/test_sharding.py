@@ -16,7 +16,7 @@ from torch import Tensor
 from model.config import TARGETS
 from model.device import Placement
 from model.gpt import GPT
-from model.presets import PRESETS, preset
+from model.presets import PRESETS, Recipe, preset
 from model.training import sharding
 from model.training.config import TrainingError
 from model.training.forward import Forward
@@ -29,12 +29,12 @@ from model.training.sharding import (
     is_sharded,
     local,
     piece_of,
-    put_weights,
     shard,
     unsummed_gradients,
     without_backward,
     worth_sharding,
 )
+from model.training.state import Counters, Environment, load_state, save_state
 from model.training.trainer import train
 from tests.model.training.conftest import Configure
 from tests.model.training.test_ranks import _environment, _start
@@ -123,33 +123,30 @@ def _placement(optimizer: str) -> Placement:
     return Placement(CPU, torch.bfloat16 if optimizer == "muon" else torch.float32, 1)
 
 
-def _train(gpt: GPT, optimizer: str, ranks: Ranks) -> tuple[list[float], int]:
-    """Three steps on three sequences, one or all of them here; the losses, and the numbers that the
-    optimizers keep."""
-    recipe = replace(PRESETS["tiny"].recipe, optimizer=optimizer)  # type: ignore[arg-type]
-    optimizers = Optimizers(gpt, recipe, ranks)
+def _recipe(optimizer: str) -> Recipe:
+    return replace(PRESETS["tiny"].recipe, optimizer=optimizer)  # type: ignore[arg-type]
+
+
+def _step(gpt: GPT, optimizers: Optimizers, optimizer: str, ranks: Ranks) -> float:
+    """A step on three sequences, the same ones each time, one or all of them here; the loss."""
     forward = Forward(gpt, _placement(optimizer), dropout=0.0)
     ids = torch.randint(311, (SIZE, 17), generator=torch.Generator().manual_seed(3))
-    losses = []
-    for _ in range(3):
-        total = torch.zeros(())
-        for index in range(ranks.rank, SIZE, ranks.size):
-            loss = forward.loss(ids[index, None, :-1], ids[index, None, 1:]) / SIZE
-            loss.backward()
-            total += loss.detach()
-        parameters = list(gpt.parameters())
-        ranks.add_up([*unsummed_gradients(parameters), total])
-        clip_gradients(parameters, 0.5)
-        optimizers.step(1.0)
-        losses.append(float(total))
-    moments = [
-        value
-        for each in optimizers.all.values()
-        for state in each.state.values()
-        for name, value in state.items()
-        if name != "step"
-    ]
-    return losses, sum(moment.numel() for moment in moments)
+    total = torch.zeros(())
+    for index in range(ranks.rank, SIZE, ranks.size):
+        loss = forward.loss(ids[index, None, :-1], ids[index, None, 1:]) / SIZE
+        loss.backward()
+        total += loss.detach()
+    parameters = list(gpt.parameters())
+    ranks.add_up([*unsummed_gradients(parameters), total])
+    clip_gradients(parameters, 0.5)
+    optimizers.step(1.0)
+    return float(total)
+
+
+def _numbers(optimizers: Optimizers) -> int:
+    """How many the optimizers keep."""
+    states = [state for each in optimizers.all.values() for state in each.state.values()]
+    return sum(value.numel() for state in states for name, value in state.items() if name != "step")
 
 
 def _held(forward: Forward, ids: Tensor, shapes: set[tuple[int, ...]]) -> int:
@@ -194,22 +191,39 @@ def _divided(optimizer: str, ranks: Ranks, folder: Path) -> _Found:
     with torch.no_grad():
         logits = without_backward(gpt, forward)(ids[:, :-1])
         same_logits = torch.equal(logits, Forward(whole, placement, dropout=0.0)(ids[:, :-1]))
-    losses, kept = _train(gpt, optimizer, ranks)
+    optimizers = Optimizers(gpt, _recipe(optimizer), ranks)
+    losses = [_step(gpt, optimizers, optimizer, ranks) for _ in range(3)]
     weights = gather_weights(gpt, ranks)
-    if ranks.leads:
-        torch.save(weights, folder / "weights.pt")
-    ranks.wait()
-    again = _gpt(optimizer)
-    shard(again, placement, ranks)
-    put_weights(again, torch.load(folder / "weights.pt", weights_only=True))
-    pairs = zip(gpt.parameters(), again.parameters(), strict=True)
-    same_back = all(torch.equal(local(one), local(two)) for one, two in pairs)
-    ranks.wait()
+    same_back = _goes_on_from_a_file(gpt, optimizer, optimizers, ranks, folder / f"{optimizer}.pt")
     rows = {
         name: (len(local(each)), piece_of(each).last - piece_of(each).first)
         for name, each in gpt.named_parameters()
     }
+    kept = _numbers(optimizers)
     return _Found(rows, held, same_logits, losses, kept, weights, same_back)
+
+
+def _goes_on_from_a_file(
+    gpt: GPT, optimizer: str, optimizers: Optimizers, ranks: Ranks, path: Path
+) -> bool:
+    """Whether a model that takes up a saved state steps as the one that goes on, and keeps nothing
+    of the file in memory: one number was a view of it, and held its blocks on the disk."""
+    save_state(
+        path, gpt=gpt, optimizers=optimizers, counters=Counters(),
+        environment=Environment.of(_placement(optimizer)), reports={}, ranks=ranks,
+    )  # fmt: skip
+    ranks.wait()
+    again = _gpt(optimizer)
+    shard(again, _placement(optimizer), ranks)
+    others = Optimizers(again, _recipe(optimizer), ranks)
+    load_state(path, gpt=again, optimizers=others)
+    assert str(path) not in Path("/proc/self/maps").read_text()
+    for model, its in ((gpt, optimizers), (again, others)):
+        _step(model, its, optimizer, ranks)
+    pairs = zip(gpt.parameters(), again.parameters(), strict=True)
+    same = all(torch.equal(local(one), local(two)) for one, two in pairs)
+    ranks.wait()
+    return same
 
 
 def _divide(rank: int, port: int, folder: Path) -> None:
@@ -231,7 +245,8 @@ def test_three_processes_train_what_one_trains(
     files = [torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(SIZE)]
     for optimizer in OPTIMIZERS:
         whole = _gpt(optimizer)
-        losses, kept = _train(whole, optimizer, ALONE)
+        optimizers = Optimizers(whole, _recipe(optimizer))
+        losses = [_step(whole, optimizers, optimizer, ALONE) for _ in range(3)]
         assert losses[0] - losses[-1] > 0.1, "it learns"
         expected = gather_weights(whole, ALONE)
         ranks = [_Found(**each[optimizer]) for each in files]
@@ -245,8 +260,8 @@ def test_three_processes_train_what_one_trains(
             off = float((tensor - expected[name]).norm() / expected[name].norm())
             assert off < 0.02, (name, off)
         assert not any(each.numel() for found in ranks[1:] for each in found.weights.values())
-        assert sum(found.kept for found in ranks) == kept
-        assert max(found.kept for found in ranks) < 1.1 * kept / SIZE
+        assert sum(found.kept for found in ranks) == _numbers(optimizers)
+        assert max(found.kept for found in ranks) < 1.1 * _numbers(optimizers) / SIZE
         for name, parameter in whole.named_parameters():
             rows = [found.rows[name][0] for found in ranks]
             assert sum(rows) == len(parameter)
