@@ -208,7 +208,7 @@ def http(plan: Plan) -> Iterator[Finding]:
         with served_twice(*flags) as urls:
             for batch in plan.batches[1:]:
                 # Tokens come several to a chunk, and a rate needs chunks of all streams.
-                workload = replace(plan.workload(batch), tokens=512)
+                workload = replace(plan.workload(batch), tokens=512, rounds=1)
                 (decode,) = measure_engine(gpt, GraphDecoder, workload).decode
                 alone = batch / decode.step.p50
                 found = compare(urls, workload, rounds=1 if plan.tiny else 3)

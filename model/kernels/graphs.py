@@ -56,7 +56,7 @@ READS_OF_A_COPY = 3
 """To copy a slot and attend over the copy is to read, write and read it: as much as to attend over
 three slots where they lie."""
 MOST_RECORDED = 96
-"""Recordings kept; the one that was not used for longest goes. 64 slots of 1,024 positions need 64
+"""Recordings kept; the one that was not used for longest goes. 256 slots of 1,024 positions need 80
 if every combination comes up."""
 
 DecodeKey = tuple[int, int, bool]  # rows, keys, whether these are read in place
