@@ -140,7 +140,7 @@ def load_state(
             Environment(**document["environment"]),
             dict(document["reports"]),
         )
-    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+    except (LookupError, TypeError, ValueError, RuntimeError) as error:
         raise TrainingError(f"{path} does not fit the run's model: {error}") from error
 
 
