@@ -63,7 +63,7 @@ $(VENV)/.runtime: requirements.lock pyproject.toml
 	$(PIP) install --quiet --require-hashes -r requirements.lock
 	$(PIP) install --quiet $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) '$(TORCH)'
 	$(PIP) install --quiet --no-deps --editable .
-	@$(BIN)/python -m model.kernels
+	@$(BIN)/python -m model.inference.kernels
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.runtime requirements-dev.lock

@@ -24,10 +24,10 @@ import torch
 
 from benchmarks.decode import load
 from model.device import available_processors, keep_freed_memory, use_threads
-from model.engine.api import EngineConfig, GenerationRequest, SamplingParams
-from model.engine.engine import Engine
-from model.gpt import GPT
-from model.kernels.choose import choose_decode_path
+from model.inference.engine.api import EngineConfig, GenerationRequest, SamplingParams
+from model.inference.engine.engine import Engine
+from model.inference.kernels.select import choose_decode_path
+from model.transformer.gpt import GPT
 
 PROMPT, TOKENS, SECONDS = 256, 120, 2.0
 

@@ -23,21 +23,21 @@ from typing import Any
 
 import torch
 
-from model.checkpoint import load_checkpoint
-from model.constraint import Compiler, Constraint, Source
+from model.checkpoint.checkpoint import load_checkpoint
 from model.device import choose_placement, describe, use_threads
-from model.engine.api import (
+from model.inference.constraints.compiler import Compiler, Constraint, Source
+from model.inference.constraints.mask_worker import LookAhead
+from model.inference.engine.api import (
     EngineConfig,
     GenerationRequest,
     MaskAhead,
     SamplingParams,
     TokenMatcher,
 )
-from model.engine.engine import Engine
-from model.gpt import GPT
-from model.kernels.choose import choose_decode_path
-from model.look_ahead import LookAhead
-from model.tokenizer import SPLIT_PATTERN, Tokenizer
+from model.inference.engine.engine import Engine
+from model.inference.kernels.select import choose_decode_path
+from model.text.tokenizer import SPLIT_PATTERN, Tokenizer
+from model.transformer.gpt import GPT
 
 PROMPT, STEPS, ROUNDS, LARGE = 64, 60, 5, 50_000
 

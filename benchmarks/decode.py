@@ -22,13 +22,13 @@ from model.benchmark.in_process import TimedStep, full_steps, requests
 from model.benchmark.machine import read_bandwidth
 from model.benchmark.work import decode_work, size_of
 from model.benchmark.workload import Workload, tokens_for
-from model.checkpoint import load_checkpoint
-from model.config import KernelChoice, Quantization, gpt2_shape
+from model.checkpoint.checkpoint import load_checkpoint
 from model.device import available_processors, describe, keep_freed_memory, use_threads
-from model.engine.api import EngineConfig
-from model.engine.engine import Engine
-from model.gpt import GPT
-from model.kernels.choose import DecodePath, choose_decode_path
+from model.inference.engine.api import EngineConfig
+from model.inference.engine.engine import Engine
+from model.inference.kernels.select import DecodePath, choose_decode_path
+from model.transformer.config import KernelChoice, Quantization, gpt2_shape
+from model.transformer.gpt import GPT
 
 SHAPES: dict[str, dict[str, int]] = {
     "124m": {"n_layer": 12, "n_head": 12, "d_model": 768},

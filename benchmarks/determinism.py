@@ -38,18 +38,18 @@ from torch import Tensor
 
 from benchmarks.decode import load
 from benchmarks.engine_step import STEPS, engine_decoding
-from model.activation import activate
-from model.attention import CausalAttend
 from model.benchmark.machine import processor_name, read_bandwidth
 from model.benchmark.profile import Profile, profile_engine
 from model.benchmark.workload import Workload
-from model.config import BLOCK
 from model.device import available_processors, keep_freed_memory, use_threads
-from model.engine.api import EngineConfig
-from model.gpt import GPT
-from model.kernels import plain
-from model.kernels.choose import choose_decode_path
-from model.kv_cache import KVCache
+from model.inference.engine.api import EngineConfig
+from model.inference.kernels.eager import decoder as plain
+from model.inference.kernels.select import choose_decode_path
+from model.inference.kv_cache import KVCache
+from model.transformer.activation import activate
+from model.transformer.attention import CausalAttend
+from model.transformer.config import BLOCK
+from model.transformer.gpt import GPT
 
 ROUNDS, PASSES, PREFILL = 5, 20, 256
 PRODUCTS = ("qkv", "attention_out", "mlp_up", "mlp_down", "head")

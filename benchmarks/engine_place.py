@@ -5,9 +5,9 @@
 
 Both servers run all the time, and one batch of streams is asked of each in turns, so that what else
 the machine does meets both alike; the one that is not asked does nothing. The client is
-`service/benchmark/lean.py`, on the same machine. A process pays where the interpreter is what is
-short and processors are not: where the model computes on all of them, there is little to gain. Run
-it on a machine that does nothing else; the last line is JSON.
+`service/commands/benchmark/raw_client.py`, on the same machine. A process pays where the
+interpreter is what is short and processors are not: where the model computes on all of them, there
+is little to gain. Run it on a machine that does nothing else; the last line is JSON.
 """
 
 import argparse
@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from model.benchmark.workload import Workload, choose_workload
-from model.checkpoint import read_checkpoint
+from model.checkpoint.checkpoint import read_checkpoint
 from model.device import available_processors
-from service.benchmark.lean import LeanClient
-from service.benchmark.load import DecodeLoad, measure_server
-from service.benchmark.server import started_server
+from service.commands.benchmark.load import DecodeLoad, measure_server
+from service.commands.benchmark.raw_client import LeanClient
+from service.commands.benchmark.server import started_server
 
 PLACES = ("thread", "process")
 TOKENS = 128

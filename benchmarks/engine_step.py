@@ -17,11 +17,11 @@ from typing import Any
 
 import torch
 
-from model.checkpoint import load_checkpoint
+from model.checkpoint.checkpoint import load_checkpoint
 from model.device import choose_placement, describe, use_threads
-from model.engine.api import EngineConfig, GenerationRequest, SamplingParams
-from model.engine.engine import Engine
-from model.gpt import GPT
+from model.inference.engine.api import EngineConfig, GenerationRequest, SamplingParams
+from model.inference.engine.engine import Engine
+from model.transformer.gpt import GPT
 
 PROMPT, STEPS = 64, 60
 

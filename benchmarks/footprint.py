@@ -22,8 +22,8 @@ from typing import Any
 import httpx
 
 from model.device import available_processors
-from model.kernels.library import KernelsUnavailable, load_library
-from service.benchmark.server import started_server
+from model.inference.kernels.cpu.library import KernelsUnavailable, load_library
+from service.commands.benchmark.server import started_server
 
 WIDTHS = {"float32": 4, "bfloat16": 2, "float16": 2}
 ASKED = 4

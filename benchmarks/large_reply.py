@@ -24,8 +24,8 @@ from typing import Any
 import httpx
 
 from benchmarks.synthetic import save_synthetic
-from model.config import gpt2_shape
-from service.benchmark.server import started_server
+from model.transformer.config import gpt2_shape
+from service.commands.benchmark.server import started_server
 
 CONTEXT, VOCABULARY = 1024, 50_257
 PROMPT = [i % VOCABULARY for i in range(CONTEXT)]

@@ -26,14 +26,14 @@ from typing import Any
 import torch
 
 from benchmarks.synthetic import synthetic_gpt
-from model.checkpoint import load_checkpoint
-from model.config import Speculation, gpt2_shape
+from model.checkpoint.checkpoint import load_checkpoint
 from model.device import available_processors, describe, use_threads
-from model.engine.api import EngineConfig, GenerationRequest, SamplingParams, TokenEvent
-from model.engine.engine import Engine
-from model.gpt import GPT
-from model.kernels.choose import choose_decode_path
-from model.tokenizer import Tokenizer
+from model.inference.engine.api import EngineConfig, GenerationRequest, SamplingParams, TokenEvent
+from model.inference.engine.engine import Engine
+from model.inference.kernels.select import choose_decode_path
+from model.text.tokenizer import Tokenizer
+from model.transformer.config import Speculation, gpt2_shape
+from model.transformer.gpt import GPT
 
 SHAPES: dict[str, dict[str, int]] = {
     "124m": {"n_layer": 12, "n_head": 12, "d_model": 768},

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import torch
 
-from model.checkpoint import CheckpointInfo, TrainingRecord, save_checkpoint
-from model.config import GPTConfig
-from model.gpt import GPT
-from model.tokenizer import END_OF_TEXT, SPLIT_PATTERN, Tokenizer
+from model.checkpoint.checkpoint import CheckpointInfo, TrainingRecord, save_checkpoint
+from model.text.tokenizer import END_OF_TEXT, SPLIT_PATTERN, Tokenizer
+from model.transformer.config import GPTConfig
+from model.transformer.gpt import GPT
 
 
 def synthetic_tokenizer(vocab_size: int) -> Tokenizer:

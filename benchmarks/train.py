@@ -39,23 +39,23 @@ from typing import Any
 
 import torch
 
-from model.checkpoint import load_checkpoint
-from model.config import GPTConfig
+from model.checkpoint.checkpoint import load_checkpoint
+from model.data.prepare import read_prepared
+from model.data.sources.open_text import open_text
+from model.data.split import are_many, sides
+from model.data.vocabulary import learn
 from model.device import keep_freed_memory
-from model.gpt import GPT
-from model.presets import preset
-from model.training import budget
-from model.training.budget import LADDER, Size
+from model.training import autosize as budget
+from model.training.autosize import LADDER, Size
 from model.training.config import TrainingConfig
-from model.training.evaluate import ValidationWindows, evaluate
 from model.training.events import silent
-from model.training.forward import Forward, training_placement
-from model.training.prepare import read_prepared
-from model.training.recipe import kind
-from model.training.text.opening import open_text
-from model.training.text.split import are_many, sides
+from model.training.optim.optimizers import kind
+from model.training.presets import preset
+from model.training.step.forward import Forward, training_placement
+from model.training.step.validate import ValidationWindows, evaluate
 from model.training.trainer import train
-from model.training.vocabulary import learn
+from model.transformer.config import GPTConfig
+from model.transformer.gpt import GPT
 
 RATES = (1e-3, 2e-3, 4e-3)
 BATCHES = (4, 8)

@@ -30,13 +30,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.optim import AdamW, Muon
 
-from model.attention import CausalAttend
 from model.device import Placement, keep_freed_memory, use_threads
-from model.gpt import GPT
-from model.presets import Compile, Recipe, preset
-from model.training.compiling import choose_loss
-from model.training.forward import Forward, training_placement
-from model.training.recipe import Optimizers, initialise, kind
+from model.training.optim.optimizers import Optimizers, initialise, kind
+from model.training.presets import Compile, Recipe, preset
+from model.training.step.compile import choose_loss
+from model.training.step.forward import Forward, training_placement
+from model.transformer.attention import CausalAttend
+from model.transformer.gpt import GPT
 
 OWN = ("logitd", "compiled")
 LOOPS = (*OWN, "plain", "plain float32")

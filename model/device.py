@@ -3,7 +3,7 @@
 Turns the words of a command line ("auto", "cpu", "cuda:1", "bfloat16", 0 threads) into torch's
 objects, or refuses with the reason; and says what the processor can do. Does not move anything
 there, and does not know what the dtype "auto" is: that depends on what decodes
-(`model/kernels/choose.py`).
+(`model/inference/kernels/select.py`).
 """
 
 import ctypes
@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from model.config import FloatName
+from model.transformer.config import FloatName
 
 BFLOAT16_INSTRUCTIONS = {
     "amx_bf16": "AMX-BF16",

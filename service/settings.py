@@ -20,10 +20,10 @@ from pydantic import (
 )
 from pydantic_settings import BaseSettings, CliPositionalArg, NoDecode, SettingsConfigDict
 
-from model.config import DTypeName, KernelChoice, Quantization, Speculation
-from model.engine.api import EngineConfig
-from model.presets import SaveDType, TrainingDType
+from model.inference.engine.api import EngineConfig
 from model.training.config import TrainingConfig
+from model.training.presets import SaveDType, TrainingDType
+from model.transformer.config import DTypeName, KernelChoice, Quantization, Speculation
 
 BUNDLED_CHECKPOINT = Path(__file__).parent.parent / "checkpoints" / "python-small"
 

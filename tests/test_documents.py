@@ -1,7 +1,7 @@
-"""The documents are true: the file map holds the tree, the version is one, links lead somewhere."""
+"""The documents are true: every folder and module is introduced, links lead somewhere."""
 
+import ast
 import re
-import subprocess
 from pathlib import Path
 
 import yaml
@@ -9,62 +9,48 @@ import yaml
 from model.version import VERSION
 
 ROOT = Path(__file__).parent.parent
+PACKAGES = ("model", "service", "logitd", "benchmarks")
 DOCUMENTS = ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md")
 
 
-def tracked_files() -> set[str]:
-    """Files of the tree; in a checkout those that git knows."""
-    if (ROOT / ".git").exists():
-        listing = subprocess.run(
-            ["git", "ls-files"], cwd=ROOT, check=True, capture_output=True, text=True
-        )
-        return {name for name in listing.stdout.splitlines() if (ROOT / name).exists()}
-    skipped = {".venv", "__pycache__", ".git", "runs", ".hypothesis", ".pytest_cache"}
-    return {
-        str(path.relative_to(ROOT))
-        for path in ROOT.rglob("*")
-        if path.is_file() and not skipped & set(path.parts)
-    }
-
-
-def mapped_files() -> set[str]:
-    """Paths of the file map: a fenced tree whose indentation is two spaces a level. A folder with
-    `...` is told as one thing, and stands here with a trailing slash."""
+def listed_folders() -> set[str]:
+    """Folders of ARCHITECTURE.md's list: a fenced tree whose indentation is two spaces a level.
+    A line may name several that stand beside each other."""
     text = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
-    tree = text.split("```tree\n", 1)[1].split("```", 1)[0]
+    tree = text.split("## Where things are", 1)[1].split("```\n", 1)[1].split("```", 1)[0]
     found: set[str] = set()
-    folders: list[str] = []
+    parents: list[str] = []
     for line in tree.splitlines():
-        name, *rest = line.split()
-        del folders[(len(line) - len(line.lstrip())) // 2 :]
-        if name.endswith("/") and rest[:1] != ["..."]:
-            folders.append(name)
-        else:
-            found.add("".join(folders) + name)
+        del parents[(len(line) - len(line.lstrip())) // 2 :]
+        names = re.findall(r"[\w.]+/", line[:25])
+        found.update("".join([*parents, name]) for name in names)
+        parents.append(names[0])
     return found
 
 
-def goes_without_saying(name: str, files: set[str]) -> bool:
-    """Whether a file's place tells what it is: a package's opening, or the tests of one module."""
-    if name.rpartition("/")[2] == "__init__.py":
-        return True
-    tested = re.fullmatch(r"tests/(.+)/test_(\w+\.py)", name)
-    return tested is not None and f"{tested[1]}/{tested[2]}" in files
-
-
-def test_the_file_map_holds_the_tree() -> None:
-    files, mapped = tracked_files(), mapped_files()
-    whole_folders = tuple(name for name in mapped if name.endswith("/"))
-    to_tell = {
-        name
-        for name in files
-        if not name.startswith(whole_folders) and not goes_without_saying(name, files)
+def code_folders() -> set[str]:
+    """Folders that hold modules of ours, tests aside."""
+    return {
+        f"{path.parent.relative_to(ROOT)}/"
+        for package in PACKAGES
+        for path in (ROOT / package).rglob("*.py")
     }
-    listed = {name for name in mapped if not name.endswith("/")}
-    assert to_tell - listed == set(), "files that ARCHITECTURE.md does not name"
-    assert listed - to_tell == set(), "names in ARCHITECTURE.md without a file"
-    for folder in whole_folders:
-        assert (ROOT / folder).is_dir(), folder
+
+
+def test_every_folder_has_its_line() -> None:
+    """A stranger finds the room by ARCHITECTURE.md, and no line leads to a room that is gone."""
+    listed = listed_folders()
+    assert code_folders() - listed == set(), "folders without a line in ARCHITECTURE.md"
+    assert {name for name in listed if not (ROOT / name).is_dir()} == set()
+
+
+def test_every_module_says_what_it_is() -> None:
+    """`make map` prints these lines, so each has to stand alone."""
+    for package in PACKAGES:
+        for path in sorted((ROOT / package).rglob("*.py")):
+            opening = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
+            assert opening, f"{path.relative_to(ROOT)} has no docstring"
+            assert len(opening.splitlines()[0]) > 10, path
 
 
 def test_links_between_documents_lead_somewhere() -> None:

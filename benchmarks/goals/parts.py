@@ -12,7 +12,7 @@ from pathlib import Path
 from benchmarks.peers.__main__ import SMALL, shape_named
 from benchmarks.peers.weights import Shape
 from benchmarks.synthetic import save_synthetic
-from model.config import gpt2_shape
+from model.transformer.config import gpt2_shape
 
 ROOT = Path(__file__).parent.parent.parent
 BUNDLED = "python-small"

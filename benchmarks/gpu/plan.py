@@ -11,9 +11,9 @@ import torch
 from benchmarks.synthetic import synthetic_gpt
 from model.benchmark.machine import Machine
 from model.benchmark.workload import Workload, tokens_for
-from model.config import GPTConfig, gpt2_shape
 from model.device import Placement
-from model.gpt import GPT
+from model.transformer.config import GPTConfig, gpt2_shape
+from model.transformer.gpt import GPT
 
 SHAPES = {
     "124m": {"n_layer": 12, "n_head": 12, "d_model": 768},

@@ -17,14 +17,14 @@ from benchmarks.synthetic import save_synthetic, synthetic_gpt
 from model.benchmark.in_process import measure_engine, requests
 from model.benchmark.work import Work, limit
 from model.device import DeviceError
-from model.engine.api import EngineConfig, TokenEvent
-from model.engine.engine import Engine
-from model.engine.runner import DecoderMaker
-from model.gpt import GPT
-from model.kernels.capture import DirectCalls
-from model.kernels.graphs import GraphDecoder
-from model.kernels.plain import PlainDecoder
-from model.memory import SlotWish, available, slots_for
+from model.inference.engine.api import EngineConfig, TokenEvent
+from model.inference.engine.engine import Engine
+from model.inference.engine.runner import DecoderMaker
+from model.inference.kernels.cuda.capture import DirectCalls
+from model.inference.kernels.cuda.decoder import GraphDecoder
+from model.inference.kernels.eager.decoder import PlainDecoder
+from model.inference.memory import SlotWish, available, slots_for
+from model.transformer.gpt import GPT
 
 VARIANTS: dict[str, DecoderMaker] = {
     "graphs": GraphDecoder,

@@ -13,11 +13,11 @@ import torch
 
 from benchmarks.gpu.plan import Finding, Plan, median_seconds
 from benchmarks.train_throughput import own_step
-from model.checkpoint import read_checkpoint
-from model.gpt import GPT
-from model.presets import Compile, Optimizer, preset
-from model.training.flops import flops_per_token
-from model.training.forward import training_placement
+from model.checkpoint.checkpoint import read_checkpoint
+from model.training.presets import Compile, Optimizer, preset
+from model.training.step.flops import flops_per_token
+from model.training.step.forward import training_placement
+from model.transformer.gpt import GPT
 
 
 def training(plan: Plan) -> Iterator[Finding]:

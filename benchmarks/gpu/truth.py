@@ -17,19 +17,19 @@ import torch
 
 from benchmarks.gpu.plan import Finding
 from benchmarks.synthetic import synthetic_gpt
-from model.checkpoint import load_checkpoint
-from model.config import MODERN, gpt2_shape
-from model.draw import Draws
-from model.engine.api import EngineConfig, GenerationRequest, SamplingParams, TokenEvent
-from model.engine.engine import Engine
-from model.engine.runner import DecoderMaker
-from model.gpt import GPT
-from model.kernels.capture import DirectCalls
-from model.kernels.graphs import GraphDecoder
-from model.kernels.loss import decoded_nats
-from model.kernels.plain import Collect, PlainDecoder
-from model.kv_cache import KVCache
-from model.tokenizer import Tokenizer
+from model.checkpoint.checkpoint import load_checkpoint
+from model.evaluation.quantization_loss import decoded_nats
+from model.inference.engine.api import EngineConfig, GenerationRequest, SamplingParams, TokenEvent
+from model.inference.engine.engine import Engine
+from model.inference.engine.runner import DecoderMaker
+from model.inference.kernels.cuda.capture import DirectCalls
+from model.inference.kernels.cuda.decoder import GraphDecoder
+from model.inference.kernels.eager.decoder import Collect, PlainDecoder
+from model.inference.kv_cache import KVCache
+from model.inference.sampling.sample import Draws
+from model.text.tokenizer import Tokenizer
+from model.transformer.config import MODERN, gpt2_shape
+from model.transformer.gpt import GPT
 
 BUNDLED = Path(__file__).parents[2] / "checkpoints" / "python-small"
 CPU = torch.device("cpu")

@@ -21,8 +21,8 @@ from benchmarks.peers.process import PeerFailed, PeerMissing, PeerProcess
 from benchmarks.peers.report import Result
 from benchmarks.peers.weights import Shape, save_weights
 from benchmarks.synthetic import synthetic_gpt
-from model.config import gpt2_shape
-from model.gpt import GPT
+from model.transformer.config import gpt2_shape
+from model.transformer.gpt import GPT
 
 LOGITD = "logitd"
 MODULES = {

@@ -13,12 +13,12 @@ from numpy.typing import NDArray
 
 from benchmarks.peers.contract import Run
 from benchmarks.peers.weights import load_weights
-from model.config import Quantization, gpt2_shape
 from model.device import keep_freed_memory, use_threads
-from model.engine.api import EngineConfig, GenerationRequest, SamplingParams, TokenEvent
-from model.engine.engine import Engine
-from model.gpt import GPT
-from model.kernels.choose import choose_decode_path
+from model.inference.engine.api import EngineConfig, GenerationRequest, SamplingParams, TokenEvent
+from model.inference.engine.engine import Engine
+from model.inference.kernels.select import choose_decode_path
+from model.transformer.config import Quantization, gpt2_shape
+from model.transformer.gpt import GPT
 from model.version import VERSION
 
 

@@ -25,7 +25,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast
 from benchmarks.peers.transformers_continuous import PAGE, PREFILL_TOKENS
 from benchmarks.peers.transformers_generate import load_gpt2
 from benchmarks.peers.weights import load_weights
-from service.benchmark.load import Ask, StreamFailed
+from service.commands.benchmark.load import Ask, StreamFailed
 
 READY_SECONDS, LOOK_SECONDS, END_SECONDS = 300.0, 0.2, 20.0
 

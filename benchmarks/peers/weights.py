@@ -1,7 +1,7 @@
 """The weights that every peer gets: a folder with a GPT-2's tensors in float32 and its shape.
 
-Tensors have this project's names (`model/gpt.py`), matrices are (out, in), and the vocabulary is
-not padded. Each peer rounds them to its own dtype.
+Tensors have this project's names (`model/transformer/gpt.py`), matrices are (out, in), and the
+vocabulary is not padded. Each peer rounds them to its own dtype.
 """
 
 import json

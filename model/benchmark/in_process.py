@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from model.benchmark.spread import Spread
 from model.benchmark.work import ModelSize, Work, decode_work, prefill_work, size_of
 from model.benchmark.workload import WARM_UP, Workload, decode_case, prefill_case
-from model.engine.api import (
+from model.inference.engine.api import (
     EngineConfig,
     FinishEvent,
     FinishReason,
@@ -21,9 +21,9 @@ from model.engine.api import (
     SamplingParams,
     TokenEvent,
 )
-from model.engine.engine import Engine
-from model.engine.runner import DecoderMaker
-from model.gpt import GPT
+from model.inference.engine.engine import Engine
+from model.inference.engine.runner import DecoderMaker
+from model.transformer.gpt import GPT
 
 
 class MeasuringError(Exception):

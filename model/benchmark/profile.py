@@ -23,16 +23,16 @@ from model.benchmark.stages import (
 from model.benchmark.timeline import Watch
 from model.benchmark.work import Work
 from model.benchmark.workload import WARM_UP, Workload, decode_case, prefill_case
-from model.engine.api import (
+from model.inference.engine.api import (
     EngineConfig,
     FinishEvent,
     FinishReason,
     GenerationRequest,
     TokenEvent,
 )
-from model.engine.engine import Engine
-from model.engine.runner import DecoderMaker
-from model.gpt import GPT
+from model.inference.engine.engine import Engine
+from model.inference.engine.runner import DecoderMaker
+from model.transformer.gpt import GPT
 
 PREFILLS = 5
 """Prompts that are watched, at least, and as many that are not: each is measured once."""

@@ -12,7 +12,7 @@ from typing import Literal, get_args
 from torch import nn
 
 from model.benchmark.work import INT8_ROW_BYTES, ModelSize, Work, size_of
-from model.gpt import GPT
+from model.transformer.gpt import GPT
 
 Stage = Literal[
     "scheduling", "tensors", "embedding", "norms", "qkv", "cache_writes", "attention",
@@ -53,7 +53,7 @@ _MODULES: Mapping[str, Stage] = {
     "mlp_down": "mlp_down",
     "head": "head",
 }
-"""Where a parameter of `model/gpt.py` is used, by the name of its module."""
+"""Where a parameter of `model/transformer/gpt.py` is used, by the name of its module."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,8 @@
 """Timeline: an engine's step as stages that follow one another, each ended by a look at the clock.
 
-The native decoder times its own stages (`model/kernels/native/clocks.h`). Stock torch, which
-computes what the native code does not, is watched through
-torch's hooks and through the `Attend` and `Observer` of `model/attention.py`. Around both stands a
+The native decoder times its own stages (`model/inference/kernels/cpu/native/clocks.h`). Stock
+torch, which computes what the native code does not, is watched through torch's hooks and through
+the `Attend` and `Observer` of `model/transformer/attention.py`. Around both stands a
 `WatchedDecoder`, the one place where an engine calls its decoder: so nothing in the engine knows
 that it is watched.
 
@@ -17,15 +17,15 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from model.attention import Attend, Observer
 from model.benchmark.stages import Stage
-from model.draw import Draws
-from model.engine.runner import DecoderMaker
-from model.gpt import GPT, Block
-from model.kernels.decoder import NativeDecoder
-from model.kernels.plain import Decoder
-from model.kernels.prefill import Piece, Prefilled
-from model.kv_cache import KVCache
+from model.inference.engine.runner import DecoderMaker
+from model.inference.kernels.cpu.decoder import NativeDecoder
+from model.inference.kernels.eager.decoder import Decoder
+from model.inference.kernels.eager.prefill import Piece, Prefilled
+from model.inference.kv_cache import KVCache
+from model.inference.sampling.sample import Draws
+from model.transformer.attention import Attend, Observer
+from model.transformer.gpt import GPT, Block
 
 
 class Timeline:

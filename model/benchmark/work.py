@@ -19,7 +19,7 @@ from typing import Literal
 from torch import nn
 
 from model.benchmark.machine import Machine
-from model.gpt import GPT
+from model.transformer.gpt import GPT
 
 INT8_ROW_BYTES = 8
 """A row of int8 weights has a scale and a sum besides."""

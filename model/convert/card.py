@@ -1,7 +1,7 @@
 """Card of an imported checkpoint: where it comes from and what was changed on the way."""
 
-from model.config import GPTConfig
 from model.convert.foreign import ForeignModel, ForeignTokenizer
+from model.transformer.config import GPTConfig
 
 
 def write_import_card(

@@ -11,7 +11,7 @@ from typing import Any
 
 from model.convert.foreign import ConvertError, ForeignTokenizer
 from model.convert.pt_file import read_plain_pickle
-from model.tokenizer import Tokenizer
+from model.text.tokenizer import Tokenizer
 
 CHARACTER_PATTERN = r"[\s\S]"
 """Every character by itself, line breaks too."""

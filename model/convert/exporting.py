@@ -13,11 +13,11 @@ from typing import Literal
 import torch
 from safetensors import safe_open
 
-from model.checkpoint import WEIGHTS, CheckpointError, load_weights, read_checkpoint
-from model.config import DTypeName
+from model.checkpoint.checkpoint import WEIGHTS, CheckpointError, load_weights, read_checkpoint
 from model.convert.family import family_of, folder_family_of
 from model.convert.gguf_file import write_gguf
-from model.convert.hf_export import write_folder
+from model.convert.hf.export import write_folder
+from model.transformer.config import DTypeName
 
 TO = Literal["hf", "gguf"]
 

@@ -8,9 +8,9 @@ transformers gives a Qwen2 model Qwen2's own way to cut texts, whatever the fold
 another vocabulary that shape is exported as Llama, with biases of zeros on the output projection.
 """
 
-from model.config import GPTConfig
 from model.convert.foreign import ConvertError
-from model.convert.hf_tokenizer import QWEN2_PATTERN
+from model.convert.hf.tokenizer import QWEN2_PATTERN
+from model.transformer.config import GPTConfig
 
 GPT2, LLAMA, QWEN2, QWEN3 = "gpt2", "llama", "qwen2", "qwen3"
 

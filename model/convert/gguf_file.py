@@ -18,15 +18,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from model.checkpoint import CheckpointInfo
+from model.checkpoint.checkpoint import CheckpointInfo
 from model.convert.family import GPT2, LLAMA
 from model.convert.foreign import ConvertError
-from model.convert.hf_export import gpt_weights, rotary_weights
-from model.convert.hf_tokenizer import GPT2_PATTERN, QWEN2_PATTERN
-from model.convert.merges import byte_characters, merges_of, written
-from model.gpt import GPT
-from model.ready_made import KNOWN_FILES
-from model.tokenizer import Tokenizer
+from model.convert.hf.export import gpt_weights, rotary_weights
+from model.convert.hf.merges import byte_characters, merges_of, written
+from model.convert.hf.tokenizer import GPT2_PATTERN, QWEN2_PATTERN
+from model.text.published import KNOWN_FILES
+from model.text.tokenizer import Tokenizer
+from model.transformer.gpt import GPT
 
 PRE_TOKENIZERS: Mapping[str, str] = {
     GPT2_PATTERN: "gpt-2",

@@ -15,25 +15,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from model.checkpoint import (
+from model.checkpoint.checkpoint import (
     CheckpointError,
     CheckpointInfo,
     TrainingRecord,
     empty_gpt,
     save_checkpoint,
 )
-from model.config import DTypeName, GPTConfig, padded
-from model.convert import huggingface, litgpt
+from model.convert import litgpt
 from model.convert.card import write_import_card
 from model.convert.characters import read_meta
 from model.convert.foreign import FLOATS, ConvertError, ForeignModel, ForeignTokenizer
-from model.convert.hf_template import read_template
-from model.convert.hf_tokenizer import TOKENIZER, read_tokenizer
-from model.convert.huggingface import read_huggingface
+from model.convert.hf import config as huggingface
+from model.convert.hf.chat_template import read_template
+from model.convert.hf.config import read_huggingface
+from model.convert.hf.tokenizer import TOKENIZER, read_tokenizer
 from model.convert.litgpt import read_litgpt
 from model.convert.nanogpt import read_nanogpt
-from model.ready_made import ready_made_tokenizer
-from model.tokenizer import TokenizerError
+from model.text.published import ready_made_tokenizer
+from model.text.tokenizer import TokenizerError
+from model.transformer.config import DTypeName, GPTConfig, padded
 
 NANOGPT, META = "ckpt.pt", "meta.pkl"
 

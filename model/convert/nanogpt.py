@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from model.config import ConfigError, GPTConfig, gpt2_shape
 from model.convert.foreign import ConvertError, ForeignModel, Settings, TensorShelf
 from model.convert.pt_file import read_pt
+from model.transformer.config import ConfigError, GPTConfig, gpt2_shape
 
 PREFIXES = ("_orig_mod.", "module.")
 """What torch.compile and DistributedDataParallel put in front of names."""

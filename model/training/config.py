@@ -12,8 +12,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from model.config import TARGETS, Activation, Norm, NormPosition, Positions, Target
-from model.presets import (
+from model.training.presets import (
     Compile,
     Decay,
     Init,
@@ -24,6 +23,7 @@ from model.presets import (
     TrainingDType,
     preset,
 )
+from model.transformer.config import TARGETS, Activation, Norm, NormPosition, Positions, Target
 
 SHAPE_FIELDS = (
     "context_length",

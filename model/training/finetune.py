@@ -21,11 +21,12 @@ from typing import Any
 
 import torch
 
-from model.checkpoint import CheckpointError, CheckpointInfo, load_weights, read_checkpoint
-from model.config import ConfigError, GPTConfig
-from model.gpt import GPT
-from model.lora import LoraError, LoraShape, adapt, check_rank, trained_weights
-from model.presets import Recipe
+from model.checkpoint.checkpoint import (
+    CheckpointError,
+    CheckpointInfo,
+    load_weights,
+    read_checkpoint,
+)
 from model.training.config import (
     SHAPE_FIELDS,
     TrainingConfig,
@@ -33,8 +34,12 @@ from model.training.config import (
     given_values,
 )
 from model.training.events import Noticed, Reporter
-from model.training.recipe import initialise
-from model.training.run import RUN
+from model.training.optim.optimizers import initialise
+from model.training.presets import Recipe
+from model.training.run.directory import RUN
+from model.transformer.config import ConfigError, GPTConfig
+from model.transformer.gpt import GPT
+from model.transformer.lora import LoraError, LoraShape, adapt, check_rank, trained_weights
 
 SLOWER = 10
 """Times slower than from scratch."""

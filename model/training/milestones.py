@@ -4,7 +4,7 @@ Evaluations, samples, the trainer's state and checkpoints. The state is saved be
 and the checkpoint after it, so whatever fails in between loses nothing. Of several processes all
 evaluate, each its share, and the first writes; it samples alone, unless they share the model. Does
 not decide when each is due (`model/training/trainer.py`), and knows the files only by their verbs
-(`run`, `state`, `model/checkpoint.py`).
+(`run`, `state`, `model/checkpoint/checkpoint.py`).
 """
 
 import errno
@@ -20,24 +20,24 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from model.adapter import save_adapter
-from model.checkpoint import TrainingRecord, save_checkpoint
+from model.checkpoint.adapter import save_adapter
+from model.checkpoint.checkpoint import TrainingRecord, save_checkpoint
 from model.device import describe
-from model.gpt import GPT
-from model.lora import parameters_without_adapters
-from model.training import plot
-from model.training.begin import Plan
-from model.training.card import CardFacts, write_card
 from model.training.config import TrainingError, command, run_name
-from model.training.evaluate import ValidationWindows, evaluate
+from model.training.distributed.fsdp import gather_weights, is_sharded, local, without_backward
+from model.training.distributed.ranks import ALONE
 from model.training.events import Evaluated, Noticed, Reporter, Sampled, Saved
-from model.training.forward import Forward
-from model.training.ranks import ALONE
-from model.training.recipe import Optimizers
-from model.training.run import RUN
-from model.training.sample import sample_text
-from model.training.sharding import gather_weights, is_sharded, local, without_backward
-from model.training.state import Counters, Environment, save_state
+from model.training.optim.optimizers import Optimizers
+from model.training.run import plot
+from model.training.run.card import CardFacts, write_card
+from model.training.run.directory import RUN
+from model.training.run.samples import sample_text
+from model.training.run.state import Counters, Environment, save_state
+from model.training.setup import Plan
+from model.training.step.forward import Forward
+from model.training.step.validate import ValidationWindows, evaluate
+from model.transformer.gpt import GPT
+from model.transformer.lora import parameters_without_adapters
 
 TEMPERATURE = 0.8
 """Of samples."""

@@ -21,25 +21,25 @@ from typing import Literal, NamedTuple, get_args
 
 import torch
 
+from model.data.batches import Batches, noise_seed
 from model.device import describe, sent, use_threads
-from model.training.batches import Batches, noise_seed
-from model.training.begin import Plan, begin
-from model.training.compiling import choose_loss
 from model.training.config import TrainingConfig, TrainingError
+from model.training.distributed.fsdp import clip_gradients, shard, unsummed_gradients
+from model.training.distributed.ranks import ALONE, Ranks, together
 from model.training.events import Noticed, Progress, Reporter, Started, silent
 from model.training.finetune import initial_model
-from model.training.flops import Meter
-from model.training.forward import Forward
-from model.training.health import Health, Look
-from model.training.interrupt import StopSignals
-from model.training.length import Length
-from model.training.log import Figures, StepLog
 from model.training.milestones import Milestones
-from model.training.ranks import ALONE, Ranks, together
-from model.training.recipe import Optimizers, share_of_peak
-from model.training.sharding import clip_gradients, shard, unsummed_gradients
-from model.training.state import Counters, load_state
-from model.training.tensorboard import require_tensorboard, with_tensorboard
+from model.training.optim.optimizers import Optimizers, share_of_peak
+from model.training.run.state import Counters, load_state
+from model.training.run.step_log import Figures, StepLog
+from model.training.run.tensorboard import require_tensorboard, with_tensorboard
+from model.training.setup import Plan, begin
+from model.training.step.compile import choose_loss
+from model.training.step.flops import Meter
+from model.training.step.forward import Forward
+from model.training.stopping.divergence import Health, Look
+from model.training.stopping.length import Length
+from model.training.stopping.signals import StopSignals
 
 Reason = Literal["finished", "time is up", "no improvement", "interrupted"]
 REASONS: tuple[Reason, ...] = get_args(Reason)

@@ -21,8 +21,12 @@ from model.benchmark.in_process import EngineFigures, MeasuringError, measure_en
 from model.benchmark.machine import Surroundings, measure_machine, surroundings
 from model.benchmark.profile import Profile, ProfileError, profile_engine
 from model.benchmark.workload import Workload, WorkloadError, choose_workload
-from model.checkpoint import CheckpointError, CheckpointInfo, load_weights, read_checkpoint
-from model.config import KernelChoice
+from model.checkpoint.checkpoint import (
+    CheckpointError,
+    CheckpointInfo,
+    load_weights,
+    read_checkpoint,
+)
 from model.device import (
     DeviceError,
     Placement,
@@ -31,15 +35,16 @@ from model.device import (
     keep_freed_memory,
     use_threads,
 )
-from model.engine.api import EngineConfig
-from model.gpt import GPT
-from model.kernels.choose import DecodePath, KernelError, choose_decode_path, choose_dtype
-from service.benchmark.lean import LeanClient
-from service.benchmark.load import asking, measure_server
-from service.benchmark.profile_report import profile_lines, profile_summary
-from service.benchmark.report import HttpMeasured, Measured, Profiled, lines, summary
-from service.benchmark.server import ServerError, started_server
+from model.inference.engine.api import EngineConfig
+from model.inference.kernels.select import DecodePath, KernelError, choose_decode_path, choose_dtype
+from model.transformer.config import KernelChoice
+from model.transformer.gpt import GPT
 from service.client import AsyncClient, Info, LogitdError
+from service.commands.benchmark.load import asking, measure_server
+from service.commands.benchmark.profile_report import profile_lines, profile_summary
+from service.commands.benchmark.raw_client import LeanClient
+from service.commands.benchmark.report import HttpMeasured, Measured, Profiled, lines, summary
+from service.commands.benchmark.server import ServerError, started_server
 from service.settings import BenchSettings
 
 REFUSALS = (

@@ -4,11 +4,11 @@ import json
 import sys
 from typing import Any
 
-from model.checkpoint import CheckpointError
+from model.checkpoint.checkpoint import CheckpointError
 from model.device import DeviceError
-from model.kernels.choose import KernelError
+from model.evaluation.text_loss import Measurement, measure
+from model.inference.kernels.select import KernelError
 from model.training.config import TrainingError
-from model.training.measure import Measurement, measure
 from service.settings import EvalSettings
 
 

@@ -2,7 +2,7 @@
 
 import sys
 
-from model.checkpoint import CheckpointError
+from model.checkpoint.checkpoint import CheckpointError
 from model.convert.exporting import export_model
 from model.convert.foreign import ConvertError
 from service.settings import ExportSettings

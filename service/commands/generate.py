@@ -3,9 +3,9 @@
 import secrets
 import sys
 
-from model.checkpoint import CheckpointError
+from model.checkpoint.checkpoint import CheckpointError
 from model.device import DeviceError, use_threads
-from model.engine.api import (
+from model.inference.engine.api import (
     EngineConfig,
     FinishEvent,
     FinishReason,
@@ -14,10 +14,10 @@ from model.engine.api import (
     SamplingParams,
     TokenEvent,
 )
-from model.engine.engine import Engine
-from model.kernels.choose import KernelError
-from model.opening import open_model
-from model.tokenizer import Tokenizer, TokenizerError
+from model.inference.engine.engine import Engine
+from model.inference.kernels.select import KernelError
+from model.inference.load import open_model
+from model.text.tokenizer import Tokenizer, TokenizerError
 from service.settings import GenerateSettings
 
 

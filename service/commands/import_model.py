@@ -2,7 +2,7 @@
 
 import sys
 
-from model.checkpoint import CheckpointError
+from model.checkpoint.checkpoint import CheckpointError
 from model.convert.foreign import ConvertError
 from model.convert.importing import import_model
 from service.settings import ImportSettings

@@ -11,12 +11,12 @@ from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
-from model.checkpoint import CheckpointError, CheckpointInfo, load_checkpoint
+from model.checkpoint.checkpoint import CheckpointError, CheckpointInfo, load_checkpoint
 from model.device import choose_placement
-from model.tokenizer import TokenizerError
-from model.trace import Stage, trace
+from model.text.tokenizer import TokenizerError
 from model.training.config import TrainingError
-from model.training.summary import is_run, summarise
+from model.training.run.summary import is_run, summarise
+from model.transformer.trace import Stage, trace
 from service.commands.inspect_runs import show_runs
 from service.settings import InspectSettings
 

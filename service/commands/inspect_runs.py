@@ -11,7 +11,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from model.training.events import duration
-from model.training.summary import RunSummary, differences
+from model.training.run.summary import RunSummary, differences
 
 
 def show_runs(runs: Sequence[RunSummary], *, as_json: bool) -> None:

@@ -2,8 +2,8 @@
 
 import sys
 
-from model.adapter import merge
-from model.checkpoint import CheckpointError
+from model.checkpoint.adapter import merge
+from model.checkpoint.checkpoint import CheckpointError
 from service.settings import MergeSettings
 
 

@@ -6,9 +6,9 @@ from prometheus_client import disable_created_metrics
 from rich.console import Console
 from rich.text import Text
 
-from service.server import serve
+from service.app.server import serve
+from service.core.state import Served
 from service.settings import ServeSettings
-from service.state import Served
 
 
 def run(settings: ServeSettings) -> int:

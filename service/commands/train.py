@@ -2,12 +2,12 @@
 
 import sys
 
-from model.config import ConfigError
 from model.device import DeviceError, keep_freed_memory
-from model.presets import PresetError
 from model.training.config import TrainingError
 from model.training.events import Downloading, Event, Progress, line
+from model.training.presets import PresetError
 from model.training.trainer import train
+from model.transformer.config import ConfigError
 from service.settings import TrainSettings
 
 

@@ -6,14 +6,14 @@ import asyncio
 from collections.abc import Iterator
 from typing import Any
 
-from model.chat_template import ChatTemplateError, Message
-from model.checkpoint import CheckpointInfo
-from service.errors import bad_request
+from model.checkpoint.checkpoint import CheckpointInfo
+from model.text.chat_template import ChatTemplateError, Message
+from service.core.errors import bad_request
+from service.core.state import Served
 from service.openai.envelope import head, usage, usage_member
 from service.openai.logprobs import ShownTokens, chat_logprobs
-from service.openai.schemas import ChatRequest
-from service.prompts import encode_within
-from service.state import Served
+from service.requests.prompts import encode_within
+from service.schemas.openai import ChatRequest
 
 
 async def chat_prompt(body: ChatRequest, served: Served) -> tuple[int, ...]:

@@ -4,10 +4,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from model.checkpoint import CheckpointInfo
+from model.checkpoint.checkpoint import CheckpointInfo
 from service.openai.envelope import head, usage, usage_member
 from service.openai.logprobs import ShownTokens, completion_logprobs
-from service.openai.schemas import CompletionRequest
+from service.schemas.openai import CompletionRequest
 
 
 @dataclass(slots=True)

@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from model.checkpoint import CheckpointInfo
-from service.openai.schemas import StreamOptions
-from service.replies import envelope, new_id
+from model.checkpoint.checkpoint import CheckpointInfo
+from service.responses.text import envelope, new_id
+from service.schemas.openai import StreamOptions
 
 
 def head(kind: str, form: str, checkpoint: CheckpointInfo) -> dict[str, Any]:

@@ -18,7 +18,7 @@ import codecs
 from dataclasses import dataclass
 from typing import Any
 
-from model.tokenizer import Tokenizer
+from model.text.tokenizer import Tokenizer
 
 SPELLED = ("bytes:", "token_id:")
 

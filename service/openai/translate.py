@@ -10,15 +10,15 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from model.tokenizer import Tokenizer
-from service.errors import ApiError, bad_request, from_validation
-from service.openai.schemas import (
+from model.text.tokenizer import Tokenizer
+from service.core.errors import ApiError, bad_request, from_validation
+from service.schemas.generate import GenerateRequest
+from service.schemas.openai import (
     COMPLETION_TOKENS,
     ChatRequest,
     CompletionRequest,
     ResponseFormat,
 )
-from service.schemas import GenerateRequest
 
 
 def native_completion(body: CompletionRequest) -> GenerateRequest:

@@ -5,14 +5,14 @@ from typing import Annotated
 from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
-from model.engine.api import AttentionWeights
-from service.bodies import body_of, described_by
-from service.numbers.array_reply import Wanted, answer
-from service.numbers.negotiation import RESPONSES, check_form, negotiate
-from service.numbers.schemas import AttentionReply, AttentionRequest
-from service.prompts import prompt_ids
-from service.requests import chosen, rows_request
-from service.state import Ready
+from model.inference.engine.api import AttentionWeights
+from service.core.state import Ready
+from service.requests.body import body_of, described_by
+from service.requests.prompts import prompt_ids
+from service.requests.resolve import chosen, rows_request
+from service.responses.tensors.array_reply import Wanted, answer
+from service.responses.tensors.negotiation import RESPONSES, check_form, negotiate
+from service.schemas.tensors import AttentionReply, AttentionRequest
 
 router = APIRouter()
 

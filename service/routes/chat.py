@@ -5,15 +5,15 @@ from typing import Annotated
 from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
-from service.bodies import body_of, described_by
-from service.generation import accept, respond
-from service.middleware import note_user
+from service.app.docs import ERRORS
+from service.app.middleware import note_user
+from service.core.state import Ready
 from service.openai.chat import ChatShape, chat_prompt
-from service.openai.schemas import ChatReply, ChatRequest
 from service.openai.translate import native_chat, param_names
-from service.openapi import ERRORS
-from service.queueing import check_room, deadline_of
-from service.state import Ready
+from service.requests.body import body_of, described_by
+from service.requests.submit import check_room, deadline_of
+from service.responses.generation import accept, respond
+from service.schemas.openai import ChatReply, ChatRequest
 
 router = APIRouter()
 

@@ -5,16 +5,16 @@ from typing import Annotated
 from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
-from service.bodies import body_of, described_by
-from service.generation import accept, respond
-from service.middleware import note_user
+from service.app.docs import ERRORS
+from service.app.middleware import note_user
+from service.core.state import Ready
 from service.openai.completions import CompletionShape
-from service.openai.schemas import CompletionReply, CompletionRequest
 from service.openai.translate import native_completion, param_names
-from service.openapi import ERRORS
-from service.prompts import prompt_ids
-from service.queueing import deadline_of
-from service.state import Ready
+from service.requests.body import body_of, described_by
+from service.requests.prompts import prompt_ids
+from service.requests.submit import deadline_of
+from service.responses.generation import accept, respond
+from service.schemas.openai import CompletionReply, CompletionRequest
 
 router = APIRouter()
 

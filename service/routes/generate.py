@@ -5,13 +5,13 @@ from typing import Annotated
 from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
-from service.bodies import body_of, described_by
-from service.generation import Native, accept, respond
-from service.openapi import ERRORS
-from service.prompts import prompt_ids
-from service.queueing import deadline_of
-from service.schemas import GenerateReply, GenerateRequest
-from service.state import Ready
+from service.app.docs import ERRORS
+from service.core.state import Ready
+from service.requests.body import body_of, described_by
+from service.requests.prompts import prompt_ids
+from service.requests.submit import deadline_of
+from service.responses.generation import Native, accept, respond
+from service.schemas.generate import GenerateReply, GenerateRequest
 
 router = APIRouter()
 

@@ -9,20 +9,20 @@ import orjson
 from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
-from model.distribution import largest
-from model.engine.api import RowsEvent, RowsRequest
-from service import sse
-from service.bodies import body_of, described_by, unless_gone
-from service.errors import bad_request
-from service.numbers.arrays import byte_parts, encoded, json_parts, npy_header
-from service.numbers.negotiation import NPY, RESPONSES, SAFETENSORS, check_form, negotiate
-from service.numbers.rows import RowsReader, paced
-from service.numbers.schemas import LogitsReply, LogitsRequest
-from service.numbers.tensors import tensor_file_head
-from service.prompts import prompt_ids
-from service.replies import checkpoint_headers, envelope, new_id, token_json
-from service.requests import check_choice, check_logprobs, rows_request, wanted_logits
-from service.state import Ready, Served
+from model.inference.engine.api import RowsEvent, RowsRequest
+from model.inference.sampling.distribution import largest
+from service.core.errors import bad_request
+from service.core.state import Ready, Served
+from service.requests.body import body_of, described_by, unless_gone
+from service.requests.prompts import prompt_ids
+from service.requests.resolve import check_choice, check_logprobs, rows_request, wanted_logits
+from service.responses import sse
+from service.responses.tensors.encoding import byte_parts, encoded, json_parts, npy_header
+from service.responses.tensors.negotiation import NPY, RESPONSES, SAFETENSORS, check_form, negotiate
+from service.responses.tensors.reader import RowsReader, paced
+from service.responses.tensors.safetensors import tensor_file_head
+from service.responses.text import checkpoint_headers, envelope, new_id, token_json
+from service.schemas.tensors import LogitsReply, LogitsRequest
 
 router = APIRouter()
 

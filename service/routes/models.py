@@ -5,10 +5,10 @@ from typing import Any
 
 from fastapi import APIRouter
 
-from service.openai.schemas import Model, ModelList
-from service.openapi import ERRORS
-from service.replies import checkpoint_name
-from service.state import Ready, Served
+from service.app.docs import ERRORS
+from service.core.state import Ready, Served
+from service.responses.text import checkpoint_name
+from service.schemas.openai import Model, ModelList
 
 router = APIRouter(tags=["openai"])
 

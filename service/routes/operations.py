@@ -5,11 +5,11 @@ from typing import Any
 from fastapi import APIRouter, Response
 
 from model.version import VERSION
-from service.metrics import CONTENT_TYPE
-from service.openapi import ERRORS
-from service.replies import checkpoint_name
-from service.schemas import Health, Info, Version
-from service.state import Ready, State
+from service.app.docs import ERRORS
+from service.core.metrics import CONTENT_TYPE
+from service.core.state import Ready, State
+from service.responses.text import checkpoint_name
+from service.schemas.generate import Health, Info, Version
 
 router = APIRouter(tags=["operations"], responses={431: ERRORS[431]})
 

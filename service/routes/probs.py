@@ -7,25 +7,25 @@ import orjson
 from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
-from model.distribution import Summary, summarise
-from model.engine.api import RowsRequest
-from model.tokenizer import Tokenizer
-from service.bodies import body_of, described_by, unless_gone
-from service.errors import bad_request, clip
-from service.numbers.gathering import Gathered, gather, perplexity
-from service.numbers.schemas import ProbsReply, ProbsRequest
-from service.openapi import ERRORS
-from service.prompts import encode_text, prompt_ids
-from service.queueing import submit
-from service.replies import envelope, new_id, server_timing, token_json
-from service.requests import (
+from model.inference.engine.api import RowsRequest
+from model.inference.sampling.distribution import Summary, summarise
+from model.text.tokenizer import Tokenizer
+from service.app.docs import ERRORS
+from service.core.errors import bad_request, clip
+from service.core.state import Ready, Served
+from service.requests.body import body_of, described_by, unless_gone
+from service.requests.prompts import encode_text, prompt_ids
+from service.requests.resolve import (
     check_choice,
     check_logprobs,
     rows_request,
     score_request,
     wanted_logits,
 )
-from service.state import Ready, Served
+from service.requests.submit import submit
+from service.responses.tensors.gather import Gathered, gather, perplexity
+from service.responses.text import envelope, new_id, server_timing, token_json
+from service.schemas.tensors import ProbsReply, ProbsRequest
 
 router = APIRouter()
 

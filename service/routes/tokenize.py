@@ -13,14 +13,14 @@ import orjson
 from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
-from model.tokenizer import Tokenizer, TokenizerError
-from service.bodies import body_of, described_by, unless_gone
-from service.errors import bad_request
-from service.openapi import ERRORS
-from service.prompts import THREAD_CHARACTERS, encode_text
-from service.replies import checkpoint_name, envelope, new_id, token_json
-from service.state import Ready, Served, ServiceState, State
-from service.tokenizer_schemas import (
+from model.text.tokenizer import Tokenizer, TokenizerError
+from service.app.docs import ERRORS
+from service.core.errors import bad_request
+from service.core.state import Ready, Served, ServiceState, State
+from service.requests.body import body_of, described_by, unless_gone
+from service.requests.prompts import THREAD_CHARACTERS, encode_text
+from service.responses.text import checkpoint_name, envelope, new_id, token_json
+from service.schemas.tokenizer import (
     MAX_PIECES,
     DetokenizeListReply,
     DetokenizeReply,

@@ -19,9 +19,9 @@ from benchmarks.determinism import (
     prompt_length,
 )
 from model.benchmark.work import size_of
-from model.gpt import GPT
-from model.kernels import plain
-from model.kernels.library import KernelsUnavailable, load_library
+from model.inference.kernels.cpu.library import KernelsUnavailable, load_library
+from model.inference.kernels.eager import decoder as plain
+from model.transformer.gpt import GPT
 from tests.model.factories import FAMILIES, tiny_config, tiny_gpt
 
 

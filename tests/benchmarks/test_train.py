@@ -16,9 +16,9 @@ from benchmarks.train import (
     summary,
     table,
 )
-from model.presets import preset
-from model.training.budget import LADDER
+from model.training.autosize import LADDER
 from model.training.config import TrainingConfig, settle
+from model.training.presets import preset
 
 RUN = Run(minutes=2, side="default", rate=0.03, batch=8, seed=1)
 OUTCOME = Outcome(

@@ -7,9 +7,9 @@ import torch
 
 from benchmarks.train_throughput import Step, own_step, plain_step
 from model.device import Placement
-from model.gpt import GPT
-from model.presets import preset
-from model.training.recipe import initialise
+from model.training.optim.optimizers import initialise
+from model.training.presets import preset
+from model.transformer.gpt import GPT
 
 
 @pytest.mark.parametrize("name", ["tiny", "nanogpt"])

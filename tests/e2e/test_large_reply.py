@@ -14,7 +14,7 @@ from benchmarks.large_reply import (
     served,
 )
 from benchmarks.synthetic import save_synthetic
-from model.config import gpt2_shape
+from model.transformer.config import gpt2_shape
 
 LIMIT = 64 * 10**6
 

@@ -17,11 +17,11 @@ from typing import Any
 import pytest
 import torch
 
-from model.checkpoint import load_checkpoint
-from model.engine.api import SamplingParams
-from model.gpt import GPT
-from model.reference import generate
-from model.tokenizer import Tokenizer
+from model.checkpoint.checkpoint import load_checkpoint
+from model.inference.engine.api import SamplingParams
+from model.inference.reference import generate
+from model.text.tokenizer import Tokenizer
+from model.transformer.gpt import GPT
 from tests.e2e.server import ServedProcess
 
 CHECKPOINT = Path(__file__).parent.parent.parent / "checkpoints" / "python-small"

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 import torch
 
-from model.checkpoint import load_checkpoint
+from model.checkpoint.checkpoint import load_checkpoint
 from model.device import use_threads
-from model.served import forward_as_served
+from model.inference.served import forward_as_served
 from tests.e2e.server import ServedProcess
 
 ROOT = Path(__file__).parent.parent.parent

@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 import torch
 
-from model.adapter import read_adapter
-from model.checkpoint import read_checkpoint
+from model.checkpoint.adapter import read_adapter
+from model.checkpoint.checkpoint import read_checkpoint
 from model.training.config import TrainingConfig
-from model.training.state import read_state
+from model.training.run.state import read_state
 from model.training.trainer import train
-from tests.model.training.conftest import story
+from tests.model.conftest import story
 
 ROOT = Path(__file__).parent.parent.parent
 SHAPE: dict[str, Any] = {

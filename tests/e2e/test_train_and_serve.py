@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 import torch
 
-from model import reference
-from model.checkpoint import CheckpointInfo, load_checkpoint
-from model.distribution import log_softmax
-from model.engine.api import SamplingParams
-from model.gpt import GPT
+from model.checkpoint.checkpoint import CheckpointInfo, load_checkpoint
+from model.inference import reference
+from model.inference.engine.api import SamplingParams
+from model.inference.sampling.distribution import log_softmax
+from model.transformer.gpt import GPT
 from service import cli
 from tests.e2e.server import ServedProcess
 

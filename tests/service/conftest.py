@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from model.checkpoint import load_checkpoint
-from model.gpt import GPT
+from model.checkpoint.checkpoint import load_checkpoint
+from model.transformer.gpt import GPT
 from tests.model.factories import (
     CHAT_TEMPLATE,
     chat_tokenizer,

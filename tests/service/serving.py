@@ -16,11 +16,11 @@ from typing import Any
 import httpx
 import uvicorn
 
-from model.engine.engine import Engine
-from service.app import create_app
+from model.inference.engine.engine import Engine
+from service.app.app import create_app
+from service.core.state import Served, ServiceState
+from service.engine.driver import EngineTurns
 from service.settings import ServeSettings
-from service.state import Served, ServiceState
-from service.turns import EngineTurns
 from tests.service.spelling import long_prompt
 
 PATIENCE = 60.0

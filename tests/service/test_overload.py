@@ -10,8 +10,8 @@ import httpx
 import orjson
 import pytest
 
-from service import sse
-from service.schemas import ErrorReply
+from service.responses import sse
+from service.schemas.generate import ErrorReply
 from tests.service.serving import (
     PATIENCE,
     Serving,

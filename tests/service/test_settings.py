@@ -7,7 +7,7 @@ import pytest
 from pydantic import ValidationError
 from pydantic_settings import BaseSettings, CliApp
 
-from model.engine.api import EngineConfig
+from model.inference.engine.api import EngineConfig
 from service.cli import COMMANDS
 from service.settings import BenchSettings, GenerateSettings, ServeSettings
 

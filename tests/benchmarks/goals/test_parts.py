@@ -8,7 +8,7 @@ from benchmarks.goals.parts import BATCHES, BUNDLED, Plan, make_checkpoints, par
 from benchmarks.goals.wanted import goals
 from benchmarks.peers.__main__ import parse as parse_peers
 from benchmarks.peers.serving import parse as parse_serving
-from model.checkpoint import read_checkpoint
+from model.checkpoint.checkpoint import read_checkpoint
 
 
 def plan(folder: Path, *, small: bool = False, python: str | None = "python") -> Plan:

@@ -15,10 +15,10 @@ from model.benchmark.in_process import (
 )
 from model.benchmark.work import decode_work, prefill_work, size_of
 from model.benchmark.workload import Workload, tokens_for
-from model.engine.api import EngineConfig
-from model.engine.engine import Engine
-from model.gpt import GPT
-from model.kernels.plain import PlainDecoder
+from model.inference.engine.api import EngineConfig
+from model.inference.engine.engine import Engine
+from model.inference.kernels.eager.decoder import PlainDecoder
+from model.transformer.gpt import GPT
 from tests.model.factories import VOCAB_SIZE, tiny_config, tiny_gpt
 
 STEPS = 9

@@ -22,14 +22,14 @@ from model.benchmark.stages import Stage, decode_stage_works, prefill_stage_work
 from model.benchmark.timeline import Timeline, Watch
 from model.benchmark.work import Work
 from model.benchmark.workload import Workload, tokens_for
-from model.engine.api import EngineConfig, GenerationRequest, SamplingParams, TokenEvent
-from model.engine.engine import Engine
-from model.engine.runner import DecoderMaker
-from model.gpt import GPT
-from model.kernels.decoder import NativeDecoder
-from model.kernels.library import KernelsUnavailable, load_library
-from model.kernels.plain import PlainDecoder
-from model.kv_cache import KVCache
+from model.inference.engine.api import EngineConfig, GenerationRequest, SamplingParams, TokenEvent
+from model.inference.engine.engine import Engine
+from model.inference.engine.runner import DecoderMaker
+from model.inference.kernels.cpu.decoder import NativeDecoder
+from model.inference.kernels.cpu.library import KernelsUnavailable, load_library
+from model.inference.kernels.eager.decoder import PlainDecoder
+from model.inference.kv_cache import KVCache
+from model.transformer.gpt import GPT
 from tests.model.factories import FAMILIES, VOCAB_SIZE, random_ids, tiny_config, tiny_gpt
 
 STEPS = 12

@@ -7,8 +7,8 @@ import torch
 
 from model.benchmark.stages import STAGES, Stage, decode_stage_works, prefill_stage_works
 from model.benchmark.work import Work, decode_work, prefill_work, size_of
-from model.config import gpt2_shape
-from model.gpt import GPT
+from model.transformer.config import gpt2_shape
+from model.transformer.gpt import GPT
 from tests.model.factories import FAMILIES, tiny_config, tiny_gpt
 
 CASES = [(3, 100.5, False), (3, 100.5, True), (1, 7, False)]

@@ -17,10 +17,10 @@ from model.benchmark.work import (
     prefill_work,
     size_of,
 )
-from model.checkpoint import load_checkpoint
-from model.config import gpt2_shape
-from model.gpt import GPT
-from model.kv_cache import KVCache
+from model.checkpoint.checkpoint import load_checkpoint
+from model.inference.kv_cache import KVCache
+from model.transformer.config import gpt2_shape
+from model.transformer.gpt import GPT
 from tests.model.factories import FAMILIES, save_tiny_checkpoint, tiny_config, tiny_gpt
 
 GPT2 = gpt2_shape(vocab_size=50_257, context_length=1024, n_layer=12, n_head=12, d_model=768)

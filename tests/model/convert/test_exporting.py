@@ -9,13 +9,13 @@ import torch
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from model.checkpoint import CheckpointError
-from model.config import MODERN, ORIGINAL
+from model.checkpoint.checkpoint import CheckpointError
 from model.convert.characters import character_tokenizer
 from model.convert.exporting import export_model
 from model.convert.foreign import ConvertError
-from model.convert.hf_tokenizer import QWEN2_PATTERN
+from model.convert.hf.tokenizer import QWEN2_PATTERN
 from model.convert.importing import import_model
+from model.transformer.config import MODERN, ORIGINAL
 from tests.model.convert.theirs import SAMPLE, loaded, save_theirs, their_tokenizer
 from tests.model.factories import (
     CHAT_TEMPLATE,

@@ -10,7 +10,7 @@ import torch
 from model.convert.exporting import export_model
 from model.convert.foreign import ConvertError
 from model.convert.gguf_file import interleaved
-from model.convert.hf_tokenizer import GPT2_PATTERN, QWEN2_PATTERN
+from model.convert.hf.tokenizer import GPT2_PATTERN, QWEN2_PATTERN
 from model.convert.importing import import_model
 from tests.model.convert.theirs import (
     ROTARY,

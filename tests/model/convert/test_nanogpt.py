@@ -12,7 +12,7 @@ from torch.testing import assert_close
 
 from model.convert.foreign import ConvertError
 from model.convert.importing import import_model
-from model.tokenizer import TokenizerError
+from model.text.tokenizer import TokenizerError
 from tests.model.convert.theirs import NanoGPT, loaded
 from tests.model.factories import merging_tokenizer
 

@@ -7,8 +7,6 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from model.config import GPTConfig
-from model.presets import PRESETS, Recipe
 from model.training.config import (
     RESUMABLE,
     SHAPE_FIELDS,
@@ -18,6 +16,8 @@ from model.training.config import (
     settle,
     settle_again,
 )
+from model.training.presets import PRESETS, Recipe
+from model.transformer.config import GPTConfig
 
 
 def test_every_number_of_a_recipe_and_a_shape_can_be_given_and_is_explained() -> None:

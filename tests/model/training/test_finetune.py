@@ -8,18 +8,18 @@ from typing import Any
 import pytest
 import torch
 
-from model.adapter import merge, read_adapter
-from model.checkpoint import load_checkpoint, read_checkpoint
-from model.config import MODERN, GPTConfig
-from model.presets import PRESETS, Recipe
+from model.checkpoint.adapter import merge, read_adapter
+from model.checkpoint.checkpoint import load_checkpoint, read_checkpoint
+from model.evaluation.text_loss import measure
 from model.training import milestones as milestones_module
 from model.training.config import TrainingConfig, TrainingError, settle
 from model.training.events import Event, Noticed
 from model.training.finetune import LORA_RATE, open_base, settle_on
-from model.training.measure import measure
-from model.training.run import RunDirectory
-from model.training.state import read_state
+from model.training.presets import PRESETS, Recipe
+from model.training.run.directory import RunDirectory
+from model.training.run.state import read_state
 from model.training.trainer import TrainingResult, train
+from model.transformer.config import MODERN, GPTConfig
 from tests.model.factories import save_tiny_checkpoint, tiny_config, tiny_gpt
 from tests.model.training.test_trainer import StopAt, _state
 

@@ -20,10 +20,10 @@ from typing import Any
 import pytest
 import torch
 
-from model.checkpoint import load_checkpoint, read_checkpoint
+from model.checkpoint.checkpoint import load_checkpoint, read_checkpoint
 from model.training.config import TrainingConfig, TrainingError
 from model.training.trainer import train
-from tests.model.training.conftest import Configure
+from tests.model.conftest import Configure
 from tests.model.training.test_trainer import _losses, _state
 
 CHANGES = ("open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.symlink", "os.chmod")

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from model.checkpoint import load_checkpoint
+from model.checkpoint.checkpoint import load_checkpoint
 from model.training import milestones as milestones_module
 from model.training.config import TrainingConfig, TrainingError
 from model.training.events import Event, Progress
 from model.training.trainer import Trainer, train
-from tests.model.training.conftest import Configure
+from tests.model.conftest import Configure
 from tests.model.training.test_trainer import _state
 
 pytestmark = pytest.mark.usefixtures("no_picture")

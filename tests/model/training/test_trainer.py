@@ -12,12 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from model.checkpoint import load_checkpoint, read_checkpoint, save_checkpoint
-from model.config import ConfigError
-from model.presets import PresetError
+from model.checkpoint.checkpoint import load_checkpoint, read_checkpoint, save_checkpoint
+from model.data.sources.document import TextError
 from model.training import milestones as milestones_module
 from model.training.config import TrainingConfig, TrainingError
-from model.training.evaluate import Evaluation
 from model.training.events import (
     Evaluated,
     Event,
@@ -29,10 +27,12 @@ from model.training.events import (
     Started,
     line,
 )
-from model.training.state import read_state
-from model.training.text.document import TextError
+from model.training.presets import PresetError
+from model.training.run.state import read_state
+from model.training.step.validate import Evaluation
 from model.training.trainer import Trainer, TrainingResult, train
-from tests.model.training.conftest import Configure, story
+from model.transformer.config import ConfigError
+from tests.model.conftest import Configure, story
 
 
 def _hash(value: Any) -> str:

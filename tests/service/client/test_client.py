@@ -14,9 +14,10 @@ import pytest
 
 import logitd
 from logitd import AsyncClient, Client, LogitdError, UnavailableError
-from service import schemas, tokenizer_schemas
-from service.app import create_app
-from service.numbers import schemas as numbers
+from service.app.app import create_app
+from service.schemas import generate as schemas
+from service.schemas import tensors as numbers
+from service.schemas import tokenizer as tokenizer_schemas
 from tests.service.client.conftest import Connect
 from tests.service.serving import Serving, eventually, serve_settings, serving_app
 from tests.service.spelling import spelled

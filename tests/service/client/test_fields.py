@@ -2,9 +2,10 @@
 
 import pytest
 
-from service import schemas, tokenizer_schemas
 from service.client import fields
-from service.numbers import schemas as numbers
+from service.schemas import generate as schemas
+from service.schemas import tensors as numbers
+from service.schemas import tokenizer as tokenizer_schemas
 
 ARGUMENTS = {"prompt", "stream"}
 """No keywords of a call: its first argument, and what the choice of `stream` or `generate` says."""

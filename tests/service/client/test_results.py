@@ -5,10 +5,12 @@ from dataclasses import MISSING, fields
 import pytest
 from pydantic import BaseModel
 
-from service import client, schemas, tokenizer_schemas
+from service import client
 from service.client import errors, results
 from service.client import fields as client_fields
-from service.numbers import schemas as numbers
+from service.schemas import generate as schemas
+from service.schemas import tensors as numbers
+from service.schemas import tokenizer as tokenizer_schemas
 
 OURS = {"request_id"}
 """What comes from a reply's header."""

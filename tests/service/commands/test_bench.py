@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from model.benchmark import machine
-from model.kernels.library import KernelsUnavailable, load_library
+from model.inference.kernels.cpu.library import KernelsUnavailable, load_library
 from service.cli import run
 from tests.model.factories import save_tiny_checkpoint, tiny_config, tiny_gpt
 from tests.service.serving import PATIENCE, Serving, serving

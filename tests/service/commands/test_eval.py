@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from model.checkpoint import read_checkpoint
-from model.training.measure import measure
+from model.checkpoint.checkpoint import read_checkpoint
+from model.evaluation.text_loss import measure
 from service.cli import run
 
 

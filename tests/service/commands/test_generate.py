@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from model import reference
-from model.engine.api import SamplingParams
-from model.gpt import GPT
-from model.kernels.library import KernelsUnavailable, load_library
+from model.inference import reference
+from model.inference.engine.api import SamplingParams
+from model.inference.kernels.cpu.library import KernelsUnavailable, load_library
+from model.transformer.gpt import GPT
 from service.cli import run
 from tests.model.factories import byte_tokenizer, save_tiny_checkpoint, tiny_config, tiny_gpt
 from tests.service.serving import Serving, serving

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from model.checkpoint import read_checkpoint
+from model.checkpoint.checkpoint import read_checkpoint
 from service.cli import run
 from tests.model.convert.theirs import save_theirs
 from tests.model.factories import save_tiny_checkpoint, tiny_config, tiny_gpt

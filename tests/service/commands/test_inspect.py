@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from model.checkpoint import CheckpointInfo, read_checkpoint
-from model.gpt import GPT
-from model.trace import trace
+from model.checkpoint.checkpoint import CheckpointInfo, read_checkpoint
+from model.transformer.gpt import GPT
+from model.transformer.trace import trace
 from service.cli import run
 from tests.model.factories import save_tiny_checkpoint, tiny_config, tiny_gpt, training_record
 

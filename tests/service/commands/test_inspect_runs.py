@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from model.training.config import TrainingConfig
-from model.training.summary import summarise
+from model.training.run.summary import summarise
 from model.training.trainer import train
 from service.cli import run
-from tests.model.training.conftest import story
+from tests.model.conftest import story
 
 
 @pytest.fixture(scope="module")

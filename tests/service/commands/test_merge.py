@@ -1,16 +1,16 @@
-"""`logitd merge` on the terminal; what it computes is tested in tests/model/test_adapter.py."""
+"""`logitd merge` on the terminal; what it computes: tests/model/checkpoint/test_adapter.py."""
 
 from pathlib import Path
 
 import pytest
 
-from model.adapter import save_adapter
-from model.checkpoint import read_checkpoint
-from model.config import TARGETS
-from model.lora import LoraShape, trained_weights
+from model.checkpoint.adapter import save_adapter
+from model.checkpoint.checkpoint import read_checkpoint
+from model.transformer.config import TARGETS
+from model.transformer.lora import LoraShape, trained_weights
 from service.cli import run
 from tests.model.factories import save_tiny_checkpoint, tiny_gpt, training_record
-from tests.model.test_lora import adapted
+from tests.model.transformer.test_lora import adapted
 
 SHAPE = LoraShape(rank=2, alpha=4.0, targets=TARGETS)
 

@@ -5,9 +5,9 @@ rest is tested through the route.
 from pathlib import Path
 from typing import Any
 
-from model.checkpoint import read_checkpoint
+from model.checkpoint.checkpoint import read_checkpoint
 from service.openai.completions import CompletionShape
-from service.openai.schemas import CompletionRequest
+from service.schemas.openai import CompletionRequest
 
 COUNTS = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
 

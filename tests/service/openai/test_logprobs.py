@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from model.engine.api import (
+from model.inference.engine.api import (
     FinishEvent,
     FinishReason,
     PromptToken,
@@ -14,7 +14,7 @@ from model.engine.api import (
     TokenEvent,
     TokenLogprob,
 )
-from model.tokenizer import SPLIT_PATTERN, Tokenizer
+from model.text.tokenizer import SPLIT_PATTERN, Tokenizer
 from service.openai.logprobs import (
     PlacedToken,
     ShownTokens,
@@ -22,7 +22,7 @@ from service.openai.logprobs import (
     completion_logprobs,
     token_name,
 )
-from service.replies import Completion
+from service.responses.text import Completion
 from tests.model.factories import byte_tokenizer
 
 END = 256

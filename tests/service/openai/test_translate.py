@@ -5,15 +5,15 @@ from typing import Any
 
 import pytest
 
-from service.errors import ApiError, bad_request
-from service.openai.schemas import ChatRequest, CompletionRequest, ResponseFormat
+from service.core.errors import ApiError, bad_request
 from service.openai.translate import (
     constraint_fields,
     native_chat,
     native_completion,
     param_names,
 )
-from service.schemas import GenerateRequest
+from service.schemas.generate import GenerateRequest
+from service.schemas.openai import ChatRequest, CompletionRequest, ResponseFormat
 from tests.model.factories import chat_tokenizer
 
 TOKENIZER = chat_tokenizer()

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from service.openai.schemas import ChatReply
-from service.schemas import ErrorReply
+from service.schemas.generate import ErrorReply
+from service.schemas.openai import ChatReply
 from tests.model.factories import save_tiny_checkpoint
 from tests.service.serving import PATIENCE, Serving, events, serving
 from tests.service.spelling import spelling_gpt

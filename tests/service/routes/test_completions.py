@@ -10,9 +10,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from model.gpt import GPT
-from service.openai.schemas import CompletionReply
-from service.schemas import ErrorReply
+from model.transformer.gpt import GPT
+from service.schemas.generate import ErrorReply
+from service.schemas.openai import CompletionReply
 from tests.service.serving import Serving, events
 
 PATH = "/v1/completions"

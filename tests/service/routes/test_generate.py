@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from model import reference
-from model.distribution import log_softmax
-from model.engine.api import SamplingParams
-from model.gpt import GPT
-from service.schemas import (
+from model.inference import reference
+from model.inference.engine.api import SamplingParams
+from model.inference.sampling.distribution import log_softmax
+from model.transformer.gpt import GPT
+from service.schemas.generate import (
     Choice,
     ErrorReply,
     GenerateReply,

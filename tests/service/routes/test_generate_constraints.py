@@ -12,15 +12,15 @@ from typing import Any
 import jsonschema
 import pytest
 
-from model.constraint import Compiler, Source
-from model.engine.api import SamplingParams
-from model.gpt import GPT
-from model.reference import generate
+from model.inference.constraints.compiler import Compiler, Source
+from model.inference.engine.api import SamplingParams
+from model.inference.reference import generate
+from model.transformer.gpt import GPT
 from tests.model.factories import byte_tokenizer
-from tests.model.test_constraint_check import HOSTILE, SLOW
+from tests.model.inference.constraints.test_sandbox import HOSTILE, SLOW
+from tests.service.requests.test_resolve import refusal
 from tests.service.serving import Serving, events, eventually, request_bytes, serving
 from tests.service.spelling import END_OF_TEXT_ID
-from tests.service.test_requests import refusal
 
 SCHEMA: dict[str, Any] = {
     "type": "object",

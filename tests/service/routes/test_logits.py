@@ -12,12 +12,12 @@ import pytest
 import safetensors.torch
 import torch
 
-from model.engine.api import EngineConfig, RowsEvent, RowsRequest
-from model.engine.engine import Engine
-from model.gpt import GPT
-from model.served import forward_as_served
-from service.numbers.schemas import LogitsReply
-from service.schemas import ErrorReply
+from model.inference.engine.api import EngineConfig, RowsEvent, RowsRequest
+from model.inference.engine.engine import Engine
+from model.inference.served import forward_as_served
+from model.transformer.gpt import GPT
+from service.schemas.generate import ErrorReply
+from service.schemas.tensors import LogitsReply
 from tests.service.serving import Serving, read_chunks, read_until, request_bytes
 from tests.service.spelling import long_prompt
 

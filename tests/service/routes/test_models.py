@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from service.openai.schemas import ModelList
-from service.schemas import ErrorReply
+from service.schemas.generate import ErrorReply
+from service.schemas.openai import ModelList
 from tests.model.factories import save_tiny_checkpoint, training_record
 from tests.service.serving import Serving, serving
 

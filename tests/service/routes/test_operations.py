@@ -12,17 +12,17 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from model.config import GPTConfig
-from model.engine.api import EngineConfig
-from model.engine.engine import Engine
-from model.gpt import GPT
+from model.inference.engine.api import EngineConfig
+from model.inference.engine.engine import Engine
+from model.transformer.config import GPTConfig
+from model.transformer.gpt import GPT
 from model.version import VERSION
-from service.app import create_app
-from service.async_engine import AsyncEngine
-from service.metrics import ENDPOINTS
-from service.queue_room import QueueLimits
-from service.schemas import ErrorReply, Health, Info, Version
-from service.turns import EngineTurns
+from service.app.app import create_app
+from service.core.metrics import ENDPOINTS
+from service.engine.admission import QueueLimits
+from service.engine.async_engine import AsyncEngine
+from service.engine.driver import EngineTurns
+from service.schemas.generate import ErrorReply, Health, Info, Version
 from tests.service.serving import (
     PATIENCE,
     Serving,

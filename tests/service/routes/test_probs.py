@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from model.gpt import GPT
-from service.numbers.schemas import ProbsReply
-from service.schemas import ErrorReply
+from model.transformer.gpt import GPT
+from service.schemas.generate import ErrorReply
+from service.schemas.tensors import ProbsReply
 from tests.service.serving import Serving
 
 PROMPT = "for i in "

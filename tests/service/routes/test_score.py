@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from model.gpt import GPT
-from service.numbers.schemas import ScoreReply
-from service.schemas import ErrorReply
+from model.transformer.gpt import GPT
+from service.schemas.generate import ErrorReply
+from service.schemas.tensors import ScoreReply
 from tests.service.serving import Serving, serving
 
 PROMPT = "A prompt of more than thirty-two tokens, to have two blocks"

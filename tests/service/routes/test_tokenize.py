@@ -12,9 +12,9 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from model.tokenizer import END_OF_TEXT, SPLIT_PATTERN, Tokenizer
-from service.schemas import ErrorReply
-from service.tokenizer_schemas import (
+from model.text.tokenizer import END_OF_TEXT, SPLIT_PATTERN, Tokenizer
+from service.schemas.generate import ErrorReply
+from service.schemas.tokenizer import (
     MAX_PIECES,
     DetokenizeListReply,
     DetokenizeReply,

@@ -1,0 +1,415 @@
+"""Checkpoint: the one directory that passes from the trainer to the service.
+
+  config.json         format_version, model, tokenizer (with a chat template, if there is one),
+                      training record, sha256 of the other files
+  model.safetensors   weights; a tied head is not stored twice
+  tokenizer.tiktoken  the vocabulary's ranks
+  README.md           the model card (free text; not hashed, so that people may edit it)
+
+Saving is atomic: everything is written into a folder aside, synced, and renamed. Loading verifies
+hashes, names, shapes and finiteness, executes nothing, and copies: a file changed afterwards cannot
+reach a loaded model. Does not cover the trainer's own state (`model/training/run/state.py`) or
+other people's formats.
+"""
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from types import NoneType
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from model.checkpoint.atomic_folder import whole_folder
+from model.checkpoint.hashed_file import HashedFile
+from model.checkpoint.weights_file import StoredTensor, WeightsFileError, read_header, read_numbers
+from model.text.chat_template import ChatTemplate, ChatTemplateError
+from model.text.tokenizer import END_OF_TEXT, Tokenizer, TokenizerError
+from model.transformer.arena import settle_empty
+from model.transformer.config import ConfigError, GPTConfig
+from model.transformer.gpt import GPT
+
+FORMAT_VERSION = 1
+CONFIG, WEIGHTS, RANKS, CARD = (
+    "config.json",
+    "model.safetensors",
+    "tokenizer.tiktoken",
+    "README.md",
+)
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be loaded or saved; the message says what is wrong and where."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingRecord:
+    """Where the weights come from; what every reply of the service names.
+
+    step               optimizer steps behind the weights
+    tokens             tokens seen in training, repeats included
+    val_loss           nats per token on the validation text, None when never evaluated
+    val_bits_per_byte  the same in bits per byte of text
+    data               the text: name, sha256, bytes, tokens, licence, ...
+    created            UTC time of saving, ISO 8601
+    base               what the weights were fine-tuned from (name, weights_sha256, step, ...), None
+                       when they were trained from scratch
+    """
+
+    step: int
+    tokens: int
+    val_loss: float | None
+    val_bits_per_byte: float | None
+    data: Mapping[str, Any]
+    created: str
+    base: Mapping[str, Any] | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """As it stands in JSON; a base is named where there is one."""
+        record = asdict(self)
+        if self.base is None:
+            del record["base"]
+        return record
+
+
+@dataclass(frozen=True)
+class CheckpointInfo:
+    """All of a checkpoint but its weights: cheap to read, free of torch."""
+
+    path: Path
+    name: str
+    config: GPTConfig
+    tokenizer: Tokenizer
+    training: TrainingRecord
+    files: Mapping[str, str]  # name -> sha256
+    chat_template: ChatTemplate | None = None
+
+    @property
+    def weights_sha256(self) -> str:
+        return self.files[WEIGHTS]
+
+
+def save_checkpoint(
+    path: Path,
+    *,
+    config: GPTConfig,
+    weights: Mapping[str, Tensor],
+    tokenizer: Tokenizer,
+    training: TrainingRecord,
+    card: str,
+    dtype: torch.dtype = torch.float32,
+    chat_template: str | None = None,
+) -> CheckpointInfo:
+    """Write a new checkpoint directory at `path`, whole or not at all.
+
+    `weights` are a GPT's `state_dict`, `dtype` the numbers on disk (bfloat16 halves the size),
+    `chat_template` the source of one.
+    Raises CheckpointError when `path` exists (a checkpoint never changes once written), or when
+    the template does not compile.
+    """
+    if path.exists():
+        raise CheckpointError(f"{path} exists; checkpoints are never overwritten")
+    if config.vocab_size != tokenizer.vocab_size:
+        raise CheckpointError(
+            f"the model has {config.vocab_size} token ids and the tokenizer {tokenizer.vocab_size}"
+        )
+    _chat_template(chat_template, path)
+    with whole_folder(path) as aside:
+        stored = {
+            name: tensor.detach().to("cpu", dtype).contiguous() for name, tensor in weights.items()
+        }
+        save_file(stored, aside / WEIGHTS)
+        tokenizer.write_ranks(aside / RANKS)
+        (aside / CARD).write_text(card, encoding="utf-8")
+        document = {
+            "format_version": FORMAT_VERSION,
+            "model": config.to_dict(),
+            "tokenizer": {
+                "pattern": tokenizer.pattern,
+                "special_tokens": tokenizer.special_tokens,
+                "vocab_size": tokenizer.vocab_size,
+                **_end_of_text(tokenizer),
+                **({} if chat_template is None else {"chat_template": chat_template}),
+            },
+            "training": training.to_dict(),
+            "files": {name: _sha256((aside / name).read_bytes()) for name in (WEIGHTS, RANKS)},
+        }
+        (aside / CONFIG).write_text(
+            json.dumps(document, indent=2, allow_nan=False) + "\n", encoding="utf-8"
+        )
+    return read_checkpoint(path)
+
+
+def read_checkpoint(path: Path) -> CheckpointInfo:
+    """Read and verify everything but the weights."""
+    document = _read_document(path)
+    config_part = _section(document, "model", path)
+    tokenizer_part = _section(document, "tokenizer", path)
+    training_part = _section(document, "training", path)
+    files = _section(document, "files", path)
+    try:
+        config = GPTConfig.from_dict(config_part)
+    except ConfigError as error:
+        raise CheckpointError(f"{path / CONFIG}: {error}") from error
+    pattern, special_tokens = tokenizer_part.get("pattern"), tokenizer_part.get("special_tokens")
+    if not (
+        isinstance(pattern, str)
+        and isinstance(special_tokens, dict)
+        and all(type(token_id) is int for token_id in special_tokens.values())
+    ):
+        raise CheckpointError(
+            f"{path / CONFIG}: the tokenizer needs a 'pattern' (a string) and 'special_tokens' "
+            "(an object of names and integer ids)"
+        )
+    vocab_size, ends = tokenizer_part.get("vocab_size"), tokenizer_part.get("end_of_text")
+    if type(vocab_size) is not int or not isinstance(ends, str | NoneType):
+        raise CheckpointError(
+            f"{path / CONFIG}: the tokenizer's vocab_size is {vocab_size!r} and its end_of_text "
+            f"{ends!r}; expected an integer and, if it is there, the name of a special token"
+        )
+    raw = _verified_bytes(path, RANKS, files)
+    try:
+        tokenizer = Tokenizer.parse_ranks(
+            raw,
+            name=RANKS,
+            pattern=pattern,
+            special_tokens=special_tokens,
+            vocab_size=vocab_size,
+            end_of_text_name=END_OF_TEXT if ends is None else ends,
+        )
+    except TokenizerError as error:
+        raise CheckpointError(f"the tokenizer of {path} cannot be read: {error}") from error
+    if tokenizer.vocab_size != config.vocab_size:
+        raise CheckpointError(
+            f"{path}: the tokenizer has {tokenizer.vocab_size} ids, the model {config.vocab_size}"
+        )
+    if not isinstance(files.get(WEIGHTS), str):
+        raise CheckpointError(f"{path / CONFIG} names no sha256 of {WEIGHTS}")
+    resolved = path.resolve()  # `best` and `latest` are links: name what they point to
+    return CheckpointInfo(
+        path=path,
+        name=resolved.name,
+        config=config,
+        tokenizer=tokenizer,
+        training=_training_record(training_part, path),
+        files=dict(files),
+        chat_template=_chat_template(tokenizer_part.get("chat_template"), path),
+    )
+
+
+def load_checkpoint(
+    path: Path, *, device: torch.device, dtype: torch.dtype
+) -> tuple[CheckpointInfo, GPT]:
+    """Read, verify and build the model, in evaluation mode, without gradients."""
+    info = read_checkpoint(path)
+    return info, load_weights(info, device=device, dtype=dtype)
+
+
+def load_weights(info: CheckpointInfo, *, device: torch.device, dtype: torch.dtype) -> GPT:
+    """The model of a checkpoint that `read_checkpoint` has read: for those who choose the dtype by
+    its shape. On a CPU its weights lie in an arena (`model/transformer/arena.py`).
+
+    Each piece of the file becomes numbers of that dtype as it is read, and what was read is hashed:
+    the model is given away only when the hash is right.
+    """
+    try:
+        file = HashedFile(info.path / WEIGHTS)
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{info.path} holds no {WEIGHTS}") from error
+    with file:
+        try:
+            gpt = _read_gpt(file, info, device, dtype)
+        except CheckpointError:
+            _verify_whole(file, info)  # what a damaged file seems to say is of no interest
+            raise
+        _verify_whole(file, info)
+    return gpt.eval().requires_grad_(False)
+
+
+def _read_gpt(
+    file: HashedFile, info: CheckpointInfo, device: torch.device, dtype: torch.dtype
+) -> GPT:
+    """The model that a file just opened describes. Nothing is verified yet."""
+    where = info.path / WEIGHTS
+    try:
+        stored = read_header(file)
+        # On the meta device it takes no memory before it is known to fit.
+        gpt = empty_gpt(info.config, torch.device("meta")).to(dtype)
+        _check_weights(where, gpt.state_dict(), stored)
+        _take_memory(gpt, device)
+        weights = gpt.state_dict()
+        for tensor in stored:
+            read_numbers(file, tensor, weights[tensor.name], partial(_check_finite, where, tensor))
+        if file.take(1):
+            raise WeightsFileError("there is more behind the last of its tensors")
+    except WeightsFileError as error:
+        raise CheckpointError(f"{where} is no whole safetensors file: {error}") from error
+    return gpt
+
+
+def _take_memory(gpt: GPT, device: torch.device) -> None:
+    """Move a GPT from the meta device to one where it can be given weights."""
+    dtype = gpt.token_embedding.weight.dtype
+    if device.type == "cpu":
+        settle_empty(gpt)
+    else:
+        gpt.to_empty(device=device)
+    gpt.reset_tables()
+    gpt.to(dtype)
+
+
+def _verify_whole(file: HashedFile, info: CheckpointInfo) -> None:
+    """Read on to the end of the weights, and raise CheckpointError unless the hash is right."""
+    _verify(info.path, WEIGHTS, file.finish(), file.taken, info.files)
+
+
+def empty_gpt(config: GPTConfig, device: torch.device) -> GPT:
+    """A GPT whose weights are about to be given: what it holds until then is arbitrary."""
+    with torch.device(device), _SkipInit():
+        return GPT(config)
+
+
+class _SkipInit(TorchFunctionMode):
+    """Leaves out all that writes into a tensor: initial weights are about to be replaced, and to
+    draw them on the meta device would import torch's compiler, which takes a second."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if name.endswith("_") and not name.endswith("__"):
+            return kwargs.get("tensor", args[0] if args else None)
+        return func(*args, **kwargs)
+
+
+def _check_weights(
+    where: Path, expected: Mapping[str, Tensor], stored: Sequence[StoredTensor]
+) -> None:
+    names = {tensor.name for tensor in stored}
+    if missing := sorted(set(expected) - names):
+        raise CheckpointError(f"{where} lacks {len(missing)} tensors, the first is {missing[0]}")
+    if unknown := sorted(names - set(expected)):
+        raise CheckpointError(
+            f"{where} has {len(unknown)} tensors that the configuration does not know, "
+            f"the first is {unknown[0]}"
+        )
+    for tensor in stored:
+        if tensor.shape != (shape := tuple(expected[tensor.name].shape)):
+            raise CheckpointError(
+                f"{where}: {tensor.name} has shape {tensor.shape}, the configuration says {shape}"
+            )
+        if not tensor.dtype.is_floating_point:
+            raise CheckpointError(f"{where}: {tensor.name} holds {tensor.dtype}, no real numbers")
+
+
+def _check_finite(where: Path, tensor: StoredTensor, numbers: Tensor) -> None:
+    # The extremes alone: torch.isfinite of all of them takes twenty times as long.
+    if not all(math.isfinite(extreme) for extreme in torch.aminmax(numbers)):
+        raise CheckpointError(
+            f"{where}: {tensor.name} holds NaN or infinite numbers; "
+            "its training diverged, or the file was damaged before it was hashed"
+        )
+
+
+def _read_document(path: Path) -> dict[str, Any]:
+    if not path.is_dir():
+        raise CheckpointError(f"there is no checkpoint directory at {path}")
+    try:
+        document = json.loads((path / CONFIG).read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise CheckpointError(
+            f"{path} holds no {CONFIG}; a checkpoint has {CONFIG}, {WEIGHTS} and {RANKS}"
+        ) from error
+    except ValueError as error:
+        raise CheckpointError(f"{path / CONFIG} is no JSON: {error}") from error
+    if not isinstance(document, dict):
+        raise CheckpointError(f"{path / CONFIG} is no JSON object")
+    if document.get("kind") == "adapter":
+        raise CheckpointError(
+            f"{path} holds an adapter, not a whole model: `logitd merge BASE {path} DEST` makes a "
+            "checkpoint of it and of the one that it was trained on"
+        )
+    if (version := document.get("format_version")) != FORMAT_VERSION:
+        raise CheckpointError(
+            f"{path} has format_version {version!r}; this logitd reads {FORMAT_VERSION}"
+        )
+    return document
+
+
+def _training_record(section: Mapping[str, Any], path: Path) -> TrainingRecord:
+    kinds: dict[str, type | tuple[type, ...]] = {
+        "step": int,
+        "tokens": int,
+        "val_loss": (int, float, NoneType),
+        "val_bits_per_byte": (int, float, NoneType),
+        "data": dict,
+        "created": str,
+    }
+    if "base" in section:
+        kinds["base"] = dict
+    if set(section) != set(kinds):
+        raise CheckpointError(
+            f"{path / CONFIG}: the training record has {sorted(section)}, expected {sorted(kinds)}"
+        )
+    for name, kind in kinds.items():
+        if not isinstance(section[name], kind) or isinstance(section[name], bool):
+            raise CheckpointError(
+                f"{path / CONFIG}: {name} of the training record is {section[name]!r}"
+            )
+    return TrainingRecord(**section)
+
+
+def _chat_template(source: Any, path: Path) -> ChatTemplate | None:
+    """The compiled template of a checkpoint, if it has one."""
+    if source is None:
+        return None
+    if not isinstance(source, str):
+        raise CheckpointError(f"{path / CONFIG}: chat_template is no string")
+    try:
+        return ChatTemplate(source)
+    except ChatTemplateError as error:
+        raise CheckpointError(f"{path / CONFIG}: {error}") from error
+
+
+def _end_of_text(tokenizer: Tokenizer) -> dict[str, str]:
+    """The key that names a special token which ends a document, where that is not the usual one."""
+    name = tokenizer.end_of_text_name
+    return {} if name == END_OF_TEXT else {"end_of_text": name}
+
+
+def _section(document: Mapping[str, Any], name: str, path: Path) -> dict[str, Any]:
+    section = document.get(name)
+    if not isinstance(section, dict):
+        raise CheckpointError(f"{path / CONFIG} has no section {name!r}")
+    return section
+
+
+def _verified_bytes(path: Path, name: str, files: Mapping[str, str]) -> bytes:
+    try:
+        raw = (path / name).read_bytes()
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path} holds no {name}") from error
+    _verify(path, name, _sha256(raw), len(raw), files)
+    return raw
+
+
+def _verify(path: Path, name: str, found: str, size: int, files: Mapping[str, str]) -> None:
+    """Raise CheckpointError unless a file of `size` bytes has the sha256 that was saved."""
+    expected = files.get(name)
+    if found != expected:
+        raise CheckpointError(
+            f"{path / name} ({size} bytes) has sha256 {found[:12]}..., {CONFIG} says "
+            f"{str(expected)[:12]}...: the file was changed, truncated or damaged after saving"
+        )
+
+
+def _sha256(raw: bytes) -> str:
+    return hashlib.sha256(raw).hexdigest()

@@ -1,0 +1,142 @@
+"""Weights file: safetensors read front to back, tensor after tensor, into memory that is there.
+
+The safetensors library wants the whole file in memory and copies it once more, or maps it, and then
+the file can change under a running model. Here no more of the file is in memory at a time than a
+piece (`model/checkpoint/hashed_file.py`). Covers what safetensors says of its files: a length, a
+header of JSON, tensors without gaps between them. Does not know what the tensors should be called.
+"""
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from model.checkpoint.hashed_file import PIECE, HashedFile
+
+LARGEST_HEADER = 100_000_000
+"""Bytes: the limit of the safetensors library."""
+MOST_DIMENSIONS = 8
+
+DTYPES: Mapping[str, torch.dtype] = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "U16": torch.uint16,
+    "I16": torch.int16,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "U32": torch.uint32,
+    "I32": torch.int32,
+    "F32": torch.float32,
+    "U64": torch.uint64,
+    "I64": torch.int64,
+    "F64": torch.float64,
+}
+
+
+class WeightsFileError(ValueError):
+    """A file that is no whole safetensors file; the message says what is wrong with it."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor of a file, as its header tells of it. `start` counts from the header's end."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+
+    @property
+    def numbers(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def end(self) -> int:
+        return self.start + self.numbers * self.dtype.itemsize
+
+
+def read_header(file: HashedFile) -> tuple[StoredTensor, ...]:
+    """The tensors of a file that was just opened, in the order in which they follow. Raises
+    WeightsFileError."""
+    told = file.take_all(8)
+    if len(told) < 8:
+        raise WeightsFileError(f"it has {len(told)} bytes, and the length of a header takes 8")
+    length = int.from_bytes(told, "little")
+    if length > LARGEST_HEADER:
+        raise WeightsFileError(
+            f"it announces a header of {length:,} bytes, {LARGEST_HEADER:,} are the most"
+        )
+    raw = file.take_all(length)
+    if len(raw) < length:
+        raise WeightsFileError(f"it ends after {len(raw):,} bytes of a header of {length:,}")
+    try:
+        document = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise WeightsFileError(f"its header is no JSON: {error}") from error
+    if not isinstance(document, dict):
+        raise WeightsFileError("its header is no JSON object")
+    document.pop("__metadata__", None)
+    tensors = [_stored(name, entry) for name, entry in document.items()]
+    tensors.sort(key=lambda tensor: (tensor.start, tensor.end))
+    end = 0
+    for tensor in tensors:
+        if tensor.start != end:
+            raise WeightsFileError(
+                f"{tensor.name} begins at {tensor.start:,}, and what is before it ends at {end:,}"
+            )
+        end = tensor.end
+    return tuple(tensors)
+
+
+def read_numbers(
+    file: HashedFile,
+    tensor: StoredTensor,
+    into: Tensor,  # of its shape, contiguous; of any dtype, on any device
+    see: Callable[[Tensor], None],
+) -> None:
+    """Read the numbers of the tensor that follows. `see` is shown each piece of them before it is
+    copied. Raises WeightsFileError where the file ends."""
+    flat, done, width = into.view(-1), 0, tensor.dtype.itemsize
+    while done < tensor.numbers:
+        wanted = min(PIECE // width, tensor.numbers - done)
+        raw = file.take(wanted * width)
+        if len(raw) < wanted * width:
+            raise WeightsFileError(f"it ends within {tensor.name}")
+        piece = torch.frombuffer(raw, dtype=tensor.dtype)
+        see(piece)
+        flat[done : done + wanted].copy_(piece)
+        done += wanted
+
+
+def _stored(name: str, entry: Any) -> StoredTensor:
+    """An entry of a header, if it is one."""
+    try:
+        dtype, shape, (start, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
+    except (KeyError, TypeError, ValueError) as error:
+        raise WeightsFileError(
+            f"its header has {str(entry)[:100]!r} for {name}; expected dtype, shape and two "
+            "data_offsets"
+        ) from error
+    if not (isinstance(dtype, str) and dtype in DTYPES):
+        raise WeightsFileError(f"{name} has the dtype {dtype!r}; known are {', '.join(DTYPES)}")
+    if not (
+        isinstance(shape, list)
+        and len(shape) <= MOST_DIMENSIONS
+        and all(type(count) is int and 0 <= count < 2**63 for count in (*shape, start, end))
+    ):
+        raise WeightsFileError(
+            f"{name} has the shape {str(shape)[:100]} at {str(start)[:20]} to {str(end)[:20]}; "
+            f"expected whole numbers, at most {MOST_DIMENSIONS} of them in a shape"
+        )
+    tensor = StoredTensor(name, DTYPES[dtype], tuple(shape), start)
+    if tensor.end != end:
+        raise WeightsFileError(
+            f"{name}, {shape} of {dtype}, lies at {start:,} to {end:,}: it takes "
+            f"{tensor.numbers} times {tensor.dtype.itemsize} bytes"
+        )
+    return tensor

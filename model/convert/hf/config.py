@@ -1,0 +1,320 @@
+"""Hugging Face folders: `config.json` and safetensors of GPT-2, Llama, Mistral, Qwen2 and Qwen3.
+
+Says in this project's terms what shape a configuration has, in its old and its new form, and
+refuses what no `GPTConfig` says; then takes the tensors by name. Knows both ways of storing
+(`model.safetensors`, or shards with an index). Does not read tokenizers (`hf_tokenizer.py`), nor
+weights in pickles.
+
+Layouts: GPT-2's Conv1D matrices are (in, out) and are transposed; rotary heads are halves, as
+here; query, key and value rows are one matrix here, and so are gate and up.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from model.convert.foreign import ConvertError, ForeignModel, Settings, TensorShelf
+from model.transformer.config import Activation, ConfigError, GPTConfig, gpt2_shape
+
+CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+
+GPT2_ACTIVATIONS: Mapping[str, Activation] = {
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu": "gelu",
+    "relu": "relu",
+    "relu2": "relu2",
+}
+
+ROTARY_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+"""Values of `model_type` that are Llama's shape with a difference or two."""
+
+
+def read_huggingface(folder: Path, *, context_length: int | None) -> ForeignModel:
+    """Read a folder that `save_pretrained` wrote. `context_length`, where given, is what the model
+    is wanted for: a sliding window that is no shorter makes no difference. Raises ConvertError."""
+    where = str(folder / CONFIG)
+    settings = Settings(where, read_object(folder / CONFIG))
+    model_type = settings.get("model_type")
+    settings.refuse_unless(
+        "quantization_config", (), "quantized weights cannot be imported; save them in full"
+    )
+    shelf = open_shelf(folder)
+    try:
+        if model_type == "gpt2":
+            config, weights = _gpt2(settings, shelf)
+        elif model_type in ROTARY_TYPES:
+            config, weights = _rotary(model_type, settings, shelf, context_length)
+        else:
+            raise ConvertError(
+                f"{where}: model_type is {model_type!r}; known are gpt2, {', '.join(ROTARY_TYPES)}"
+            )
+    except ConfigError as error:
+        raise ConvertError(f"{where}: {error}") from error
+    shelf.finish()
+    return ForeignModel(
+        kind=f"Hugging Face {model_type}",
+        config=config,
+        weights=weights,
+        dtype=shelf.dtype(),
+        facts={"architectures": settings.get("architectures", [])},
+    )
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """A file that holds one JSON object. Raises ConvertError."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ConvertError(f"there is no file {path}") from error
+    except (ValueError, RecursionError) as error:
+        raise ConvertError(f"{path} is no JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise ConvertError(f"{path} is no JSON object")
+    return found
+
+
+def open_shelf(folder: Path) -> TensorShelf:
+    """The tensors of `model.safetensors`, or of the shards that the index names."""
+    if (folder / WEIGHTS).is_file():
+        files = {WEIGHTS: None}
+        homes: dict[str, str] | None = None
+    elif (folder / INDEX).is_file():
+        homes = read_object(folder / INDEX).get("weight_map")
+        if not isinstance(homes, dict) or not all(
+            isinstance(file, str) and Path(file).name == file for file in homes.values()
+        ):
+            raise ConvertError(
+                f"{folder / INDEX} has no weight_map from tensors to files beside it"
+            )
+        files = dict.fromkeys(homes.values())
+    else:
+        raise ConvertError(
+            f"{folder} holds neither {WEIGHTS} nor {INDEX}; where its weights are in pickles, "
+            "load it with transformers and save it with save_pretrained(folder)"
+        )
+    found: dict[str, Any] = {}
+    for file in files:
+        opened = _open(folder / file)
+        for name in opened.keys():  # noqa: SIM118  # no dictionary: it has no iterator
+            if homes is None or homes.get(name) == file:
+                found[name] = opened
+    if homes is not None and (absent := sorted(set(homes) - set(found))):
+        raise ConvertError(
+            f"{folder / INDEX} names {len(absent)} tensors that their files do not hold, the "
+            f"first is {absent[0]}"
+        )
+    return TensorShelf(str(folder), found, lambda name: _tensor(folder, found[name], name))
+
+
+def _open(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="pt")
+    except FileNotFoundError as error:
+        raise ConvertError(f"there is no file {path}") from error
+    except (SafetensorError, OSError) as error:
+        raise ConvertError(f"{path} is no whole safetensors file: {error}") from error
+
+
+def _tensor(folder: Path, opened: Any, name: str) -> Tensor:
+    try:
+        return opened.get_tensor(name)
+    except (SafetensorError, ValueError, TypeError, AttributeError) as error:
+        raise ConvertError(f"{folder}: {name} cannot be read: {error}") from error
+
+
+def _gpt2(settings: Settings, shelf: TensorShelf) -> tuple[GPTConfig, dict[str, Tensor]]:
+    activation = settings.get("activation_function", "gelu_new")
+    if activation not in GPT2_ACTIVATIONS:
+        settings.refuse_unless(
+            "activation_function", (), f"known are {', '.join(GPT2_ACTIVATIONS)}"
+        )
+    for name in ("scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn"):
+        settings.refuse_unless(name, (False,), "attention scaled that way is not computed here")
+    settings.refuse_unless("scale_attn_weights", (True,), "attention is always scaled here")
+    settings.refuse_unless("add_cross_attention", (False,), "there is no cross-attention here")
+    width = settings.integer("n_embd")
+    shelf.leave(".attn.bias", ".attn.masked_bias")  # the causal mask
+    config = gpt2_shape(
+        vocab_size=settings.integer("vocab_size"),
+        context_length=settings.integer("n_positions", "n_ctx"),
+        n_layer=settings.integer("n_layer"),
+        n_head=settings.integer("n_head"),
+        d_model=width,
+        d_ff=settings.integer("n_inner", default=4 * width),
+        norm_eps=settings.number("layer_norm_epsilon", 1e-5),
+        activation=GPT2_ACTIVATIONS[activation],
+        tied_head=settings.flag("tie_word_embeddings", True),
+    )
+    prefix = "transformer." if "transformer.wte.weight" in shelf else ""
+    return config, _gpt2_weights(shelf, config, prefix)
+
+
+def _gpt2_weights(shelf: TensorShelf, config: GPTConfig, prefix: str) -> dict[str, Tensor]:
+    width, rows = config.d_model, config.vocab_size
+    weights = {
+        "token_embedding.weight": shelf.take(f"{prefix}wte.weight", rows, width),
+        "position_embedding.weight": shelf.take(
+            f"{prefix}wpe.weight", config.context_length, width
+        ),
+    }
+    norms = {f"{prefix}ln_f": "final_norm"}
+    matrices: dict[str, tuple[str, int, int]] = {}  # in, out
+    for layer in range(config.n_layer):
+        there, here = f"{prefix}h.{layer}", f"blocks.{layer}"
+        norms |= {f"{there}.ln_1": f"{here}.attention_norm", f"{there}.ln_2": f"{here}.mlp_norm"}
+        matrices |= {
+            f"{there}.attn.c_attn": (f"{here}.qkv", width, 3 * width),
+            f"{there}.attn.c_proj": (f"{here}.attention_out", width, width),
+            f"{there}.mlp.c_fc": (f"{here}.mlp_up", width, config.d_ff),
+            f"{there}.mlp.c_proj": (f"{here}.mlp_down", config.d_ff, width),
+        }
+    for there, here in norms.items():
+        weights[f"{here}.weight"] = shelf.take(f"{there}.weight", width)
+        weights[f"{here}.bias"] = shelf.take(f"{there}.bias", width)
+    for there, (here, inside, outside) in matrices.items():
+        weights[f"{here}.weight"] = shelf.take(f"{there}.weight", inside, outside).T
+        weights[f"{here}.bias"] = shelf.take(f"{there}.bias", outside)
+    return weights | _head(shelf, config, weights["token_embedding.weight"])
+
+
+def _rotary(
+    model_type: str, settings: Settings, shelf: TensorShelf, context_length: int | None
+) -> tuple[GPTConfig, dict[str, Tensor]]:
+    settings.refuse_unless(
+        "hidden_act", ("silu", "swish"), "the gate of Llama's shape is SiLU here"
+    )
+    width, n_head = settings.integer("hidden_size"), settings.integer("num_attention_heads")
+    context = settings.integer("max_position_embeddings")
+    _refuse_window(model_type, settings, min(context, context_length or context))
+    # attention_bias is on all four projections, in Qwen2 on three whatever it says.
+    on_all = settings.flag("attention_bias", False) and model_type in ("llama", "qwen3")
+    mlp_bias = settings.flag("mlp_bias", False) and model_type == "llama"
+    shelf.leave(".rotary_emb.inv_freq")
+    config = gpt2_shape(
+        vocab_size=settings.integer("vocab_size"),
+        context_length=context,
+        n_layer=settings.integer("num_hidden_layers"),
+        n_head=n_head,
+        n_kv_head=settings.integer("num_key_value_heads", default=n_head),
+        d_model=width,
+        head_dim=settings.integer(
+            "head_dim", default=128 if model_type == "qwen3" else max(1, width // n_head)
+        ),
+        d_ff=settings.integer("intermediate_size"),
+        norm="rmsnorm",
+        norm_eps=settings.number("rms_norm_eps", 1e-6),
+        positions="rotary",
+        rope_theta=_rope_theta(settings),
+        activation="swiglu",
+        bias=on_all or mlp_bias,
+        qkv_bias=on_all or model_type == "qwen2",
+        qk_norm=model_type == "qwen3",
+        tied_head=settings.flag("tie_word_embeddings", False),
+    )
+    prefix = "" if "embed_tokens.weight" in shelf else "model."
+    return config, _rotary_weights(shelf, config, prefix, out_bias=on_all, mlp_bias=mlp_bias)
+
+
+def _rotary_weights(
+    shelf: TensorShelf, config: GPTConfig, prefix: str, *, out_bias: bool, mlp_bias: bool
+) -> dict[str, Tensor]:
+    width, hidden = config.d_model, config.d_ff
+    wide = config.n_head * config.head_dim
+    weights = {
+        "token_embedding.weight": shelf.take(
+            f"{prefix}embed_tokens.weight", config.vocab_size, width
+        ),
+        "final_norm.weight": shelf.take(f"{prefix}norm.weight", width),
+    }
+    for layer in range(config.n_layer):
+        there, here = f"{prefix}layers.{layer}", f"blocks.{layer}"
+        sides = (("q_proj", wide), ("k_proj", config.kv_width), ("v_proj", config.kv_width))
+        for ours, module, parts, inside, biased in (
+            ("qkv", "self_attn", sides, width, config.qkv_bias),
+            ("attention_out", "self_attn", (("o_proj", width),), wide, out_bias),
+            ("mlp_up", "mlp", (("gate_proj", hidden), ("up_proj", hidden)), width, mlp_bias),
+            ("mlp_down", "mlp", (("down_proj", width),), hidden, mlp_bias),
+        ):
+            names = [(f"{there}.{module}.{part}", rows) for part, rows in parts]
+            weights[f"{here}.{ours}.weight"] = torch.cat(
+                [shelf.take(f"{name}.weight", rows, inside) for name, rows in names]
+            )
+            if biased:
+                weights[f"{here}.{ours}.bias"] = torch.cat(
+                    [shelf.take(f"{name}.bias", rows) for name, rows in names]
+                )
+        weights |= {
+            f"{here}.attention_norm.weight": shelf.take(f"{there}.input_layernorm.weight", width),
+            f"{here}.mlp_norm.weight": shelf.take(
+                f"{there}.post_attention_layernorm.weight", width
+            ),
+        }
+        if config.qk_norm:
+            for ours, part in (("query_norm", "q_norm"), ("key_norm", "k_norm")):
+                weights[f"{here}.{ours}.weight"] = shelf.take(
+                    f"{there}.self_attn.{part}.weight", config.head_dim
+                )
+    return weights | _head(shelf, config, weights["token_embedding.weight"])
+
+
+def _head(shelf: TensorShelf, config: GPTConfig, embedding: Tensor) -> dict[str, Tensor]:
+    """The head's matrix; of a tied head, stored once more, that it is the same."""
+    name = "lm_head.weight"
+    if not config.tied_head:
+        return {"head.weight": shelf.take(name, config.vocab_size, config.d_model)}
+    if name in shelf:
+        again = shelf.take(name, config.vocab_size, config.d_model)
+        if not torch.equal(again, embedding):
+            raise ConvertError(
+                f"{name} differs from the embedding, and tie_word_embeddings says that they are "
+                "one; which is right cannot be told from here"
+            )
+    return {}
+
+
+def _rope_theta(settings: Settings) -> float:
+    """The base of rotary positions, from the new form (`rope_parameters`) or the old one."""
+    for name in ("rope_parameters", "rope_scaling"):
+        found = settings.get(name)
+        if found is None:
+            continue
+        if not isinstance(found, dict):
+            settings.refuse_unless(name, (), "expected an object")
+        kind = found.get("rope_type", found.get("type", "default"))
+        if kind != "default":
+            settings.refuse_unless(
+                name, (), f"rotary positions of the type {kind!r} are not computed here"
+            )
+        if found.get("partial_rotary_factor", 1.0) != 1.0 or any(
+            isinstance(value, dict) for value in found.values()
+        ):
+            settings.refuse_unless(name, (), "whole heads are turned here, in every layer alike")
+        if isinstance(theta := found.get("rope_theta"), int | float):
+            return float(theta)
+    settings.refuse_unless("partial_rotary_factor", (1, 1.0), "whole heads are turned here")
+    return settings.number("rope_theta", 10_000.0)
+
+
+def _refuse_window(model_type: str, settings: Settings, context_length: int) -> None:
+    """Raise ConvertError where a layer would not see all that stands before a position."""
+    if model_type == "llama" or (
+        model_type != "mistral" and not settings.flag("use_sliding_window", False)
+    ):
+        return
+    # Mistral's first configurations leave the key out and mean 4,096.
+    window = settings.get("sliding_window", None if settings.has("sliding_window") else 4096)
+    kinds = settings.get("layer_types")
+    if window is None or (kinds and all(kind == "full_attention" for kind in kinds)):
+        return
+    if window < context_length:
+        raise ConvertError(
+            f"sliding_window is {window} and the context {context_length}; every position sees all "
+            "before it here. Within the window both are the same: import it with "
+            f"--context-length {window}"
+        )

@@ -1,0 +1,269 @@
+"""A Hugging Face folder: what `AutoModelForCausalLM` and `AutoTokenizer` read.
+
+`config.json`, `generation_config.json`, `model.safetensors`, `tokenizer.json` and
+`tokenizer_config.json`, written without transformers. Names, layouts and defaults are those that
+`huggingface.py` reads. Sinusoidal positions become GPT-2's learned ones: they are added alike.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from model.checkpoint.checkpoint import CheckpointInfo
+from model.convert.family import GPT2, LLAMA, QWEN2, QWEN3
+from model.convert.foreign import FLOATS, ConvertError
+from model.convert.hf.config import CONFIG, GPT2_ACTIVATIONS, WEIGHTS
+from model.convert.hf.dialect import to_oniguruma
+from model.convert.hf.merges import byte_characters, merges_of, written
+from model.convert.hf.tokenizer import TOKENIZER, TOKENIZER_CONFIG
+from model.text.tokenizer import Tokenizer
+from model.transformer.config import GPTConfig
+from model.transformer.gpt import GPT
+
+CLASSES = {
+    GPT2: "GPT2LMHeadModel",
+    LLAMA: "LlamaForCausalLM",
+    QWEN2: "Qwen2ForCausalLM",
+    QWEN3: "Qwen3ForCausalLM",
+}
+
+
+def write_folder(
+    folder: Path, info: CheckpointInfo, gpt: GPT, family: str, say: Callable[[str], None]
+) -> None:
+    """Write the five files into an empty folder. Raises ConvertError."""
+    tokenizer = info.tokenizer
+    weights = gpt_weights(gpt) if family == GPT2 else rotary_weights(gpt, family)
+    dtype = next(iter(weights.values())).dtype
+    ends = {"bos_token_id": tokenizer.end_of_text, "eos_token_id": tokenizer.end_of_text}
+    config = _gpt2_config(info.config) if family == GPT2 else _rotary_config(info.config, family)
+    config |= {
+        "architectures": [CLASSES[family]],
+        "model_type": family,
+        "vocab_size": info.config.vocab_size,
+        "tie_word_embeddings": info.config.tied_head,
+        "torch_dtype": FLOATS[dtype],
+        **ends,
+    }
+    _write_json(folder / CONFIG, config)
+    _write_json(folder / "generation_config.json", ends)
+    _write_json(folder / TOKENIZER, tokenizer_document(tokenizer))
+    _write_json(folder / TOKENIZER_CONFIG, _tokenizer_config(info))
+    save_file(weights, folder / WEIGHTS, metadata={"format": "pt"})
+    if tokenizer.ordinary < len(tokenizer.ranks):
+        say(
+            f"{len(tokenizer.ranks) - tokenizer.ordinary} of the 256 bytes are no tokens: a text "
+            "that needs one is refused here, and loses those characters there without a word"
+        )
+
+
+def _write_json(path: Path, document: Mapping[str, Any]) -> None:
+    text = json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False)
+    path.write_text(text + "\n", encoding="utf-8")
+
+
+def _gpt2_config(config: GPTConfig) -> dict[str, Any]:
+    names = {ours: theirs for theirs, ours in reversed(list(GPT2_ACTIVATIONS.items()))}
+    return {
+        "n_positions": config.context_length,
+        "n_ctx": config.context_length,
+        "n_embd": config.d_model,
+        "n_layer": config.n_layer,
+        "n_head": config.n_head,
+        "n_inner": config.d_ff,
+        "activation_function": names[config.activation],
+        "layer_norm_epsilon": config.norm_eps,
+        **dict.fromkeys(("embd_pdrop", "attn_pdrop", "resid_pdrop"), config.dropout),
+    }
+
+
+def _rotary_config(config: GPTConfig, family: str) -> dict[str, Any]:
+    shape = {
+        "max_position_embeddings": config.context_length,
+        "hidden_size": config.d_model,
+        "intermediate_size": config.d_ff,
+        "num_hidden_layers": config.n_layer,
+        "num_attention_heads": config.n_head,
+        "num_key_value_heads": config.n_kv_head,
+        "head_dim": config.head_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": config.norm_eps,
+        "attention_dropout": config.dropout,
+        # The old form and the new one.
+        "rope_theta": config.rope_theta,
+        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
+    }
+    if family == QWEN2:
+        return {**shape, "use_sliding_window": False}
+    if family == QWEN3:
+        return {**shape, "use_sliding_window": False, "attention_bias": config.qkv_bias}
+    biased = config.bias or config.qkv_bias
+    return {**shape, "attention_bias": biased, "mlp_bias": config.bias}
+
+
+def gpt_weights(gpt: GPT) -> dict[str, Tensor]:
+    """The weights by GPT-2's names, its matrices (in, out), without padded rows."""
+    config, state = gpt.config, gpt.state_dict()
+    rows, width = config.vocab_size, config.d_model
+    positions = state.get("position_embedding.weight")
+    if positions is None:
+        positions = gpt.sinusoids.to(state["token_embedding.weight"].dtype)
+    weights = {
+        "transformer.wte.weight": state["token_embedding.weight"][:rows],
+        "transformer.wpe.weight": positions,
+    }
+    names = {"final_norm": ("transformer.ln_f", width)}
+    for layer in range(config.n_layer):
+        here, there = f"blocks.{layer}", f"transformer.h.{layer}"
+        names |= {
+            f"{here}.attention_norm": (f"{there}.ln_1", width),
+            f"{here}.qkv": (f"{there}.attn.c_attn", config.qkv_width),
+            f"{here}.attention_out": (f"{there}.attn.c_proj", width),
+            f"{here}.mlp_norm": (f"{there}.ln_2", width),
+            f"{here}.mlp_up": (f"{there}.mlp.c_fc", config.d_ff),
+            f"{here}.mlp_down": (f"{there}.mlp.c_proj", width),
+        }
+    for ours, (theirs, size) in names.items():
+        weight = state[f"{ours}.weight"]
+        weights[f"{theirs}.weight"] = weight.T if weight.dim() == 2 else weight
+        weights[f"{theirs}.bias"] = state.get(f"{ours}.bias", weight.new_zeros(size))
+    if not config.tied_head:
+        weights["lm_head.weight"] = state["head.weight"][:rows]
+    return _own(weights)
+
+
+def rotary_weights(gpt: GPT, family: str) -> dict[str, Tensor]:
+    """The weights by Llama's names, without padded rows."""
+    config, state = gpt.config, gpt.state_dict()
+    rows = config.vocab_size
+    attention_biased = (config.bias or config.qkv_bias) and family in (LLAMA, QWEN3)
+    sizes = [config.n_head * config.head_dim, config.kv_width, config.kv_width]
+    weights = {
+        "model.embed_tokens.weight": state["token_embedding.weight"][:rows],
+        "model.norm.weight": state["final_norm.weight"],
+    }
+    if not config.tied_head:
+        weights["lm_head.weight"] = state["head.weight"][:rows]
+    for layer in range(config.n_layer):
+        here, there = f"blocks.{layer}", f"model.layers.{layer}"
+        weights |= {
+            f"{there}.input_layernorm.weight": state[f"{here}.attention_norm.weight"],
+            f"{there}.post_attention_layernorm.weight": state[f"{here}.mlp_norm.weight"],
+        }
+        if config.qk_norm:
+            weights |= {
+                f"{there}.self_attn.q_norm.weight": state[f"{here}.query_norm.weight"],
+                f"{there}.self_attn.k_norm.weight": state[f"{here}.key_norm.weight"],
+            }
+        for ours, theirs, parts, biased in (
+            ("qkv", [f"self_attn.{part}_proj" for part in "qkv"], sizes,
+             attention_biased or family == QWEN2),
+            ("attention_out", ["self_attn.o_proj"], [config.d_model], attention_biased),
+            ("mlp_up", ["mlp.gate_proj", "mlp.up_proj"], [config.d_ff] * 2, config.bias),
+            ("mlp_down", ["mlp.down_proj"], [config.d_model], config.bias),
+        ):  # fmt: skip
+            weight = state[f"{here}.{ours}.weight"]
+            for name, part in zip(theirs, weight.split(parts), strict=True):
+                weights[f"{there}.{name}.weight"] = part
+            if biased:
+                bias = state.get(f"{here}.{ours}.bias", weight.new_zeros(len(weight)))
+                for name, part in zip(theirs, bias.split(parts), strict=True):
+                    weights[f"{there}.{name}.bias"] = part
+    return _own(weights)
+
+
+def _own(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Each tensor in memory of its own, as safetensors wants them."""
+    return {name: torch.clone(t, memory_format=torch.contiguous_format)
+            for name, t in weights.items()}  # fmt: skip
+
+
+def tokenizer_document(tokenizer: Tokenizer) -> dict[str, Any]:
+    """A `tokenizer.json` that encodes as `tokenizer` does (`merges.py` says why). Raises
+    ConvertError where its pattern cannot be written for the other engine."""
+    characters = byte_characters()
+    ranks = {t: rank for t, rank in tokenizer.ranks.items() if rank < tokenizer.ordinary}
+    merges, _ = merges_of(ranks)
+    if tokenizer.vocab_size != tokenizer.ordinary + len(tokenizer.special_tokens):
+        raise ConvertError(
+            "the vocabulary has ids without a token between its special tokens; Hugging Face's "
+            "tokenizers have none"
+        )
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [
+            {
+                "id": token_id,
+                "content": text,
+                "single_word": False,
+                "lstrip": False,
+                "rstrip": False,
+                "normalized": False,
+                "special": True,
+            }
+            for text, token_id in sorted(
+                tokenizer.special_tokens.items(), key=lambda item: item[1]
+            )
+        ],
+        "normalizer": None,
+        "pre_tokenizer": {
+            "type": "Sequence",
+            "pretokenizers": [
+                {
+                    "type": "Split",
+                    "pattern": {"Regex": to_oniguruma(tokenizer.pattern)},
+                    "behavior": "Removed",
+                    "invert": True,
+                },
+                {
+                    "type": "ByteLevel",
+                    "add_prefix_space": False,
+                    "trim_offsets": True,
+                    "use_regex": False,
+                },
+            ],
+        },
+        "post_processor": None,
+        "decoder": {
+            "type": "ByteLevel",
+            "add_prefix_space": True,
+            "trim_offsets": True,
+            "use_regex": True,
+        },
+        "model": {
+            "type": "BPE",
+            "dropout": None,
+            "unk_token": None,
+            "continuing_subword_prefix": None,
+            "end_of_word_suffix": None,
+            "fuse_unk": False,
+            "byte_fallback": False,
+            "ignore_merges": True,  # what is a token as a whole is looked up, as tiktoken does
+            "vocab": {written(token, characters): rank for token, rank in
+                      sorted(ranks.items(), key=lambda item: item[1])},
+            "merges": [[written(part, characters) for part in pair] for pair in merges],
+        },
+    }  # fmt: skip
+
+
+def _tokenizer_config(info: CheckpointInfo) -> dict[str, Any]:
+    tokenizer, template = info.tokenizer, info.chat_template
+    document: dict[str, Any] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": info.config.context_length,
+        "clean_up_tokenization_spaces": False,
+        "add_prefix_space": False,
+    }
+    if tokenizer.end_of_text is not None:
+        name = tokenizer.end_of_text_name
+        document |= {"bos_token": name, "eos_token": name}
+    if template is not None:
+        document["chat_template"] = template.source
+    return document

@@ -1,0 +1,317 @@
+"""`tokenizer.json`: byte-level BPE of Hugging Face's tokenizers as ranks and a pattern.
+
+Takes what a `Tokenizer` says exactly: a byte-level vocabulary whose merges encode as ranks do
+(`merges.py`), cut by one pattern, with special tokens. Refuses SentencePiece's kind, other models,
+several cuts one after the other, and normalizers, because texts would get other ids. What was read
+is then tried on a text, against the `tokenizers` library where it is installed, else against the
+definition of BPE.
+
+Where special tokens stand in front (as in vocabularies that `BpeTrainer` learned), ids cannot stay:
+ordinary ones come first here. Then `ForeignTokenizer.order` says which id was which.
+"""
+
+import importlib.util
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import regex
+
+from model.convert.characters import CHARACTER_PATTERN
+from model.convert.foreign import ConvertError, ForeignTokenizer
+from model.convert.hf.config import read_object
+from model.convert.hf.dialect import from_oniguruma
+from model.convert.hf.merges import byte_characters, last_pair, merge_piece
+from model.convert.probe import probe_text
+from model.text.tokenizer import Tokenizer, TokenizerError
+
+TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
+
+GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+"""What the ByteLevel pre-tokenizer cuts by, if it cuts."""
+
+QWEN2_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+"""What Qwen2's own tokenizer cuts by; Llama 3 has up to three digits together."""
+
+
+def read_tokenizer(path: Path, *, skip_normalizer: bool) -> ForeignTokenizer:
+    """Read a `tokenizer.json`. `skip_normalizer` encodes texts as they are where the source would
+    change them first. Raises ConvertError."""
+    document = read_object(path)
+    notes = _check_normalizer(document, path, skip_normalizer)
+    model = _model(document, path)
+    vocabulary, added = _vocabulary(model, path), _added_tokens(document, path)
+    pattern = _pattern(document, path)
+    ordinary = _ordinary(vocabulary, set(added), path)
+    missing = [byte for byte in map(bytes, zip(range(256))) if byte not in ordinary]
+    order = _order(ordinary, added, path)
+    special = added
+    if order is not None:
+        special = {name: order.index(token_id) for name, token_id in added.items()}
+        notes.append(
+            "ids differ from the source's, where special tokens stand before ordinary ones or ids "
+            "are left out: ordinary tokens come first here, in the same order"
+        )
+    size = max([len(ordinary) - 1, *special.values()]) + 1
+    ranks = {token: rank for rank, token in enumerate(ordinary)}
+    ranks |= {byte: size + index for index, byte in enumerate(missing)}
+    if missing and model.get("byte_fallback") is not True and model.get("unk_token"):
+        raise ConvertError(
+            f"{path}: {len(missing)} of the 256 bytes are no tokens and become "
+            f"{model['unk_token']!r} there; here every text is encoded without loss"
+        )
+    _check_merges(model, ranks, pattern, path)
+    try:
+        tokenizer = Tokenizer(
+            ranks=ranks,
+            pattern=pattern,
+            special_tokens=special,
+            vocab_size=size,
+            **_end_of_text(path.parent, added),
+        )
+    except TokenizerError as error:
+        raise ConvertError(f"{path}: {error}") from error
+    found = ForeignTokenizer(
+        tokenizer=tokenizer,
+        order=order,
+        notes=(*notes, *_template_notes(document)),
+    )
+    _try(found, model, path)
+    return found
+
+
+def _check_normalizer(document: Mapping[str, Any], path: Path, skip: bool) -> list[str]:
+    normalizer = document.get("normalizer")
+    if normalizer is None or normalizer == {"type": "Sequence", "normalizers": []}:
+        return []
+    kind = normalizer.get("type") if isinstance(normalizer, dict) else normalizer
+    if not skip:
+        raise ConvertError(
+            f"{path} changes texts before it encodes them (normalizer {kind}); texts are encoded "
+            "as they are here. With --skip-normalizer the import goes on, and a text that the "
+            "normalizer would have changed gets other ids than there"
+        )
+    return [f"the source's normalizer {kind} is left out: texts are encoded as they are"]
+
+
+def _model(document: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    model = document.get("model")
+    kind = model.get("type", "BPE") if isinstance(model, dict) else None
+    if not isinstance(model, dict) or kind != "BPE" or not isinstance(model.get("vocab"), dict):
+        raise ConvertError(f"{path}: the model is {kind}; only byte-level BPE can be imported")
+    for name in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"):
+        if model.get(name):
+            raise ConvertError(f"{path}: {name} is {model[name]!r}; there is nothing like it here")
+    if model.get("byte_fallback") is True:
+        raise ConvertError(
+            f"{path} is SentencePiece's kind of BPE (byte_fallback): its tokens are characters, "
+            "not bytes, and cannot be written as ranks"
+        )
+    return model
+
+
+def _vocabulary(model: Mapping[str, Any], path: Path) -> dict[str, int]:
+    vocabulary: dict[str, int] = model["vocab"]
+    if len(set(vocabulary.values())) != len(vocabulary) or not all(
+        type(token_id) is int and token_id >= 0 for token_id in vocabulary.values()
+    ):
+        raise ConvertError(f"{path}: tokens of the vocabulary share ids, or have none")
+    return vocabulary
+
+
+def _added_tokens(document: Mapping[str, Any], path: Path) -> dict[str, int]:
+    """Special tokens and others that are never merged: name to id."""
+    found: dict[str, int] = {}
+    for token in document.get("added_tokens") or ():
+        name, token_id = token.get("content"), token.get("id")
+        if not isinstance(name, str) or not name or type(token_id) is not int or token_id < 0:
+            raise ConvertError(f"{path}: {token!r} is no added token")
+        if token_id in found.values():
+            raise ConvertError(f"{path}: two added tokens have the id {token_id}")
+        found[name] = token_id
+    return found
+
+
+def _ordinary(vocabulary: Mapping[str, int], added: set[str], path: Path) -> dict[bytes, int]:
+    """The bytes of each ordinary token, in the order of the source's ids."""
+    bytes_of = {character: byte for byte, character in byte_characters().items()}
+    found: dict[bytes, int] = {}
+    for name, token_id in sorted(vocabulary.items(), key=lambda item: item[1]):
+        if name in added:
+            continue
+        if not name or not bytes_of.keys() >= set(name):
+            raise ConvertError(
+                f"{path}: the token {name!r} ({token_id}) is not written in bytes: this is no "
+                "byte-level vocabulary"
+            )
+        found[bytes(map(bytes_of.__getitem__, name))] = token_id
+    return found
+
+
+def _order(ordinary: Mapping[bytes, int], added: Mapping[str, int], path: Path) -> list[int] | None:
+    """For each id of ours the source's; None where ordinary ids run from 0 and others follow."""
+    order = [*ordinary.values(), *sorted(added.values())]
+    if len(set(order)) != len(order):
+        raise ConvertError(f"{path}: an added token has the id of another token")
+    first = list(range(len(ordinary)))
+    if order[: len(first)] == first:
+        return None
+    return order
+
+
+def _pattern(document: Mapping[str, Any], path: Path) -> str:
+    """The one pattern that cuts texts. Raises ConvertError where there is more to it."""
+    outer = document.get("pre_tokenizer") or {}
+    steps: list[dict[str, Any]] = outer.get("pretokenizers", [outer])
+    kinds = [step.get("type") for step in steps]
+    if kinds not in (["ByteLevel"], ["Split", "ByteLevel"]):
+        raise ConvertError(
+            f"{path} cuts texts by {' and then '.join(map(str, kinds))}; one Split by a regular "
+            "expression and ByteLevel, or ByteLevel alone, is what can be imported"
+        )
+    level, split = steps[-1], steps[0] if len(steps) == 2 else None
+    if level.get("add_prefix_space"):
+        raise ConvertError(f"{path} puts a space before each text (add_prefix_space)")
+    if split is None:
+        return GPT2_PATTERN if level.get("use_regex", True) else r"[\s\S]+"
+    if level.get("use_regex", True):
+        raise ConvertError(f"{path} cuts texts twice: by a Split and by ByteLevel's own pattern")
+    behavior = (split.get("behavior"), split.get("invert", False))
+    if behavior not in (("Isolated", False), ("Removed", True)):
+        raise ConvertError(f"{path} cuts texts by a Split that is {split.get('behavior')}")
+    source = split.get("pattern")
+    if not isinstance(source, dict) or not isinstance(source.get("Regex"), str):
+        raise ConvertError(f"{path} cuts texts at {source!r}, which is no regular expression")
+    return from_oniguruma(source["Regex"])
+
+
+def _pairs(model: Mapping[str, Any], path: Path) -> dict[tuple[str, str], int]:
+    """Each merge and its place; lists and lines of two parts are both written."""
+    found: dict[tuple[str, str], int] = {}
+    for place, merge in enumerate(model.get("merges") or ()):
+        parts = merge.split(" ") if isinstance(merge, str) else merge
+        if not isinstance(parts, list) or len(parts) != 2:
+            raise ConvertError(f"{path}: the merge {merge!r} has not two parts")
+        found[parts[0], parts[1]] = place
+    return found
+
+
+def _check_merges(
+    model: Mapping[str, Any], ranks: Mapping[bytes, int], pattern: str, path: Path
+) -> None:
+    """Raise ConvertError unless the merges encode as the ranks do (`merges.py` says why)."""
+    bytes_of = {character: byte for byte, character in byte_characters().items()}
+    pairs, last = set(), -1
+    for left, right in _pairs(model, path):
+        try:
+            pair = (bytes(map(bytes_of.__getitem__, left)), bytes(map(bytes_of.__getitem__, right)))
+            rank = ranks[pair[0] + pair[1]]
+        except KeyError as error:
+            raise ConvertError(
+                f"{path}: the merge of {left!r} and {right!r} makes no token of the vocabulary"
+            ) from error
+        if rank < last:
+            raise ConvertError(
+                f"{path}: the merge of {left!r} and {right!r} comes later than its id says; ids "
+                "and merges have to be in one order to be written as ranks"
+            )
+        last = rank
+        pairs.add(pair)
+    if pattern == CHARACTER_PATTERN and model.get("ignore_merges") is True and not pairs:
+        return  # characters, each looked up as a whole
+    for token in ranks:
+        if len(token) == 1:
+            continue
+        pair_of = last_pair(token, ranks)
+        if pair_of is None and model.get("ignore_merges") is not True:
+            raise ConvertError(
+                f"{path}: no merges lead to the token {token!r}; as a rank it would be used where "
+                "it is a whole word"
+            )
+        if pair_of is not None and pair_of not in pairs:
+            raise ConvertError(
+                f"{path}: the token {token!r} would be merged from {pair_of[0]!r} and "
+                f"{pair_of[1]!r}, which is none of its merges"
+            )
+
+
+def _end_of_text(folder: Path, added: Mapping[str, int]) -> dict[str, str]:
+    """The special token that ends a document, by `tokenizer_config.json` or `config.json`."""
+    names = {token_id: name for name, token_id in added.items()}
+    for file, key in ((TOKENIZER_CONFIG, "eos_token"), ("config.json", "eos_token_id")):
+        if not (folder / file).is_file():
+            continue
+        named = read_object(folder / file).get(key)
+        if isinstance(named, list) and named:
+            named = named[0]
+        if isinstance(named, dict):
+            named = named.get("content")
+        name = names.get(named) if isinstance(named, int) else named
+        if isinstance(name, str) and name in added:
+            return {"end_of_text_name": name}
+    return {}
+
+
+def _template_notes(document: Mapping[str, Any]) -> list[str]:
+    processor = json.dumps(document.get("post_processor"))
+    if "TemplateProcessing" not in processor:
+        return []
+    return [
+        "the source puts special tokens around a text (TemplateProcessing); nothing is put there "
+        "here: give their ids in the prompt if the model wants them"
+    ]
+
+
+def _try(found: ForeignTokenizer, model: Mapping[str, Any], path: Path) -> None:
+    """Raise ConvertError unless a built text gets the source's ids, and comes back from them."""
+    tokenizer, text = found.tokenizer, probe_text()
+    if tokenizer.ordinary != len(tokenizer.ranks):  # some characters are not there
+        known = {token for token, rank in tokenizer.ranks.items() if rank < tokenizer.ordinary}
+        text = "".join(
+            character
+            for character in text
+            if all(bytes([byte]) in known for byte in character.encode())
+        )
+    ids = tokenizer.encode(text)
+    if tokenizer.decode(ids) != text:
+        raise ConvertError(f"{path}: the split pattern {tokenizer.pattern!r} leaves characters out")
+    order = found.order or range(tokenizer.vocab_size)
+    expected, by = _expected(text, tokenizer.pattern, model, path)
+    given = [order[token_id] for token_id in ids]
+    if given != expected:
+        place = next(
+            (i for i, (a, b) in enumerate(zip(given, expected, strict=False)) if a != b),
+            min(len(given), len(expected)),
+        )
+        begin = tokenizer.spans(ids)[min(place, len(ids) - 1)].start
+        raise ConvertError(
+            f"{path} cannot be written as ranks: by {by}, {text[begin : begin + 20]!r} begins with "
+            f"{expected[place : place + 3]}, by ranks with {given[place : place + 3]}"
+        )
+
+
+def _expected(
+    text: str, pattern: str, model: Mapping[str, Any], path: Path
+) -> tuple[list[int], str]:
+    """The source's ids of a text, and by whom."""
+    if importlib.util.find_spec("tokenizers") is not None:
+        import tokenizers
+
+        library = tokenizers.Tokenizer.from_file(str(path))
+        library.normalizer = None
+        library.no_truncation()
+        library.no_padding()
+        return library.encode(text, add_special_tokens=False).ids, "the tokenizers library"
+    characters, pairs = byte_characters(), _pairs(model, path)
+    ids: list[int] = []
+    for piece in regex.findall(pattern, text):
+        spelled = "".join(characters[byte] for byte in piece.encode())
+        if model.get("ignore_merges") is True and spelled in model["vocab"]:
+            ids.append(model["vocab"][spelled])
+        else:
+            ids += (model["vocab"][part] for part in merge_piece(spelled, pairs))
+    return ids, "its merges"

@@ -1,0 +1,1 @@
+"""From texts to shards of token ids, batches and validation windows."""

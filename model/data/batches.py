@@ -1,0 +1,93 @@
+"""Batches: which tokens a step trains on, as a pure function of (seed, sequence number).
+
+The training tokens are cut into windows of the context length. Each pass over them begins at
+another offset and visits the windows in another order, both drawn from (seed, pass) alone: nothing
+has to be stored to resume, nothing else that draws random numbers can disturb it, and a step of
+B x A sequences is the same set whether it is one batch of B * A or A batches of B, in one process
+or in several. The noise of dropout follows the same rule: it is drawn from a seed that is a
+function of (seed, sequence number).
+
+Shapes: B sequences, T = window.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from model.data.shards import Shard
+from model.training.config import TrainingError
+
+
+class Batches:
+    """The windows of a shard in training order."""
+
+    def __init__(self, shard: Shard, *, window: int, seed: int) -> None:
+        if shard.count < window + 1:
+            raise ValueError(f"{shard.count} tokens hold no window of {window} + 1")
+        self.windows = (shard.count - 1) // window  # in one pass
+        self._shard = shard
+        self._window = window
+        self._seed = seed
+        self._pass = lru_cache(maxsize=2)(self._draw_pass)
+
+    def batch(self, first: int, count: int) -> tuple[Tensor, Tensor]:
+        """Inputs and targets (B, T) of the sequences numbered first .. first + count - 1."""
+        rows = np.stack([self._sequence(number) for number in range(first, first + count)])
+        ids = torch.from_numpy(rows)  # (B, T + 1)
+        return ids[:, :-1], ids[:, 1:]
+
+    def _sequence(self, number: int) -> npt.NDArray[np.int64]:
+        epoch, place = divmod(number, self.windows)
+        offset, order = self._pass(epoch)
+        # The last windows of a shifted pass run over the end: they go on at the beginning.
+        start = (offset + int(order[place]) * self._window) % (self._shard.count - self._window)
+        return self._shard.tokens[start : start + self._window + 1].astype(np.int64)
+
+    def _draw_pass(self, epoch: int) -> tuple[int, npt.NDArray[np.int64]]:
+        draw = np.random.Generator(np.random.Philox(key=[self._seed, epoch]))
+        offset = int(draw.integers(self._window))
+        return offset, draw.permutation(self.windows)
+
+
+@dataclass(frozen=True)
+class Share:
+    """The part of every step that one process computes: `passes` batches of `batch_size`."""
+
+    total: int  # sequences of a step, all processes together
+    first: int  # of this process, within a step
+    batch_size: int
+    passes: int
+    parts: int  # batches of a step, all processes together
+
+    def batches(self, step: int) -> range:
+        """The first sequence numbers of this process's batches."""
+        start = step * self.total + self.first
+        return range(start, start + self.batch_size * self.passes, self.batch_size)
+
+
+def share(batch_size: int, accumulate: int, *, rank: int, size: int) -> Share:
+    """The share of process `rank` of `size`, in batches of at most `batch_size`.
+
+    However many processes there are, a step is the same batch_size * accumulate sequences; with
+    accumulate a multiple of `size` it is the same batches as well. Raises TrainingError when the
+    sequences cannot be divided.
+    """
+    total = batch_size * accumulate
+    own, rest = divmod(total, size)
+    if rest:
+        raise TrainingError(
+            f"a step has {total} sequences (batch_size {batch_size} x accumulate {accumulate}), "
+            f"which {size} processes cannot share evenly: start a number of processes that divides "
+            f"{total}, or choose another batch_size or accumulate"
+        )
+    largest = next(each for each in range(batch_size, 0, -1) if own % each == 0)
+    return Share(total, rank * own, largest, own // largest, total // largest)
+
+
+def noise_seed(seed: int, sequence: int) -> int:
+    """The seed of what is drawn (dropout) for the batch that begins with this sequence."""
+    return int(np.random.SeedSequence([seed, sequence]).generate_state(1, np.uint64)[0])

@@ -1,0 +1,196 @@
+"""Prepare: from a text to a tokenizer and two shards, in a run's `data/` folder.
+
+  data/tokenizer.tiktoken   ranks
+  data/train.tokens         shard
+  data/val.tokens           shard
+  data/data.json            the record of the text; pattern and special tokens
+
+Documents are separated by END_OF_TEXT. The vocabulary is learned from the training side alone.
+The text is streamed, twice where a vocabulary is learned: memory does not grow with it. Does not
+find or split documents (`model/training/text/`) or choose windows (`model/data/batches.py`).
+"""
+
+import hashlib
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from model.data.reuse import Written, adopt
+from model.data.shards import Shard, ShardWriter, open_shard
+from model.data.sources.document import Text, TextError
+from model.data.split import Side, are_many, sides
+from model.data.vocabulary import (
+    check,
+    learn,
+    ready_made,
+    require_end_of_text,
+    tokenizer_sha256,
+)
+from model.text.tokenizer import Tokenizer
+from model.training.presets import Recipe
+
+CHECKED_PIECES = 64
+"""Pieces that are decoded again to see that a tokenizer loses nothing."""
+
+
+@dataclass(frozen=True)
+class PreparedText:
+    """What the trainer needs of a text."""
+
+    tokenizer: Tokenizer
+    train: Shard
+    val: Shard
+    record: Mapping[str, Any]
+
+
+def prepare_text(
+    text: Text, recipe: Recipe, folder: Path, tokenizer: Tokenizer | None = None
+) -> PreparedText:
+    """Learn or take the vocabulary, tokenise every document, and write `folder`. A `tokenizer`
+    that is given is taken, whatever the recipe says: a checkpoint brings its own."""
+    folder.mkdir(parents=True, exist_ok=True)
+    fraction, many = recipe.val_fraction, are_many(text.documents)
+    if tokenizer is not None:
+        require_end_of_text(tokenizer, "the checkpoint's tokenizer")
+    elif text.shards:
+        tokenizer = _tokenizer_of_shards(text, recipe)
+    elif recipe.tokenizer == "own":
+        tokenizer = learn(_training_pieces(text, fraction, many=many), recipe.vocab_size)
+    else:
+        tokenizer = ready_made(recipe.tokenizer)
+    identity = tokenizer_sha256(tokenizer)
+    writers: dict[Side, ShardWriter] = {
+        side: ShardWriter(
+            folder / f"{side}.tokens",
+            vocab_size=tokenizer.vocab_size,
+            tokenizer_sha256=identity,
+        )
+        for side in ("train", "val")
+    }
+    with writers["train"], writers["val"]:
+        if text.shards:
+            written = adopt(text.shards, tokenizer, fraction, writers)
+        else:
+            written = _tokenise(text, tokenizer, fraction, writers, many=many)
+    train = open_shard(folder / "train.tokens", identity)
+    val = open_shard(folder / "val.tokens", identity)
+    record = _record(text, written, train, val)
+    tokenizer.write_ranks(folder / "tokenizer.tiktoken")
+    document = {
+        "record": record,
+        "pattern": tokenizer.pattern,
+        "special_tokens": tokenizer.special_tokens,
+    }
+    (folder / "data.json").write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    return PreparedText(tokenizer, train, val, record)
+
+
+def _record(text: Text, written: Written, train: Shard, val: Shard) -> dict[str, Any]:
+    """What every checkpoint says of the text."""
+    record: dict[str, Any] = {
+        "name": text.name,
+        "licence": text.licence,
+        "sha256": written.sha256,
+        "documents": written.documents,
+        "bytes": train.text_bytes + val.text_bytes,
+        "train_bytes": train.text_bytes,
+        "val_bytes": val.text_bytes,
+        "train_tokens": train.count,
+        "val_tokens": val.count,
+        "built_in": text.built_in,
+        "python": sys.version.split()[0],
+    }
+    if text.downloads:
+        record["downloads"] = list(text.downloads)
+    if written.bits is not None:
+        record["source_bits"] = written.bits
+    return record
+
+
+def _tokenise(
+    text: Text,
+    tokenizer: Tokenizer,
+    fraction: float,
+    writers: Mapping[Side, ShardWriter],
+    *,
+    many: bool,
+) -> Written:
+    """Encode every document piece by piece onto its side."""
+    assert tokenizer.end_of_text is not None
+    digest = hashlib.sha256()
+    bits: dict[Side, float] | None = {"train": 0.0, "val": 0.0}
+    count = unchecked = 0
+    for document in text.documents:
+        count += 1
+        touched: set[Side] = set()
+        for side, piece in sides(document, fraction, many=many):
+            raw = piece.encode()
+            if unchecked < CHECKED_PIECES:
+                check(tokenizer, piece)
+                unchecked += 1
+            digest.update(raw)
+            writers[side].append(tokenizer.encode(piece), len(raw))
+            touched.add(side)
+        digest.update(b"\0")
+        for side in touched:
+            writers[side].append([tokenizer.end_of_text], 0)
+        if bits is None or document.bits is None or len(touched) != 1:
+            bits = None  # of one document it is not known, or not how much is on which side
+        else:
+            bits[touched.pop()] += document.bits
+    return Written(sha256=digest.hexdigest(), documents=count, bits=bits)
+
+
+def _tokenizer_of_shards(text: Text, recipe: Recipe) -> Tokenizer:
+    if recipe.tokenizer == "own":
+        beside = text.shards[0].with_name("tokenizer.tiktoken")
+        raise TextError(
+            f"{text.name} is tokenised already, so no vocabulary can be learned from it: name the "
+            f"tokenizer that wrote it, for example --tokenizer {beside}"
+        )
+    return ready_made(recipe.tokenizer)
+
+
+def read_prepared(folder: Path) -> PreparedText:
+    """Read what `prepare_text` wrote: a run is resumed on the very same tokens."""
+    try:
+        document = json.loads((folder / "data.json").read_text(encoding="utf-8"))
+        tokenizer = Tokenizer.read_ranks(
+            folder / "tokenizer.tiktoken",
+            pattern=document["pattern"],
+            special_tokens=document["special_tokens"],
+        )
+    except (OSError, ValueError, KeyError) as error:
+        raise TextError(f"the prepared text in {folder} cannot be read: {error}") from error
+    identity = tokenizer_sha256(tokenizer)
+    return PreparedText(
+        tokenizer,
+        open_shard(folder / "train.tokens", identity),
+        open_shard(folder / "val.tokens", identity),
+        document["record"],
+    )
+
+
+def require_window(prepared: PreparedText, context_length: int) -> None:
+    """Refuse a text in which a window of the model's context does not fit."""
+    record, shards = prepared.record, {"training": prepared.train, "validation": prepared.val}
+    fits = min(shard.count for shard in shards.values()) - 1
+    for side, shard in shards.items():
+        if shard.count < context_length + 1:
+            smaller = f"a context_length of at most {fits}" if fits > 0 else "shorter documents"
+            raise TextError(
+                f"the {side} text has {shard.count} tokens ({shard.text_bytes} bytes of "
+                f"{record['bytes']} in {record['documents']} documents), a window takes "
+                f"{context_length + 1} (context_length {context_length} and the token after it): "
+                f"give more text, another val_fraction or {smaller}"
+            )
+
+
+def _training_pieces(text: Text, fraction: float, *, many: bool) -> Iterator[str]:
+    for document in text.documents:
+        for side, piece in sides(document, fraction, many=many):
+            if side == "train":
+                yield piece

@@ -1,0 +1,108 @@
+"""Adopt: train on shards that another run has tokenised, without tokenising again.
+
+A shard named val.tokens is validated on whole and the others are trained on, as in the run that
+wrote them. Without one, documents (what END_OF_TEXT ends) are held out as of a text: many whole,
+by the sha256 of their ids, of few the end of each. Every id is looked at before it is trained on.
+"""
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from model.data.shards import Shard, ShardWriter, open_shard, outside
+from model.data.split import MANY, Side, lot_of, whole_side
+from model.data.vocabulary import tokenizer_sha256
+from model.text.tokenizer import Tokenizer
+from model.training.step.validate import byte_lengths
+
+CHUNK = 2**20
+"""Ids that are held in memory at a time."""
+
+VALIDATION = "val.tokens"
+
+Ids = npt.NDArray[Any]  # (count,), uint16 or uint32
+
+
+@dataclass(frozen=True)
+class Written:
+    """What is known of a text when it has been written to shards."""
+
+    sha256: str  # of its content
+    documents: int
+    bits: Mapping[Side, float] | None  # information content, where the source is known exactly
+
+
+def adopt(
+    paths: Sequence[Path],
+    tokenizer: Tokenizer,
+    val_fraction: float,
+    writers: Mapping[Side, ShardWriter],
+) -> Written:
+    """Copy ready-made shards. Raises ShardError for ids or files that cannot be trained on."""
+    shards = [open_shard(path, tokenizer_sha256(tokenizer)) for path in paths]
+    end_of_text = tokenizer.end_of_text
+    assert end_of_text is not None
+    for shard in shards:
+        _check_ids(shard, tokenizer.vocab_size)
+    documents = [(shard, _document_ends(shard, end_of_text)) for shard in shards]
+    count = sum(len(ends) - 1 for _, ends in documents)
+    split_is_made = any(path.name == VALIDATION for path in paths)
+    lengths, digest = byte_lengths(tokenizer), hashlib.sha256()
+
+    def write(side: Side, ids: Ids) -> None:
+        for part in _chunks(ids):
+            writers[side].append(part, int(lengths[part].sum()))
+            digest.update(part.astype("<u4").tobytes())
+
+    for shard, ends in documents:
+        if split_is_made:
+            write("val" if shard.path.name == VALIDATION else "train", shard.tokens)
+            continue
+        for start, end in pairwise(ends):
+            ids = shard.tokens[start:end]
+            if count >= MANY:
+                write(whole_side(_lot(ids), val_fraction), ids)
+                continue
+            cut = int(len(ids) * (1 - val_fraction))
+            write("train", ids[:cut])
+            writers["train"].append([end_of_text], 0)
+            write("val", ids[cut:])
+    return Written(sha256=digest.hexdigest(), documents=count, bits=None)
+
+
+def _check_ids(shard: Shard, vocab_size: int) -> None:
+    first = 0
+    for ids in _chunks(shard.tokens):
+        if ids.max() >= vocab_size:
+            raise outside(ids, first, vocab_size, str(shard.path))
+        first += len(ids)
+
+
+def _document_ends(shard: Shard, end_of_text: int) -> list[int]:
+    """0, and where each document ends: behind its END_OF_TEXT, or at the end of the shard."""
+    ends, first = [0], 0
+    for ids in _chunks(shard.tokens):
+        ends += (first + 1 + np.flatnonzero(ids == end_of_text)).tolist()
+        first += len(ids)
+    if ends[-1] != first:
+        ends.append(first)
+    return ends
+
+
+def _chunks(ids: Ids) -> Iterator[Ids]:
+    for at in range(0, len(ids), CHUNK):
+        yield ids[at : at + CHUNK]
+
+
+def _lot(ids: Ids) -> int:
+    """The number that a document has drawn by its ids."""
+    digest = hashlib.sha256()
+    for part in _chunks(ids):
+        digest.update(part.astype("<u4").tobytes())
+    return lot_of(digest.digest())

@@ -1,0 +1,1 @@
+"""Where documents come from: files, records, downloads, Python's own text, generated stories."""

@@ -1,0 +1,137 @@
+"""Files: the documents in files of every kind that can be trained on.
+
+  NAME.jsonl     JSON lines, a document each (`records.py`)
+  NAME.parquet   a document in each row (`records.py`)
+  other names    UTF-8 text, the file is one document
+
+Each but Parquet may be compressed with gzip; that is seen by its first bytes, so a file whose name
+ends in .gz and one that was packed under another name are read alike. What is no text is refused
+by name. Does not follow addresses (`download.py`).
+"""
+
+import glob
+import gzip
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import TextIO
+
+from model.data.sources.document import PIECE, Document, TextError
+from model.data.sources.records import json_documents, parquet_documents
+
+GZIP = b"\x1f\x8b"
+"""How gzip begins, and no UTF-8 does."""
+
+PARQUET = ".parquet"
+JSON_LINES = (".jsonl", ".jsonl.gz")
+
+
+def named_files(name: str) -> list[Path]:
+    """The files that one word of `--data` names, in the order of their names."""
+    path = Path(name)
+    if path.is_file():
+        return [path]
+    if path.is_dir():
+        below = (file for file in path.rglob("*") if file.is_file())
+        files = [file for file in below if not _is_hidden(file.relative_to(path))]
+        if not files:
+            raise TextError(f"the folder {name} holds no files")
+    else:
+        files = [Path(match) for match in glob.glob(name, recursive=True)]
+        files = [file for file in files if file.is_file()]
+        if not files:
+            raise TextError(f"{name} is no file, no folder and no glob that matches a file")
+    return sorted(files)
+
+
+def each_once(files: Iterable[Path]) -> list[Path]:
+    """Files that several words name, once each."""
+    return list({file.resolve(): file for file in files}.values())
+
+
+def documents_of(path: Path, name: str, text_field: str) -> Iterator[Document]:
+    """The documents in a file, which messages call `name`; none in an empty one."""
+    ending = path.name.lower()
+    if ending.endswith(PARQUET):
+        yield from parquet_documents(path, name, text_field)
+    elif ending.endswith(JSON_LINES):
+        with _teaching(name), open_utf8(path) as file:
+            yield from json_documents(file, name, text_field)
+    elif _begins_with_gzip(path, name):
+        yield Document(name, partial(_read, path, name))
+    elif path.stat().st_size:
+        yield plain_file(path, name)
+
+
+def holds_records(path: Path) -> bool:
+    """Whether the text of a file is in a field of its records."""
+    return path.name.lower().endswith((PARQUET, *JSON_LINES))
+
+
+def plain_file(path: Path, name: str, *, drawn_by_name: bool = False) -> Document:
+    """A file of text that is not compressed, as one document."""
+    size = path.stat().st_size
+    return Document(name, partial(_read, path, name), size, drawn_by_name=drawn_by_name)
+
+
+def documents_of_all(files: Sequence[Path], text_field: str) -> Iterator[Document]:
+    for file in files:
+        yield from documents_of(file, file.as_posix(), text_field)
+
+
+def open_utf8(path: Path) -> TextIO:
+    """A file as text, unpacked if it is packed; line ends stay as they are."""
+    with path.open("rb") as file:
+        packed = file.read(len(GZIP)) == GZIP
+    if packed:
+        return gzip.open(path, "rt", encoding="utf-8", newline="")
+    return path.open(encoding="utf-8", newline="")
+
+
+@contextmanager
+def _teaching(name: str) -> Iterator[None]:
+    """Turns what reading a file may raise into a sentence that names the file."""
+    try:
+        yield
+    except UnicodeDecodeError as error:
+        raise TextError(
+            f"{name} is not UTF-8 (byte 0x{error.object[error.start]:02x}: {error.reason}); "
+            "convert it, or name only text, for example 'FOLDER/**/*.txt'"
+        ) from error
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise TextError(
+            f"{name} begins like a gzip file and cannot be unpacked ({error}): it is cut short "
+            "or damaged"
+        ) from error
+    except OSError as error:
+        raise TextError(f"{name} cannot be read: {error.strerror or error}") from error
+
+
+def _begins_with_gzip(path: Path, name: str) -> bool:
+    with _teaching(name), path.open("rb") as file:
+        return file.read(2) == GZIP
+
+
+def _is_hidden(path: Path) -> bool:
+    return any(part.startswith(".") for part in path.parts)
+
+
+def _read(path: Path, name: str) -> Iterator[str]:
+    """A file in pieces, cut behind a line's end where there is one."""
+    with _teaching(name), open_utf8(path) as file:
+        rest = ""
+        while block := file.read(PIECE - len(rest)):
+            if "\0" in block:
+                raise TextError(
+                    f"{name} holds NUL characters, so it is binary, or text in UTF-16; convert "
+                    "it, or name only text, for example 'FOLDER/**/*.txt'"
+                )
+            block = rest + block
+            cut = block.rfind("\n") + 1 if len(block) == PIECE else len(block)
+            cut = cut or len(block)
+            yield block[:cut]
+            rest = block[cut:]
+        if rest:
+            yield rest

@@ -1,0 +1,82 @@
+"""Split: which side a piece of text is on, training or validation. No document is on both.
+
+Of many documents some are held out whole. Which ones, the sha256 of a document decides: so adding
+documents moves none, and two that say the same, under whatever names, fall on the same side. (The
+documents of Python's own text are drawn by their names, which stay while their content changes
+from one Python to the next.) Of few documents the end of each is held out, the same end of two
+that say the same.
+"""
+
+import hashlib
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from typing import Literal
+
+from model.data.sources.document import Document
+
+Side = Literal["train", "val"]
+
+MANY = 20
+"""From so many documents on, whole documents are held out; below, the end of each."""
+
+
+def are_many(documents: Iterable[Document]) -> bool:
+    """Whether whole documents are held out of these. Looks at no more of them than is needed."""
+    return sum(1 for _ in islice(documents, MANY)) == MANY
+
+
+def sides(document: Document, val_fraction: float, *, many: bool) -> Iterator[tuple[Side, str]]:
+    """A document's pieces with the side that each is on; whether there are `many` of them
+    decides how they are split."""
+    if many:
+        side = whole_side(lot(document), val_fraction)
+        for piece in document.pieces():
+            yield side, piece
+        return
+    cut = int(document.count_bytes() * (1 - val_fraction))
+    at = 0
+    for piece in document.pieces():
+        raw = piece.encode()
+        here = _line_end(raw, cut - at) if at < cut < at + len(raw) else 0
+        at += len(raw)
+        if here:
+            yield "train", raw[:here].decode()
+            yield "val", raw[here:].decode()
+        elif at <= cut:
+            yield "train", piece
+        else:
+            yield "val", piece
+
+
+def whole_side(lot: int, val_fraction: float) -> Side:
+    """The side of a document that has drawn a lot below 2^64."""
+    return "val" if lot < val_fraction * 2**64 else "train"
+
+
+def first_held_out(documents: Iterable[Document]) -> list[Document]:
+    """Many documents in the order in which `sides` holds them out: of any val_fraction those that
+    validate come first."""
+    return sorted(documents, key=lot)
+
+
+def lot(document: Document) -> int:
+    """A number below 2^64 that a document has drawn, by its name or by reading its content."""
+    if document.drawn_by_name:
+        return lot_of(document.name.encode())
+    digest = hashlib.sha256()
+    for piece in document.pieces():
+        digest.update(piece.encode())
+    return int.from_bytes(digest.digest()[:8])
+
+
+def lot_of(raw: bytes) -> int:
+    return int.from_bytes(hashlib.sha256(raw).digest()[:8])
+
+
+def _line_end(raw: bytes, at: int) -> int:
+    """The first place at or after `at` behind a line's end, or at least between characters."""
+    if newline := raw.find(b"\n", at) + 1:
+        return newline
+    while at < len(raw) and raw[at] & 0xC0 == 0x80:
+        at += 1
+    return at

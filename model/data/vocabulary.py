@@ -1,0 +1,87 @@
+"""Vocabulary: the tokenizer of a training run, learned from its text or taken ready-made.
+
+Learning is byte-level BPE by rustbpe (an optional dependency: only training needs it); the result
+is an ordinary `model.tokenizer.Tokenizer`. Does not read documents or write tokens.
+"""
+
+import hashlib
+from collections.abc import Iterable, Iterator
+
+from model.data.sources.document import PIECE, TextError
+from model.text.published import ready_made_tokenizer
+from model.text.tokenizer import END_OF_TEXT, SPLIT_PATTERN, Tokenizer, TokenizerError
+from model.training.config import TrainingError
+
+SMALLEST = 257
+"""The 256 bytes and END_OF_TEXT."""
+
+LEARN_FROM = 256_000_000
+"""Characters of a long text that its vocabulary is learned from: more hardly changes it."""
+
+
+def learn(pieces: Iterable[str], vocab_size: int) -> Tokenizer:
+    """Learn at most `vocab_size` tokens (the 256 bytes and END_OF_TEXT included) from a text.
+
+    A short text may yield fewer: take the size from the result. `pieces` hold at most PIECE
+    characters each.
+    """
+    if vocab_size < SMALLEST:
+        raise TrainingError(
+            f"vocab_size {vocab_size} is below {SMALLEST}: the 256 bytes and {END_OF_TEXT}"
+        )
+    try:
+        import rustbpe
+    except ImportError as error:
+        raise TrainingError(
+            "learning a vocabulary needs rustbpe, which is not installed; install it "
+            "(pip install 'logitd[train]') or take a ready tokenizer, e.g. --tokenizer gpt2"
+        ) from error
+    trainer = rustbpe.Tokenizer()
+    trainer.train_from_iterator(_bounded(pieces), vocab_size - 1, pattern=SPLIT_PATTERN)
+    ranks = {bytes(token): rank for token, rank in trainer.get_mergeable_ranks()}
+    return Tokenizer(ranks=ranks, pattern=SPLIT_PATTERN, special_tokens={END_OF_TEXT: len(ranks)})
+
+
+def ready_made(name: str) -> Tokenizer:
+    """A published encoding by name, or a ranks file by path."""
+    try:
+        tokenizer = ready_made_tokenizer(name)
+    except TokenizerError as error:
+        raise TrainingError(str(error)) from error
+    require_end_of_text(tokenizer, f"the tokenizer {name}")
+    return tokenizer
+
+
+def require_end_of_text(tokenizer: Tokenizer, name: str) -> None:
+    if tokenizer.end_of_text is None:
+        raise TrainingError(f"{name} has no {END_OF_TEXT} to separate documents")
+
+
+def check(tokenizer: Tokenizer, piece: str) -> None:
+    """Raise unless encoding and decoding gives a text back: a pattern may drop characters."""
+    if tokenizer.decode(tokenizer.encode(piece)) != piece:
+        raise TextError(
+            f"the tokenizer does not give back the text that begins {piece[:40]!r}: its split "
+            f"pattern {tokenizer.pattern!r} leaves characters out"
+        )
+
+
+def tokenizer_sha256(tokenizer: Tokenizer) -> bytes:
+    """What identifies a vocabulary: ranks, pattern and special tokens."""
+    digest = hashlib.sha256(tokenizer.pattern.encode())
+    for token, rank in sorted(tokenizer.ranks.items(), key=lambda item: item[1]):
+        digest.update(b"%d %s\n" % (rank, token.hex().encode()))
+    for name, token_id in sorted(tokenizer.special_tokens.items()):
+        digest.update(f"{token_id} {name}\n".encode())
+    return digest.digest()
+
+
+def _bounded(pieces: Iterable[str]) -> Iterator[str]:
+    # subtle: rustbpe panics, past every `except Exception`, on a million spaces in a row.
+    total = 0
+    for piece in pieces:
+        assert len(piece) <= PIECE, "pieces are bounded where they are read"
+        yield piece
+        total += len(piece)
+        if total >= LEARN_FROM:
+            return

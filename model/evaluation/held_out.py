@@ -1,0 +1,129 @@
+"""Held out: a few thousand tokens that a checkpoint was not trained on, without preparing a text.
+
+The text that somebody names; else the validation shard of the run that the checkpoint lies in;
+else, for a checkpoint that was trained on Python's own text, what of that was held out. Reads no
+more of a text than is needed, and says in words when there is none.
+"""
+
+import sysconfig
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from model.checkpoint.checkpoint import CheckpointInfo
+from model.data.shards import Shard, open_shard
+from model.data.sources.document import Document, TextError
+from model.data.sources.files import documents_of_all, each_once, named_files
+from model.data.sources.python_text import python_text
+from model.data.split import first_held_out
+from model.data.vocabulary import tokenizer_sha256
+from model.text.tokenizer import Tokenizer, TokenizerError
+from model.training.run.directory import RUN, RunDirectory
+from model.training.step.validate import ValidationWindows
+
+TOKENS = 2048
+"""Tokens that are measured on, in all windows together."""
+
+FEWEST = 1024
+"""Below that a loss in bits per byte would be chance."""
+
+WINDOW = 128
+
+READ_BYTES = 2**18
+"""How much of a text is looked at; windows are spread evenly over it."""
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """One batch of windows, and where they come from, for people."""
+
+    name: str
+    windows: ValidationWindows
+
+
+def held_out(checkpoint: CheckpointInfo, path: Path | None = None) -> HeldOut:
+    """Windows of the text at `path`, or of what the checkpoint itself knows to be held out.
+
+    Raises TrainingError with the reason when there is no such text, or too little of it.
+    """
+    name, shard = _text(checkpoint, path)
+    window = min(WINDOW, checkpoint.config.context_length)
+    if shard.count <= FEWEST:
+        raise TextError(
+            f"{name} has {shard.count:,} tokens; to measure a loss takes more than {FEWEST:,}"
+        )
+    windows = ValidationWindows(
+        shard, checkpoint.tokenizer, window=window, batch_size=TOKENS // window, batches=1
+    )
+    return HeldOut(name, windows)
+
+
+def all_held_out(checkpoint: CheckpointInfo) -> tuple[str, Shard]:
+    """Everything that the checkpoint itself knows to be held out, and what it is, for people."""
+    return _text(checkpoint, None, None)
+
+
+def _text(
+    checkpoint: CheckpointInfo, path: Path | None, at_most: int | None = READ_BYTES
+) -> tuple[str, Shard]:
+    tokenizer, data = checkpoint.tokenizer, checkpoint.training.data
+    if path is not None:
+        return str(path), _tokenised(_documents(path, at_most), tokenizer, at_most)
+    folder = checkpoint.path.resolve().parent  # `best` is a link into the run
+    if (folder / RUN).is_file():
+        shard = open_shard(RunDirectory(folder).data / "val.tokens", tokenizer_sha256(tokenizer))
+        return "the run's validation text", shard
+    if data.get("built_in") is not True:
+        raise TextError(
+            "the checkpoint lies in no run directory and was not trained on Python's own text"
+        )
+    known = data.get("val_bytes")
+    limit = min(at_most or known, known) if isinstance(known, int) else READ_BYTES
+    documents = first_held_out(python_text(Path(sysconfig.get_path("stdlib"))).documents)
+    return "the validation part of Python's own text", _tokenised(documents, tokenizer, limit)
+
+
+def _documents(path: Path, at_most: int | None) -> list[Document]:
+    """The first documents at a path, as many as are looked at."""
+    documents = documents_of_all(each_once(named_files(str(path))), "text")
+    found, size = [], 0
+    for document in documents:
+        found.append(document)
+        size += document.size or 0
+        if at_most is not None and size >= at_most:
+            break
+    if not found:
+        raise TextError(f"{path} holds no text: its files are empty")
+    return found
+
+
+def _tokenised(documents: Iterable[Document], tokenizer: Tokenizer, limit: int | None) -> Shard:
+    """A shard in memory of the first `limit` bytes (None: of all), as `model/data/prepare.py`
+    would write."""
+    ids: list[int] = []
+    size = 0
+    try:
+        for piece, ends in _pieces(documents, limit):
+            ids += tokenizer.encode(piece)
+            size += len(piece.encode())
+            if ends and tokenizer.end_of_text is not None:
+                ids.append(tokenizer.end_of_text)
+    except OSError as error:
+        raise TextError(f"the text cannot be read: {error}") from error
+    except TokenizerError as error:
+        raise TextError(f"the text cannot be encoded: {error}") from error
+    return Shard(Path(), np.array(ids, dtype=np.int64), size)
+
+
+def _pieces(documents: Iterable[Document], limit: int | None) -> Iterator[tuple[str, bool]]:
+    """The first `limit` bytes of documents, or all, and after which pieces one has ended."""
+    for document in documents:
+        for piece in document.pieces():
+            raw = piece.encode()[:limit]
+            limit = None if limit is None else limit - len(raw)
+            yield raw.decode(errors="ignore"), False
+            if limit == 0:
+                return
+        yield "", True

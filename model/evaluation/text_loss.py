@@ -1,0 +1,187 @@
+"""Measure: the loss of a checkpoint on a text, in the trainer's own arithmetic.
+
+Every token of the text counts exactly once (`evaluate.RollingWindows`), the end of a document as a
+token that stands for no byte. In the numbers that a run was trained in, the result on its held-out
+text is what the trainer reported; in windows that overlap (`stride`) it is better, because tokens
+have more before them. With rounded weights the decoders that serve compute it, token by token.
+
+The text is tokenised onto disk, so it may be larger than memory. Documents follow each other in
+the windows, as in training.
+"""
+
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from model.checkpoint.checkpoint import CheckpointInfo
+from model.data.shards import Shard, ShardWriter, open_shard
+from model.data.sources.document import TextError
+from model.data.sources.open_text import open_text
+from model.data.vocabulary import tokenizer_sha256
+from model.device import Placement, use_threads
+from model.evaluation.held_out import all_held_out
+from model.evaluation.quantization_loss import step_nats
+from model.inference.kv_cache import KVCache
+from model.inference.load import OpenedModel, open_model
+from model.training.config import TrainingConfig
+from model.training.presets import TrainingDType
+from model.training.step.forward import Forward, training_placement
+from model.training.step.validate import UNCOUNTED, Evaluation, RollingWindows, evaluate
+from model.transformer.config import Quantization
+from model.transformer.gpt import GPT
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """The loss of a checkpoint on a text, and how it was computed."""
+
+    checkpoint: CheckpointInfo
+    text: str  # for people
+    evaluation: Evaluation
+    window: int
+    stride: int
+    dtype: str
+    device: str
+    threads: int
+    quantize: Quantization
+    seconds: float  # of computing, without reading and tokenising
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens that counted, by the time that all windows took."""
+        return self.evaluation.tokens / max(self.seconds, 1e-9)
+
+
+def measure(
+    path: Path,
+    data: Sequence[str] = (),
+    *,
+    stride: int | None = None,
+    batch_size: int = 8,
+    device: str = "auto",
+    dtype: TrainingDType = "auto",
+    threads: int = 0,
+    quantize: Quantization = "none",
+    say: Callable[[str], None] = lambda line: None,
+) -> Measurement:
+    """The loss of the checkpoint at `path` on the texts of `data`, or on its own held-out text.
+
+    `stride` is the context length unless given; `say` is told when kernels are being built. Leaves
+    the caller's thread count as it was. Raises CheckpointError, DeviceError, KernelError and
+    TrainingError.
+    """
+    placement = training_placement(device, dtype, threads)
+    decodes = quantize != "none"
+    opened = open_model(
+        path,
+        device=device,
+        # Under the trainer's forward weights stay float32; decoders have them in the dtype.
+        dtype="bfloat16" if decodes and placement.dtype == torch.bfloat16 else "float32",
+        threads=threads,
+        kernels="auto" if decodes else "torch",
+        quantize=quantize,
+        say=say,
+    )
+    checkpoint, before = opened.checkpoint, torch.get_num_threads()
+    use_threads(placement.threads)
+    try:
+        with _text(checkpoint, data) as (name, shard):
+            windows = _windows(checkpoint, name, shard, stride, batch_size)
+            began = time.monotonic()
+            if decodes:
+                evaluation = _decoded(opened, windows, batch_size)
+            else:
+                evaluation = _as_in_training(opened.gpt, windows, placement)
+            seconds = time.monotonic() - began
+    finally:
+        use_threads(before)
+    return Measurement(
+        checkpoint=checkpoint,
+        text=name,
+        evaluation=evaluation,
+        window=windows.width,
+        stride=windows.stride,
+        dtype=placement.dtype_name,
+        device=str(placement.device),
+        threads=placement.threads,
+        quantize=quantize,
+        seconds=seconds,
+    )
+
+
+def _windows(
+    checkpoint: CheckpointInfo, name: str, shard: Shard, stride: int | None, batch_size: int
+) -> RollingWindows:
+    context = checkpoint.config.context_length
+    if shard.count < 2:
+        raise TextError(f"{name} has {shard.count} tokens; the first predicts the second")
+    if stride is not None and stride > context:
+        raise TextError(
+            f"stride is {stride}, and the model sees {context} tokens: between two windows some "
+            "would be left out. Give one that is not larger"
+        )
+    return RollingWindows(
+        shard,
+        checkpoint.tokenizer,
+        window=context,
+        stride=stride or context,
+        batch_size=batch_size,
+    )
+
+
+@contextmanager
+def _text(checkpoint: CheckpointInfo, data: Sequence[str]) -> Iterator[tuple[str, Shard]]:
+    """The text's name and its tokens, on disk for as long as they are needed."""
+    if not data:
+        yield all_held_out(checkpoint)
+        return
+    text, tokenizer = open_text(TrainingConfig(data=tuple(data))), checkpoint.tokenizer
+    if text.shards:
+        raise TextError(
+            f"{text.name} are token ids that a run wrote; name the text that they were made of, or "
+            "nothing to measure on what the run held out"
+        )
+    identity = tokenizer_sha256(tokenizer)
+    with tempfile.TemporaryDirectory(prefix="logitd-eval-") as folder:
+        path = Path(folder) / "text.tokens"
+        with ShardWriter(
+            path, vocab_size=tokenizer.vocab_size, tokenizer_sha256=identity
+        ) as writer:
+            for document in text.documents:
+                for piece in document.pieces():
+                    writer.append(tokenizer.encode(piece), len(piece.encode()))
+                if tokenizer.end_of_text is not None:
+                    writer.append([tokenizer.end_of_text], 0)
+        yield text.name, open_shard(path, identity)
+
+
+def _as_in_training(gpt: GPT, windows: RollingWindows, placement: Placement) -> Evaluation:
+    with warnings.catch_warnings():
+        # As in `train`: torch tells that autocast's norms take its unfused path.
+        warnings.filterwarnings("ignore", "Mismatch dtype between input and weight")
+        return evaluate(gpt, windows, Forward(gpt, placement, dropout=0.0))
+
+
+def _decoded(opened: OpenedModel, windows: RollingWindows, batch_size: int) -> Evaluation:
+    """The loss by decode steps: the only place where weights are rounded."""
+    gpt, weight = opened.gpt, opened.gpt.token_embedding.weight
+    # A cache that is as long as the windows, not as the context: rows of it are side by side.
+    shape = replace(gpt.config, context_length=windows.width)
+    cache = KVCache(shape, batch_size, device=weight.device, dtype=weight.dtype)
+    decoder = opened.decode_path.make_decoder(gpt, cache)
+    nats, tokens, text_bytes = 0.0, 0, 0
+    try:
+        for inputs, targets in windows:
+            counted = targets[targets != UNCOUNTED].numpy()
+            nats += step_nats(decoder, inputs, targets)
+            tokens += counted.size
+            text_bytes += int(windows.byte_lengths[counted].sum())
+    finally:
+        decoder.close()
+    return Evaluation(loss=nats / tokens, tokens=tokens, text_bytes=text_bytes)

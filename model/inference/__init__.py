@@ -1,0 +1,1 @@
+"""Serving a model: loading, the engine, its kernels, sampling and constraints."""

@@ -1,0 +1,1 @@
+"""Structured output: which tokens may come next, by regular expression, JSON Schema or grammar."""

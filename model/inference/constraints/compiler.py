@@ -1,0 +1,330 @@
+"""Constraints: which token ids may come next, so that the text is what a client described.
+
+A regular expression, a JSON Schema, a list of choices or a grammar becomes a `Constraint`, and each
+sequence has a `Matcher` of it: a mask over the vocabulary before a draw, one step on after it. The
+work is llguidance's, an optional dependency that is imported here alone, on the checkpoint's own
+vocabulary and split pattern. Does not apply masks (`model/inference/sampling/sampler.py`), nor
+protect a process from what compiling may take (`model/inference/constraints/sandbox.py`), nor keep
+what was compiled (`service/core/constraints.py`).
+
+What the four kinds mean here:
+
+regex        the whole text matches, in the syntax of Rust's `regex` crate
+json_schema  the text is one JSON value by the schema (`json_schema.py`), on one line as
+             Python's `json.dumps` writes it, properties in the order of the schema; names of
+             additional properties may repeat
+choice       the text is one of a list
+grammar      the text is a sentence of a context-free grammar, in llguidance's dialect of Lark
+
+Where a grammar leaves only one way to go on, the tokens are those that the text has by itself.
+
+A constraint is made of text, special tokens are not. The end of text may be drawn exactly where the
+text is whole and could also go on; where it could not, the sequence ends by itself. llguidance is
+told of an end token of its own, one id beyond the vocabulary, so that vocabularies with and without
+an end of text are one case. Without one, what could go on goes on.
+"""
+
+import json
+import re
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from model.inference.constraints.json_schema import enforceable
+from model.inference.engine.api import ConstraintError
+from model.text.tokenizer import Tokenizer
+
+Kind = Literal["regex", "json_schema", "choice", "grammar"]
+
+LIMITS: Mapping[str, Any] = {
+    "initial_lexer_fuel": 1_000_000,
+    "step_lexer_fuel": 200_000,
+    "step_max_items": 50_000,
+    "max_items_in_row": 2_000,
+    "max_lexer_states": 50_000,
+    "max_grammar_size": 500_000,
+    "verbose_errors": False,
+}
+"""What llguidance may spend: on the lexer at first, on the lexer and the parser for one mask
+(about 15 ms), and on states that it keeps."""
+
+JSON_LAYOUT: Mapping[str, str | bool] = {
+    "item_separator": ", ",
+    "key_separator": ": ",
+    "whitespace_flexible": False,
+    "json_allowed_escapes": 'nrbtf\\"',
+    "coerce_one_of": False,
+    "lenient": False,
+}
+"""One layout: in free white space a small model loses itself. One spelling of each character:
+spelled with `\\u0061` a property `a` would pass for another one."""
+
+WITHOUT_EFFECT = ("capture", "stop", "stop_capture", "temperature")
+"""Attributes of a grammar's rule that would change nothing here, or not what they say."""
+
+LOCATION = re.compile(r"at \d+\(\d+\): ")
+"""Line and column, as the compiler begins a message with them."""
+
+QUICK_SECONDS = 0.1
+"""Up to here a constraint may be compiled again while texts are written."""
+
+MASKS_KEPT = 256
+"""Masks that come again need not be unpacked again: within a string, most are the same."""
+
+NOTHING_FOLLOWS = "no text matches from here on"
+
+
+class ConstraintsUnavailable(Exception):
+    """No constraint can be compiled here; the message says why and what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """What a client asked for. `text` is the expression or the grammar as it was written, the
+    schema or the list of choices as JSON."""
+
+    kind: Kind
+    text: str
+
+
+class Compiler:
+    """Makes constraints for one vocabulary. Safe to use from several threads.
+
+    Raises ConstraintsUnavailable without llguidance, or when that cannot read the vocabulary.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        try:
+            import llguidance
+        except ImportError as error:
+            raise ConstraintsUnavailable(
+                "constraints (regex, json_schema, choice, grammar) need llguidance, which is not "
+                "installed here: pip install llguidance, or the extra `constrain`, adds it"
+            ) from error
+        self._llguidance = llguidance
+        self._limits = llguidance.LLParserLimits(**LIMITS)
+        self.vocab_size = tokenizer.vocab_size
+        self.end_of_text = tokenizer.end_of_text
+        try:
+            self._vocabulary = llguidance.LLTokenizer.from_tiktoken(  # type: ignore[attr-defined]
+                encoder={
+                    token: rank
+                    for token, rank in tokenizer.ranks.items()
+                    if rank < tokenizer.ordinary  # the rest are no ids
+                },
+                special_tokens={},
+                pattern=tokenizer.pattern,
+                eos_token=self.vocab_size,
+                n_vocab=self.vocab_size + 1,
+            )
+        except ValueError as error:
+            raise ConstraintsUnavailable(
+                f"constraints cannot be compiled for this vocabulary: {error}"
+            ) from error
+        self._seen: dict[bytes, tuple[np.ndarray, bool]] = {}
+        # Special tokens, and the gaps that published encodings have between them.
+        self._no_text = range(tokenizer.ordinary, self.vocab_size)
+
+    def compile(self, source: Source) -> "Constraint":
+        """Raises ConstraintError, in the words of the compiler, for what is wrong or too large."""
+        began = time.perf_counter()
+        matcher = self.matcher(source)
+        seconds = time.perf_counter() - began
+        allowed, complete = self.look(matcher.deep_copy())
+        if complete:
+            raise ConstraintError("only the empty text matches; there is nothing to generate")
+        return Constraint(source, self, matcher, allowed, seconds)
+
+    def matcher(self, source: Source) -> Any:
+        """llguidance's matcher before the first token, which shares nothing with any other."""
+        matcher = self._llguidance.LLMatcher(
+            self._vocabulary, _grammar(source), log_level=0, limits=self._limits
+        )
+        if matcher.is_error():
+            words = _readable(matcher.get_error())
+            # Of what is written here around an expression or choices, nobody has to know.
+            raise ConstraintError(words if source.kind == "grammar" else LOCATION.sub("", words))
+        return matcher
+
+    def look(self, matcher: Any) -> tuple[np.ndarray, bool]:
+        """What may follow where an llguidance matcher stands: booleans over the vocabulary, which
+        are not to be changed, and whether it is only the end. Raises ConstraintError when it is
+        nothing at all."""
+        bits = matcher.compute_bitmask()
+        seen = self._seen.get(bits)
+        if seen is not None and not seen[1]:
+            return seen
+        if seen is None:
+            if matcher.is_error():
+                raise ConstraintError(_readable(matcher.get_error()))
+            if len(self._seen) >= MASKS_KEPT:
+                self._seen.clear()
+            seen = self._seen[bits] = self._unpacked(bits)
+        elif matcher.is_error():  # an error's bits are the end token alone, too
+            raise ConstraintError(_readable(matcher.get_error()))
+        return seen
+
+    def _unpacked(self, bits: bytes) -> tuple[np.ndarray, bool]:
+        mask = np.unpackbits(
+            np.frombuffer(bits, np.uint8), count=self.vocab_size + 1, bitorder="little"
+        ).view(np.bool_)
+        allowed, ends = mask[: self.vocab_size], bool(mask[self.vocab_size])
+        allowed[self._no_text.start :] = False
+        goes_on = bool(allowed.any())
+        if not goes_on and not ends:
+            raise ConstraintError(NOTHING_FOLLOWS)
+        if self.end_of_text is not None:
+            allowed[self.end_of_text] = ends
+        allowed.flags.writeable = False
+        return allowed, not goes_on
+
+
+class Constraint:
+    """A compiled constraint (`TokenConstraint` of the engine), shared by sequences. Its matchers
+    belong to one thread: they share a lexer, which learns as they go."""
+
+    def __init__(
+        self, source: Source, compiler: Compiler, start: Any, allowed: np.ndarray, seconds: float
+    ) -> None:
+        self.source = source
+        self.compiler = compiler
+        self.start = start  # llguidance's, before the first token; copied, never advanced
+        self.allowed = allowed  # what may come first
+        self.seconds = seconds  # that compiling took
+        self.size = len(source.text)
+        """Bytes of memory that compiling took, about; whoever has measured it puts it here."""
+        self.worn = False
+        """Whether its lexer has come to the limit of what it may learn."""
+
+    @property
+    def kind(self) -> Kind:
+        return self.source.kind
+
+    @property
+    def vocab_size(self) -> int:
+        return self.compiler.vocab_size
+
+    def matcher(self) -> "Matcher":
+        return Matcher(self)
+
+
+class Matcher:
+    """How far one sequence has come (`TokenMatcher` of the engine)."""
+
+    def __init__(self, constraint: Constraint) -> None:
+        self.complete = False
+        """Whether nothing may follow: the text is whole."""
+        self._constraint = constraint
+        self._compiler = constraint.compiler
+        self._look, self._end_of_text = constraint.compiler.look, constraint.compiler.end_of_text
+        self._state: Any = None  # llguidance's; none before the first token
+        self._alone = False  # shares no lexer
+        self._allowed: np.ndarray | None = constraint.allowed  # None: not looked for yet
+        self._token_ids: list[int] = []
+
+    def allowed(self) -> np.ndarray:
+        """Which ids may come next: booleans (V,). Computed when it is first asked for after a
+        token. None is true if the text turns out to be whole; then the matcher is `complete`.
+        Raises ConstraintError when nothing can follow, though it is not."""
+        if self._allowed is None:
+            try:
+                self._allowed, self.complete = self._look(self._state)
+            except ConstraintError as error:
+                self._start_again(error)
+                self._allowed, self.complete = self._look(self._state)
+        return self._allowed
+
+    def advance(self, token_id: int) -> None:
+        """Take in an allowed token. Raises ConstraintError for one that was not."""
+        if token_id == self._end_of_text:
+            self.complete = True
+            return
+        if self._state is None:
+            self._state = self._constraint.start.deep_copy()
+        self._token_ids.append(token_id)
+        self._allowed = None
+        try:
+            self._consume(token_id)
+        except ConstraintError as error:
+            self._start_again(error)
+        if self._state.is_stopped():  # nothing goes on here: whole, or a dead end
+            self.allowed()
+
+    def _consume(self, token_id: int) -> None:
+        if not self._state.consume_token(token_id):
+            raise ConstraintError(_readable(self._state.get_error()))
+
+    def _start_again(self, error: ConstraintError) -> None:
+        """Come to the same place with a lexer of its own. What others have made a shared one learn
+        counts against its limits, and must not end a sequence that alone would have gone on. Raises
+        the error where that would not help, or take long."""
+        self._constraint.worn = True
+        if self._alone or self._constraint.seconds > QUICK_SECONDS:
+            raise error
+        self._alone = True
+        self._state = self._compiler.matcher(self._constraint.source)
+        for token_id in self._token_ids:
+            self._consume(token_id)
+
+
+def _grammar(source: Source) -> str:
+    """A source in llguidance's own form. Raises ConstraintError for what llguidance would let pass
+    without honouring it."""
+    match source.kind:
+        case "regex":
+            return _of_lark(f"start: /{_quoted(source.text)}/")
+        case "choice":
+            texts = map(json.dumps, json.loads(source.text))
+            return _of_lark(f"start: CHOICE\nCHOICE: {' | '.join(texts)}")
+        case "grammar":
+            _check_lark(source.text)
+            return _of_lark(source.text)
+        case "json_schema":
+            schema = enforceable(json.loads(source.text))
+            schema["x-guidance"] = JSON_LAYOUT
+            return json.dumps({"grammars": [{"json_schema": schema}]})
+
+
+def _of_lark(text: str) -> str:
+    # By itself a text that begins like JSON would be read as a list of grammars.
+    return json.dumps({"grammars": [{"lark_grammar": text}]})
+
+
+def _quoted(expression: str) -> str:
+    """A regular expression as it stands between slashes. Raises ConstraintError for one that ends
+    in the middle of an escape, and would take the closing slash for its own."""
+    if (len(expression) - len(expression.rstrip("\\"))) % 2:
+        raise ConstraintError("the expression ends with a backslash that escapes nothing")
+    plain = {"/": r"\/", "\n": r"\n", "\r": r"\r", "\t": r"\t"}
+    parts = re.findall(r"\\.|.", expression, flags=re.DOTALL)
+    return "".join(plain.get(part[-1], part) for part in parts)
+
+
+def _check_lark(text: str) -> None:
+    bare = re.sub(r'//.*|#.*|"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\\n])+/', "", text)  # no strings
+    if "%json" in bare:
+        raise ConstraintError(
+            "%json is not supported in a grammar; json_schema is a field of its own"
+        )
+    if named := re.search(r"<[^>\n]*>", bare):
+        raise ConstraintError(f"the token {named[0][:40]} cannot be part of it: it is made of text")
+    for attributes in re.findall(r"^[ \t]*[!?]?[\w-]+[ \t]*\[(.*)\][ \t]*:", bare, re.MULTILINE):
+        names = {attribute.partition("=")[0].strip() for attribute in attributes.split(",")}
+        if refused := sorted(names.intersection(WITHOUT_EFFECT)):
+            raise ConstraintError(f"the attribute {refused[0]} of a rule has no effect here")
+
+
+def _readable(message: str) -> str:
+    """The compiler's words in one line, without the excerpts, advice and files that are its own."""
+    if message.startswith("NoExtensionBias"):
+        return NOTHING_FOLLOWS
+    location = LOCATION.match(message)
+    if "(in regex): " in message:
+        reason = message.rpartition("(in regex): ")[2].rpartition("\nerror: ")[2].partition("\n")[0]
+        message = f"{location[0] if location else ''}invalid regular expression: {reason}"
+    message = message[:1000]  # what follows takes time by the square of a word's length
+    own = r"<non-verbose/>|^\s*\d+ \|.*$|^\s*\^\s*$|; either increase .*|\S*\.rs(:\d+)*"
+    return " ".join(re.sub(own, "", message, flags=re.MULTILINE).split())[:300]

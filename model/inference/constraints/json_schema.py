@@ -1,0 +1,134 @@
+"""What of JSON Schema is honoured: a keyword is enforced, or it only annotates, or it is refused.
+
+llguidance enforces the keywords below (draft 2020-12), refuses others that it knows, and ignores
+those that it does not know. Here nothing is ignored that might have been meant: a misspelt keyword,
+one of another dialect, or a count of properties that repeated names could satisfy.
+
+Strings are written with the escapes of NAMED_CONTROLS, `\\"` and `\\\\` alone (`JSON_LAYOUT` in
+`model/inference/constraints/compiler.py`), so other control characters cannot be written.
+llguidance 1.9.1 then leaves them out of a text that asks for them, so that is refused here; and
+where a class of characters holds all control characters, it lets a quote and a backslash pass as
+well. So a negated class is made to lack NUL, and what else could hold them all is refused.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from model.inference.engine.api import ConstraintError
+
+ENFORCED = {
+    *("type", "enum", "const", "anyOf", "allOf", "oneOf", "$ref"),
+    *("properties", "required", "additionalProperties", "patternProperties"),
+    *("minProperties", "maxProperties", "items", "prefixItems", "minItems", "maxItems"),
+    *("minLength", "maxLength", "pattern", "format"),
+    *("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
+}
+ANNOTATIONS = {
+    *("$schema", "$id", "$anchor", "$comment", "$defs", "definitions"),
+    *("title", "description", "default", "example", "examples", "deprecated"),
+    *("readOnly", "writeOnly", "discriminator", "contentEncoding", "contentMediaType"),
+}
+"""They say nothing about the value; extensions (`x-...`) neither."""
+
+BY_NAME = {"properties", "patternProperties", "$defs", "definitions"}
+"""What they hold are schemas by name."""
+
+NAMED_CONTROLS = "\b\t\n\f\r"
+
+TOKEN = re.compile(
+    r"\\(?:[xuU]\{[0-9a-fA-F]*\}|x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}"
+    r"|[pP](?:\{[^}]*\}|.)|.)|\[\^[]-]?|\[:|\[\]?|&&|--|~~|.",
+    re.DOTALL,
+)
+"""The parts of a regular expression, as far as they matter here."""
+CATEGORY = re.compile(r"\\p(?:[LMNPSZ]|\{[LMNPSZ][a-z]?\})")
+"""Of Unicode, those without control characters."""
+
+
+def enforceable(schema: Any) -> Any:
+    """The schema as the compiler takes it to mean what it says. Raises ConstraintError for what
+    would not be honoured; what a keyword may hold is the compiler's to check."""
+    if isinstance(schema, list):
+        return [enforceable(one) for one in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    _check_keywords(schema)
+    _check_count(schema)
+    return {key: _value(key, value) for key, value in schema.items()}
+
+
+def _value(key: str, value: Any) -> Any:
+    """What a keyword holds, made enforceable."""
+    if key in ("const", "enum"):
+        _check_text(value)
+        return value
+    if key in BY_NAME and isinstance(value, Mapping):
+        named = {name: enforceable(one) for name, one in value.items()}
+        if key != "patternProperties":
+            return named
+        return {_pattern(pattern): one for pattern, one in named.items()}
+    if key == "pattern" and isinstance(value, str):
+        return _pattern(value)
+    return value if key in ANNOTATIONS or key.startswith("x-") else enforceable(value)
+
+
+def _check_keywords(schema: Mapping[str, Any]) -> None:
+    if "x-guidance" in schema:
+        raise ConstraintError("x-guidance is not read here: the layout of JSON is fixed")
+    for key in schema:
+        if key not in ENFORCED | ANNOTATIONS and not key.startswith("x-"):
+            raise ConstraintError(f"the keyword {key[:40]!r} is not supported")
+
+
+def _check_count(schema: Mapping[str, Any]) -> None:
+    least, required = schema.get("minProperties", 0), schema.get("required", [])
+    count = len(required) if isinstance(required, list) else 0
+    if isinstance(least, int | float) and least > max(1, count):
+        raise ConstraintError(
+            f"minProperties is {least} and {count} properties are required: names of others may "
+            "repeat, so that many cannot be promised"
+        )
+
+
+def _check_text(value: Any) -> None:
+    """Refuse characters of a string, anywhere in a value, that cannot be written."""
+    if isinstance(value, list):
+        for one in value:
+            _check_text(one)
+    elif isinstance(value, Mapping):
+        _check_text(list(value.values()))
+    elif isinstance(value, str):
+        for character in value:
+            _check_character(ord(character))
+
+
+def _check_character(code: int) -> None:
+    if code == 0x7F or (code < 0x20 and chr(code) not in NAMED_CONTROLS):
+        raise ConstraintError(f"the character U+{code:04X} cannot be written in a string")
+
+
+def _pattern(pattern: str) -> str:
+    """A pattern whose negated classes lack NUL. Refuses what names other control characters, or
+    could hold all of them."""
+    parts, in_class = [], False
+    for token in TOKEN.findall(pattern):
+        _check_token(token, in_class=in_class)
+        in_class = token[0] == "[" or (in_class and token != "]")
+        if token.startswith("[^"):  # what stands first in it may be a bracket or a hyphen
+            token = r"[^\x00" + "".join("\\" + character for character in token[2:])
+        parts.append(token)
+    return "".join(parts)
+
+
+def _check_token(token: str, *, in_class: bool) -> None:
+    if len(token) == 1:
+        _check_character(ord(token))
+    elif token[:2] in (r"\x", r"\u", r"\U"):
+        _check_character(int(token[2:].strip("{}") or "0", 16))
+    elif (
+        token in (r"\a", r"\v", "[:")
+        or (token[:2] in (r"\p", r"\P") and not CATEGORY.fullmatch(token))
+        or (in_class and token in ("&&", "--", "~~", "[", "[]", "[^", "[^]", "[^-"))
+    ):
+        raise ConstraintError(f"{token[:40]} in a pattern is not supported")

@@ -1,0 +1,320 @@
+"""Engine: a synchronous object that one thread drives by calling `step`.
+
+Accepts requests, turns plans into events and ends sequences: by a stop token, a constraint that is
+complete, max_tokens, abort, deadline or error. Each accepted sequence gets exactly one
+`FinishEvent`, and nothing after it. What runs next is the scheduler's decision, what is computed
+the runner's.
+
+A drafted token counts when the sampler's own draw, one position before it, was that token; then the
+draw behind it is the one that the sequence would have made in its next step. So drafts change how
+many tokens a step gives, and not which.
+"""
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+
+from model.inference.engine.api import (
+    ConstraintError,
+    EngineConfig,
+    EngineStats,
+    Event,
+    FinishReason,
+    InvalidRequest,
+    MaskAhead,
+    PromptEvent,
+    PromptToken,
+    Request,
+    RowsEvent,
+    StepResult,
+    TokenEvent,
+    TokenMatcher,
+    sequence_lengths,
+)
+from model.inference.engine.cost import row_width
+from model.inference.engine.ngram import Draft
+from model.inference.engine.runner import DecoderMaker, Runner, Scores, StepOutput
+from model.inference.engine.scheduler import PrefillChunk, Scheduler, StepPlan
+from model.inference.engine.sequence import Group, Sequence, State
+from model.inference.engine.validation import check_request
+from model.inference.kernels.eager.decoder import PlainDecoder
+from model.inference.sampling.sampler import Drawn, Sampled
+from model.transformer.gpt import GPT
+
+
+class Engine:
+    """Continuous batching over one model. Not thread-safe: one thread owns it."""
+
+    def __init__(
+        self,
+        gpt: GPT,
+        config: EngineConfig,
+        *,
+        make_decoder: DecoderMaker = PlainDecoder,
+        masks: MaskAhead | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.model_config = gpt.config
+        self.clock = clock
+        self._runner = Runner(gpt, config.slots, make_decoder, masks)
+        self._scheduler = Scheduler(
+            config,
+            partial(row_width, config=gpt.config),
+            share_decoded=self._runner.phases_agree,
+        )
+        self._sequences: dict[str, list[Sequence]] = {}  # unfinished, by request
+        self._first_deadline = math.inf  # nobody's is earlier
+        self._next_weights: GPT | None = None
+
+    @property
+    def kv_cache_bytes(self) -> int:
+        return self._runner.cache.nbytes
+
+    @property
+    def slots(self) -> int:
+        return self._scheduler.slots.total
+
+    def add(self, request: Request, arrived: float | None = None) -> None:
+        """Accept a request, or raise InvalidRequest. It is computed by the steps that follow.
+
+        `arrived` is when it came to whoever queued it, on the engine's clock; now, if not given.
+        """
+        check_request(request, self.model_config)
+        if request.request_id in self._sequences:
+            raise InvalidRequest(f"request id {request.request_id!r} is in use")
+        arrived = self.clock() if arrived is None else arrived
+        group = Group(request)
+        count = len(sequence_lengths(request))
+        sequences = [Sequence(group, index, arrived) for index in range(count)]
+        self._sequences[request.request_id] = sequences
+        if request.deadline is not None:
+            self._first_deadline = min(self._first_deadline, request.deadline)
+        for sequence in sequences:
+            self._scheduler.enqueue(sequence)
+
+    def abort(
+        self,
+        request_id: str,
+        index: int | None = None,
+        reason: FinishReason = FinishReason.ABORT,
+    ) -> list[Event]:
+        """End a request, or one of its sequences. Its slot is free at the next step. An id that
+        is unknown, or finished meanwhile, is no error: the two may cross. `reason` is STOP when the
+        caller found in the text what ends it."""
+        ended = [s for s in self._sequences.get(request_id, []) if index in (None, s.index)]
+        return [self._finish(sequence, reason) for sequence in ended]
+
+    def grant(self, request_id: str) -> None:
+        """The reader of a RowsRequest took a piece: one more may be computed."""
+        for sequence in self._sequences.get(request_id, []):
+            sequence.credit += 1
+
+    def swap_weights(self, gpt: GPT) -> None:
+        """Let every request that has not begun be answered by other weights of the same shape.
+
+        Takes effect between two steps: requests that have begun, with all of their sequences, end
+        on the old weights; the others wait for that. What slots held is then forgotten. Raises
+        ValueError for a model of another shape, device or dtype: its cache would not fit.
+        """
+        self._runner.check_replaceable(gpt)
+        self._next_weights = gpt
+        self._scheduler.only_started = True
+        self._swap_when_idle()
+
+    def swapping(self) -> bool:
+        """Whether old weights are still answering requests that had begun."""
+        return self._next_weights is not None
+
+    def has_work(self) -> bool:
+        """Whether a step would do anything."""
+        return self._scheduler.has_work()
+
+    def next_deadline(self) -> float | None:
+        """The earliest deadline of an unfinished request, on the engine's clock."""
+        first = min((deadline for _, deadline in self._deadlines()), default=math.inf)
+        self._first_deadline = first
+        return None if first == math.inf else first
+
+    def step(self) -> StepResult:
+        """Admit, prefill a chunk, decode all running sequences, sample."""
+        events = self._expire()
+        plan = self._scheduler.plan(self.clock())
+        if plan:
+            try:
+                output = self._runner.run(plan)
+            except Exception as error:  # the model failed: those who were computed are told
+                events += self._fail(plan, error)
+            else:
+                self._book(plan, output, events)
+        return StepResult(
+            events=tuple(events),
+            prefilled_tokens=sum(chunk.end - chunk.start for chunk in plan.prefill),
+            decoded_sequences=len(plan.decode),
+            drafted_tokens=sum(len(draft.token_ids) for draft in plan.drafts.values()),
+            accepted_tokens=sum(draft.accepted for draft in plan.drafts.values()),
+        )
+
+    def stats(self) -> EngineStats:
+        scheduler = self._scheduler
+        return EngineStats(
+            waiting=len(scheduler.waiting),
+            running=len(scheduler.running),
+            running_tokens=sum(sequence.prompt_length for sequence in scheduler.running),
+            slots=scheduler.slots.total,
+            slots_used=scheduler.slots.used,
+        )
+
+    def close(self) -> None:
+        """End what computes; nothing may be asked of the engine afterwards."""
+        self._runner.close()
+
+    def check_integrity(self) -> None:
+        """Assert that no slot or sequence is lost or shared (for tests)."""
+        self._scheduler.check_integrity()
+        known = {s for sequences in self._sequences.values() for s in sequences}
+        assert known == {*self._scheduler.waiting, *self._scheduler.running}
+
+    def _swap_when_idle(self) -> None:
+        if self._next_weights is None:
+            return
+        if not any(s.group.started for group in self._sequences.values() for s in group):
+            self._runner.replace(self._next_weights)
+            self._next_weights = None
+            self._scheduler.slots.forget()
+            self._scheduler.only_started = False
+
+    def _expire(self) -> list[Event]:
+        now = self.clock()
+        if now < self._first_deadline:
+            return []
+        expired = [sequence for sequence, deadline in self._deadlines() if deadline <= now]
+        events = [self._finish(sequence, FinishReason.TIMEOUT) for sequence in expired]
+        self.next_deadline()
+        return events
+
+    def _deadlines(self) -> Iterator[tuple[Sequence, float]]:
+        """The unfinished sequences that have a deadline."""
+        for sequences in self._sequences.values():
+            for sequence in sequences:
+                if (deadline := sequence.request.deadline) is not None:
+                    yield sequence, deadline
+
+    def _book(self, plan: StepPlan, output: StepOutput, events: list[Event]) -> None:
+        """Take in the results of a step; what there is to tell of them is added to `events`."""
+        now = self.clock()
+        for sequence in plan.decode:
+            sequence.computed += 1
+        for chunk in plan.prefill:
+            sequence = chunk.sequence
+            self._scheduler.prefilled(chunk, now)
+            if sequence in output.scores:
+                events.append(self._prompt_event(chunk, output.scores[sequence]))
+            if (rows := output.rows.get(sequence)) is not None:
+                sequence.credit -= 1
+                events.append(RowsEvent(sequence.request_id, rows.positions, rows.values))
+            if chunk.completes_prompt and sequence.generation is None:
+                events.append(self._finish(sequence, FinishReason.STOP))
+        for sequence, drawn in output.sampled.items():
+            self._append(sequence, drawn, events)
+        for sequence, draft in plan.drafts.items():
+            self._verify(sequence, draft, output.verified[sequence], events)
+
+    def _prompt_event(self, chunk: PrefillChunk, scores: Scores) -> Event:
+        """The row of a position scores the token after it; nothing scores a prompt's first."""
+        tokens = [PromptToken(s.token_id, s.chosen, s.top) for s in scores.tokens]
+        sequence, start = chunk.sequence, scores.start
+        if start == 1 and sequence.scores_first:
+            start = 0
+            tokens.insert(0, PromptToken(sequence.tokens[0]))
+        return PromptEvent(sequence.request_id, sequence.index, start, tuple(tokens))
+
+    def _append(self, sequence: Sequence, drawn: Drawn, events: list[Event]) -> None:
+        """Take in what was drawn for a sequence: a token, which may end it, or that none comes."""
+        if isinstance(drawn, Sampled):
+            if drawn.error is not None or drawn.whole:
+                events.append(self._finish_without_token(sequence, drawn))
+                return
+            token_id, chosen, top = drawn.token_id, drawn.chosen, drawn.top
+            event = TokenEvent(sequence.request_id, sequence.index, token_id, chosen, top)
+        else:
+            token_id = drawn
+            event = TokenEvent(sequence.request_id, sequence.index, token_id)
+        sequence.tokens.append(token_id)
+        events.append(event)
+        if token_id in sequence.stop_token_ids:
+            end = self._finish(sequence, FinishReason.STOP, stop_token_id=token_id)
+            events.append(end)
+        elif sequence.matcher is not None and (
+            ended := self._end_of_constraint(sequence, sequence.matcher, token_id)
+        ):
+            events.append(ended)
+        elif len(sequence.tokens) == sequence.longest:
+            events.append(self._finish(sequence, FinishReason.LENGTH))
+
+    def _verify(
+        self, sequence: Sequence, draft: Draft, draws: list[Drawn], events: list[Event]
+    ) -> None:
+        """Take in the draws behind a draft's tokens, up to the first token that was not drawn or
+        that ended the sequence. What is behind that never was: neither a token nor an error."""
+        for token_id, drawn in zip(draft.token_ids, draws, strict=True):
+            if sequence.state is State.FINISHED or sequence.tokens[-1] != token_id:
+                break
+            draft.accepted += 1
+            sequence.computed += 1
+            self._append(sequence, drawn, events)
+        assert sequence.drafter is not None
+        sequence.drafter.learn(draft)
+
+    def _end_of_constraint(
+        self, sequence: Sequence, matcher: TokenMatcher, token_id: int
+    ) -> Event | None:
+        """Take a token into the sequence's constraint; the last event of a sequence that it ends,
+        by being complete or by failing."""
+        constraint = sequence.constraint
+        assert constraint is not None
+        try:
+            matcher.advance(token_id)
+            if sequence.tokens_left == 0:  # no step will ask what may follow
+                matcher.allowed()
+        except ConstraintError as error:
+            reason, param = FinishReason.ERROR, constraint.kind
+            return self._finish(sequence, reason, error=str(error), param=param)
+        except Exception as error:  # a bug of the matcher's, for which nobody else has to pay
+            message = f"the constraint failed: {type(error).__name__}: {error}"
+            return self._finish(sequence, FinishReason.ERROR, error=message)
+        return self._finish(sequence, FinishReason.STOP) if matcher.complete else None
+
+    def _finish_without_token(self, sequence: Sequence, drawn: Sampled) -> Event:
+        """The last event of a sequence whose text was whole, or that cannot go on."""
+        if drawn.error is None:
+            return self._finish(sequence, FinishReason.STOP)
+        reason, param = FinishReason.ERROR, drawn.param
+        return self._finish(sequence, reason, error=drawn.error, param=param)
+
+    def _fail(self, plan: StepPlan, error: Exception) -> list[Event]:
+        # What the step wrote into the cache is unknown: nothing of it may be shared.
+        self._scheduler.slots.forget()
+        message = f"the model failed: {type(error).__name__}: {error}"
+        computed = [*(chunk.sequence for chunk in plan.prefill), *plan.decode]
+        return [self._finish(one, FinishReason.ERROR, error=message) for one in computed]
+
+    def _finish(
+        self,
+        sequence: Sequence,
+        reason: FinishReason,
+        *,
+        stop_token_id: int | None = None,
+        error: str | None = None,
+        param: str | None = None,
+    ) -> Event:
+        assert sequence.state is not State.FINISHED
+        self._scheduler.remove(sequence)
+        siblings = self._sequences[sequence.request_id]
+        siblings.remove(sequence)
+        if not siblings:
+            del self._sequences[sequence.request_id]
+        self._swap_when_idle()
+        return sequence.finish_event(
+            reason, self.clock(), stop_token_id=stop_token_id, error=error, param=param
+        )

@@ -1,0 +1,161 @@
+"""Sequence: one running generation, or one prompt whose numbers are being computed.
+
+Its tokens, how many of them are in the cache, and what moments it has passed. Mutable, owned by
+the engine alone. Decides nothing: see `scheduler.py`.
+"""
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from model.inference.engine.api import (
+    FinishEvent,
+    FinishReason,
+    GenerationRequest,
+    Request,
+    RowsRequest,
+    ScoreRequest,
+    SequenceTimes,
+    TokenConstraint,
+    TokenMatcher,
+)
+from model.inference.engine.ngram import Drafter
+
+ROWS_CREDIT = 2
+"""Pieces of rows that may be on their way to a reader at once."""
+
+
+class State(Enum):
+    WAITING = "waiting"  # in the queue, without a slot
+    PREFILL = "prefill"  # has a slot; part of the prompt is still to be computed
+    DECODE = "decode"  # prompt computed, one token a step, and those drafted that were right
+    FINISHED = "finished"
+
+
+@dataclass(eq=False, slots=True)
+class Group:
+    """What the sequences of one request share."""
+
+    request: Request
+    started: bool = False  # one of them was admitted
+
+
+@dataclass(eq=False, slots=True)
+class Sequence:
+    """One of the sequences of a request."""
+
+    group: Group
+    index: int
+    arrived: float
+    request: Request = field(init=False)
+    request_id: str = field(init=False)
+    generation: GenerationRequest | None = field(init=False)  # the request, if it generates
+    tokens: list[int] = field(init=False)  # the prompt, then what was generated
+    prompt_length: int = field(init=False)
+    longest: int = field(init=False)  # of `tokens`: max_tokens after the prompt
+    stop_token_ids: frozenset[int] = field(init=False)
+    matcher: TokenMatcher | None = field(init=False)  # of its constraint, if it has one
+    state: State = State.WAITING
+    slot: int | None = None
+    computed: int = 0  # leading tokens whose keys and values are in the cache
+    cached: int = 0  # of these, copied from another slot at the start
+    credit: int = ROWS_CREDIT
+    drafter: Drafter | None = None  # while it decodes, if drafts are verified for it
+    admitted: float | None = None
+    prefilled: float | None = None
+
+    def __post_init__(self) -> None:
+        request = self.request = self.group.request
+        self.request_id = request.request_id
+        self.generation = request if isinstance(request, GenerationRequest) else None
+        self.tokens = list(request.token_ids)
+        if isinstance(request, ScoreRequest) and request.continuations:
+            self.tokens += request.continuations[self.index]
+        self.prompt_length = self.longest = len(self.tokens)
+        self.stop_token_ids = frozenset()
+        if self.generation is not None:
+            self.longest += self.generation.params.max_tokens
+            self.stop_token_ids = self.generation.params.stop_token_ids
+        self.matcher = None if self.constraint is None else self.constraint.matcher()
+
+    @property
+    def generated(self) -> int:
+        return len(self.tokens) - self.prompt_length
+
+    @property
+    def tokens_left(self) -> int:
+        """How many more tokens it may generate."""
+        return self.longest - len(self.tokens)
+
+    @property
+    def constraint(self) -> TokenConstraint | None:
+        """What its text has to be, if that was asked for."""
+        return None if self.generation is None else self.generation.params.constraint
+
+    @property
+    def rows(self) -> RowsRequest | None:
+        """The request, if it asks for rows."""
+        return self.request if isinstance(self.request, RowsRequest) else None
+
+    @property
+    def scores_from(self) -> int | None:
+        """The first position whose row scores the token after it, if tokens are scored. Of a
+        generation the first sequence does it, on behalf of its siblings."""
+        match self.request:
+            case ScoreRequest(token_ids=prompt, continuations=continuations):
+                return len(prompt) - 1 if continuations else 0
+            case GenerationRequest(prompt_logprobs=int()) if self.index == 0:
+                return 0
+            case _:
+                return None
+
+    @property
+    def scores_first(self) -> bool:
+        """Whether its first token is told among the scored ones, although nothing predicts it."""
+        request = self.request
+        return not (isinstance(request, ScoreRequest) and request.continuations)
+
+    @property
+    def scored_top(self) -> int:
+        """How many of the likeliest are told in the place of each scored token."""
+        match self.request:
+            case ScoreRequest(top=top):
+                return top
+            case GenerationRequest(prompt_logprobs=int(top)):
+                return top
+            case _:
+                return 0
+
+    @property
+    def first_needed(self) -> int:
+        """The first prompt position whose hidden state is asked for; those before it may be
+        copied from another slot."""
+        if self.rows is not None:
+            return self.rows.positions[0]
+        return self.prompt_length - 1 if self.scores_from is None else self.scores_from
+
+    @property
+    def may_compute(self) -> bool:
+        """False while the reader of its rows is behind."""
+        return self.rows is None or self.credit > 0
+
+    def finish_event(
+        self,
+        reason: FinishReason,
+        now: float,
+        *,
+        stop_token_id: int | None = None,
+        error: str | None = None,
+        param: str | None = None,
+    ) -> FinishEvent:
+        return FinishEvent(
+            request_id=self.request_id,
+            index=self.index,
+            reason=reason,
+            times=SequenceTimes(self.arrived, self.admitted, self.prefilled, now),
+            prompt_tokens=self.prompt_length,
+            cached_tokens=self.cached,
+            completion_tokens=self.generated,
+            stop_token_id=stop_token_id,
+            error=error,
+            param=param,
+        )

@@ -1,0 +1,1 @@
+"""The native decoder: C++ compiled for the processor at hand."""

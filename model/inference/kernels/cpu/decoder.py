@@ -1,0 +1,439 @@
+"""NativeDecoder: tokens of one sequence or of several through the whole GPT, in one native call.
+
+Describes a GPT and its KV cache to the code in native/decoder.cpp. Covers every shape of
+`GPTConfig` on a CPU in float32 and bfloat16 whose head_dim is a multiple of 16, and int8 weights;
+`unsupported` says why another is not covered. The plain twin is `PlainDecoder`: equal within the
+tolerance of the dtype, the residual stream being float32 here.
+
+A prompt goes through the same code, and gives the bits that decoding it token by token would give.
+Where the processor lacks the instructions that make this fast (`prefills_natively`), torch computes
+prompts instead.
+"""
+
+import ctypes
+from collections.abc import Collection, Iterator, Sequence
+from ctypes import (
+    POINTER,
+    Structure,
+    byref,
+    c_char_p,
+    c_float,
+    c_int32,
+    c_int64,
+    c_void_p,
+)
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from model.inference.kernels.cpu.quantize import quantize_rows
+from model.inference.kernels.eager.prefill import Piece, Prefilled, TorchPrefill
+from model.inference.kv_cache import KVCache
+from model.inference.sampling.sample import DRAW, Draws
+from model.transformer.arena import Arena, room_for, settle
+from model.transformer.config import DRAFTED_ROWS, GPTConfig
+from model.transformer.gpt import GPT, VALUE_GATE_WIDTH, Block, rotary_tables, sinusoidal_table
+
+KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
+ACTIVATIONS = {"gelu_tanh": 0, "gelu": 1, "relu": 2, "relu2": 3, "swiglu": 4}
+LANES = 16
+MAX_HEAD_DIM = 256
+PREFILL_ROWS = 256
+"""Positions of a prompt that go through the model together. No bit depends on it; there are
+buffers for so many."""
+FAST_PRODUCTS = {"float32": "avx512f", "bfloat16": "avx512_bf16", "int8": "avx512_vnni"}
+"""The feature that the products of many rows need to be at least as fast as torch's: 32 registers
+of 16 numbers, and dot products of narrow ones."""
+
+
+class _Norm(Structure):
+    _fields_ = (("weight", c_void_p), ("bias", c_void_p), ("eps", c_float), ("centred", c_int32))
+
+
+class _Matrix(Structure):
+    _fields_ = (
+        ("weights", c_void_p),
+        ("bias", c_void_p),
+        ("scale", c_void_p),
+        ("row_sum", c_void_p),
+        ("kind", c_int32),
+        ("rows", c_int32),
+        ("width", c_int32),
+        ("reserved", c_int32),
+    )
+
+
+class _Layer(Structure):
+    _fields_ = (
+        ("attention_norm", _Norm),
+        ("query_norm", _Norm),
+        ("key_norm", _Norm),
+        ("mlp_norm", _Norm),
+        ("qkv", _Matrix),
+        ("attention_out", _Matrix),
+        ("mlp_up", _Matrix),
+        ("mlp_down", _Matrix),
+        ("value_embedding", c_void_p),
+        ("value_gate", c_void_p),
+    )
+
+
+class _Model(Structure):
+    _fields_ = (
+        *((name, c_int32) for name in (
+            "n_layer", "n_head", "n_kv_head", "head_dim", "d_model", "d_ff", "vocab_size",
+            "kind", "cells",
+            "post_norm", "rotary", "qk_norm", "final_norm_on", "value_gate_width",
+            "activation",
+        )),
+        *((name, c_void_p) for name in (
+            "token_embedding", "position_embedding", "sinusoids", "rope_cos", "rope_sin",
+        )),
+        ("layers", POINTER(_Layer)),
+        ("final_norm", _Norm),
+        ("head", _Matrix),
+    )  # fmt: skip
+
+
+class _Cache(Structure):
+    _fields_ = (
+        ("keys", c_void_p),
+        ("values", c_void_p),
+        ("slots", c_int64),
+        ("slot_length", c_int64),
+    )
+
+
+class _Record(Structure):
+    _fields_ = (
+        ("states", c_void_p),
+        ("weights", c_void_p),
+        ("layer_places", c_void_p),
+        ("head_places", c_void_p),
+        ("layers", c_int32),
+        ("heads", c_int32),
+        ("length", c_int32),
+        ("count", c_int32),
+    )
+
+
+_DRAWN_ROW = np.dtype(
+    [
+        ("logits", np.uint64),
+        ("computed", np.uint64),
+        ("how", DRAW),
+        ("token_id", np.int32),
+    ]
+)
+"""`DrawnRow` of native/draw.h."""
+
+
+class _Drawn:
+    """Room for so many rows to draw from, the first at these addresses and the next ones at these
+    distances: `how` is filled in for each draw, and then `token_ids` are the answer. Of a step like
+    the one before nothing else changes."""
+
+    def __init__(
+        self, room: int, logits: int, pitch: int, computed: int, computed_pitch: int
+    ) -> None:
+        self.room, self.where = room, (logits, pitch, computed, computed_pitch)
+        rows, numbers = np.empty(room, _DRAWN_ROW), np.arange(room, dtype=np.uint64)
+        rows["logits"] = numbers * (4 * pitch) + logits
+        rows["computed"] = numbers * (4 * computed_pitch) + computed
+        self.how = rows["how"]
+        self.token_ids = rows["token_id"]
+        self.address = rows.ctypes.data  # the views keep the memory
+
+
+def unsupported(gpt: GPT) -> str | None:
+    """Why the native decoder cannot run this model; None when it can."""
+    weight = gpt.token_embedding.weight
+    return not_covered(gpt.config, weight.device, weight.dtype)
+
+
+def not_covered(config: GPTConfig, device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why the native decoder cannot run a model of this shape there; None when it can."""
+    if device.type != "cpu":
+        return f"the model is on {device}"
+    if dtype not in (torch.float32, torch.bfloat16):
+        return f"the model is in {str(dtype).removeprefix('torch.')}"
+    if config.head_dim % LANES or config.head_dim > MAX_HEAD_DIM:
+        return f"head_dim is {config.head_dim}, no multiple of {LANES} up to {MAX_HEAD_DIM}"
+    return None
+
+
+def prefills_natively(dtype: torch.dtype, *, quantized: bool, features: Collection[str]) -> bool:
+    """Whether prompts go through the native code too, by what the processor has."""
+    name = "int8" if quantized else str(dtype).removeprefix("torch.")
+    return FAST_PRODUCTS[name] in features
+
+
+class NativeDecoder:
+    """A GPT and its cache, as the native code sees them. The GPT's parameters move into an arena,
+    and must not be replaced while this lives."""
+
+    has_threads = True
+    ahead = None
+
+    def __init__(
+        self,
+        library: ctypes.CDLL,
+        gpt: GPT,
+        cache: KVCache,
+        *,
+        threads: int,
+        quantized: bool = False,
+        prefills: bool = True,
+    ) -> None:
+        """`prefills`: prompts are computed natively, else by torch."""
+        reason = unsupported(gpt)
+        if reason is not None:
+            raise ValueError(f"the native decoder does not cover this model: {reason}")
+        library.logitd_decoder_new.restype = c_void_p
+        library.logitd_decoder_new.argtypes = (POINTER(_Model), POINTER(_Cache), c_int32, c_int32)
+        library.logitd_decoder_delete.argtypes = (c_void_p,)
+        library.logitd_head.argtypes = (c_void_p, c_void_p, c_int32, c_void_p)
+        library.logitd_prefill.argtypes = (
+            c_void_p, POINTER(c_int32), c_int32, c_int32, c_int32, POINTER(_Record), c_void_p
+        )  # fmt: skip
+        library.logitd_draw.argtypes = (c_void_p, c_void_p, c_int32)
+        library.logitd_crowded.argtypes = (c_void_p,)
+        library.logitd_decode.argtypes = (c_void_p, *(POINTER(c_int32),) * 3, c_int32, c_void_p)
+        library.logitd_time_stages.argtypes = (c_void_p, c_void_p)
+        library.logitd_stage_names.restype = c_char_p
+        self._library = library
+        self._kept: list[Tensor | Arena] = [settle(gpt)]
+        self._int8 = None
+        if quantized:
+            # One behind the other, as the weights themselves: what is read is one stream.
+            self._int8 = Arena(sum(room_for(matrix, torch.int8) for matrix in matrices(gpt)))
+        self.phases_agree = prefills
+        self._torch_prefill = TorchPrefill(gpt, cache)
+        self._config = gpt.config
+        self._cells = KINDS[gpt.token_embedding.weight.dtype]
+        model, layers = self._describe(gpt)
+        self._layers = layers
+        described = _Cache(
+            cache.keys.data_ptr(), cache.values.data_ptr(), cache.slots, cache.slot_length
+        )
+        self._kept += [cache.keys, cache.values]
+        rows = max(cache.slots, DRAFTED_ROWS)
+        room = max(rows, PREFILL_ROWS) if prefills else rows
+        self._handle = library.logitd_decoder_new(byref(model), byref(described), room, threads)
+        self._where = tuple((c_int32 * rows)() for _ in range(3))
+        self._logits = torch.empty(rows, gpt.config.vocab_size)
+        self._drawn: _Drawn | None = None
+        self._stages = tuple(library.logitd_stage_names().decode().split())
+        self._nanoseconds = (c_int64 * len(self._stages))()
+
+    @property
+    def crowded(self) -> bool:
+        return bool(self._library.logitd_crowded(self._handle))
+
+    def decode(
+        self, token_ids: Sequence[int], slots: Sequence[int], positions: Sequence[int]
+    ) -> Tensor:
+        """Logits (B, V) in float32 that follow the tokens, whose keys and values are written into
+        the cache. The tensor is overwritten by the next call."""
+        count = len(token_ids)
+        if count > len(self._logits):
+            raise ValueError(
+                f"{count} rows are asked for, this decoder has room for {len(self._logits)}"
+            )
+        for numbers, given in zip(self._where, (token_ids, slots, positions), strict=True):
+            numbers[:count] = list(given)
+        self._library.logitd_decode(self._handle, *self._where, count, self._logits.data_ptr())
+        return self._logits[:count]
+
+    def prefill(self, piece: Piece) -> Prefilled:
+        if not self.phases_agree:
+            return self._torch_prefill(piece, crowded=self.crowded)
+        config, count, weights = self._config, len(piece.token_ids), piece.weights
+        hidden = torch.empty(count, config.d_model)
+        kept_states = (
+            torch.empty(config.n_layer + 1, count, config.d_model) if piece.states else None
+        )
+        kept_weights = None
+        record = _Record(count=count)
+        if kept_states is not None:
+            record.states = kept_states.data_ptr()
+        if weights is not None:
+            shape = count, len(weights.layers), len(weights.heads), weights.length
+            kept_weights = torch.zeros(shape)
+            layers = places(weights.layers, config.n_layer)
+            heads = places(weights.heads, config.n_head)
+            record.weights = kept_weights.data_ptr()
+            record.layer_places, record.head_places = map(ctypes.addressof, (layers, heads))
+            _, record.layers, record.heads, record.length = shape
+        token_ids = (c_int32 * count)(*piece.token_ids)
+        self._library.logitd_prefill(
+            self._handle, token_ids, piece.slot, piece.start, count, byref(record),
+            hidden.data_ptr(),
+        )  # fmt: skip
+        return Prefilled(hidden, kept_states, kept_weights)
+
+    def head(self, hidden: Tensor) -> Tensor:
+        count, rows = len(hidden), hidden.float().contiguous()
+        logits = torch.empty(count, self._logits.shape[1])
+        self._library.logitd_head(self._handle, rows.data_ptr(), count, logits.data_ptr())
+        return logits
+
+    def draw(self, logits: Tensor, computed: Tensor, draws: Draws) -> list[int | None]:
+        """A token of each row of `logits` (R, V), float32: what `model.draw.draw_tokens` gives, up
+        to the rounding of a sum."""
+        count = len(draws)
+        where = (logits.data_ptr(), logits.stride(0), computed.data_ptr(), computed.stride(0))
+        drawn = self._drawn
+        if drawn is None or drawn.where != where or drawn.room < count:
+            drawn = self._drawn = _Drawn(max(count, len(self._logits)), *where)
+        drawn.how[:count] = draws
+        self._library.logitd_draw(self._handle, drawn.address, count)
+        return [None if token_id < 0 else token_id for token_id in drawn.token_ids[:count].tolist()]
+
+    def time_stages(self, wanted: bool) -> None:
+        """Whether the stages of what follows are timed. Costs a look at a clock for each of them;
+        the results are the same bits."""
+        total = self._nanoseconds if wanted else None
+        self._library.logitd_time_stages(self._handle, total)
+
+    def take_stage_seconds(self) -> dict[str, float]:
+        """Seconds of each stage of native/clocks.h that was timed since this was last asked, the
+        waiting for the last thread in each."""
+        taken = {name: 1e-9 * ns for name, ns in zip(self._stages, self._nanoseconds, strict=True)}
+        for index in range(len(self._stages)):
+            self._nanoseconds[index] = 0
+        return taken
+
+    def close(self) -> None:
+        """End the threads. Nothing may be decoded afterwards."""
+        if self._handle is not None:
+            self._library.logitd_decoder_delete(self._handle)
+            self._handle = None
+
+    def __del__(self) -> None:
+        if getattr(self, "_handle", None) is not None:
+            self.close()
+
+    def _describe(self, gpt: GPT) -> tuple[_Model, ctypes.Array[_Layer]]:
+        config, cpu = gpt.config, torch.device("cpu")
+        layers = (_Layer * config.n_layer)(*(self._layer(block) for block in gpt.blocks))
+        rope = [
+            self._keep(table)
+            for table in rotary_tables(
+                config.context_length, config.head_dim, config.rope_theta, cpu
+            )
+        ]
+        sinusoids = None
+        if config.positions == "sinusoidal":
+            sinusoids = sinusoidal_table(config.context_length, config.d_model, cpu)
+        model = _Model(
+            n_layer=config.n_layer,
+            n_head=config.n_head,
+            n_kv_head=config.n_kv_head,
+            head_dim=config.head_dim,
+            d_model=config.d_model,
+            d_ff=config.d_ff,
+            vocab_size=config.vocab_size,
+            kind=self._cells if self._int8 is None else KINDS[torch.int8],
+            cells=self._cells,
+            post_norm=config.norm_position == "post",
+            rotary=config.positions == "rotary",
+            qk_norm=config.qk_norm,
+            final_norm_on=config.norm_position == "pre",
+            value_gate_width=min(VALUE_GATE_WIDTH, config.d_model),
+            activation=ACTIVATIONS[config.activation],
+            token_embedding=self._keep(gpt.token_embedding.weight),
+            position_embedding=(
+                self._keep(gpt.position_embedding.weight) if config.positions == "learned" else None
+            ),
+            sinusoids=None if sinusoids is None else self._keep(sinusoids),
+            rope_cos=rope[0],
+            rope_sin=rope[1],
+            layers=layers,
+            final_norm=self._norm(gpt.final_norm),
+            head=self._matrix(head_matrix(gpt), None),
+        )
+        return model, layers
+
+    def _layer(self, block: nn.Module) -> _Layer:
+        assert isinstance(block, Block)
+        valued = block.config.has_value_embedding(block.layer)
+        return _Layer(
+            attention_norm=self._norm(block.attention_norm),
+            query_norm=self._norm(block.query_norm) if block.config.qk_norm else _Norm(),
+            key_norm=self._norm(block.key_norm) if block.config.qk_norm else _Norm(),
+            mlp_norm=self._norm(block.mlp_norm),
+            qkv=self._linear(block.qkv),
+            attention_out=self._linear(block.attention_out),
+            mlp_up=self._linear(block.mlp_up),
+            mlp_down=self._linear(block.mlp_down),
+            value_embedding=self._keep(block.value_embedding.weight) if valued else None,
+            value_gate=self._floats(block.value_gate.weight) if valued else None,
+        )
+
+    def _norm(self, norm: nn.Module) -> _Norm:
+        if isinstance(norm, nn.Identity):
+            return _Norm()
+        assert isinstance(norm, nn.LayerNorm | nn.RMSNorm)
+        centred = isinstance(norm, nn.LayerNorm)
+        bias = norm.bias if isinstance(norm, nn.LayerNorm) else None
+        return _Norm(
+            weight=self._floats(norm.weight),
+            bias=None if bias is None else self._floats(bias),
+            eps=norm.eps,
+            centred=centred,
+        )
+
+    def _linear(self, linear: nn.Linear) -> _Matrix:
+        return self._matrix(linear.weight, linear.bias)
+
+    def _matrix(self, weight: Tensor, bias: Tensor | None) -> _Matrix:
+        rows, width = weight.shape
+        described = _Matrix(
+            bias=None if bias is None else self._floats(bias), rows=rows, width=width
+        )
+        if self._int8 is not None:
+            quantized = quantize_rows(weight)
+            with torch.no_grad():  # what torch computes has the same weights
+                weight.copy_(quantized.dequantized())
+            described.kind = KINDS[torch.int8]
+            described.weights = self._keep(self._int8.place(quantized.values))
+            described.scale = self._keep(quantized.scale)
+            described.row_sum = self._keep(quantized.row_sum)
+        else:
+            described.kind = self._cells
+            described.weights = self._keep(weight)
+        return described
+
+    def _floats(self, tensor: Tensor) -> int:
+        return self._keep(tensor.detach().float().clone())
+
+    def _keep(self, tensor: Tensor) -> int:
+        """The address of a tensor that lives as long as this does."""
+        assert tensor.is_contiguous()
+        self._kept.append(tensor)
+        return tensor.data_ptr()
+
+
+def matrices(gpt: GPT) -> Iterator[Tensor]:
+    """The weights of all products, in the order of the forward."""
+    for block in gpt.blocks:
+        assert isinstance(block, Block)
+        for linear in (block.qkv, block.attention_out, block.mlp_up, block.mlp_down):
+            yield linear.weight
+    yield head_matrix(gpt)
+
+
+def head_matrix(gpt: GPT) -> Tensor:
+    """The weights of the head, of the ids that exist: (vocab_size, d_model)."""
+    head = gpt.token_embedding.weight if gpt.config.tied_head else gpt.head.weight
+    return head[: gpt.config.vocab_size]
+
+
+def places(chosen: Sequence[int], count: int) -> ctypes.Array[c_int32]:
+    """For each of `count` things its place among the chosen, or -1."""
+    found = (c_int32 * count)(*([-1] * count))
+    for place, index in enumerate(chosen):
+        found[index] = place
+    return found

@@ -1,0 +1,67 @@
+// The border: what Python calls, in plain C. model/inference/kernels/cpu/decoder.py declares it.
+#include "decoder.h"
+
+using namespace logitd;
+
+extern "C" {
+
+void* logitd_decoder_new(const ModelWeights* weights, const Cache* cache, std::int32_t rows,
+                         std::int32_t threads) {
+  return new Decoder(*weights, *cache, rows, threads);
+}
+
+void logitd_decoder_delete(void* decoder) { delete static_cast<Decoder*>(decoder); }
+
+std::int32_t logitd_crowded(void* decoder) { return static_cast<Decoder*>(decoder)->crowded(); }
+
+void logitd_decode(void* decoder, const std::int32_t* tokens, const std::int32_t* slots,
+                   const std::int32_t* positions, std::int32_t count, float* logits) {
+  static_cast<Decoder*>(decoder)->decode(tokens, slots, positions, count, logits);
+}
+
+void logitd_prefill(void* decoder, const std::int32_t* tokens, std::int32_t slot, std::int32_t start,
+                    std::int32_t count, const Record* record, float* hidden) {
+  static_cast<Decoder*>(decoder)->prefill(tokens, slot, start, count, *record, hidden);
+}
+
+void logitd_head(void* decoder, const float* hidden, std::int32_t count, float* logits) {
+  static_cast<Decoder*>(decoder)->head(hidden, count, logits);
+}
+
+void logitd_draw(void* decoder, DrawnRow* rows, std::int32_t count) {
+  static_cast<Decoder*>(decoder)->draw(rows, count);
+}
+
+// The names of the stages that are timed, in their order, with spaces between them.
+const char* logitd_stage_names() { return STAGE_NAMES; }
+
+// Nanoseconds of each stage of what is computed from now on are added to `total`, which outlives that;
+// null: no stage is timed.
+void logitd_time_stages(void* decoder, std::int64_t* total) {
+  static_cast<Decoder*>(decoder)->time_stages(total);
+}
+
+// For tests: until when, in microseconds, a thread computes alone after it has waited `count` times,
+// each from `since` to `until`.
+std::int64_t logitd_patience(const std::int64_t* since, const std::int64_t* until, std::int32_t count) {
+  Patience patience;
+  auto at = [](std::int64_t us) { return Patience::Time(std::chrono::microseconds(us)); };
+  for (int i = 0; i < count; i++) patience.waited(at(since[i]), at(until[i]));
+  auto alone = patience.alone_until().time_since_epoch();
+  return std::chrono::duration_cast<std::chrono::microseconds>(alone).count();
+}
+
+// One matrix by itself, for tests: out (count, rows) of float rows (count, width).
+void logitd_linear(const Matrix* matrix, const float* inputs, std::int32_t count,
+                   std::int32_t threads, std::int32_t repeat, float* out) {
+  Pool pool(threads);
+  Converted converted(matrix->kind, count, matrix->width);
+  pool.begin();
+  for (int row = 0; row < count; row++)
+    converted.put(row, inputs + std::size_t(row) * matrix->width, matrix->width);
+  for (int i = 0; i < repeat; i++)
+    linear(pool, *matrix, converted.inputs(count), out, matrix->rows, false);
+  pool.rest();
+}
+
+}  // extern "C"

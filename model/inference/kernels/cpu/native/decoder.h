@@ -1,0 +1,412 @@
+// Decoder: tokens through a whole GPT, one of each of several sequences or many that follow one
+// another, in one call; and the draw of the next ones.
+//
+// The forward of model/transformer/gpt.py, stage by stage over a shared pool of threads: norms and conversions by
+// row, matrices by pieces of weight rows, attention by key head and by sequence or some rows of one.
+// The residual stream is float32 whatever the weights are. What a row computes depends on its token,
+// its position and what its slot holds before it, so a prompt's rows are the bits that decoding the
+// same tokens one by one would give. The plain twin is model/inference/kernels/eager/decoder.py.
+#pragma once
+
+#include <algorithm>
+#include <memory>
+#include <numeric>
+#include <vector>
+
+#include "attention.h"
+#include "clocks.h"
+#include "draw.h"
+#include "model.h"
+#include "pool.h"
+
+namespace logitd {
+
+// Queries of a sequence that attend together, and how many keys they see altogether: each thread has
+// room for their scores, and none should keep the others waiting at the end (pool.h).
+constexpr int TOGETHER = 16;
+constexpr int KEYS_TOGETHER = 65536;
+
+constexpr int ROW_PAD = LANES;
+
+inline int padded(int width) { return (width + ROW_PAD - 1) / ROW_PAD * ROW_PAD; }
+
+// Buffers for up to `rows` tokens, and the forward over them.
+class Decoder {
+ public:
+  Decoder(const ModelWeights& weights, const Cache& cache, int rows, int threads)
+      : w_(weights),
+        cache_(cache),
+        heads_width_(weights.n_head * weights.head_dim),
+        kv_width_(weights.n_kv_head * weights.head_dim),
+        qkv_width_(heads_width_ + 2 * kv_width_),
+        up_width_(weights.d_ff * (weights.activation == SWIGLU ? 2 : 1)),
+        x_(floats(rows, padded(weights.d_model))),
+        h_(floats(rows, padded(weights.d_model))),
+        qkv_(floats(rows, padded(qkv_width_))),
+        queries_(sizeof(float) * std::size_t(rows) * heads_width_),
+        heads_(floats(rows, padded(heads_width_))),
+        up_(floats(rows, padded(up_width_) + ROW_PAD)),
+        narrow_(weights.kind, rows, weights.d_model),
+        mixed_(weights.kind, rows, heads_width_),
+        wide_(weights.kind, rows, weights.d_ff),
+        pool_(threads),
+        capacity_(rows) {
+    starts_.reserve(rows + 1);
+  }
+
+  // logits (count, vocab_size) that follow each of `count` tokens. Those of one slot stand together,
+  // at positions that follow one another.
+  void decode(const std::int32_t* tokens, const std::int32_t* slots, const std::int32_t* positions,
+              int count, float* logits) {
+    clocks_.begin();
+    pool_.begin();
+    record_ = {};
+    forward(tokens, slots, positions, count);
+    rows([&](int row) { narrow_.put(row, finished(row), w_.d_model); });
+    clocks_.end(NORMS);
+    linear(pool_, w_.head, narrow_.inputs(count_), logits, w_.vocab_size, false);
+    clocks_.end(HEAD);
+    pool_.rest();
+  }
+
+  // hidden (count, d_model): the final hidden states of the tokens of a text, the first at `start`,
+  // as many at a time as there is room for.
+  void prefill(const std::int32_t* tokens, int slot, int start, int count, const Record& record,
+               float* hidden) {
+    clocks_.begin();
+    pool_.begin();
+    record_ = record;
+    std::vector<std::int32_t> slots(count, slot), positions(count);
+    std::iota(positions.begin(), positions.end(), start);
+    for (done_ = 0; done_ < count; done_ += capacity_) {
+      int here = std::min(capacity_, count - done_);
+      forward(tokens + done_, slots.data() + done_, positions.data() + done_, here);
+      rows([&](int row) {
+        std::memcpy(hidden + std::size_t(done_ + row) * w_.d_model, finished(row),
+                    sizeof(float) * w_.d_model);
+      });
+      clocks_.end(NORMS);
+    }
+    done_ = 0;
+    pool_.rest();
+  }
+
+  // logits (count, vocab_size) of final hidden states (count, d_model), any number of them.
+  void head(const float* hidden, int count, float* logits) {
+    clocks_.begin();
+    pool_.begin();
+    for (int first = 0; first < count; first += capacity_) {
+      const float* from = hidden + std::size_t(first) * w_.d_model;
+      int here = std::min(capacity_, count - first);
+      pool_.loop(here, [&](int row) {
+        narrow_.put(row, from + std::size_t(row) * w_.d_model, w_.d_model);
+      });
+      float* to = logits + std::size_t(first) * w_.vocab_size;
+      linear(pool_, w_.head, narrow_.inputs(here), to, w_.vocab_size, false);
+    }
+    clocks_.end(HEAD);
+    pool_.rest();
+  }
+
+  // The token of each of `count` rows of logits.
+  void draw(DrawnRow* rows, int count) {
+    clocks_.begin();
+    pool_.begin();
+    pool_.loop(count, [&](int row) {
+      static thread_local Drawer drawer;  // keeps its memory from row to row
+      rows[row].token_id = drawer.token(rows[row], w_.vocab_size);
+    });
+    clocks_.end(DRAW);
+    pool_.rest();
+  }
+
+  bool crowded() const { return pool_.crowded(); }
+
+  void time_stages(std::int64_t* total) { clocks_.add_to(total); }
+
+ private:
+  struct Span {
+    int first, last;  // rows
+  };
+
+  static Buffer<float> floats(int rows, int pitch) {
+    return Buffer<float>(std::size_t(rows) * pitch + LANES, 0.0f);
+  }
+
+  template <class Stage>
+  void rows(const Stage& stage) {
+    pool_.loop(count_, stage);
+  }
+
+  float* x(int row) { return x_.data() + std::size_t(row) * padded(w_.d_model); }
+  float* h(int row) { return h_.data() + std::size_t(row) * padded(w_.d_model); }
+  float* qkv(int row) { return qkv_.data() + std::size_t(row) * padded(qkv_width_); }
+  float* heads(int row) { return heads_.data() + std::size_t(row) * padded(heads_width_); }
+  float* up(int row) { return up_.data() + std::size_t(row) * (padded(up_width_) + ROW_PAD); }
+
+  // Everything up to the final norm, which `finished` is.
+  void forward(const std::int32_t* tokens, const std::int32_t* slots, const std::int32_t* positions,
+               int count) {
+    tokens_ = tokens, slots_ = slots, positions_ = positions, count_ = count;
+    divide();
+    rows([&](int row) { embed(row); });
+    clocks_.end(EMBEDDING);
+    for (int layer = 0; layer < w_.n_layer; layer++) block(layer);
+  }
+
+  // Where sequences begin, and the rows of those that wait for one another, some at a time.
+  void divide() {
+    starts_.clear();
+    for (int row = 0; row < count_; row++)
+      if (row == 0 || slots_[row] != slots_[row - 1]) starts_.push_back(row);
+    starts_.push_back(count_);
+    spans_.clear();
+    for (std::size_t i = 0; i + 1 < starts_.size(); i++) {
+      const int first = starts_[i], last = starts_[i + 1];
+      if (attends_at_once(first, last)) continue;
+      const int keys = positions_[last - 1] + 1;
+      const int most = std::max(1, std::min(TOGETHER, KEYS_TOGETHER / keys) / group());
+      for (int row = first; row < last; row += most)
+        spans_.push_back({row, std::min(row + most, last)});
+    }
+  }
+
+  // A sequence's rows [first, last).
+  bool attends_at_once(int first, int last) const {
+    return last - first == 1 && record_.weights == nullptr;
+  }
+
+  void block(int layer) {
+    const LayerWeights& w = w_.layers[layer];
+    rows([&](int row) { before_attention(layer, row); });
+    clocks_.end(NORMS);
+    linear(pool_, w.qkv, narrow_.inputs(count_), qkv_.data(), padded(qkv_width_), false);
+    clocks_.end(QKV);
+    if (w_.cells == KIND_F32) attention<float>(layer);
+    else attention<Bf16>(layer);
+    rows([&](int row) { mixed_.put(row, heads(row), heads_width_); });
+    clocks_.end(ATTENTION);
+    linear(pool_, w.attention_out, mixed_.inputs(count_), x_.data(), padded(w_.d_model), true);
+    clocks_.end(ATTENTION_OUT);
+    rows([&](int row) { before_mlp(w, row); });
+    clocks_.end(NORMS);
+    linear(pool_, w.mlp_up, narrow_.inputs(count_), up_.data(), padded(up_width_) + ROW_PAD, false);
+    clocks_.end(MLP_UP);
+    rows([&](int row) {
+      wide_.put_activated(row, Activation(w_.activation), up(row), w_.d_ff);
+    });
+    clocks_.end(ACTIVATION);
+    linear(pool_, w.mlp_down, wide_.inputs(count_), x_.data(), padded(w_.d_model), true);
+    clocks_.end(MLP_DOWN);
+  }
+
+  void embed(int row) {
+    add_row(w_.token_embedding, tokens_[row], w_.d_model, x(row), false);
+    if (w_.position_embedding)
+      add_row(w_.position_embedding, positions_[row], w_.d_model, x(row), true);
+    if (w_.sinusoids) {
+      const float* table = w_.sinusoids + std::size_t(positions_[row]) * w_.d_model;
+      for (int i = 0; i < w_.d_model; i++) x(row)[i] += table[i];
+    }
+  }
+
+  // to (+)= a row of an embedding in the model's own format.
+  void add_row(const void* table, int index, int width, float* to, bool add) const {
+    std::size_t first = std::size_t(index) * width;
+    for (int i = 0; i < width; i++) {
+      float value = w_.cells == KIND_F32 ? static_cast<const float*>(table)[first + i]
+                                         : widen(static_cast<const Bf16*>(table)[first + i]);
+      to[i] = add ? to[i] + value : value;
+    }
+  }
+
+  // The stream as attention's matrices want it, in `narrow_`; and its floats in h, for the gate.
+  void before_attention(int layer, int row) {
+    if (w_.post_norm) {
+      if (layer) finish_post(w_.layers[layer - 1], row);
+      std::memcpy(h(row), x(row), sizeof(float) * w_.d_model);
+    } else {
+      normalise(w_.layers[layer].attention_norm, x(row), h(row), w_.d_model);
+    }
+    keep_state(layer, row);
+    narrow_.put(row, h(row), w_.d_model);
+  }
+
+  // A row's final hidden state, when all blocks are done.
+  const float* finished(int row) {
+    if (w_.post_norm && w_.n_layer) finish_post(w_.layers[w_.n_layer - 1], row);
+    keep_state(w_.n_layer, row);
+    if (!w_.final_norm_on) return x(row);
+    normalise(w_.final_norm, x(row), h(row), w_.d_model);
+    return h(row);
+  }
+
+  void keep_state(int index, int row) {
+    if (record_.states == nullptr) return;
+    std::size_t place = std::size_t(index) * record_.count + done_ + row;
+    std::memcpy(record_.states + place * w_.d_model, x(row), sizeof(float) * w_.d_model);
+  }
+
+  void finish_post(const LayerWeights& w, int row) {
+    normalise(w.mlp_norm, x(row), x(row), w_.d_model);
+  }
+
+  void before_mlp(const LayerWeights& w, int row) {
+    if (w_.post_norm) {
+      normalise(w.attention_norm, x(row), x(row), w_.d_model);
+      narrow_.put(row, x(row), w_.d_model);
+    } else {
+      normalise(w.mlp_norm, x(row), h(row), w_.d_model);
+      narrow_.put(row, h(row), w_.d_model);
+    }
+  }
+
+  // By sequence and key head: write what is new, and let a single row look back at once. The rows of a
+  // sequence that has several wait until all are written, then look back some at a time.
+  template <class Cell>
+  void attention(int layer) {
+    pool_.lanes((int(starts_.size()) - 1) * w_.n_kv_head, [&](int piece) {
+      int first = starts_[piece / w_.n_kv_head], last = starts_[piece / w_.n_kv_head + 1];
+      int head = piece % w_.n_kv_head;
+      for (int row = first; row < last; row++) write<Cell>(layer, row, head);
+      if (attends_at_once(first, last)) look_back<Cell>(layer, first, head, last);
+    });
+    if (spans_.empty()) return;
+    // The later ones see more: they are begun first, so that the threads end together.
+    int pieces = int(spans_.size()) * w_.n_kv_head;
+    pool_.loop(pieces, [&](int piece) {
+      const Span& span = spans_[spans_.size() - 1 - piece / w_.n_kv_head];
+      look_back_together<Cell>(layer, span, piece % w_.n_kv_head);
+    });
+  }
+
+  // The cells of a head's positions in one slot.
+  template <class Cell>
+  Cell* cells(void* all, int layer, int row, int kv_head) const {
+    std::size_t slot_row = (std::size_t(layer) * cache_.slots + slots_[row]) * w_.n_kv_head + kv_head;
+    return static_cast<Cell*>(all) + slot_row * cache_.slot_length * w_.head_dim;
+  }
+
+  // A row's queries of one key head, scaled, in the format of the keys.
+  template <class Cell>
+  Cell* queries(int row, int kv_head) {
+    Cell* all = reinterpret_cast<Cell*>(queries_.data());
+    return all + std::size_t(row) * heads_width_ + kv_head * group() * w_.head_dim;
+  }
+
+  int group() const { return w_.n_head / w_.n_kv_head; }
+
+  // A row's new key and value of one head into the cache; its queries made ready.
+  template <class Cell>
+  void write(int layer, int row, int kv_head) {
+    const LayerWeights& w = w_.layers[layer];
+    const int width = w_.head_dim;
+    float* query = qkv(row) + kv_head * group() * width;
+    float* key = qkv(row) + heads_width_ + kv_head * width;
+    float* value = qkv(row) + heads_width_ + kv_width_ + kv_head * width;
+    if (w.value_embedding) add_value_embedding(w, row, kv_head, value);
+    if (w_.qk_norm) {
+      normalise(w.key_norm, key, key, width);
+      for (int i = 0; i < group(); i++)
+        normalise(w.query_norm, query + i * width, query + i * width, width);
+    }
+    if (w_.rotary) {
+      std::size_t first = std::size_t(positions_[row]) * (width / 2);
+      rotate(key, w_.rope_cos + first, w_.rope_sin + first, width);
+      for (int i = 0; i < group(); i++)
+        rotate(query + i * width, w_.rope_cos + first, w_.rope_sin + first, width);
+    }
+    std::size_t place = std::size_t(positions_[row]) * width;
+    Cell* keys = cells<Cell>(cache_.keys, layer, row, kv_head) + place;
+    Cell* values = cells<Cell>(cache_.values, layer, row, kv_head) + place;
+    for (int i = 0; i < width; i += LANES) {
+      store(keys + i, load(key + i));
+      store(values + i, load(value + i));
+    }
+    Cell* scaled = queries<Cell>(row, kv_head);
+    float scale = 1.0f / std::sqrt(float(width));
+    for (int i = 0; i < group() * width; i += LANES) store(scaled + i, load(query + i) * scale);
+  }
+
+  // `next` is the row of the next sequence, if there is one.
+  template <class Cell>
+  void look_back(int layer, int row, int kv_head, int next) {
+    const Cell* keys = cells<Cell>(cache_.keys, layer, row, kv_head);
+    const Cell* values = cells<Cell>(cache_.values, layer, row, kv_head);
+    const Cell* next_keys = keys;
+    if (kv_head + 1 < w_.n_kv_head) next_keys = cells<Cell>(cache_.keys, layer, row, kv_head + 1);
+    else if (next < count_) next_keys = cells<Cell>(cache_.keys, layer, next, 0);
+    float* out = heads(row) + kv_head * group() * w_.head_dim;
+    attend(queries<Cell>(row, kv_head), group(), keys, values, next_keys, positions_[row] + 1, w_.head_dim,
+           scores(1), out);
+  }
+
+  template <class Cell>
+  void look_back_together(int layer, const Span& span, int kv_head) {
+    const int width = w_.head_dim, pitch = padded(int(cache_.slot_length));
+    static thread_local std::vector<Query<Cell>> together;
+    together.clear();
+    float* room = scores((span.last - span.first) * group());
+    for (int row = span.first; row < span.last; row++)
+      for (int i = 0; i < group(); i++, room += pitch)
+        together.push_back({queries<Cell>(row, kv_head) + i * width, positions_[row] + 1, room,
+                            heads(row) + (kv_head * group() + i) * width});
+    attend_together(together.data(), int(together.size()),
+                    cells<Cell>(cache_.keys, layer, span.first, kv_head),
+                    cells<Cell>(cache_.values, layer, span.first, kv_head), width);
+    for (std::size_t i = 0; i < together.size(); i++)
+      keep_weights(layer, span.first + int(i) / group(), kv_head * group() + int(i) % group(),
+                   together[i].scores);
+  }
+
+  // This thread's room for the scores of so many queries.
+  float* scores(int queries) const {
+    static thread_local Buffer<float> room;
+    std::size_t wanted = std::size_t(queries) * padded(int(cache_.slot_length));
+    if (room.size() < wanted) room.resize(wanted);
+    return room.data();
+  }
+
+  void keep_weights(int layer, int row, int head, const float* weights) const {
+    if (record_.weights == nullptr) return;
+    int at = record_.layer_places[layer], head_at = record_.head_places[head];
+    if (at < 0 || head_at < 0) return;
+    std::size_t place = (std::size_t(done_ + row) * record_.layers + at) * record_.heads + head_at;
+    std::memcpy(record_.weights + place * record_.length, weights,
+                sizeof(float) * (positions_[row] + 1));
+  }
+
+  // v += 2 sigmoid(gate . the stream's leading channels) * the token's own vector.
+  void add_value_embedding(const LayerWeights& w, int row, int kv_head, float* value) {
+    const float* gate = w.value_gate + kv_head * w_.value_gate_width;
+    float steer = 0.0f;
+    for (int i = 0; i < w_.value_gate_width; i++) steer += h(row)[i] * gate[i];
+    float open = 2.0f / (1.0f + std::exp(-steer));
+    std::size_t first = std::size_t(tokens_[row]) * kv_width_ + kv_head * w_.head_dim;
+    for (int i = 0; i < w_.head_dim; i++) {
+      float own = w_.cells == KIND_F32
+                      ? static_cast<const float*>(w.value_embedding)[first + i]
+                      : widen(static_cast<const Bf16*>(w.value_embedding)[first + i]);
+      value[i] += open * own;
+    }
+  }
+
+  ModelWeights w_;
+  Cache cache_;
+  int heads_width_, kv_width_, qkv_width_, up_width_;
+  Buffer<float> x_, h_, qkv_;
+  Buffer<std::uint8_t> queries_;
+  Buffer<float> heads_, up_;
+  Converted narrow_, mixed_, wide_;
+  Pool pool_;
+  Clocks clocks_;
+  const std::int32_t *tokens_ = nullptr, *slots_ = nullptr, *positions_ = nullptr;
+  int capacity_;  // rows
+  int count_ = 0;
+  int done_ = 0;  // rows of a prompt that went before
+  Record record_{};
+  std::vector<int> starts_;   // the first row of each sequence, and the end
+  std::vector<Span> spans_;  // of sequences with several rows
+};
+
+}  // namespace logitd

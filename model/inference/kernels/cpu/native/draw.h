@@ -1,0 +1,235 @@
+// Draw: from a row of logits to a token, by temperature, filters and one uniform number.
+//
+// Steps 7 to 11 of model/inference/sampling/sampler.py, an argmax for temperature 0, and the check that what the
+// model computed is finite; a row by itself. Weights are float64. Where the twin (model/inference/sampling/sample.py) sorts a
+// whole row, this finds the edge of a filter by selection. Sums are taken in another order than there, so
+// the two may differ where a uniform number or an edge lies within a rounding of a boundary.
+#pragma once
+
+#include <algorithm>
+#include <limits>
+
+#include "buffer.h"
+#include "vectors.h"
+
+namespace logitd {
+
+struct DrawnRow {
+  const float* logits;    // (V): what is drawn from
+  const float* computed;  // (V): what the model gave
+  double top_p;
+  std::uint64_t seed;
+  float divisor;          // the temperature; 0 is greedy
+  float floor;            // how far below the likeliest min_p lets a logit lie; -inf: any
+  std::int32_t top_k;     // 0: all
+  std::uint32_t position, index;
+  std::int32_t token_id;  // the answer; -1 where `computed` is not finite
+};
+
+constexpr float LARGEST_LOGIT = 1e30f;
+constexpr float NOTHING = -std::numeric_limits<float>::infinity();
+
+// Random numbers as a pure function of key and counter; model/inference/sampling/philox.py has the source.
+inline double uniform(std::uint64_t seed, std::uint32_t position, std::uint32_t index) {
+  std::uint32_t c[4] = {position, index, 0, 0}, k[2] = {std::uint32_t(seed), std::uint32_t(seed >> 32)};
+  for (int round = 0; round < 10; round++) {
+    std::uint64_t first = std::uint64_t(0xD2511F53u) * c[0], second = std::uint64_t(0xCD9E8D57u) * c[2];
+    c[0] = std::uint32_t(second >> 32) ^ c[1] ^ k[0], c[1] = std::uint32_t(second);
+    c[2] = std::uint32_t(first >> 32) ^ c[3] ^ k[1], c[3] = std::uint32_t(first);
+    k[0] += 0x9E3779B9u, k[1] += 0xBB67AE85u;
+  }
+  return (double(c[0] >> 5) * 67108864.0 + double(c[1] >> 6)) / 9007199254740992.0;
+}
+
+using Doubles = double __attribute__((vector_size(64)));
+using Longs = std::int64_t __attribute__((vector_size(64)));
+using Eight = float __attribute__((vector_size(32)));
+constexpr int WIDE = 8;  // doubles in a vector
+
+inline Doubles load_wide(const float* from) {
+  Eight values;
+  std::memcpy(&values, from, sizeof values);
+  return __builtin_convertvector(values, Doubles);
+}
+
+// e^x for x <= 0, 0 below -700: x = n ln 2 + r, |r| <= ln 2 / 2, and Taylor's series to r^13, whose rest is
+// below half a unit in the last place.
+inline Doubles exp(Doubles x) {
+  Longs gone = x < -700.0;
+  x = gone ? Doubles{} : x;
+  const Doubles round = Doubles{} + 6755399441055744.0;  // 1.5 * 2^52: adding it rounds to an integer
+  Doubles shifted = x * 1.4426950408889634 + round;
+  Doubles n = shifted - round;
+  Doubles r = (x - n * 0.693147180369123816490) - n * 1.90821492927058770002e-10;
+  Doubles p = Doubles{} + 1.0 / 6227020800.0;
+  constexpr double factorials[] = {479001600.0, 39916800.0, 3628800.0, 362880.0, 40320.0, 5040.0,
+                                   720.0, 120.0, 24.0, 6.0, 2.0, 1.0, 1.0};
+#pragma GCC unroll 13
+  for (double factorial : factorials) p = p * r + 1.0 / factorial;
+  // The integer n stands in the low bits of `shifted`.
+  Longs power = (reinterpret_cast<Longs>(shifted) - 0x4338000000000000 + 1023) << 52;
+  Doubles result = p * reinterpret_cast<Doubles>(power);
+  return gone ? Doubles{} : result;
+}
+
+inline double sum(Doubles v) {
+  return ((v[0] + v[4]) + (v[2] + v[6])) + ((v[1] + v[5]) + (v[3] + v[7]));
+}
+
+// What the filters keep: more than `least`, and of its equals the ids up to `last`.
+struct Kept {
+  float least = NOTHING;
+  int last = std::numeric_limits<int>::max();
+
+  bool has(float value, int id) const {
+    return value > NOTHING && (value > least || (value == least && id <= last));
+  }
+};
+
+class Drawer {
+ public:
+  // One for each thread, since it keeps its memory.
+  int token(const DrawnRow& row, int width) {
+    if (!finite(row.computed, width)) return -1;
+    if (row.divisor == 0) return best(row.logits, width);
+    divide(row, width);
+    if (!(most_ > NOTHING)) return 0;  // nothing may be drawn: no step is defined
+    Kept kept;
+    if (row.top_k && row.top_k < width) kept.least = kth(row.top_k);
+    if (row.top_p < 1) kept = nucleus(kept, row.top_p);
+    float floor = most_ + row.floor;
+    if (floor > kept.least) kept = {floor, std::numeric_limits<int>::max()};
+    return invert(kept, uniform(row.seed, row.position, row.index));
+  }
+
+ private:
+  static constexpr int SPAN = 64;  // logits whose weights are summed at once
+
+  static bool finite(const float* row, int width) {
+    Ints fine = Ints{} - 1;
+    int whole = width / LANES * LANES;
+    for (int i = 0; i < whole; i += LANES) {
+      Floats values = load(row + i);
+      fine &= (values <= LARGEST_LOGIT) & (values >= -LARGEST_LOGIT);
+    }
+    bool all_fine = true;
+    for (int i = 0; i < LANES; i++) all_fine &= fine[i] != 0;
+    for (int i = whole; i < width; i++) all_fine &= std::fabs(row[i]) <= LARGEST_LOGIT;
+    return all_fine;
+  }
+
+  // The lowest id among equals.
+  static int best(const float* row, int width) {
+    Floats high = all(NOTHING);
+    int whole = width / LANES * LANES;
+    for (int i = 0; i < whole; i += LANES) high = max(high, load(row + i));
+    float most = largest(high);
+    for (int i = whole; i < width; i++) most = row[i] > most ? row[i] : most;
+    return int(std::find(row, row + width, most) - row) % width;
+  }
+
+  // The logits over the temperature, with -inf behind them up to a whole span; and the largest.
+  void divide(const DrawnRow& row, int width) {
+    int padded = (width + SPAN - 1) / SPAN * SPAN, whole = width / LANES * LANES;
+    values_.resize(padded);
+    Floats high = all(NOTHING);
+    for (int i = 0; i < whole; i += LANES) {
+      Floats values = load(row.logits + i) / row.divisor;
+      high = max(high, values);
+      store(values_.data() + i, values);
+    }
+    most_ = largest(high);
+    for (int i = whole; i < width; i++) {
+      values_[i] = row.logits[i] / row.divisor;
+      most_ = values_[i] > most_ ? values_[i] : most_;
+    }
+    std::fill(values_.begin() + width, values_.end(), NOTHING);
+  }
+
+  float kth(int k) {
+    sorted_.assign(values_.begin(), values_.end());
+    std::nth_element(sorted_.begin(), sorted_.begin() + (k - 1), sorted_.end(), std::greater<float>());
+    return sorted_[k - 1];
+  }
+
+  Doubles weights(int i) const { return exp(load_wide(values_.data() + i) - double(most_)); }
+
+  // Of what is kept, the likeliest ids, equals by id, until their mass reaches p of the whole. By
+  // selection: the range that the edge lies in is split until it is one group of equals.
+  Kept nucleus(const Kept& kept, double p) {
+    ids_.clear();
+    weights_.resize(values_.size());
+    double total = 0.0;
+    for (int i = 0; i < int(values_.size()); i += WIDE) {
+      Doubles here = weights(i);
+      std::memcpy(weights_.data() + i, &here, sizeof here);
+      for (int j = i; j < i + WIDE; j++)
+        if (kept.has(values_[j], j)) ids_.push_back(j), total += weights_[j];
+    }
+    const double wanted = p * total;
+    double in_front = 0.0;
+    auto first = ids_.begin(), last = ids_.end();
+    while (first != last) {
+      float pivot = middle(values_[*first], values_[first[(last - first) / 2]], values_[last[-1]]);
+      auto equals = std::partition(first, last, [&](int id) { return values_[id] > pivot; });
+      auto less = std::partition(equals, last, [&](int id) { return values_[id] == pivot; });
+      double greater = 0.0;
+      for (auto id = first; id != equals; id++) greater += weights_[*id];
+      if (in_front + greater >= wanted) {
+        last = equals;
+        continue;
+      }
+      in_front += greater;
+      std::sort(equals, less);
+      for (auto id = equals; id != less; id++)
+        if ((in_front += weights_[*id]) >= wanted) return {pivot, *id};
+      first = less;
+    }
+    return kept;  // rounding left the edge behind the last
+  }
+
+  static float middle(float a, float b, float c) {
+    return std::max(std::min(a, b), std::min(std::max(a, b), c));
+  }
+
+  // The first id at which the cumulated weight exceeds u of the whole.
+  int invert(const Kept& kept, double u) {
+    int spans = int(values_.size()) / SPAN;
+    sums_.resize(spans);
+    double total = 0.0;
+    for (int s = 0; s < spans; s++) sums_[s] = total += span(kept, s * SPAN);
+    double target = u * total;
+    int s = int(std::upper_bound(sums_.begin(), sums_.end(), target) - sums_.begin());
+    if (s == spans) s = int(std::lower_bound(sums_.begin(), sums_.end(), total) - sums_.begin());
+    double mass = s ? sums_[s - 1] : 0.0;
+    int found = 0;
+    for (int i = s * SPAN; i < (s + 1) * SPAN; i += WIDE) {
+      Doubles here = weights(i);
+      for (int j = 0; j < WIDE; j++) {
+        if (!kept.has(values_[i + j], i + j) || here[j] == 0.0) continue;
+        found = i + j;  // the span's last, should rounding leave the target beyond it
+        if ((mass += here[j]) > target) return found;
+      }
+    }
+    return found;
+  }
+
+  double span(const Kept& kept, int first) const {
+    Doubles total = {};
+    for (int i = first; i < first + SPAN; i += WIDE) {
+      Doubles values = load_wide(values_.data() + i);
+      Longs ids = Longs{0, 1, 2, 3, 4, 5, 6, 7} + std::int64_t(i);
+      Longs keep = (values > double(kept.least)) |
+                   ((values == double(kept.least)) & (ids <= std::int64_t(kept.last)));
+      total += keep ? exp(values - double(most_)) : Doubles{};
+    }
+    return sum(total);
+  }
+
+  float most_ = 0.0f;
+  Buffer<float> values_, sorted_;
+  Buffer<double> weights_, sums_;
+  std::vector<int> ids_;
+};
+
+}  // namespace logitd

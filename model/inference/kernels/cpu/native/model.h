@@ -1,0 +1,48 @@
+// Model: a GPT's weights and its KV cache as plain C structures, which model/inference/kernels/cpu/decoder.py
+// describes to ctypes.
+#pragma once
+
+#include <cstdint>
+
+#include "linear.h"
+#include "rows.h"
+
+namespace logitd {
+
+struct LayerWeights {
+  Norm attention_norm, query_norm, key_norm, mlp_norm;
+  Matrix qkv, attention_out, mlp_up, mlp_down;
+  const void* value_embedding;  // (vocabulary, n_kv_head * head_dim), or null
+  const float* value_gate;      // (n_kv_head, value_gate_width)
+};
+
+struct ModelWeights {
+  std::int32_t n_layer, n_head, n_kv_head, head_dim, d_model, d_ff, vocab_size;
+  std::int32_t kind;        // of every matrix: KIND_*
+  std::int32_t cells;       // of embeddings and of the cache: KIND_F32 or KIND_BF16
+  std::int32_t post_norm, rotary, qk_norm, final_norm_on, value_gate_width;
+  std::int32_t activation;  // Activation
+  const void* token_embedding;
+  const void* position_embedding;  // (positions, d_model) like token_embedding, or null
+  const float* sinusoids;          // (positions, d_model), or null
+  const float *rope_cos, *rope_sin;  // (positions, head_dim / 2)
+  const LayerWeights* layers;
+  Norm final_norm;
+  Matrix head;
+};
+
+struct Cache {
+  void *keys, *values;  // (n_layer, slots, n_kv_head, slot_length, head_dim)
+  std::int64_t slots, slot_length;
+};
+
+// What is kept of a prompt of `count` tokens besides its final hidden states; null: nothing of it.
+struct Record {
+  float* states;             // (n_layer + 1, count, d_model): embeddings, then after each block
+  float* weights;            // (count, layers, heads, length), zeros: attention's
+  const std::int32_t* layer_places;  // (n_layer): a layer's place among those kept, or -1
+  const std::int32_t* head_places;   // (n_head)
+  std::int32_t layers, heads, length, count;
+};
+
+}  // namespace logitd

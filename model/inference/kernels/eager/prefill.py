@@ -1,0 +1,113 @@
+"""Prefill: positions of a prompt into their slot, by torch; and what one asks of a prefill.
+
+Runs in whole blocks of 32 positions at multiples of 32, so that the arithmetic of a row depends on
+its position only. Whoever computes prompts in another way
+(`model/inference/kernels/cpu/decoder.py`) takes and gives the same.
+
+Shapes: T positions of a piece.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from model.inference.kernels.eager.contention import Crowding
+from model.inference.kv_cache import KVCache
+from model.transformer.attention import Attend, AttentionRecorder
+from model.transformer.config import BLOCK
+from model.transformer.gpt import GPT
+
+
+@dataclass(frozen=True, slots=True)
+class WantedWeights:
+    """Attention weights of some layers and heads, each row with room for `length` keys."""
+
+    layers: Sequence[int]
+    heads: Sequence[int]
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Tokens of a prompt for a slot that holds the positions before `start`, a multiple of BLOCK;
+    and what is wanted besides their final hidden states."""
+
+    token_ids: Sequence[int]  # (T,)
+    slot: int
+    start: int
+    states: bool = False
+    weights: WantedWeights | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Prefilled:
+    """What was computed of a piece; the optional parts where they were asked for."""
+
+    hidden: Tensor  # (T, d_model): the final hidden states
+    states: Tensor | None = None  # (n_layer + 1, T, d_model): embeddings, then after each block
+    weights: Tensor | None = None  # (T, layers, heads, length): 0 for keys that are not seen
+
+
+class TorchPrefill:
+    """Prompts of a GPT into the slots of its cache, one torch operation after the other.
+
+    `blockwise`: a block at a time, for company to change nothing where the kernel of a product
+    depends on the number of rows (a GPU). `at_once`: attention too in one operation, which is for
+    speed there.
+    """
+
+    def __init__(
+        self, gpt: GPT, cache: KVCache, *, blockwise: bool = False, at_once: bool = False
+    ) -> None:
+        assert not (blockwise and at_once)
+        self._gpt = gpt
+        self._cache = cache
+        self._blockwise = blockwise
+        self._at_once = at_once
+        self._crowding = Crowding(gpt)
+
+    def __call__(self, piece: Piece, *, crowded: bool = False) -> Prefilled:
+        """`crowded`: others are known to hold the cores."""
+        start, weights = piece.start, piece.weights
+        assert start % BLOCK == 0
+        device, length = self._gpt.token_embedding.weight.device, len(piece.token_ids)
+        padding = -length % BLOCK
+        # The padding's keys lie behind every position that is ever looked at before it is
+        # overwritten; its own results are dropped.
+        ids = torch.tensor([[*piece.token_ids, *[0] * padding]], device=device)
+        positions = torch.arange(start, start + length + padding, device=device)
+        positions = positions.clamp(max=self._gpt.config.context_length - 1)[None]
+        recorder = None
+        if weights is not None:
+            recorder = AttentionRecorder(weights.layers, weights.heads, weights.length)
+        width = BLOCK if self._blockwise else length + padding
+        parts: list[Tensor] = []  # (1, width, d_model) each
+        collected: list[list[Tensor]] = []
+        for offset in range(0, length + padding, width):
+            part = slice(offset, offset + width)
+            kept: list[Tensor] | None = [] if piece.states else None
+            attend = self._attend(piece.slot, start + offset, recorder)
+            with self._crowding.watched(width, crowded):
+                hidden = self._gpt.transform(ids[:, part], positions[:, part], attend, kept)
+            parts.append(hidden)
+            if kept is not None:
+                collected.append(kept)
+        layers = [_joined(layer)[0, :length] for layer in zip(*collected, strict=True)]
+        return Prefilled(
+            hidden=_joined(parts)[0, :length],
+            states=torch.stack(layers) if piece.states else None,
+            weights=None if recorder is None else recorder.rows()[:length],
+        )
+
+    def _attend(self, slot: int, start: int, recorder: AttentionRecorder | None) -> Attend:
+        if self._at_once and recorder is None:
+            return self._cache.prefill_at_once(slot, start)
+        return self._cache.prefill(slot, start, recorder)
+
+
+def _joined(parts: Iterable[Tensor]) -> Tensor:
+    """Parts (1, T, d_model) as one; a single one as it is."""
+    together = list(parts)
+    return together[0] if len(together) == 1 else torch.cat(together, dim=1)

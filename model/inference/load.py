@@ -1,0 +1,93 @@
+"""Opening: from a checkpoint and a few wishes to a model that is ready to decode.
+
+The order matters: the shape is read first, because it decides which numbers are fastest; then the
+weights, in those numbers; then comes the decoder. Makes no engine and no cache.
+"""
+
+import ctypes
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from model.checkpoint.checkpoint import CheckpointInfo, load_weights, read_checkpoint
+from model.device import (
+    Placement,
+    choose_device,
+    choose_placement,
+    disable_cudnn_attention,
+    keep_freed_memory,
+)
+from model.inference.kernels.select import DecodePath, DTypeChoice, choose_decode_path, choose_dtype
+from model.inference.memory import SlotWish, available, check_weights_fit, slots_for
+from model.transformer.config import DTypeName, KernelChoice, Quantization
+from model.transformer.gpt import GPT
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedModel:
+    """A checkpoint's weights where they are computed, and what was chosen for them."""
+
+    checkpoint: CheckpointInfo
+    gpt: GPT
+    placement: Placement
+    dtype: DTypeChoice
+    decode_path: DecodePath
+
+
+def open_model(
+    path: Path,
+    *,
+    device: str,
+    dtype: DTypeName,
+    threads: int,
+    kernels: KernelChoice,
+    quantize: Quantization,
+    batch_invariant: bool = False,
+    say: Callable[[str], None],
+) -> OpenedModel:
+    """Read a checkpoint and choose how it is computed; what this process frees is kept from then on
+    (`keep_freed_memory`). Torch's threads are left to `use_threads`, in the thread that computes.
+
+    `say` is told when native kernels are being built. Raises CheckpointError, DeviceError (weights
+    that do not fit are refused before they are read) and KernelError.
+    """
+    keep_freed_memory()
+    checkpoint = read_checkpoint(path)
+    choice = choose_dtype(dtype, checkpoint.config, choose_device(device), kernels=kernels, say=say)
+    placement = choose_placement(device, choice.name, threads)
+    check_weights_fit(checkpoint.config, placement.dtype.itemsize, available(placement.device))
+    if placement.device.type == "cuda":
+        disable_cudnn_attention()
+    gpt = load_weights(checkpoint, device=placement.device, dtype=placement.dtype)
+    decode_path = choose_decode_path(
+        gpt,
+        kernels=kernels,
+        quantize=quantize,
+        threads=placement.threads,
+        batch_invariant=batch_invariant,
+        say=say,
+    )
+    return OpenedModel(checkpoint, gpt, placement, choice, decode_path)
+
+
+def choose_slots(opened: OpenedModel, wish: SlotWish, default: int) -> int:
+    """How many slots the KV cache of a model gets; `default` where nothing is wished for. Raises
+    DeviceError where they do not fit beside the weights."""
+    device, item_bytes = opened.placement.device, opened.placement.dtype.itemsize
+    there = available(device, weight_bytes=opened.gpt.parameter_count() * item_bytes)
+    return slots_for(
+        wish,
+        opened.checkpoint.config,
+        item_bytes,
+        there,
+        default=default,
+        gpu=device.type == "cuda",
+    )
+
+
+def release_memory() -> None:
+    """Give the system back what was freed: to open a model frees several copies of its weights, and
+    the C library keeps what was taken in pieces. Does nothing where the C library is not GNU's."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)

@@ -1,0 +1,54 @@
+"""Served: what the service computes of a text, without a server.
+
+The same decoder over a cache of one slot. On a CPU the numbers are bit for bit those that are
+served, with the same dtype, number of threads and kernels. `GPT.forward` is the definition of what
+is computed; this is how it is computed where it is served.
+"""
+
+import torch
+from torch import Tensor
+
+from model.inference.kernels.eager.prefill import Piece, WantedWeights
+from model.inference.kernels.select import choose_decode_path
+from model.inference.kv_cache import KVCache
+from model.transformer.config import KernelChoice, Quantization
+from model.transformer.gpt import GPT, GPTOutput
+
+
+@torch.inference_mode()
+def forward_as_served(
+    gpt: GPT,
+    token_ids: Tensor,  # (T,)
+    *,
+    hidden_states: bool = False,
+    attentions: bool = False,
+    kernels: KernelChoice = "auto",
+    quantize: Quantization = "none",
+) -> GPTOutput:
+    """`GPT.forward` of one sequence in the arithmetic of the service, which `kernels` and
+    `quantize` choose as they do there. Shapes as in `GPT.forward`, with B = 1.
+
+    The model's parameters may be moved into one piece of memory, and rounded where `quantize` says
+    so. Raises ValueError for a text longer than the model's context, KernelError where what is
+    asked for cannot be had."""
+    config, weight, length = gpt.config, gpt.token_embedding.weight, len(token_ids)
+    if not 0 < length <= config.context_length:
+        raise ValueError(
+            f"the text has {length} tokens; this model takes 1 to {config.context_length}"
+        )
+    threads = torch.get_num_threads()
+    path = choose_decode_path(gpt, kernels=kernels, quantize=quantize, threads=threads)
+    decoder = path.make_decoder(gpt, KVCache(config, 1, device=weight.device, dtype=weight.dtype))
+    everything = WantedWeights(range(config.n_layer), range(config.n_head), length)
+    try:
+        weights_wanted = everything if attentions else None
+        found = decoder.prefill(Piece(token_ids.tolist(), 0, 0, hidden_states, weights_wanted))
+        logits = decoder.head(found.hidden)
+    finally:
+        decoder.close()
+    states, weights = found.states, found.weights  # (n_layer + 1, T, C) and (T, n_layer, H, T)
+    return GPTOutput(
+        logits=logits[None],
+        hidden_states=None if states is None else states[:, None],
+        attentions=None if weights is None else weights.permute(1, 2, 0, 3)[:, None],
+    )

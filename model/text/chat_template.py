@@ -1,0 +1,265 @@
+"""Chat template: from messages to the pieces of a prompt, as the checkpoint says it.
+
+A template is Jinja in the dialect of Hugging Face's tokenizers (`trim_blocks`, `lstrip_blocks`,
+`raise_exception`, `break` and `continue`). It gets `messages`, each with `role` and `content` (and
+`name`, if given), `add_generation_prompt`, always true, and, where the vocabulary has an
+end of text, `bos_token` and `eos_token`, both its name.
+
+Special tokens. What the template writes becomes a special token where it reads like one. What a
+message says never does, nor takes part in one (`model/text/message_text.py`).
+
+A template comes with the checkpoint, not with a request. It runs in Jinja's sandbox, which has no
+way to files, modules or the insides of objects; its time and its output are bounded. What it takes
+in memory in between is not. Does not cover tools, and has no clock and no random numbers.
+"""
+
+import json
+import re
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from jinja2 import Template, TemplateSyntaxError, nodes, pass_context
+from jinja2.runtime import Context
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from model.text.message_text import Hidden, MessageText
+from model.text.tokenizer import Tokenizer
+
+MAX_SOURCE = 2**16
+"""Characters of a template."""
+MAX_CHARACTERS = 2**22
+"""Characters that it may write."""
+MAX_SECONDS = 5.0
+"""Time that it may take; a common one takes less than a millisecond."""
+
+_NO_FILTERS = (
+    "random",
+    "e",
+    "escape",
+    "forceescape",
+    "striptags",
+    "urlencode",
+    "urlize",
+    "xmlattr",
+)
+"""What draws; and what is for HTML, and would not see what is hidden in a message."""
+
+# No name in a template has a space in it: what is kept under these cannot be seen or replaced.
+_DEADLINE = "the deadline"
+_TIMED = "timed items"
+
+Message = Mapping[str, str]
+Piece = str | int
+"""A text, to be encoded as plain text, or the id of a special token."""
+
+
+class ChatTemplateError(ValueError):
+    """A template that cannot be used, or failed on the messages at hand; the message says why."""
+
+
+class ChatTemplate:
+    """A compiled template. Raises ChatTemplateError when it does not compile.
+
+    May be used by several threads at once.
+    """
+
+    def __init__(self, source: str) -> None:
+        _check_source(source)
+        self.source = source
+        environment = _environment()
+        try:
+            tree = environment.parse(source)
+            _watch_loops(tree, environment)
+            code = environment.compile(tree, filename="<chat template>")
+            self._template = Template.from_code(environment, code, environment.globals)
+        except TemplateSyntaxError as error:
+            raise ChatTemplateError(
+                f"line {error.lineno} of the chat template: {error.message}"
+            ) from error
+        except ChatTemplateError:
+            raise
+        except Exception as error:  # nested too deeply for Jinja, or for Python
+            raise ChatTemplateError(
+                f"the chat template does not compile: {_said(error)}"
+            ) from error
+
+    def render(self, messages: Sequence[Message], tokenizer: Tokenizer) -> list[Piece]:
+        """The prompt of a conversation that the assistant is to continue.
+
+        `role` is taken as it is, so it must come from a closed set; every other text of a message
+        may be anything. Raises ChatTemplateError when the template refuses the messages
+        (`raise_exception`), fails on them, or takes or writes too much.
+        """
+        hidden = _hidden(messages, tokenizer.special_tokens)
+        try:
+            text = self._run([_handled(message, hidden) for message in messages], tokenizer)
+        except ChatTemplateError as error:  # which may repeat what a message says
+            said = str(error).translate(hidden.show).encode(errors="replace").decode()
+            raise ChatTemplateError(said) from error
+        return _split(text, tokenizer.special_tokens, hidden.show)
+
+    def _run(self, messages: Sequence[Message], tokenizer: Tokenizer) -> str:
+        variables: dict[str, Any] = {
+            "messages": messages,
+            "add_generation_prompt": True,
+            _DEADLINE: time.monotonic() + MAX_SECONDS,
+        }
+        if tokenizer.end_of_text is not None:
+            name = tokenizer.end_of_text_name
+            variables |= {"bos_token": name, "eos_token": name}
+        parts, length = [], 0
+        try:
+            for part in self._template.generate(variables):
+                length += len(part)
+                if length > MAX_CHARACTERS:
+                    raise ChatTemplateError(
+                        f"the chat template wrote more than {MAX_CHARACTERS} characters"
+                    )
+                parts.append(part)
+        except ChatTemplateError:
+            raise
+        except Exception as error:  # anything that an expression can do wrong
+            raise ChatTemplateError(
+                f"the chat template failed on these messages: {_said(error)}"
+            ) from error
+        return "".join(parts)
+
+
+class _Sandbox(ImmutableSandboxedEnvironment):
+    """Jinja's sandbox with a look at the clock at each call, and bounded products."""
+
+    intercepted_binops = frozenset(("*", "**"))
+
+    # The names are Jinja's: with two underscores they cannot be a keyword of the template's call.
+    def call(self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
+        _check_time(__context)
+        return super().call(__context, __obj, *args, **kwargs)
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        if operator == "**" or _too_large(left, right):
+            raise ChatTemplateError(
+                "the chat template computes a power, or a product that is too large"
+            )
+        return super().call_binop(context, operator, left, right)
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = _Sandbox(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
+    # The same messages give the same prompt: nothing that draws, or remembers from call to call.
+    environment.globals = {
+        name: environment.globals[name] for name in ("range", "dict", "namespace")
+    }
+    environment.globals["raise_exception"] = _raise_exception
+    for name in _NO_FILTERS:
+        del environment.filters[name]
+    environment.filters["title"] = _title
+    environment.filters["tojson"] = _tojson
+    environment.filters[_TIMED] = _timed
+    return environment
+
+
+def _watch_loops(tree: nodes.Template, environment: ImmutableSandboxedEnvironment) -> None:
+    """Make every loop look at the clock before each turn."""
+    for loop in list(tree.find_all(nodes.For)):
+        if loop.recursive:
+            raise ChatTemplateError(
+                f"line {loop.lineno} of the chat template: recursive loops are not supported"
+            )
+        loop.iter = nodes.Filter(
+            loop.iter, _TIMED, [], [], None, None, lineno=loop.lineno, environment=environment
+        )
+
+
+@pass_context
+def _timed(context: Context, items: Iterable[Any]) -> Iterator[Any]:
+    for item in items:
+        _check_time(context)
+        yield item
+
+
+def _check_time(context: Context) -> None:
+    if time.monotonic() > context.parent[_DEADLINE]:
+        raise ChatTemplateError(f"the chat template took more than {MAX_SECONDS:g} s")
+
+
+def _raise_exception(message: object) -> None:
+    """How a template refuses messages."""
+    raise ChatTemplateError(f"the chat template says: {str(message)[:300]}")
+
+
+def _title(value: object) -> str:
+    """Jinja's own takes the text to pieces that show what is hidden."""
+    return str(value).title()
+
+
+def _tojson(value: Any, indent: int | None = None) -> str:
+    """Jinja's own writes for HTML."""
+    return json.dumps(value, ensure_ascii=False, indent=indent)
+
+
+def _too_large(left: Any, right: Any) -> bool:
+    """Whether a product takes more than a prompt may."""
+    if isinstance(left, (int, float)) and isinstance(right, (int, float)):
+        return max(abs(left), abs(right)) > 2**64
+    many, times = (right, left) if isinstance(left, int) else (left, right)
+    return (
+        isinstance(times, int) and hasattr(many, "__len__") and (len(many) * times > MAX_CHARACTERS)
+    )
+
+
+def _check_source(source: str) -> None:
+    if len(source) > MAX_SOURCE:
+        raise ChatTemplateError(
+            f"the chat template has {len(source)} characters; {MAX_SOURCE} are allowed"
+        )
+    if not source.strip():
+        raise ChatTemplateError("the chat template is empty")
+    if _has_surrogates(source):
+        raise ChatTemplateError("the chat template holds half a surrogate pair, which is no text")
+
+
+def _hidden(messages: Sequence[Message], special_tokens: Iterable[str]) -> Hidden:
+    texts = (text for message in messages for name, text in message.items() if name != "role")
+    try:
+        return Hidden.of(special_tokens, texts)
+    except ValueError as error:
+        raise ChatTemplateError(str(error)) from error
+
+
+def _handled(message: Message, hidden: Hidden) -> Message:
+    """A message as the template gets it."""
+    return {
+        name: text if name == "role" else MessageText(text, hidden)
+        for name, text in message.items()
+    }
+
+
+def _split(text: str, special_tokens: Mapping[str, int], shown: Mapping[int, int]) -> list[Piece]:
+    """Text between special tokens, with what was hidden shown again, and the ids of those."""
+    names = sorted((name for name in special_tokens if name), key=len, reverse=True)
+    parts = re.split(f"({'|'.join(map(re.escape, names))})", text) if names else [text]
+    pieces: list[Piece] = []
+    for place, part in enumerate(parts):
+        if place % 2:
+            pieces.append(special_tokens[part])
+        elif part:
+            pieces.append(_checked(part.translate(shown)))
+    return pieces
+
+
+def _checked(text: str) -> str:
+    if _has_surrogates(text):  # of the template's own making
+        raise ChatTemplateError("the chat template wrote half a surrogate pair, which is no text")
+    return text
+
+
+def _has_surrogates(text: str) -> bool:
+    return any("\ud800" <= character <= "\udfff" for character in set(text))
+
+
+def _said(error: Exception) -> str:
+    """An exception in a few words."""
+    return f"{type(error).__name__}: {str(error)[:200]}"

@@ -1,0 +1,1 @@
+"""Optimizers, their parameter groups and the learning-rate schedule."""

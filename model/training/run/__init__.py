@@ -1,0 +1,1 @@
+"""The run directory: state, metrics, card, plot, samples and summary."""

@@ -1,0 +1,197 @@
+"""Run: the directory of a training run.
+
+  run.json         what was asked and what it was settled to
+  data/            the tokenised text (`model/data/prepare.py`)
+  metrics.jsonl    one JSON object a line: {"kind": "train" | "eval", "step": ..., ...}
+  loss.png         the curves, redrawn at each evaluation
+  samples.txt      what the model wrote, oldest first
+  step-000500/     checkpoints, ready to be served
+  latest, best     links to the newest checkpoint and to the one with the lowest validation loss
+  state/state.pt   the trainer's own state, for an exact resume
+
+Everything is written aside and renamed, so a kill at any moment leaves a directory that can be
+served and resumed. Of several processes only the first writes. Knows files, not training.
+"""
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from model.training.config import TrainingError
+
+RUN, METRICS, SAMPLES, PLOT = "run.json", "metrics.jsonl", "samples.txt", "loss.png"
+_STEP = re.compile(r"step-(\d{6,})")
+_SAMPLE = re.compile(r"^=== step (\d+)$", re.MULTILINE)
+
+
+class RunDirectory:
+    """Paths and bookkeeping of one run."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.data = path / "data"
+        self.state = path / "state" / "state.pt"
+        self.plot = path / PLOT
+        self.latest = path / "latest"
+        self.best = path / "best"
+
+    @classmethod
+    def create(cls, path: Path) -> "RunDirectory":
+        """A new run. Refuses a directory that holds anything already."""
+        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+            if path.is_dir() and not (path / RUN).exists():
+                raise TrainingError(
+                    f"{path} exists already and holds no {RUN}: if it is what a run left that was "
+                    "killed while it prepared its text, remove it, else choose another --out"
+                )
+            raise TrainingError(
+                f"{path} exists already: resume it with --resume, or choose another --out"
+            )
+        path.mkdir(parents=True, exist_ok=True)
+        return cls(path)
+
+    def discard(self) -> None:
+        """Remove a run that never began."""
+        shutil.rmtree(self.path)
+
+    @classmethod
+    def open(cls, path: Path) -> "RunDirectory":
+        """A run that was begun before."""
+        if not (path / RUN).is_file():
+            raise TrainingError(f"there is nothing to resume: {path} holds no {RUN}")
+        return cls(path)
+
+    def write_description(self, document: Mapping[str, Any]) -> None:
+        _replace(self.path / RUN, json.dumps(document, indent=2) + "\n")
+
+    def read_description(self) -> dict[str, Any]:
+        try:
+            document = json.loads((self.path / RUN).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise TrainingError(f"{self.path / RUN} cannot be read: {error}") from error
+        return dict(document)
+
+    def checkpoint(self, step: int) -> Path:
+        return self.path / f"step-{step:06d}"
+
+    def checkpoints(self) -> dict[int, Path]:
+        """Checkpoints by step, oldest first."""
+        found = {
+            int(match[1]): child
+            for child in self.path.iterdir()
+            if (match := _STEP.fullmatch(child.name)) and child.is_dir()
+        }
+        return dict(sorted(found.items()))
+
+    def linked_step(self, link: Path) -> int | None:
+        """The step that `latest` or `best` points to, if that checkpoint is there."""
+        match = _STEP.fullmatch(os.readlink(link)) if link.is_symlink() else None
+        return int(match[1]) if match and link.exists() else None
+
+    def prune(self, keep: int, state_step: int | None) -> None:
+        """Remove all checkpoints but the newest `keep`, those that are linked, and that of the
+        step to which a resumed run would go back."""
+        kept = {self.linked_step(self.latest), self.linked_step(self.best), state_step}
+        for step, path in list(self.checkpoints().items())[:-keep]:
+            if step not in kept:
+                _remove(path)
+
+    def append(self, record: Mapping[str, Any]) -> None:
+        """Add a line to the metrics."""
+        with (self.path / METRICS).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record) + "\n")
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """All whole lines of the metrics."""
+        path = self.path / METRICS
+        if not path.is_file():
+            return []
+        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+        return [json.loads(each) for each in lines if each.endswith("\n")]
+
+    def append_sample(self, step: int, prompt: str, text: str) -> None:
+        with (self.path / SAMPLES).open("a", encoding="utf-8") as file:
+            file.write(f"=== step {step}\n{prompt}{text}\n\n")
+
+    def rewind(self, step: int) -> None:
+        """Forget what happened after the state of `step` was saved: it will happen again, in the
+        same way. Removes what a kill left half done."""
+        self._sweep()
+        kept = [record for record in self.metrics() if record["step"] <= step]
+        _replace(self.path / METRICS, "".join(json.dumps(each) + "\n" for each in kept))
+        self._cut_samples(step if step in self.checkpoints() else step - 1)
+        self.link_newest_and_best(last=step)  # before what they point to goes
+        for later, path in self.checkpoints().items():
+            if later > step:
+                _remove(path)
+
+    def _sweep(self) -> None:
+        """Remove files and folders that were being written when a process was killed."""
+        state = self.state.parent.glob(f".{self.state.name}.*")
+        for left in [*self.path.glob(".step-*"), *self.path.glob(".*.part"), *state]:
+            if left.is_dir() and not left.is_symlink():
+                shutil.rmtree(left)
+            else:
+                left.unlink()
+
+    def _cut_samples(self, last: int) -> None:
+        """Keep the samples up to step `last`."""
+        path = self.path / SAMPLES
+        if not path.is_file():
+            return
+        with path.open(encoding="utf-8", newline="") as file:
+            text = file.read()
+        for head in _SAMPLE.finditer(text):
+            if int(head[1]) > last:
+                _replace(path, text[: head.start()])
+                return
+
+    def link_newest_and_best(self, last: int | None = None) -> None:
+        """Point `latest` and `best` to checkpoints that are there, up to step `last`."""
+        steps = [step for step in self.checkpoints() if last is None or step <= last]
+        scores = {
+            record["step"]: record["val_loss"]
+            for record in self.metrics()
+            if record["kind"] == "eval" and record["step"] in steps
+        }
+        self._link(self.latest, steps[-1] if steps else None)
+        self._link(self.best, min(scores, key=scores.__getitem__) if scores else None)
+
+    def _link(self, link: Path, step: int | None) -> None:
+        """Move a link in one stroke."""
+        if step is None:
+            link.unlink(missing_ok=True)
+            return
+        aside = link.with_name(f".{link.name}.part")
+        aside.unlink(missing_ok=True)
+        aside.symlink_to(self.checkpoint(step).name)
+        aside.replace(link)
+
+
+def sync(path: Path) -> None:
+    """Flush a folder's entries to the disk, so that a rename outlives a loss of power."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _remove(path: Path) -> None:
+    """Remove a checkpoint in one stroke: a folder that is there is whole."""
+    aside = path.with_name(f".{path.name}.gone")
+    path.rename(aside)
+    shutil.rmtree(aside)
+
+
+def _replace(path: Path, text: str) -> None:
+    aside = path.with_name(f".{path.name}.part")
+    with aside.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    aside.replace(path)

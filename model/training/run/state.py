@@ -1,0 +1,159 @@
+"""State: everything that a run needs to go on exactly where it stopped.
+
+One file, `state/state.pt`: float32 weights (with adapters theirs alone), the states of all
+optimizers, the step and its counters, and of the reports the sums of what was not yet told and the
+best of what was. Neither the data position nor a random state is in it: batches and the noise of
+dropout are functions of the seed and the step (`model/data/batches.py`). Written aside, synced
+and renamed; read with `weights_only=True`, so reading never executes code. Does not cover
+checkpoints (`model/checkpoint/checkpoint.py`): those are for serving.
+
+Bit for bit is promised where the recorded environment is the same (torch, instruction set,
+threads, device, dtype, processes, sharded or not); `differences` says where it is not.
+"""
+
+import os
+import pickle
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+
+from model.device import Placement, describe
+from model.training.config import TrainingError
+from model.training.distributed.fsdp import gather_weights, is_sharded, put_weights
+from model.training.distributed.ranks import ALONE, Ranks
+from model.training.optim.optimizers import Optimizers
+from model.training.run.directory import sync
+from model.transformer.gpt import GPT
+
+VERSION = 2
+
+
+@dataclass(frozen=True)
+class Environment:
+    """What the bits of a training step depend on besides the run itself."""
+
+    torch: str
+    device: str
+    dtype: str
+    threads: int
+    processes: int
+    sharded: bool = False
+
+    @classmethod
+    def of(
+        cls, placement: Placement, processes: int = 1, *, sharded: bool = False
+    ) -> "Environment":
+        return cls(
+            torch=str(torch.__version__),  # a plain string: weights_only reads no other
+            device=describe(placement.device),
+            dtype=placement.dtype_name,
+            threads=placement.threads,
+            processes=processes,
+            sharded=sharded,
+        )
+
+    def differences(self, other: "Environment") -> str:
+        """For a person: "threads 2, was 4"; "" when the two agree."""
+        mine, theirs = asdict(self), asdict(other)
+        return ", ".join(
+            f"{name} {mine[name]}, was {theirs[name]}"
+            for name in mine
+            if mine[name] != theirs[name]
+        )
+
+
+@dataclass(frozen=True)
+class Counters:
+    """How far a run is."""
+
+    step: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+
+
+def save_state(
+    path: Path,
+    *,
+    gpt: GPT,
+    optimizers: Optimizers,
+    counters: Counters,
+    environment: Environment,
+    reports: Mapping[str, Any],
+    ranks: Ranks = ALONE,
+) -> None:
+    """Replace the state file, whole or not at all. Raises OSError when it cannot be written.
+
+    Of several processes the first writes. All have to call it, because of a sharded model each has
+    a part.
+    """
+    document = {
+        "version": VERSION,
+        "counters": asdict(counters),
+        "environment": asdict(environment),
+        "weights": gather_weights(gpt, ranks),
+        "optimizers": optimizers.state_dict(),
+        "reports": dict(reports),
+    }
+    if ranks.leads:
+        _replace(path, document)
+
+
+def _replace(path: Path, document: Mapping[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, aside = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            _write(document, file)
+            file.flush()
+            os.fsync(file.fileno())
+        Path(aside).replace(path)
+        sync(path.parent)
+    except BaseException:
+        Path(aside).unlink(missing_ok=True)
+        raise
+
+
+def _write(document: Mapping[str, Any], file: BinaryIO) -> None:
+    try:
+        torch.save(document, file)
+    except RuntimeError as error:
+        # torch's writer puts an error of its own in front of the file's.
+        cause = error.__context__
+        raise (cause if isinstance(cause, OSError) else OSError(str(error))) from error
+
+
+def load_state(
+    path: Path, *, gpt: GPT, optimizers: Optimizers
+) -> tuple[Counters, Environment, dict[str, Any]]:
+    """Restore weights and optimizers; returns the counters, where it was saved, and what
+    it keeps of the run's reports."""
+    document = read_state(path, mapped=is_sharded(gpt))
+    try:
+        put_weights(gpt, document["weights"])
+        optimizers.load_state_dict(document["optimizers"])
+        return (
+            Counters(**document["counters"]),
+            Environment(**document["environment"]),
+            dict(document["reports"]),
+        )
+    except (LookupError, TypeError, ValueError, RuntimeError) as error:
+        raise TrainingError(f"{path} does not fit the run's model: {error}") from error
+
+
+def read_state(path: Path, *, mapped: bool = False) -> dict[str, Any]:
+    """The file's contents, or a sentence about what is wrong with it. `mapped` leaves tensors on
+    the disk: for those who want a number."""
+    try:
+        document = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+    except FileNotFoundError as error:
+        raise TrainingError(f"there is nothing to resume: {path} does not exist") from error
+    except (OSError, RuntimeError, EOFError, KeyError, pickle.UnpicklingError) as error:
+        raise TrainingError(f"{path} is no whole training state: {error}") from error
+    version = document.get("version") if isinstance(document, dict) else None
+    if version != VERSION:
+        raise TrainingError(f"{path} has version {version!r}; this logitd reads {VERSION}")
+    return dict(document)

@@ -1,0 +1,104 @@
+"""Log: the figures of the steps since the last report.
+
+Losses are kept on the device and looked at only when a report is due, so that steps need not wait
+for each other.
+"""
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from model.training.step.flops import Meter
+
+SMOOTHING = 0.8
+"""Share of the past in the smoothed loss, at each report."""
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Means over the steps of a report; the gradient norm and learning rate are the last step's."""
+
+    loss: float
+    smoothed_loss: float
+    learning_rate: float  # as a share of the peak
+    gradient_norm: float  # before clipping
+    tokens_per_second: float
+    matrix_share: float  # of the machine's matrix rate (`model/training/step/flops.py`)
+    seconds_per_step: float
+
+
+class StepLog:
+    """Collects steps until a report takes them."""
+
+    def __init__(self, meter: Meter) -> None:
+        self._meter = meter
+        self._smoothed: float | None = None
+        self._clear()
+        self.start()
+
+    def _clear(self) -> None:
+        self.steps = 0
+        self._tokens = 0
+        self._loss: Tensor | float = 0.0
+        self._norm: Tensor | float = 0.0
+        self._share = 0.0
+
+    def state(self) -> dict[str, Any]:
+        """The steps that no report has taken yet, to be saved."""
+        return {
+            "smoothed": self._smoothed,
+            "steps": self.steps,
+            "tokens": self._tokens,
+            "loss": self._loss,
+            "norm": self._norm,
+            "share": self._share,
+            "seconds": time.monotonic() - self._since,
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on where a run stopped."""
+        self._smoothed = state["smoothed"]
+        self.steps, self._tokens = state["steps"], state["tokens"]
+        self._loss, self._norm, self._share = state["loss"], state["norm"], state["share"]
+        self._since = time.monotonic() - state["seconds"]
+
+    def start(self) -> None:
+        """Start the clock, unless it runs: what happens between steps is no training time."""
+        if not self.steps:
+            self._since = time.monotonic()
+
+    def add(self, *, loss: Tensor, norm: Tensor, share: float, tokens: int) -> None:
+        self.steps += 1
+        self._tokens += tokens
+        self._loss = self._loss + loss
+        self._norm = norm
+        self._share = share
+
+    def take(self) -> Figures:
+        """The figures of the steps since the last call; there is at least one."""
+        figures = self.figures()
+        assert figures is not None
+        self._smoothed = figures.smoothed_loss
+        self._clear()
+        return figures
+
+    def figures(self) -> Figures | None:
+        """The same, but they stay to be taken. None: there was no step."""
+        if not self.steps:
+            return None
+        loss = float(self._loss) / self.steps  # waits for the device
+        seconds = time.monotonic() - self._since
+        before = loss if self._smoothed is None else self._smoothed
+        speed = self._tokens / max(seconds, 1e-9)
+        return Figures(
+            loss=loss,
+            smoothed_loss=SMOOTHING * before + (1 - SMOOTHING) * loss,
+            learning_rate=self._share,
+            gradient_norm=float(self._norm),
+            tokens_per_second=speed,
+            matrix_share=self._meter.share(speed),
+            seconds_per_step=seconds / self.steps,
+        )

@@ -1,0 +1,189 @@
+"""Summary: how a training run went, read from its directory.
+
+Of runs that go on, were interrupted or are finished; what is damaged is left out and told. Reads
+run.json, metrics.jsonl and samples.txt, never the state or a checkpoint, and changes nothing.
+"""
+
+import json
+import re
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from model.training.config import TrainingConfig, TrainingError
+from model.training.presets import PresetError, Recipe, preset
+from model.training.run.directory import METRICS, RUN, SAMPLES, RunDirectory
+from model.transformer.config import ConfigError, GPTConfig
+from model.transformer.gpt import GPT
+
+_SAMPLE = re.compile(r"^=== step (\d+)$", flags=re.MULTILINE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSummary:
+    """A run, as far as it is written down. None: that has not happened yet, or is not known."""
+
+    path: Path
+    preset: str
+    base: Mapping[str, Any] | None  # what it was fine-tuned from
+    parameters: int  # of the model, adapters not counted
+    settings: Mapping[str, Any]  # recipe, shape and adapters
+    changes: Mapping[str, tuple[Any, Any]]  # the preset's value and the run's, where they differ
+    finished: bool
+    idle_seconds: float  # since something was last written
+    step: int
+    steps: int | None  # None: the clock ends the run
+    tokens: int
+    seconds: float
+    loss: float | None  # smoothed training loss, nats per token
+    val_loss: float | None
+    val_bits_per_byte: float | None
+    best_step: int | None
+    best_val_loss: float | None
+    best_bits_per_byte: float | None
+    tokens_per_second: float | None  # the median of the reports
+    sampled_at: int | None
+    samples: tuple[str, ...]  # of that step, each with its prompt
+    notes: tuple[str, ...]  # what is damaged, in sentences
+
+
+def is_run(path: Path) -> bool:
+    return (path / RUN).is_file()
+
+
+def summarise(path: Path) -> RunSummary:
+    """What the run directory at `path` tells. Raises TrainingError where it tells nothing."""
+    if not is_run(path):
+        raise TrainingError(f"{path} is no run directory: it holds no {RUN}")
+    description = RunDirectory(path).read_description()
+    try:
+        config = TrainingConfig(**description["config"])
+        recipe, model = Recipe(**description["recipe"]), GPTConfig.from_dict(description["model"])
+    except (KeyError, TypeError, ValueError, ConfigError) as error:
+        raise TrainingError(f"{path / RUN} does not describe a run: {error!r}") from error
+    records, notes = _metrics(path / METRICS)
+    train = [each for each in records if each["kind"] == "train"]
+    evals = [each for each in records if each["kind"] == "eval"]
+    last: Mapping[str, Any] = records[-1] if records else {"step": 0, "seconds": 0.0}
+    best = min(evals, key=lambda each: float(each["val_loss"]), default=None)
+    by_clock = config.minutes is not None and config.steps is None
+    out_of_time = config.minutes is not None and last["seconds"] >= 60 * config.minutes
+    sampled_at, samples = _samples(path / SAMPLES)
+    settings = {**_values(recipe), **model.to_dict(), **_adapters(config)}
+    base = (description.get("base") or {}).get("record")
+    return RunSummary(
+        path=path,
+        preset=config.preset,
+        base=base,
+        parameters=_parameters(model),
+        settings=settings,
+        changes=_changes(config, settings, model, shape=base is None),
+        finished=out_of_time or (not by_clock and last["step"] >= recipe.steps),
+        idle_seconds=max(0.0, time.time() - _last_written(path)),
+        step=last["step"],
+        steps=None if by_clock else recipe.steps,
+        tokens=train[-1]["tokens"] if train else 0,
+        seconds=last["seconds"],
+        loss=train[-1]["smoothed_loss"] if train else None,
+        val_loss=evals[-1]["val_loss"] if evals else None,
+        val_bits_per_byte=evals[-1]["val_bits_per_byte"] if evals else None,
+        best_step=None if best is None else best["step"],
+        best_val_loss=None if best is None else best["val_loss"],
+        best_bits_per_byte=None if best is None else best["val_bits_per_byte"],
+        tokens_per_second=(
+            statistics.median(each["tokens_per_second"] for each in train) if train else None
+        ),
+        sampled_at=sampled_at,
+        samples=samples,
+        notes=notes,
+    )
+
+
+def differences(runs: Sequence[RunSummary]) -> dict[str, tuple[Any, ...]]:
+    """The settings that are not the same in all runs, with the value of each."""
+    names = dict.fromkeys(name for run in runs for name in run.settings)
+    values = {name: tuple(run.settings.get(name) for run in runs) for name in names}
+    return {name: each for name, each in values.items() if any(one != each[0] for one in each)}
+
+
+def _metrics(path: Path) -> tuple[list[dict[str, Any]], tuple[str, ...]]:
+    """The records that can be read, and a sentence for what cannot."""
+    lines = path.read_bytes().splitlines(keepends=True) if path.is_file() else []
+    records, damaged = [], []
+    for number, line in enumerate(lines, start=1):
+        try:
+            record = json.loads(line)
+            whole = record["kind"] in ("train", "eval") and "step" in record and "seconds" in record
+        except (ValueError, TypeError, KeyError):
+            whole = False
+        if whole:
+            records.append(record)
+        else:
+            damaged.append(number)
+    notes = []
+    if damaged and damaged[-1] == len(lines) and not lines[-1].endswith(b"\n"):
+        notes.append(f"the last line of {METRICS} is cut off: {len(records)} whole ones were read")
+        damaged.pop()
+    if damaged:
+        where = ", ".join(map(str, damaged[:5])) + (" and more" if len(damaged) > 5 else "")
+        notes.append(f"{len(damaged)} lines of {METRICS} are damaged and left out: {where}")
+    return records, tuple(notes)
+
+
+def _samples(path: Path) -> tuple[int | None, tuple[str, ...]]:
+    """The last step at which the model wrote, and what."""
+    if not path.is_file():
+        return None, ()
+    parts = _SAMPLE.split(path.read_text(encoding="utf-8", errors="replace"))[1:]
+    if not parts:
+        return None, ()
+    steps, texts = [int(step) for step in parts[::2]], parts[1::2]
+    return steps[-1], tuple(
+        text.strip("\n") for step, text in zip(steps, texts, strict=True) if step == steps[-1]
+    )
+
+
+def _changes(
+    config: TrainingConfig, settings: Mapping[str, Any], model: GPTConfig, *, shape: bool
+) -> dict[str, tuple[Any, Any]]:
+    """What differs from the preset; of the shape only where it is the preset's at all."""
+    try:
+        start = preset(config.preset)
+        built = start.config(model.vocab_size).to_dict() if shape else {}
+        before = {**built, **_values(start.recipe)}
+    except PresetError:  # of another version
+        return {}
+    return {
+        name: (before[name], value)
+        for name, value in settings.items()
+        if name in before and before[name] != value
+    }
+
+
+def _values(recipe: Recipe) -> dict[str, Any]:
+    return {field.name: getattr(recipe, field.name) for field in fields(recipe)}
+
+
+def _adapters(config: TrainingConfig) -> dict[str, Any]:
+    if config.lora is None:
+        return {}
+    return {
+        "lora": config.lora,
+        "lora_alpha": config.lora_alpha or config.lora,
+        "lora_targets": list(config.lora_targets),
+    }
+
+
+def _parameters(model: GPTConfig) -> int:
+    with torch.device("meta"):  # takes no memory
+        return GPT(model).parameter_count()
+
+
+def _last_written(path: Path) -> float:
+    files = [path / name for name in (METRICS, SAMPLES, RUN)]
+    return max(file.stat().st_mtime for file in files if file.is_file())

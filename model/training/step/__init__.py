@@ -1,0 +1,1 @@
+"""One training step: forward, loss and what compiles them; validation; counted operations."""

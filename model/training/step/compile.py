@@ -1,0 +1,149 @@
+"""Compiling: the loss of training through `torch.compile`, where that pays for itself.
+
+On CUDA it is compiled unless one says otherwise. On a CPU compiling takes the better part of a
+minute and makes a step of the presets `tiny` and `small` an eighth faster
+(`python -m benchmarks.train_throughput`), so it is left out of a run of a few minutes, which would
+end later for it. What decides is what the run was asked for and no clock, and it is kept with the
+run's configuration: a resumed run computes with the same kernels, hence the same bits.
+
+Does not compile evaluation, samples or the optimizers.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from model.device import Placement
+from model.training.config import TrainingConfig, TrainingError
+from model.training.distributed.ranks import ALONE, Ranks
+from model.training.presets import Compile, Recipe
+from model.training.step.flops import flops_per_token
+from model.training.step.forward import Forward
+from model.transformer.config import GPTConfig
+
+LONG_MINUTES = 15.0
+LONG_OPERATIONS = 1.5e14
+"""From where on a run on a CPU is compiled: twice what it takes to earn the compiling back. The
+operations are those of fifteen minutes on two AVX-512 cores in bfloat16."""
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+"""From ids and targets, (B, T) each, to the mean loss."""
+
+Notice = Callable[[str], None]
+
+
+class CompiledLoss:
+    """A loss through `torch.compile`, or eager when compiling fails: a missing C compiler is
+    common, and no reason not to train. `notice` is told of both.
+
+    The first call compiles: forward and backward once for nothing, before the call that counts, and
+    gradients that were there are gone. A fault of training itself comes again in that call, and is
+    raised.
+
+    `together` are processes of which none computes without the others. There the first call would
+    never end if some went on eagerly, so they try their compilers apart, and if one of them fails,
+    all are eager.
+    """
+
+    def __init__(
+        self,
+        forward: Forward,
+        notice: Notice,
+        backend: str | Callable[..., Any] = "inductor",
+        together: Ranks = ALONE,
+    ) -> None:
+        self._forward = forward
+        self._notice = notice
+        self._backend = backend
+        self._together = together
+        self._loss: Loss | None = None
+
+    def __call__(self, token_ids: Tensor, targets: Tensor) -> Tensor:
+        if self._loss is None:
+            self._loss = self._compile(token_ids, targets)
+        return self._loss(token_ids, targets)
+
+    def _compile(self, token_ids: Tensor, targets: Tensor) -> Loss:
+        self._notice("compiling the training step, which can take a minute or two")
+        compiled: Loss = torch.compile(self._forward.loss, backend=self._backend)
+        several = self._together.size > 1
+        failure = self._try_apart(token_ids.device) if several else None
+        if failure is None:
+            failure = self._try(compiled, token_ids, targets)
+            if several and failure is not None:
+                raise TrainingError(
+                    f"the training step does not compile ({failure}), and the others are waiting "
+                    "in it: train with --compile off"
+                )
+        if failure is None:
+            return compiled
+        self._notice(f"not compiled, so steps take longer: {failure}")
+        return self._forward.loss
+
+    def _try(self, compiled: Loss, token_ids: Tensor, targets: Tensor) -> str | None:
+        """Compute once; why that failed, if it did."""
+        devices = [token_ids.device] if token_ids.is_cuda else []
+        try:
+            with torch.random.fork_rng(devices):  # dropout draws as if this had not been
+                compiled(token_ids, targets).backward()
+        except RuntimeError as error:  # all of the compiler's exceptions are
+            return _why(error)
+        finally:
+            for parameter in self._forward.parameters():
+                parameter.grad = None
+        return None
+
+    def _try_apart(self, device: torch.device) -> str | None:
+        """Compile what no other process has a part in; why that failed here or elsewhere."""
+        failure = None
+        try:
+            numbers = torch.ones(8, device=device, requires_grad=True)
+            torch.compile(_small, backend=self._backend)(numbers).backward()
+        except RuntimeError as error:
+            failure = _why(error)
+        if any(self._together.highest([failure is not None])):
+            return failure or "another process cannot compile"
+        return None
+
+
+def _small(numbers: Tensor) -> Tensor:
+    return (2 * numbers.sin()).sum()
+
+
+def _why(error: RuntimeError) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+
+
+def settle_compile(config: TrainingConfig, recipe: Recipe, model: GPTConfig) -> TrainingConfig:
+    """The configuration of a new run, `compile: auto` being `on` in it where the run is long.
+
+    In a short one it stays: a run on a CPU that is resumed on CUDA is compiled there.
+    """
+    if config.compile == "auto" and _is_long(config, recipe, model):
+        return config.model_copy(update={"compile": "on"})
+    return config
+
+
+def choose_loss(
+    forward: Forward,
+    placement: Placement,
+    wish: Compile,
+    notice: Notice,
+    together: Ranks = ALONE,
+) -> Loss:
+    """The loss of training, compiled or not; what of `auto` is not settled compiles on CUDA.
+    `together`: processes of which none computes without the others."""
+    if wish == "on" or (wish == "auto" and placement.device.type == "cuda"):
+        return CompiledLoss(forward, notice, together=together)
+    return forward.loss
+
+
+def _is_long(config: TrainingConfig, recipe: Recipe, model: GPTConfig) -> bool:
+    if config.minutes is not None and config.minutes < LONG_MINUTES:
+        return False
+    if config.steps is None and config.minutes is not None:
+        return True
+    tokens = recipe.steps * recipe.batch_size * recipe.accumulate * model.context_length
+    return tokens * flops_per_token(model) >= LONG_OPERATIONS

@@ -1,0 +1,87 @@
+"""Forward: the logits and the loss of training, in the numbers and with the attention that are
+fastest here.
+
+Weights stay float32; in bfloat16 the matrix products run under autocast. On a CPU in bfloat16
+attention is that of `model/training/step/matrix_attention.py`, whose price is memory for the
+weights of every head and layer, so long windows stay with torch's fused kernel. Whether the loss is
+compiled is decided in `model/training/step/compile.py`. Does not know the KV cache.
+
+Shapes: B sequences, T positions, V = vocab_size.
+"""
+
+import torch
+from torch import Tensor
+
+from model.device import Placement, choose_placement
+from model.training.presets import TrainingDType
+from model.training.step.loss import cross_entropy
+from model.training.step.matrix_attention import MatrixAttend
+from model.transformer.attention import Attend, CausalAttend
+from model.transformer.gpt import GPT
+
+LONGEST = 1024
+"""Window up to which the attention weights may be held for the backward pass."""
+
+
+class Forward:
+    """Maps ids (B, T) to logits (B, T, V). `dropout` is that of attention: 0 to evaluate."""
+
+    def __init__(self, gpt: GPT, placement: Placement, *, dropout: float) -> None:
+        self._gpt = gpt
+        self._placement = placement
+        self._attend = _choose_attend(placement, gpt.config.context_length, dropout)
+
+    def __call__(self, token_ids: Tensor) -> Tensor:
+        with self._autocast():
+            return self._gpt.logits(self._hidden(token_ids))
+
+    def loss(self, token_ids: Tensor, targets: Tensor) -> Tensor:
+        """The mean loss (nats per token) of targets (B, T), with gradients; the logits are never
+        held whole."""
+        gpt = self._gpt
+        with self._autocast():
+            hidden = self._hidden(token_ids)  # (B, T, C)
+        return cross_entropy(
+            hidden,
+            gpt.token_embedding.weight if gpt.config.tied_head else gpt.head.weight,
+            targets,
+            vocab_size=gpt.config.vocab_size,
+            dtype=self._placement.dtype,
+        )
+
+    def parameters(self) -> list[Tensor]:
+        """What the loss has gradients to."""
+        return [parameter for parameter in self._gpt.parameters() if parameter.requires_grad]
+
+    def _hidden(self, token_ids: Tensor) -> Tensor:
+        positions = torch.arange(token_ids.shape[1], device=token_ids.device)
+        return self._gpt.transform(token_ids, positions.expand_as(token_ids), self._attend)
+
+    def _autocast(self) -> torch.autocast:
+        in_bfloat16 = self._placement.dtype == torch.bfloat16
+        return torch.autocast(
+            self._placement.device.type, dtype=torch.bfloat16, enabled=in_bfloat16
+        )
+
+
+def training_placement(device: str, dtype: TrainingDType, threads: int) -> Placement:
+    """Resolve "auto": bfloat16 where the device multiplies it natively, as it is several times
+    faster there, else float32."""
+    placement = choose_placement(device, "float32", threads)
+    if dtype == "auto":
+        dtype = "bfloat16" if native_bfloat16(placement.device) else "float32"
+    return Placement(placement.device, getattr(torch, dtype), placement.threads)
+
+
+def native_bfloat16(device: torch.device) -> bool:
+    """Whether the device multiplies bfloat16 itself."""
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+
+
+def _choose_attend(placement: Placement, context_length: int, dropout: float) -> Attend:
+    in_bfloat16 = placement.device.type == "cpu" and placement.dtype == torch.bfloat16
+    if in_bfloat16 and context_length <= LONGEST:
+        return MatrixAttend(placement.dtype, dropout)
+    return CausalAttend(dropout)

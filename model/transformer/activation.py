@@ -1,0 +1,54 @@
+"""Activations of the feed-forward.
+
+Each in two spellings: torch's fused one for training, and one for inference that is made of
+operations whose result for an element does not depend on where it falls in the array.
+
+Why: torch's CPU sigmoid, silu and GELU take another path for the last elements of an array, and of
+each thread's share of it, and the two differ in the last bits. So a row would change with the
+number of rows beside it. tanh, erf and exp do not have that tail (measured with 1 to 3 threads over
+widths from 1 to 3,072; `tests/model/transformer/test_activation.py` checks it on the machine at
+hand).
+"""
+
+import math
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from model.transformer.config import Activation
+
+
+def activate(h: Tensor, kind: Activation, *, fused: bool) -> Tensor:
+    """The activation of (..., d_ff); with swiglu of (..., 2 * d_ff), the gate's half first."""
+    match kind:
+        case "relu":
+            return F.relu(h)
+        case "relu2":
+            return F.relu(h).square()
+        case "gelu_tanh":
+            return F.gelu(h, approximate="tanh") if fused else _gelu_tanh(h)
+        case "gelu":
+            return F.gelu(h) if fused else _gelu(h)
+        case "swiglu":
+            gate, value = h.chunk(2, dim=-1)  # each (..., d_ff)
+            return (F.silu(gate) if fused else _silu(gate)) * value
+
+
+def _silu(x: Tensor) -> Tensor:
+    """x / (1 + exp(-x))."""
+    wide = x.float()
+    return (wide / wide.neg().exp_().add_(1)).to(x.dtype)
+
+
+def _gelu(x: Tensor) -> Tensor:
+    """x times the normal distribution function (Hendrycks and Gimpel, 2016)."""
+    wide = x.float()
+    return (wide * math.sqrt(0.5)).erf_().add_(1).mul_(wide).mul_(0.5).to(x.dtype)
+
+
+def _gelu_tanh(x: Tensor) -> Tensor:
+    """The same by its approximation 0.5 x (1 + tanh u) = x / (1 + exp(-2 u)), where
+    u = sqrt(2 / pi) (x + 0.044715 x^3)."""
+    wide, scale = x.float(), -2 * math.sqrt(2 / math.pi)
+    minus_2u = wide.square().mul_(0.044715 * scale).add_(scale).mul_(wide)
+    return (wide / minus_2u.exp_().add_(1)).to(x.dtype)

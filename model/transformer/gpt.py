@@ -1,0 +1,312 @@
+"""GPT: one forward for training, prefill and decode.
+
+`GPT.transform` is that forward: token ids at explicit positions in, the final hidden state out.
+Where the keys and values of earlier positions come from is the business of the `Attend` handed to
+it (`model/transformer/attention.py`: within the batch; `model/inference/kv_cache.py`: from the
+cache). `GPT.forward` is `transform` over whole sequences, with everything it computes on request.
+
+Covers every shape that a `GPTConfig` can describe, without a subclass per family. Does not cover
+sampling, caching, loading or training.
+
+Shapes: B sequences, T positions, C = d_model, H = n_head, K = n_kv_head, D = head_dim,
+V = vocab_size.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from model.transformer.activation import activate
+from model.transformer.attention import Attend, CausalAttend, RecordingAttend
+from model.transformer.config import GPTConfig
+
+VALUE_GATE_WIDTH = 32
+"""Leading channels of the residual stream that steer the gate of a value embedding."""
+
+HEAD_ROWS = 1024
+"""Rows of a narrow head that are widened at a time: they stay in the processor's cache."""
+
+
+@dataclass(frozen=True)
+class GPTOutput:
+    """What a forward computed. The optional parts are there when they were asked for."""
+
+    logits: Tensor  # (B, T, V); row t predicts token t + 1
+    hidden_states: Tensor | None = None  # (n_layer + 1, B, T, C): embeddings, then each block
+    attentions: Tensor | None = None  # (n_layer, B, H, T, T)
+
+
+class GPT(nn.Module):
+    """A decoder-only Transformer of the shape `config`, with GPT-2's initial weights."""
+
+    sinusoids: Tensor  # (context_length, C)
+    rope_cos: Tensor  # (context_length, D / 2)
+    rope_sin: Tensor
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.token_embedding = nn.Embedding(config.padded_vocab_size, config.d_model)
+        if config.positions == "learned":
+            self.position_embedding = nn.Embedding(config.context_length, config.d_model)
+        self.embedding_dropout = nn.Dropout(config.dropout)
+        self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
+        self.final_norm = _norm(config) if config.norm_position == "pre" else nn.Identity()
+        if not config.tied_head:
+            self.head = nn.Linear(config.d_model, config.padded_vocab_size, bias=False)
+        self.reset_tables()
+        self.reset_parameters()
+
+    def forward(
+        self,
+        token_ids: Tensor,  # (B, T)
+        *,
+        lengths: Tensor | None = None,  # (B,)
+        hidden_states: bool = False,
+        attentions: bool = False,
+    ) -> GPTOutput:
+        """Run whole sequences from position 0.
+
+        Sequences of unequal lengths are padded on the right with any id and told by `lengths`:
+        causality keeps the padding out of every real position, and what is computed at the
+        padding itself comes back as zeros.
+        """
+        recording = RecordingAttend() if attentions else None
+        attend = recording or CausalAttend(self.config.dropout if self.training else 0.0)
+        positions = torch.arange(token_ids.shape[1], device=token_ids.device)
+        states: list[Tensor] | None = [] if hidden_states else None
+        x = self.transform(token_ids, positions.expand_as(token_ids), attend, states)
+        output = GPTOutput(
+            logits=self.logits(x),
+            hidden_states=torch.stack(states) if states is not None else None,
+            attentions=torch.stack(recording.probs) if recording else None,
+        )
+        return output if lengths is None else _zero_padding(output, positions, lengths)
+
+    def transform(
+        self,
+        token_ids: Tensor,  # (B, T)
+        positions: Tensor,  # (B, T)
+        attend: Attend,
+        states: list[Tensor] | None = None,
+    ) -> Tensor:
+        """The final hidden state (B, T, C) of tokens at their positions, ready for `logits`.
+
+        `states`, when given, collects the residual stream: after the embeddings, then after each
+        block, before the final norm.
+        """
+        x = self.token_embedding(token_ids)  # (B, T, C)
+        if self.config.positions == "learned":
+            x = x + self.position_embedding(positions)
+        elif self.config.positions == "sinusoidal":
+            x = x + self.sinusoids[positions]
+        rotation = None
+        if self.config.positions == "rotary":
+            rotation = (
+                self.rope_cos[positions].unsqueeze(1),  # (B, 1, T, D / 2)
+                self.rope_sin[positions].unsqueeze(1),
+            )
+        x = self.embedding_dropout(x)
+        if states is not None:
+            states.append(x)
+        for block in self.blocks:
+            x = block(x, token_ids, rotation, attend)
+            if states is not None:
+                states.append(x)
+        return self.final_norm(x)
+
+    def logits(self, x: Tensor) -> Tensor:
+        """Logits (..., V) of final hidden states (..., C). Padded ids are cut off here."""
+        weight = self.token_embedding.weight if self.config.tied_head else self.head.weight
+        narrow = weight.dtype in (torch.bfloat16, torch.float16)
+        if narrow and not self.training:
+            return _full_precision(x, weight[: self.config.vocab_size])
+        return F.linear(x, weight)[..., : self.config.vocab_size]
+
+    def reset_tables(self) -> None:
+        """(Re)compute the constant position tables; they are no part of a checkpoint."""
+        config, device = self.config, self.token_embedding.weight.device
+        if device.type == "meta":  # shapes alone are wanted: the tables come with a real device
+            return
+        if config.positions == "sinusoidal":
+            table = sinusoidal_table(config.context_length, config.d_model, device)
+            self.register_buffer("sinusoids", table, persistent=False)
+        elif config.positions == "rotary":
+            cos, sin = rotary_tables(
+                config.context_length, config.head_dim, config.rope_theta, device
+            )
+            self.register_buffer("rope_cos", cos, persistent=False)
+            self.register_buffer("rope_sin", sin, persistent=False)
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """GPT-2's initial weights: N(0, 0.02), projections into the residual stream scaled down by
+        sqrt(2 * n_layer), biases 0. The trainer has others
+        (`model/training/optim/optimizers.py`)."""
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                module.weight.normal_(std=0.02)
+                if module.bias is not None:
+                    module.bias.zero_()
+            elif isinstance(module, nn.Embedding):
+                module.weight.normal_(std=0.02)
+        for block in self.blocks:
+            assert isinstance(block, Block)
+            for projection in (block.attention_out, block.mlp_down):
+                projection.weight.div_(math.sqrt(2 * self.config.n_layer))
+
+    def parameter_count(self) -> int:
+        """Learned numbers; a tied head counts once, padded rows count."""
+        return sum(parameter.numel() for parameter in self.parameters())
+
+
+class Block(nn.Module):
+    """One Transformer block: attention, then feed-forward, each added to the residual stream."""
+
+    def __init__(self, config: GPTConfig, layer: int) -> None:
+        super().__init__()
+        self.config = config
+        self.layer = layer
+        self.attention_norm = _norm(config)
+        # One matrix product for all three; rows: queries, then keys, then values.
+        self.qkv = nn.Linear(config.d_model, config.qkv_width, bias=config.qkv_bias)
+        if config.qk_norm:
+            self.query_norm = nn.RMSNorm(config.head_dim, eps=config.norm_eps)
+            self.key_norm = nn.RMSNorm(config.head_dim, eps=config.norm_eps)
+        if config.has_value_embedding(layer):
+            self.value_embedding = nn.Embedding(config.padded_vocab_size, config.kv_width)
+            self.value_gate = nn.Linear(
+                min(VALUE_GATE_WIDTH, config.d_model), config.n_kv_head, bias=False
+            )
+        self.attention_out = nn.Linear(
+            config.n_head * config.head_dim, config.d_model, bias=config.bias
+        )
+        self.mlp_norm = _norm(config)
+        # With swiglu: the gate's rows, then the rows that it gates.
+        up_rows = config.d_ff * (2 if config.activation == "swiglu" else 1)
+        self.mlp_up = nn.Linear(config.d_model, up_rows, bias=config.bias)
+        self.mlp_down = nn.Linear(config.d_ff, config.d_model, bias=config.bias)
+        self.residual_dropout = nn.Dropout(config.dropout)
+
+    def forward(
+        self,
+        x: Tensor,  # (B, T, C)
+        token_ids: Tensor,  # (B, T)
+        rotation: tuple[Tensor, Tensor] | None,
+        attend: Attend,
+    ) -> Tensor:
+        if self.config.norm_position == "pre":
+            h = self.attention_norm(x)
+            x = x + self.residual_dropout(self.attention(h, token_ids, rotation, attend))
+            return x + self.residual_dropout(self.mlp(self.mlp_norm(x)))
+        h = self.attention(x, token_ids, rotation, attend)
+        x = self.attention_norm(x + self.residual_dropout(h))
+        return self.mlp_norm(x + self.residual_dropout(self.mlp(x)))
+
+    def attention(
+        self,
+        x: Tensor,
+        token_ids: Tensor,
+        rotation: tuple[Tensor, Tensor] | None,
+        attend: Attend,
+    ) -> Tensor:
+        config = self.config
+        batch, time, _ = x.shape
+        heads = self.qkv(x).view(batch, time, -1, config.head_dim)  # (B, T, H + 2K, D)
+        q, k, v = heads.transpose(1, 2).split(  # (B, H, T, D), (B, K, T, D), (B, K, T, D)
+            [config.n_head, config.n_kv_head, config.n_kv_head], dim=1
+        )
+        if config.has_value_embedding(self.layer):
+            v = v + self.gated_value_embedding(x, token_ids)
+        if config.qk_norm:
+            q, k = self.query_norm(q), self.key_norm(k)
+        if rotation is not None:
+            q, k = rotate(q, *rotation), rotate(k, *rotation)
+        out = attend(self.layer, q, k, v)  # (B, H, T, D)
+        return self.attention_out(out.transpose(1, 2).reshape(batch, time, -1))  # (B, T, C)
+
+    def gated_value_embedding(self, x: Tensor, token_ids: Tensor) -> Tensor:
+        """A per-token vector for the values of each head, gated by the stream (B, K, T, D).
+
+        The gate is 2 * sigmoid(.), so an untrained gate of 0 lets the embedding through as it is.
+        Computed in float32 with tanh: a gate this narrow in bfloat16, like torch's sigmoid on a
+        CPU, has bits that depend on the number of rows, and a batch may not change a row.
+        Source: value embeddings of modded-nanogpt, gated as in nanochat.
+        """
+        batch, time = token_ids.shape
+        values = self.value_embedding(token_ids)  # (B, T, K * D)
+        values = values.view(batch, time, self.config.n_kv_head, self.config.head_dim)
+        # A copy: in a view of wider rows, bits also depend on where in memory a row begins.
+        leading = x[..., :VALUE_GATE_WIDTH].float().contiguous()
+        steer = F.linear(leading, self.value_gate.weight.float())
+        gate = (1 + torch.tanh(steer / 2)).to(values.dtype)  # (B, T, K)
+        return (gate.unsqueeze(-1) * values).transpose(1, 2)  # (B, K, T, D)
+
+    def mlp(self, x: Tensor) -> Tensor:
+        h = self.mlp_up(x)  # (B, T, d_ff), or twice that for swiglu
+        # Training and GPUs take torch's fused kernels: there no bits are promised.
+        return self.mlp_down(
+            activate(h, self.config.activation, fused=h.requires_grad or not h.is_cpu)
+        )
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary positions (Su et al., 2021) in the half-split layout of Llama: channel i is paired
+    with channel i + D / 2. x (B, heads, T, D); cos, sin (B, 1, T, D / 2)."""
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+def rotary_tables(
+    length: int, head_dim: int, theta: float, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Cosines and sines (length, head_dim / 2) of position * theta^(-2i / head_dim)."""
+    channels = torch.arange(0, head_dim, 2, device=device, dtype=torch.float64) / head_dim
+    angles = torch.arange(length, device=device)[:, None] * theta**-channels
+    return angles.cos().float(), angles.sin().float()
+
+
+def sinusoidal_table(length: int, d_model: int, device: torch.device) -> Tensor:
+    """Fixed position vectors (length, d_model) of Vaswani et al. (2017): sine in the even
+    channels, cosine in the odd ones."""
+    channels = torch.arange(0, d_model, 2, device=device, dtype=torch.float64) / d_model
+    angles = torch.arange(length, device=device)[:, None] * 10_000.0**-channels
+    table = torch.stack((angles.sin(), angles.cos()), dim=-1)  # (length, ceil(C / 2), 2)
+    return table.flatten(1)[:, :d_model].float()
+
+
+def _norm(config: GPTConfig) -> nn.Module:
+    if config.norm == "rmsnorm":
+        return nn.RMSNorm(config.d_model, eps=config.norm_eps)
+    return nn.LayerNorm(config.d_model, eps=config.norm_eps, bias=config.bias)
+
+
+def _zero_padding(output: GPTOutput, positions: Tensor, lengths: Tensor) -> GPTOutput:
+    real = positions < lengths[:, None]  # (B, T)
+    states, attentions = output.hidden_states, output.attentions
+    return GPTOutput(
+        logits=output.logits * real[..., None],
+        hidden_states=None if states is None else states * real[..., None],
+        attentions=None if attentions is None else attentions * real[:, None, :, None],
+    )
+
+
+def _full_precision(x: Tensor, weight: Tensor) -> Tensor:
+    """x (..., C) times weight (V, C), transposed, of narrow numbers: (..., V) in float32.
+
+    Rounded to bfloat16, the two likeliest tokens of one position in a hundred became equals. A GPU
+    multiplies narrow numbers, adds up in float32, and is told to leave it at that; a CPU's torch
+    has no such product.
+    """
+    if x.is_cuda:
+        product = torch.mm(x.flatten(0, -2), weight.T, out_dtype=torch.float32)
+        return product.view(*x.shape[:-1], len(weight))
+    wide = x.float()
+    logits = wide.new_empty((*x.shape[:-1], len(weight)))
+    for start in range(0, len(weight), HEAD_ROWS):
+        rows = slice(start, start + HEAD_ROWS)
+        logits[..., rows] = F.linear(wide, weight[rows].float())
+    return logits

@@ -1,0 +1,160 @@
+"""LoRA: low-rank adapters beside the block matrices of a GPT whose own weights stay as they are.
+
+A matrix W gets two narrow ones: what is computed is x W' + (alpha / rank) x A' B', with A drawn and
+B zero, so an adapted model begins as the model it adapts. Only A and B are trained: of W neither a
+gradient nor an optimizer state is made. Afterwards the product is added to W (`merge_into`) and
+nothing is left of it but other numbers. A fused matrix is several maps side by side
+(`GPTConfig.maps`), and each has its A: queries, keys and values are adapted apart.
+
+Source: Hu et al., LoRA: Low-Rank Adaptation of Large Language Models (2021). Without its dropout,
+and without adapters for embeddings and the head. Does not train (`model/training/`) and knows no
+files (`model/checkpoint/adapter.py`).
+
+Shapes: C inputs of a matrix, R its rows (outputs), M maps in it, r = rank.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from model.transformer.config import TARGETS, GPTConfig, Target
+from model.transformer.gpt import GPT
+
+NARROW = ("lora_a", "lora_b")
+"""Names of the two matrices beside each."""
+
+
+class LoraError(ValueError):
+    """Adapters that do not go with a model; the message says which and why."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoraShape:
+    """Which matrices are adapted, and how narrowly."""
+
+    rank: int
+    alpha: float
+    targets: tuple[Target, ...]
+
+    def __post_init__(self) -> None:
+        if self.rank < 1 or not self.alpha > 0:
+            raise LoraError(f"rank is {self.rank} and alpha {self.alpha}; both must be above 0")
+        if unknown := sorted(set(self.targets) - set(TARGETS)):
+            raise LoraError(f"unknown targets {unknown}; known are {', '.join(TARGETS)}")
+        if not self.targets or len(set(self.targets)) < len(self.targets):
+            raise LoraError(f"targets are {list(self.targets)}; name one or more, each once")
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / self.rank
+
+
+class LoraLinear(nn.Module):
+    """A frozen linear map with adapters beside it; takes its place in a block."""
+
+    def __init__(self, whole: nn.Linear, heights: Sequence[int], shape: LoraShape) -> None:
+        super().__init__()
+        self.whole = whole
+        self.heights = list(heights)
+        self.scale = shape.scale
+        inputs, device = whole.in_features, whole.weight.device
+        self.lora_a = nn.Parameter(torch.empty(len(heights), shape.rank, inputs, device=device))
+        self.lora_b = nn.Parameter(torch.zeros(sum(heights), shape.rank, device=device))
+
+    def forward(self, x: Tensor) -> Tensor:
+        narrow = F.linear(x, self.lora_a.flatten(0, 1))  # (..., M * r)
+        beside = [
+            F.linear(part, rows)  # (..., height)
+            for part, rows in zip(
+                narrow.chunk(len(self.heights), dim=-1),
+                self.lora_b.split(self.heights),
+                strict=True,
+            )
+        ]
+        out: Tensor = self.whole(x)  # (..., R)
+        return out + self.scale * torch.cat(beside, dim=-1)
+
+
+def adapt(gpt: GPT, shape: LoraShape, generator: torch.Generator) -> None:
+    """Freeze a GPT and put adapters beside its matrices: A of variance 1 / C, drawn from
+    `generator`, and B zero."""
+    check_rank(gpt.config, shape)
+    gpt.requires_grad_(False)
+    maps = gpt.config.maps()
+    for block in gpt.blocks:
+        for target in shape.targets:
+            whole = getattr(block, target)
+            adapted = LoraLinear(whole, maps[target], shape)
+            with torch.no_grad():
+                adapted.lora_a.normal_(std=whole.in_features**-0.5, generator=generator)
+            setattr(block, target, adapted)
+
+
+def check_rank(config: GPTConfig, shape: LoraShape) -> None:
+    """Raise LoraError for a rank that is above that of a matrix itself."""
+    maps = config.maps()
+    for target in shape.targets:
+        full = min(*maps[target], config.d_model)
+        if shape.rank > full:
+            raise LoraError(
+                f"a rank of {shape.rank} is no low one for {target}: a map of it has {full} rows "
+                "or columns. Choose a smaller rank, or leave it out of the targets"
+            )
+
+
+def is_adapted(gpt: GPT) -> bool:
+    return any(isinstance(module, LoraLinear) for module in gpt.modules())
+
+
+def parameters_without_adapters(gpt: GPT) -> int:
+    """Learned numbers of the model that merging gives."""
+    named = gpt.named_parameters()
+    return sum(each.numel() for name, each in named if not name.endswith(NARROW))
+
+
+def trained_weights(gpt: GPT) -> dict[str, Tensor]:
+    """The weights that training changes, by name: all of them, or those of the adapters alone."""
+    weights = gpt.state_dict()
+    if not is_adapted(gpt):
+        return weights
+    return {name: tensor for name, tensor in weights.items() if name.endswith(NARROW)}
+
+
+def load_trained_weights(gpt: GPT, weights: Mapping[str, Tensor]) -> None:
+    """Put back what `trained_weights` gave. Raises RuntimeError where names or shapes differ."""
+    expected = set(trained_weights(gpt))
+    if set(weights) != expected:
+        odd = sorted(set(weights) ^ expected)
+        raise RuntimeError(f"{len(odd)} tensors are on one side alone, the first is {odd[0]}")
+    gpt.load_state_dict(weights, strict=False)
+
+
+@torch.no_grad()
+def merge_into(gpt: GPT, shape: LoraShape, weights: Mapping[str, Tensor]) -> None:
+    """Add the adapters' products to the matrices of a GPT that has none itself.
+
+    Raises LoraError unless `weights` are the adapters of exactly this shape.
+    """
+    maps, left = gpt.config.maps(), dict(weights)
+    for layer, block in enumerate(gpt.blocks):
+        for target in shape.targets:
+            matrix, heights = getattr(block, target).weight, list(maps[target])  # (R, C)
+            name = f"blocks.{layer}.{target}"
+            a, b = (left.pop(f"{name}.{each}", None) for each in NARROW)
+            wanted = ((len(heights), shape.rank, matrix.shape[1]), (len(matrix), shape.rank))
+            found = tuple(None if each is None else tuple(each.shape) for each in (a, b))
+            if a is None or b is None or found != wanted:
+                raise LoraError(
+                    f"the adapter of {name} has shapes {found[0]} and {found[1]}; this model and "
+                    f"rank {shape.rank} need {wanted[0]} and {wanted[1]}"
+                )
+            products = [  # (height, r) times (r, C)
+                rows @ part
+                for part, rows in zip(a.to(matrix), b.to(matrix).split(heights), strict=True)
+            ]
+            matrix += shape.scale * torch.cat(products)
+    if left:
+        raise LoraError(f"{len(left)} tensors belong to no target, the first is {sorted(left)[0]}")

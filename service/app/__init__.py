@@ -1,0 +1,1 @@
+"""The application: assembled, started, watched by signals, described in /docs."""

@@ -1,0 +1,89 @@
+"""What /docs and /openapi.json say beyond what FastAPI finds out by itself.
+
+Request bodies are read by `body_of`, which FastAPI cannot see into, so their schemas are added
+here; so are the errors that every endpoint can answer, and, where API keys are on, which endpoints
+need one.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+from pydantic.json_schema import models_json_schema
+
+from service.schemas.generate import ErrorReply, GenerateRequest
+from service.schemas.openai import ChatRequest, CompletionRequest
+from service.schemas.tensors import (
+    AttentionRequest,
+    HiddenStatesRequest,
+    LogitsRequest,
+    ProbsRequest,
+    ScoreRequest,
+)
+from service.schemas.tokenizer import DetokenizeRequest, TokenizeRequest
+
+REQUEST_BODIES = (
+    GenerateRequest,
+    LogitsRequest,
+    ProbsRequest,
+    ScoreRequest,
+    HiddenStatesRequest,
+    AttentionRequest,
+    TokenizeRequest,
+    DetokenizeRequest,
+    CompletionRequest,
+    ChatRequest,
+)
+
+ERRORS: dict[int | str, dict[str, Any]] = {
+    400: {"model": ErrorReply, "description": "A field is wrong, or the context is too short"},
+    401: {"model": ErrorReply, "description": "An API key is needed, and none or another was sent"},
+    404: {"model": ErrorReply, "description": "Another model was asked for"},
+    413: {"model": ErrorReply, "description": "The body is too large"},
+    415: {"model": ErrorReply, "description": "The body is no JSON"},
+    429: {"model": ErrorReply, "description": "The queue is full; see Retry-After"},
+    431: {"model": ErrorReply, "description": "The headers are too large"},
+    500: {"model": ErrorReply, "description": "Our own fault"},
+    503: {"model": ErrorReply, "description": "Loading or shutting down; see Retry-After"},
+    504: {"model": ErrorReply, "description": "The request's timeout passed"},
+}
+
+
+def install(app: FastAPI, needs_key: Callable[[str], bool]) -> None:
+    """Let the application describe itself with the request bodies and what needs a key."""
+
+    def openapi() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            schema = get_openapi(
+                title=app.title,
+                version=app.version,
+                description=app.description,
+                routes=app.routes,
+                tags=app.openapi_tags,
+            )
+            _, bodies = models_json_schema(
+                [(model, "validation") for model in REQUEST_BODIES],
+                ref_template="#/components/schemas/{model}",
+            )
+            schema["components"]["schemas"].update(bodies["$defs"])
+            _add_keys(schema, needs_key)
+            app.openapi_schema = schema
+        return app.openapi_schema
+
+    app.openapi = openapi  # type: ignore[method-assign]
+
+
+def _add_keys(schema: dict[str, Any], needs_key: Callable[[str], bool]) -> None:
+    """Say which operations need an API key; /docs then has a place to enter one."""
+    operations = [
+        operation
+        for path, methods in schema["paths"].items()
+        if needs_key(path)
+        for operation in methods.values()
+    ]
+    if operations:
+        bearer = {"type": "http", "scheme": "bearer"}
+        schema["components"]["securitySchemes"] = {"api_key": bearer}
+    for operation in operations:
+        operation["security"] = [{"api_key": []}]

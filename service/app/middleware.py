@@ -1,0 +1,138 @@
+"""Middleware: what happens to every request, whatever its endpoint. Pure ASGI.
+
+From the outside in: `RequestLog` (a request id, taken from `X-Request-ID` or made, and returned;
+the count by endpoint and status; one log line; a cap on the size of headers, which the HTTP parser
+does not have), CORS where it is asked for, `BugAnswer` (the answer to what should not have
+happened; inside CORS, so that a browser can read it), and the API keys (`service/core/auth.py`).
+Starlette's BaseHTTPMiddleware would hide a client's disconnect and make streams several times
+dearer.
+"""
+
+import logging
+import re
+import time
+import uuid
+from collections.abc import Iterable
+
+from starlette.requests import Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from service.core.auth import CALLER
+from service.core.errors import ApiError, clip, internal_error
+from service.core.metrics import Metrics, endpoint_label
+from service.responses.text import CHECKPOINT_HEADERS
+
+logger = logging.getLogger("logitd.http")
+
+REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
+REQUEST_ID_SCOPE = "logitd.request_id"
+"""Where a request's scope holds its id."""
+MAX_HEADER_BYTES = 64 * 1024
+MAX_USER = 64
+"""Characters of `user` that are logged."""
+QUIET = ("/health", "/metrics")
+"""Endpoints that are polled: logged at debug level."""
+EXPOSED_HEADERS = ("X-Request-ID", "Retry-After", "Server-Timing", *CHECKPOINT_HEADERS)
+"""What a page of another origin may read of a reply, besides what it always may."""
+
+
+class RequestLog:
+    """Names, counts and logs each request. Of what it says, only the `user` of an OpenAI request is
+    logged."""
+
+    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+        self._app = app
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        request_id = _request_id(scope["headers"])
+        scope[REQUEST_ID_SCOPE] = request_id.decode()
+        started = time.perf_counter()
+        status = 0
+
+        async def send_named(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message["headers"] = [*message["headers"], (b"x-request-id", request_id)]
+            await send(message)
+
+        try:
+            if sum(len(name) + len(value) for name, value in scope["headers"]) > MAX_HEADER_BYTES:
+                too_large = ApiError(
+                    431,
+                    "invalid_request_error",
+                    f"the headers are larger than {MAX_HEADER_BYTES} bytes together",
+                )
+                await too_large.response()(scope, receive, send_named)
+            else:
+                await self._app(scope, receive, send_named)
+        finally:
+            self._book(scope, status, 1e3 * (time.perf_counter() - started))
+
+    def _book(self, scope: Scope, status: int, milliseconds: float) -> None:
+        """Count a request that has ended, and write its line."""
+        endpoint, caller = endpoint_label(scope["path"]), scope.get(CALLER)
+        self._metrics.observe_request(endpoint, status or 500, caller)
+        logger.log(
+            logging.DEBUG if endpoint in QUIET else logging.INFO,
+            "%s %s %d %.1f ms %s%s%s",
+            scope["method"],
+            endpoint,
+            status,
+            milliseconds,
+            scope[REQUEST_ID_SCOPE],
+            "" if caller is None else f" key={caller}",
+            _logged_user(scope),
+        )
+
+
+class BugAnswer:
+    """Answers an exception with 500: the traceback to the log, the request's id to the client."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        begun = False
+
+        async def send_noted(message: Message) -> None:
+            nonlocal begun
+            begun = True
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_noted)
+        except Exception:
+            if begun:  # too late for another answer: the connection is closed
+                raise
+            request_id: str = scope[REQUEST_ID_SCOPE]
+            logger.exception("our own bug, request %s", request_id)
+            await internal_error(request_id).response()(scope, receive, send)
+
+
+def note_user(request: Request, user: str | None) -> None:
+    """Let the request's line in the log say on whose behalf it came."""
+    if user:
+        request.state.user = user
+
+
+def _logged_user(scope: Scope) -> str:
+    """Nothing that could begin another line or paint a terminal; last, so that it can pass for
+    nothing else."""
+    user: str = scope.get("state", {}).get("user", "")
+    printable = "".join(c if c.isprintable() else "?" for c in user)
+    return f" user={clip(printable, MAX_USER)}" if user else ""
+
+
+def _request_id(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
+    for name, value in headers:
+        if name == b"x-request-id" and REQUEST_ID.fullmatch(value):
+            return value
+    return uuid.uuid4().hex.encode()

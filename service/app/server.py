@@ -1,0 +1,113 @@
+"""Server: uvicorn around the application, and what a signal means.
+
+SIGTERM or SIGINT: readiness turns 503 and new requests are refused, the running ones get
+`drain_timeout` seconds, what is left is aborted with an error of its own, and the process exits
+with 0. A second signal quits at once, with 128 and its number.
+"""
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
+
+import uvicorn
+
+from service.app.app import create_app
+from service.core.auth import ApiKeyError
+from service.core.state import Served, ServiceState
+from service.log import configure_logging
+from service.settings import ServeSettings
+
+logger = logging.getLogger("logitd")
+
+
+Announce = Callable[[Served, int], None]
+"""Told what is served, and on which port, once requests are answered."""
+
+
+class Server(uvicorn.Server):
+    """uvicorn's server, with an announcement at the start and a drain at the end."""
+
+    def __init__(self, config: uvicorn.Config, state: ServiceState, announce: Announce) -> None:
+        super().__init__(config)
+        self._state = state
+        self._announce = announce
+        self._signals = 0
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        logger.info("listening on port %d, loading %s", self._port, self._state.settings.checkpoint)
+        self._start(self._announce_when_ready())
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """uvicorn's own raises the signal again after a clean stop; ours ends with exit code 0."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._on_signal, number)
+        yield
+
+    def _on_signal(self, number: int) -> None:
+        self._signals += 1
+        if self._signals > 1:
+            # Nothing here is worth waiting for, and a thread that is still loading would be.
+            logger.warning("%s again: quitting at once", signal.Signals(number).name)
+            os._exit(128 + number)
+        logger.info("%s: draining", signal.Signals(number).name)
+        self._start(self._drain_then_exit())
+
+    @property
+    def _port(self) -> int:
+        port: int = self.servers[0].sockets[0].getsockname()[1]
+        return port
+
+    async def _announce_when_ready(self) -> None:
+        await self._state.settled.wait()
+        if self._state.served is None:
+            self.should_exit = True  # there will never be anything to serve
+        else:
+            self._announce(self._state.served, self._port)
+
+    async def _drain_then_exit(self) -> None:
+        await self._state.drain()
+        self.should_exit = True
+
+    def _start(self, work: Coroutine[None, None, None]) -> None:
+        """Run a task beside the server; the loop itself keeps only weak references."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+def serve(settings: ServeSettings, announce: Announce) -> int:
+    """Run until a signal comes; the process's exit code."""
+    configure_logging(settings.log_level)
+    try:
+        app = create_app(settings)
+    except ApiKeyError as error:
+        logger.error("cannot serve: %s", error)
+        return 1
+    state: ServiceState = app.state.service
+    config = uvicorn.Config(
+        app,
+        host=settings.host,
+        port=settings.port,
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=30,
+        # Streams were drained before uvicorn is told to exit; a stuck one must not hold it.
+        timeout_graceful_shutdown=5,
+    )
+    server = Server(config, state, announce)
+    loop_factory = config.get_loop_factory()
+    with asyncio.Runner(loop_factory=loop_factory) as runner:
+        try:
+            runner.run(server.serve())
+        except SystemExit:  # uvicorn's way out when it cannot bind; it has logged why
+            return 1
+    return 0 if state.served is not None and server.started else 1

@@ -1,0 +1,144 @@
+"""ServiceState: what the routes of one application share.
+
+Loading, ready, draining or failed; and, once ready, the checkpoint and its engine. Nothing is
+global: an application has one of these, its routes get it by dependency.
+"""
+
+import asyncio
+import logging
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from fastapi import Depends, Request
+
+from model.checkpoint.checkpoint import CheckpointInfo
+from model.inference.engine.api import FinishEvent
+from service.core.auth import NO_KEY, ApiKeys
+from service.core.constraints import Constraints
+from service.core.errors import ApiError, unavailable
+from service.core.metrics import Metrics
+from service.core.reply_budget import ByteBudget
+from service.engine.async_engine import AsyncEngine
+from service.engine.build import Computation
+from service.engine.driver import StepReport
+from service.settings import ServeSettings
+
+logger = logging.getLogger("logitd")
+
+Status = Literal["loading", "ok", "draining", "stalled", "failed"]
+
+
+@dataclass(frozen=True)
+class Served:
+    """A checkpoint that answers."""
+
+    checkpoint: CheckpointInfo
+    computation: Computation
+    engine: AsyncEngine
+    constraints: Constraints
+    settings: ServeSettings
+    reply_budget: ByteBudget
+    key_names: tuple[str, ...]  # of API keys; none: no request needs one
+
+    @property
+    def context_length(self) -> int:
+        return self.checkpoint.config.context_length
+
+    @property
+    def slots(self) -> int:
+        return self.engine.slots
+
+    def check_model(self, name: str | None) -> None:
+        """Refuse a request for another model than the one served."""
+        if name is not None and name != self.checkpoint.name:
+            raise ApiError(
+                404,
+                "not_found_error",
+                f"there is no model {name[:80]!r} here; {self.checkpoint.name!r} is served",
+                "model",
+                "model_not_found",
+            )
+
+
+class ServiceState:
+    """The life of the service, and what it serves."""
+
+    def __init__(self, settings: ServeSettings, keys: ApiKeys) -> None:
+        self.settings = settings
+        self.keys = keys
+        self.metrics = Metrics(callers=(*keys.names, NO_KEY) if keys.names else ())
+        self.served: Served | None = None
+        self.settled = asyncio.Event()  # loading has ended, well or badly
+        self.long_texts = asyncio.Lock()  # held while one is encoded or decoded
+        self._failure: str | None = None
+        self._draining = False
+
+    def serve(self, served: Served) -> None:
+        """Loading ended well."""
+        self.served = served
+        self.metrics.serving(served.checkpoint, served.slots, lambda: served.engine.open_numbers)
+        self.settled.set()
+
+    def fail(self, reason: str) -> None:
+        """Loading ended badly."""
+        self._failure = reason
+        self.settled.set()
+
+    async def drain(self) -> None:
+        """Answer no new requests, let the running ones end, stop the engine."""
+        self._draining = True
+        if self.served is not None:
+            await self.served.engine.stop(self.settings.drain_timeout)
+            self.served.constraints.close()
+
+    def on_step(self, report: StepReport) -> None:
+        """Called after each step of the engine, on the event loop."""
+        if self.served is not None:
+            self.metrics.observe_step(report)
+        for event in report.events:
+            if isinstance(event, FinishEvent) and event.error is not None:
+                _log(event)
+
+    def status(self) -> tuple[Status, str | None]:
+        """The state of the service and, when it is failed, why."""
+        if self._failure is not None:
+            return "failed", self._failure
+        if self.served is None:
+            return "loading", None
+        if self.served.engine.failure is not None:
+            return "failed", self.served.engine.failure
+        if (seconds := self.served.engine.stalled()) is not None:
+            return "stalled", f"a step of the engine has been running for {seconds:.0f} s"
+        return ("draining" if self._draining else "ok"), None
+
+    def ready(self) -> Served:
+        """What is served; ApiError 503 unless requests are answered now."""
+        status, reason = self.status()
+        if status == "ok" and self.served is not None:
+            return self.served
+        raise unavailable(
+            {
+                "loading": "the checkpoint is being loaded; try again in a moment",
+                "draining": "the server is shutting down",
+            }.get(status, f"the service has failed: {reason}")
+        )
+
+
+def _log(event: FinishEvent) -> None:
+    if event.param is None:
+        logger.error("request %s: %s", event.request_id, event.error)
+    else:  # the client is told; what its request says is not for the log
+        logger.warning("request %s: its %s could not go on", event.request_id, event.param)
+
+
+async def service_state(request: Request) -> ServiceState:
+    state: ServiceState = request.app.state.service
+    return state
+
+
+async def served(state: Annotated[ServiceState, Depends(service_state)]) -> Served:
+    return state.ready()
+
+
+State = Annotated[ServiceState, Depends(service_state)]
+Ready = Annotated[Served, Depends(served)]

@@ -1,0 +1,94 @@
+"""Rounding: what --quantize costs, measured when loading, and how that is said.
+
+The banner, /info and the log tell the same numbers. What is measured, and on which text, stands in
+`model/evaluation/quantization_loss.py` and `model/evaluation/held_out.py`.
+"""
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from model.evaluation.held_out import held_out
+from model.evaluation.quantization_loss import RoundingLoss, rounding_loss
+from model.inference.kernels.select import KernelError, choose_decode_path
+from model.inference.load import OpenedModel
+from model.training.config import TrainingError
+from model.transformer.config import Quantization
+
+logger = logging.getLogger("logitd")
+
+WARN_ABOVE = 0.005
+"""Share of the bits per byte from which on a person should know before relying on it."""
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """What quantizing costs. `text` is what it was measured on, or, without a loss, why not."""
+
+    kind: Quantization
+    loss: RoundingLoss | None
+    text: str
+
+    def sentence(self) -> str:
+        """For the banner and the log."""
+        if self.loss is None:
+            return (
+                f"what {self.kind} costs was not measured: {self.text}; "
+                "name a text with --validation-text"
+            )
+        loss = self.loss
+        return (
+            f"{self.kind} costs {100 * loss.relative:.2f} % ({loss.rounded:.4f} instead of "
+            f"{loss.exact:.4f} bits per byte over {loss.tokens:,} tokens of {self.text})"
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """For /info."""
+        loss = self.loss
+        return {
+            "kind": self.kind,
+            "relative_loss": None if loss is None else loss.relative,
+            "bits_per_byte": None if loss is None else loss.rounded,
+            "exact_bits_per_byte": None if loss is None else loss.exact,
+            "tokens": None if loss is None else loss.tokens,
+            "text": self.text,
+        }
+
+
+def measure_rounding(opened: OpenedModel, kind: Quantization, text: Path | None) -> Rounding | None:
+    """What the decoder of an opened model costs against the same one unrounded; None without
+    quantizing. The model is left as it was.
+
+    Raises KernelError for a text without quantizing, TrainingError for a named text that cannot be
+    measured on. Where none is named and none is found, nothing is measured and that is logged.
+    """
+    if kind == "none":
+        if text is not None:
+            raise KernelError(
+                "validation_text is there to measure what quantizing costs, and quantize is none: "
+                "set quantize to int8, or leave the text out"
+            )
+        return None
+    try:
+        found = held_out(opened.checkpoint, text)
+    except TrainingError as error:
+        if text is not None:
+            raise
+        rounding = Rounding(kind, None, str(error))
+        logger.warning("%s", rounding.sentence())
+        return rounding
+    exact = choose_decode_path(opened.gpt, kernels="native", threads=opened.placement.threads)
+    (batch,) = found.windows
+    loss = rounding_loss(
+        opened.gpt,
+        *batch,
+        found.windows.byte_lengths,
+        exact=exact.make_decoder,
+        rounded=opened.decode_path.make_decoder,
+    )
+    rounding = Rounding(kind, loss, found.name)
+    logger.log(
+        logging.WARNING if loss.relative > WARN_ABOVE else logging.INFO, "%s", rounding.sentence()
+    )
+    return rounding

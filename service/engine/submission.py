@@ -1,0 +1,118 @@
+"""Submission: requests on their way through the engine, and the mailbox of their events.
+
+A mailbox holds at most what its requests may produce, and is emptied whole: a slow reader gets
+fewer, larger pieces. Belongs to the event loop; the engine's owner (`async_engine`) delivers.
+"""
+
+import asyncio
+import math
+from collections.abc import Sequence
+from typing import Protocol
+
+from model.inference.engine.api import Event, FinishEvent, FinishReason, Request, RowsEvent
+from service.engine.admission import sequence_count
+
+
+class EngineStopped(Exception):
+    """The engine takes no requests: it is shutting down, or it failed."""
+
+
+class Owner(Protocol):
+    """Who has the engine do what a submission wants. Both are harmless when it has ended."""
+
+    def abort(
+        self, request_id: str, index: int | None = None, reason: FinishReason = FinishReason.ABORT
+    ) -> None:
+        """End a request or one of its sequences."""
+
+    def grant(self, request_id: str) -> None:
+        """Let a RowsRequest compute one more piece."""
+
+
+class Submission:
+    """Requests that were submitted together, and the mailbox of their events."""
+
+    def __init__(self, owner: Owner, requests: Sequence[Request]) -> None:
+        self.request_ids = tuple(request.request_id for request in requests)
+        self._owner = owner
+        self._open = sum(sequence_count(request) for request in requests)
+        self._events: list[Event] = []
+        self._failure: str | None = None
+        self._loop = asyncio.get_running_loop()
+        self._waiting: asyncio.Future[None] | None = None
+        self._patient_until = math.inf
+        self._alarm: asyncio.TimerHandle | None = None
+
+    @property
+    def finished(self) -> bool:
+        """Whether every sequence has ended and every event was taken."""
+        return self._open == 0 and not self._events
+
+    async def take(self, timeout: float | None = None) -> list[Event]:
+        """All events since the last call; waits for the first. Empty when `timeout` passed.
+
+        Raises EngineStopped when the engine failed before the last event.
+        """
+        if not self._events and self._open and self._failure is None:
+            await self._wait(timeout)
+        if not self._events and self._failure is not None:
+            raise EngineStopped(self._failure)
+        events, self._events = self._events, []
+        for event in events:
+            if isinstance(event, RowsEvent):
+                self._owner.grant(event.request_id)
+        return events
+
+    def abort(self) -> None:
+        """End all that has not ended. The last event of each sequence still comes."""
+        if self._open:
+            for request_id in self.request_ids:
+                self._owner.abort(request_id)
+
+    def stop(self, request_id: str, index: int) -> None:
+        """End one sequence whose text has come to a stop; harmless when it has ended."""
+        self._owner.abort(request_id, index, FinishReason.STOP)
+
+    def deliver(self, event: Event) -> None:
+        """Put an event into the mailbox; called by the owner."""
+        self._events.append(event)
+        if isinstance(event, FinishEvent):
+            self._open -= 1
+        self._wake()
+
+    def fail(self, reason: str) -> None:
+        """No more events will come; called by the owner."""
+        self._failure = reason
+        self._wake()
+
+    async def _wait(self, timeout: float | None) -> None:
+        """Wait until something comes, or `timeout` has passed."""
+        waiting = self._waiting = self._loop.create_future()
+        if timeout is None:
+            self._patient_until = math.inf
+        else:
+            self._patient_until = self._loop.time() + timeout
+            if self._alarm is None:
+                self._alarm = self._loop.call_at(self._patient_until, self._look)
+        try:
+            await waiting
+        finally:
+            self._waiting = None
+
+    def _look(self) -> None:
+        """End a wait that was long enough. One alarm looks after many waits: to set and to stop one
+        for each would cost more than the waits."""
+        self._alarm = None
+        if self._waiting is None or self._patient_until == math.inf:
+            return
+        if self._loop.time() >= self._patient_until:
+            self._wake()
+        else:
+            self._alarm = self._loop.call_at(self._patient_until, self._look)
+
+    def _wake(self) -> None:
+        if self._waiting is not None and not self._waiting.done():
+            self._waiting.set_result(None)
+        if self._alarm is not None and (not self._open or self._failure is not None):
+            self._alarm.cancel()
+            self._alarm = None

@@ -1,1 +1,0 @@
-"""Replies that carry numbers: what /logits, /probs, /score, /hidden_states and /attention share."""

@@ -1,0 +1,1 @@
+"""The way in: a body is parsed, resolved to engine requests, and submitted."""

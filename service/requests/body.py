@@ -1,0 +1,91 @@
+"""A request's body: read within its limit, strictly, while its client is there.
+
+What a body means is not known here (`requests.py`).
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, TypeVar
+
+from fastapi import Request
+from pydantic import BaseModel, ValidationError
+from starlette.requests import ClientDisconnect
+
+from service.core.errors import ApiError, body_too_large, client_gone, clip, from_validation
+from service.schemas import generate as schemas
+
+Body = TypeVar("Body", bound=BaseModel)
+Result = TypeVar("Result")
+
+
+def body_of(model: type[Body]) -> Callable[[Request], Awaitable[Body]]:
+    """A dependency that reads a request's JSON into `model`.
+
+    pydantic reads the raw bytes: unlike the usual way through Python objects, that refuses NaN,
+    Infinity, 1e999, lone surrogates and bodies that are not UTF-8.
+    """
+
+    async def read(request: Request) -> Body:
+        media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if media_type != "application/json" and not media_type.endswith("+json"):
+            raise ApiError(
+                415,
+                "invalid_request_error",
+                f"the body's content type is {clip(media_type)!r}; send application/json "
+                "(curl: --json, or -H 'Content-Type: application/json')",
+            )
+        raw = await _bounded_body(request)
+        try:
+            return model.model_validate_json(raw)
+        except ValidationError as error:
+            raise from_validation(error, model.model_fields) from error
+
+    return read
+
+
+def described_by(model: type[schemas.RequestBody]) -> dict[str, Any]:
+    """The OpenAPI description of a body that `body_of` reads."""
+    content = {
+        "schema": {"$ref": f"#/components/schemas/{model.__name__}"},
+        "examples": {
+            summary: {"summary": summary, "value": body} for summary, body in model.examples.items()
+        },
+    }
+    return {"requestBody": {"required": True, "content": {"application/json": content}}}
+
+
+async def unless_gone(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
+    """Await `work`, but cancel it when the client goes: a plain handler would not notice."""
+    working = asyncio.ensure_future(work)
+    leaving = asyncio.ensure_future(_gone(request))
+    try:
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        raise client_gone()
+    finally:
+        working.cancel()
+        leaving.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)
+
+
+async def _bounded_body(request: Request) -> bytes:
+    """The body, read no further than the limit; not at all where it says that it is longer."""
+    limit: int = request.app.state.service.settings.max_body_bytes
+    if int(request.headers.get("content-length", "0")) > limit:  # the parser took it for a number
+        raise body_too_large(limit)
+    chunks, size = [], 0
+    try:
+        async for chunk in request.stream():
+            size += len(chunk)
+            if size > limit:
+                raise body_too_large(limit)
+            chunks.append(chunk)
+    except ClientDisconnect as error:
+        raise client_gone() from error
+    return b"".join(chunks)
+
+
+async def _gone(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

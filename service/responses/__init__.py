@@ -1,0 +1,1 @@
+"""The way out: engine events become JSON, server-sent events or arrays."""

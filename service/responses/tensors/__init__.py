@@ -1,0 +1,1 @@
+"""Replies that are arrays: /logits, /probs, /score, /hidden_states, /attention."""

@@ -1,0 +1,155 @@
+"""ArrayReply: arrays of each prompt in which positions are an inner axis, such as hidden states
+(layers, positions, d_model).
+
+The engine gives them position by position, a file wants them layer by layer: so the array of the
+prompt that is being computed is held whole. What all such replies may hold together is the
+service's budget.
+"""
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import numpy as np
+import orjson
+from fastapi import Request
+from starlette.responses import Response
+
+from model.inference.engine.api import RowsEvent, RowsRequest
+from service.core.state import Served
+from service.requests.body import unless_gone
+from service.responses import sse
+from service.responses.tensors.encoding import (
+    ITEM_BYTES,
+    Array,
+    DType,
+    byte_parts,
+    encoded,
+    json_parts,
+    npy_header,
+)
+from service.responses.tensors.negotiation import NPY, SAFETENSORS
+from service.responses.tensors.reader import RowsReader, paced
+from service.responses.tensors.safetensors import tensor_file_head
+from service.responses.text import checkpoint_headers, envelope, new_id
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What a reply holds of each prompt.
+
+    name           of the array, in JSON and in safetensors
+    shapes         the array's shape for each prompt
+    position_axis  the axis of positions in it; the others are in the engine's order
+    facts          further members of a prompt's JSON
+    """
+
+    name: str
+    shapes: Sequence[tuple[int, ...]]
+    position_axis: int
+    facts: Mapping[str, Any]
+
+
+async def answer(
+    wanted: Wanted,
+    requests: Sequence[RowsRequest],
+    dtype: DType,
+    media_type: str,
+    served: Served,
+    request: Request,
+) -> Response:
+    """The arrays of each request, in the form asked for."""
+    reply = ArrayReply(wanted, requests, dtype, served)
+    await unless_gone(request, reply.start())
+    return sse.StreamedResponse(
+        reply.pieces(media_type),
+        on_end=reply.end,
+        write_timeout=served.settings.slow_reader_timeout,
+        media_type=media_type,
+        headers=checkpoint_headers(served.checkpoint),
+    )
+
+
+class ArrayReply:
+    """One accepted request: its reader, and the room for the largest of its arrays."""
+
+    def __init__(
+        self, wanted: Wanted, requests: Sequence[RowsRequest], dtype: DType, served: Served
+    ) -> None:
+        self._wanted = wanted
+        self._dtype = dtype
+        self._served = served
+        sizes = [prod(shape) * ITEM_BYTES[dtype] for shape in wanted.shapes]
+        served.reply_budget.check_reply(sum(sizes))
+        self._held = max(sizes)
+        served.reply_budget.take(self._held)
+        try:
+            self._reader = RowsReader(requests, served)
+        except BaseException:
+            served.reply_budget.give_back(self._held)
+            raise
+
+    async def start(self) -> None:
+        """Wait for the first rows; whatever ends this call before ends the request."""
+        started = False
+        try:
+            await self._reader.start()
+            started = True
+        finally:
+            if not started:
+                self.end()
+
+    def end(self) -> None:
+        """Nobody reads any more."""
+        self._reader.end()
+        self._served.reply_budget.give_back(self._held)
+        self._held = 0
+
+    async def pieces(self, media_type: str) -> AsyncIterator[bytes]:
+        """The reply's body."""
+        wanted, requests = self._wanted, self._reader.requests
+        if media_type == NPY:
+            yield npy_header(wanted.shapes[0], self._dtype)
+        elif media_type == SAFETENSORS:
+            tensors = [(wanted.name, self._dtype, wanted.shapes)]
+            yield tensor_file_head(self._served.checkpoint, tensors, requests, {})
+        else:
+            head = envelope(new_id(wanted.name), self._served.checkpoint) | {"dtype": self._dtype}
+            yield orjson.dumps(head)[:-1] + b',"prompts":['
+        index = 0
+        async for request, rows in self._reader.prompts():
+            array = await self._gather(wanted.shapes[index], rows)
+            if media_type in (NPY, SAFETENSORS):
+                for part in byte_parts(array):
+                    yield part
+            else:
+                yield (b"," if index else b"") + self._prompt_head(index, request)
+                async for part in paced(json_parts(array), self._served):
+                    yield part
+                yield b"}"
+            index += 1
+        if media_type not in (NPY, SAFETENSORS):
+            yield b"]}"
+
+    async def _gather(self, shape: tuple[int, ...], rows: AsyncIterator[RowsEvent]) -> Array:
+        """The whole array of the prompt that is being computed."""
+        axis = self._wanted.position_axis
+        array: Array = np.empty(shape, dtype="<u2" if self._dtype == "bfloat16" else self._dtype)
+        by_position = np.moveaxis(array, axis, 0)  # a view: the engine's order of axes
+        filled = 0
+        async for piece in rows:
+            count = len(piece.positions)
+            by_position[filled : filled + count] = encoded(piece.rows, self._dtype)
+            filled += count
+        return array
+
+    def _prompt_head(self, index: int, request: RowsRequest) -> bytes:
+        """A prompt's JSON up to its array."""
+        head = {
+            "index": index,
+            "token_ids": list(request.token_ids),
+            "positions": list(request.positions),
+            **self._wanted.facts,
+        }
+        return orjson.dumps(head)[:-1] + f',"{self._wanted.name}":'.encode()

@@ -1,0 +1,410 @@
+"""Bodies of the OpenAI endpoints, as pydantic models.
+
+Fields that /generate has too are taken from there, with their bounds and descriptions; null means
+the default in every optional one, as OpenAI's clients send it. Fields of OpenAI's that are not
+supported are accepted when they ask for nothing, and otherwise refused by name. Replies have the
+shape that the official clients read.
+"""
+
+from dataclasses import asdict
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
+
+from service.schemas.generate import (
+    CheckpointName,
+    ChosenIds,
+    Examples,
+    GenerateRequest,
+    ModelName,
+    Prompt,
+    ReplyBody,
+    RequestBody,
+    Text,
+    Timeout,
+    TokenId,
+)
+
+MAX_MESSAGES = 4096
+COMPLETION_TOKENS = 16
+"""`max_tokens` of /v1/completions where it is not given, as OpenAI has it."""
+
+
+def native(name: str) -> Any:
+    """A field as /generate has it, but for null, which stands for its default."""
+    field = GenerateRequest.model_fields[name]
+    bounds = {key: bound for one in field.metadata for key, bound in asdict(one).items()}
+    return Field(None, description=field.description, **bounds)
+
+
+def only(*neutral: Any) -> BeforeValidator:
+    """Accepts null and `neutral`: what a field says that asks for nothing."""
+
+    def check(value: Any, info: ValidationInfo) -> None:
+        if value is not None and not any(type(value) is type(n) and value == n for n in neutral):
+            raise ValueError(f"{info.field_name} is not supported here; leave it out or send null")
+
+    return BeforeValidator(check)
+
+
+def refused() -> Any:
+    """A field of OpenAI's that is here because clients send it without asking for anything."""
+    return Field(None, description="Not supported: refused unless it asks for nothing.")
+
+
+Seed = Annotated[
+    int | None,
+    Field(
+        ge=-(2**63),
+        lt=2**63,
+        description="Same seed, same tokens: those of /generate with this seed, from 0 up, and "
+        "with 2^64 + seed below. Absent: drawn.",
+    ),
+]
+User = Annotated[
+    str | None,
+    Field(max_length=512, description="Your name for whoever asks; it goes into the log, clipped."),
+]
+
+
+class StreamOptions(RequestBody):
+    """What a stream tells besides its choices."""
+
+    include_usage: bool | None = Field(
+        None, description="A last chunk with the usage; in the others `usage` is null."
+    )
+    continuous_usage_stats: bool | None = Field(
+        None, description="The usage so far in every chunk."
+    )
+    include_obfuscation: Annotated[Any, only(False)] = refused()
+
+
+class JsonSchemaFormat(RequestBody):
+    """A JSON schema that a reply has to fit."""
+
+    name: str | None = None
+    description: str | None = None
+    schema_: dict[str, Any] = Field(alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(RequestBody):
+    """What a reply has to look like."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = Field(None, validate_default=True)
+
+    @field_validator("json_schema")
+    @classmethod
+    def _schema_with_its_type(
+        cls, schema: JsonSchemaFormat | None, info: ValidationInfo
+    ) -> JsonSchemaFormat | None:
+        if (schema is not None) != (info.data.get("type") == "json_schema"):
+            raise ValueError(
+                "response_format: the type 'json_schema' and the member json_schema go together"
+            )
+        return schema
+
+
+# POST /v1/completions
+
+
+class CompletionRequest(RequestBody):
+    """Continue one or many prompts, in OpenAI's shape."""
+
+    examples: ClassVar[Examples] = {
+        "The same text each time": {
+            "prompt": "def main():",
+            "max_tokens": 40,
+            "temperature": 0.8,
+            "seed": 1,
+        },
+        "The logprobs of a given text, nothing generated": {
+            "prompt": "import os",
+            "max_tokens": 0,
+            "echo": True,
+            "logprobs": 1,
+        },
+        "A stream that tells its usage": {
+            "prompt": "class",
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        },
+    }
+
+    prompt: Prompt
+    model: ModelName = None
+    max_tokens: int | None = Field(
+        None,
+        ge=0,
+        lt=2**31,
+        description=f"Tokens to generate at most. Absent: {COMPLETION_TOKENS}. 0 with `echo` "
+        "gives the prompt and its logprobs alone.",
+    )
+    temperature: float | None = native("temperature")
+    top_p: float | None = native("top_p")
+    n: int | None = native("n")
+    stream: bool | None = native("stream")
+    stream_options: StreamOptions | None = Field(None, description="With `stream` alone.")
+    echo: bool | None = Field(None, description="Put the prompt in front of the text.")
+    logprobs: int | None = Field(
+        None,
+        ge=0,
+        lt=2**31,
+        description="Logprob of each token, and of the k likeliest; with `echo` of the prompt's "
+        "tokens too, where the first has none.",
+    )
+    logit_bias: dict[str, float] | None = native("logit_bias")
+    stop: Text | Annotated[list[Text], Field(fail_fast=True)] | None = native("stop")
+    seed: Seed = None
+    presence_penalty: float | None = native("presence_penalty")
+    frequency_penalty: float | None = native("frequency_penalty")
+    response_format: ResponseFormat | None = Field(
+        None, description="Text, any JSON object, or JSON that fits a schema."
+    )
+    user: User = None
+
+    top_k: int | None = native("top_k")
+    min_p: float | None = native("min_p")
+    repetition_penalty: float | None = native("repetition_penalty")
+    allowed_token_ids: ChosenIds | None = native("allowed_token_ids")
+    stop_token_ids: list[TokenId] | None = native("stop_token_ids")
+    ignore_eos: bool | None = native("ignore_eos")
+    min_tokens: int | None = native("min_tokens")
+    logprobs_stage: Literal["raw", "processed"] | None = native("logprobs_stage")
+    priority: int | None = native("priority")
+    timeout: Timeout = None
+
+    best_of: int | None = Field(None, ge=1, description="Not supported: `n` or null only.")
+    suffix: Annotated[Any, only("")] = refused()
+
+    @field_validator("best_of")
+    @classmethod
+    def _no_choice_of_the_best(cls, best_of: int | None, info: ValidationInfo) -> int | None:
+        n = info.data.get("n") or 1
+        if best_of is not None and best_of != n:
+            raise ValueError(
+                f"best_of is {best_of} and n is {n}: all completions are returned here, none is "
+                "chosen. Leave best_of out, and choose by logprobs"
+            )
+        return best_of
+
+
+class CompletionLogprobs(ReplyBody):
+    tokens: list[str]
+    token_logprobs: list[float | None] = Field(description="null for the first of a prompt.")
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int] = Field(
+        description="Characters of `text` that were whole before the token."
+    )
+
+
+class CompletionChoice(ReplyBody):
+    index: int = Field(description="Of the prompt times n, plus which of its n.")
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: Literal["stop", "length"] | None
+
+
+class PromptTokensDetails(ReplyBody):
+    cached_tokens: int = Field(description="Prompt tokens copied instead of computed.")
+
+
+class CompletionUsage(ReplyBody):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class CompletionReply(ReplyBody):
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    system_fingerprint: str = Field(description="The checkpoint's step and weights.")
+    choices: list[CompletionChoice]
+    usage: CompletionUsage
+
+
+# POST /v1/chat/completions
+
+
+class TextPart(ReplyBody):
+    type: Literal["text"]
+    text: str
+
+
+def _one_text(content: Any) -> Any:
+    """A content of several text parts, joined by line breaks."""
+    if not isinstance(content, list):
+        return content
+    for part in content:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind != "text":
+            raise ValueError(
+                f"messages hold a part of type {str(kind)[:40]!r}; text parts are supported alone"
+            )
+        if set(part) != {"type", "text"} or not isinstance(part["text"], str):
+            raise ValueError("messages hold a text part that has more, or less, than type and text")
+    return "\n".join(part["text"] for part in content)
+
+
+class Message(RequestBody):
+    """One message of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant"] = Field(
+        description="Who says it; developer is another word for system."
+    )
+    content: Annotated[
+        Text, BeforeValidator(_one_text, json_schema_input_type=str | list[TextPart])
+    ] = Field(description="A text, or text parts, which are joined by line breaks.")
+    name: Text | None = Field(None, description="For a template that tells speakers apart.")
+
+    annotations: Annotated[Any, only([])] = refused()
+    audio: Annotated[Any, only()] = refused()
+    function_call: Annotated[Any, only()] = refused()
+    refusal: Annotated[Any, only("")] = refused()
+    tool_calls: Annotated[Any, only([])] = refused()
+
+
+class ChatRequest(RequestBody):
+    """Answer in a conversation, in OpenAI's shape. The checkpoint needs a chat template."""
+
+    examples: ClassVar[Examples] = {
+        "One question": {
+            "messages": [{"role": "user", "content": "What does os.path.join do?"}],
+            "max_tokens": 30,
+            "seed": 1,
+        },
+        "A conversation, streamed": {
+            "messages": [
+                {"role": "system", "content": "Answer in one line."},
+                {"role": "user", "content": "What is a list?"},
+                {"role": "assistant", "content": "A sequence that can change."},
+                {"role": "user", "content": "And a tuple?"},
+            ],
+            "max_tokens": 30,
+            "stream": True,
+        },
+    }
+
+    messages: list[Message] = Field(
+        min_length=1,
+        max_length=MAX_MESSAGES,
+        fail_fast=True,
+        description="The conversation so far.",
+    )
+    model: ModelName = None
+    max_completion_tokens: int | None = native("max_tokens")
+    max_tokens: int | None = Field(
+        None, ge=1, lt=2**31, description="The older name of max_completion_tokens."
+    )
+    temperature: float | None = native("temperature")
+    top_p: float | None = native("top_p")
+    n: int | None = Field(None, ge=1, le=4096, description="Answers.")
+    stream: bool | None = native("stream")
+    stream_options: StreamOptions | None = Field(None, description="With `stream` alone.")
+    logprobs: bool | None = Field(None, description="Logprob of each token of the answer.")
+    top_logprobs: int | None = Field(
+        None, ge=0, le=20, description="With `logprobs`: of the k likeliest, too."
+    )
+    logit_bias: dict[str, float] | None = native("logit_bias")
+    stop: Text | Annotated[list[Text], Field(fail_fast=True)] | None = native("stop")
+    seed: Seed = None
+    presence_penalty: float | None = native("presence_penalty")
+    frequency_penalty: float | None = native("frequency_penalty")
+    response_format: ResponseFormat | None = Field(
+        None, description="Text, any JSON object, or JSON that fits a schema."
+    )
+    user: User = None
+
+    top_k: int | None = native("top_k")
+    min_p: float | None = native("min_p")
+    repetition_penalty: float | None = native("repetition_penalty")
+    allowed_token_ids: ChosenIds | None = native("allowed_token_ids")
+    stop_token_ids: list[TokenId] | None = native("stop_token_ids")
+    ignore_eos: bool | None = native("ignore_eos")
+    min_tokens: int | None = native("min_tokens")
+    logprobs_stage: Literal["raw", "processed"] | None = native("logprobs_stage")
+    priority: int | None = native("priority")
+    timeout: Timeout = None
+
+    audio: Annotated[Any, only()] = refused()
+    function_call: Annotated[Any, only("none")] = refused()
+    functions: Annotated[Any, only([])] = refused()
+    metadata: Annotated[Any, only({})] = refused()
+    modalities: Annotated[Any, only(["text"])] = refused()
+    moderation: Annotated[Any, only()] = refused()
+    # Without tools it says nothing, whatever it says.
+    parallel_tool_calls: Annotated[Any, only(True, False)] = refused()
+    prediction: Annotated[Any, only()] = refused()
+    prompt_cache_key: Annotated[Any, only()] = refused()
+    prompt_cache_options: Annotated[Any, only()] = refused()
+    prompt_cache_retention: Annotated[Any, only()] = refused()
+    reasoning_effort: Annotated[Any, only("none")] = refused()
+    safety_identifier: Annotated[Any, only()] = refused()
+    service_tier: Annotated[Any, only("auto", "default")] = refused()
+    store: Annotated[Any, only(False)] = refused()
+    tool_choice: Annotated[Any, only("none")] = refused()
+    tools: Annotated[Any, only([])] = refused()
+    verbosity: Annotated[Any, only("medium")] = refused()
+    web_search_options: Annotated[Any, only()] = refused()
+
+
+class TopLogprob(ReplyBody):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChatTokenLogprob(ReplyBody):
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(ReplyBody):
+    content: list[ChatTokenLogprob]
+    refusal: None
+
+
+class ChatMessage(ReplyBody):
+    role: Literal["assistant"]
+    content: str
+    refusal: None
+
+
+class ChatChoice(ReplyBody):
+    index: int
+    message: ChatMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: Literal["stop", "length"]
+
+
+class ChatReply(ReplyBody):
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    system_fingerprint: str = Field(description="The checkpoint's step and weights.")
+    choices: list[ChatChoice]
+    usage: CompletionUsage
+
+
+# GET /v1/models
+
+
+class Model(ReplyBody):
+    id: str
+    object: Literal["model"]
+    created: int = Field(description="When the checkpoint was saved; 0 where it does not say.")
+    owned_by: Literal["logitd"]
+    max_model_len: int = Field(description="The context length, in tokens.")
+    checkpoint: CheckpointName
+
+
+class ModelList(ReplyBody):
+    object: Literal["list"]
+    data: list[Model]

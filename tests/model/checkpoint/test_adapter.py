@@ -1,0 +1,149 @@
+"""Adapter folders, and merging them into the checkpoint that they were trained on."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from model.checkpoint.adapter import WEIGHTS, merge, read_adapter, save_adapter
+from model.checkpoint.checkpoint import CheckpointError, load_checkpoint, read_checkpoint
+from model.transformer.config import TARGETS
+from model.transformer.gpt import GPT
+from model.transformer.lora import LoraShape, trained_weights
+from tests.model.factories import (
+    random_ids,
+    save_tiny_checkpoint,
+    tiny_config,
+    tiny_gpt,
+    training_record,
+)
+from tests.model.transformer.test_lora import adapted
+
+SHAPE = LoraShape(rank=2, alpha=4.0, targets=TARGETS)
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    return save_tiny_checkpoint(tmp_path / "base", chat_template="{{ messages }}").path
+
+
+@pytest.fixture
+def gpt() -> GPT:
+    return adapted(tiny_gpt(), SHAPE, b=0.05)
+
+
+@pytest.fixture
+def adapter(tmp_path: Path, base: Path, gpt: GPT) -> Path:
+    path = tmp_path / "adapter"
+    info = read_checkpoint(base)
+    record = {"name": info.name, "weights_sha256": info.weights_sha256, "step": 7}
+    training = training_record(step=20, base=record)
+    save_adapter(
+        path,
+        weights=trained_weights(gpt),
+        shape=SHAPE,
+        training=training,
+        card="# mine\n\nAbout it.\n",
+    )
+    return path
+
+
+def test_a_saved_adapter_is_read_again(adapter: Path, gpt: GPT) -> None:
+    found = read_adapter(adapter)
+    assert found.shape == SHAPE
+    assert (found.training.step, found.base["name"]) == (20, "base")
+    for name, tensor in trained_weights(gpt).items():
+        assert torch.equal(found.weights[name], tensor)
+    assert sorted(path.name for path in adapter.iterdir()) == [
+        *("README.md", WEIGHTS, "config.json"),
+    ]
+    assert [path for path in adapter.parent.iterdir() if path.name.startswith(".")] == []
+
+
+@torch.no_grad()
+def test_a_merged_checkpoint_computes_what_base_and_adapter_did(
+    base: Path, adapter: Path, gpt: GPT, tmp_path: Path
+) -> None:
+    info = merge(base, adapter, tmp_path / "merged", save_dtype="float32")
+    _, merged = load_checkpoint(tmp_path / "merged", device=CPU, dtype=torch.float32)
+    ids = random_ids(2, 16)
+    found = gpt(ids).logits
+    assert (merged(ids).logits - found).abs().max() / found.abs().max() < 1e-5
+    assert info.training.step == 20
+    assert info.training.base == read_adapter(adapter).base
+    assert info.chat_template is not None, "the base's"
+    card = (info.path / "README.md").read_text()
+    assert card.startswith("# merged\n\nAn adapter of rank 2 (alpha 4, on qkv, ")
+    assert "About it." in card
+
+
+def test_another_base_is_refused_with_both_hashes(adapter: Path, tmp_path: Path) -> None:
+    other = save_tiny_checkpoint(tmp_path / "other", gpt=tiny_gpt(seed=1))
+    with pytest.raises(CheckpointError, match=other.weights_sha256[:12]) as caught:
+        merge(other.path, adapter, tmp_path / "merged", save_dtype="float32")
+    assert read_adapter(adapter).base["weights_sha256"][:12] in str(caught.value)
+    assert not (tmp_path / "merged").exists()
+
+
+def test_an_adapter_is_no_checkpoint_and_a_checkpoint_no_adapter(
+    base: Path, adapter: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(CheckpointError, match=r"holds an adapter, .* `logitd merge BASE"):
+        read_checkpoint(adapter)
+    with pytest.raises(CheckpointError, match="is no adapter"):
+        read_adapter(base)
+    with pytest.raises(CheckpointError, match="holds an adapter"):
+        merge(adapter, adapter, tmp_path / "merged", save_dtype="float32")
+
+
+def test_what_exists_is_not_overwritten(base: Path, adapter: Path, gpt: GPT) -> None:
+    with pytest.raises(CheckpointError, match="never overwritten"):
+        merge(base, adapter, base, save_dtype="float32")
+    with pytest.raises(CheckpointError, match="never overwritten"):
+        save_adapter(
+            adapter,
+            weights=trained_weights(gpt),
+            shape=SHAPE,
+            training=training_record(base={}),
+            card="",
+        )
+
+
+def test_damaged_weights_are_refused(adapter: Path) -> None:
+    raw = bytearray((adapter / WEIGHTS).read_bytes())
+    raw[-1] ^= 1
+    (adapter / WEIGHTS).write_bytes(raw)
+    with pytest.raises(CheckpointError, match="changed or damaged after saving"):
+        read_adapter(adapter)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"format_version": 2}, "has format_version 2; of adapters this logitd reads 1"),
+        ({"kind": "model"}, "does not say that it is an adapter's"),
+        ({"rank": 0}, "rank is 0"),
+        ({"targets": None}, "no whole adapter"),
+        ({"training": {"step": 1}}, "no whole adapter"),
+    ],
+)
+def test_a_description_that_is_wrong_is_refused(
+    adapter: Path, change: dict[str, Any], message: str
+) -> None:
+    document = json.loads((adapter / "config.json").read_text())
+    (adapter / "config.json").write_text(json.dumps(document | change))
+    with pytest.raises(CheckpointError, match=message):
+        read_adapter(adapter)
+
+
+def test_a_base_of_another_shape_is_refused(adapter: Path, tmp_path: Path) -> None:
+    """Whoever edits the hash is told of the shape."""
+    other = save_tiny_checkpoint(tmp_path / "other", gpt=tiny_gpt(tiny_config(n_layer=2)))
+    document = json.loads((adapter / "config.json").read_text())
+    document["base"]["weights_sha256"] = other.weights_sha256
+    (adapter / "config.json").write_text(json.dumps(document))
+    with pytest.raises(CheckpointError, match="belong to no target"):
+        merge(other.path, adapter, tmp_path / "merged", save_dtype="float32")

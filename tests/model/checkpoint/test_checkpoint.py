@@ -1,0 +1,580 @@
+"""Checkpoint: what is saved comes back to the bit, and what is damaged is refused in a sentence."""
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from model.checkpoint.checkpoint import (
+    CARD,
+    CONFIG,
+    RANKS,
+    WEIGHTS,
+    CheckpointError,
+    load_checkpoint,
+    read_checkpoint,
+)
+from model.checkpoint.hashed_file import HashedFile
+from model.checkpoint.weights_file import StoredTensor, read_header
+from model.text.tokenizer import Tokenizer
+from model.transformer.gpt import GPT
+from tests.model.factories import (
+    CHAT_TEMPLATE,
+    FAMILIES,
+    byte_tokenizer,
+    random_ids,
+    save_tiny_checkpoint,
+    tiny_config,
+    tiny_gpt,
+    training_record,
+)
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def saved(checkpoint_path: Path, tmp_path: Path) -> Path:
+    """A checkpoint of one's own, to be damaged."""
+    return Path(shutil.copytree(checkpoint_path, tmp_path / "tiny"))
+
+
+def load(path: Path, dtype: torch.dtype = torch.float32) -> GPT:
+    return load_checkpoint(path, device=CPU, dtype=dtype)[1]
+
+
+def contents(path: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in path.iterdir()}
+
+
+def edit_config(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    document = json.loads((path / CONFIG).read_text())
+    change(document)
+    (path / CONFIG).write_text(json.dumps(document))
+
+
+def rehash(path: Path) -> None:
+    """Make the hashes those of the files as they are now."""
+    hashes = {
+        name: hashlib.sha256((path / name).read_bytes()).hexdigest() for name in (WEIGHTS, RANKS)
+    }
+    edit_config(path, lambda document: document["files"].update(hashes))
+
+
+def edit_weights(path: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
+    """Change tensors as a broken trainer would: the hashes are right, the numbers are not."""
+    weights = load_file(path / WEIGHTS)
+    change(weights)
+    save_file(weights, path / WEIGHTS)
+    rehash(path)
+
+
+# Saving and loading
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_float32_comes_back_to_the_bit(family: str, tmp_path: Path) -> None:
+    gpt = tiny_gpt(tiny_config(**FAMILIES[family]))
+    save_tiny_checkpoint(tmp_path / "saved", gpt)
+    back = load(tmp_path / "saved")
+    assert back.config == gpt.config
+    assert not back.training
+    assert not any(parameter.requires_grad for parameter in back.parameters())
+    assert set(back.state_dict()) == set(gpt.state_dict())
+    for name, tensor in gpt.state_dict().items():
+        assert torch.equal(back.state_dict()[name], tensor), name
+    ids = random_ids(2, 9)
+    assert torch.equal(back(ids).logits, gpt(ids).logits)  # position tables included
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bfloat16_rounds_once_and_halves_the_size(family: str, tmp_path: Path) -> None:
+    gpt = tiny_gpt(tiny_config(**FAMILIES[family]))
+    save_tiny_checkpoint(tmp_path / "saved", gpt, dtype=torch.bfloat16)
+    numbers = gpt.parameter_count()
+    assert numbers * 2 <= (tmp_path / "saved" / WEIGHTS).stat().st_size < numbers * 2 + 8192
+    for dtype in (torch.bfloat16, torch.float32):
+        back = load(tmp_path / "saved", dtype)
+        for name, tensor in gpt.state_dict().items():
+            assert back.state_dict()[name].dtype == dtype
+            assert torch.equal(back.state_dict()[name], tensor.to(torch.bfloat16).to(dtype)), name
+        assert back(random_ids(2, 9), hidden_states=True).hidden_states.dtype == dtype
+
+
+def test_training_goes_on_from_a_loaded_model_as_from_any_other(saved: Path) -> None:
+    """Loaded parameters are ordinary ones: gradients can be switched on, steps taken."""
+    gpt = load(saved).requires_grad_(True).train()
+    optimizer = torch.optim.SGD(gpt.parameters(), lr=0.1)
+    weight = gpt.state_dict()["blocks.0.qkv.weight"]  # shares the parameter's memory
+    before = weight.clone()
+    torch.autograd.backward(gpt(random_ids(1, 9)).logits.logsumexp(dim=-1).sum())
+    optimizer.step()
+    assert not torch.equal(weight, before)
+
+
+def test_everything_but_the_weights(tmp_path: Path) -> None:
+    training = training_record(step=9, data={"name": "text", "sha256": "00", "bytes": 123})
+    written = save_tiny_checkpoint(tmp_path / "step-000009", training=training, card="# Mine é\n")
+    path = tmp_path / "step-000009"
+    assert sorted(contents(path)) == sorted([CONFIG, WEIGHTS, RANKS, CARD])
+    assert (path / CARD).read_text(encoding="utf-8") == "# Mine é\n"
+    info = read_checkpoint(path)
+    for seen in (written, info):
+        assert (seen.path, seen.name) == (path, "step-000009")
+        assert seen.config == tiny_config()
+        assert seen.training == training
+        assert seen.tokenizer.ranks == byte_tokenizer().ranks
+        assert seen.tokenizer.special_tokens == byte_tokenizer().special_tokens
+        assert seen.tokenizer.pattern == byte_tokenizer().pattern
+        assert seen.weights_sha256 == hashlib.sha256((path / WEIGHTS).read_bytes()).hexdigest()
+
+
+def test_a_run_never_evaluated_has_no_loss(tmp_path: Path) -> None:
+    training = training_record(val_loss=None, val_bits_per_byte=None)
+    assert save_tiny_checkpoint(tmp_path / "saved", training=training).training == training
+
+
+def test_a_tied_head_is_on_disk_once(tmp_path: Path) -> None:
+    tied = save_tiny_checkpoint(tmp_path / "tied")
+    untied = save_tiny_checkpoint(tmp_path / "untied", tiny_gpt(tiny_config(tied_head=False)))
+    assert "head.weight" not in load_file(tied.path / WEIGHTS)
+    assert "head.weight" in load_file(untied.path / WEIGHTS)
+
+
+def test_the_same_model_makes_the_same_bytes(checkpoint_path: Path, tmp_path: Path) -> None:
+    save_tiny_checkpoint(tmp_path / "again")
+    assert contents(tmp_path / "again") == contents(checkpoint_path)
+
+
+def test_a_link_goes_by_the_name_of_what_it_points_to(saved: Path, tmp_path: Path) -> None:
+    (tmp_path / "best").symlink_to("tiny")
+    info, _ = load_checkpoint(tmp_path / "best", device=CPU, dtype=torch.float32)
+    assert info.name == "tiny"
+
+
+def test_the_model_card_may_be_edited(saved: Path) -> None:
+    (saved / CARD).write_text("# Another card\n")
+    load(saved)
+    (saved / CARD).unlink()
+    load(saved)
+
+
+def test_a_loaded_model_is_a_copy(saved: Path) -> None:
+    """Weights mapped from the file would change with it, and a shorter file would kill the
+    process (SIGBUS) at the next forward."""
+    gpt, ids = load(saved), random_ids(2, 9)
+    before = gpt(ids).logits
+    size = (saved / WEIGHTS).stat().st_size
+    with (saved / WEIGHTS).open("r+b") as file:  # in place: the same inode
+        file.write(b"\xff" * size)
+        os.fsync(file.fileno())
+    assert torch.equal(gpt(ids).logits, before)
+    os.truncate(saved / WEIGHTS, 0)
+    assert torch.equal(gpt(ids).logits, before)
+    assert all(parameter.isfinite().all() for parameter in gpt.parameters())
+
+
+def test_what_is_hashed_is_what_is_loaded(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file that is changed while it is read, even to other valid numbers, is refused."""
+
+    def change_then(file: HashedFile) -> tuple[StoredTensor, ...]:
+        tensors = read_header(file)
+        with (saved / WEIGHTS).open("r+b") as other:
+            other.seek(-4, os.SEEK_END)
+            other.write(b"\0\0\0\0")
+        return tensors
+
+    with monkeypatch.context() as meanwhile:
+        meanwhile.setattr("model.checkpoint.checkpoint.read_header", change_then)
+        refuse(
+            saved,
+            "{path}/model.safetensors (...) has sha256 ..., config.json says ...: "
+            "the file was changed, truncated or damaged after saving",
+        )
+
+
+def test_loading_holds_neither_the_file_nor_a_second_copy(tmp_path: Path) -> None:
+    """Of 64 MB on disk, 32 MB of bfloat16 stay; the buffers between are 8 MB."""
+    numbers = 16_000_000
+    config = tiny_config(context_length=numbers // 32)  # nearly all of it positions
+    save_tiny_checkpoint(tmp_path / "large", tiny_gpt(config))
+    script = """
+        import re, sys
+        from pathlib import Path
+        import torch
+        from model.checkpoint.checkpoint import load_weights, read_checkpoint
+
+        def peak():
+            status = Path("/proc/self/status").read_text()
+            return 1024 * int(re.search(r"VmHWM:\\s+([0-9]+)", status)[1])
+
+        load = dict(device=torch.device("cpu"), dtype=torch.bfloat16)
+        load_weights(read_checkpoint(Path(sys.argv[2])), **load)  # what is there once
+        info, before = read_checkpoint(Path(sys.argv[1])), peak()
+        load_weights(info, **load)
+        print(peak() - before)
+    """
+    save_tiny_checkpoint(tmp_path / "small")
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script), tmp_path / "large", tmp_path / "small"],
+        cwd=Path(__file__).parents[3],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert 2 * numbers * 0.9 < int(done.stdout) < 2 * numbers + 20e6
+
+
+def test_a_chat_template_is_kept_and_compiled(tmp_path: Path) -> None:
+    info = save_tiny_checkpoint(tmp_path / "chatty", chat_template=CHAT_TEMPLATE)
+    assert info.chat_template is not None
+    assert info.chat_template.source == CHAT_TEMPLATE
+    document = json.loads((tmp_path / "chatty" / CONFIG).read_text())
+    assert document["format_version"] == 1
+    assert document["tokenizer"]["chat_template"] == CHAT_TEMPLATE
+
+
+def test_a_checkpoint_needs_no_chat_template(saved: Path) -> None:
+    assert "chat_template" not in json.loads((saved / CONFIG).read_text())["tokenizer"]
+    assert read_checkpoint(saved).chat_template is None
+    edit_config(saved, lambda document: document["tokenizer"].update(chat_template=None))
+    assert read_checkpoint(saved).chat_template is None
+
+
+def test_a_chat_template_that_does_not_compile_is_not_saved(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"chatty/config.json: line 2 of the chat template"):
+        save_tiny_checkpoint(tmp_path / "chatty", chat_template="\n{{")
+    assert list(tmp_path.iterdir()) == []
+
+
+# Saving is all or nothing
+
+
+def test_a_checkpoint_is_never_overwritten(saved: Path) -> None:
+    before = contents(saved)
+    with pytest.raises(CheckpointError, match=r"tiny exists; checkpoints are never overwritten$"):
+        save_tiny_checkpoint(saved, tiny_gpt(seed=1))
+    assert contents(saved) == before
+
+
+def test_model_and_tokenizer_must_be_of_one_size(tmp_path: Path) -> None:
+    gpt = tiny_gpt(tiny_config(vocab_size=300))
+    with pytest.raises(
+        CheckpointError, match=r"^the model has 300 token ids and the tokenizer 257$"
+    ):
+        save_tiny_checkpoint(tmp_path / "saved", gpt)
+    assert list(tmp_path.iterdir()) == []
+
+
+class FailingTokenizer(Tokenizer):
+    """Stops a save in its middle: the weights are written, the ranks not yet."""
+
+    def __init__(self, error: BaseException) -> None:
+        whole = byte_tokenizer()
+        super().__init__(
+            ranks=whole.ranks, pattern=whole.pattern, special_tokens=whole.special_tokens
+        )
+        self.error = error
+
+    def write_ranks(self, path: Path) -> None:
+        assert (path.parent / WEIGHTS).exists()
+        raise self.error
+
+
+@pytest.mark.parametrize("error", [OSError("no space left"), KeyboardInterrupt()])
+def test_a_failed_save_leaves_nothing_behind(saved: Path, error: BaseException) -> None:
+    before = contents(saved)
+    with pytest.raises(type(error)):
+        save_tiny_checkpoint(saved.parent / "next", tokenizer=FailingTokenizer(error))
+    assert list(saved.parent.iterdir()) == [saved]
+    assert contents(saved) == before
+    save_tiny_checkpoint(saved.parent / "next")  # the same name, once there is space again
+
+
+def test_a_killed_save_leaves_no_half_checkpoint(saved: Path) -> None:
+    """SIGKILL, as the kernel sends when memory is short: no clean-up runs. What is left lies
+    under another, hidden name, and is in nobody's way."""
+    before = contents(saved)
+    script = """
+        import os, signal, sys
+        from pathlib import Path
+        from model.text.tokenizer import Tokenizer
+        from tests.model.factories import byte_tokenizer, save_tiny_checkpoint
+
+        class KilledTokenizer(Tokenizer):
+            def write_ranks(self, path):
+                path.write_bytes(b"half a")
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        whole = byte_tokenizer()
+        killed = KilledTokenizer(
+            ranks=whole.ranks, pattern=whole.pattern, special_tokens=whole.special_tokens
+        )
+        save_tiny_checkpoint(Path(sys.argv[1]), tokenizer=killed)
+    """
+    target = saved.parent / "next"
+    killed = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script), str(target)],
+        cwd=Path(__file__).parents[3],
+        capture_output=True,
+        text=True,
+    )
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert not target.exists()
+    left = {path.name for path in saved.parent.iterdir()} - {saved.name}
+    assert [name.startswith(".next.") for name in left] == [True]
+    assert contents(saved) == before
+    save_tiny_checkpoint(target)
+    load(target)
+
+
+# Refusals
+
+
+def refuse(path: Path, sentence: str) -> None:
+    """Loading fails with this whole sentence; `{path}` stands for the checkpoint's."""
+    pattern = re.escape(sentence).replace(re.escape("{path}"), re.escape(str(path)))
+    with pytest.raises(CheckpointError, match=f"^{pattern.replace(re.escape('...'), '.*')}$"):
+        load(path)
+
+
+def test_no_directory(tmp_path: Path) -> None:
+    refuse(tmp_path / "none", "there is no checkpoint directory at {path}")
+    (tmp_path / "file").write_text("")
+    refuse(tmp_path / "file", "there is no checkpoint directory at {path}")
+
+
+@pytest.mark.parametrize("name", [WEIGHTS, RANKS])
+def test_a_missing_file(saved: Path, name: str) -> None:
+    (saved / name).unlink()
+    refuse(saved, f"{{path}} holds no {name}")
+
+
+def test_a_missing_config(saved: Path) -> None:
+    (saved / CONFIG).unlink()
+    refuse(
+        saved,
+        "{path} holds no config.json; "
+        "a checkpoint has config.json, model.safetensors and tokenizer.tiktoken",
+    )
+
+
+@pytest.mark.parametrize("name", [WEIGHTS, RANKS])
+def test_one_flipped_bit(saved: Path, name: str) -> None:
+    """safetensors itself does not notice a changed number."""
+    raw = bytearray((saved / name).read_bytes())
+    raw[-2] ^= 1
+    (saved / name).write_bytes(raw)
+    refuse(
+        saved,
+        f"{{path}}/{name} ({len(raw)} bytes) has sha256 ..., config.json says ...: "
+        "the file was changed, truncated or damaged after saving",
+    )
+
+
+def test_a_truncated_file(saved: Path) -> None:
+    os.truncate(saved / WEIGHTS, 1000)
+    refuse(
+        saved,
+        "{path}/model.safetensors (1000 bytes) has sha256 ..., config.json says ...: "
+        "the file was changed, truncated or damaged after saving",
+    )
+
+
+@pytest.mark.parametrize("size", [0, 4, 1000])
+def test_a_file_truncated_before_it_was_hashed(saved: Path, size: int) -> None:
+    os.truncate(saved / WEIGHTS, size)
+    rehash(saved)
+    refuse(saved, "{path}/model.safetensors is no whole safetensors file: ...")
+
+
+def test_bytes_behind_the_last_tensor(saved: Path) -> None:
+    with (saved / WEIGHTS).open("ab") as file:
+        file.write(b"\0")
+    rehash(saved)
+    refuse(
+        saved,
+        "{path}/model.safetensors is no whole safetensors file: "
+        "there is more behind the last of its tensors",
+    )
+
+
+def test_a_wrong_shape(saved: Path) -> None:
+    edit_weights(saved, lambda weights: weights.update({"final_norm.weight": torch.ones(31)}))
+    refuse(
+        saved,
+        "{path}/model.safetensors: final_norm.weight has shape (31,), the configuration says (32,)",
+    )
+
+
+def test_a_missing_and_an_extra_tensor(saved: Path) -> None:
+    edit_weights(saved, lambda weights: weights.update(another=torch.ones(1)))
+    refuse(
+        saved,
+        "{path}/model.safetensors has 1 tensors that the configuration does not know, "
+        "the first is another",
+    )
+    edit_weights(saved, lambda weights: weights.pop("blocks.1.qkv.bias"))
+    refuse(saved, "{path}/model.safetensors lacks 1 tensors, the first is blocks.1.qkv.bias")
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), float("-inf")])
+def test_a_number_that_is_none(saved: Path, number: float) -> None:
+    edit_weights(saved, lambda weights: weights["blocks.2.mlp_up.weight"][3, 5].fill_(number))
+    refuse(
+        saved,
+        "{path}/model.safetensors: blocks.2.mlp_up.weight holds NaN or infinite numbers; "
+        "its training diverged, or the file was damaged before it was hashed",
+    )
+
+
+def test_integers_for_weights(saved: Path) -> None:
+    whole = torch.ones(32, dtype=torch.int64)
+    edit_weights(saved, lambda weights: weights.update({"final_norm.weight": whole}))
+    refuse(
+        saved,
+        "{path}/model.safetensors: final_norm.weight holds torch.int64, no real numbers",
+    )
+
+
+@pytest.mark.parametrize("version", [0, 2, "1", None])
+def test_an_unknown_format_version(saved: Path, version: object) -> None:
+    edit_config(saved, lambda document: document.update(format_version=version))
+    refuse(saved, f"{{path}} has format_version {version!r}; this logitd reads 1")
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        (b"", "{path}/config.json is no JSON: ..."),
+        (b'{"format_version": 1', "{path}/config.json is no JSON: ..."),
+        (b"\xff\xfe", "{path}/config.json is no JSON: ..."),
+        (b"[1]", "{path}/config.json is no JSON object"),
+    ],
+)
+def test_bad_json(saved: Path, text: bytes, sentence: str) -> None:
+    (saved / CONFIG).write_bytes(text)
+    refuse(saved, sentence)
+
+
+@pytest.mark.parametrize("section", ["model", "tokenizer", "training", "files"])
+def test_a_missing_section(saved: Path, section: str) -> None:
+    edit_config(saved, lambda document: document.pop(section))
+    refuse(saved, f"{{path}}/config.json has no section '{section}'")
+
+
+@pytest.mark.parametrize(
+    ("section", "change", "sentence"),
+    [
+        ("model", {"n_embd": 32}, "{path}/config.json: unknown model keys ['n_embd']; ..."),
+        (
+            "model",
+            {"norm": "batchnorm"},
+            "{path}/config.json: norm is 'batchnorm'; it must be one of ['layernorm', 'rmsnorm']",
+        ),
+        (
+            "model",
+            {"vocab_size": 300},
+            "{path}: the tokenizer has 257 ids, the model 300",
+        ),
+        (
+            "tokenizer",
+            {"special_tokens": {}},
+            "{path}: the tokenizer has 256 ids, the model 257",
+        ),
+        (
+            "tokenizer",
+            {"special_tokens": {"<|endoftext|>": 65}},
+            "the tokenizer of {path} cannot be read: special tokens ...",
+        ),
+        (
+            "tokenizer",
+            {"special_tokens": ["<|endoftext|>"]},
+            "{path}/config.json: the tokenizer needs a 'pattern' (a string) and 'special_tokens' "
+            "(an object of names and integer ids)",
+        ),
+        (
+            "tokenizer",
+            {"special_tokens": {"<|endoftext|>": "256"}},
+            "{path}/config.json: the tokenizer needs a 'pattern' (a string) and 'special_tokens' "
+            "(an object of names and integer ids)",
+        ),
+        (
+            "tokenizer",
+            {"pattern": None},
+            "{path}/config.json: the tokenizer needs a 'pattern' (a string) and 'special_tokens' "
+            "(an object of names and integer ids)",
+        ),
+        (
+            "tokenizer",
+            {"pattern": "("},
+            "the tokenizer of {path} cannot be read: "
+            "the split pattern '(' is no regular expression: ...",
+        ),
+        (
+            "tokenizer",
+            {"chat_template": 5},
+            "{path}/config.json: chat_template is no string",
+        ),
+        (
+            "tokenizer",
+            {"chat_template": "{% for %}"},
+            "{path}/config.json: line 1 of the chat template: ...",
+        ),
+        (
+            "training",
+            {"loss": 1.0},
+            "{path}/config.json: the training record has ..., expected ...",
+        ),
+        (
+            "files",
+            {RANKS: "0" * 64},
+            "{path}/tokenizer.tiktoken (...) has sha256 ..., config.json says 000000000000...: ...",
+        ),
+        ("files", {WEIGHTS: None}, "{path}/config.json names no sha256 of model.safetensors"),
+    ],
+)
+def test_a_wrong_config(
+    saved: Path, section: str, change: dict[str, object], sentence: str
+) -> None:
+    edit_config(saved, lambda document: document[section].update(change))
+    refuse(saved, sentence)
+
+
+def test_bad_ranks(saved: Path) -> None:
+    with (saved / RANKS).open("ab") as file:
+        file.write(b"no rank\n")
+    rehash(saved)
+    refuse(
+        saved,
+        "the tokenizer of {path} cannot be read: line 257 of tokenizer.tiktoken is b'no rank'; "
+        "expected a base64 token, a space and its rank",
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("step", "abc"), ("step", True), ("val_loss", []), ("data", 1)]
+)
+def test_a_training_record_of_wrong_kinds_is_refused(
+    checkpoint_path: Path, tmp_path: Path, name: str, value: object
+) -> None:
+    """A step that is no number used to load, and broke whatever printed it later."""
+    copy = tmp_path / "copy"
+    shutil.copytree(checkpoint_path, copy)
+    document = json.loads((copy / "config.json").read_text())
+    document["training"][name] = value
+    (copy / "config.json").write_text(json.dumps(document))
+    with pytest.raises(CheckpointError, match=f"{name} of the training record"):
+        read_checkpoint(copy)

@@ -1,0 +1,81 @@
+"""The hashed file: every byte once, and the hash of those that were given."""
+
+import hashlib
+import os
+import threading
+from pathlib import Path
+
+import pytest
+
+from model.checkpoint.hashed_file import PIECE, HashedFile
+
+
+@pytest.fixture
+def raw() -> bytes:
+    """A little more than three pieces."""
+    return os.urandom(3 * PIECE + 17)
+
+
+@pytest.fixture
+def path(tmp_path: Path, raw: bytes) -> Path:
+    (tmp_path / "file").write_bytes(raw)
+    return tmp_path / "file"
+
+
+@pytest.mark.parametrize("count", [PIECE, PIECE - 3, 100_003])
+def test_pieces_are_the_file(path: Path, raw: bytes, count: int) -> None:
+    with HashedFile(path) as file:
+        seen = b""
+        while piece := bytes(file.take(count)):
+            assert len(piece) == min(count, len(raw) - len(seen))
+            seen += piece
+        assert seen == raw
+        assert file.finish() == hashlib.sha256(raw).hexdigest()
+        assert file.taken == len(raw)
+
+
+def test_what_nobody_takes_is_hashed_too(path: Path, raw: bytes) -> None:
+    with HashedFile(path) as file:
+        assert file.take(5) == raw[:5]
+        assert file.take_all(PIECE + 9) == raw[5 : PIECE + 14]
+        assert file.finish() == hashlib.sha256(raw).hexdigest()
+        assert file.take_all(1) == b""
+
+
+def test_more_than_a_piece_is_never_given(path: Path) -> None:
+    with HashedFile(path) as file:
+        assert len(file.take(10 * PIECE)) == PIECE
+
+
+def test_an_empty_file(tmp_path: Path) -> None:
+    (tmp_path / "empty").touch()
+    with HashedFile(tmp_path / "empty") as file:
+        assert not file.take(8)
+        assert file.finish() == hashlib.sha256().hexdigest()
+
+
+def test_a_file_that_changes_cannot_give_bytes_that_were_not_hashed(path: Path, raw: bytes) -> None:
+    """Written in place, behind what was read and before it."""
+    with HashedFile(path) as file:
+        seen = bytes(file.take(PIECE))
+        with path.open("r+b") as other:
+            other.write(b"\xff" * len(raw))
+        seen += bytes(file.take(PIECE))
+        digest = file.finish()
+    rest = b"\xff" * (len(raw) - 2 * PIECE)
+    assert seen == raw[:PIECE] + b"\xff" * PIECE
+    assert digest == hashlib.sha256(seen + rest).hexdigest()
+
+
+def test_a_file_that_shrinks_ends(path: Path, raw: bytes) -> None:
+    with HashedFile(path) as file:
+        file.take(PIECE)
+        os.truncate(path, PIECE + 10)
+        assert file.take(PIECE) == raw[PIECE : PIECE + 10]
+        assert file.finish() == hashlib.sha256(raw[: PIECE + 10]).hexdigest()
+
+
+def test_its_thread_ends_with_it(path: Path) -> None:
+    with HashedFile(path) as file:
+        file.take(100)
+    assert not any(one.name.startswith("logitd-hash") for one in threading.enumerate())

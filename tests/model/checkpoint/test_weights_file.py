@@ -1,0 +1,138 @@
+"""Weights files: what safetensors wrote comes back, and what it would refuse is refused."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load as parse_safetensors
+from safetensors.torch import save_file
+from torch import Tensor
+
+from model.checkpoint.hashed_file import PIECE, HashedFile
+from model.checkpoint.weights_file import (
+    DTYPES,
+    LARGEST_HEADER,
+    WeightsFileError,
+    read_header,
+    read_numbers,
+)
+
+
+def read(path: Path, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+    """Every tensor of a file, in the file's numbers or in others."""
+    with HashedFile(path) as file:
+        weights = {}
+        for tensor in read_header(file):
+            weights[tensor.name] = torch.empty(tensor.shape, dtype=dtype or tensor.dtype)
+            read_numbers(file, tensor, weights[tensor.name], lambda numbers: None)
+        assert not file.take(1)
+    return weights
+
+
+def test_each_dtype_and_shape_comes_back(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    weights = {
+        f"{name}-{len(shape)}": torch.randint(0, 2, shape).to(dtype)
+        for name, dtype in DTYPES.items()
+        for shape in ((), (7,), (3, 5), (2, 0, 3))
+    }
+    save_file(weights, tmp_path / "all", metadata={"format": "pt"})
+    found = read(tmp_path / "all")
+    assert set(found) == set(weights)
+    for name, tensor in weights.items():
+        assert found[name].dtype == tensor.dtype, name
+        assert torch.equal(found[name], tensor), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_tensors_of_several_pieces_are_rounded_once(tmp_path: Path, dtype: torch.dtype) -> None:
+    """Also where tensors begin anywhere in the file, and pieces end within them."""
+    torch.manual_seed(0)
+    weights = {
+        "a": torch.randn(3, 5),
+        "b": torch.randn(2 * PIECE // 4 + 13),
+        "c": torch.randn(1001, 1049),
+    }
+    save_file(weights, tmp_path / "large")
+    for name, tensor in read(tmp_path / "large", dtype).items():
+        assert torch.equal(tensor, weights[name].to(dtype)), name
+
+
+def test_every_number_is_shown_once_as_it_is_stored(tmp_path: Path) -> None:
+    weight = torch.randn(PIECE // 2)
+    save_file({"weight": weight}, tmp_path / "file")
+    seen: list[Tensor] = []
+    with HashedFile(tmp_path / "file") as file:
+        (tensor,) = read_header(file)
+        into = torch.empty(tensor.shape, dtype=torch.bfloat16)
+        read_numbers(file, tensor, into, lambda numbers: seen.append(numbers.clone()))
+    assert torch.equal(torch.cat(seen), weight)
+
+
+def written(path: Path, header: Any, data: bytes = b"") -> Path:
+    """A file with this header: bytes, or what is JSON then."""
+    raw = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path.write_bytes(len(raw).to_bytes(8, "little") + raw + data)
+    return path
+
+
+def entry(start: Any = 0, end: Any = 8, shape: Any = (2,), dtype: Any = "F32") -> dict[str, Any]:
+    return {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
+
+
+@pytest.mark.parametrize(
+    ("header", "sentence"),
+    [
+        (b"{", "its header is no JSON: "),
+        (b"\xff", "its header is no JSON: "),
+        (b"[" * 100_000, "its header is no JSON: "),
+        ([1], "its header is no JSON object"),
+        ({"w": 5}, "its header has '5' for w; expected dtype, shape and two data_offsets"),
+        ({"w": {"dtype": "F32", "shape": [2]}}, "its header has .* for w; expected"),
+        ({"w": entry() | {"data_offsets": [0]}}, "its header has .* for w; expected"),
+        ({"w": entry(dtype="F31")}, "w has the dtype 'F31'; known are BOOL, U8, "),
+        ({"w": entry(dtype=["F32"])}, r"w has the dtype \['F32'\]; known are"),
+        ({"w": entry(shape=[2.0])}, r"w has the shape \[2.0\] at 0 to 8; expected whole numbers"),
+        ({"w": entry(shape=[-2])}, r"w has the shape \[-2\] at 0 to 8; expected whole numbers"),
+        ({"w": entry(shape=[True, 2])}, r"w has the shape \[True, 2\] at 0 to 8; expected"),
+        ({"w": entry(shape=2)}, "w has the shape 2 at 0 to 8; expected whole numbers"),
+        ({"w": entry(shape=[10**4000])}, "w has the shape .* expected whole numbers"),
+        ({"w": entry(shape=[1] * 9)}, "w has the shape .*, at most 8 of them in a shape"),
+        ({"w": entry(end="8")}, r"w has the shape \[2\] at 0 to 8; expected whole numbers"),
+        ({"w": entry(end=12)}, r"w, \[2\] of F32, lies at 0 to 12: it takes 2 times 4 bytes"),
+        ({"w": entry(4, 12)}, "w begins at 4, and what is before it ends at 0"),
+        ({"v": entry(), "w": entry(4, 12)}, "w begins at 4, and what is before it ends at 8"),
+        ({"v": entry(), "w": entry(12, 20)}, "w begins at 12, and what is before it ends at 8"),
+    ],
+)
+def test_a_header_that_says_nothing_whole(tmp_path: Path, header: Any, sentence: str) -> None:
+    path = written(tmp_path / "file", header, bytes(20))
+    with HashedFile(path) as file, pytest.raises(WeightsFileError, match=f"^{sentence}"):
+        read_header(file)
+    with pytest.raises(SafetensorError):  # nor does the library read it
+        parse_safetensors(path.read_bytes())
+
+
+@pytest.mark.parametrize(
+    ("raw", "sentence"),
+    [
+        (b"", "it has 0 bytes, and the length of a header takes 8"),
+        (bytes(7), "it has 7 bytes, and the length of a header takes 8"),
+        ((10).to_bytes(8, "little") + b"{}", "it ends after 2 bytes of a header of 10"),
+        (b"\xff" * 99, f"it announces a header of .* bytes, {LARGEST_HEADER:,} are the most"),
+    ],
+)
+def test_a_file_without_a_whole_header(tmp_path: Path, raw: bytes, sentence: str) -> None:
+    (tmp_path / "file").write_bytes(raw)
+    with HashedFile(tmp_path / "file") as file, pytest.raises(WeightsFileError, match=sentence):
+        read_header(file)
+
+
+@pytest.mark.parametrize("left", [0, 7])
+def test_a_file_that_ends_within_a_tensor(tmp_path: Path, left: int) -> None:
+    path = written(tmp_path / "file", {"v": entry(), "w": entry(8, 16)}, bytes(8 + left))
+    with pytest.raises(WeightsFileError, match=r"^it ends within w$"):
+        read(path)

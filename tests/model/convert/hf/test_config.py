@@ -1,0 +1,248 @@
+"""Hugging Face folders: logits and ids of `transformers`, and a reason for every refusal."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch.testing import assert_close
+
+from model.checkpoint.checkpoint import CheckpointError
+from model.convert.foreign import ConvertError
+from model.convert.importing import import_model
+from tests.model.convert.theirs import FAMILIES, SAMPLE, loaded, save_theirs
+
+
+def edit(path: Path, **changes: Any) -> None:
+    """Change keys of a JSON file; None removes one."""
+    document = json.loads(path.read_text(encoding="utf-8")) | changes
+    kept = {name: value for name, value in document.items() if value is not None}
+    path.write_text(json.dumps(kept), encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def gpt2_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("theirs") / "gpt2"
+    save_theirs(folder, "gpt2")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def llama_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("theirs") / "llama"
+    save_theirs(folder, "llama")
+    return folder
+
+
+def copy(folder: Path, to: Path) -> Path:
+    to.mkdir()
+    for file in folder.iterdir():
+        (to / file.name).write_bytes(file.read_bytes())
+    return to
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_and_ids_are_theirs(family: str, tmp_path: Path) -> None:
+    model, tokenizer = save_theirs(tmp_path / "theirs", family)
+    import_model(tmp_path / "theirs", tmp_path / "ours")
+    info, gpt = loaded(tmp_path / "ours")
+    ids = info.tokenizer.encode(SAMPLE)
+    assert ids == tokenizer.encode(SAMPLE).ids
+    assert len(ids) > 10
+    expected = model(torch.tensor([ids])).logits
+    assert expected.std() > 0.1
+    assert info.config.vocab_size == tokenizer.get_vocab_size()
+    assert info.config.padded_vocab_size == 448  # 410 rows in whole tiles
+    actual = gpt(torch.tensor([ids])).logits
+    assert_close(actual, expected[..., : info.config.vocab_size], atol=1e-4, rtol=1e-4)
+
+
+def test_shards_and_the_base_models_names_are_read(gpt2_folder: Path, tmp_path: Path) -> None:
+    folder = copy(gpt2_folder, tmp_path / "sharded")
+    weights = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    homes: dict[str, str] = {}
+    for number, half in enumerate((sorted(weights)[::2], sorted(weights)[1::2])):
+        file = f"model-0000{number + 1}-of-00002.safetensors"
+        names = {name: name.removeprefix("transformer.") for name in half}
+        save_file({short: weights[name] for name, short in names.items()}, folder / file)
+        homes |= dict.fromkeys(names.values(), file)
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": homes}), encoding="utf-8")
+    import_model(gpt2_folder, tmp_path / "one")
+    import_model(folder, tmp_path / "two")
+    assert loaded(tmp_path / "one")[0].weights_sha256 == loaded(tmp_path / "two")[0].weights_sha256
+    index.write_text(json.dumps({"weight_map": homes | {"h.0.more": file}}), encoding="utf-8")
+    with pytest.raises(ConvertError, match=r"names 1 tensors .* the first is h\.0\.more"):
+        import_model(folder, tmp_path / "three")
+    index.write_text(json.dumps({"weight_map": homes | {"x": "../x"}}), encoding="utf-8")
+    with pytest.raises(ConvertError, match="has no weight_map from tensors to files beside it"):
+        import_model(folder, tmp_path / "three")
+
+
+def test_the_old_form_of_a_configuration_says_the_same(llama_folder: Path, tmp_path: Path) -> None:
+    folder = copy(llama_folder, tmp_path / "old")
+    edit(folder / "config.json", rope_parameters=None, dtype=None, rope_theta=5000.0)
+    import_model(folder, tmp_path / "a")
+    import_model(llama_folder, tmp_path / "b")
+    assert loaded(tmp_path / "a")[0].config == loaded(tmp_path / "b")[0].config
+    assert loaded(tmp_path / "a")[0].config.rope_theta == 5000.0
+
+
+def test_the_context_can_be_cut(gpt2_folder: Path, tmp_path: Path) -> None:
+    import_model(gpt2_folder, tmp_path / "long")
+    import_model(gpt2_folder, tmp_path / "short", context_length=16)
+    (_, long), (info, short) = loaded(tmp_path / "long"), loaded(tmp_path / "short")
+    assert info.config.context_length == 16
+    ids = torch.tensor([info.tokenizer.encode(SAMPLE)[:16]])
+    assert torch.equal(long(ids).logits, short(ids).logits)
+    with pytest.raises(ConvertError, match="--context-length 65 is more than the model's 64"):
+        import_model(gpt2_folder, tmp_path / "longer", context_length=65)
+
+
+def test_a_window_matters_only_beyond_it(tmp_path: Path) -> None:
+    model, _ = save_theirs(tmp_path / "theirs", "mistral", sliding_window=8)
+    with pytest.raises(ConvertError, match=r"sliding_window is 8 .* --context-length 8"):
+        import_model(tmp_path / "theirs", tmp_path / "ours")
+    import_model(tmp_path / "theirs", tmp_path / "ours", context_length=8)
+    info, gpt = loaded(tmp_path / "ours")
+    ids = torch.tensor([info.tokenizer.encode(SAMPLE)[:8]])
+    expected = model(ids).logits[..., : info.config.vocab_size]
+    assert_close(gpt(ids).logits, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_numbers_are_stored_as_in_the_source(dtype: str, tmp_path: Path) -> None:
+    model, _ = save_theirs(tmp_path / "unused", "qwen3")
+    numbers = getattr(torch, dtype)
+    model.to(numbers).save_pretrained(tmp_path / "theirs")
+    tokenizer = (tmp_path / "unused" / "tokenizer.json").read_bytes()
+    (tmp_path / "theirs" / "tokenizer.json").write_bytes(tokenizer)
+    import_model(tmp_path / "theirs", tmp_path / "ours")
+    stored = load_file(tmp_path / "ours" / "model.safetensors")
+    assert {tensor.dtype for tensor in stored.values()} == {numbers}
+    assert f"Stored in {dtype}" in (tmp_path / "ours" / "README.md").read_text(encoding="utf-8")
+    import_model(tmp_path / "theirs", tmp_path / "wide", dtype="float32")
+    ids = torch.tensor([[1, 2, 3]])
+    exact = loaded(tmp_path / "wide")[1](ids).logits
+    assert torch.equal(loaded(tmp_path / "ours")[1](ids).logits, exact)
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"model_type": "bert"}, "model_type is 'bert'; known are gpt2, llama"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; "),
+        ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}},
+         "rotary positions of the type 'llama3'"),
+        ({"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2}},
+         "rotary positions of the type 'linear'"),
+        ({"partial_rotary_factor": 0.5, "rope_parameters": None}, "partial_rotary_factor is 0.5"),
+        ({"quantization_config": {"bits": 4}}, "quantized weights cannot be imported"),
+        ({"num_hidden_layers": None}, "lacks num_hidden_layers"),
+        ({"num_hidden_layers": "two"}, "num_hidden_layers is 'two'; expected a number above 0"),
+        ({"num_hidden_layers": 1}, r"has 9 tensors that .* the first is model\.layers\.1\.input"),
+        ({"num_hidden_layers": 3}, r"lacks the tensor model\.layers\.2\.self_attn\.q_proj"),
+        ({"intermediate_size": 64},
+         r"gate_proj\.weight has shape \(48, 32\), its configuration says \(64, 32\)"),
+        ({"tie_word_embeddings": True}, "lm_head.weight differs from the embedding"),
+        ({"attention_bias": True}, r"lacks the tensor .*q_proj\.bias"),
+        ({"num_key_value_heads": 3}, "n_head 4 is not a multiple of n_kv_head 3"),
+        ({"vocab_size": 300}, r"embed_tokens\.weight has shape \(410, 32\)"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_expressed_is_refused_by_its_key(
+    llama_folder: Path, tmp_path: Path, change: dict[str, Any], sentence: str
+) -> None:
+    folder = copy(llama_folder, tmp_path / "changed")
+    edit(folder / "config.json", **change)
+    with pytest.raises(ConvertError, match=sentence):
+        import_model(folder, tmp_path / "ours")
+    assert not (tmp_path / "ours").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("activation_function", "tanh"),
+        ("scale_attn_by_inverse_layer_idx", True),
+        ("reorder_and_upcast_attn", True),
+        ("scale_attn_weights", False),
+        ("add_cross_attention", True),
+    ],
+)
+def test_what_gpt2_has_and_we_have_not(
+    gpt2_folder: Path, tmp_path: Path, name: str, value: Any
+) -> None:
+    folder = copy(gpt2_folder, tmp_path / "changed")
+    edit(folder / "config.json", **{name: value})
+    with pytest.raises(ConvertError, match=f"{name} is {value!r}; "):
+        import_model(folder, tmp_path / "ours")
+
+
+@pytest.mark.parametrize(
+    ("damage", "sentence"),
+    [
+        (lambda raw: raw[:-100], "is no whole safetensors file"),
+        (lambda raw: b"", "is no whole safetensors file"),
+        (lambda raw: b"nothing of the kind" * 99, "is no whole safetensors file"),
+    ],
+)
+def test_damaged_files_are_named(
+    llama_folder: Path, tmp_path: Path, damage: Callable[[bytes], bytes], sentence: str
+) -> None:
+    folder = copy(llama_folder, tmp_path / "damaged")
+    file = folder / "model.safetensors"
+    file.write_bytes(damage(file.read_bytes()))
+    with pytest.raises(ConvertError, match=rf"model\.safetensors {sentence}"):
+        import_model(folder, tmp_path / "ours")
+
+
+@pytest.mark.parametrize(
+    ("value", "sentence"),
+    [
+        (torch.full((32,), torch.nan), r"model\.norm\.weight holds NaN"),
+        (torch.ones(32, dtype=torch.int8), r"model\.norm\.weight holds int8; .* quantized"),
+    ],
+)
+def test_numbers_that_are_none(
+    llama_folder: Path, tmp_path: Path, value: torch.Tensor, sentence: str
+) -> None:
+    folder = copy(llama_folder, tmp_path / "changed")
+    weights = load_file(folder / "model.safetensors")
+    save_file(weights | {"model.norm.weight": value}, folder / "model.safetensors")
+    with pytest.raises(ConvertError, match=sentence):
+        import_model(folder, tmp_path / "ours")
+
+
+def test_numbers_too_large_for_what_is_asked(llama_folder: Path, tmp_path: Path) -> None:
+    folder = copy(llama_folder, tmp_path / "changed")
+    weights = load_file(folder / "model.safetensors")
+    save_file(weights | {"model.norm.weight": torch.full((32,), 1e5)}, folder / "model.safetensors")
+    with pytest.raises(ConvertError, match=r"final_norm\.weight holds 1e\+05, more than float16"):
+        import_model(folder, tmp_path / "ours", dtype="float16")
+
+
+def test_what_is_no_model_is_refused(llama_folder: Path, tmp_path: Path) -> None:
+    import_model(llama_folder, tmp_path / "ours")
+    with pytest.raises(ConvertError, match="is a checkpoint of logitd already"):
+        import_model(tmp_path / "ours", tmp_path / "again")
+    with pytest.raises(CheckpointError, match="ours exists; checkpoints are never overwritten"):
+        import_model(llama_folder, tmp_path / "ours")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(
+        ConvertError, match=r"holds no model that is known here: .*; it holds nothing"
+    ):
+        import_model(tmp_path / "empty", tmp_path / "again")
+    with pytest.raises(ConvertError, match="there is neither a file nor a folder"):
+        import_model(tmp_path / "nowhere", tmp_path / "again")
+    folder = copy(llama_folder, tmp_path / "bare")
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(ConvertError, match=r"holds no vocabulary .* --tokenizer"):
+        import_model(folder, tmp_path / "again")
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(ConvertError, match=r"neither model\.safetensors .* save_pretrained"):
+        import_model(folder, tmp_path / "again")

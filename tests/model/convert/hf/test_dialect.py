@@ -1,0 +1,60 @@
+"""Split patterns for the other engine: the same pieces of any text."""
+
+import pytest
+import regex
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Regex, pre_tokenizers
+
+from model.convert.foreign import ConvertError
+from model.convert.hf.dialect import from_oniguruma, to_oniguruma
+from model.convert.probe import probe_text
+from model.text.published import KNOWN_FILES
+from model.text.tokenizer import SPLIT_PATTERN
+
+PATTERNS = [SPLIT_PATTERN, *(pattern for pattern, _ in KNOWN_FILES.values())]
+RAGGED = st.text(st.sampled_from("abS'tT12345 \n\r\t.,()é€\u00a0"))
+
+
+def library_pieces(pattern: str, text: str) -> list[str]:
+    split = pre_tokenizers.Split(Regex(pattern), "isolated")
+    return [piece for piece, _ in split.pre_tokenize_str(text)]
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_pieces_are_the_same_there(pattern: str) -> None:
+    written = to_oniguruma(pattern)
+
+    @given(RAGGED)
+    def same(text: str) -> None:
+        assert library_pieces(written, text) == regex.findall(pattern, text)
+
+    same()
+    assert library_pieces(written, probe_text()) == regex.findall(pattern, probe_text())
+
+
+def test_the_engines_do_differ() -> None:
+    assert library_pieces(SPLIT_PATTERN, "12345") == ["12345"]
+    assert library_pieces(to_oniguruma(SPLIT_PATTERN), "12345") == ["12", "34", "5"]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "there", "here"),
+    [
+        (r"[^\s\]]{1,3}+", r"(?>[^\s\]]{1,3})", r"(?:[^\s\]]{1,3})+"),
+        (r"(?:a|(b)){2}+c", r"(?>(?:a|(b)){2})c", r"(?:(?:a|(b)){2})+c"),
+        (r"\p{L}{1,2}+x{3}", r"(?>\p{L}{1,2})x{3}", r"(?:\p{L}{1,2})+x{3}"),
+        (r"^a$", r"\Aa\z", r"(?:(?<=\n)|\A)a(?=\n|\z)"),
+        (r"[$^]\$\^[]$]", r"[$^]\$\^[]$]", r"[$^]\$\^[]$]"),
+        (r"(?i:'s)|a{,}+", r"(?i:'s)|a{,}+", r"(?i:'s)|a{,}+"),
+    ],
+)
+def test_what_is_rewritten(pattern: str, there: str, here: str) -> None:
+    assert to_oniguruma(pattern) == there
+    assert from_oniguruma(pattern) == here
+
+
+@pytest.mark.parametrize("pattern", ["(?s:.)", "(?m)a", "(?-i:a)", "a)", "[a", "(?P<n>a)"])
+def test_what_cannot_be_said_alike_is_refused(pattern: str) -> None:
+    with pytest.raises(ConvertError):
+        to_oniguruma(pattern)

@@ -1,0 +1,177 @@
+"""`tokenizer.json`: the ids of the `tokenizers` library, or a reason why not."""
+
+import importlib.util
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer as Library
+
+from model.convert.foreign import ConvertError, ForeignTokenizer
+from model.convert.hf.export import tokenizer_document
+from model.convert.hf.tokenizer import QWEN2_PATTERN, read_tokenizer
+from model.convert.probe import probe_text
+from model.text.tokenizer import SPLIT_PATTERN, Tokenizer
+from tests.model.convert.theirs import their_tokenizer
+from tests.model.factories import byte_tokenizer, merging_tokenizer
+
+TEXTS = st.text(
+    st.sampled_from("ab cS'tTe1234\n\r\t.,(){}é€😀\u00a0") | st.characters(codec="utf-8")
+)
+
+
+def read(tokenizer: Any, path: Path, **options: bool) -> ForeignTokenizer:
+    tokenizer.save(str(path / "tokenizer.json"))
+    return read_tokenizer(path / "tokenizer.json", **{"skip_normalizer": False} | options)
+
+
+def document(path: Path) -> dict[str, Any]:
+    their_tokenizer().save(str(path / "tokenizer.json"))
+    return json.loads((path / "tokenizer.json").read_text(encoding="utf-8"))
+
+
+def read_document(found: dict[str, Any], path: Path) -> ForeignTokenizer:
+    (path / "tokenizer.json").write_text(json.dumps(found), encoding="utf-8")
+    return read_tokenizer(path / "tokenizer.json", skip_normalizer=False)
+
+
+@pytest.mark.parametrize("pattern", [None, QWEN2_PATTERN, r"\p{N}{1,2}+|\s+|[^\s\p{N}]+$|\S"])
+@pytest.mark.parametrize("special_first", [False, True])
+def test_ids_are_the_librarys(pattern: str | None, special_first: bool, tmp_path: Path) -> None:
+    library = their_tokenizer(pattern=pattern, special_first=special_first)
+    found = read(library, tmp_path)
+    assert (found.order is not None) is special_first
+    order = found.order or range(found.tokenizer.vocab_size)
+
+    @given(TEXTS)
+    def same(text: str) -> None:
+        ids = found.tokenizer.encode(text)
+        assert [order[token_id] for token_id in ids] == library.encode(text).ids
+
+    same()
+    assert found.tokenizer.special_tokens.keys() == {"<|endoftext|>", "<|user|>"}
+    name = "<|user|>"
+    (token_id,) = found.tokenizer.encode(name, special_ids=True)
+    assert [order[token_id]] == library.encode(name).ids
+
+
+@pytest.mark.parametrize("library", [True, False], ids=["library", "plain"])
+def test_a_broken_conversion_is_found_out(
+    library: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is read is tried, with the library or with BPE's definition."""
+    if not library:
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    read(their_tokenizer(), tmp_path)
+    monkeypatch.setattr("model.convert.hf.tokenizer.GPT2_PATTERN", SPLIT_PATTERN)
+    if library:
+        with pytest.raises(ConvertError, match="cannot be written as ranks: by the tokenizers lib"):
+            read(their_tokenizer(), tmp_path)
+    monkeypatch.setattr("model.convert.hf.tokenizer.GPT2_PATTERN", r"\p{L}+")
+    with pytest.raises(ConvertError, match="leaves characters out"):
+        read(their_tokenizer(), tmp_path)
+
+
+def swap_merges(found: dict[str, Any]) -> None:
+    merges = found["model"]["merges"]
+    merges[3], merges[60] = merges[60], merges[3]
+
+
+def drop_merge(found: dict[str, Any]) -> None:
+    del found["model"]["merges"][-1]
+
+
+def other_merge(found: dict[str, Any]) -> None:
+    left, right = found["model"]["merges"][-1]
+    found["model"]["merges"][-1] = [left + right[:1], right[1:]]
+
+
+def change(**changes: Any) -> Callable[[dict[str, Any]], None]:
+    return lambda found: found.update(changes)
+
+
+def change_model(**changes: Any) -> Callable[[dict[str, Any]], None]:
+    return lambda found: found["model"].update(changes)
+
+
+@pytest.mark.parametrize(
+    ("damage", "sentence"),
+    [
+        (swap_merges, "comes later than its id says"),
+        (drop_merge, "would be merged from .*, which is none of its merges"),
+        (change(normalizer={"type": "Lowercase"}), "normalizer Lowercase.* --skip-normalizer"),
+        (change(pre_tokenizer=None), "cuts texts by None"),
+        (change(pre_tokenizer={"type": "Metaspace"}), "cuts texts by Metaspace"),
+        (
+            change(pre_tokenizer={"type": "Sequence", "pretokenizers": [
+                {"type": "Digits", "individual_digits": True}, {"type": "ByteLevel"}]}),
+            "cuts texts by Digits and then ByteLevel",
+        ),
+        (change(pre_tokenizer={"type": "ByteLevel", "add_prefix_space": True}), "add_prefix_space"),
+        (change_model(type="Unigram"), "the model is Unigram; only byte-level BPE"),
+        (change_model(byte_fallback=True), "SentencePiece's kind of BPE"),
+        (change_model(continuing_subword_prefix="##"), "continuing_subword_prefix is '##'"),
+        (change_model(vocab={"▁the": 0}, merges=[]), "'▁the' .* is not written in bytes"),
+        (change(added_tokens=[{"id": 5, "content": "<x>"}]), "has the id of another token"),
+    ],
+)  # fmt: skip
+def test_what_is_no_byte_level_bpe_is_refused(
+    damage: Callable[[dict[str, Any]], None], sentence: str, tmp_path: Path
+) -> None:
+    found = document(tmp_path)
+    damage(found)
+    with pytest.raises(ConvertError, match=sentence):
+        read_document(found, tmp_path)
+
+
+def test_a_normalizer_can_be_left_out_and_that_is_noted(tmp_path: Path) -> None:
+    found = document(tmp_path) | {"normalizer": {"type": "NFC"}}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(found), encoding="utf-8")
+    tokenizer = read_tokenizer(tmp_path / "tokenizer.json", skip_normalizer=True)
+    assert tokenizer.notes == (
+        "the source's normalizer NFC is left out: texts are encoded as they are",
+    )
+
+
+def test_the_end_of_text_is_the_one_that_the_folder_names(tmp_path: Path) -> None:
+    assert read(their_tokenizer(), tmp_path).tokenizer.end_of_text == 380
+    (tmp_path / "config.json").write_text('{"eos_token_id": [381, 380]}', encoding="utf-8")
+    assert read(their_tokenizer(), tmp_path).tokenizer.end_of_text == 381
+    (tmp_path / "tokenizer_config.json").write_text(
+        '{"eos_token": {"content": "<|endoftext|>"}}', encoding="utf-8"
+    )
+    assert read(their_tokenizer(), tmp_path).tokenizer.end_of_text == 380
+
+
+BUNDLED = Path(__file__).parents[4] / "checkpoints" / "python-small"
+
+
+def bundled() -> Tokenizer:
+    return Tokenizer.read_ranks(BUNDLED / "tokenizer.tiktoken")
+
+
+@pytest.mark.parametrize(
+    "make", [byte_tokenizer, merging_tokenizer, bundled], ids=["bytes", "odd", "bundled"]
+)
+def test_what_is_written_encodes_alike_and_is_read_back(
+    make: Callable[[], Tokenizer], tmp_path: Path
+) -> None:
+    tokenizer = make()
+    written = json.dumps(tokenizer_document(tokenizer))
+    library = Library.from_str(written)
+
+    @given(TEXTS)
+    def same(text: str) -> None:
+        assert library.encode(text).ids == tokenizer.encode(text)
+
+    same()
+    assert library.encode(probe_text()).ids == tokenizer.encode(probe_text())
+    (tmp_path / "tokenizer.json").write_text(written, encoding="utf-8")
+    back = read_tokenizer(tmp_path / "tokenizer.json", skip_normalizer=False)
+    assert back.order is None
+    assert back.tokenizer.ranks == tokenizer.ranks
+    assert back.tokenizer.special_tokens == tokenizer.special_tokens

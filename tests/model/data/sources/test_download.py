@@ -1,0 +1,284 @@
+"""Downloads from a real server on this machine: what is kept, what is refused, what is left."""
+
+import gzip
+import hashlib
+import socket
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import httpx
+import pytest
+
+from model.data.sources import download as module
+from model.data.sources.document import TextError
+from model.data.sources.download import Download, cache_folder, download
+from model.data.sources.open_text import open_text
+from model.training.config import TrainingConfig
+from model.training.events import Downloaded, Downloading, Event, line, silent
+
+STORY = "Es war einmal ein König.\n" * 4000
+
+
+class Server(ThreadingHTTPServer):
+    """Answers by path, and remembers who asked for what."""
+
+    asked: list[tuple[str, str | None]]
+
+    @property
+    def address(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Server
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        self.server.asked.append((self.path, self.headers["accept-encoding"]))
+        raw = STORY.encode()
+        match self.path.partition("?")[0]:
+            case "/story.txt" | "/elsewhere/story.txt":
+                self.reply(raw)
+            case "/unannounced.txt":
+                self.reply(raw, announced=None)
+            case "/moved.txt":
+                self.reply(b"", status=302, location="/elsewhere/story.txt")
+            case "/circle.txt":
+                self.reply(b"", status=302, location="/circle.txt")
+            case "/ftp.txt":
+                self.reply(b"", status=302, location="ftp://127.0.0.1/story.txt")
+            case "/cut.txt":
+                self.reply(raw, announced=len(raw) + 5)
+            case "/lines.jsonl.gz":
+                self.reply(gzip.compress(b'{"text": "one"}\n{"text": "two"}\n'))
+            case "/encoded.txt":
+                self.reply(gzip.compress(raw), encoding="gzip")
+            case "/latin.txt":
+                self.reply(b"x" * 70_000 + "naïve".encode("latin-1"))
+            case "/half.txt":
+                self.reply(b"na\xc3")
+            case "/short.txt":
+                self.reply(b"ab")
+            case "/empty.txt":
+                self.reply(b"")
+            case _:
+                self.reply(b"no", status=404)
+
+    def reply(
+        self,
+        raw: bytes,
+        *,
+        status: int = 200,
+        announced: int | None = -1,
+        location: str = "",
+        encoding: str = "",
+    ) -> None:
+        self.send_response(status)
+        if location:
+            self.send_header("location", location)
+        if encoding:
+            self.send_header("content-encoding", encoding)
+        if announced is not None:
+            self.send_header("content-length", str(len(raw) if announced < 0 else announced))
+        self.send_header("connection", "close")
+        self.end_headers()
+        self.wfile.write(raw)
+        self.close_connection = True
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass  # the test's output is no server's log
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    with Server(("127.0.0.1", 0), Handler) as server:
+        server.asked = []
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache, and no proxy between here and here."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("NO_PROXY", "*")
+    return tmp_path / "cache" / "logitd" / "texts"
+
+
+def get(url: str, max_mb: int = 1) -> Download:
+    return download(url, max_mb=max_mb, report=silent)
+
+
+def test_a_text_is_fetched_once_and_kept_under_its_address(server: Server, cache: Path) -> None:
+    url = f"{server.address}/story.txt?version=2"
+    events: list[Event] = []
+    first = download(url, max_mb=1, report=events.append)
+    second = download(url, max_mb=1, report=events.append)
+    assert server.asked == [("/story.txt?version=2", "identity")]
+    assert first == second
+    assert first.path.read_text(encoding="utf-8") == STORY
+    assert first.path.parent == cache == cache_folder()
+    assert first.path.name.endswith("-story.txt")
+    assert first.record() == {
+        "url": url,
+        "sha256": hashlib.sha256(STORY.encode()).hexdigest(),
+        "bytes": len(STORY.encode()),
+    }
+    assert events == [
+        Downloaded(url, first.size, first.path, from_cache=False),
+        Downloaded(url, first.size, first.path, from_cache=True),
+    ]
+    other = get(f"{server.address}/story.txt?version=3")
+    assert other.path != first.path
+
+
+def test_an_address_gives_documents_that_bear_its_name(server: Server) -> None:
+    """Also on a second reading, which asks nobody."""
+    url = f"{server.address}/lines.jsonl.gz"
+    config = TrainingConfig(data=(url, f"{server.address}/story.txt"))
+    for _ in range(2):
+        text = open_text(config)
+        documents = {each.name: "".join(each.pieces()) for each in text.documents}
+        assert documents == {
+            f"{url}, line 1": "one",
+            f"{url}, line 2": "two",
+            f"{server.address}/story.txt": STORY,
+        }
+        assert [each["url"] for each in text.downloads] == list(config.data)
+        assert text.downloads[1]["sha256"] == hashlib.sha256(STORY.encode()).hexdigest()
+    assert len(server.asked) == 2
+
+
+def test_progress_is_reported_with_and_without_a_length(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "REPORT_EVERY", 0.0)
+    size = len(STORY.encode())
+    for path, total in (("/story.txt", size), ("/unannounced.txt", None)):
+        events: list[Event] = []
+        download(server.address + path, max_mb=1, report=events.append)
+        progress = [event for event in events if isinstance(event, Downloading)]
+        done = [event.done for event in progress]
+        assert done == sorted(done)
+        assert done[-1] == size
+        assert {event.total for event in progress} == {total}
+    assert line(Downloading("http://a/b", 500_000, 2_000_000)) == (
+        "downloading http://a/b: 0.5 of 2.0 MB, 25%"
+    )
+    assert line(Downloading("http://a/b", 500_000, None)) == "downloading http://a/b: 0.5 MB"
+
+
+def test_redirects_are_followed(server: Server) -> None:
+    assert get(f"{server.address}/moved.txt").path.read_text(encoding="utf-8") == STORY
+
+
+def test_what_a_server_packs_for_the_way_is_unpacked(server: Server) -> None:
+    assert get(f"{server.address}/encoded.txt").path.read_text(encoding="utf-8") == STORY
+
+
+def test_a_packed_file_stays_packed_and_keeps_its_kind(server: Server) -> None:
+    found = get(f"{server.address}/lines.jsonl.gz")
+    assert found.path.name.endswith("-lines.jsonl.gz")
+    assert gzip.decompress(found.path.read_bytes()).startswith(b'{"text": "one"}')
+
+
+def test_a_very_short_text_is_a_text(server: Server) -> None:
+    assert get(f"{server.address}/short.txt").path.read_bytes() == b"ab"
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("/nothing.txt", r"/nothing\.txt answers 404 Not Found, not with a text"),
+        ("/circle.txt", "redirects in circles"),
+        ("/ftp.txt", "redirects to an address that is neither http nor https"),
+        ("/cut.txt", r"broke off \(.*\); nothing was kept, try again"),
+        ("/latin.txt", r"/latin\.txt is not UTF-8 \(byte 0xef"),
+        ("/half.txt", r"/half\.txt is not UTF-8 \(byte 0xc3: unexpected end of data\)"),
+        ("/empty.txt", r"/empty\.txt is empty"),
+    ],
+)
+def test_what_cannot_be_had_is_a_sentence_and_leaves_nothing(
+    server: Server, cache: Path, path: str, message: str
+) -> None:
+    with pytest.raises(TextError, match=message):
+        get(server.address + path)
+    assert list(cache.iterdir()) == []
+
+
+def test_a_text_over_the_limit_is_refused_by_what_is_announced_and_by_what_comes(
+    server: Server, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "MB", 50_000)
+    with pytest.raises(TextError, match=r"has 104,000 bytes, more than the limit of 1 MB; raise"):
+        get(f"{server.address}/story.txt")
+    with pytest.raises(TextError, match=r"goes on after 50,000 bytes.*--max-download-mb"):
+        get(f"{server.address}/unannounced.txt")
+    with pytest.raises(TextError, match="goes on after"):
+        get(f"{server.address}/encoded.txt")  # small on the way, large when unpacked
+    assert list(cache.iterdir()) == []
+    assert get(f"{server.address}/story.txt", max_mb=3).size == 104_000
+
+
+def test_a_download_that_is_stopped_leaves_nothing(server: Server, cache: Path) -> None:
+    def stop(event: Event) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "REPORT_EVERY", 0.0)
+        with pytest.raises(KeyboardInterrupt):
+            download(f"{server.address}/story.txt", max_mb=1, report=stop)
+    assert list(cache.iterdir()) == []
+
+
+def test_nobody_at_the_address_is_a_sentence(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    with pytest.raises(TextError, match=r"no connection to its server.*Connection refused"):
+        get(f"http://127.0.0.1:{port}/story.txt")
+
+    def unknown(*host: object, **how: object) -> None:
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    with pytest.raises(TextError, match=r"to its server \(.*Name or service not known\); check"):
+        get("http://no-such-host.invalid/story.txt")
+    assert list(cache.iterdir()) == []
+
+
+def test_a_server_that_says_nothing_is_not_waited_for(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "TIMEOUT", httpx.Timeout(0.1))
+    mute = socket.create_server(("127.0.0.1", 0))
+    with mute, pytest.raises(TextError, match="sent nothing for 0 seconds; nothing was kept"):
+        get(f"http://127.0.0.1:{mute.getsockname()[1]}/story.txt")
+    assert list(cache.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("http://", "is no address"),
+        ("http://host:port/a.txt", "is no address"),
+        ("https://me:secret@host/a.txt", "a text on host holds a user name or a password"),
+    ],
+)
+def test_what_is_no_address_is_refused(url: str, message: str) -> None:
+    with pytest.raises(TextError, match=message) as caught:
+        get(url)
+    assert "secret" not in str(caught.value)
+
+
+def test_a_cache_that_cannot_be_written_is_a_sentence(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with pytest.raises(TextError, match=r"cannot be kept in .*XDG_CACHE_HOME names another place"):
+        get(f"{server.address}/story.txt")

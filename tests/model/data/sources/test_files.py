@@ -1,0 +1,116 @@
+"""Files of every kind: what is read, in which pieces, and what is refused in which words."""
+
+import gzip
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from model.data.sources.document import PIECE, Document, TextError, pieces_of
+from model.data.sources.files import documents_of, each_once, named_files
+
+
+def joined(document: Document) -> str:
+    return "".join(document.pieces())
+
+
+def read(path: Path) -> str:
+    """The one document in a file."""
+    (document,) = documents_of(path, path.name, "text")
+    return joined(document)
+
+
+def test_files_folders_and_globs_give_each_file_once_in_order(tmp_path: Path) -> None:
+    folder = tmp_path / "texts"
+    (folder / "deep").mkdir(parents=True)
+    (folder / "b.txt").write_text("b")
+    (folder / "deep" / "a.txt").write_text("a")
+    (folder / ".hidden").write_text("h")
+    words = [str(folder), str(folder / "*.txt"), str(folder / "b.txt")]
+    files = each_once(file for word in words for file in named_files(word))
+    assert [file.name for file in files] == ["b.txt", "a.txt"]
+
+
+def test_what_names_nothing_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(TextError, match="no file, no folder and no glob"):
+        named_files(str(tmp_path / "*.txt"))
+    with pytest.raises(TextError, match="holds no files"):
+        named_files(str(tmp_path))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("newline", ["\n", "\r\n"])
+def test_a_file_is_read_in_bounded_pieces_and_nothing_is_changed(
+    tmp_path: Path, newline: str, packed: bool
+) -> None:
+    path = tmp_path / "long.txt"
+    content = (f"äöü {'x' * 70}" + newline) * 4000 + "y" * (2 * PIECE + 7)
+    path.write_bytes(gzip.compress(content.encode()) if packed else content.encode())
+    (document,) = documents_of(path, "long", "text")
+    pieces = list(document.pieces())
+    assert max(map(len, pieces)) <= PIECE
+    assert "".join(pieces) == content
+    assert document.count_bytes() == len(content.encode())
+    assert (document.size is None) == packed
+    assert pieces[0].endswith("\n")
+
+
+@given(st.lists(st.sampled_from(["ab\n", "é" * 70_000, "x" * 30_001, "\n", "🙂\n"])))
+def test_a_text_in_memory_is_cut_likewise(parts: list[str]) -> None:
+    text = "".join(parts)
+    pieces = list(pieces_of(text))
+    assert "".join(pieces) == text
+    assert all(0 < len(piece) <= PIECE for piece in pieces)
+    # A piece that could have ended behind a line does.
+    assert all(p.endswith("\n") or "\n" not in p for p in pieces[:-1])
+
+
+def test_gzip_is_seen_by_its_content_not_its_name(tmp_path: Path) -> None:
+    for name in ("a.gz", "a.txt", "a"):
+        (tmp_path / name).write_bytes(gzip.compress(b"packed"))
+        assert read(tmp_path / name) == "packed"
+    (tmp_path / "plain.gz").write_bytes(b"not packed")
+    assert read(tmp_path / "plain.gz") == "not packed"
+
+
+BINARY = bytes(range(256)) * 40
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("naïve".encode("latin-1"), r"it\.txt is not UTF-8 \(byte 0xef"),
+        (BINARY[128:], r"it\.txt is not UTF-8 \(byte 0x80"),
+        ("words".encode("utf-16"), r"it\.txt is not UTF-8 \(byte 0xff"),
+        ("words".encode("utf-16-le"), "holds NUL characters, so it is binary, or text in UTF-16"),
+        (bytes(3000), "holds NUL characters"),
+        (gzip.compress(BINARY[128:]), r"it\.txt is not UTF-8 \(byte 0x80"),
+        (
+            gzip.compress(os.urandom(900).hex().encode())[:-500],
+            "begins like a gzip file and cannot be unpacked",
+        ),
+        (b"\x1f\x8bnonsense", "begins like a gzip file and cannot be unpacked"),
+    ],
+)
+def test_what_is_no_text_is_refused_by_name(tmp_path: Path, content: bytes, message: str) -> None:
+    path = tmp_path / "it.txt"
+    path.write_bytes(content)
+    with pytest.raises(TextError, match=message):
+        read(path)
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "gone.txt"
+    path.write_text("text")
+    (document,) = documents_of(path, path.name, "text")
+    path.unlink()
+    with pytest.raises(TextError, match=r"gone\.txt cannot be read: No such file"):
+        joined(document)
+
+
+def test_an_empty_file_holds_no_document(tmp_path: Path) -> None:
+    for name in ("empty.txt", "empty.jsonl"):
+        (tmp_path / name).write_bytes(b"")
+        assert list(documents_of(tmp_path / name, name, "text")) == []

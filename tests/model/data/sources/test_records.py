@@ -1,0 +1,175 @@
+"""JSON lines and Parquet: a document in each record, and the place of what is none."""
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from model.data.sources import records
+from model.data.sources.document import TextError
+from model.data.sources.files import documents_of
+
+
+def texts(path: Path, field: str = "text") -> list[str]:
+    return ["".join(each.pieces()) for each in documents_of(path, path.name, field)]
+
+
+def write(path: Path, *lines: str) -> Path:
+    path.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("records")
+
+
+@given(
+    written=st.lists(st.text(st.characters(codec="utf-8"))),
+    ascii=st.booleans(),
+    packed=st.booleans(),
+)
+def test_each_line_is_a_document(
+    folder: Path, written: list[str], ascii: bool, packed: bool
+) -> None:
+    lines = [json.dumps({"id": 1, "text": text}, ensure_ascii=ascii) for text in written]
+    raw = "\n".join(lines).encode()
+    path = folder / ("a.jsonl.gz" if packed else "a.jsonl")
+    path.write_bytes(gzip.compress(raw) if packed else raw)
+    assert texts(path) == [text for text in written if text]
+
+
+def test_documents_are_named_by_their_lines_and_know_their_size(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", '{"text": "äb"}', "", '{"text": ""}', '{"text": "c"}')
+    documents = list(documents_of(path, "a.jsonl", "text"))
+    assert [(each.name, each.size) for each in documents] == [
+        ("a.jsonl, line 1", 3),
+        ("a.jsonl, line 4", 1),
+    ]
+
+
+def test_another_field_can_be_named_and_a_byte_order_mark_is_passed_over(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('\ufeff{"body": "one"}\n', encoding="utf-8")
+    assert texts(path, "body") == ["one"]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (
+            '{"text": "cut',
+            r"a\.jsonl, line 2 is no JSON: Unterminated string starting at column 10",
+        ),
+        ('["a"]', "line 2 is an array; each line must be an object with a text in 'text'"),
+        ("null", "line 2 is null"),
+        ('{"body": "b", "id": 3}', "line 2 has no field 'text'; its fields are 'body', 'id': name"),
+        ("{}", "line 2 has no field 'text'; its fields are none"),
+        ('{"text": 3}', "line 2: the field 'text' is a number; it must be a string"),
+        ('{"text": null}', "the field 'text' is null"),
+        ('{"text": true}', "the field 'text' is a boolean"),
+        ('{"text": ["a"]}', "the field 'text' is an array"),
+        ('{"text": {"a": 1}}', "the field 'text' is an object"),
+        ('{"text": "ab\\ud800"}', "line 2: character 2 is half a surrogate pair"),
+        ("[" * 100_000, "line 2 is"),
+    ],
+)
+def test_what_is_no_record_is_refused_with_its_line(
+    tmp_path: Path, line: str, message: str
+) -> None:
+    path = write(tmp_path / "a.jsonl", '{"text": "good"}', line, '{"text": "good"}')
+    with pytest.raises(TextError, match=message):
+        texts(path)
+
+
+def test_a_line_without_an_end_is_not_read_into_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(records, "LONGEST_LINE", 100)
+    path = write(tmp_path / "a.jsonl", json.dumps({"text": "x" * 87}))
+    assert texts(path) == ["x" * 87]
+    path = write(tmp_path / "a.jsonl", json.dumps({"text": "x" * 100}))
+    with pytest.raises(TextError, match="line 1 is longer than 100 characters"):
+        texts(path)
+
+
+def test_one_record_is_in_memory_at_a_time(tmp_path: Path) -> None:
+    """The second line is broken, and nobody notices before it is asked for."""
+    path = write(tmp_path / "a.jsonl", '{"text": "good"}', "broken")
+    documents = iter(documents_of(path, "a", "text"))
+    assert next(documents).name == "a, line 1"
+    with pytest.raises(TextError):
+        next(documents)
+
+
+def test_parquet_without_pyarrow_is_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
+    (tmp_path / "a.parquet").write_bytes(b"PAR1")
+    with pytest.raises(TextError, match=r"needs pyarrow.*pip install 'logitd\[parquet\]'"):
+        texts(tmp_path / "a.parquet")
+
+
+@pytest.fixture
+def arrow() -> Any:
+    """pyarrow with its Parquet part."""
+    pytest.importorskip("pyarrow.parquet", reason="pyarrow (the extra `parquet`) is not installed")
+    import pyarrow
+    import pyarrow.parquet
+
+    return pyarrow
+
+
+@pytest.mark.parametrize("kind", ["string", "large_string", "dictionary", "string_view"])
+def test_each_row_of_parquet_is_a_document(arrow: Any, tmp_path: Path, kind: str) -> None:
+    rows = ["one", "zwei é", "", "four"] * 3
+    column = arrow.array(rows)
+    if kind == "dictionary":
+        column = column.dictionary_encode()
+    else:
+        column = column.cast(getattr(arrow, kind)())
+    table = arrow.table({"id": list(range(12)), "body": column})
+    arrow.parquet.write_table(table, tmp_path / "a.parquet", row_group_size=5)
+    assert texts(tmp_path / "a.parquet", "body") == [row for row in rows if row]
+    names = [each.name for each in documents_of(tmp_path / "a.parquet", "a", "body")]
+    assert names[:4] == ["a, row 1", "a, row 2", "a, row 4", "a, row 5"]
+
+
+def test_parquet_is_read_one_row_group_at_a_time(arrow: Any, tmp_path: Path) -> None:
+    """A damaged second group is not looked at before the first has been read."""
+    rows = [f"{number} " + "x" * 1000 for number in range(20)]
+    path = tmp_path / "a.parquet"
+    arrow.parquet.write_table(
+        arrow.table({"text": rows}),
+        path,
+        row_group_size=10,
+        compression="gzip",
+        use_dictionary=False,
+    )
+    at = arrow.parquet.ParquetFile(path).metadata.row_group(1).column(0).data_page_offset
+    raw = bytearray(path.read_bytes())
+    raw[at : at + 60] = b"\xff" * 60
+    path.write_bytes(raw)
+    documents = iter(documents_of(path, "a", "text"))
+    assert [next(documents).name for _ in range(10)][-1] == "a, row 10"
+    with pytest.raises(TextError, match="a cannot be read as Parquet"):
+        next(documents)
+
+
+def test_what_is_no_text_in_parquet_is_refused(arrow: Any, tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    arrow.parquet.write_table(arrow.table({"id": [1, 2], "body": ["a", None]}), path)
+    with pytest.raises(TextError, match=r"a\.parquet has no column 'text'; its columns are 'id', "):
+        texts(path)
+    with pytest.raises(TextError, match="the column 'id' is of type int64; it must be strings"):
+        texts(path, "id")
+    with pytest.raises(TextError, match="row 2: the field 'body' is null"):
+        texts(path, "body")
+    path.write_bytes(path.read_bytes()[:-20])
+    with pytest.raises(TextError, match=r"a\.parquet cannot be read as Parquet"):
+        texts(path, "body")

@@ -1,0 +1,193 @@
+"""From a text to shards: what is written, what a record says, and texts that users trip over."""
+
+import json
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from model.data.prepare import PreparedText, prepare_text, read_prepared, require_window
+from model.data.shards import Shard
+from model.data.sources.document import Text, TextError, text_document
+from model.data.sources.open_text import open_text
+from model.data.sources.stories import story
+from model.data.split import MANY, sides
+from model.text.tokenizer import Tokenizer
+from model.training.config import TrainingConfig
+from model.training.presets import preset
+from tests.model.conftest import story as sentences
+
+RECIPE = replace(preset("tiny").recipe, vocab_size=300)
+
+
+def prepare(text: Text, folder: Path, **given: Any) -> PreparedText:
+    return prepare_text(text, replace(RECIPE, **given), folder)
+
+
+def text_of(*texts: str, **facts: Any) -> Text:
+    documents = [text_document(f"{n}", each) for n, each in enumerate(texts)]
+    return Text("a text", "CC0", documents, **facts)
+
+
+def decoded(shard: Shard, tokenizer: Tokenizer) -> list[str]:
+    """The documents of a shard."""
+    whole = tokenizer.decode(shard.tokens.tolist())
+    assert whole.endswith("<|endoftext|>"), "each document is ended"
+    return whole.removesuffix("<|endoftext|>").split("<|endoftext|>")
+
+
+def test_many_documents_are_on_one_side_each_and_separated(tmp_path: Path) -> None:
+    texts = [f"{n}: {story(n).text}" for n in range(100)]
+    prepared = prepare(text_of(*texts), tmp_path)
+    train = decoded(prepared.train, prepared.tokenizer)
+    val = decoded(prepared.val, prepared.tokenizer)
+    assert sorted([*train, *val]) == sorted(texts)
+    expected = [t for t in texts if next(sides(text_document("x", t), 0.1, many=True))[0] == "val"]
+    assert val == expected
+    assert 0 < len(val) < 30
+    record = prepared.record
+    assert record["documents"] == 100
+    assert record["bytes"] == sum(len(text) for text in texts)
+    assert record["val_bytes"] == sum(len(text) for text in val)
+    assert "source_bits" not in record
+    assert "downloads" not in record
+
+
+def test_the_end_of_text_in_a_text_ends_no_document(tmp_path: Path) -> None:
+    prepared = prepare(text_of("one <|endoftext|> two\n" * 50), tmp_path)
+    end = prepared.tokenizer.end_of_text
+    for shard in (prepared.train, prepared.val):
+        assert shard.tokens.tolist().count(end) == 1
+
+
+def test_copies_of_a_document_do_not_leak_into_validation(tmp_path: Path) -> None:
+    """Forty files, each there twice under another name."""
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for number in range(40):
+        for name in ("a", "copy"):
+            (folder / f"{name}-{number}.txt").write_text(story(number).text)
+    text = open_text(TrainingConfig(data=(str(folder),)))
+    prepared = prepare(text, tmp_path / "data", val_fraction=0.3)
+    train = set(decoded(prepared.train, prepared.tokenizer))
+    val = decoded(prepared.val, prepared.tokenizer)
+    assert not train & set(val)
+    assert len(val) == 2 * len(set(val)) > 0
+
+
+def test_the_information_content_of_stories_is_recorded_for_each_side(tmp_path: Path) -> None:
+    stories = [story(number) for number in range(60)]
+    known = [text_document(f"{n}", s.text, bits=s.bits) for n, s in enumerate(stories)]
+    prepared = prepare(Text("stories", "MIT", known), tmp_path / "a")
+    val = decoded(prepared.val, prepared.tokenizer)
+    bits = prepared.record["source_bits"]
+    assert bits["val"] == pytest.approx(sum(s.bits for s in stories if s.text in val))
+    assert bits["val"] + bits["train"] == pytest.approx(sum(s.bits for s in stories))
+    assert read_prepared(tmp_path / "a").record == prepared.record
+    # Of few documents it is not known how much is on which side; nor of others beside them.
+    few = prepare(Text("stories", "MIT", known[: MANY - 1]), tmp_path / "b")
+    mixed = prepare(Text("both", "MIT", [*known, text_document("other", "x")]), tmp_path / "c")
+    assert "source_bits" not in few.record
+    assert "source_bits" not in mixed.record
+
+
+def test_downloads_are_recorded(tmp_path: Path) -> None:
+    downloads = [{"url": "http://host/a.txt", "sha256": "00", "bytes": 3}]
+    prepared = prepare(text_of("some words\n" * 50, downloads=downloads), tmp_path)
+    assert prepared.record["downloads"] == downloads
+    assert json.loads((tmp_path / "data.json").read_text())["record"]["downloads"] == downloads
+
+
+def test_the_same_text_gives_the_same_shards(tmp_path: Path) -> None:
+    for name in "ab":
+        prepare(text_of(sentences(200)), tmp_path / name)
+    for file in ("train.tokens", "val.tokens", "tokenizer.tiktoken", "data.json"):
+        assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("texts", "message"),
+    [
+        (["One sentence."], r"the training text has \d+ tokens \(\d+ bytes of 13 in 1 documents\), "
+         r"a window takes 33"),
+        ([sentences(60)], r"the validation text has \d+ tokens .*: give more text, another "
+         r"val_fraction or a context_length of at most \d+$"),
+        ([f"Sentence {n}." for n in range(40)], "the validation text has .* in 40 documents"),
+        (["the same"] * 400, "text has 0 tokens .* val_fraction or shorter documents"),
+    ],
+)  # fmt: skip
+def test_too_little_text_is_refused_with_its_numbers(
+    tmp_path: Path, texts: list[str], message: str
+) -> None:
+    prepared = prepare(text_of(*texts), tmp_path, val_fraction=0.02)
+    with pytest.raises(TextError, match=message):
+        require_window(prepared, 32)
+
+
+def test_eighty_kilobytes_are_enough_for_the_smallest_preset(tmp_path: Path) -> None:
+    path = tmp_path / "notes.md"
+    path.write_text("".join(story(number).text for number in range(270)))
+    assert 70_000 < path.stat().st_size < 90_000
+    start = preset("tiny")
+    prepared = prepare_text(
+        open_text(TrainingConfig(data=(str(path),))), start.recipe, tmp_path / "data"
+    )
+    require_window(prepared, start.config(prepared.tokenizer.vocab_size).context_length)
+
+
+def test_shards_need_the_tokenizer_that_wrote_them(tmp_path: Path) -> None:
+    prepare(text_of(sentences(400)), tmp_path / "data")
+    text = open_text(TrainingConfig(data=(str(tmp_path / "data"),)))
+    beside = tmp_path / "data" / "tokenizer.tiktoken"
+    with pytest.raises(TextError, match=re.escape(f"for example --tokenizer {beside}")):
+        prepare(text, tmp_path / "again")
+    again = prepare(text, tmp_path / "again", tokenizer=str(beside))
+    for side in ("train", "val"):
+        name = f"{side}.tokens"
+        assert (tmp_path / "again" / name).read_bytes() == (tmp_path / "data" / name).read_bytes()
+    assert again.record["name"] == str(tmp_path / "data")
+
+
+MEASURE = """
+import resource, sys
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from model.training.presets import preset
+from model.data.prepare import prepare_text
+from model.data.sources.document import Documents, Text, text_document, PIECE
+from model.data.sources.stories import story
+
+megabytes, folder = int(sys.argv[1]), Path(sys.argv[2])
+block = "".join(story(number).text for number in range(3500))[:1_000_000]
+
+def documents():
+    for number in range(megabytes):
+        yield text_document(str(number), f"{number} {block}")
+
+recipe = replace(preset("tiny").recipe, vocab_size=600)
+prepared = prepare_text(Text("long", "none", Documents(documents)), recipe, folder)
+print(prepared.record["bytes"], resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+"""
+
+
+def peak_memory(megabytes: int, folder: Path) -> int:
+    """Bytes that a process of its own takes at most to prepare so much text."""
+    output = subprocess.run(
+        [sys.executable, "-c", MEASURE, str(megabytes), str(folder)],
+        check=True, capture_output=True, text=True,
+    ).stdout.split()  # fmt: skip
+    assert int(output[0]) > megabytes * 1_000_000
+    return int(output[1])
+
+
+@pytest.mark.slow
+def test_memory_does_not_grow_with_the_text(tmp_path: Path) -> None:
+    """Held whole, 200 MB of text and its ids (8 bytes each in Python's lists) would take far more
+    than the difference that is allowed."""
+    small, large = peak_memory(10, tmp_path / "a"), peak_memory(200, tmp_path / "b")
+    assert large - small < 60_000_000

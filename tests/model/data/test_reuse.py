@@ -1,0 +1,121 @@
+"""Shards of another run: trained on as they are, and refused where they do not fit."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from model.data import reuse as module
+from model.data.reuse import Written, adopt
+from model.data.shards import HEADER, ShardError, ShardWriter, open_shard
+from model.data.split import MANY
+from model.data.vocabulary import tokenizer_sha256
+from model.text.tokenizer import END_OF_TEXT, Tokenizer
+
+BYTES = {bytes([n]): n for n in range(256)}
+TOKENIZER = Tokenizer(ranks=BYTES, pattern=".", special_tokens={END_OF_TEXT: 256})
+OTHER = Tokenizer(ranks=BYTES, pattern=r"\S|\s", special_tokens={END_OF_TEXT: 256})
+END = 256
+
+
+def write(path: Path, documents: list[bytes], *, ended: bool = True) -> Path:
+    """A shard of byte tokens."""
+    with writer(path) as shard:
+        for number, document in enumerate(documents):
+            shard.append(list(document), len(document))
+            if ended or number < len(documents) - 1:
+                shard.append([END], 0)
+    return path
+
+
+def writer(path: Path, tokenizer: Tokenizer = TOKENIZER) -> ShardWriter:
+    sha256 = tokenizer_sha256(tokenizer)
+    return ShardWriter(path, vocab_size=tokenizer.vocab_size, tokenizer_sha256=sha256)
+
+
+def adopted(
+    folder: Path, *paths: Path, fraction: float = 0.2
+) -> tuple[list[bytes], list[bytes], Written]:
+    """The documents of both sides."""
+    folder.mkdir(exist_ok=True)
+    names = {"train": folder / "train.tokens", "val": folder / "val.tokens"}
+    with writer(names["train"]) as train, writer(names["val"]) as val:
+        written = adopt(paths, TOKENIZER, fraction, {"train": train, "val": val})
+    shards = [open_shard(path, tokenizer_sha256(TOKENIZER)) for path in names.values()]
+    sides = []
+    for shard in shards:
+        raw = [b"\0END" if token == END else bytes([token]) for token in shard.tokens.tolist()]
+        sides.append(b"".join(raw).split(b"\0END"))
+        assert shard.text_bytes == sum(map(len, sides[-1]))
+    return sides[0], sides[1], written
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("shards")
+
+
+@given(
+    documents=st.lists(st.binary(max_size=3).map(bytes.hex).map(str.encode), min_size=MANY),
+    ended=st.booleans(),
+    chunk=st.sampled_from([3, 7, 2**20]),
+)
+def test_no_document_is_lost_cut_or_on_both_sides(
+    folder: Path, documents: list[bytes], ended: bool, chunk: int
+) -> None:
+    """In chunks of any size; short documents repeat, and fall on one side."""
+    path = write(folder / "a.tokens", documents, ended=ended or documents[-1] == b"")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "CHUNK", chunk)
+        train, val, written = adopted(folder / "out", path)
+    together = [each for side in (train, val) for each in side]
+    assert sorted(filter(None, together)) == sorted(filter(None, documents))
+    whole = documents if ended else documents[:-1]  # one without an end is another document
+    assert not {d for d in train if d in whole} & {d for d in val if d in whole} - {
+        b"",
+        documents[-1],
+    }
+    assert written.documents == len(documents)
+
+
+def test_of_few_documents_the_end_of_each_is_held_out(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.tokens", [b"a" * 79, b"b" * 9])
+    train, val, written = adopted(tmp_path / "out", path)
+    assert train == [b"a" * 64, b"b" * 8, b""]
+    assert val == [b"a" * 15, b"b", b""]
+    assert (written.documents, written.bits) == (2, None)
+
+
+def test_a_split_that_is_made_stays(tmp_path: Path) -> None:
+    train = write(tmp_path / "train.tokens", [b"a", b"b"])
+    more = write(tmp_path / "more.tokens", [b"c"])
+    val = write(tmp_path / "val.tokens", [b"d", b"e"])
+    assert adopted(tmp_path / "out", train, val, more)[:2] == (
+        [b"a", b"b", b"c", b""],
+        [b"d", b"e", b""],
+    )
+
+
+def test_another_tokenizers_shard_is_refused_with_both(tmp_path: Path) -> None:
+    with writer(tmp_path / "a.tokens", OTHER) as shard:
+        shard.append([1, 2], 2)
+    with pytest.raises(ShardError, match="written by another tokenizer") as caught:
+        adopted(tmp_path / "out", tmp_path / "a.tokens")
+    for tokenizer in (TOKENIZER, OTHER):
+        assert tokenizer_sha256(tokenizer).hex()[:12] in str(caught.value)
+
+
+def test_an_id_outside_the_vocabulary_is_refused_with_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever wrote it did not look; the header promises the right tokenizer."""
+    monkeypatch.setattr(module, "CHUNK", 1000)
+    path = write(tmp_path / "a.tokens", [b"a" * 5000])
+    raw = bytearray(path.read_bytes())
+    at = HEADER.size + 2 * 4321
+    raw[at : at + 2] = (50_000).to_bytes(2, "little")
+    path.write_bytes(raw)
+    with pytest.raises(ShardError, match=r"token 4,321 of .*a\.tokens has the id 50000, which is "
+                       r"outside the vocabulary of 257 ids \(0 to 256\)"):  # fmt: skip
+        adopted(tmp_path / "out", path)

@@ -1,0 +1,114 @@
+"""Learning a vocabulary, and taking one ready-made."""
+
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import tiktoken
+from hypothesis import given
+from hypothesis import strategies as st
+
+from model.data.vocabulary import SMALLEST, check, learn, ready_made, tokenizer_sha256
+from model.text.tokenizer import END_OF_TEXT, SPLIT_PATTERN, Tokenizer
+from model.training.config import TrainingError
+from tests.model.conftest import story
+
+LEARNED = learn([story(800)], 340)
+
+
+@given(st.text())
+def test_any_text_survives_the_round_trip(text: str) -> None:
+    text = text.encode(errors="replace").decode()
+    assert LEARNED.decode(LEARNED.encode(text)) == text
+
+
+@given(st.text(alphabet="thecat sawriver.\n", max_size=200))
+def test_the_learned_ranks_mean_the_same_to_tiktoken(text: str) -> None:
+    encoding = tiktoken.Encoding(
+        "oracle",
+        pat_str=SPLIT_PATTERN,
+        mergeable_ranks=LEARNED.ranks,
+        special_tokens={END_OF_TEXT: len(LEARNED.ranks)},
+    )
+    assert LEARNED.encode(text) == encoding.encode_ordinary(text)
+
+
+def test_merges_are_those_of_textbook_byte_pair_encoding() -> None:
+    """An independent, slow trainer: count pairs within pieces, merge the most frequent one."""
+    text = "low low low lower lower newest newest newest newest widest widest"
+    learned = learn([text], 256 + 4 + 1)
+    pieces = [list(word) for word in _split(text)]
+    for rank in range(256, 260):
+        counts: dict[tuple[bytes, bytes], int] = {}
+        for piece in pieces:
+            for pair in pairwise(piece):
+                counts[pair] = counts.get(pair, 0) + 1
+        most = max(counts.values())
+        token = next(token for token, number in learned.ranks.items() if number == rank)
+        best = [pair for pair, count in counts.items() if count == most]
+        assert token in {left + right for left, right in best}
+        pair = next(pair for pair in best if pair[0] + pair[1] == token)
+        pieces = [_merge(piece, pair) for piece in pieces]
+
+
+def _split(text: str) -> list[list[bytes]]:
+    words = text.split(" ")
+    spelled = [words[0], *(" " + word for word in words[1:])]
+    return [[bytes([byte]) for byte in word.encode()] for word in spelled]
+
+
+def _merge(piece: list[bytes], pair: tuple[bytes, bytes]) -> list[bytes]:
+    out: list[bytes] = []
+    for token in piece:
+        if out and (out[-1], token) == pair:
+            out[-1] += token
+        else:
+            out.append(token)
+    return out
+
+
+def test_the_size_counts_end_of_text_and_learning_is_repeatable() -> None:
+    assert LEARNED.vocab_size == 340
+    assert LEARNED.end_of_text == 339
+    assert learn([story(800)], 340).ranks == LEARNED.ranks
+
+
+def test_a_short_text_gives_fewer_tokens_than_asked() -> None:
+    assert 257 <= learn(["hello hello hello"], 1000).vocab_size < 270
+
+
+def test_bytes_alone_are_a_vocabulary_and_less_is_refused() -> None:
+    assert learn(["text"], SMALLEST).vocab_size == 257
+    with pytest.raises(TrainingError, match="vocab_size 256 is below 257"):
+        learn(["text"], 256)
+
+
+def test_a_long_run_of_spaces_is_no_danger() -> None:
+    assert learn([" " * 100_000] * 3, 300).vocab_size <= 300
+
+
+def test_a_ranks_file_is_taken_and_what_is_none_is_refused(tmp_path: Path) -> None:
+    LEARNED.write_ranks(tmp_path / "own.tiktoken")
+    tokenizer = ready_made(str(tmp_path / "own.tiktoken"))
+    assert tokenizer_sha256(tokenizer) == tokenizer_sha256(LEARNED)
+    with pytest.raises(TrainingError, match="neither 'own' nor one of gpt2"):
+        ready_made("no-such-thing")
+    (tmp_path / "bad.tiktoken").write_text("not ranks at all\n")
+    with pytest.raises(TrainingError, match=r"line 1 of bad\.tiktoken"):
+        ready_made(str(tmp_path / "bad.tiktoken"))
+
+
+def test_the_hash_tells_vocabularies_apart() -> None:
+    assert tokenizer_sha256(learn([story(800)], 341)) != tokenizer_sha256(LEARNED)
+    other = Tokenizer(
+        ranks=LEARNED.ranks, pattern=r"\s+|\S+", special_tokens=LEARNED.special_tokens
+    )
+    assert tokenizer_sha256(other) != tokenizer_sha256(LEARNED)
+
+
+def test_a_pattern_that_drops_text_is_found_out() -> None:
+    ranks = {bytes([byte]): byte for byte in range(256)}
+    lossy = Tokenizer(ranks=ranks, pattern="[a-z]+", special_tokens={END_OF_TEXT: 256})
+    check(lossy, "abc")
+    with pytest.raises(TrainingError, match="does not give back the text that begins 'ab, cd!'"):
+        check(lossy, "ab, cd!")

@@ -1,0 +1,165 @@
+"""Held-out text: from a file, a run or Python itself; and a sentence where there is none."""
+
+import gzip
+import json
+import sysconfig
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from model.checkpoint.checkpoint import CheckpointInfo, read_checkpoint
+from model.data.prepare import read_prepared
+from model.data.sources.document import TextError
+from model.data.sources.python_text import python_text
+from model.data.split import sides
+from model.evaluation import held_out as module
+from model.evaluation.held_out import FEWEST, TOKENS, held_out
+from model.training.config import TrainingError
+from model.training.trainer import train
+from tests.model.conftest import Configure, story
+from tests.model.factories import save_tiny_checkpoint, tiny_config, tiny_gpt, training_record
+
+BUNDLED = Path(__file__).parents[3] / "checkpoints" / "python-small"
+
+
+@pytest.fixture(scope="module")
+def checkpoint(checkpoint_path: Path) -> CheckpointInfo:
+    return read_checkpoint(checkpoint_path)
+
+
+def write(path: Path, size: int) -> Path:
+    path.write_bytes(story(size)[:size].encode())
+    return path
+
+
+def texts(found: module.HeldOut, checkpoint: CheckpointInfo) -> list[bytes]:
+    """Each window with the token after it."""
+    (batch,) = found.windows
+    inputs, targets = batch
+    return [
+        checkpoint.tokenizer.decode_bytes([*row.tolist(), int(last)])
+        for row, last in zip(inputs, targets[:, -1], strict=True)
+    ]
+
+
+def test_windows_are_spread_over_a_named_text(checkpoint: CheckpointInfo, tmp_path: Path) -> None:
+    path = write(tmp_path / "text.txt", 10_000)
+    found = held_out(checkpoint, path)
+    assert found.name == str(path)
+    content = path.read_bytes()
+    windows = texts(found, checkpoint)
+    assert [len(window) for window in windows] == [129] * 16
+    places = [content.index(window) for window in windows]
+    assert places[0] == 0
+    assert places[-1] > 9000
+
+
+def test_a_short_context_has_shorter_windows(tmp_path: Path) -> None:
+    gpt = tiny_gpt(tiny_config(context_length=16))
+    info = save_tiny_checkpoint(tmp_path / "classroom", gpt=gpt)
+    (batch,) = held_out(info, write(tmp_path / "text.txt", 10_000)).windows
+    assert batch[0].shape == (TOKENS // 16, 16)
+
+
+def test_of_a_long_text_the_beginning_is_looked_at(
+    checkpoint: CheckpointInfo, tmp_path: Path
+) -> None:
+    path = tmp_path / "long.txt"
+    path.write_text("é" * module.READ_BYTES, encoding="utf-8")
+    shard = module._text(checkpoint, path)[1]
+    assert shard.count == module.READ_BYTES
+    path.write_text("a" + "é" * module.READ_BYTES, encoding="utf-8")
+    assert module._text(checkpoint, path)[1].count == module.READ_BYTES - 1, "no half characters"
+
+
+def test_a_named_text_may_be_packed_or_in_lines(checkpoint: CheckpointInfo, tmp_path: Path) -> None:
+    content = story(200)
+    (tmp_path / "a.txt").write_text(content)
+    (tmp_path / "a.gz").write_bytes(gzip.compress(content.encode()))
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": content}) + "\n")
+    expected = texts(held_out(checkpoint, tmp_path / "a.txt"), checkpoint)
+    for name in ("a.gz", "a.jsonl"):
+        assert texts(held_out(checkpoint, tmp_path / name), checkpoint) == expected
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"x" * (FEWEST - 1), "text.txt has 1,024 tokens; to measure a loss takes more than 1,024"),
+        (b"x\xff" * FEWEST, r"text.txt is not UTF-8 \(byte 0xff"),
+        (b"", "its files are empty"),
+        (None, "text.txt is no file"),
+    ],
+)
+def test_a_named_text_that_will_not_do_is_refused(
+    checkpoint: CheckpointInfo, tmp_path: Path, content: bytes | None, message: str
+) -> None:
+    path = tmp_path / "text.txt"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(TrainingError, match=message):
+        held_out(checkpoint, path)
+
+
+def test_one_token_more_than_too_few_is_enough(checkpoint: CheckpointInfo, tmp_path: Path) -> None:
+    (batch,) = held_out(checkpoint, write(tmp_path / "text.txt", FEWEST)).windows
+    assert batch[0].numel() == FEWEST
+
+
+def test_a_run_has_its_own(configure: Configure, tmp_path: Path) -> None:
+    data = tmp_path / "story.txt"
+    data.write_text(story(800), encoding="utf-8")
+    config = configure(data=(str(data),), val_fraction=0.3, steps=6)
+    train(config)
+    assert config.out is not None
+    for name in ("latest", "best"):
+        info = read_checkpoint(config.out / name)
+        found = held_out(info)
+        assert found.name == "the run's validation text"
+        val = read_prepared(config.out / "data").val.tokens
+        (batch,) = found.windows
+        assert np.array_equal(batch[0][0].numpy(), val[: batch[0].shape[1]])
+    other = replace(info, tokenizer=read_checkpoint(BUNDLED).tokenizer)
+    with pytest.raises(TrainingError, match="another tokenizer"):
+        held_out(other)
+    (config.out / "data" / "val.tokens").unlink()
+    with pytest.raises(TrainingError, match="missing"):
+        held_out(info)
+
+
+def test_a_checkpoint_of_unknown_text_has_none(checkpoint: CheckpointInfo) -> None:
+    with pytest.raises(TextError, match="lies in no run directory and was not trained on Python"):
+        held_out(checkpoint)
+
+
+def documents(val_fraction: float) -> list[bytes]:
+    """What the trainer holds out of each document of Python's own text."""
+    text = python_text(Path(sysconfig.get_path("stdlib")))
+    sorted_out = [
+        [p.encode() for side, p in sides(each, val_fraction, many=True) if side == "val"]
+        for each in text.documents
+    ]
+    return [b"".join(pieces) for pieces in sorted_out]
+
+
+@pytest.mark.parametrize("val_fraction", [0.02, 0.1])
+def test_pythons_own_text_is_what_the_trainer_held_out(tmp_path: Path, val_fraction: float) -> None:
+    """Also of a checkpoint that held out little: its record tells how much."""
+    try:
+        expected = documents(val_fraction)
+    except TextError as reason:
+        pytest.skip(str(reason))
+    size = sum(map(len, expected))
+    data: dict[str, Any] = {"name": "x", "licence": "y", "built_in": True, "val_bytes": size}
+    info = save_tiny_checkpoint(tmp_path / "python", training=training_record(data=data))
+    found = held_out(info)
+    assert found.name == "the validation part of Python's own text"
+    whole = b"<|endoftext|>".join(expected)
+    for window in texts(found, info):
+        for piece in window.split(b"<|endoftext|>"):
+            assert piece in whole
+    shard = module._text(info, None)[1]
+    assert shard.text_bytes == min(size, module.READ_BYTES)

@@ -1,0 +1,120 @@
+"""What rounding costs: the arithmetic of an evaluation, and a planted loss is seen."""
+
+import ctypes
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from model.checkpoint.checkpoint import load_checkpoint
+from model.data.shards import Shard
+from model.data.sources.document import TextError
+from model.evaluation.held_out import held_out
+from model.evaluation.quantization_loss import RoundingLoss, decoded_nats, rounding_loss
+from model.inference.kernels.cpu.decoder import NativeDecoder
+from model.inference.kernels.eager.decoder import PlainDecoder
+from model.inference.kv_cache import KVCache
+from model.training.step.validate import ValidationWindows, evaluate
+from model.transformer.gpt import GPT
+from tests.model.factories import FAMILIES, byte_tokenizer, random_ids, tiny_config, tiny_gpt
+
+BUNDLED = Path(__file__).parents[3] / "checkpoints" / "python-small"
+
+
+def windows(window: int = 48, rows: int = 5) -> ValidationWindows:
+    shard = Shard(Path(), random_ids(window * rows + 1).numpy(), 0)
+    return ValidationWindows(shard, byte_tokenizer(), window=window, batch_size=rows, batches=1)
+
+
+def rounded_to(bits: int) -> Any:
+    """A maker of decoders whose weights have so many bits left."""
+
+    def make(gpt: GPT, cache: KVCache) -> PlainDecoder:
+        largest = 2 ** (bits - 1) - 1
+        for parameter in gpt.parameters():
+            if parameter.ndim == 2:
+                scale = parameter.abs().amax(dim=1, keepdim=True).clamp(min=1e-30) / largest
+                parameter.copy_((parameter / scale).round() * scale)
+        return PlainDecoder(gpt, cache)
+
+    return make
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_decoding_a_text_costs_what_an_evaluation_of_it_does(family: str) -> None:
+    gpt, text = tiny_gpt(tiny_config(**FAMILIES[family])), windows()
+    (batch,) = text
+    expected = evaluate(gpt, text, lambda ids: gpt(ids).logits)
+    assert decoded_nats(gpt, *batch, PlainDecoder) / expected.tokens == pytest.approx(
+        expected.loss, rel=1e-5
+    )
+
+
+def test_bits_per_byte_are_those_of_an_evaluation() -> None:
+    gpt, text = tiny_gpt(), windows()
+    (batch,) = text
+    expected = evaluate(gpt, text, lambda ids: gpt(ids).logits)
+    loss = rounding_loss(gpt, *batch, text.byte_lengths, exact=PlainDecoder, rounded=PlainDecoder)
+    assert loss.exact == pytest.approx(expected.bits_per_byte, rel=1e-5)
+    assert (loss.rounded, loss.relative) == (loss.exact, 0)
+    assert loss.tokens == expected.tokens == 240
+
+
+def test_the_model_is_left_as_it_was() -> None:
+    gpt, text = tiny_gpt(), windows()
+    (batch,) = text
+    before = {name: value.clone() for name, value in gpt.state_dict().items()}
+    places = [parameter.data_ptr() for parameter in gpt.parameters()]
+    rounding_loss(gpt, *batch, text.byte_lengths, exact=PlainDecoder, rounded=rounded_to(3))
+    assert all(torch.equal(value, before[name]) for name, value in gpt.state_dict().items())
+    assert [parameter.data_ptr() for parameter in gpt.parameters()] == places
+
+
+def test_windows_without_a_byte_of_text_are_refused() -> None:
+    gpt = tiny_gpt()
+    ends = torch.full((2, 4), 256)
+    with pytest.raises(ValueError, match="no bytes of text"):
+        rounding_loss(gpt, ends, ends, np.zeros(257, dtype=np.int64),
+                      exact=PlainDecoder, rounded=PlainDecoder)  # fmt: skip
+
+
+def test_what_is_added_is_told_as_a_share() -> None:
+    assert RoundingLoss(exact=2.0, rounded=2.01, tokens=1).relative == pytest.approx(0.005)
+
+
+@pytest.fixture(scope="module")
+def bundled() -> tuple[GPT, ValidationWindows]:
+    """The bundled checkpoint, and a text that it was not trained on."""
+    info, gpt = load_checkpoint(BUNDLED, device=torch.device("cpu"), dtype=torch.float32)
+    try:
+        return gpt, held_out(info).windows
+    except TextError as reason:
+        pytest.skip(str(reason))
+
+
+def test_three_bits_are_seen(bundled: tuple[GPT, ValidationWindows]) -> None:
+    gpt, text = bundled
+    ((inputs, targets),) = text
+    loss = rounding_loss(
+        gpt, inputs[:6], targets[:6], text.byte_lengths, exact=PlainDecoder, rounded=rounded_to(3)
+    )
+    assert loss.relative > 0.05
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_int8_costs_little(
+    library: ctypes.CDLL, bundled: tuple[GPT, ValidationWindows], dtype: torch.dtype
+) -> None:
+    """Less than 0.5 % on the bundled checkpoint; and something, or it was not rounded."""
+
+    def maker(quantized: bool) -> Any:
+        return lambda gpt, cache: NativeDecoder(library, gpt, cache, threads=1, quantized=quantized)
+
+    _, text = bundled
+    gpt = load_checkpoint(BUNDLED, device=torch.device("cpu"), dtype=dtype)[1]
+    (batch,) = text
+    loss = rounding_loss(gpt, *batch, text.byte_lengths, exact=maker(False), rounded=maker(True))
+    assert loss.rounded != loss.exact
+    assert abs(loss.relative) < 0.005

@@ -1,0 +1,142 @@
+"""The loss of a checkpoint on a text, against the model's forward and the trainer."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from model.checkpoint.checkpoint import load_checkpoint, read_checkpoint
+from model.data.sources.document import TextError
+from model.evaluation.text_loss import measure
+from model.training.step.validate import bits_per_byte
+from model.training.trainer import train
+from tests.model.conftest import Configure, story
+from tests.model.factories import (
+    chat_tokenizer,
+    save_tiny_checkpoint,
+    tiny_config,
+    tiny_gpt,
+    training_record,
+)
+
+TEXT = "a short text – “said” twice, a short text."
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A context of 64, and heads that the native decoder covers."""
+    gpt = tiny_gpt(tiny_config(context_length=64, head_dim=16, n_layer=2))
+    return save_tiny_checkpoint(tmp_path_factory.mktemp("checkpoints") / "tiny", gpt=gpt).path
+
+
+@pytest.fixture
+def short(tmp_path: Path) -> Path:
+    path = tmp_path / "short.txt"
+    path.write_text(TEXT, encoding="utf-8")
+    return path
+
+
+def forward_nats(path: Path, ids: list[int]) -> torch.Tensor:
+    """What each id but the first costs (T - 1,)."""
+    _, gpt = load_checkpoint(path, device=torch.device("cpu"), dtype=torch.float32)
+    logits = gpt(torch.tensor([ids[:-1]])).logits[0]
+    return F.cross_entropy(logits, torch.tensor(ids[1:]), reduction="none")
+
+
+def test_a_short_text_is_what_the_forward_says(tiny: Path, short: Path) -> None:
+    found = measure(tiny, [str(short)], dtype="float32", threads=1)
+    ids = [*TEXT.encode(), 256]
+    nats = forward_nats(tiny, ids)
+    evaluation = found.evaluation
+    assert (evaluation.tokens, evaluation.text_bytes) == (len(ids) - 1, len(ids) - 2)
+    assert evaluation.loss == pytest.approx(float(nats.mean()), rel=1e-6)
+    assert evaluation.perplexity == pytest.approx(float(nats.mean().exp()), rel=1e-5)
+    bits = bits_per_byte(float(nats.sum()), len(ids) - 2)
+    assert evaluation.bits_per_byte == pytest.approx(bits, rel=1e-6)
+    assert (found.text, found.window, found.dtype) == (str(short), len(ids) - 1, "float32")
+
+
+def test_overlapping_windows_predict_from_more(tiny: Path, tmp_path: Path) -> None:
+    path = tmp_path / "text.txt"
+    path.write_text(story(8)[:150], encoding="utf-8")
+    ids = [*path.read_bytes(), 256]
+    expected = list(forward_nats(tiny, ids[:65]))
+    for end in range(65, 151, 10):
+        end = min(end + 9, 150)
+        counted = min(10, end - len(expected))
+        expected += list(forward_nats(tiny, ids[end - 64 : end + 1])[-counted:])
+    assert len(expected) == 150
+    found = measure(tiny, [str(path)], stride=10, dtype="float32", threads=1, batch_size=3)
+    assert found.evaluation.tokens == 150
+    assert found.evaluation.loss == pytest.approx(float(torch.stack(expected).mean()), rel=1e-5)
+    assert found.stride == 10
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_of_a_run_it_is_what_the_trainer_reported(configure: Configure, dtype: Any) -> None:
+    """But for the tokens behind the last whole window, which the trainer leaves out."""
+    result = train(configure(dtype=dtype, eval_batches=10_000))
+    found = measure(result.checkpoint, dtype=dtype, threads=1)
+    assert found.text == "the run's validation text"
+    tokens = found.evaluation.tokens
+    assert tokens - 32 < tokens // 32 * 32 <= tokens
+    assert found.evaluation.loss == pytest.approx(result.val_loss, rel=0.01)
+    assert found.dtype == dtype
+
+
+def test_several_texts_are_documents_in_a_row(tiny: Path, tmp_path: Path) -> None:
+    for name in "ab":
+        (tmp_path / f"{name}.txt").write_text(f"only {name}")
+    found = measure(tiny, [str(tmp_path / "*.txt")], dtype="float32", threads=1)
+    ids = [*b"only a", 256, *b"only b", 256]
+    assert found.evaluation.text_bytes == 11, "the first byte is not predicted"
+    assert found.evaluation.loss == pytest.approx(float(forward_nats(tiny, ids).mean()), rel=1e-6)
+
+
+def test_rounded_weights_are_measured_by_the_decoder(tiny: Path, tmp_path: Path) -> None:
+    path = tmp_path / "text.txt"
+    path.write_text(story(20), encoding="utf-8")
+    exact = measure(tiny, [str(path)], dtype="float32", threads=1).evaluation
+    found = measure(
+        tiny, [str(path)], dtype="float32", threads=1, quantize="int8", stride=40, batch_size=3
+    )
+    assert found.evaluation.tokens == exact.tokens
+    assert found.evaluation.text_bytes == exact.text_bytes
+    assert 0 < abs(found.evaluation.loss / exact.loss - 1) < 0.05
+    assert found.quantize == "int8"
+
+
+def test_threads_are_left_as_they_were(tiny: Path, short: Path) -> None:
+    before = torch.get_num_threads()
+    measure(tiny, [str(short)], threads=before + 1)
+    assert torch.get_num_threads() == before
+
+
+def test_what_cannot_be_measured_is_refused(tiny: Path, short: Path, tmp_path: Path) -> None:
+    with pytest.raises(TextError, match="stride is 65, and the model sees 64 tokens"):
+        measure(tiny, [str(short)], stride=65)
+    with pytest.raises(TextError, match="lies in no run directory"):
+        measure(tiny)
+    with pytest.raises(TextError, match=r"nowhere\.txt is no file"):
+        measure(tiny, [str(tmp_path / "nowhere.txt")])
+
+
+def test_all_that_a_run_on_pythons_text_held_out_is_measured(tmp_path: Path) -> None:
+    """As much as the checkpoint's record tells, not the sample that serving looks at."""
+    data: dict[str, Any] = {"name": "x", "licence": "y", "built_in": True, "val_bytes": 300_000}
+    gpt = tiny_gpt(tiny_config(context_length=512, n_layer=1, d_model=8, n_head=1, vocab_size=259))
+    info = save_tiny_checkpoint(
+        tmp_path / "python",
+        gpt=gpt,
+        tokenizer=chat_tokenizer(),
+        training=training_record(data=data),
+    )
+    try:
+        found = measure(info.path, batch_size=64, dtype="float32", threads=1)
+    except TextError as reason:
+        pytest.skip(str(reason))
+    assert found.text == "the validation part of Python's own text"
+    assert 299_990 < found.evaluation.text_bytes <= 300_000
+    assert read_checkpoint(info.path).training.data == data

@@ -1,0 +1,349 @@
+"""Constraints by themselves: what each kind lets through, how texts end, and what is refused.
+
+Whatever a model says under one is in `tests/model/inference/engine/test_constrained.py`.
+"""
+
+import json
+import random
+import subprocess
+import sys
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+
+from model.inference.constraints import compiler as constraint_module
+from model.inference.constraints.compiler import (
+    Compiler,
+    Constraint,
+    ConstraintsUnavailable,
+    Kind,
+    Matcher,
+    Source,
+)
+from model.inference.engine.api import ConstraintError
+from model.text.tokenizer import Tokenizer
+from tests.model.factories import byte_tokenizer, merging_tokenizer
+
+BYTES = Compiler(byte_tokenizer())
+END = 256
+MERGING = merging_tokenizer()
+MERGED = Compiler(MERGING)
+
+
+def compiled(kind: Kind, text: Any, compiler: Compiler = BYTES) -> Constraint:
+    """A schema or a list of choices is given as it is."""
+    return compiler.compile(Source(kind, text if isinstance(text, str) else json.dumps(text)))
+
+
+def after(constraint: Constraint, text: str | bytes) -> Matcher:
+    """The matcher of the byte vocabulary that has taken in a text."""
+    matcher = constraint.matcher()
+    for byte in text.encode() if isinstance(text, str) else text:
+        assert not matcher.complete
+        assert matcher.allowed()[byte], f"{bytes([byte])!r} is not allowed"
+        matcher.advance(byte)
+    return matcher
+
+
+def takes(constraint: Constraint, text: str | bytes) -> bool:
+    """Whether a text is one that matches, as a whole."""
+    try:
+        matcher = after(constraint, text)
+    except (AssertionError, ConstraintError):
+        return False
+    return matcher.complete or bool(matcher.allowed()[END])
+
+
+def refusal(kind: Kind, text: Any) -> str:
+    with pytest.raises(ConstraintError) as info:
+        compiled(kind, text)
+    return str(info.value)
+
+
+def walk(constraint: Constraint, seed: int, tokens: int = 60) -> list[int]:
+    """Ids drawn evenly from what is allowed, up to the end."""
+    rng, matcher, ids = random.Random(seed), constraint.matcher(), list[int]()
+    while not matcher.complete and len(ids) < tokens:
+        ids.append(rng.choice(matcher.allowed().nonzero()[0].tolist()))
+        matcher.advance(ids[-1])
+    return ids
+
+
+# What the kinds mean
+
+MATCHES: dict[tuple[Kind, str], tuple[list[str], list[str]]] = {
+    ("regex", "ab+c?"): (["ab", "abbbc"], ["a", "xab", "abx", ""]),
+    ("regex", r"^\d{2}$"): (["12", "٣٤"], ["1", "123", "a1"]),
+    ("regex", "(?i)ja|nein"): (["JA", "Nein"], ["j", "janein"]),
+    ("regex", "."): (["é", "😀", "\t"], ["\n", "ab", "é"[:0]]),
+    ("regex", "a/b\n\\/"): (["a/b\n/"], ["a/b/"]),
+    ("regex", r"\\"): (["\\"], ["\\\\"]),
+    ("choice", '["yes", "no", "yes and no"]'): (["yes", "no", "yes and no"], ["yes and", "n", ""]),
+    ("choice", '["\\"q\\" \\\\\\\\ \\n\\u007f\\u00e9"]'): (['"q" \\\\ \n\x7fé'], ['"q"']),
+    ("choice", '["(a|b)*", "/x/i"]'): (["(a|b)*", "/x/i"], ["a", "x"]),
+    ("grammar", 'start: "a" start "b" | "c"'): (["c", "acb", "aacbb"], ["acbb", "ab", "ac"]),
+    ("grammar", 'start: WORD (" " WORD)*\nWORD: /[a-z]+/ // words'): (["a", "ab c"], ["a ", "A"]),
+    ("json_schema", "{}"): (["null", '{"a": [1, "é"]}', "-1.5e3"], ["[1,2]", " 1", "{'a': 1}"]),
+    ("json_schema", '{"type": "array", "items": {"type": "integer"}, "maxItems": 2}'): (
+        ["[]", "[1, -2]"],
+        ["[1, 2, 3]", "[1,2]", "[ 1]", "[1.5]", "[1", "[01]"],
+    ),
+    (
+        "json_schema",
+        '{"type": "object", "properties": {"a": {"const": null}, "b": {"enum": ["x", 2]}},'
+        ' "required": ["b"], "additionalProperties": false}',
+    ): (
+        ['{"b": 2}', '{"a": null, "b": "x"}'],
+        ['{"b": "x", "a": null}', '{"a": null}', '{"b": 2, "c": 1}', '{"b":2}', '{ "b": 2}'],
+    ),
+    ("json_schema", '{"type": "string", "minLength": 1, "maxLength": 2}'): (
+        ['"é"', '"\\n\\""', '"😀a"'],
+        ['""', '"abc"', '"\n"', '"\\u0061"', '"\\/"'],
+    ),
+    ("json_schema", '{"type": "string", "pattern": "^[0-9]+$"}'): (['"12"'], ['""', '"٣"', '"1a"']),
+}
+
+
+@pytest.mark.parametrize(("kind", "text"), MATCHES)
+def test_what_matches_is_taken_and_what_does_not_is_not(kind: Kind, text: str) -> None:
+    constraint = compiled(kind, text)
+    good, bad = MATCHES[kind, text]
+    assert [one for one in good if not takes(constraint, one)] == []
+    assert [one for one in bad if takes(constraint, one)] == []
+
+
+def test_a_property_has_one_spelling() -> None:
+    """By another one it would pass for an additional property, of another type."""
+    schema = {"properties": {"a": {"type": "null"}}, "additionalProperties": {"type": "integer"}}
+    constraint = compiled("json_schema", {"type": "object", **schema})
+    assert takes(constraint, '{"a": null, "b": 1}')
+    assert not takes(constraint, '{"a": null, "a": 1}')
+    assert not takes(constraint, '{"a": null, "\\u0061": 1}')
+
+
+@pytest.mark.parametrize(("kind", "text"), MATCHES)
+def test_tokens_may_be_cut_anywhere(kind: Kind, text: str) -> None:
+    """Texts of a vocabulary whose tokens begin and end inside characters are still texts."""
+    constraint = compiled(kind, text, MERGED)
+    bytewise = compiled(kind, text)
+    finished = 0
+    for seed in range(20):
+        ids = walk(constraint, seed)
+        written = MERGING.decode_bytes([i for i in ids if i != MERGING.end_of_text])
+        if len(ids) < 60:
+            written.decode()
+            assert takes(bytewise, written)
+            finished += 1
+        else:
+            after(bytewise, written)
+    assert finished or text == "{}"
+
+
+def test_what_is_forced_is_the_texts_own_tokens() -> None:
+    """One way to go on is one token: that which the text has, not a letter at a time."""
+    ids = walk(compiled("choice", ["endoftext null"], MERGED), seed=0)
+    assert ids == MERGING.encode("endoftext null")
+    assert len(ids) < len("endoftext null")
+
+
+# Where texts end
+
+
+def test_the_end_of_text_is_allowed_where_the_text_is_whole_and_could_go_on() -> None:
+    constraint = compiled("regex", "ab{1,2}")
+    for text, may_end, complete in (("", False, False), ("a", False, False), ("ab", True, False)):
+        matcher = after(constraint, text)
+        assert (bool(matcher.allowed()[END]), matcher.complete) == (may_end, complete)
+    assert after(constraint, "abb").complete
+
+
+def test_a_text_that_ended_is_complete() -> None:
+    matcher = after(compiled("regex", "a+"), "aa")
+    matcher.advance(END)
+    assert matcher.complete
+
+
+@pytest.mark.parametrize("kind_and_text", MATCHES)
+def test_special_tokens_are_no_text(kind_and_text: tuple[Kind, str]) -> None:
+    special = np.array(sorted(set(MERGING.special_tokens.values()) - {MERGED.end_of_text}))
+    matcher = compiled(*kind_and_text, MERGED).matcher()
+    rng = random.Random(0)
+    for _ in range(30):
+        assert not matcher.allowed()[special].any()
+        matcher.advance(rng.choice(matcher.allowed().nonzero()[0].tolist()))
+        if matcher.complete:
+            break
+
+
+def test_a_negation_does_not_reach_special_tokens() -> None:
+    allowed = compiled("grammar", 'start: A\nA: ~"x"', MERGED).matcher().allowed()
+    assert allowed[: len(MERGING.ranks)].sum() > 200
+    assert allowed[len(MERGING.ranks) :].tolist() == [False, True]  # the end of text
+
+
+def test_the_name_of_a_special_token_is_plain_text() -> None:
+    name = "<|endoftext|>"
+    constraint = compiled("regex", r"<\|endoftext\|>", MERGED)
+    ids = walk(constraint, seed=0)
+    assert MERGING.decode(ids) == name
+    assert not any(map(MERGING.is_special, ids))
+
+
+@pytest.fixture
+def without_end() -> Tokenizer:
+    """The byte vocabulary and nothing else."""
+    bytes_ = byte_tokenizer()
+    return Tokenizer(ranks=bytes_.ranks, pattern=bytes_.pattern, special_tokens={})
+
+
+def test_a_vocabulary_without_an_end_of_text(without_end: Tokenizer) -> None:
+    compiler = Compiler(without_end)
+    constraint = compiled("regex", "ab{1,2}", compiler)
+    matcher = constraint.matcher()
+    for text, allowed, complete in (("", "a", False), ("a", "b", False), ("b", "b", False)):
+        for byte in text.encode():
+            matcher.advance(byte)
+        assert matcher.allowed().shape == (256,)
+        assert bytes(matcher.allowed().nonzero()[0].tolist()) == allowed.encode()
+        assert matcher.complete == complete
+    matcher.advance(ord("b"))
+    assert matcher.complete
+
+
+def test_a_published_vocabularys_gaps_are_never_allowed() -> None:
+    ranks = byte_tokenizer().ranks
+    tokenizer = Tokenizer(ranks=ranks, pattern=".", special_tokens={"<|a|>": 260, "<|b|>": 263})
+    allowed = compiled("grammar", 'start: A\nA: ~"x"', Compiler(tokenizer)).matcher().allowed()
+    assert allowed.shape == (264,)
+    assert not allowed[256:].any()
+
+
+# Sequences
+
+
+def test_matchers_of_one_constraint_go_their_own_ways() -> None:
+    constraint = compiled("regex", "(ab|cd)+")
+    first, second = after(constraint, "ab"), after(constraint, "c")
+    assert bytes(first.allowed().nonzero()[0][:-1].tolist()) == b"ac"
+    assert bytes(second.allowed().nonzero()[0].tolist()) == b"d"
+    assert bytes(constraint.matcher().allowed().nonzero()[0].tolist()) == b"ac"
+
+
+def test_a_text_that_leads_nowhere_is_an_error() -> None:
+    constraint = compiled("grammar", 'start: "a" (A | B)\nA: /a/ & /b/\nB: "c" & "d"')
+    matcher = after(constraint, "a")
+    for _ in range(2):  # it does not become another answer by asking again
+        with pytest.raises(ConstraintError, match="no text matches from here on"):
+            matcher.allowed()
+
+
+def test_what_others_made_a_lexer_learn_ends_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sequences share the states of a lexer, which are limited. One that comes to the limit because
+    of others goes on with a lexer of its own."""
+    monkeypatch.setattr(
+        constraint_module, "LIMITS", {**constraint_module.LIMITS, "max_lexer_states": 400}
+    )
+    compiler = Compiler(byte_tokenizer())
+    source = Source("regex", "(a|b)*a(a|b){12}")
+
+    def steps(constraint: Constraint, seed: int) -> list[int]:
+        return walk(constraint, seed, tokens=40)
+
+    alone = [steps(compiler.compile(source), seed) for seed in range(30)]
+    shared = compiler.compile(source)
+    assert [steps(shared, seed) for seed in range(30)] == alone
+    assert shared.worn, "the limit was never reached"
+
+
+def test_what_takes_long_to_compile_is_not_compiled_again_while_others_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(
+        constraint_module, "LIMITS", {**constraint_module.LIMITS, "max_lexer_states": 400}
+    )
+    monkeypatch.setattr(constraint_module, "QUICK_SECONDS", 0.0)
+    shared = Compiler(byte_tokenizer()).compile(Source("regex", "(a|b)*a(a|b){12}"))
+
+    def walks() -> None:
+        for seed in range(30):
+            walk(shared, seed, tokens=40)
+
+    with pytest.raises(ConstraintError, match="too many states"):
+        walks()
+    assert shared.worn
+
+
+def test_a_limit_that_a_text_reaches_by_itself_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        constraint_module, "LIMITS", {**constraint_module.LIMITS, "max_lexer_states": 30}
+    )
+    constraint = Compiler(byte_tokenizer()).compile(Source("regex", "(a|b)*a(a|b){12}"))
+    with pytest.raises(ConstraintError, match="too many states"):
+        walk(constraint, seed=1)
+
+
+# What is refused
+
+REFUSED: list[tuple[Kind, Any, str]] = [
+    ("regex", "(", "invalid regular expression: unclosed group"),
+    ("regex", "(?=a)a", "invalid regular expression: look-around, including look-ahead and "),
+    ("regex", r"(a)\1", "invalid regular expression: backreferences are not supported"),
+    ("regex", r"\bab", "lookarounds not supported"),
+    ("regex", "a\\", "the expression ends with a backslash that escapes nothing"),
+    ("regex", "", "only the empty text matches; there is nothing to generate"),
+    ("regex", "(|a{0})", "only the empty text matches"),
+    ("regex", "(" * 5000, "invalid regular expression: unclosed group"),
+    ("json_schema", {"type": "objekt"}, "Invalid type: objekt"),
+    ("json_schema", {"$ref": "#"}, "no text matches from here on"),
+    ("json_schema", {"$ref": "http://localhost/schema"}, "Default retriever does not fetch"),
+    ("json_schema", {"$ref": "file:///etc/passwd"}, "Default retriever does not fetch"),
+    ("json_schema", {"type": "string", "format": "shoe-size"}, "Unknown format: shoe-size"),
+    ("json_schema", {"type": "string", "minLength": 2, "maxLength": 1}, "Unsatisfiable schema"),
+    ("json_schema", {"oneOf": [{"type": "integer"}, {"type": "number"}]}, "oneOf constraints are"),
+    ("json_schema", {"enum": []}, "Unsatisfiable schema"),
+    ("json_schema", {"type": "array", "uniqueItems": True}, "'uniqueItems' is not supported"),
+    ("grammar", "start: b", 'at 1(8): unknown name: "b"'),
+    ("grammar", 'begin: "a"', "no start rule found"),
+    ("grammar", "start: A\nA: /(/", "at 2(4): invalid regular expression: unclosed group"),
+    ("grammar", '{"grammars": [{"json_schema": {}}]}', "expecting rule, token or statement"),
+    ("grammar", 'start: "a" <|endoftext|>', "the token <|endoftext|> cannot be part of it"),
+    ("grammar", 'start: "<" <[256]>', "the token <[256]> cannot be part of it"),
+    ("grammar", "start: <[*]>", "the token <[*]> cannot be part of it"),
+    ("grammar", "start: a\na[temperature=0.5]: /b/", "the attribute temperature of a rule has no"),
+    ("grammar", 'start: a\n?a [ lazy, stop="]:" ]: /b/', "the attribute stop of a rule has no"),
+    ("grammar", "start: a\na[capture]: /b/", "the attribute capture of a rule has no effect"),
+]
+
+
+@pytest.mark.parametrize(("kind", "text", "words"), REFUSED)
+def test_what_is_refused_is_told_in_one_line(kind: Kind, text: Any, words: str) -> None:
+    message = refusal(kind, text)
+    assert words in message
+    assert len(message) <= 300
+    assert "\n" not in message
+    assert not any(own in message for own in (".rs", "limits.", "non-verbose", "/root"))
+
+
+def test_what_only_looks_like_it_is_not_refused() -> None:
+    lark = 'start: "<[1]>" X // temperature=1\nX: /[<>]{2}/ # <|endoftext|>\n'
+    assert takes(compiled("grammar", lark), "<[1]><>")
+
+
+def test_a_long_message_takes_no_time() -> None:
+    """Nothing that is done to one takes time by the square of its length: that would be minutes."""
+    began = time.monotonic()
+    assert len(constraint_module._readable("at 1(8): " + "(" * 500_000)) == 300
+    assert time.monotonic() - began < 5
+
+
+def test_without_llguidance_constraints_are_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(ConstraintsUnavailable, match="pip install llguidance"):
+        Compiler(byte_tokenizer())
+
+
+def test_importing_the_module_does_not_import_llguidance() -> None:
+    code = "import model.constraint, sys; sys.exit('llguidance' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)

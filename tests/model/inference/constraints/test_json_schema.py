@@ -1,0 +1,211 @@
+"""Every keyword of JSON Schema is enforced, annotates, or is refused; none is ignored."""
+
+import json
+import re
+from typing import Any
+
+import jsonschema
+import pytest
+
+from model.inference.constraints.compiler import Compiler, Source
+from model.inference.constraints.json_schema import (
+    ANNOTATIONS,
+    ENFORCED,
+    NAMED_CONTROLS,
+    enforceable,
+)
+from model.inference.engine.api import ConstraintError
+from tests.model.factories import byte_tokenizer
+from tests.model.inference.constraints.test_compiler import takes
+
+COMPILER = Compiler(byte_tokenizer())
+
+# Of each keyword a schema that has it, a value that it admits and one that it alone does not.
+KEYWORDS: dict[str, tuple[dict[str, Any], Any, Any]] = {
+    "type": ({"type": "null"}, None, 1),
+    "enum": ({"enum": [1, "a"]}, "a", "b"),
+    "const": ({"const": {"a": [1]}}, {"a": [1]}, {"a": [2]}),
+    "anyOf": ({"anyOf": [{"type": "null"}, {"const": 1}]}, 1, 2),
+    "allOf": ({"allOf": [{"type": "string"}, {"maxLength": 1}]}, "a", "ab"),
+    "oneOf": ({"oneOf": [{"const": "a"}, {"type": "null"}]}, None, "b"),
+    "$ref": ({"$ref": "#/$defs/a", "$defs": {"a": {"type": "null"}}}, None, 1),
+    "properties": (
+        {"type": "object", "properties": {"a": {"type": "null"}}},
+        {"a": None},
+        {"a": 1},
+    ),
+    "required": ({"type": "object", "properties": {"a": {}}, "required": ["a"]}, {"a": 1}, {}),
+    "additionalProperties": ({"type": "object", "additionalProperties": False}, {}, {"a": 1}),
+    "patternProperties": (
+        {"type": "object", "patternProperties": {"^a": {"type": "null"}}},
+        {"ab": None},
+        {"ab": 1},
+    ),
+    "minProperties": ({"type": "object", "minProperties": 1}, {"a": 1}, {}),
+    "maxProperties": ({"type": "object", "maxProperties": 1}, {"a": 1}, {"a": 1, "b": 1}),
+    "items": ({"type": "array", "items": {"type": "null"}}, [None], [1]),
+    "prefixItems": ({"type": "array", "prefixItems": [{"type": "null"}]}, [None, 1], [1]),
+    "minItems": ({"type": "array", "minItems": 1}, [1], []),
+    "maxItems": ({"type": "array", "maxItems": 1}, [1], [1, 2]),
+    "minLength": ({"type": "string", "minLength": 1}, "é", ""),
+    "maxLength": ({"type": "string", "maxLength": 1}, "é", "éa"),
+    "pattern": ({"type": "string", "pattern": "b"}, "abc", "ac"),
+    "format": ({"type": "string", "format": "date"}, "2024-02-28", "2024-02-31"),
+    "minimum": ({"type": "integer", "minimum": 5}, 5, 4),
+    "maximum": ({"type": "number", "maximum": 5}, 5, 5.5),
+    "exclusiveMinimum": ({"type": "integer", "exclusiveMinimum": 5}, 6, 5),
+    "exclusiveMaximum": ({"type": "number", "exclusiveMaximum": 5}, 4.5, 5),
+    "multipleOf": ({"type": "integer", "multipleOf": 7}, 21, 22),
+}
+
+
+def test_every_keyword_that_is_enforced_is_shown() -> None:
+    assert KEYWORDS.keys() == ENFORCED
+
+
+@pytest.mark.parametrize("keyword", KEYWORDS)
+def test_a_keyword_is_enforced(keyword: str) -> None:
+    schema, good, bad = KEYWORDS[keyword]
+    assert keyword in schema
+    validator = jsonschema.Draft202012Validator(
+        schema, format_checker=jsonschema.Draft202012Validator.FORMAT_CHECKER
+    )
+    assert validator.is_valid(good)
+    assert not validator.is_valid(bad)
+    constraint = COMPILER.compile(Source("json_schema", json.dumps(schema)))
+    assert takes(constraint, json.dumps(good, ensure_ascii=False))
+    assert not takes(constraint, json.dumps(bad, ensure_ascii=False))
+
+
+@pytest.mark.parametrize("keyword", [*sorted(ANNOTATIONS), "x-order"])
+def test_an_annotation_changes_nothing(keyword: str) -> None:
+    value: dict[str, Any] = {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "$id": "http://localhost/a",
+        "$defs": {"a": {"type": "null"}},
+        "definitions": {"a": {"type": "null"}},
+        "examples": [1],
+        "discriminator": {"propertyName": "a"},
+        "deprecated": True,
+        "readOnly": True,
+        "writeOnly": True,
+    }
+    schema = {"type": "integer", "maximum": 5, keyword: value.get(keyword, "text")}
+    constraint = COMPILER.compile(Source("json_schema", json.dumps(schema)))
+    assert takes(constraint, "5")
+    assert not takes(constraint, "6")
+    assert not takes(constraint, "null")
+
+
+@pytest.mark.parametrize(
+    "keyword",
+    [
+        *("tpye", "nullable", "not", "if", "then", "else", "contains", "minContains"),
+        *("uniqueItems", "additionalItems", "unevaluatedItems", "unevaluatedProperties"),
+        *("propertyNames", "dependencies", "dependentRequired", "dependentSchemas"),
+        *("$dynamicRef", "$dynamicAnchor", "$recursiveRef", "contentSchema"),
+    ],
+)
+def test_any_other_keyword_is_refused_wherever_it_is(keyword: str) -> None:
+    inner = {"type": "null", keyword: {}}
+    for schema in (
+        inner,
+        {"properties": {"a": inner}},
+        {"patternProperties": {"a": inner}},
+        {"additionalProperties": inner},
+        {"items": inner},
+        {"prefixItems": [{}, inner]},
+        {"anyOf": [{"allOf": [inner]}]},
+        {"$defs": {"a": inner}},
+        {"definitions": {"a": {"items": inner}}},
+    ):
+        with pytest.raises(ConstraintError, match=f"the keyword '.?{keyword[1:]}' is not support"):
+            enforceable(schema)
+
+
+def test_names_and_values_are_no_keywords() -> None:
+    enforceable(
+        {
+            "properties": {"not": {"const": {"if": 1}}, "minProperties": {"enum": [{"then": 1}]}},
+            "$defs": {"else": {"default": {"contains": 1}, "examples": [{"not": 1}]}},
+            "x-anything": {"not": 1},
+            "type": "object",
+        }
+    )
+
+
+@pytest.mark.parametrize(
+    ("schema", "promised"),
+    [
+        ({"minProperties": 1}, True),
+        ({"minProperties": 2}, False),
+        ({"minProperties": 2.0}, False),
+        ({"minProperties": 2, "required": ["a"]}, False),
+        ({"minProperties": 2, "required": ["a", "b"]}, True),
+        ({"items": {"minProperties": 3, "required": ["a", "b"]}}, False),
+    ],
+)
+def test_more_properties_than_are_required_cannot_be_promised(schema: Any, promised: bool) -> None:
+    if promised:
+        enforceable(schema)
+    else:
+        with pytest.raises(ConstraintError, match="names of others may repeat"):
+            enforceable(schema)
+
+
+PATTERNS = (
+    *("^[^a]$", r"^[^\\]$", '^[^"]$', r'^[^"\\]$', "^[^-a]$", "^[^]a]$", "^[^]-a]$", "^[^a-c]$"),
+    *("^.$", r"^\S$", r"^[^\s]$", r"^[^\n]$", r'^[\n"]$', r"^[a\\]$", "^[]a]$", "^[a^]$", "^[-a]$"),
+    *("a--b", r"^\[\^a$", r'^(?:[^"]|b)$', r"^[\t-~]$", r"^\x41$", r"^[\u0041-\u0043]$"),
+)
+"""Those where a class may hold a quote, a backslash or a control character, or not."""
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_a_pattern_means_what_it_says_of_every_character(pattern: str) -> None:
+    schema = {"type": "string", "pattern": pattern}
+    constraint = COMPILER.compile(Source("json_schema", json.dumps(schema)))
+    writable = [*NAMED_CONTROLS, *map(chr, range(0x20, 0x7F)), "é", "€", "a--b", "[^a"]
+    for text in writable:
+        matches = re.search(pattern, text) is not None
+        assert takes(constraint, json.dumps(text, ensure_ascii=False)) == matches, text
+    for code in range(0x20):
+        if chr(code) not in NAMED_CONTROLS:
+            assert not takes(constraint, f'"\\u{code:04x}"')
+
+
+@pytest.mark.parametrize(
+    ("schema", "words"),
+    [
+        ({"const": "a\x1fb"}, "U+001F cannot be written"),
+        ({"enum": [1, {"a": ["\0"]}]}, "U+0000 cannot be written"),
+        ({"items": {"const": "\x7f"}}, "U+007F cannot be written"),
+        ({"type": "string", "pattern": "a\x1f"}, "U+001F cannot be written"),
+        ({"type": "string", "pattern": r"[\x00-\x1f]"}, "U+0000 cannot be written"),
+        ({"type": "string", "pattern": r"\u001f"}, "U+001F cannot be written"),
+        ({"type": "string", "pattern": r"\x{1F}"}, "U+001F cannot be written"),
+        ({"type": "string", "pattern": r"\v"}, r"\v in a pattern is not supported"),
+        ({"type": "string", "pattern": r"\P{L}"}, r"\P{L} in a pattern is not supported"),
+        ({"type": "string", "pattern": r"\p{Cc}"}, r"\p{Cc} in a pattern is not supported"),
+        ({"type": "string", "pattern": "[[:cntrl:]]"}, "[: in a pattern is not supported"),
+        ({"type": "string", "pattern": r"[\W--a]"}, "-- in a pattern is not supported"),
+        ({"type": "string", "pattern": "[a[^b]]"}, "[^ in a pattern is not supported"),
+        ({"items": {"patternProperties": {r"\v": {}}}}, r"\v in a pattern is not supported"),
+    ],
+)
+def test_control_characters_that_have_no_escape_are_refused(schema: Any, words: str) -> None:
+    with pytest.raises(ConstraintError, match=re.escape(words)):
+        enforceable(schema)
+
+
+def test_what_needs_no_change_is_left_as_it_is() -> None:
+    schema = {
+        "properties": {"\x01": {"pattern": r"^\p{L}\d[a-z\]]+$"}, "b": {"const": "\n\t"}},
+        "description": "\x01",
+    }
+    assert enforceable(schema) == schema
+
+
+def test_the_layout_is_not_the_clients() -> None:
+    with pytest.raises(ConstraintError, match="x-guidance is not read here"):
+        enforceable({"type": "object", "x-guidance": {"lenient": True}})

@@ -1,0 +1,140 @@
+"""Masks computed beside the model: the same texts, on another thread, and nothing left behind."""
+
+import json
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from model.inference.constraints.compiler import Compiler, Source
+from model.inference.constraints.mask_worker import ENOUGH, LookAhead
+from model.inference.engine.api import ConstraintError, TokenConstraint
+from tests.model.factories import byte_tokenizer, tiny_config, tiny_gpt
+from tests.model.inference.engine.harness import Driven, Outcome, generation, run, small_gpt
+
+COMPILER = Compiler(byte_tokenizer())
+SOURCES = (
+    Source("regex", "(ab|c)*x?"),
+    Source("choice", json.dumps(["yes", "no", "now", "never again"])),
+    Source("json_schema", json.dumps({"type": "object", "properties": {"a": {"type": "integer"}}})),
+    Source("grammar", 'start: "ab" (A | B)\nA: /a/ & /b/\nB: "c" & "d"'),  # leads nowhere
+)
+
+
+@pytest.fixture
+def look_ahead() -> Iterator[LookAhead]:
+    looking = LookAhead()
+    yield looking
+    looking.close()
+
+
+def texts(**config: Any) -> dict[tuple[str, int], Outcome]:
+    """What sequences under four constraints, and one that is free, are given."""
+    gpt = tiny_gpt(tiny_config(n_layer=1, n_head=2, d_model=16, vocab_size=COMPILER.vocab_size))
+    constrained = [
+        generation(
+            source.kind,
+            b"some text",
+            n=ENOUGH // 4,
+            seed=index,
+            temperature=3.0,
+            max_tokens=40,
+            constraint=COMPILER.compile(source),
+        )
+        for index, source in enumerate(SOURCES)
+    ]
+    free = generation("free", b"some text", max_tokens=40)
+    return run(gpt, *constrained, free, slots=ENOUGH + 1, **config)
+
+
+def test_it_changes_no_token_and_no_end(look_ahead: LookAhead) -> None:
+    def told(outcomes: dict[tuple[str, int], Outcome]) -> dict[tuple[str, int], Any]:
+        return {
+            key: (one.token_ids, one.ended.reason, one.ended.error) for key, one in outcomes.items()
+        }
+
+    assert told(texts(masks=look_ahead)) == told(texts())
+
+
+class Witness:
+    """A matcher that lets everything follow, and remembers who asked."""
+
+    complete = False
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.error = error
+        self.asked_by: list[str] = []
+
+    def allowed(self) -> np.ndarray:
+        self.asked_by.append(threading.current_thread().name)
+        if self.error is not None:
+            raise self.error
+        return np.ones(40, dtype=bool)
+
+    def advance(self, token_id: int) -> None:
+        """Whatever follows, everything may."""
+
+
+def test_many_are_asked_by_the_thread_and_few_by_nobody(look_ahead: LookAhead) -> None:
+    many, few = ([Witness() for _ in range(count)] for count in (ENOUGH, ENOUGH - 1))
+    look_ahead.begin(many)()
+    look_ahead.begin(few)()
+    assert [one.asked_by for one in many] == [["logitd-masks"]] * len(many)
+    assert not any(one.asked_by for one in few)
+
+
+def test_what_fails_is_left_to_who_asks_again(look_ahead: LookAhead) -> None:
+    failing = [Witness(error) for error in (ConstraintError("no"), RuntimeError("a bug"))]
+    rest = [Witness() for _ in range(ENOUGH)]
+    look_ahead.begin([*failing, *rest])()
+    assert all(one.asked_by == ["logitd-masks"] for one in rest)
+    look_ahead.begin(rest)()
+    assert all(len(one.asked_by) == 2 for one in rest)
+
+
+class Shared:
+    """A constraint whose matchers the test can see."""
+
+    kind = "shared"
+    vocab_size = 40
+
+    def __init__(self) -> None:
+        self.matchers: list[Witness] = []
+
+    def matcher(self) -> Witness:
+        self.matchers.append(Witness())
+        return self.matchers[-1]
+
+
+def test_a_step_that_fails_waits_for_those_that_are_asked(
+    look_ahead: LookAhead, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the thread would work on matchers of sequences that are gone, and the next step would
+    take its word for another."""
+    gpt, shared = small_gpt(), Shared()
+    constraint: TokenConstraint = shared
+    driven = Driven(gpt, masks=look_ahead, slots=2 * ENOUGH)
+    driven.add(generation("a", [1, 2], n=ENOUGH, constraint=constraint, max_tokens=90))
+    while driven.step().decoded_sequences < ENOUGH:
+        assert driven.engine.has_work()
+
+    def fail(hidden: Any) -> Any:
+        raise RuntimeError("out of luck")
+
+    with monkeypatch.context() as failing:
+        failing.setattr(gpt, "logits", fail)
+        driven.step()
+    driven.add(generation("b", [3, 4], n=ENOUGH, constraint=constraint, max_tokens=9))
+    outcomes = driven.drain()
+    for index in range(ENOUGH):
+        assert outcomes["a", index].ended.error == "the model failed: RuntimeError: out of luck"
+        assert len(outcomes["b", index].token_ids) == 9
+    assert look_ahead._looked.empty()
+
+
+def test_closing_ends_the_thread() -> None:
+    looking = LookAhead()
+    looking.close()
+    assert "logitd-masks" not in {thread.name for thread in threading.enumerate()}

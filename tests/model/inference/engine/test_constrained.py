@@ -1,0 +1,512 @@
+"""Generation under constraints: whatever a model would say, what is finished matches and what was
+cut off begins something that does; and nobody beside it notices.
+
+A random model over a vocabulary that cuts characters and JSON in odd places is the most hostile
+client of a constraint there is: it asks for everything that the mask does not forbid. Oracles are
+`jsonschema`, Python's `re` and `model/inference/reference.py`.
+"""
+
+import dataclasses
+import json
+import re
+from decimal import Decimal
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from model.inference.constraints.compiler import Compiler, Kind, Source
+from model.inference.constraints.json_schema import NAMED_CONTROLS
+from model.inference.engine.api import (
+    ConstraintError,
+    FinishReason,
+    InvalidRequest,
+    SamplingParams,
+    TokenConstraint,
+    TokenMatcher,
+)
+from tests.model.factories import byte_tokenizer, merging_tokenizer, tiny_config, tiny_gpt
+from tests.model.inference.engine.harness import (
+    Driven,
+    Outcome,
+    Steps,
+    assert_is_reference,
+    generation,
+    params,
+    run,
+    small_gpt,
+)
+
+TOKENIZER = merging_tokenizer()
+COMPILER = Compiler(TOKENIZER)
+BYTES = Compiler(byte_tokenizer())
+GPT_OF_THE_TESTS = tiny_gpt(
+    tiny_config(n_layer=1, n_head=2, d_model=16, vocab_size=TOKENIZER.vocab_size)
+)
+PROMPT = tuple(b"some text")
+ROOM = 128 - len(PROMPT)
+
+
+def written(constraint: TokenConstraint, seed: int, n: int = 3, **fields: Any) -> list[Outcome]:
+    """What the model writes under a constraint, to its end or that of the context."""
+    stop = frozenset({COMPILER.end_of_text})
+    values: dict[str, Any] = {
+        "temperature": 3.0,
+        "seed": seed,
+        "stop_token_ids": stop,
+        "max_tokens": ROOM,
+    } | fields
+    request = generation("a", PROMPT, n=n, constraint=constraint, **values)
+    return list(run(GPT_OF_THE_TESTS, request, slots=n).values())
+
+
+def written_bytes(outcome: Outcome) -> bytes:
+    ids = outcome.token_ids
+    assert "<|other|>" not in map(TOKENIZER.token_text, ids)
+    return TOKENIZER.decode_bytes([i for i in ids if i != TOKENIZER.end_of_text])
+
+
+def begins_a_match(source: Source, text: bytes) -> bool:
+    """Whether a text can still become one that matches: byte by byte, by a vocabulary of bytes."""
+    matcher = BYTES.compile(source).matcher()
+    for byte in text:
+        if matcher.complete or not matcher.allowed()[byte]:
+            return False
+        matcher.advance(byte)
+    return True
+
+
+def check(source: Source, outcome: Outcome) -> str | None:
+    """Hold a completion to the rules for both ends; the text, if it is finished."""
+    text = written_bytes(outcome)
+    if outcome.ended.reason is FinishReason.STOP:
+        return text.decode()  # whole characters
+    assert outcome.ended.reason is FinishReason.LENGTH
+    assert len(outcome.tokens) == ROOM
+    assert begins_a_match(source, text), text
+    return None
+
+
+# JSON
+
+NAMES = ("a", "b", "ab", "name", "é", "a b", 'q"', "\\", "\n", "\x7f", "")
+PATTERNS = ("^[a-c]{1,4}$", "^(ab|c)+$", "[0-9]{2}", r'^[^"\\a-z]{2}$', "^é?€?$", r"^\d{1,3}$")
+WRITABLE = st.characters(
+    exclude_categories=["Cs"],
+    exclude_characters={"\x7f", *map(chr, range(32))} - set(NAMED_CONTROLS),
+)
+
+
+def texts() -> st.SearchStrategy[Any]:
+    sizes = st.tuples(st.integers(0, 3), st.integers(0, 4)).map(
+        lambda sizes: {"minLength": sizes[0], "maxLength": sum(sizes)}
+    )
+    patterns = st.sampled_from(PATTERNS).map(lambda pattern: {"pattern": pattern, "maxLength": 9})
+    formats = st.sampled_from(["date", "time", "date-time", "ipv4", "uuid"]).map(
+        lambda name: {"format": name}
+    )
+    return (sizes | patterns | formats).map(lambda rest: {"type": "string", **rest})
+
+
+@st.composite
+def figures(draw: st.DrawFn) -> Any:
+    """A type of numbers with bounds on both sides, so that they end soon."""
+    whole = draw(st.booleans())
+    low = draw(st.integers(-1000, 1000))
+    high = low + draw(st.integers(3, 500))
+    half = 0 if whole else draw(st.sampled_from([0, 0.5]))
+    schema: dict[str, Any] = {"type": "integer" if whole else "number"}
+    schema[draw(st.sampled_from(["minimum", "exclusiveMinimum"]))] = low - half
+    schema[draw(st.sampled_from(["maximum", "exclusiveMaximum"]))] = high + half
+    if whole and draw(st.booleans()):
+        schema["multipleOf"] = draw(st.sampled_from([2, 3, 5]))
+        schema["maximum" if "maximum" in schema else "exclusiveMaximum"] = high + 10
+    return schema
+
+
+values = st.recursive(
+    st.none() | st.booleans() | st.integers(-999, 999) | st.sampled_from([0.5, -2.25, 1e10])
+    | st.text(WRITABLE, max_size=4),
+    lambda inner: (
+        st.lists(inner, max_size=2) | st.dictionaries(st.sampled_from(NAMES), inner, max_size=2)
+    ),
+    max_leaves=4,
+)  # fmt: skip
+
+
+@st.composite
+def arrays(draw: st.DrawFn, inner: st.SearchStrategy[Any]) -> Any:
+    schema: dict[str, Any] = {"type": "array", "items": draw(inner)}
+    if draw(st.booleans()):
+        schema["prefixItems"] = draw(st.lists(inner, min_size=1, max_size=2))
+    low = draw(st.integers(0, 2))
+    return schema | {"minItems": low, "maxItems": low + draw(st.integers(0, 2))}
+
+
+@st.composite
+def objects(draw: st.DrawFn, inner: st.SearchStrategy[Any]) -> Any:
+    properties = draw(st.dictionaries(st.sampled_from(NAMES), inner, max_size=3))
+    required = (
+        draw(st.lists(st.sampled_from(sorted(properties)), unique=True)) if properties else []
+    )
+    schema = {"type": "object", "properties": properties, "required": required}
+    if draw(st.booleans()):
+        return schema | {"additionalProperties": draw(st.just(False) | inner)}
+    by_pattern = {"patternProperties": {"^x[a-c]{0,2}$": draw(inner)}}
+    return schema | by_pattern | {"additionalProperties": False}
+
+
+def all_of_texts(sizes: tuple[int, int]) -> Any:
+    low, more = sizes
+    parts = [{"type": "string"}, {"minLength": low}, {"maxLength": low + more}]
+    return {"allOf": parts}
+
+
+def schemas() -> st.SearchStrategy[Any]:
+    """Of all keywords that are enforced, small enough that most texts come to their end."""
+    leaves = st.one_of(
+        st.sampled_from([{"type": "null"}, {"type": "boolean"}, {"type": ["boolean", "null"]}]),
+        texts(),
+        figures(),
+        values.map(lambda value: {"const": value}),
+        st.lists(values, min_size=1, max_size=3).map(lambda several: {"enum": several}),
+        st.tuples(st.integers(0, 2), st.integers(0, 2)).map(all_of_texts),
+        st.just({"$ref": "#/$defs/digit"}),
+    )
+    nested = st.recursive(
+        leaves,
+        lambda inner: (
+            arrays(inner)
+            | objects(inner)
+            | st.lists(inner, min_size=1, max_size=2).map(lambda several: {"anyOf": several})
+            | inner.map(lambda one: {"oneOf": [{"const": 0.125}, {"type": "array", "items": one}]})
+        ),
+        max_leaves=5,
+    )
+    digit = {"type": "string", "pattern": "^[0-9]$"}
+    return nested.map(lambda schema: {**schema, "$defs": {"digit": digit}})
+
+
+def check_json(schema: Any, seed: int) -> int:
+    """How many of three texts were finished; each of them is by the schema, on one line."""
+    source = Source("json_schema", json.dumps(schema))
+    formats = jsonschema.FormatChecker(["ipv4", "uuid"])  # Python's dates know no year 0
+    validator = jsonschema.Draft202012Validator(schema, format_checker=formats)
+    finished = 0
+    for outcome in written(COMPILER.compile(source), seed):
+        text = check(source, outcome)
+        if text is not None:
+            # Exactly: 1.00000000000000001 is more than 1, and as a float it is not.
+            validator.validate(json.loads(text, parse_float=Decimal))
+            assert "\n" not in text
+            finished += 1
+    return finished
+
+
+EXAMPLE = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "pattern": "^[a-z]{1,8}$"},
+        "tags": {"type": "array", "items": {"enum": ["x", "é", None]}, "maxItems": 3},
+        "size": {"type": "number", "minimum": 0, "maximum": 9},
+    },
+    "required": ["name", "size"],
+    "additionalProperties": False,
+}
+
+
+def test_every_text_of_a_bounded_schema_is_finished() -> None:
+    """The other tests of JSON look at something: not all of their texts are cut off."""
+    assert sum(check_json(EXAMPLE, seed) for seed in range(10)) >= 25
+
+
+@settings(max_examples=60)
+@given(schemas(), st.integers(0, 2**32))
+def test_json_is_by_its_schema(schema: Any, seed: int) -> None:
+    check_json(schema, seed)
+
+
+@pytest.mark.slow
+@settings(max_examples=3000)
+@given(schemas(), st.integers(0, 2**32))
+def test_json_is_by_its_schema_more_often(schema: Any, seed: int) -> None:
+    check_json(schema, seed)
+
+
+# Regular expressions
+
+LETTERS = ("a", "b", "é", "€", "😀", "/", '"', r"\.", r"\*", r"\\", r"\n", " ", "-", "<")
+CLASSES = ("[a-c]", "[^a]", "[^a-y]", "[0-9]", "[éa]", ".", r"[\]\-]", "[^€-😀]")
+
+
+def expressions() -> st.SearchStrategy[str]:
+    """Those that mean the same to Rust's regex and to Python's re."""
+    return st.recursive(
+        st.sampled_from(LETTERS + CLASSES),
+        lambda inner: (
+            st.lists(inner, min_size=2, max_size=4).map("".join)
+            | st.lists(inner, min_size=2, max_size=3).map(lambda parts: f"(?:{'|'.join(parts)})")
+            | st.tuples(inner, st.sampled_from(["?", "*", "+", "{2}", "{1,3}", "{0,2}"])).map(
+                lambda both: f"(?:{both[0]}){both[1]}"
+            )
+        ),
+        max_leaves=8,
+    )
+
+
+@settings(max_examples=100)
+@given(expressions(), st.integers(0, 2**32))
+def test_a_text_matches_its_expression(expression: str, seed: int) -> None:
+    source = Source("regex", expression)
+    for outcome in written(COMPILER.compile(source), seed):
+        text = check(source, outcome)
+        if text is not None:
+            assert re.fullmatch(expression, text), text
+
+
+# Choices
+
+
+@settings(max_examples=50)
+@given(
+    st.lists(st.text(min_size=1, max_size=6), min_size=1, max_size=5, unique=True),
+    st.integers(0, 99),
+)
+def test_a_text_is_one_of_its_choices(texts: list[str], seed: int) -> None:
+    source = Source("choice", json.dumps(texts))
+    for outcome in written(COMPILER.compile(source), seed):
+        assert check(source, outcome) in texts
+
+
+# Among others, and to the end
+
+SOURCES: dict[Kind, Source] = {
+    "regex": Source("regex", r"(ab|c)+ [0-9]{2,9}é"),
+    "json_schema": Source(
+        "json_schema",
+        json.dumps({"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}),
+    ),
+    "choice": Source("choice", json.dumps(["aba", "abca", "é€"])),
+    "grammar": Source("grammar", 'start: A (" " A)*\nA: /[a-c]{2}/ | "é"'),
+}
+CONSTRAINTS = {kind: COMPILER.compile(source) for kind, source in SOURCES.items()}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0, 5.0])
+@pytest.mark.parametrize("kind", CONSTRAINTS)
+def test_a_constrained_text_is_the_references(kind: Kind, temperature: float) -> None:
+    for outcome_index, outcome in enumerate(
+        written(CONSTRAINTS[kind], seed=1, temperature=temperature)
+    ):
+        sampling = params(
+            ROOM,
+            seed=1,
+            temperature=temperature,
+            constraint=CONSTRAINTS[kind],
+            stop_token_ids=frozenset({COMPILER.end_of_text}),
+        )
+        assert_is_reference(GPT_OF_THE_TESTS, PROMPT, sampling, outcome_index, outcome.token_ids)
+
+
+def bits(outcome: Outcome) -> object:
+    return outcome.tokens, outcome.ended.reason, outcome.ended.stop_token_id
+
+
+def test_neighbours_change_no_bit() -> None:
+    """Constrained and free requests in one batch, each the bits that it has alone."""
+    asked = [
+        generation(
+            f"{kind} {seed}",
+            [*PROMPT, seed],
+            n=2,
+            seed=seed,
+            temperature=2.0,
+            top_p=0.9,
+            max_tokens=30,
+            constraint=constraint,
+            logprobs=3,
+            logprobs_stage="processed",
+        )
+        for seed in range(3)
+        for kind, constraint in [("free", None), *CONSTRAINTS.items()]
+    ]
+    alone = {
+        key: bits(outcome)
+        for request in asked
+        for key, outcome in run(GPT_OF_THE_TESTS, request, slots=1).items()
+    }
+    together = run(GPT_OF_THE_TESTS, *asked, slots=7)
+    assert {key: bits(outcome) for key, outcome in together.items()} == alone
+
+
+def test_each_of_the_n_has_a_matcher_of_its_own() -> None:
+    texts = {
+        check(SOURCES["regex"], outcome)
+        for outcome in written(CONSTRAINTS["regex"], seed=3, n=6, temperature=8.0)
+    }
+    assert len(texts - {None}) > 2
+
+
+def test_a_text_ends_when_nothing_may_follow() -> None:
+    constraint = COMPILER.compile(Source("regex", "[ab]{5}"))
+    (outcome,) = written(constraint, seed=0, n=1)
+    assert len(written_bytes(outcome)) == 5
+    assert outcome.ended.reason is FinishReason.STOP
+    assert outcome.ended.stop_token_id is None
+
+
+def test_the_last_token_that_there_is_room_for_may_complete_it() -> None:
+    gpt = small_gpt()
+    steps = Steps(gpt.config.vocab_size, length=6)
+    for room, reason in ((5, FinishReason.LENGTH), (6, FinishReason.STOP), (7, FinishReason.STOP)):
+        outcome = run(gpt, generation("a", [1], max_tokens=room, constraint=steps))["a", 0]
+        assert outcome.ended.reason is reason
+        assert len(outcome.tokens) == min(room, 6)
+
+
+def test_a_stop_token_ends_it_earlier() -> None:
+    gpt = small_gpt()
+    steps = Steps(gpt.config.vocab_size, by=3)
+    whole = run(gpt, generation("a", [1], max_tokens=9, constraint=steps))["a", 0].token_ids
+    assert [token_id % 3 for token_id in whole] == [0, 1, 2] * 3
+    stop = whole[4]
+    asked = generation("a", [1], max_tokens=9, constraint=steps, stop_token_ids=frozenset({stop}))
+    outcome = run(gpt, asked)["a", 0]
+    assert outcome.token_ids == whole[: whole.index(stop) + 1]
+    assert outcome.ended.stop_token_id == stop
+
+
+def test_the_end_of_text_is_drawn_where_the_text_is_whole_and_could_go_on() -> None:
+    """`a+` is whole after each letter: the text ends by the token, and by nothing else."""
+    end = COMPILER.end_of_text
+    assert end is not None
+    constraint = COMPILER.compile(Source("regex", "(?:ab)+"))
+    likely = {"logit_bias": {end: 1000.0}, "temperature": 0.0}
+    (outcome,) = written(constraint, seed=0, n=1, **likely)
+    assert written_bytes(outcome) == b"ab"
+    assert outcome.ended.stop_token_id == end
+    unlikely = {"logit_bias": {end: -1000.0}, "temperature": 0.0}
+    (outcome,) = written(constraint, seed=0, n=1, **unlikely)
+    assert outcome.ended.reason is FinishReason.LENGTH
+
+
+def test_without_an_end_of_text_what_could_go_on_goes_on() -> None:
+    tokenizer = merging_tokenizer()
+    without = type(tokenizer)(ranks=tokenizer.ranks, pattern=tokenizer.pattern, special_tokens={})
+    compiler = Compiler(without)
+    gpt = tiny_gpt(tiny_config(n_layer=1, n_head=2, d_model=16, vocab_size=without.vocab_size))
+    for expression, whole in (("(?:ab)+", False), ("(?:ab){1,3}", True)):
+        constraint = compiler.compile(Source("regex", expression))
+        asked = generation("a", PROMPT, constraint=constraint, max_tokens=20)
+        outcome = run(gpt, asked)["a", 0]
+        assert re.fullmatch(b"(?:ab)*a?", without.decode_bytes(outcome.token_ids))
+        assert outcome.ended.reason is (FinishReason.STOP if whole else FinishReason.LENGTH)
+
+
+# What fails, and what is refused
+
+
+@dataclasses.dataclass(frozen=True)
+class Ending(Steps):
+    """A constraint whose matchers fail after some tokens, or turn out to be whole: at once, or when
+    they are asked what may follow."""
+
+    after: int = 3
+    error: Exception | None = None
+    late: bool = False
+
+    def matcher(self) -> TokenMatcher:  # type: ignore[override]
+        return EndingMatcher(self)
+
+
+class EndingMatcher:
+    def __init__(self, ending: Ending) -> None:
+        self.ending = ending
+        self.left = ending.after
+        self.complete = False
+
+    def allowed(self) -> np.ndarray:
+        if not self.left:
+            self.end()
+        return np.full(self.ending.vocab_size, self.left > 0)
+
+    def advance(self, token_id: int) -> None:
+        self.left -= 1
+        if not self.left and not self.ending.late:
+            self.end()
+
+    def end(self) -> None:
+        if self.ending.error is not None:
+            raise self.ending.error
+        self.complete = True
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("max_tokens", [3, 20])
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (None, (FinishReason.STOP, None, None)),
+        (
+            ConstraintError("no token may follow"),
+            (FinishReason.ERROR, "no token may follow", "steps"),
+        ),
+        (
+            RuntimeError("a bug"),
+            (FinishReason.ERROR, "the constraint failed: RuntimeError: a bug", None),
+        ),
+    ],
+)
+def test_a_matcher_ends_its_own_sequence_alone(
+    error: Exception | None,
+    told: tuple[FinishReason, str | None, str | None],
+    max_tokens: int,
+    late: bool,
+) -> None:
+    """Also one of which that is known only when the next token is to be drawn, or when there is no
+    room for one."""
+    gpt = small_gpt()
+    free = [generation(f"free {i}", [1, 2, i], seed=i, temperature=1.0) for i in range(3)]
+    expected = run(gpt, *free)
+    ending = Ending(gpt.config.vocab_size, error=error, late=late)
+    driven = Driven(gpt)
+    ends = generation("ends", [5], n=2, constraint=ending, max_tokens=max_tokens)
+    for request in (free[0], ends, *free[1:]):
+        driven.add(request)
+    outcomes = driven.drain()
+    for index in range(2):
+        end = outcomes["ends", index].ended
+        assert (end.reason, end.error, end.param) == told
+        assert end.completion_tokens == len(outcomes["ends", index].tokens) == 3
+    for request in free:
+        key = (request.request_id, 0)
+        assert outcomes[key].tokens == expected[key].tokens
+
+
+def test_a_grammar_that_leads_nowhere_is_an_error_of_its_own() -> None:
+    lark = 'start: "ab" (A | B)\nA: /a/ & /b/\nB: "c" & "d"'
+    constraint = COMPILER.compile(Source("grammar", lark))
+    for outcome in written(constraint, seed=0):
+        assert written_bytes(outcome) == b"ab"
+        assert outcome.ended.reason is FinishReason.ERROR
+        assert outcome.ended.error == "no text matches from here on"
+        assert outcome.ended.param == "grammar"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [({"allowed_token_ids": (1, 2)}, "allowed_token_ids"), ({"min_tokens": 1}, "min_tokens")],
+)
+def test_what_could_forbid_every_token_is_refused(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(InvalidRequest, match=f"{param} and steps could forbid every token") as info:
+        SamplingParams(max_tokens=2, seed=0, constraint=Steps(40), **fields)
+    assert info.value.param == param
+
+
+def test_a_constraint_for_another_vocabulary_is_refused() -> None:
+    gpt = small_gpt()
+    with pytest.raises(InvalidRequest, match="for a vocabulary of 41 ids, the model has 40"):
+        run(gpt, generation("a", [1], constraint=Steps(41)))

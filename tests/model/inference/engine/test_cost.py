@@ -1,0 +1,112 @@
+"""Price: what is counted of a request is what the engine computes for it."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from model.inference.engine.api import AttentionWeights, HiddenStates, Logits, Request, RowsRequest
+from model.inference.engine.cost import row_numbers, row_width
+from model.transformer.config import BLOCK
+from tests.model.inference.engine.harness import (
+    SMALL_VOCABULARY,
+    Driven,
+    Outcome,
+    generation,
+    run,
+    score_request,
+    small_gpt,
+)
+
+GPT = small_gpt()
+SHAPE = GPT.config  # 2 layers, 2 heads, d_model 16
+PROMPT = tuple(i % SMALL_VOCABULARY for i in range(70))
+
+prompts = st.integers(1, len(PROMPT)).map(lambda length: PROMPT[:length])
+
+
+def rows(wanted: Any, positions: tuple[int, ...], prompt: tuple[int, ...] = PROMPT) -> RowsRequest:
+    return RowsRequest(request_id="a", token_ids=prompt, positions=positions, wanted=wanted)
+
+
+def some_of(count: int) -> st.SearchStrategy[tuple[int, ...]]:
+    """Ascending, distinct indices, at least one."""
+    return st.sets(st.integers(0, count - 1), min_size=1).map(lambda s: tuple(sorted(s)))
+
+
+def rows_of(wanted: st.SearchStrategy[Any]) -> st.SearchStrategy[Request]:
+    return prompts.flatmap(
+        lambda prompt: st.builds(rows, wanted, some_of(len(prompt)), st.just(prompt))
+    )
+
+
+REQUESTS: dict[str, st.SearchStrategy[Request]] = {
+    "logits": rows_of(st.builds(Logits, columns=st.none() | some_of(SMALL_VOCABULARY))),
+    "states": rows_of(st.builds(HiddenStates, layers=some_of(SHAPE.n_layer + 1))),
+    "attention": rows_of(
+        st.builds(AttentionWeights, layers=some_of(SHAPE.n_layer), heads=some_of(SHAPE.n_head))
+    ),
+    "scores": st.builds(
+        lambda prompt, texts: score_request("a", prompt, *texts, top=1),
+        prompts,
+        st.lists(prompts.map(lambda prompt: prompt[:20]), max_size=3),
+    ),
+    "generation": st.builds(
+        lambda prompt, n, scored: generation("a", prompt, n=n, prompt_logprobs=scored),
+        prompts,
+        st.integers(1, 3),
+        st.none() | st.integers(0, 2),
+    ),
+}
+
+
+def computed(request: Request, outcomes: dict[tuple[str, int], Outcome]) -> int:
+    """Numbers that the engine's answer came from: those of columns that were left out too."""
+    handed_out = sum(event.rows.size for one in outcomes.values() for event in one.rows)
+    if isinstance(request, RowsRequest) and isinstance(request.wanted, Logits):
+        width = len(request.wanted.columns or range(SMALL_VOCABULARY))
+        handed_out = handed_out // width * SMALL_VOCABULARY
+    scored = [token for one in outcomes.values() for token in one.prompt if token.chosen]
+    return handed_out + len(scored) * SMALL_VOCABULARY
+
+
+@pytest.mark.parametrize("kind", REQUESTS)
+@settings(deadline=None, max_examples=30)
+@given(data=st.data())
+def test_the_price_is_what_is_computed(kind: str, data: st.DataObject) -> None:
+    request = data.draw(REQUESTS[kind])
+    assert row_numbers(request, SHAPE) == computed(request, run(GPT, request))
+
+
+@pytest.mark.parametrize(
+    ("request_", "numbers"),
+    [
+        (rows(Logits(), (0, 5, 69)), 3 * 40),
+        (rows(Logits(columns=(1,)), (0, 5, 69)), 3 * 40),
+        (rows(HiddenStates(layers=(0, 2)), (3, 4)), 2 * 2 * 16),
+        (rows(AttentionWeights(layers=(1,), heads=(0, 1)), (3, 4)), 2 * 2 * 70),
+        (score_request("a", PROMPT), 69 * 40),
+        (score_request("a", PROMPT[:1]), 0),
+        (score_request("a", PROMPT, [1, 2], [3]), 3 * 40),
+        (generation("a", PROMPT, n=3, logprobs=2), 0),
+        (generation("a", PROMPT, n=3, prompt_logprobs=0), 69 * 40),
+    ],
+)
+def test_prices_in_numbers(request_: Request, numbers: int) -> None:
+    assert row_numbers(request_, SHAPE) == numbers
+
+
+@pytest.mark.parametrize(
+    "wanted",
+    [Logits(), HiddenStates(layers=(0, 1)), AttentionWeights(layers=(0,), heads=(0, 1))],
+    ids=lambda wanted: type(wanted).__name__,
+)
+@pytest.mark.parametrize(("missing", "blocks"), [(0, 2), (1, 1)])
+def test_the_engine_books_steps_by_the_same_price(wanted: Any, missing: int, blocks: int) -> None:
+    """A step has room for two blocks; where the budget is one number short, for one."""
+    request = rows(wanted, tuple(range(2 * BLOCK)))
+    driven = Driven(GPT, prefill_chunk=2 * BLOCK)
+    driven.engine._scheduler.rows_budget = 2 * BLOCK * row_width(request, SHAPE) - missing
+    driven.add(request)
+    assert driven.step().prefilled_tokens == blocks * BLOCK

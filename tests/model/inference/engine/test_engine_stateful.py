@@ -1,0 +1,221 @@
+"""Engine under any order of commands: hypothesis submits, steps, aborts, grants, waits.
+
+The rules that hold at every moment are in `harness.Driven`: one finish per sequence and nothing
+after it, counts equal to the events, no slot lost or shared, work when there is work.
+"""
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from model.inference.engine.api import FinishReason
+from model.transformer.gpt import GPT
+from tests.model.factories import tiny_config, tiny_gpt
+from tests.model.inference.engine.harness import (
+    Driven,
+    FakeClock,
+    Outcome,
+    Steps,
+    generation,
+    params,
+    rows_request,
+)
+
+VOCABULARY = 16
+CONTEXT = 80
+
+
+def make_gpt(seed: int = 0) -> GPT:
+    shape = {"n_layer": 1, "n_head": 1, "d_model": 8}
+    config = tiny_config(**shape, vocab_size=VOCABULARY, context_length=CONTEXT)
+    return tiny_gpt(config, seed)
+
+
+GPT_OF_THE_MACHINE = make_gpt()
+OTHER_WEIGHTS = make_gpt(seed=1)
+
+# Prompts of few distinct blocks, so that they share prefixes.
+prompts = st.builds(
+    lambda block, rest, last: [block] * 32 * (rest > 20) + [last] * max(1, rest),
+    block=st.integers(0, 2),
+    rest=st.integers(0, 40),
+    last=st.integers(0, 3),
+)
+patience = st.none() | st.integers(0, 5)
+
+
+class EngineMachine(RuleBasedStateMachine):
+    @initialize(
+        slots=st.integers(1, 4),
+        blocks=st.integers(1, 3),
+        prefix_reuse=st.booleans(),
+        speculate=st.sampled_from(["none", "ngram"]),
+    )
+    def start(self, slots: int, blocks: int, prefix_reuse: bool, speculate: str) -> None:
+        self.clock = FakeClock()
+        self.driven = Driven(
+            GPT_OF_THE_MACHINE,
+            self.clock,
+            slots=slots,
+            prefill_chunk=32 * blocks,
+            prefix_reuse=prefix_reuse,
+            speculate=speculate,
+        )
+        self.driven.engine._scheduler.rows_budget = 1
+        self.count = 0
+        self.asked: dict[tuple[str, int], int] = {}  # tokens or rows, by sequence
+        self.steps: dict[tuple[str, int], int | None] = {}  # after which nothing may follow
+        self.ended_by_us: set[tuple[str, int]] = set()
+
+    def name(self) -> str:
+        self.count += 1
+        return str(self.count)
+
+    def deadline(self, seconds: int | None) -> float | None:
+        return None if seconds is None else self.clock.now + seconds
+
+    @rule(
+        prompt=prompts,
+        n=st.integers(1, 4),
+        max_tokens=st.integers(1, 8),
+        stop=st.frozensets(st.integers(0, VOCABULARY - 1), max_size=2),
+        temperature=st.sampled_from([0.0, 1.0]),
+        steps=st.none() | st.integers(1, 8),
+        scored=st.none() | st.integers(0, 2),
+        priority=st.integers(-1, 1),
+        seconds=patience,
+    )
+    def submit_generation(
+        self,
+        prompt: list[int],
+        n: int,
+        max_tokens: int,
+        stop: frozenset[int],
+        temperature: float,
+        steps: int | None,
+        scored: int | None,
+        priority: int,
+        seconds: int | None,
+    ) -> None:
+        name = self.name()
+        constraint = None if steps is None else Steps(VOCABULARY, length=steps)
+        sampling = params(
+            max_tokens, stop_token_ids=stop, temperature=temperature, constraint=constraint
+        )
+        self.driven.add(
+            generation(
+                name,
+                prompt,
+                n=n,
+                deadline=self.deadline(seconds),
+                prompt_logprobs=scored,
+                priority=priority,
+                sampling=sampling,
+            )
+        )
+        self.asked |= {(name, index): max_tokens for index in range(n)}
+        self.steps |= {(name, index): steps for index in range(n)}
+
+    @rule(prompt=prompts, data=st.data(), seconds=patience)
+    def submit_rows(self, prompt: list[int], data: st.DataObject, seconds: int | None) -> None:
+        positions = sorted(data.draw(st.sets(st.integers(0, len(prompt) - 1), min_size=1)))
+        name = self.name()
+        self.driven.add(rows_request(name, prompt, positions, deadline=self.deadline(seconds)))
+        self.asked[name, 0] = len(positions)
+
+    @rule()
+    def step(self) -> None:
+        self.driven.step()
+
+    @precondition(lambda self: self.driven.unfinished)
+    @rule(data=st.data(), index=st.none() | st.integers(0, 3))
+    def abort(self, data: st.DataObject, index: int | None) -> None:
+        """Of a whole request or of one of its sequences, which may have ended."""
+        name, _ = data.draw(st.sampled_from(sorted(self.driven.unfinished)))
+        before = self.driven.unfinished
+        gone = {key for key in before if key[0] == name and index in (None, key[1])}
+        self.driven.abort(name, index)
+        assert self.driven.unfinished == before - gone
+        for key in gone:
+            assert self.driven.outcomes[key].ended.reason is FinishReason.ABORT
+
+    @precondition(lambda self: self.driven.unfinished)
+    @rule(data=st.data())
+    def grant(self, data: st.DataObject) -> None:
+        name, _ = data.draw(st.sampled_from(sorted(self.driven.unfinished)))
+        self.driven.engine.grant(name)
+
+    @rule(other=st.booleans())
+    def swap_weights(self, other: bool) -> None:
+        """Those who had begun go on; nobody is lost, whatever else happens meanwhile."""
+        self.driven.engine.swap_weights(OTHER_WEIGHTS if other else GPT_OF_THE_MACHINE)
+
+    @rule(seconds=st.sampled_from([0.5, 1.0, 3.0]))
+    def wait(self, seconds: float) -> None:
+        self.clock.now += seconds
+
+    @invariant()
+    def the_engine_is_whole(self) -> None:
+        self.driven.engine.check_integrity()
+        stats = self.driven.engine.stats()
+        assert stats.waiting + stats.running == len(self.driven.unfinished)
+        assert stats.slots_used == stats.running <= stats.slots
+
+    @invariant()
+    def nobody_gets_more_than_was_asked_for(self) -> None:
+        for key, outcome in self.driven.outcomes.items():
+            assert len(outcome.tokens) + len(outcome.positions) <= self.asked[key]
+            assert outcome.positions == sorted(set(outcome.positions))
+
+    def teardown(self) -> None:
+        """Whatever happened: with readers that read, everything ends in as many steps as there is
+        work, and everybody was answered."""
+        if not hasattr(self, "driven"):
+            return
+        budget = 2 + sum(CONTEXT // 32 + 1 + asked for asked in self.asked.values())
+        for name, _ in self.driven.unfinished:
+            for _ in range(CONTEXT):
+                self.driven.engine.grant(name)
+        while self.driven.engine.has_work():
+            self.driven.step()
+            budget -= 1
+            assert budget > 0, "it takes too many steps"
+        self.driven.step()  # deadlines of those that wait for nothing
+        assert self.driven.outcomes.keys() == self.driven.accepted
+        assert self.driven.unfinished == set()
+        for key, outcome in self.driven.outcomes.items():
+            self.check_end(key, outcome)
+        assert self.driven.engine.stats().slots_used == 0
+
+    def check_end(self, key: tuple[str, int], outcome: Outcome) -> None:
+        got, end = len(outcome.tokens) + len(outcome.positions), outcome.ended
+        assert end.completion_tokens == len(outcome.tokens)
+        assert end.reason is not FinishReason.ERROR
+        if end.reason is FinishReason.LENGTH or (outcome.rows and end.reason is FinishReason.STOP):
+            assert got == self.asked[key]
+        if end.reason is FinishReason.STOP and outcome.tokens:
+            last = outcome.tokens[-1].token_id
+            assert end.stop_token_id == last or got == self.steps[key]
+        times = end.times
+        moments = [times.arrived, times.admitted, times.prefilled, times.finished]
+        known = [moment for moment in moments if moment is not None]
+        assert known == sorted(known)
+
+
+TestEngineMachine = EngineMachine.TestCase
+TestEngineMachine.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+
+
+@pytest.mark.slow
+def test_the_machine_for_longer() -> None:
+    run_state_machine_as_test(
+        EngineMachine, settings=settings(max_examples=1500, stateful_step_count=80, deadline=None)
+    )

@@ -1,0 +1,198 @@
+"""Draft: guesses are what a search through the text finds, and wrong ones become rare."""
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from model.inference.engine.ngram import (
+    LONGEST,
+    LOOKS,
+    MOST_TOKENS,
+    PATIENCE,
+    SHORTEST,
+    Draft,
+    Drafter,
+    Repeats,
+    shares,
+    worthwhile,
+)
+
+tokens_of_a_text = st.lists(st.integers(0, 1) | st.integers(0, 3), max_size=90)
+
+
+def searched(tokens: list[int]) -> tuple[int, int]:
+    """The definition of `Repeats.find`: from the last pair's latest places, for the longest run
+    first."""
+    ends = [end for end in range(len(tokens) - 1, 1, -1) if tokens[end - 2 : end] == tokens[-2:]]
+    for length in range(LONGEST, SHORTEST - 1, -1):
+        for end in ends[:LOOKS]:
+            if length <= end and tokens[end - length : end] == tokens[-length:]:
+                return length, end
+    return 0, 0
+
+
+@given(tokens=tokens_of_a_text, looks=st.sets(st.integers(0, 89)))
+def test_what_is_found_is_what_a_search_finds(tokens: list[int], looks: set[int]) -> None:
+    """However often it is asked while the text grows."""
+    text: list[int] = []
+    repeats = Repeats(text)
+    for place, token in enumerate(tokens):
+        text.append(token)
+        if place in looks:
+            assert repeats.find() == searched(text)
+    assert repeats.find() == searched(tokens)
+
+
+@given(tokens=st.lists(st.integers(0, 3), min_size=1, max_size=30), data=st.data())
+def test_a_continuation_reads_on_into_itself(tokens: list[int], data: st.DataObject) -> None:
+    start, count = data.draw(st.integers(0, len(tokens) - 1)), data.draw(st.integers(0, 9))
+    text = list(tokens)
+    for place in range(start, start + count):
+        text.append(text[place])
+    assert Repeats(tokens).continuation(start, count) == text[len(tokens) :]
+
+
+@pytest.mark.parametrize(
+    ("text", "guess"),
+    [
+        ([], None),
+        ([1], None),
+        ([1, 1], None),
+        ([1, 2, 3, 4], None),
+        ([1, 2, 3, 4, 1, 2], Draft([3], 2)),
+        ([1, 2, 3, 1, 2, 4, 1, 2], Draft([4], 2)),  # the most recent
+        ([9, 1, 2, 3, 1, 2, 4, 9, 1, 2], Draft([3], 3)),  # the longest first
+        ([5, 5, 5], Draft([5], 2)),
+        ([1, 2, 3, 4, 5, 0, 1, 2, 3, 4], Draft([5], 4)),
+    ],
+)
+def test_known_guesses(text: list[int], guess: Draft | None) -> None:
+    assert Drafter(text).guess(5, sequences=1) == guess
+
+
+def drafts_over(text: list[int], known: int, sequences: int = 1) -> list[Draft]:
+    """The drafts made for a text that is given from `known` on, a step after another."""
+    tokens = text[:known]
+    drafter, drafts = Drafter(tokens), []
+    while len(tokens) < len(text):
+        left = len(text) - len(tokens)
+        draft = drafter.guess(left - 1, sequences)
+        if draft is None:
+            tokens.append(text[len(tokens)])
+            continue
+        right = text[len(tokens) : len(tokens) + len(draft.token_ids)]
+        while draft.accepted < len(right) and (
+            right[draft.accepted] == draft.token_ids[draft.accepted]
+        ):
+            draft.accepted += 1
+        tokens += text[len(tokens) : len(tokens) + draft.accepted + 1]
+        drafts.append(draft)
+        drafter.learn(draft)
+    return drafts
+
+
+@pytest.mark.parametrize(
+    ("sequences", "lengths"),
+    [
+        (1, [1, 2, 5, 7, 7, 7]),
+        (2, [1, 1, 2, 5, 7, 7, 6]),
+        (8, [1, 1, 1, 1, 1, 2, 5, 7, 7]),
+    ],
+)
+def test_right_guesses_become_long_soon(sequences: int, lengths: list[int]) -> None:
+    """The sooner, the fewer others there are."""
+    drafts = drafts_over(list(range(20)) * 3, known=24, sequences=sequences)
+    assert [len(draft.token_ids) for draft in drafts] == lengths
+    assert all(draft.accepted == len(draft.token_ids) for draft in drafts)
+
+
+def test_a_text_that_repeats_nothing_has_no_drafts() -> None:
+    assert drafts_over(list(range(500)), known=100) == []
+
+
+@pytest.mark.parametrize(("sequences", "early"), [(1, [0, 1]), (2, [0]), (8, [0])])
+def test_wrong_guesses_are_made_from_time_to_time(sequences: int, early: list[int]) -> None:
+    """What was drawn is said to be always another token."""
+    text = [1] * 8
+    drafter, steps = Drafter(text), []
+    for step in range(400):
+        draft = drafter.guess(5, sequences)
+        text.append(1)
+        if draft is not None:
+            steps.append(step)
+            assert len(draft.token_ids) == 1
+            drafter.learn(draft)
+    assert steps == [*early, *range(early[-1] + PATIENCE + 1, 400, PATIENCE + 1)]
+
+
+def test_each_length_of_a_repetition_has_a_record_of_its_own() -> None:
+    text = [1, 2, 3, 4, 5, 6, 7, 3, 4]
+    drafter = Drafter(text)
+    drafter.learn(Draft([9], 2))
+    assert drafter.guess(1, 1) is None, "two tokens are not enough now"
+    text += [5, 6]
+    assert drafter.guess(1, 1) == Draft([7], 4)
+    drafter.learn(Draft([9, 9], 4, accepted=1))
+    assert drafter.guess(9, 1) == Draft([7], 4), "right once, wrong once"
+    drafter.learn(Draft([9], 4))
+    drafter.learn(Draft([9], 4))
+    assert drafter.guess(1, 1) is None
+
+
+def test_right_guesses_follow_an_attempt_at_once() -> None:
+    text = [1] * 8
+    drafter = Drafter(text)
+    for _ in range(10):
+        drafter.learn(Draft([2], 4))
+    assert drafter.guess(9, 1) is None
+    text += [1] * PATIENCE
+    for count in (1, 1, 1, 2):
+        draft = drafter.guess(9, 1)
+        assert draft == Draft([1] * count, 4)
+        draft.accepted = count
+        text += [1] * (count + 1)
+        drafter.learn(draft)
+
+
+def test_no_guess_is_longer_than_asked_for() -> None:
+    drafter = Drafter([1] * 20)
+    drafter.learn(Draft([1] * 7, 4, accepted=7))
+    assert [drafter.guess(most, 1) for most in (-1, 0)] == [None, None]
+    guesses = [drafter.guess(most, 1) for most in (1, 6, 7, 8, 100)]
+    assert guesses == [Draft([1] * count, 4) for count in (1, 6, 7, 7, 7)]
+    assert MOST_TOKENS == 7
+
+
+@given(st.floats(0, 1), st.integers(1, 16))
+def test_rows_are_computed_while_they_are_likely_to_pay(rate: float, sequences: int) -> None:
+    count = worthwhile(rate, sequences)
+    pays = sequences / (sequences + 2)
+    assert all(rate**k > pays - 1e-9 for k in range(1, count + 1))
+    assert count == MOST_TOKENS or rate ** (count + 1) < pays + 1e-9
+    assert worthwhile(rate, sequences + 1) <= count
+
+
+@pytest.mark.parametrize("sequences", [1, 8])
+@pytest.mark.parametrize("alphabet", [10, 50, 500])
+def test_a_text_of_dice_has_few_wrong_rows(alphabet: int, sequences: int) -> None:
+    """Runs repeat all the time, what follows them does not."""
+    rng = random.Random(alphabet)
+    text = [rng.randrange(alphabet) for _ in range(4000)]
+    drafts = drafts_over(text, known=100, sequences=sequences)
+    assert drafts
+    wrong = sum(len(draft.token_ids) - draft.accepted for draft in drafts)
+    assert wrong <= 0.02 * 3900
+
+
+@given(st.lists(st.integers(0, 9), max_size=12), st.integers(0, 20))
+def test_shares_are_even_and_within_the_room(wanted: list[int], room: int) -> None:
+    granted = shares(wanted, room)
+    assert sum(granted) == min(room, sum(wanted))
+    assert len(granted) == len(wanted)
+    for index, (number, asked) in enumerate(zip(granted, wanted, strict=True)):
+        assert 0 <= number <= asked
+        if number < asked:
+            assert number >= max(granted) - 1
+            assert all(number >= later for later in granted[index + 1 :]), "the first ones first"

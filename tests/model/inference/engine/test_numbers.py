@@ -1,0 +1,271 @@
+"""Requests for numbers: what the engine hands out is what the model computes.
+
+To the bit against `forward_as_served`, which is the promise; and within float32's tolerance
+against the plain forward, which shares nothing with the cache.
+"""
+
+import random
+from collections.abc import Sequence as TokenIds
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+
+from model.inference.engine.api import (
+    AttentionWeights,
+    FinishReason,
+    HiddenStates,
+    InvalidRequest,
+    Logits,
+    RowsRequest,
+    ScoreRequest,
+)
+from model.inference.reference import processed_row
+from model.inference.served import forward_as_served
+from model.transformer.gpt import GPT
+from tests.model.factories import FAMILIES, tiny_config, tiny_gpt
+from tests.model.inference.engine.harness import (
+    Driven,
+    Outcome,
+    generation,
+    params,
+    random_params,
+    random_prompt,
+    run,
+    score_request,
+)
+
+LENGTH = 75
+PROMPT = random_prompt(random.Random(0), LENGTH, 257)
+WANTED = (0, 5, 31, 32, 63, 64, 74)
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def gpt(request: pytest.FixtureRequest) -> GPT:
+    return tiny_gpt(tiny_config(**FAMILIES[request.param]))
+
+
+def rows(gpt: GPT, wanted: Any, positions: TokenIds[int] = WANTED, **config: Any) -> Tensor:
+    """The rows of PROMPT, from an engine of their own."""
+    request = RowsRequest(
+        request_id="a", token_ids=tuple(PROMPT), positions=tuple(positions), wanted=wanted
+    )
+    outcome = run(gpt, request, **config)["a", 0]
+    assert outcome.ended.reason is FinishReason.STOP
+    assert tuple(outcome.positions) == tuple(positions)
+    return torch.cat([torch.from_numpy(event.rows) for event in outcome.rows])
+
+
+# Rows
+
+
+@pytest.mark.parametrize("prefill_chunk", [32, 64, 128])
+def test_logits_are_the_models_own_to_the_bit(gpt: GPT, prefill_chunk: int) -> None:
+    own = forward_as_served(gpt, torch.tensor(PROMPT), kernels="torch").logits[0]
+    found = rows(gpt, Logits(), range(LENGTH), prefill_chunk=prefill_chunk)
+    assert torch.equal(found, own)
+    assert_close(found, gpt(torch.tensor([PROMPT])).logits[0], atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("layers", [(0, 1, 2, 3), (0,), (3,), (1, 2)])
+def test_hidden_states_are_the_models_own_to_the_bit(gpt: GPT, layers: tuple[int, ...]) -> None:
+    own = forward_as_served(
+        gpt, torch.tensor(PROMPT), kernels="torch", hidden_states=True
+    ).hidden_states
+    plain = gpt(torch.tensor([PROMPT]), hidden_states=True).hidden_states
+    assert own is not None
+    assert plain is not None
+    found = rows(gpt, HiddenStates(layers=layers)).transpose(0, 1)  # (layers, P, d_model)
+    assert torch.equal(found, own[list(layers), 0][:, list(WANTED)])
+    assert_close(found, plain[list(layers), 0][:, list(WANTED)], atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("layers", "heads"), [((0, 1, 2), (0, 1, 2, 3)), ((2,), (3,)), ((0, 2), (1, 2))]
+)
+def test_attention_weights_are_the_models_own_to_the_bit(
+    gpt: GPT, layers: tuple[int, ...], heads: tuple[int, ...]
+) -> None:
+    own = forward_as_served(gpt, torch.tensor(PROMPT), kernels="torch", attentions=True).attentions
+    plain = gpt(torch.tensor([PROMPT]), attentions=True).attentions
+    assert own is not None
+    assert plain is not None
+    found = rows(gpt, AttentionWeights(layers=layers, heads=heads))  # (P, layers, heads, T)
+    assert found.shape == (len(WANTED), len(layers), len(heads), LENGTH)
+    found = found.permute(1, 2, 0, 3)
+    chosen = own[list(layers), 0][:, list(heads)][:, :, list(WANTED)]
+    assert torch.equal(found, chosen)
+    expected = plain[list(layers), 0][:, list(heads)][:, :, list(WANTED)]
+    assert_close(found, expected, atol=1e-4, rtol=1e-3)
+    assert_close(found.sum(dim=-1), torch.ones(found.shape[:-1]))
+
+
+@pytest.mark.parametrize(
+    "wanted", [Logits(), HiddenStates(layers=(1, 3)), AttentionWeights(layers=(2,), heads=(0, 3))]
+)
+def test_company_and_a_warm_cache_change_no_bit(gpt: GPT, wanted: Any) -> None:
+    alone = rows(gpt, wanted, (40, 70))
+    driven = Driven(gpt, slots=4, prefill_chunk=32)
+    driven.add(generation("before", PROMPT[:70]))
+    driven.drain()
+    for i in range(2):
+        driven.add(generation(f"beside {i}", random_prompt(random.Random(i), 50), max_tokens=9))
+    request = RowsRequest(
+        request_id="a", token_ids=tuple(PROMPT), positions=(40, 70), wanted=wanted
+    )
+    driven.add(request)
+    outcome = driven.drain()["a", 0]
+    assert outcome.ended.cached_tokens == 32
+    assert torch.equal(torch.cat([torch.from_numpy(e.rows) for e in outcome.rows]), alone)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_processed_logits_are_what_is_drawn_from(seed: int) -> None:
+    """Against the definitions on Python lists, for a text of which a part counts as generated."""
+    gpt, rng = tiny_gpt(), random.Random(seed)
+    sampling = random_params(rng, 1, 257)
+    start = rng.choice([None, 0, 20, 40, 75])
+    wanted = Logits(processing=sampling, completion_start=start)
+    found, raw = rows(gpt, wanted), rows(gpt, Logits())
+    for position, row, values in zip(WANTED, raw.tolist(), found, strict=True):
+        text = PROMPT[: position + 1]
+        prompt_length = len(text) if start is None else min(len(text), start)
+        expected = torch.tensor(processed_row(row, text, prompt_length, sampling))
+        assert torch.equal(values.isinf(), expected.isinf())
+        assert_close(values, expected.float(), atol=1e-3, rtol=1e-4)
+
+
+def test_columns_of_processed_logits() -> None:
+    gpt = tiny_gpt()
+    cold = params(temperature=0.5, top_k=20)
+    everything = rows(gpt, Logits(processing=cold))
+    chosen = rows(gpt, Logits(processing=cold, columns=(256, 3, 3)))
+    assert torch.equal(chosen, everything[:, [256, 3, 3]])
+    assert (everything.isfinite().sum(dim=-1) == 20).all()
+
+
+@pytest.mark.parametrize(
+    ("wanted", "param"),
+    [
+        (HiddenStates(layers=()), "layers"),
+        (HiddenStates(layers=(4,)), "layers"),
+        (HiddenStates(layers=(-1,)), "layers"),
+        (HiddenStates(layers=(2, 1)), "layers"),
+        (AttentionWeights(layers=(3,), heads=(0,)), "layers"),
+        (AttentionWeights(layers=(0,), heads=(4,)), "heads"),
+        (AttentionWeights(layers=(0,), heads=(1, 1)), "heads"),
+        (Logits(processing=params(logit_bias={257: 1.0})), "logit_bias"),
+        (Logits(processing=params(allowed_token_ids=(999,))), "allowed_token_ids"),
+        (Logits(columns=(257,)), "token_ids"),
+    ],
+)
+def test_what_the_model_does_not_have_is_refused(wanted: Any, param: str) -> None:
+    with pytest.raises(InvalidRequest) as raised:
+        rows(tiny_gpt(), wanted)
+    assert raised.value.param == param
+
+
+# Scores
+
+
+def score(gpt: GPT, prompt: list[int], *continuations: list[int], top: int = 0) -> list[Outcome]:
+    outcomes = run(gpt, score_request("a", prompt, *continuations, top=top))
+    assert all(outcome.ended.reason is FinishReason.STOP for outcome in outcomes.values())
+    return [outcomes["a", index] for index in range(len(outcomes))]
+
+
+def check_scores(gpt: GPT, text: list[int], start: int, outcome: Outcome) -> None:
+    """Scored tokens from position `start` on, against the plain forward of the whole text."""
+    plain = gpt(torch.tensor([text])).logits[0].double().log_softmax(dim=-1)
+    assert [token.token_id for token in outcome.prompt] == text[start:]
+    for position, token in enumerate(outcome.prompt, start=start):
+        if position == 0:
+            assert token.chosen is None
+            continue
+        assert token.chosen is not None
+        assert token.chosen.token_id == token.token_id
+        expected = plain[position - 1, token.token_id].item()
+        assert token.chosen.logprob == pytest.approx(expected, abs=1e-3)
+
+
+@pytest.mark.parametrize("prompt_length", [1, 2, 31, 32, 33, 64, 70])
+def test_continuations_are_scored_after_the_prompt(gpt: GPT, prompt_length: int) -> None:
+    prompt = PROMPT[:prompt_length]
+    continuations = [PROMPT[50:51], PROMPT[20:60], PROMPT[10:42], [7]]
+    outcomes = score(gpt, prompt, *continuations)
+    for continuation, outcome in zip(continuations, outcomes, strict=True):
+        assert outcome.prompt_start == prompt_length
+        check_scores(gpt, prompt + continuation, prompt_length, outcome)
+
+
+@pytest.mark.parametrize("length", [1, 2, 32, 33, 75])
+def test_a_text_is_scored_as_a_whole(gpt: GPT, length: int) -> None:
+    (outcome,) = score(gpt, PROMPT[:length])
+    assert outcome.prompt_start == 0
+    check_scores(gpt, PROMPT[:length], 0, outcome)
+
+
+def test_the_prompt_is_computed_once() -> None:
+    outcomes = score(tiny_gpt(), PROMPT[:70], [1, 2], [3], [4, 5, 6])
+    assert [outcome.ended.cached_tokens for outcome in outcomes] == [0, 64, 64]
+
+
+def test_a_score_is_the_same_bits_alone_and_among_others() -> None:
+    gpt = tiny_gpt()
+    together = score(gpt, PROMPT[:60], [1, 2, 3], [4, 5], PROMPT[:30], top=2)
+    for continuation, outcome in zip([[1, 2, 3], [4, 5], PROMPT[:30]], together, strict=True):
+        (alone,) = score(gpt, PROMPT[:60], continuation, top=2)
+        assert alone.prompt == outcome.prompt
+
+
+def test_scores_equal_a_generations_prompt_logprobs() -> None:
+    gpt = tiny_gpt()
+    generated = run(gpt, generation("g", PROMPT, prompt_logprobs=3))["g", 0].prompt
+    assert score(gpt, PROMPT, top=3)[0].prompt == generated
+
+
+def test_the_likeliest_of_each_place() -> None:
+    gpt = tiny_gpt()
+    (outcome,) = score(gpt, PROMPT[:20], PROMPT[20:30], top=4)
+    plain = gpt(torch.tensor([PROMPT[:30]])).logits[0]
+    for position, token in enumerate(outcome.prompt, start=20):
+        best = plain[position - 1].topk(4).indices.tolist()
+        assert [one.token_id for one in token.top] == best
+
+
+@pytest.mark.parametrize(
+    ("prompt", "continuations", "top", "param"),
+    [
+        ([], ((1,),), 0, "prompt"),
+        ([257], (), 0, "prompt"),
+        ([1], ((1,), ()), 0, "continuations"),
+        ([1], ((257,),), 0, "continuations"),
+        ([1] * 100, ((1,), (2,) * 29), 0, "prompt"),
+        ([1], (), 258, "top"),
+        ([1], (), -1, "top"),
+    ],
+)
+def test_what_cannot_be_scored_is_refused(
+    prompt: list[int], continuations: Any, top: int, param: str
+) -> None:
+    request = ScoreRequest(
+        request_id="a", token_ids=tuple(prompt), continuations=continuations, top=top
+    )
+    driven = Driven(tiny_gpt())
+    with pytest.raises(InvalidRequest) as raised:
+        driven.add(request)
+    assert raised.value.param == param
+    assert not driven.engine.has_work()
+
+
+def test_an_aborted_score_leaves_the_others() -> None:
+    driven = Driven(tiny_gpt(), slots=2, prefill_chunk=32)
+    for name in ("kept", "aborted"):
+        driven.add(score_request(name, PROMPT[:70], [1], [2], [3]))
+    driven.step()
+    driven.abort("aborted")
+    outcomes = driven.drain()
+    assert {outcomes["kept", i].ended.reason for i in range(3)} == {FinishReason.STOP}
+    assert {outcomes["aborted", i].ended.reason for i in range(3)} == {FinishReason.ABORT}

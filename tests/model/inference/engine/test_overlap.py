@@ -1,0 +1,465 @@
+"""Steps ahead change when a step is computed, and nothing of what anybody is told.
+
+Engines whose decoder launches steps, on a device that does everything as late as it may, beside
+the same engines with a decoder that does not. Both play the same commands, and every step of one is
+held to the same step of the other: events, counts, times, whether there is more to do.
+"""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from model.inference.engine.api import (
+    Event,
+    FinishReason,
+    GenerationRequest,
+    RowsEvent,
+    SamplingParams,
+    TokenEvent,
+)
+from model.inference.engine.runner import DecoderMaker
+from model.inference.kernels.cuda.decoder import GraphDecoder
+from model.inference.kernels.eager.decoder import Collect
+from model.inference.kv_cache import KVCache
+from model.inference.reference import generate
+from model.inference.sampling.sample import Draws
+from model.transformer.gpt import GPT
+from tests.model.factories import tiny_gpt
+from tests.model.inference.engine.harness import (
+    Driven,
+    FakeClock,
+    Steps,
+    assert_is_reference,
+    generation,
+    params,
+    random_params,
+    random_prompt,
+    rows_request,
+    small_gpt,
+)
+from tests.model.inference.engine.test_engine import failing_gpt
+from tests.model.inference.kernels.late import LateDecoder, LateDevice
+
+VOCABULARY = 40
+CONFIG = small_gpt().config
+OLD, NEW = tiny_gpt(CONFIG, seed=1), tiny_gpt(CONFIG, seed=2)
+
+
+class Launching(LateDecoder):
+    """A late decoder that counts what it is asked for."""
+
+    def __init__(self, gpt: GPT, cache: KVCache, **wishes: Any) -> None:
+        super().__init__(LateDevice(), gpt, cache, **wishes)
+        self.decoded = self.launched = self.launched_behind = 0
+
+    def decode(
+        self, token_ids: Sequence[int], slots: Sequence[int], positions: Sequence[int]
+    ) -> torch.Tensor:
+        self.decoded += 1
+        return super().decode(token_ids, slots, positions)
+
+    def launch(
+        self,
+        token_ids: Sequence[int],
+        slots: Sequence[int],
+        positions: Sequence[int],
+        draws: Draws,
+    ) -> Collect:
+        self.launched += 1
+        return super().launch(token_ids, slots, positions, draws)
+
+    def launch_behind(
+        self, rows: Sequence[int], slots: Sequence[int], positions: Sequence[int], draws: Draws
+    ) -> Collect:
+        self.launched_behind += 1
+        return super().launch_behind(rows, slots, positions, draws)
+
+
+def launching(driven: Driven) -> Launching:
+    decoder = driven.engine._runner._decoder
+    assert isinstance(decoder, Launching)
+    return decoder
+
+
+# What happens to an engine: (what, numbers that say how).
+Command = tuple[str, int, int]
+
+prompts = st.builds(
+    lambda block, rest, last: [block] * 32 * (rest > 10) + [last] * max(1, rest),
+    block=st.integers(0, 1),
+    rest=st.integers(0, 40),
+    last=st.integers(0, 3),
+)
+
+
+@dataclass(frozen=True)
+class Ask:
+    """A request to come, which gets its name when it does."""
+
+    kind: str
+    prompt: tuple[int, ...]
+    n: int
+    max_tokens: int
+    seed: int
+    patience: int | None
+
+    def request(self, name: str, now: float) -> Any:
+        deadline = None if self.patience is None else now + self.patience
+        if self.kind == "rows":
+            return rows_request(name, self.prompt, deadline=deadline)
+        rng = random.Random(self.seed)
+        asking = random_params(rng, self.max_tokens, VOCABULARY)
+        sampling = plain_params(rng, self.max_tokens)
+        if self.kind == "constraint":
+            constraint = Steps(VOCABULARY, by=3, length=rng.choice([None, 4]))
+            sampling = replace(sampling, constraint=constraint)
+        return generation(
+            name,
+            self.prompt,
+            n=self.n,
+            deadline=deadline,
+            prompt_logprobs=rng.choice([None, None, 1]),
+            priority=rng.choice([0, 0, 1]),
+            sampling=asking if self.kind == "asking" else sampling,
+        )
+
+
+def plain_params(rng: random.Random, max_tokens: int) -> SamplingParams:
+    """Draws without a question: greedy, sampled, filtered, and ends by a stop token."""
+    return params(
+        max_tokens,
+        seed=rng.getrandbits(64),
+        temperature=rng.choice([0.0, 1.0, 1.5]),
+        top_k=rng.choice([0, 0, 7]),
+        top_p=rng.choice([1.0, 1.0, 0.8]),
+        stop_token_ids=frozenset(rng.sample(range(VOCABULARY), rng.choice([0, 1, 3]))),
+    )
+
+
+asks = st.builds(
+    Ask,
+    kind=st.sampled_from(["plain"] * 6 + ["asking", "constraint", "rows"]),
+    prompt=prompts.map(tuple),
+    n=st.sampled_from([1, 1, 1, 2, 3]),
+    max_tokens=st.integers(1, 20),
+    seed=st.integers(0, 2**32),
+    patience=st.sampled_from([None, None, None, 1, 4]),
+)
+steps = st.tuples(st.just("step"), st.integers(1, 6), st.just(0))
+others = st.one_of(
+    st.tuples(st.just("abort"), st.integers(0, 5), st.integers(-1, 2)),
+    st.tuples(st.just("wait"), st.integers(1, 3), st.just(0)),
+    st.tuples(st.just("swap"), st.integers(0, 1), st.just(0)),
+    st.tuples(st.just("grant"), st.integers(0, 5), st.just(0)),
+)
+plays = st.lists(st.one_of(asks, steps, steps, others), min_size=2, max_size=25)
+
+
+class Played:
+    """An engine that plays commands, and all that it says meanwhile."""
+
+    def __init__(
+        self, gpt: GPT = OLD, make: DecoderMaker | None = None, *, slots: int = 3, **wishes: Any
+    ) -> None:
+        make = make or partial(Launching, **({"batch_invariant": True} | wishes))
+        self.clock = FakeClock()
+        self.driven = Driven(gpt, self.clock, make_decoder=make, slots=slots)
+        self.asked: list[Any] = []
+        self.said: list[Any] = []
+
+    def play(self, commands: Sequence[Ask | Command]) -> list[Any]:
+        for command in commands:
+            if isinstance(command, Ask):
+                request = command.request(str(len(self.asked)), self.clock.now)
+                self.asked.append(request)
+                self.driven.add(request)
+            else:
+                self.obey(*command)
+            self.said.append(self.driven.engine.has_work())
+        for request in self.asked:
+            for _ in range(10):
+                self.driven.engine.grant(request.request_id)
+        while self.driven.engine.has_work():
+            self.step()
+        self.driven.step()  # deadlines of those that wait for nothing
+        assert not self.driven.unfinished
+        assert self.driven.engine.stats().slots_used == 0
+        self.driven.engine.close()
+        return self.said
+
+    def obey(self, what: str, number: int, index: int) -> None:
+        engine = self.driven.engine
+        match what:
+            case "step":
+                for _ in range(number):
+                    self.step()
+            case "abort":
+                events = engine.abort(str(number), None if index < 0 else index)
+                self.driven.record(events)
+                self.say(events)
+            case "wait":
+                self.clock.now += number
+            case "swap":
+                engine.swap_weights(NEW if number else OLD)
+                self.said.append(engine.swapping())
+            case "grant":
+                engine.grant(str(number))
+
+    def step(self) -> None:
+        result = self.driven.step()
+        self.said.append(replace(result, events=()))
+        self.say(result.events)
+        self.said += [self.driven.engine.stats(), self.driven.engine.has_work()]
+
+    def say(self, events: Sequence[Event]) -> None:
+        for event in events:
+            if isinstance(event, RowsEvent):
+                self.said.append((event.request_id, event.positions, event.rows.tolist()))
+            else:
+                self.said.append(event)
+
+
+@settings(max_examples=150)
+@given(commands=plays, slots=st.integers(1, 4))
+def test_every_step_says_what_it_says_without(commands: list[Ask | Command], slots: int) -> None:
+    """Requests of every kind, aborts, deadlines, new weights, at any moment. Batch-invariant: a row
+    of somebody who has ended may be company in a step that is in flight, and must change no bit."""
+    ahead = Played(slots=slots).play(commands)
+    assert ahead == Played(slots=slots, ahead=False).play(commands)
+
+
+@settings(max_examples=75)
+@given(commands=st.lists(st.one_of(asks, steps, steps), min_size=2, max_size=15))
+def test_the_tokens_are_the_references(commands: list[Ask | Command]) -> None:
+    """With steps of several sizes, too."""
+    played = Played(batch_invariant=False)
+    played.play(commands)
+    for request in played.asked:
+        if isinstance(request, GenerationRequest):
+            for index in range(request.n):
+                outcome = played.driven.outcomes[request.request_id, index]
+                assert outcome.ended.reason is not FinishReason.ERROR
+                if outcome.ended.reason is not FinishReason.TIMEOUT:
+                    assert_is_reference(
+                        OLD, request.token_ids, request.params, index, outcome.token_ids
+                    )
+
+
+@settings(max_examples=75)
+@given(
+    prompts=st.lists(prompts, min_size=1, max_size=5),
+    waits=st.lists(st.integers(0, 6), min_size=5, max_size=5),
+    fails_at=st.sets(st.integers(1, 30), min_size=1, max_size=3),
+)
+def test_a_decoder_that_raises_fails_the_step_that_it_fails_without(
+    prompts: list[list[int]], waits: list[int], fails_at: set[int]
+) -> None:
+    """What is raised by a launch is raised when its tokens are due, and not before: those of the
+    step in front of it are there. Sequences end by their length, so the forwards are the same."""
+    said = []
+    for ahead in (True, False):
+        make = partial(GraphDecoder, batch_invariant=True, ahead=ahead)
+        played = Played(failing_gpt(OLD, *fails_at), make)
+        said.append(ask_in_turn(played, prompts, waits))
+    assert said[0] == said[1]
+
+
+@settings(max_examples=75)
+@given(
+    prompts=st.lists(prompts, min_size=1, max_size=5),
+    waits=st.lists(st.integers(0, 6), min_size=5, max_size=5),
+    fails_at=st.sets(st.integers(1, 30), min_size=1, max_size=3),
+)
+def test_a_device_that_fails_while_it_is_waited_for_fails_nobody_else(
+    prompts: list[list[int]], waits: list[int], fails_at: set[int]
+) -> None:
+    """A step has failed when the one behind it is in flight: who was in it is told, once."""
+    played = Played(failing_gpt(OLD, *fails_at))
+    ask_in_turn(played, prompts, waits)
+    for number, prompt in enumerate(prompts):
+        outcome = played.driven.outcomes[str(number), 0]
+        if outcome.ended.reason is FinishReason.ERROR:
+            assert (outcome.ended.error or "").startswith("the model failed: RuntimeError: no mem")
+        else:
+            sampling = params(3 + 2 * number)
+            assert_is_reference(OLD, prompt, sampling, 0, outcome.token_ids)
+
+
+def ask_in_turn(played: "Played", prompts: list[list[int]], waits: list[int]) -> list[Any]:
+    """Prompts that come some steps after one another, and what was said until all have ended."""
+    for number, (prompt, wait) in enumerate(zip(prompts, waits, strict=False)):
+        played.driven.add(generation(str(number), prompt, max_tokens=3 + 2 * number))
+        played.obey("step", wait, 0)
+    return played.play([])
+
+
+def test_all_steps_but_the_first_are_in_flight_when_they_are_due() -> None:
+    """And none of them is waited for before the one in front of it was told."""
+    driven = Played().driven
+    device = launching(driven).late
+    driven.add(generation("a", [1, 2, 3], max_tokens=10))
+    driven.add(generation("b", [4, 5], max_tokens=7, temperature=1.0))
+    driven.step()  # the prompts, and first tokens
+    for decoded in range(1, 9):
+        result = driven.step()
+        assert result.decoded_sequences == (2 if decoded <= 6 else 1)
+        assert not device.idle(), "the next step has been launched, and nobody waited for it"
+    driven.step()
+    assert device.idle(), "there is nothing behind the last token"
+    assert not driven.engine.has_work()
+    decoder = launching(driven)
+    assert (decoder.decoded, decoder.launched, decoder.launched_behind) == (0, 1, 8)
+
+
+def test_a_prompt_that_comes_meanwhile_is_computed_beside_what_is_in_flight() -> None:
+    driven = Played().driven
+    decoder = launching(driven)
+    driven.add(generation("early", [1, 2, 3], max_tokens=30))
+    for _ in range(5):
+        driven.step()
+    forwards = (decoder.launched, decoder.launched_behind)
+    driven.add(generation("late", [4, 5, 6], max_tokens=5))
+    events = driven.step().events
+    assert [event.request_id for event in events if isinstance(event, TokenEvent)] == [
+        "late",
+        "early",
+    ]
+    assert (decoder.launched, decoder.launched_behind) == forwards, "nothing is computed again"
+    for _ in range(3):
+        assert driven.step().decoded_sequences == 2
+    assert (decoder.launched, decoder.launched_behind) == (forwards[0] + 1, forwards[1] + 3)
+    assert decoder.decoded == 0
+
+
+@pytest.mark.parametrize("ends_by", ["abort", "stop", "deadline"])
+def test_whoever_has_the_slot_next_sees_nothing_of_what_was_in_flight(ends_by: str) -> None:
+    """The token in flight is far behind the next prompt, and not finite: it must be gone, not only
+    masked, when the slot's next sequence comes by."""
+    prompt = random_prompt(random.Random(11), 50)
+    text = generate(OLD, prompt, params(4))
+    assert len(set(text)) == 4
+    stop = frozenset(text[3:] if ends_by == "stop" else [])
+    played = Played(slots=2, batch_invariant=False)
+    driven, cache = played.driven, played.driven.engine._runner.cache
+    deadline = played.clock.now + 1 if ends_by == "deadline" else None
+    driven.add(generation("beside", [1], max_tokens=40))
+    driven.add(generation("ends", prompt, max_tokens=20, stop_token_ids=stop, deadline=deadline))
+    for _ in range(5):  # two for the prompt
+        driven.step()
+    if ends_by == "abort":
+        driven.abort("ends")
+    played.clock.now += 2
+    launching(driven).late.finish()
+    assert cache._written[1] == 54
+    cache.keys[:, 1, :, 53:54] = cache.values[:, 1, :, 53:54] = torch.nan
+    driven.add(generation("next", [5, 6], max_tokens=40))
+    outcomes = driven.drain()
+    assert outcomes["ends", 0].token_ids == text[: len(outcomes["ends", 0].token_ids)]
+    for name, prompt in (("beside", [1]), ("next", [5, 6])):
+        assert outcomes[name, 0].token_ids == generate(OLD, prompt, params(40))
+
+
+def test_numbers_that_are_not_finite_end_their_sequence_alone() -> None:
+    """The step behind is in flight when that is seen, and goes on from no token."""
+    broken = small_gpt(tied_head=False)
+    clean = small_gpt(tied_head=False)
+    prompt, beside = [1, 2, 4], [4, 5]
+    text = generate(clean, prompt, params(4))
+    others = generate(clean, beside, params(8))
+    assert text[2] not in [*prompt, *text[:2], *beside, *others]
+    broken.token_embedding.weight[text[2]] = torch.nan
+    driven = Played(broken).driven
+    driven.add(generation("spoilt", prompt, max_tokens=20))
+    driven.add(generation("beside", beside, max_tokens=8))
+    outcomes = driven.drain()
+    assert outcomes["spoilt", 0].token_ids == text[:3]
+    assert outcomes["spoilt", 0].ended.error == (
+        "the model computed logits that are not finite for this sequence"
+    )
+    assert outcomes["beside", 0].token_ids == others
+    assert launching(driven).launched_behind > 5
+
+
+def test_new_weights_come_while_a_step_of_the_old_is_in_flight() -> None:
+    """The last of those who had begun is aborted: its step is under way in recordings that are
+    about to go, over the cache in which the next prompt will stand."""
+    driven = Played(slots=1).driven
+    prompt = random_prompt(random.Random(1), 40)
+    driven.add(generation("old", [1, 2, 3], max_tokens=50))
+    driven.step()
+    driven.step()
+    before = launching(driven)
+    assert not before.late.idle()
+    driven.engine.swap_weights(NEW)
+    driven.add(generation("new", prompt))
+    driven.step()
+    assert driven.engine.swapping()
+    driven.abort("old")
+    assert before.late.idle()
+    assert launching(driven) is not before
+    assert not driven.engine.swapping()
+    assert driven.drain()["new", 0].token_ids == generate(NEW, prompt, params())
+
+
+def test_an_engine_is_closed_while_a_step_is_in_flight() -> None:
+    driven = Played().driven
+    driven.add(generation("a", [1, 2, 3], max_tokens=50))
+    driven.step()
+    driven.step()
+    assert not launching(driven).late.idle()
+    driven.engine.close()
+    assert launching(driven).late.idle()
+
+
+def test_everybody_in_flight_goes_and_there_is_nothing_to_do() -> None:
+    driven = Played().driven
+    driven.add(generation("a", [1, 2, 3], n=2, max_tokens=50))
+    for _ in range(3):
+        driven.step()
+    driven.abort("a")
+    assert not driven.engine.has_work()
+    result = driven.engine.step()
+    assert (result.events, result.decoded_sequences) == ((), 0)
+    driven.add(generation("b", [7, 8], max_tokens=6))
+    assert driven.drain()["b", 0].token_ids == generate(OLD, [7, 8], params(6))
+
+
+@pytest.mark.parametrize(
+    "wish",
+    [
+        {"logprobs": 0},
+        {"repetition_penalty": 1.1},
+        {"logit_bias": {3: 1.0}},
+        {"min_tokens": 2},
+        {"constraint": Steps(VOCABULARY)},
+    ],
+    ids=lambda wish: next(iter(wish)),
+)
+def test_no_step_is_ahead_of_one_whose_rows_ask_for_more(wish: dict[str, Any]) -> None:
+    driven = Played().driven
+    driven.add(generation("plain", [1, 2], max_tokens=12))
+    driven.add(generation("asks", [3, 4], max_tokens=5, **wish))
+    driven.step()
+    for _ in range(4):
+        driven.step()
+        assert launching(driven).late.idle()
+    decoder = launching(driven)
+    assert (decoder.launched, decoder.decoded) == (0, 4)
+    driven.step()  # of the plain one alone
+    assert not decoder.late.idle()
+
+
+def test_drafts_and_steps_ahead_exclude_each_other() -> None:
+    make = partial(Launching, batch_invariant=True)
+    driven = Driven(OLD, make_decoder=make, speculate="ngram")
+    driven.add(generation("a", [1, 2, 3], max_tokens=9))
+    outcomes = driven.drain()
+    assert launching(driven).launched == 0
+    assert outcomes["a", 0].token_ids == generate(OLD, [1, 2, 3], params(9))

@@ -1,0 +1,156 @@
+"""Runner: a position's bits depend on its phase, its text and the weights, on nothing beside it."""
+
+from collections.abc import Sequence as Many
+
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+
+from model.inference.engine.runner import Runner
+from model.inference.engine.scheduler import PrefillChunk, StepPlan
+from model.inference.engine.sequence import Group, Sequence, State
+from model.inference.kernels.eager import decoder as plain
+from model.inference.sampling.sampler import Sampled
+from model.transformer.gpt import GPT
+from tests.model.factories import FAMILIES, random_ids, tiny_config, tiny_gpt
+from tests.model.inference.engine.harness import (
+    generation,
+    params,
+    rows_request,
+    skip_unless_rows_depend_on_their_number,
+)
+
+# In bfloat16 torch chooses the kernel of a very small product (rows * width * width up to 4096) by
+# the number of rows: no model that is served is as narrow, but `tiny_config` is.
+WIDTH = {"d_model": 48}
+ODD = {"n_head": 3, "d_model": 54, "d_ff": 111}
+
+
+@pytest.fixture(params=[*FAMILIES, "odd"])
+def gpt(request: pytest.FixtureRequest) -> GPT:
+    overrides = ODD if request.param == "odd" else {**FAMILIES[request.param], **WIDTH}
+    return tiny_gpt(tiny_config(**overrides))
+
+
+@pytest.fixture(params=[torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    dtype: torch.dtype = request.param
+    return dtype
+
+
+def sequence(slot: int, prompt: Many[int]) -> Sequence:
+    one = Sequence(Group(generation(str(slot), prompt)), 0, 0.0)
+    one.slot, one.state = slot, State.PREFILL
+    return one
+
+
+@torch.inference_mode()
+def prefill(runner: Runner, slot: int, prompt: Many[int], cuts: Many[int]) -> Tensor:
+    """Hidden states of a prompt computed in chunks that end at `cuts` and at its end."""
+    one = sequence(slot, prompt)
+    ends = [*cuts, len(prompt)]
+    return torch.cat(
+        [
+            runner.prefill(PrefillChunk(one, start, end)).hidden
+            for start, end in zip([0, *cuts], ends, strict=True)
+        ]
+    )
+
+
+def test_chunks_do_not_change_a_prompts_bits(gpt: GPT, dtype: torch.dtype) -> None:
+    runner = Runner(gpt.to(dtype), slots=3)
+    prompt = random_ids(117).tolist()
+    whole = prefill(runner, 0, prompt, [])
+    for cuts in ([32], [96], [32, 64, 96], [64, 96]):
+        assert torch.equal(prefill(runner, 1, prompt, cuts), whole), cuts
+    assert torch.equal(runner.cache.keys[:, 1, :, :117], runner.cache.keys[:, 0, :, :117])
+    assert torch.equal(runner.cache.values[:, 1, :, :117], runner.cache.values[:, 0, :, :117])
+    with torch.inference_mode():  # A shorter prompt, and one that copies.
+        assert torch.equal(prefill(runner, 2, prompt[:70], []), whole[:70])
+        rest = runner.prefill(PrefillChunk(sequence(1, prompt), 64, 117, copy_from=2)).hidden
+    assert torch.equal(rest, whole[64:])
+
+
+def test_company_does_not_change_a_decoded_rows_bits(gpt: GPT, dtype: torch.dtype) -> None:
+    """One row of 1, 2, 3, ... 33 that decode together, first, last or in the middle."""
+    slots = 33
+    runner = Runner(gpt.to(dtype), slots)
+    ids = random_ids(slots, 60)
+    everybody = []
+    for slot in range(slots):
+        prompt = ids[slot, : 20 + slot].tolist()
+        prefill(runner, slot, prompt, [])
+        one = sequence(slot, prompt)
+        one.tokens.append(slot)
+        one.computed = len(prompt)
+        everybody.append(one)
+
+    @torch.inference_mode()
+    def logits(company: Many[int]) -> Tensor:
+        return runner.decode(tuple(everybody[i] for i in company))
+
+    alone = torch.cat([logits([i]) for i in range(slots)])
+    for count in (2, 3, 4, 5, 7, 8, 12, 13, 31, 33):
+        company = torch.randperm(slots, generator=torch.Generator().manual_seed(count))[:count]
+        assert torch.equal(logits(company.tolist()), alone[company]), count
+
+
+def test_one_run_serves_prefill_decode_and_rows() -> None:
+    """Every kind of work in one plan, each as the plain forward has it."""
+    gpt = tiny_gpt()
+    runner = Runner(gpt, slots=4)
+    ids = random_ids(3, 80)
+    expected = gpt(ids).logits
+    decoding = sequence(0, ids[0, :40].tolist())
+    runner.run(StepPlan(prefill=(PrefillChunk(decoding, 0, 40),), decode=()))
+    decoding.tokens.append(int(ids[0, 40]))
+    decoding.computed, decoding.state = 40, State.DECODE
+    prompt = Sequence(
+        Group(generation("prompt", ids[1].tolist(), sampling=params(logprobs=257))), 0, 0.0
+    )
+    prompt.slot = 1
+    wanted = (3, 31, 32, 60)
+    rows = Sequence(
+        Group(rows_request("rows", ids[2].tolist(), wanted, columns=(5, 0, 256))), 0, 0.0
+    )
+    rows.slot = 2
+    unfinished = sequence(3, ids[1].tolist())
+    output = runner.run(
+        StepPlan(
+            prefill=(
+                PrefillChunk(prompt, 0, 80),
+                PrefillChunk(rows, 0, 64),
+                PrefillChunk(unfinished, 0, 64),
+            ),
+            decode=(decoding,),
+        )
+    )
+    assert output.sampled.keys() == {prompt, decoding}
+    assert output.sampled[decoding] == int(expected[0, 40].argmax())
+    sampled = output.sampled[prompt]
+    assert isinstance(sampled, Sampled)
+    assert sampled.token_id == int(expected[1, 79].argmax())
+    logprobs = expected[1, 79].log_softmax(dim=-1)
+    for token in sampled.top:
+        assert abs(token.logprob - float(logprobs[token.token_id])) < 2e-3
+    assert output.rows.keys() == {rows}
+    assert output.rows[rows].positions == wanted
+    values = torch.from_numpy(output.rows[rows].values)
+    assert_close(values, expected[2, list(wanted)][:, [5, 0, 256]], atol=2e-3, rtol=1e-3)
+
+
+def test_padding_is_what_keeps_the_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The inverse: without ROW_GROUP, rows differ on a machine whose matrix product does that."""
+    gpt = tiny_gpt(tiny_config(**WIDTH))
+    skip_unless_rows_depend_on_their_number()
+    monkeypatch.setattr(plain, "ROW_GROUP", 1)
+    with pytest.raises(AssertionError):
+        test_company_does_not_change_a_decoded_rows_bits(gpt, torch.float32)
+
+
+def test_a_model_in_training_mode_is_refused() -> None:
+    """It would apply its dropout to what it serves, and say nothing."""
+    gpt = tiny_gpt(tiny_config(dropout=0.1)).train()
+    with pytest.raises(ValueError, match="training mode"):
+        Runner(gpt, 1)

@@ -1,0 +1,550 @@
+"""Scheduler: fair, bounded, and never mistaken about what a row of the cache holds.
+
+The plans are carried out on a cache of words instead of tensors: each cell remembers the tokens
+that it was computed from. So a copy of a row that was overwritten, a position that was skipped or
+a prefix that was never there shows at the first step that would compute with it.
+"""
+
+import itertools
+import random
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import pytest
+
+from model.inference.engine.api import EngineConfig, Request
+from model.inference.engine.scheduler import MANY_ROWS, REST, PrefillChunk, Scheduler, StepPlan
+from model.inference.engine.sequence import ROWS_CREDIT, Group, Sequence, State
+from model.transformer.config import BLOCK
+from tests.model.inference.engine.harness import generation, rows_request
+
+CHUNK = 64
+ROWS_BUDGET = 32
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What one position of a row holds: the keys and values of the last of these tokens."""
+
+    tokens: tuple[int, ...]
+    prefilled: bool
+    step: float  # when it was computed; a copy keeps it
+
+
+class Simulation:
+    """A scheduler, and the cache that its plans write."""
+
+    def __init__(
+        self, slots: int, *, prefill_chunk: int = CHUNK, prefix_reuse: bool = True
+    ) -> None:
+        self.scheduler = Scheduler(
+            EngineConfig(slots=slots, prefill_chunk=prefill_chunk, prefix_reuse=prefix_reuse),
+            row_width=lambda request: 1,
+        )
+        self.scheduler.rows_budget = ROWS_BUDGET
+        self.cells: list[dict[int, Cell]] = [{} for _ in range(slots)]
+        self.admitted: list[Sequence] = []
+        self.now = 0.0
+
+    def add(self, request: Request, n: int = 1) -> list[Sequence]:
+        group = Group(request)
+        sequences = [Sequence(group, index, self.now) for index in range(n)]
+        for sequence in sequences:
+            self.scheduler.enqueue(sequence)
+        return sequences
+
+    def step(self) -> StepPlan:
+        """Plan, check the plan, and carry it out as the engine and the runner do."""
+        self.now += 1
+        decoding = [s for s in self.scheduler.running if s.state is State.DECODE]
+        has_work = self.scheduler.has_work()
+        plan = self.scheduler.plan(self.now)
+        assert bool(plan) == has_work
+        assert list(plan.decode) == decoding, "a running sequence was left out"
+        self.admitted += [s for s in self.scheduler.running if s.admitted == self.now]
+        self.check_shares(plan)
+        for chunk in plan.prefill:
+            self.prefill(chunk)
+        for sequence in plan.decode:
+            self.decode(sequence)
+        for chunk in plan.prefill:
+            self.scheduler.prefilled(chunk, self.now)
+            if chunk.sequence.rows is not None:
+                self.hand_out(chunk)
+            elif chunk.completes_prompt:
+                self.append(chunk.sequence)
+        for sequence in plan.decode:
+            sequence.computed += 1
+            self.append(sequence)
+        self.scheduler.check_integrity()
+        return plan
+
+    def check_shares(self, plan: StepPlan) -> None:
+        """First come, first served, within the budget, in whole blocks."""
+        assert len({chunk.sequence for chunk in plan.prefill}) == len(plan.prefill)
+        spent = sum(-(-(chunk.end - chunk.start) // BLOCK) * BLOCK for chunk in plan.prefill)
+        assert spent <= self.scheduler.config.prefill_chunk
+        for chunk in plan.prefill:
+            assert chunk.start % BLOCK == 0
+            assert chunk.start < chunk.end
+            assert chunk.end % BLOCK == 0 or chunk.completes_prompt
+        rows = sum(map(rows_in, plan.prefill))
+        assert rows <= ROWS_BUDGET
+        # Who is served is who came first of those that may compute, and there is no need to stop
+        # serving before the budget is spent, nor to pass over anybody but for the rows' own budget.
+        able = [s for s in self.scheduler.running if s.state is State.PREFILL and s.may_compute]
+        served = [chunk.sequence for chunk in plan.prefill]
+        assert served == [s for s in able if s in served]
+        if spent < self.scheduler.config.prefill_chunk:
+            passed_over = [s for s in able if s not in served]
+            assert not passed_over or rows
+            assert all(s.rows is not None for s in passed_over)
+        for chunk in plan.prefill[:-1]:
+            whole = chunk.completes_prompt or chunk.sequence.rows is not None
+            assert whole, "a later prompt was served while an earlier one could have gone on"
+
+    def prefill(self, chunk: PrefillChunk) -> None:
+        sequence = chunk.sequence
+        assert sequence.slot is not None
+        cells = self.cells[sequence.slot]
+        if sequence.cached == chunk.start:  # the first chunk
+            assert (chunk.copy_from is not None) == (chunk.start > 0)
+            assert sequence.cached == self.best_prefix(sequence)
+            if chunk.copy_from is not None:
+                source = self.cells[chunk.copy_from]
+                cells.update({p: source[p] for p in range(chunk.start)})
+            for position in [p for p in cells if p >= chunk.start]:
+                del cells[position]
+        else:
+            assert chunk.copy_from is None
+        self.check_cells(sequence, chunk.start)
+        padded_end = -(-chunk.end // BLOCK) * BLOCK
+        for position in range(chunk.start, padded_end):
+            real = position < chunk.end
+            tokens = tuple(sequence.tokens[: position + 1]) if real else ()
+            cells[position] = Cell(tokens, real, self.now)
+
+    def decode(self, sequence: Sequence) -> None:
+        assert sequence.slot is not None
+        assert sequence.computed == len(sequence.tokens) - 1
+        self.check_cells(sequence, sequence.computed)
+        self.cells[sequence.slot][sequence.computed] = Cell(tuple(sequence.tokens), False, self.now)
+
+    def check_cells(self, sequence: Sequence, end: int) -> None:
+        """Positions [0, end) of a sequence's row hold what its own tokens give."""
+        assert sequence.slot is not None
+        cells = self.cells[sequence.slot]
+        for position in range(end):
+            assert cells[position].tokens == tuple(sequence.tokens[: position + 1])
+            if position < sequence.prompt_length:
+                assert cells[position].prefilled
+
+    def best_prefix(self, sequence: Sequence) -> int:
+        """The most whole blocks that any row holds from before this step, short of the first
+        position asked for."""
+        if not self.scheduler.config.prefix_reuse:
+            return 0
+
+        def shared(cell: Cell | None, position: int) -> bool:
+            return (
+                cell is not None
+                and cell.prefilled
+                and cell.step < self.now
+                and cell.tokens == tuple(sequence.tokens[: position + 1])
+            )
+
+        return max(
+            end
+            for cells in self.cells
+            for end in range(0, sequence.first_needed + 1, BLOCK)
+            if all(shared(cells.get(position), position) for position in range(end))
+        )
+
+    def hand_out(self, chunk: PrefillChunk) -> None:
+        if rows_in(chunk):
+            chunk.sequence.credit -= 1
+        if chunk.completes_prompt:
+            self.scheduler.remove(chunk.sequence)
+
+    def append(self, sequence: Sequence) -> None:
+        assert sequence.generation is not None
+        sequence.tokens.append(1000 + len(sequence.tokens))
+        if sequence.generated == sequence.generation.params.max_tokens:
+            self.scheduler.remove(sequence)
+
+    def drain(self) -> None:
+        for _ in range(10_000):
+            if not self.scheduler.has_work():
+                return
+            self.step()
+        raise AssertionError("it never ends")
+
+
+def rows_in(chunk: PrefillChunk) -> int:
+    """Rows that a chunk hands out."""
+    request = chunk.sequence.rows
+    return sum(chunk.start <= p < chunk.end for p in request.positions) if request else 0
+
+
+def blocks(*tokens: int, rest: int = 0) -> list[int]:
+    """Whole blocks of one token id each, and a shorter rest of zeros."""
+    return list(itertools.chain.from_iterable([token] * BLOCK for token in tokens)) + [0] * rest
+
+
+def states(sequences: Iterable[Sequence]) -> list[State]:
+    return [sequence.state for sequence in sequences]
+
+
+def test_first_come_first_served() -> None:
+    simulation = Simulation(slots=2)
+    sequences = [
+        sequence
+        for i, (length, max_tokens) in enumerate([(40, 1), (10, 30), (100, 2), (1, 1), (70, 5)])
+        for sequence in simulation.add(generation(str(i), [i] * length, max_tokens=max_tokens))
+    ]
+    simulation.drain()
+    assert simulation.admitted == sequences
+    assert states(sequences) == [State.FINISHED] * 5
+
+
+def test_a_long_prompt_delays_nobody_by_more_than_a_chunk() -> None:
+    """While 20 chunks of a prompt are computed, who was running gets a token in every step."""
+    simulation = Simulation(slots=3)
+    (running,) = simulation.add(generation("short", [1], max_tokens=50))
+    simulation.step()
+    (long,) = simulation.add(generation("long", [2] * CHUNK * 20))
+    for step in range(20):
+        assert long.computed == step * CHUNK
+        plan = simulation.step()
+        assert plan.decode == (running,)
+        assert running.generated == step + 2
+    assert long.state is State.DECODE
+
+
+def test_short_prompts_share_a_step() -> None:
+    simulation = Simulation(slots=4)
+    simulation.add(generation("a", [1] * 20))
+    simulation.add(generation("b", [2] * 32))
+    simulation.add(generation("c", [3]))
+    first, second = simulation.step(), simulation.step()
+    assert [(chunk.start, chunk.end) for chunk in first.prefill] == [(0, 20), (0, 32)]
+    assert [chunk.sequence.request_id for chunk in second.prefill] == ["c"]
+
+
+def test_a_prompt_is_computed_in_whole_blocks() -> None:
+    simulation = Simulation(slots=2)
+    simulation.add(generation("a", [1] * 33))
+    simulation.add(generation("b", [2] * 130))
+    chunks = [
+        [(chunk.sequence.request_id, chunk.start, chunk.end) for chunk in simulation.step().prefill]
+        for _ in range(4)
+    ]
+    assert chunks == [
+        [("a", 0, 33)],
+        [("b", 0, 64)],
+        [("b", 64, 128)],
+        [("b", 128, 130)],
+    ]
+
+
+def test_a_finished_prompt_is_copied() -> None:
+    simulation = Simulation(slots=3)
+    simulation.add(generation("a", blocks(1, 2, 3, rest=5), max_tokens=1))
+    simulation.drain()
+    (longer,) = simulation.add(generation("b", blocks(1, 2, 3, 4)))
+    (parted,) = simulation.add(generation("c", blocks(1, 2, 9, 9)))
+    (equal,) = simulation.add(generation("d", blocks(1, 2)))  # its last token has to be computed
+    simulation.drain()
+    assert [s.cached for s in (longer, parted, equal)] == [96, 64, 32]
+
+
+def test_a_running_row_is_shared_too() -> None:
+    simulation = Simulation(slots=2)
+    (running,) = simulation.add(generation("a", blocks(1, 2, rest=3), max_tokens=20))
+    simulation.step()
+    simulation.step()
+    assert running.state is State.DECODE
+    (second,) = simulation.add(generation("b", blocks(1, 2, rest=9)))
+    plan = simulation.step()
+    assert plan.prefill == (PrefillChunk(second, 64, 73, copy_from=0),)
+
+
+def test_blocks_are_shared_as_soon_as_they_are_computed() -> None:
+    simulation = Simulation(slots=2, prefill_chunk=32)
+    simulation.add(generation("a", blocks(1, 2, 3, 4, 5)))
+    simulation.step()
+    (second,) = simulation.add(generation("b", blocks(1, 2, 8)))
+    simulation.drain()
+    assert second.cached == 64
+
+
+def test_what_was_decoded_is_not_shared() -> None:
+    simulation = Simulation(slots=2)
+    (first,) = simulation.add(generation("a", blocks(1, rest=30), max_tokens=80))
+    simulation.drain()
+    (second,) = simulation.add(generation("b", [*first.tokens, 5]))
+    simulation.drain()
+    assert len(first.tokens) == 142
+    assert second.cached == 32
+
+
+def test_reuse_can_be_switched_off() -> None:
+    simulation = Simulation(slots=3, prefix_reuse=False)
+    simulation.add(generation("a", blocks(1, 2, rest=1), max_tokens=1))
+    simulation.drain()
+    sequences = simulation.add(generation("b", blocks(1, 2, rest=1), n=3), n=3)
+    simulation.drain()
+    assert [s.cached for s in sequences] == [0, 0, 0]
+    assert len({s.admitted for s in sequences}) == 1  # nothing to wait for
+
+
+def test_rows_that_are_asked_for_are_computed() -> None:
+    """A prefix is copied only up to the first position whose logits are wanted."""
+    simulation = Simulation(slots=4)
+    simulation.add(generation("a", blocks(1, 2, 3), max_tokens=1))
+    simulation.drain()
+    cached = {}
+    for first in (0, 31, 32, 70, 95):
+        (sequence,) = simulation.add(
+            rows_request(str(first), blocks(1, 2, 3), [first, 95][: 96 - first])
+        )
+        simulation.drain()
+        cached[first] = sequence.cached
+    assert cached == {0: 0, 31: 0, 32: 32, 70: 64, 95: 64}
+
+
+def test_siblings_wait_for_the_leader_and_copy() -> None:
+    simulation = Simulation(slots=8)
+    prompt = blocks(1, 2, 3, 4, rest=10)
+    sequences = simulation.add(generation("a", prompt, n=5, max_tokens=3), n=5)
+    (behind,) = simulation.add(generation("b", [9]))
+    computed = []
+    while simulation.scheduler.has_work():
+        plan = simulation.step()
+        computed += [
+            (c.sequence.index, c.start, c.end) for c in plan.prefill if c.sequence is not behind
+        ]
+    assert computed == [(0, 0, 64), (0, 64, 128), (0, 128, 138)] + [
+        (index, 128, 138) for index in range(1, 5)
+    ]
+    # After two steps all four blocks were there: nothing more to wait for, for anybody.
+    assert [s.admitted for s in sequences] == [1.0, 3.0, 3.0, 3.0, 3.0]
+    assert behind.admitted == 3.0
+
+
+def test_siblings_of_a_prompt_without_a_whole_block_do_not_wait() -> None:
+    simulation = Simulation(slots=4)
+    sequences = simulation.add(generation("a", [1] * 32, n=4), n=4)
+    simulation.step()
+    assert [s.admitted for s in sequences] == [1.0] * 4
+
+
+def test_the_next_sibling_leads_when_the_leader_is_aborted() -> None:
+    simulation = Simulation(slots=4, prefill_chunk=32)
+    sequences = simulation.add(generation("a", blocks(1, 2, 3, rest=1), n=3), n=3)
+    simulation.step()
+    simulation.scheduler.remove(sequences[0])
+    simulation.drain()
+    assert [s.cached for s in sequences[1:]] == [32, 96]
+
+
+def test_more_siblings_than_slots() -> None:
+    simulation = Simulation(slots=2)
+    sequences = simulation.add(generation("a", blocks(1, 2, rest=1), n=7, max_tokens=4), n=7)
+    simulation.drain()
+    assert states(sequences) == [State.FINISHED] * 7
+    assert [s.cached for s in sequences] == [0] + [64] * 6
+
+
+def test_a_source_overwritten_earlier_in_the_step_is_not_copied() -> None:
+    """One row holds blocks 1 2 3. Of two prompts admitted together, the first takes that row for
+    block 1 and overwrites the rest, which the second would have copied."""
+    simulation = Simulation(slots=2, prefill_chunk=128)
+    simulation.add(generation("a", blocks(1, 2, 3, rest=1), max_tokens=1))
+    simulation.drain()
+    (first,) = simulation.add(generation("b", blocks(1, 9, rest=1)))
+    (second,) = simulation.add(generation("c", blocks(1, 2, 3, rest=1)))
+    plan = simulation.step()
+    assert [(c.sequence, c.copy_from) for c in plan.prefill[:1]] == [(first, first.slot)]
+    simulation.drain()
+    assert first.cached == 32
+    assert second.cached == 32
+
+
+def test_a_source_overwritten_later_in_the_step_is_copied_before() -> None:
+    simulation = Simulation(slots=3, prefill_chunk=128)
+    simulation.add(generation("a", blocks(1, 2, 3, rest=1), max_tokens=2))
+    simulation.drain()
+    (first,) = simulation.add(generation("b", blocks(1, 2, 3, rest=2)))
+    (second,) = simulation.add(generation("c", blocks(1, 2, 8, rest=2)))
+    plan = simulation.step()
+    assert [c.sequence for c in plan.prefill] == [first, second]
+    assert (first.cached, second.cached) == (96, 64)
+
+
+def test_a_slow_reader_pauses_itself_alone() -> None:
+    simulation = Simulation(slots=2)
+    (rows,) = simulation.add(rows_request("rows", [1] * 200, range(200)))
+    (other,) = simulation.add(generation("other", [2] * 70, max_tokens=5))
+    while simulation.scheduler.has_work():
+        simulation.step()
+    assert rows.computed == ROWS_CREDIT * ROWS_BUDGET
+    assert states([rows, other]) == [State.PREFILL, State.FINISHED]
+    rows.credit += 1
+    assert simulation.scheduler.has_work()
+    simulation.step()
+    assert rows.computed == (ROWS_CREDIT + 1) * ROWS_BUDGET
+    assert not simulation.scheduler.has_work()
+    rows.credit += 100
+    simulation.drain()
+    assert states([rows]) == [State.FINISHED]
+
+
+def test_few_rows_fit_beside_many() -> None:
+    """Somebody who wants one row does not wait for a large reply to end."""
+    simulation = Simulation(slots=2, prefill_chunk=128)
+    simulation.scheduler.rows_budget = 40
+    simulation.add(rows_request("large", [1] * 320, range(320)))
+    simulation.add(rows_request("small", [2] * 64, [63]))
+    plan = simulation.scheduler.plan(1.0)
+    assert [(c.sequence.request_id, c.start, c.end) for c in plan.prefill] == [
+        ("large", 0, 32),
+        ("small", 0, 64),
+    ]
+
+
+def test_a_row_that_is_not_wanted_costs_nothing() -> None:
+    simulation = Simulation(slots=1, prefill_chunk=256)
+    simulation.add(rows_request("last", [1] * 250, [100, 249]))
+    assert [(c.start, c.end) for c in simulation.step().prefill] == [(0, 250)]
+
+
+@pytest.mark.parametrize("width", [MANY_ROWS, MANY_ROWS // BLOCK])
+def test_who_decodes_rests_from_many_rows_as_long_as_they_took(width: int) -> None:
+    scheduler = Scheduler(EngineConfig(slots=2, prefill_chunk=CHUNK), lambda request: width)
+    decoding = Sequence(Group(generation("decoding", [1], max_tokens=99)), 0, 0.0)
+    rows = Sequence(Group(rows_request("rows", [2] * 200, range(200))), 0, 0.0)
+    rows.credit = 100
+    for sequence in (decoding, rows):
+        scheduler.enqueue(sequence)
+    plan = scheduler.plan(10.0)  # the rows' first block, then REST times 3 s without them
+    assert [chunk.end for chunk in plan.prefill] == [1, 32]
+    for chunk in plan.prefill:
+        scheduler.prefilled(chunk, 13.0)
+    assert REST == 2
+    assert [scheduler.plan(now).prefill for now in (13.0, 16.0, 18.9)] == [(), (), ()]
+    (second,) = scheduler.plan(19.0).prefill
+    assert second.start == 32
+    scheduler.prefilled(second, 20.0)
+    scheduler.remove(decoding)
+    (third,) = scheduler.plan(20.0).prefill  # nobody decodes: no reason to rest
+    assert third.start == second.end
+
+
+def test_few_rows_do_not_rest() -> None:
+    scheduler = Scheduler(EngineConfig(slots=2, prefill_chunk=32), lambda request: 1)
+    decoding = Sequence(Group(generation("decoding", [1], max_tokens=99)), 0, 0.0)
+    scheduler.enqueue(decoding)
+    scheduler.prefilled(scheduler.plan(0.0).prefill[0], 1.0)
+    rows = Sequence(Group(rows_request("rows", [2] * 64, range(64))), 0, 0.0)
+    scheduler.enqueue(rows)
+    scheduler.prefilled(scheduler.plan(1.0).prefill[0], 9.0)
+    assert [chunk.start for chunk in scheduler.plan(9.0).prefill] == [32]
+
+
+def test_pieces_without_rows_need_no_credit() -> None:
+    simulation = Simulation(slots=1)
+    (rows,) = simulation.add(rows_request("rows", [1] * 300, [3, 299]))
+    simulation.drain()
+    assert rows.state is State.FINISHED
+    assert rows.credit == ROWS_CREDIT - 2
+
+
+def test_waiting_behind_paused_readers_is_no_work() -> None:
+    """All slots are held by readers that are behind: stepping would spin."""
+    simulation = Simulation(slots=2)
+    rows = [simulation.add(rows_request(str(i), [i] * 100, range(100)))[0] for i in range(2)]
+    (waiting,) = simulation.add(generation("waiting", [5]))
+    while simulation.scheduler.has_work():
+        simulation.step()
+    assert states([waiting]) == [State.WAITING]
+    simulation.scheduler.remove(rows[0])
+    assert simulation.scheduler.has_work()
+    simulation.step()
+    assert states([waiting]) == [State.DECODE]
+
+
+@pytest.mark.parametrize("state", [State.WAITING, State.PREFILL, State.DECODE])
+def test_a_removed_sequence_leaves_its_slot(state: State) -> None:
+    simulation = Simulation(slots=1, prefill_chunk=32)
+    (sequence,) = simulation.add(generation("a", [1] * 40, max_tokens=9))
+    (behind,) = simulation.add(generation("b", [2]))
+    while sequence.state is not state:
+        simulation.step()
+    simulation.scheduler.remove(sequence)
+    assert sequence.state is State.FINISHED
+    assert sequence.slot is None
+    assert simulation.scheduler.slots.used == 0
+    simulation.step()
+    assert behind.admitted == simulation.now
+
+
+@dataclass
+class Mix:
+    """A random load: prompts made of a few blocks, so that they share prefixes."""
+
+    rng: random.Random
+    simulation: Simulation
+    open: list[Sequence] = field(default_factory=list)
+    count: int = 0
+
+    def prompt(self) -> list[int]:
+        whole = [self.rng.randrange(2) for _ in range(self.rng.randrange(5))]
+        return blocks(*whole, rest=self.rng.randrange(BLOCK)) or [0]
+
+    def add(self) -> None:
+        self.count += 1
+        prompt, name = self.prompt(), str(self.count)
+        if self.rng.random() < 0.3:
+            positions = sorted(
+                self.rng.sample(range(len(prompt)), self.rng.randint(1, len(prompt)))
+            )
+            self.open += self.simulation.add(rows_request(name, prompt, positions))
+        else:
+            n = self.rng.choice([1, 1, 1, 2, 4])
+            max_tokens = self.rng.randint(1, 40)
+            request = generation(name, prompt, n=n, max_tokens=max_tokens)
+            self.open += self.simulation.add(request, n)
+
+    def act(self) -> None:
+        chance = self.rng.random()
+        if chance < 0.3:
+            self.add()
+        elif chance < 0.4 and self.open:
+            self.simulation.scheduler.remove(self.rng.choice(self.open))
+        elif chance < 0.6 and self.open:
+            self.rng.choice(self.open).credit += 1
+        elif self.simulation.scheduler.has_work():
+            self.simulation.step()
+        self.open = [s for s in self.open if s.state is not State.FINISHED]
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_random_mixes(seed: int) -> None:
+    """Every rule of `Simulation.step` holds in every step, and everybody ends."""
+    rng = random.Random(seed)
+    simulation = Simulation(
+        slots=rng.randint(1, 6),
+        prefill_chunk=BLOCK * rng.randint(1, 5),
+        prefix_reuse=rng.random() < 0.9,
+    )
+    mix = Mix(rng, simulation)
+    for _ in range(150):
+        mix.act()
+    for sequence in mix.open:
+        sequence.credit += 1000
+    simulation.drain()
+    assert states(mix.open) == [State.FINISHED] * len(mix.open)
+    assert simulation.scheduler.slots.used == 0
+    arrivals = [int(sequence.request_id) for sequence in simulation.admitted]
+    assert arrivals == sorted(arrivals)

@@ -1,0 +1,115 @@
+"""SlotPool: who owns a row, which one is taken next, and what a prompt can share."""
+
+from itertools import chain
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from model.inference.engine.slots import SlotPool
+from model.transformer.config import BLOCK
+
+A, B, C = ([token] * BLOCK for token in (1, 2, 3))
+"""Blocks of token ids."""
+
+
+def test_all_slots_are_given_out_once() -> None:
+    pool = SlotPool(3)
+    taken = [pool.acquire(step=1) for _ in range(3)]
+    assert taken == [0, 1, 2]
+    assert (pool.used, pool.total, pool.owned()) == (3, 3, {0, 1, 2})
+    assert pool.acquire(step=2) is None
+    pool.release(1, step=3)
+    assert (pool.used, pool.owned()) == (2, {0, 2})
+    assert pool.acquire(step=4) == 1
+
+
+def test_the_least_recently_used_is_taken_first() -> None:
+    pool = SlotPool(3)
+    for _ in range(3):
+        pool.acquire(step=1)
+    for step, index in enumerate([1, 2, 0], start=2):
+        pool.release(index, step)
+    assert [pool.acquire(step=5) for _ in range(3)] == [1, 2, 0]
+
+
+def test_a_preferred_slot_is_taken_if_it_is_free() -> None:
+    pool = SlotPool(3)
+    assert pool.acquire(step=1, preferred=2) == 2
+    assert pool.acquire(step=2, preferred=2) == 0
+    assert pool.acquire(step=3, preferred=0) == 1
+    assert pool.acquire(step=4, preferred=1) is None
+
+
+def test_a_slot_is_released_once() -> None:
+    pool = SlotPool(1)
+    pool.acquire(step=1)
+    pool.release(0, step=2)
+    with pytest.raises(AssertionError, match="slot 0 was released twice"):
+        pool.release(0, step=3)
+
+
+def test_only_whole_blocks_are_kept() -> None:
+    with pytest.raises(AssertionError):
+        SlotPool(1).keep(0, [1] * (BLOCK + 1))
+
+
+def test_contents_outlive_their_owner_until_they_are_forgotten() -> None:
+    pool = SlotPool(2)
+    index = pool.acquire(step=1)
+    assert index is not None
+    pool.keep(index, A + B)
+    assert pool.longest_prefix(A + B + [9]) == (index, 64)
+    pool.release(index, step=2)
+    assert pool.longest_prefix(A + B + [9]) == (index, 64)
+    pool.acquire(step=3, preferred=index)  # the next owner has not written yet
+    assert pool.longest_prefix(A + B + [9]) == (index, 64)
+    pool.keep(index, A)
+    assert pool.longest_prefix(A + B + [9]) == (index, 32)
+    pool.forget()
+    assert pool.longest_prefix(A + B + [9]) == (0, 0)
+
+
+def test_the_last_token_is_never_shared() -> None:
+    """It has to be computed: its logits are what the prompt is for."""
+    pool = SlotPool(1)
+    pool.keep(0, A + B)
+    assert pool.longest_prefix(A + B) == (0, 32)
+    assert pool.longest_prefix([*A, *B, 5]) == (0, 64)
+    assert pool.longest_prefix(A) == (0, 0)
+    assert pool.longest_prefix([]) == (0, 0)
+
+
+def test_the_longest_prefix_wins() -> None:
+    pool = SlotPool(4)
+    for index, held in enumerate(([], A, A + B, B + A)):
+        pool.keep(index, held)
+    assert pool.longest_prefix(A + B + C) == (2, 64)
+    assert pool.longest_prefix(A + C + C) == (1, 32)
+    assert pool.longest_prefix(B + C + C) == (3, 32)
+    assert pool.longest_prefix(C + C) == (0, 0)
+
+
+held_tokens = st.lists(st.sampled_from([A, B]), max_size=4).map(lambda blocks: [*chain(*blocks)])
+
+
+@given(
+    st.lists(held_tokens, min_size=1, max_size=5),
+    st.lists(st.sampled_from([A, B, A[:7], B[:1]]), max_size=5),
+)
+def test_the_longest_prefix_is_the_longest(
+    contents: list[list[int]], pieces: list[list[int]]
+) -> None:
+    prompt = [*chain(*pieces)]
+    pool = SlotPool(len(contents))
+    for index, held in enumerate(contents):
+        pool.keep(index, held)
+    index, length = pool.longest_prefix(prompt)
+    shareable = [
+        end
+        for held in contents
+        for end in range(0, min(len(held), len(prompt) - 1) + 1, BLOCK)
+        if held[:end] == prompt[:end]
+    ]
+    assert length == max(shareable, default=0)
+    assert contents[index][:length] == prompt[:length]

@@ -1,0 +1,331 @@
+"""Speculation: an engine that verifies drafts gives the bits of one that does not, in fewer steps.
+
+Texts of few ids repeat all the time and go on otherwise half of the time: drafts are right, wrong,
+and right in part. `counting_gpt` is right always, so that what a step does can be written down.
+"""
+
+import dataclasses
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from model.inference.engine.api import FinishReason, GenerationRequest, SamplingParams, TokenEvent
+from model.transformer.config import DRAFTED_ROWS
+from model.transformer.gpt import GPT, Block
+from tests.model.factories import FAMILIES, tiny_config, tiny_gpt
+from tests.model.inference.engine.harness import (
+    Driven,
+    Outcome,
+    Steps,
+    assert_is_reference,
+    generation,
+    params,
+    random_params,
+    random_prompt,
+)
+
+DTYPES = [torch.float32, torch.bfloat16]
+COUNT = 40
+PROMPT = [*range(COUNT), 0, 1, 2]
+"""What `counting_gpt` goes on from, knowing what comes after: 3, 4, 5, ..."""
+
+
+def family_gpt(family: str, dtype: torch.dtype = torch.float32) -> GPT:
+    # Wide enough that bfloat16 products have one kernel; see `test_runner.py`.
+    shape = {**FAMILIES[family], "n_layer": 2, "d_model": 48}
+    return tiny_gpt(tiny_config(**shape)).to(dtype)
+
+
+def counting_gpt(**overrides: Any) -> GPT:
+    """After an id it gives the next one, in a ring of COUNT; what attention adds is too little to
+    change that, and shows in the bits of every logprob."""
+    shape = {"vocab_size": COUNT, "n_layer": 2, "d_model": 64, "tied_head": False}
+    gpt = tiny_gpt(tiny_config(**(shape | overrides)))
+    for block in gpt.blocks:
+        assert isinstance(block, Block)
+        block.attention_out.weight *= 0.05
+        block.mlp_down.weight *= 0.05
+    gpt.position_embedding.weight *= 0.05
+    gpt.head.weight[:COUNT] = gpt.token_embedding.weight[:COUNT].roll(1, dims=0)
+    return gpt
+
+
+@pytest.fixture(scope="module")
+def counting() -> GPT:
+    return counting_gpt()
+
+
+def of_few_ids(rng: random.Random, max_tokens: int, vocab_size: int) -> SamplingParams:
+    """Any mix of parameters, over two to five ids, some of which may end the text."""
+    mixed = random_params(rng, max_tokens, vocab_size)
+    ids = rng.sample(range(vocab_size), rng.randint(2, 5))
+    stop = frozenset(ids[: rng.choice([0, 0, 0, 1])])
+    return dataclasses.replace(
+        mixed,
+        constraint=None,
+        allowed_token_ids=tuple(ids),
+        stop_token_ids=stop,
+        min_tokens=rng.choice([0, max_tokens // 2]),
+        logprobs=rng.choice([None, 0, 2]),
+    )
+
+
+def repetitive_request(rng: random.Random, name: str, gpt: GPT, max_tokens: int) -> Any:
+    vocab_size, context = gpt.config.vocab_size, gpt.config.context_length
+    length = rng.choice([rng.randint(1, 5), rng.randint(1, context - max_tokens)])
+    sampling = of_few_ids(rng, rng.choice([1, 2, max_tokens, max_tokens]), vocab_size)
+    ids = sampling.allowed_token_ids or ()
+    prompt = [ids[token % len(ids)] for token in random_prompt(rng, length)]
+    return generation(name, prompt, n=rng.choice([1, 1, 2]), sampling=sampling)
+
+
+def ends(outcome: Outcome) -> object:
+    """All that a sequence was given, to the last bit, and how it ended."""
+    end = outcome.ended
+    return (
+        outcome.tokens,
+        outcome.prompt,
+        (end.reason, end.stop_token_id, end.error),
+        (end.prompt_tokens, end.cached_tokens, end.completion_tokens),
+    )
+
+
+def both(gpt: GPT, *requests: GenerationRequest, **config: Any) -> tuple[Driven, dict[Any, Any]]:
+    """An engine that has answered these with drafts; and what the answers are without."""
+    found = []
+    for speculate in ("ngram", "none"):
+        driven = Driven(gpt, speculate=speculate, **config)
+        for request in requests:
+            driven.add(request)
+        driven.drain()
+        found.append(driven)
+    with_drafts, without = found
+    assert without.drafted_tokens == without.accepted_tokens == 0
+    return with_drafts, {key: ends(outcome) for key, outcome in without.outcomes.items()}
+
+
+# The same bits
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_drafts_change_no_bit(family: str, dtype: torch.dtype) -> None:
+    """Greedy and sampled, with every parameter, alone and in company that comes and goes."""
+    gpt, rng = family_gpt(family, dtype), random.Random(family)
+    drafted = accepted = 0
+    for _ in range(3):
+        requests = [repetitive_request(rng, str(i), gpt, 40) for i in range(8)]
+        alone = {}
+        for request in requests:
+            driven = Driven(gpt, slots=1, prefix_reuse=False)
+            driven.add(request)
+            alone.update(driven.drain())
+        driven = Driven(
+            gpt,
+            slots=rng.choice([1, 2, 5, 20]),
+            prefill_chunk=32 * rng.randint(1, 3),
+            prefix_reuse=rng.random() < 0.7,
+            speculate="ngram",
+        )
+        for request in requests:
+            driven.add(request)
+            for _ in range(rng.choice([0, 0, 3])):
+                driven.step()
+        for key, outcome in driven.drain().items():
+            assert outcome.tokens == alone[key].tokens, key
+            assert outcome.ended.reason is alone[key].ended.reason
+            assert outcome.ended.stop_token_id == alone[key].ended.stop_token_id
+        drafted += driven.drafted_tokens
+        accepted += driven.accepted_tokens
+    assert 0 < accepted < drafted
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_text_is_what_the_reference_says(family: str) -> None:
+    gpt, rng = family_gpt(family), random.Random(f"reference {family}")
+    requests = [repetitive_request(rng, str(i), gpt, 30) for i in range(8)]
+    driven = Driven(gpt, slots=3, speculate="ngram")
+    for request in requests:
+        driven.add(request)
+    for (name, index), outcome in driven.drain().items():
+        request = requests[int(name)]
+        assert_is_reference(gpt, request.token_ids, request.params, index, outcome.token_ids)
+    assert driven.accepted_tokens > 0
+
+
+SAMPLING: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "sampled": {"temperature": 1.0},
+    "hot": {"temperature": 30.0},
+    "filtered": {"temperature": 5.0, "top_k": 5, "top_p": 0.9, "min_p": 0.01},
+    "repetition": {"repetition_penalty": 1.4},
+    "presence": {"presence_penalty": 30.0},
+    "frequency": {"frequency_penalty": 20.0, "temperature": 1.0},
+    "bias": {"logit_bias": {8: 100.0}},
+    "least": {"min_tokens": 25, "stop_token_ids": frozenset({8, 30})},
+    "processed": {"temperature": 2.0, "logprobs_stage": "processed"},
+}
+
+
+@pytest.mark.parametrize("name", SAMPLING)
+def test_every_sampling_parameter_sees_the_text_up_to_its_token(counting: GPT, name: str) -> None:
+    sampling = params(60, **({"logprobs": 3, "seed": 7} | SAMPLING[name]))
+    driven, expected = both(counting, generation("a", PROMPT, n=2, sampling=sampling))
+    assert {key: ends(outcome) for key, outcome in driven.outcomes.items()} == expected
+    assert driven.drafted_tokens > 0
+    if name not in ("hot", "bias"):
+        assert driven.accepted_tokens > 0
+
+
+def test_a_text_that_does_not_repeat_costs_next_to_no_rows() -> None:
+    gpt = family_gpt("gpt2")
+    request = generation("a", [1, 2], max_tokens=120, temperature=3.0)
+    driven, expected = both(gpt, request)
+    assert ends(driven.outcomes["a", 0]) == expected["a", 0]
+    assert driven.drafted_tokens <= 6
+
+
+def test_what_drafts_wrote_is_shared_by_nobody(counting: GPT) -> None:
+    driven = Driven(counting, slots=1, speculate="ngram")
+    driven.add(generation("a", PROMPT, max_tokens=50))
+    text = PROMPT + driven.drain()["a", 0].token_ids
+    assert driven.accepted_tokens > 30
+    again = generation("again", text, max_tokens=20, logprobs=3)
+    driven.add(again)
+    outcome = driven.drain()["again", 0]
+    assert outcome.ended.cached_tokens == 32, "of the prompt's own blocks"
+    _, expected = both(counting, again, prefix_reuse=False)
+    assert (outcome.tokens, outcome.ended.reason) == (expected["again", 0][0], FinishReason.LENGTH)
+
+
+def test_chunks_and_shared_prefixes_change_nothing(counting: GPT) -> None:
+    rng = random.Random(0)
+    text = PROMPT + list(range(3, 30))
+    answers = []
+    for speculate in ("ngram", "none"):
+        driven = Driven(counting, slots=2, prefill_chunk=32, speculate=speculate)
+        for i, length in enumerate([43, 43, 70, 64, 43, 96, 50]):
+            prompt = (text * 2)[:length] if i != 4 else [*PROMPT[:40], 9, 9, 9]
+            hot = {"temperature": 20.0, "logprobs": 2} if i % 2 else {"logprobs": 2}
+            driven.add(generation(str(i), prompt, n=1 + i % 2, max_tokens=30, **hot))
+            for _ in range(rng.choice([0, 4]) if speculate == "ngram" else 2):
+                driven.step()
+        answers.append({key: outcome.tokens for key, outcome in driven.drain().items()})
+        again = generation("again", text[:60], max_tokens=20)
+        driven.add(again)
+        driven.drain()
+        answers[-1]["again", 0] = driven.outcomes["again", 0].tokens
+        assert driven.outcomes["again", 0].ended.cached_tokens == 32
+    assert answers[0] == answers[1]
+
+
+# What a step gives
+
+
+def steps_of(driven: Driven) -> list[list[int]]:
+    """The tokens that each step gave."""
+    given = []
+    while driven.engine.has_work():
+        events = driven.step().events
+        given.append([event.token_id for event in events if isinstance(event, TokenEvent)])
+    return given
+
+
+def test_a_text_that_repeats_comes_in_few_steps(counting: GPT) -> None:
+    driven = Driven(counting, speculate="ngram")
+    driven.add(generation("a", PROMPT, max_tokens=30))
+    assert steps_of(driven) == [
+        [3],  # the prompt's own
+        [4, 5],
+        [6, 7, 8],
+        list(range(9, 15)),
+        list(range(15, 23)),
+        list(range(23, 31)),
+        [31, 32],  # no row is computed for a token that may not be generated
+    ]
+    assert (driven.drafted_tokens, driven.accepted_tokens) == (23, 23)
+    assert driven.outcomes["a", 0].ended.reason is FinishReason.LENGTH
+
+
+@pytest.mark.parametrize(("max_tokens", "drafted"), [(1, 0), (2, 0), (3, 1), (4, 1), (5, 2)])
+def test_no_draft_is_longer_than_what_may_be_generated(
+    counting: GPT, max_tokens: int, drafted: int
+) -> None:
+    driven, expected = both(counting, generation("a", PROMPT, max_tokens=max_tokens))
+    assert ends(driven.outcomes["a", 0]) == expected["a", 0]
+    assert driven.outcomes["a", 0].token_ids == list(range(3, 3 + max_tokens))
+    assert driven.drafted_tokens == drafted
+
+
+def test_the_context_is_filled_to_its_end(counting: GPT) -> None:
+    context = counting.config.context_length
+    request = generation("a", PROMPT, max_tokens=context - len(PROMPT), logprobs=1)
+    driven, expected = both(counting, request)
+    assert ends(driven.outcomes["a", 0]) == expected["a", 0]
+    assert driven.outcomes["a", 0].token_ids == [i % COUNT for i in range(3, context - COUNT)]
+
+
+@pytest.mark.parametrize("stop", range(3, 33))
+def test_nothing_comes_behind_a_stop_token_inside_a_draft(counting: GPT, stop: int) -> None:
+    request = generation("a", PROMPT, max_tokens=30, stop_token_ids=frozenset({stop}))
+    driven, expected = both(counting, request)
+    outcome = driven.outcomes["a", 0]
+    assert ends(outcome) == expected["a", 0]
+    assert outcome.token_ids == list(range(3, stop + 1))
+    assert outcome.ended.stop_token_id == stop
+    steps = len(outcome.token_ids) - 1 - driven.accepted_tokens
+    assert steps == next(i for i, last in enumerate([3, 5, 8, 14, 22, 30, 32]) if stop <= last)
+
+
+def test_what_is_not_reached_is_no_error(counting: GPT) -> None:
+    """A position whose numbers are not finite ends those who come to it, with what they had
+    before; to others it does not matter that a draft's row stood there."""
+    broken = counting_gpt()
+    broken.position_embedding.weight[64] = torch.nan  # behind the prompt's blocks, at token 24
+    stopping = params(60, stop_token_ids=frozenset({23}), logprobs=1)
+    driven, expected = both(broken, generation("a", PROMPT, sampling=stopping))
+    assert ends(driven.outcomes["a", 0]) == expected["a", 0]
+    assert driven.outcomes["a", 0].ended.reason is FinishReason.STOP
+    assert driven.drafted_tokens == 1 + 2 + 5 + 7 + 7, "a row stood at 64"
+    driven, expected = both(broken, generation("a", PROMPT, sampling=params(60, logprobs=1)))
+    assert ends(driven.outcomes["a", 0]) == expected["a", 0]
+    assert driven.outcomes["a", 0].ended.reason is FinishReason.ERROR
+    assert driven.outcomes["a", 0].token_ids == list(range(3, 25))
+
+
+def test_a_constrained_sequence_has_no_drafts(counting: GPT) -> None:
+    sampling = params(40, constraint=Steps(COUNT, by=2), logprobs=1)
+    driven, expected = both(counting, generation("a", PROMPT, sampling=sampling))
+    assert ends(driven.outcomes["a", 0]) == expected["a", 0]
+    assert driven.drafted_tokens == 0
+
+
+@pytest.mark.parametrize("sequences", [1, 3, 8, DRAFTED_ROWS - 1, DRAFTED_ROWS, 20])
+def test_a_step_has_few_rows(counting: GPT, sequences: int) -> None:
+    config: dict[str, Any] = {"slots": 20, "prefill_chunk": 2048, "prefix_reuse": False}
+    driven = Driven(counting, speculate="ngram", **config)
+    for i in range(sequences):
+        driven.add(generation(str(i), PROMPT, max_tokens=40))
+    while driven.engine.has_work():
+        result = driven.step()
+        if result.drafted_tokens:
+            assert result.decoded_sequences + result.drafted_tokens <= DRAFTED_ROWS
+    assert (driven.accepted_tokens > 0) == (sequences < DRAFTED_ROWS)
+    for outcome in driven.outcomes.values():
+        assert outcome.token_ids == [i % COUNT for i in range(3, 43)]
+
+
+def test_a_late_comer_and_an_abort_between_steps(counting: GPT) -> None:
+    driven = Driven(counting, slots=2, speculate="ngram")
+    driven.add(generation("a", PROMPT, max_tokens=80))
+    for _ in range(4):
+        driven.step()
+    driven.add(generation("b", PROMPT, max_tokens=20))
+    driven.step()
+    driven.abort("a")
+    given = driven.outcomes["a", 0].token_ids
+    assert given == [i % COUNT for i in range(3, 3 + len(given))]
+    assert driven.drain()["b", 0].token_ids == list(range(3, 23))
+    assert driven.engine.stats().slots_used == 0

@@ -1,0 +1,500 @@
+"""The native decoder against its plain twin: the same numbers, whatever the shape, and for a row
+the same bits whatever is beside it."""
+
+import ctypes
+import random
+import statistics
+import time
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.testing import assert_close
+
+from model.inference.kernels.cpu.decoder import PREFILL_ROWS, NativeDecoder, matrices, unsupported
+from model.inference.kernels.cpu.quantize import quantize_rows
+from model.inference.kernels.eager.decoder import Decoder, PlainDecoder
+from model.inference.kernels.eager.prefill import Piece, WantedWeights
+from model.inference.kv_cache import KVCache
+from model.transformer.arena import PAGE, room_for
+from model.transformer.config import DRAFTED_ROWS, GPTConfig
+from model.transformer.gpt import GPT, Block
+from tests.model.factories import FAMILIES, random_ids, tiny_config, tiny_gpt
+from tests.model.inference.engine.harness import (
+    Driven,
+    assert_is_reference,
+    generation,
+    random_params,
+    random_prompt,
+)
+
+SLOTS, STEPS = 5, 40
+CPU = torch.device("cpu")
+
+
+def native_config(family: str, **overrides: Any) -> GPTConfig:
+    """A shape that the native decoder covers, with odd widths where they may be odd."""
+    return tiny_config(
+        **{**FAMILIES[family], "head_dim": 16, "d_model": 44, "d_ff": 70, **overrides}
+    )
+
+
+def new_cache(gpt: GPT) -> KVCache:
+    return KVCache(gpt.config, SLOTS, device=CPU, dtype=gpt.token_embedding.weight.dtype)
+
+
+def decoded(decoder: Any, ids: Tensor, slots: list[int]) -> list[Tensor]:
+    """Logits (B, V) of each step of `ids` (B, steps), every sequence one position further."""
+    rows = []
+    with torch.inference_mode():
+        for position in range(ids.shape[1]):
+            places = [position] * len(slots)
+            logits = decoder.decode(ids[:, position].tolist(), slots, places)
+            rows.append(logits.float().clone())
+    return rows
+
+
+@pytest.fixture(params=[1, 2])
+def threads(request: pytest.FixtureRequest) -> int:
+    count: int = request.param
+    return count
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_it_computes_what_the_twin_computes(
+    library: ctypes.CDLL, family: str, threads: int
+) -> None:
+    gpt = tiny_gpt(native_config(family))
+    plain = decoded(PlainDecoder(gpt, new_cache(gpt)), random_ids(3, STEPS), [2, 0, 4])
+    native = NativeDecoder(library, gpt, new_cache(gpt), threads=threads)
+    for expected, found in zip(
+        plain, decoded(native, random_ids(3, STEPS), [2, 0, 4]), strict=True
+    ):
+        assert_close(found, expected, atol=1e-3, rtol=1e-3)
+    native.close()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bfloat16_is_as_near_to_float32_as_the_twin(library: ctypes.CDLL, family: str) -> None:
+    config, ids = native_config(family), random_ids(2, STEPS)
+    exact = tiny_gpt(config)(ids).logits
+    gpt = tiny_gpt(config).to(torch.bfloat16)
+    errors = []
+    for decoder in (
+        PlainDecoder(gpt, new_cache(gpt)),
+        NativeDecoder(library, gpt, new_cache(gpt), threads=1),
+    ):
+        found = torch.stack(decoded(decoder, ids, [0, 1]), dim=1)
+        errors.append((found - exact).std() / exact.std())
+        decoder.close()
+    plain, native = errors
+    assert native < 1.3 * plain + 0.005
+    assert native > 1e-4, "it was computed in bfloat16"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("quantized", [False, True])
+def test_a_row_is_the_same_bits_alone_and_among_others(
+    library: ctypes.CDLL, dtype: torch.dtype, quantized: bool, threads: int
+) -> None:
+    """1 to 32 rows: streams, tiles, and what is left over of both."""
+    gpt = tiny_gpt(native_config("modern", d_model=68, d_ff=132)).to(dtype)
+    cache = KVCache(gpt.config, 33, device=CPU, dtype=dtype)
+    native = NativeDecoder(library, gpt, cache, threads=threads, quantized=quantized)
+    ids = random_ids(33, 6)
+    rng = random.Random(0)
+    for position in range(5):
+        native.decode(ids[:, position].tolist(), list(range(33)), [position] * 33)
+    together = native.decode(ids[:, 5].tolist(), list(range(33)), [5] * 33).clone()
+    for count in (1, 2, 3, 4, 5, 7, 8, 9, 10, 11, 12, 13, 16, 21, 32):
+        rows = rng.sample(range(33), count)
+        found = native.decode([int(ids[row, 5]) for row in rows], rows, [5] * count)
+        assert torch.equal(found, together[rows]), count
+    native.close()
+
+
+@pytest.mark.parametrize("kind", ["plain", "float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rows_that_follow_one_another_are_those_of_calls_one_by_one(
+    library: ctypes.CDLL, family: str, kind: str, threads: int
+) -> None:
+    """Several slots with one to five rows each, the last of them with tokens that are not the
+    text's: what these leave behind is written again, and not seen."""
+    dtype = torch.bfloat16 if kind == "bfloat16" else torch.float32
+    rng, ids = random.Random(family), random_ids(3, 60)
+    wrong = (ids + 1) % 257
+
+    def new_decoder() -> Decoder:
+        gpt = tiny_gpt(native_config(family, d_model=48, n_layer=2)).to(dtype)
+        cache = new_cache(gpt)
+        if kind == "plain":
+            return PlainDecoder(gpt, cache)
+        return NativeDecoder(library, gpt, cache, threads=threads, quantized=kind == "int8")
+
+    one_by_one = new_decoder()
+    expected = torch.stack(decoded(one_by_one, ids, [4, 0, 2]), dim=1)  # (3, 60, V)
+    one_by_one.close()
+    decoder, lengths = new_decoder(), [0, 0, 0]
+    while min(lengths) < 54:
+        rows = []  # sequence, position, whether its token is the text's
+        for sequence in rng.sample(range(3), rng.randint(1, 3)):
+            start, right, rest = lengths[sequence], rng.randint(1, 3), rng.randint(0, 2)
+            if start + right + rest <= 60:
+                places = range(start, start + right + rest)
+                rows += [(sequence, place, place < start + right) for place in places]
+                lengths[sequence] += right
+        if not rows:
+            continue
+        with torch.inference_mode():
+            found = decoder.decode(
+                [int((ids if right else wrong)[one, place]) for one, place, right in rows],
+                [[4, 0, 2][one] for one, _, _ in rows],
+                [place for _, place, _ in rows],
+            )
+        for row, (one, place, right) in zip(found.float(), rows, strict=True):
+            assert torch.equal(row, expected[one, place]) == right, (one, place)
+    decoder.close()
+
+
+def test_a_row_never_runs_ahead_of_the_one_before_it(library: ctypes.CDLL) -> None:
+    """One key head and more threads than cores: whoever divided the rows of a slot among them would
+    read keys of the text before."""
+    gpt = tiny_gpt(native_config("modern", n_kv_head=1, n_head=8, head_dim=64, n_layer=1))
+    native = NativeDecoder(library, gpt, new_cache(gpt), threads=5)
+    texts = random_ids(2, 8).tolist()
+    place = [0] * 8, list(range(8))
+    expected = [native.decode(text, *place).clone() for text in texts]
+    for _ in range(2000):
+        for text, logits in zip(texts, expected, strict=True):
+            assert torch.equal(native.decode(text, *place), logits)
+    native.close()
+
+
+def prefilled(decoder: Decoder, slot: int, ids: list[int], cuts: list[int]) -> Tensor:
+    """The final hidden states (T, d_model) of a prompt computed in chunks that end at `cuts`."""
+    ends = [*cuts, len(ids)]
+    with torch.inference_mode():
+        parts = [
+            decoder.prefill(Piece(ids[start:end], slot, start)).hidden
+            for start, end in zip([0, *cuts], ends, strict=True)
+        ]
+    return torch.cat(parts).float()
+
+
+@pytest.mark.parametrize("length", [1, 2, 5, 16, 17, 40, 127])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_prompt_is_what_the_twin_makes_of_it(
+    library: ctypes.CDLL, family: str, length: int, threads: int
+) -> None:
+    gpt, ids = tiny_gpt(native_config(family)), random_ids(length).tolist()
+    caches = new_cache(gpt), new_cache(gpt)
+    native = NativeDecoder(library, gpt, caches[0], threads=threads)
+    plain = PlainDecoder(gpt, caches[1])
+    weights = WantedWeights(layers=(2, 0), heads=(3, 1), length=length + 5)
+    with torch.inference_mode():
+        found = native.prefill(Piece(ids, 2, 0, states=True, weights=weights))
+        expected = plain.prefill(Piece(ids, 2, 0, states=True, weights=weights))
+    assert_close(found.hidden, expected.hidden, atol=1e-4, rtol=1e-3)
+    assert_close(found.states, expected.states, atol=1e-4, rtol=1e-3)
+    assert_close(found.weights, expected.weights, atol=1e-5, rtol=1e-3)
+    for name in ("keys", "values"):
+        ours, theirs = (getattr(cache, name)[:, 2, :, :length] for cache in caches)
+        assert_close(ours, theirs, atol=1e-4, rtol=1e-3)
+    alone = native.prefill(Piece(ids, 2, 0))
+    assert torch.equal(alone.hidden, found.hidden), "watching changes nothing"
+    assert alone.states is None
+    assert alone.weights is None
+    native.close()
+
+
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_prompt_is_the_bits_of_decoding_it(
+    library: ctypes.CDLL, family: str, kind: str, threads: int
+) -> None:
+    """Whatever the chunks; more rows than tiles, and than a sequence's rows attend together. Odd
+    numbers of vectors in a head as well, of which the last is half a part of narrow numbers."""
+    overrides: dict[str, int] = {"d_model": 520, "d_ff": 530} if family == "modern" else {}
+    overrides |= {"n_layer": 2, "head_dim": 48 if family == "llama" else 16}
+    gpt = tiny_gpt(native_config(family, **overrides))
+    gpt = gpt.to(torch.bfloat16 if kind == "bfloat16" else torch.float32)
+    cache, ids = new_cache(gpt), random_ids(1, 101)
+    native = NativeDecoder(library, gpt, cache, threads=threads, quantized=kind == "int8")
+    by_token = torch.stack(decoded(native, ids, [3]), dim=1)[0]  # (101, V)
+    text = ids[0].tolist()
+    for slot, cuts in enumerate(([], [32], [32, 64, 96])):
+        hidden = prefilled(native, slot, text, cuts)
+        assert torch.equal(native.head(hidden), by_token), cuts
+        for cells in (cache.keys, cache.values):
+            assert torch.equal(cells[:, slot, :, :101], cells[:, 3, :, :101]), cuts
+    native.close()
+
+
+def test_a_prompt_longer_than_the_buffers_goes_through_in_pieces(
+    library: ctypes.CDLL, threads: int
+) -> None:
+    length = PREFILL_ROWS + 70
+    gpt = tiny_gpt(native_config("gpt2", context_length=length))
+    native = NativeDecoder(library, gpt, new_cache(gpt), threads=threads)
+    text, weights = random_ids(length).tolist(), WantedWeights((1,), (0, 2), length)
+    whole = native.prefill(Piece(text, 0, 0, states=True, weights=weights))
+    assert torch.equal(prefilled(native, 1, text, [32, 64]), whole.hidden)
+    expected = PlainDecoder(gpt, new_cache(gpt)).prefill(
+        Piece(text, 0, 0, states=True, weights=weights)
+    )
+    assert_close(whole.states, expected.states, atol=1e-4, rtol=1e-3)
+    assert_close(whole.weights, expected.weights, atol=1e-5, rtol=1e-3)
+    assert torch.equal(native.head(whole.hidden)[-70:], native.head(whole.hidden[-70:]))
+    native.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_an_earlier_text_left_behind_is_not_seen(
+    library: ctypes.CDLL, dtype: torch.dtype
+) -> None:
+    """Not even where it is no number: keys are read a few at a time and in whole parts."""
+    gpt = tiny_gpt(native_config("llama", head_dim=48)).to(dtype)
+    cache, text = new_cache(gpt), random_ids(45).tolist()
+    native = NativeDecoder(library, gpt, cache, threads=2)
+    expected = prefilled(native, 0, text, [])
+    after = native.decode([7], [0], [45]).clone()
+    cache.keys[:, 1].fill_(float("nan"))
+    cache.values[:, 1].fill_(float("inf"))
+    assert torch.equal(prefilled(native, 1, text, [32]), expected)
+    assert torch.equal(native.decode([7], [1], [45]), after)
+    native.close()
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+def test_where_torch_prefills_it_is_the_twins_prompt(library: ctypes.CDLL, quantized: bool) -> None:
+    """What processors do that multiply many rows slowly; of int8 with the rounded weights."""
+    gpt, text = tiny_gpt(native_config("modern")), random_ids(50).tolist()
+    native = NativeDecoder(
+        library, gpt, new_cache(gpt), threads=2, quantized=quantized, prefills=False
+    )
+    assert torch.equal(
+        prefilled(native, 0, text, []), prefilled(PlainDecoder(gpt, new_cache(gpt)), 0, text, [])
+    )
+    native.close()
+
+
+def test_more_rows_than_there_is_room_for_are_refused(library: ctypes.CDLL) -> None:
+    gpt = tiny_gpt(native_config("gpt2"))
+    native = NativeDecoder(library, gpt, new_cache(gpt), threads=1)
+    count = DRAFTED_ROWS + 1
+    with pytest.raises(ValueError, match=r"17 rows are asked for, this decoder has room for 16"):
+        native.decode([1] * count, [0] * count, list(range(count)))
+    native.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_its_head_is_the_models(
+    library: ctypes.CDLL, family: str, dtype: torch.dtype, threads: int
+) -> None:
+    """For any number of rows, and a row alone as among others."""
+    gpt = tiny_gpt(native_config(family)).to(dtype)
+    native = NativeDecoder(library, gpt, new_cache(gpt), threads=threads)
+    hidden = torch.randn(DRAFTED_ROWS, gpt.config.d_model).to(dtype)
+    plain = PlainDecoder(gpt, new_cache(gpt))
+    together = native.head(hidden)
+    assert_close(together, plain.head(hidden), rtol=1e-5, atol=1e-4)
+    for count in (1, 3, 9):
+        assert torch.equal(native.head(hidden[:count]), together[:count])
+    native.close()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_engine_on_it_gives_the_same_bits_with_drafts(
+    library: ctypes.CDLL, family: str, threads: int
+) -> None:
+    gpt = tiny_gpt(native_config(family))
+    answers = []
+    for speculate in ("ngram", "none"):
+        rng = random.Random(family)
+        driven = Driven(
+            gpt,
+            make_decoder=lambda gpt, cache: NativeDecoder(library, gpt, cache, threads=threads),
+            slots=3,
+            speculate=speculate,
+        )
+        for i in range(8):
+            prompt = [token % 2 for token in random_prompt(rng, rng.randint(1, 60))]
+            temperature = rng.choice([0.0, 0.5, 1.0])
+            driven.add(
+                generation(
+                    str(i), prompt, max_tokens=50, temperature=temperature, logprobs=2, seed=i,
+                    allowed_token_ids=(0, 1), stop_token_ids=frozenset({i}),
+                )
+            )  # fmt: skip
+        answers.append({key: outcome.tokens for key, outcome in driven.drain().items()})
+        assert (driven.accepted_tokens > 0) == (speculate == "ngram")
+    assert answers[0] == answers[1]
+
+
+def test_stages_are_timed_while_that_is_wanted(library: ctypes.CDLL, threads: int) -> None:
+    """Together they are no longer than the call, and nearly as long; the bits are the same."""
+    gpt, ids = tiny_gpt(native_config("llama", vocab_size=5000)), random_ids(3, 30)
+    native = NativeDecoder(library, gpt, new_cache(gpt), threads=threads)
+    first = decoded(native, ids, [0, 3, 1])
+    assert set(native.take_stage_seconds().values()) == {0.0}
+    native.time_stages(True)
+    shares = []
+    for position in range(ids.shape[1]):
+        began = time.perf_counter()
+        logits = native.decode(ids[:, position].tolist(), [0, 3, 1], [position] * 3)
+        whole = time.perf_counter() - began
+        assert torch.equal(logits, first[position])
+        stages = native.take_stage_seconds()
+        assert stages.pop("draw") == 0
+        assert all(seconds > 0 for seconds in stages.values())
+        shares.append(sum(stages.values()) / whole)
+    assert max(shares) <= 1
+    assert statistics.median(shares) > 0.5, "the rest are Python's lists"
+    hidden = torch.randn(2, gpt.config.d_model)
+    native.head(hidden)
+    found = native.take_stage_seconds()
+    assert [stage for stage, seconds in found.items() if seconds] == ["head"]
+    native.time_stages(False)
+    native.head(hidden)
+    assert set(native.take_stage_seconds().values()) == {0.0}
+    native.close()
+
+
+def test_the_number_of_threads_changes_no_bit(library: ctypes.CDLL) -> None:
+    gpt, ids = tiny_gpt(native_config("llama")), random_ids(4, 20)
+    results = []
+    for threads in (1, 2, 3, 5):
+        native = NativeDecoder(library, gpt, new_cache(gpt), threads=threads)
+        results.append(torch.stack(decoded(native, ids, [3, 1, 0, 2])))
+        native.close()
+    assert all(torch.equal(result, results[0]) for result in results)
+
+
+@settings(
+    max_examples=40,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(
+    family=st.sampled_from(sorted(FAMILIES)),
+    d_model=st.integers(3, 50).map(lambda half: 2 * half),
+    d_ff=st.integers(1, 150),
+    head_dim=st.sampled_from([16, 32, 48]),
+    vocab_size=st.integers(2, 300),
+    data=st.data(),
+)
+def test_any_shape_at_any_positions(
+    library: ctypes.CDLL,
+    family: str,
+    d_model: int,
+    d_ff: int,
+    head_dim: int,
+    vocab_size: int,
+    data: st.DataObject,
+) -> None:
+    """Odd widths, every slot at a position of its own, slots that are written anew."""
+    shape = {"d_model": d_model, "d_ff": d_ff, "head_dim": head_dim, "vocab_size": vocab_size}
+    gpt = tiny_gpt(native_config(family, n_layer=2, **shape))
+    plain = PlainDecoder(gpt, new_cache(gpt))
+    native = NativeDecoder(library, gpt, new_cache(gpt), threads=2)
+    length = [0] * SLOTS
+    for _ in range(data.draw(st.integers(1, 6))):
+        slots = data.draw(
+            st.lists(st.integers(0, SLOTS - 1), min_size=1, max_size=SLOTS, unique=True)
+        )
+        ids = [data.draw(st.integers(0, vocab_size - 1)) for _ in slots]
+        places = [length[slot] for slot in slots]
+        with torch.inference_mode():
+            expected = plain.decode(ids, slots, places).clone()
+        assert_close(native.decode(ids, slots, places), expected, atol=2e-3, rtol=2e-3)
+        for slot in slots:
+            length[slot] = 0 if data.draw(st.booleans()) and length[slot] > 3 else length[slot] + 1
+    native.close()
+
+
+def test_int8_computes_with_the_weights_that_it_says(library: ctypes.CDLL) -> None:
+    """Against the twin with the dequantized weights; what is left is the activations' rounding."""
+    gpt, ids = tiny_gpt(native_config("gpt2", d_model=64, d_ff=256)), random_ids(2, 20)
+    native = NativeDecoder(library, gpt, new_cache(gpt), threads=1, quantized=True)
+    found = torch.stack(decoded(native, ids, [0, 1]), dim=1)
+    native.close()
+    exact = gpt(ids).logits
+    twin = tiny_gpt(gpt.config)
+    with torch.no_grad():
+        for block in twin.blocks:
+            assert isinstance(block, Block)
+            for linear in (block.qkv, block.attention_out, block.mlp_up, block.mlp_down):
+                linear.weight.copy_(quantize_rows(linear.weight).dequantized())
+    quantized = twin(ids).logits
+    loss = (quantized - exact).std() / exact.std()
+    error = (found - exact).std() / exact.std()
+    assert 0.001 < loss < error < 4 * loss
+
+
+def test_int8_weights_are_one_stream(library: ctypes.CDLL) -> None:
+    """Each in an arena of its own, most of them had no large page."""
+    gpt = tiny_gpt(native_config("gpt2", d_model=64, d_ff=256))
+    native = NativeDecoder(library, gpt, new_cache(gpt), threads=1, quantized=True)
+    kept = [one for one in native._kept if isinstance(one, Tensor) and one.dtype == torch.int8]
+    native.close()
+    assert [one.shape for one in kept] == [one.shape for one in matrices(gpt)]
+    assert kept[0].data_ptr() % PAGE == 0
+    for before, after in pairwise(kept):
+        assert after.data_ptr() == before.data_ptr() + room_for(before)
+
+
+def test_a_long_context_is_read_to_its_end(library: ctypes.CDLL) -> None:
+    gpt = tiny_gpt(native_config("modern", context_length=128))
+    plain, native = new_cache(gpt), new_cache(gpt)
+    keys = torch.randn(plain.keys.shape, generator=torch.Generator().manual_seed(0))
+    for cache in (plain, native):
+        cache.keys.copy_(keys)
+        cache.values.copy_(keys.flip(0))
+    decoder = NativeDecoder(library, gpt, native, threads=2)
+    for position in (0, 1, 15, 16, 17, 31, 32, 100, 127):
+        with torch.inference_mode():
+            expected = PlainDecoder(gpt, plain).decode([7, 9], [1, 3], [position] * 2)
+        found = decoder.decode([7, 9], [1, 3], [position] * 2)
+        assert_close(found, expected, atol=1e-3, rtol=1e-3)
+    decoder.close()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_engine_on_it_is_what_the_reference_says(library: ctypes.CDLL, family: str) -> None:
+    rng = random.Random(family)
+    gpt = tiny_gpt(native_config(family, vocab_size=60))
+    driven = Driven(
+        gpt,
+        make_decoder=lambda gpt, cache: NativeDecoder(library, gpt, cache, threads=2),
+        slots=3,
+        prefill_chunk=32,
+    )
+    requests = {}
+    for i in range(8):
+        prompt = random_prompt(rng, rng.randint(1, 90), 60)
+        requests[str(i)] = generation(str(i), prompt, sampling=random_params(rng, 20, 60))
+        driven.add(requests[str(i)])
+        driven.step()
+    outcomes = driven.drain()
+    for name, request in requests.items():
+        found = outcomes[name, 0].token_ids
+        assert_is_reference(gpt, request.token_ids, request.params, 0, found)
+
+
+@pytest.mark.parametrize(
+    ("gpt", "why"),
+    [
+        (tiny_gpt(tiny_config(head_dim=8)), "head_dim is 8"),
+        (tiny_gpt(tiny_config(head_dim=24)), "head_dim is 24"),
+        (tiny_gpt(tiny_config(head_dim=16)).half(), "float16"),
+    ],
+)
+def test_what_it_does_not_cover_it_says(library: ctypes.CDLL, gpt: GPT, why: str) -> None:
+    assert why in (unsupported(gpt) or "")
+    with pytest.raises(ValueError, match=why):
+        NativeDecoder(library, gpt, new_cache(gpt), threads=1)

@@ -1,0 +1,92 @@
+"""Products of the native kernels against their twin, which adds up in float64: any number of rows,
+odd sizes, weights that begin anywhere; and a row by itself is the same bits as among others."""
+
+import ctypes
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.testing import assert_close
+
+from model.inference.kernels.cpu.decoder import KINDS, _Matrix
+from model.inference.kernels.cpu.quantize import quantize_rows
+
+READ_BEHIND = 64
+"""Numbers: a last vector may begin within a row and end behind it; memory is finite there."""
+
+
+def moved(weights: Tensor, offset: int) -> Tensor:
+    """A copy that begins `offset` numbers into memory, with room behind it."""
+    room = torch.zeros(offset + weights.numel() + READ_BEHIND, dtype=weights.dtype)
+    placed = room[offset : offset + weights.numel()].view(weights.shape)
+    return placed.copy_(weights)
+
+
+def native(library: ctypes.CDLL, matrix: _Matrix, inputs: Tensor, threads: int) -> Tensor:
+    """Rows (count, width) times a matrix: (count, rows)."""
+    out = torch.full((len(inputs), matrix.rows), float("nan"))
+    library.logitd_linear.argtypes = (
+        ctypes.POINTER(_Matrix), ctypes.c_void_p, *(ctypes.c_int32,) * 3, ctypes.c_void_p
+    )  # fmt: skip
+    library.logitd_linear(
+        ctypes.byref(matrix), inputs.data_ptr(), len(inputs), threads, 1, out.data_ptr()
+    )
+    return out
+
+
+def rounded_rows(inputs: Tensor) -> Tensor:
+    """What int8 makes of activations: each row in 127 steps of its largest."""
+    largest = inputs.abs().amax(dim=1, keepdim=True)
+    steps = torch.full_like(largest, 127) / largest  # 127 / largest takes a reciprocal first
+    return (inputs * steps).round().double() * (largest / 127).double()
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16, torch.int8], ids=str)
+@given(
+    count=st.one_of(st.integers(1, 9), st.integers(30, 70)),
+    rows=st.integers(1, 90),
+    width=st.one_of(st.integers(1, 200), st.integers(505, 600)),
+    offset=st.integers(0, 17),
+    threads=st.integers(1, 3),
+    bias=st.booleans(),
+    seed=st.integers(0, 2**16),
+)
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+def test_products_are_the_twins(
+    library: ctypes.CDLL,
+    kind: torch.dtype,
+    count: int,
+    rows: int,
+    width: int,
+    offset: int,
+    threads: int,
+    bias: bool,
+    seed: int,
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    weights = torch.randn(rows, width, generator=generator)
+    inputs = torch.randn(count, width, generator=generator)
+    added = torch.randn(rows, generator=generator) if bias else None
+    matrix = _Matrix(kind=KINDS[kind], rows=rows, width=width)
+    if added is not None:
+        matrix.bias = added.data_ptr()
+    if kind is torch.int8:
+        quantized = quantize_rows(weights)
+        placed = moved(quantized.values, offset)
+        matrix.scale, matrix.row_sum = quantized.scale.data_ptr(), quantized.row_sum.data_ptr()
+        exact = rounded_rows(inputs) @ quantized.dequantized().double().T
+    else:
+        placed = moved(weights.to(kind), offset)
+        exact = inputs.to(kind).double() @ placed.double().T
+    matrix.weights = placed.data_ptr()
+    if added is not None:
+        exact += added.double()
+    found = native(library, matrix, inputs, threads)
+    assert_close(found.double(), exact, atol=2e-4 * width**0.5, rtol=1e-4)
+    for row in {0, count // 2, count - 1}:
+        alone = native(library, matrix, inputs[row : row + 1].clone(), 1)
+        assert torch.equal(alone[0], found[row]), row

@@ -1,0 +1,394 @@
+"""GraphDecoder against PlainDecoder: sizes, padding, slots and lengths change roundings alone.
+
+On a CPU without recording; on a machine with a GPU once more there, with CUDA graphs.
+"""
+
+import math
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.testing import assert_close
+
+from model.inference.kernels.cuda import decoder as graphs
+from model.inference.kernels.cuda.capture import Compute, capture_for
+from model.inference.kernels.cuda.decoder import GraphDecoder, SlotsAttend, bucket, buckets
+from model.inference.kernels.eager.decoder import PlainDecoder, block_logits, padded_logits
+from model.inference.kv_cache import KVCache
+from model.inference.sampling.sample import draw_tokens, table
+from model.transformer.config import BLOCK, DRAFTED_ROWS
+from model.transformer.gpt import GPT
+from tests.model.factories import FAMILIES, tiny_config, tiny_gpt
+from tests.model.inference.kernels.cpu.test_native_sample import GREEDY, PLAIN
+
+NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+DEVICES = ["cpu", pytest.param("cuda", marks=NEEDS_CUDA)]
+SHAPES: dict[str, dict[str, Any]] = {
+    **{name: dict(overrides) for name, overrides in FAMILIES.items()},
+    "context-50": {**FAMILIES["modern"], "context_length": 50},
+    "padded-vocabulary": {"vocab_size": 41, "tied_head": False},
+}
+FLOAT32: dict[str, Any] = {"atol": 2e-3, "rtol": 1e-3}
+BFLOAT16 = 0.2
+"""Root mean square of a row's errors over what its logits spread by. A row of another slot or token
+is off by more than 1; of thousands of single logits one or the other is off by a lot."""
+
+
+def off(found: Tensor, expected: Tensor) -> float:
+    """Of rows (R, V) the one that is off by most, as a share of how its logits spread."""
+    return float(((found - expected).square().mean(-1).sqrt() / expected.std(-1)).max())
+
+
+class Counting:
+    """What the device records, counted: how many recordings there were, how often they ran."""
+
+    def __init__(self, device: str = "cpu") -> None:
+        self.capture = capture_for(torch.device(device))
+        self.recorded = 0
+        self.runs = 0
+
+    def record(self, compute: Compute) -> Compute:
+        self.recorded += 1
+        recorded = self.capture.record(compute)
+
+        def run() -> None:
+            self.runs += 1
+            recorded()
+
+        return run
+
+
+class TwiceOver:
+    """Runs what it records beforehand, as warming up does."""
+
+    def record(self, compute: Compute) -> Compute:
+        compute()
+        compute()
+        return compute
+
+
+def new_cache(gpt: GPT, slots: int) -> KVCache:
+    weight = gpt.token_embedding.weight
+    return KVCache(gpt.config, slots, device=weight.device, dtype=weight.dtype)
+
+
+class Pair:
+    """A graph decoder and a plain one, each over a cache of its own, driven alike."""
+
+    def __init__(self, gpt: GPT, slots: int, **wishes: Any) -> None:
+        self.gpt = gpt
+        self.caches = new_cache(gpt, slots), new_cache(gpt, slots)
+        self.graph = GraphDecoder(gpt, self.caches[0], **wishes)
+        self.plain = PlainDecoder(gpt, self.caches[1])
+
+    @torch.inference_mode()
+    def prefill(self, slot: int, ids: list[int], start: int = 0) -> None:
+        device, length = self.graph._logits.device, len(ids) - start
+        padded = ids[start:] + [0] * (-length % BLOCK)
+        positions = torch.arange(start, start + len(padded), device=device)
+        positions = positions.clamp(max=self.gpt.config.context_length - 1)
+        token_ids = torch.tensor([padded], device=device)
+        for cache in self.caches:
+            self.gpt.transform(token_ids, positions[None], cache.prefill(slot, start))
+
+    @torch.inference_mode()
+    def decode(
+        self, token_ids: list[int], slots: list[int], positions: list[int]
+    ) -> tuple[Tensor, Tensor]:
+        """The logits of both."""
+        rows = token_ids, slots, positions
+        return self.graph.decode(*rows), self.plain.decode(*rows)
+
+    def poison(self) -> None:
+        """What slots hold behind their sequences is nothing that a sum survives."""
+        for cache in self.caches:
+            for slot, written in enumerate(cache._written):
+                cache.keys[:, slot, :, :written] = math.nan
+                cache.values[:, slot, :, :written] = math.inf
+
+
+@st.composite
+def plays(draw: st.DrawFn) -> list[list[tuple[int, int, int, int]]]:
+    """Steps of an engine: (slot, prompt length to begin with or 0, drafted tokens, of them right).
+
+    A slot that begins anew is one whose sequence was aborted."""
+    step = st.tuples(st.integers(0, 4), st.integers(0, 60), st.integers(0, 3), st.integers(0, 3))
+    steps = st.lists(st.lists(step, min_size=1, max_size=6), min_size=1, max_size=6)
+    return draw(steps)
+
+
+def play(
+    pair: Pair, steps: Any, context: int, vocab: int, rng: random.Random
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Go through steps; the logits of both decoders in each."""
+    texts: dict[int, list[int]] = {}
+    for step in steps:
+        rows: list[tuple[int, int, int]] = []
+        moved: dict[int, int] = {}
+        for slot, prompt, drafted, right in step:
+            if slot in moved:
+                continue
+            if slot not in texts or prompt or len(texts[slot]) + 4 >= context:
+                length = min(max(1, prompt), context - 8)
+                texts[slot] = [rng.randrange(vocab) for _ in range(length)]
+                pair.prefill(slot, texts[slot])
+                texts[slot].append(rng.randrange(vocab))
+            position = len(texts[slot]) - 1
+            guesses = [rng.randrange(vocab) for _ in range(drafted)]
+            run = [texts[slot][-1], *guesses]
+            rows += [(token, slot, position + i) for i, token in enumerate(run)]
+            moved[slot] = min(right, drafted)
+            texts[slot] += [*guesses[: moved[slot]], rng.randrange(vocab)]
+        rows = rows[:DRAFTED_ROWS]
+        yield pair.decode(*(list(column) for column in zip(*rows, strict=True)))
+        cut = {slot for _, slot, _ in rows}
+        for slot in set(moved) - cut:  # did not fit: begins anew
+            del texts[slot]
+        last = rows[-1][1]
+        texts.pop(last, None)  # may have been cut in two
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("batch_invariant", [False, True])
+@settings(max_examples=25, deadline=None)
+@given(steps=plays(), name=st.sampled_from(sorted(SHAPES)), seed=st.integers(0, 2**16))
+def test_any_play_gives_what_the_plain_decoder_gives(
+    device: str,
+    dtype: torch.dtype,
+    batch_invariant: bool,
+    steps: Any,
+    name: str,
+    seed: int,
+) -> None:
+    """Slots used again, sequences aborted, drafts right and wrong, prompts of any length; smallest
+    buckets of 32 keys, so that lengths fall into several."""
+    gpt = tiny_gpt(tiny_config(**{"n_layer": 2, **SHAPES[name]})).to(dtype).to(device)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(graphs, "SHORTEST", 32)
+        pair = Pair(gpt, 5, batch_invariant=batch_invariant)
+    rng = random.Random(seed)
+    for graph, plain in play(pair, steps, gpt.config.context_length, gpt.config.vocab_size, rng):
+        assert graph.dtype == torch.float32
+        if dtype == torch.float32:
+            assert_close(graph, plain, **FLOAT32)
+        else:
+            assert off(graph, plain.float()) < BFLOAT16
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_nothing_that_is_left_in_a_slot_is_seen(device: str) -> None:
+    """A weight of 0 times what is not finite is not 0: so it must be gone, not only masked."""
+    pair = Pair(tiny_gpt().to(device), 3)
+    pair.prefill(1, list(range(100)))
+    pair.decode([7], [1], [100])
+    pair.poison()
+    pair.prefill(1, [5, 6, 7])
+    graph, plain = pair.decode([8], [1], [3])
+    assert torch.isfinite(graph).all()
+    assert_close(graph, plain, **FLOAT32)
+    for cache in pair.caches[0].keys, pair.caches[0].values:
+        assert not cache[:, 1, :, 4:].any()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_wrong_draft_leaves_nothing(device: str) -> None:
+    pair = Pair(tiny_gpt().to(device), 2)
+    pair.prefill(0, [1, 2, 3])
+    pair.decode([4, 5, 6], [0, 0, 0], [3, 4, 5])
+    pair.caches[0].keys[:, 0, :, 4:6] = math.nan
+    graph, plain = pair.decode([9], [0], [4])  # 5 was not what was drawn
+    assert_close(graph, plain, **FLOAT32)
+    assert not pair.caches[0].keys[:, 0, :, 5:].any()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_recordings_are_made_once_for_each_size(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counting = Counting(device)
+    monkeypatch.setattr(graphs, "SHORTEST", 32)
+    pair = Pair(tiny_gpt().to(device), 5, capture=counting)
+    for slot in range(5):
+        pair.prefill(slot, [slot + 1] * 30)
+    for position in range(30, 36):
+        for count in (1, 3, 4, 5):
+            pair.decode([2] * count, list(range(count)), [position] * count)
+    assert (pair.graph._row_buckets, pair.graph._key_buckets) == ((1, 2, 4, 8, 16), (32, 64, 128))
+    assert counting.recorded == pair.graph.recorded == 2 * 3  # keys 32, 64; rows 1, 4, 8
+    assert counting.runs == 6 * 4
+
+
+@pytest.mark.parametrize(
+    ("slots", "invariant", "expected"),
+    [
+        ([4, 1, 0], False, True),
+        ([4, 1], False, False),  # a copy of two is less than all seven
+        ([4, 1, 1, 0], False, False),  # a draft
+        ([4, 1, 0], True, False),
+    ],
+)
+def test_keys_are_read_where_they_lie_when_most_slots_decode(
+    monkeypatch: pytest.MonkeyPatch, slots: list[int], invariant: bool, expected: bool
+) -> None:
+    """A slot that no row is of may hold anything: nobody looks at what comes out for it."""
+    ways: list[bool] = []
+
+    class Watched(SlotsAttend):
+        def __init__(self, *given: Any, in_place: bool) -> None:
+            super().__init__(*given, in_place=in_place)
+            ways.append(in_place)
+
+    monkeypatch.setattr(graphs, "SlotsAttend", Watched)
+    pair = Pair(tiny_gpt(), 7, batch_invariant=invariant)
+    for slot in range(7):
+        pair.prefill(slot, [slot + 1] * (5 * slot + 3))
+    for cache in pair.caches:
+        cache.keys[:, 2], cache.values[:, 2] = math.nan, math.inf
+    positions = [5 * slot + 3 + slots[:i].count(slot) for i, slot in enumerate(slots)]
+    graph, plain = pair.decode([9] * len(slots), slots, positions)
+    assert ways == [expected]
+    assert_close(graph, plain, **FLOAT32)
+
+
+def test_no_more_recordings_are_kept_than_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphs, "MOST_RECORDED", 2)
+    counting = Counting()
+    pair = Pair(tiny_gpt(), 4, capture=counting)
+    for slot in range(4):
+        pair.prefill(slot, [1, 2, 3])
+    for count in (1, 2, 1, 4, 1):  # 4 pushes out 2, which was not used for longest
+        graph, plain = pair.decode([4] * count, list(range(count)), [3] * count)
+        assert_close(graph, plain, **FLOAT32)
+    assert pair.graph.recorded == 2
+    assert counting.recorded == 3
+    pair.graph.close()
+    assert pair.graph.recorded == 0
+
+
+def test_what_is_recorded_may_run_before() -> None:
+    """Warming up writes into the cache what the step itself writes."""
+    pair = Pair(tiny_gpt(), 3, capture=TwiceOver())
+    pair.prefill(2, [1, 2, 3])
+    for position in range(3, 9):
+        graph, plain = pair.decode([position], [2], [position])
+        assert_close(graph, plain, **FLOAT32)
+
+
+def test_more_rows_than_there_is_room_for_are_refused() -> None:
+    gpt = tiny_gpt()
+    decoder = GraphDecoder(gpt, new_cache(gpt, 2))
+    rows = DRAFTED_ROWS + 1
+    with pytest.raises(ValueError, match=r"^17 rows are asked for, this decoder has room for 16$"):
+        decoder.decode([0] * rows, [0] * rows, list(range(rows)))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_tokens_are_drawn_from_what_was_decoded(device: str, batch_invariant: bool) -> None:
+    """By the recorded draw, and from rows that are others: both give the twin's tokens."""
+    counting = Counting(device)
+    pair = Pair(tiny_gpt().to(device), 6, batch_invariant=batch_invariant, capture=counting)
+    for slot in range(6):
+        pair.prefill(slot, [slot, 1, 2])
+    top = [GREEDY, PLAIN, *(replace(PLAIN, top_k=5, seed=seed) for seed in range(4))]
+    for several in ([GREEDY] * 3, [GREEDY, PLAIN, PLAIN], top):
+        count, draws = len(several), table(several)
+        logits, _ = pair.decode([9] * count, list(range(count)), [3] * count)
+        expected = draw_tokens(logits, logits, draws)
+        before = counting.runs
+        assert pair.graph.draw(logits, logits, draws) == expected
+        assert counting.runs == before + 1
+        apart = logits.clone()
+        assert pair.graph.draw(apart, logits, draws) == expected
+        many = apart.repeat(7, 1)  # more than it has rows
+        assert pair.graph.draw(many, many, table(several * 7)) == expected * 7
+        assert counting.runs == before + 1
+        apart[0, 3] = math.nan
+        assert pair.graph.draw(logits, apart, draws) == [None, *expected[1:]]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_batch_invariant_every_step_has_one_size(device: str) -> None:
+    """One recording for all steps and one for all draws, and a row has the bits that it has
+    alone."""
+    counting = Counting(device)
+    gpt = tiny_gpt(tiny_config(d_model=48)).to(device)
+    pair = Pair(gpt, 5, batch_invariant=True, capture=counting)
+    alone = []
+    for slot in range(5):
+        pair.prefill(slot, [slot + 1] * (10 * slot + 3))
+    for slot in range(5):
+        logits, _ = pair.decode([9], [slot], [10 * slot + 3])
+        pair.graph.draw(logits, logits, table([PLAIN if slot else GREEDY]))
+        alone.append(logits.clone())
+    logits, _ = pair.decode([9] * 5, list(range(5)), [10 * slot + 3 for slot in range(5)])
+    together = list(logits.split(1))
+    assert all(torch.equal(one, other) for one, other in zip(alone, together, strict=True))
+    assert counting.recorded == 2
+
+
+def test_logits_by_blocks_are_those_by_rows() -> None:
+    gpt = tiny_gpt()
+    for count in (1, 31, 32, 33, 70):
+        hidden = torch.randn(count, 32, generator=torch.Generator().manual_seed(count))
+        assert_close(block_logits(gpt, hidden), padded_logits(gpt, hidden))
+
+
+def test_a_padding_row_changes_nothing_in_the_cache() -> None:
+    """Five sequences take eight rows: the three behind them write where the first one writes."""
+    pair = Pair(tiny_gpt(), 8)
+    for slot in range(8):
+        pair.prefill(slot, [slot + 1] * 5)
+    before = pair.caches[0].keys.clone()
+    pair.decode([1] * 5, [6, 1, 2, 3, 4], [5] * 5)
+    changed = (pair.caches[0].keys != before).any(dim=4).any(dim=2).any(dim=0)  # (S, L)
+    places = {(int(slot), int(position)) for slot, position in changed.nonzero()}
+    untouched = {(slot, position) for slot, position in places if slot in (0, 5, 7)}
+    assert not untouched
+    assert {(slot, 5) for slot in (6, 1, 2, 3, 4)} <= places
+    assert all(position >= 5 for _, position in places), "what is behind was cleared, not before"
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_attention_masks_by_each_rows_own_position(in_place: bool) -> None:
+    """The weights of one layer, spelled out."""
+    config = tiny_config(**FAMILIES["llama"])
+    cache = KVCache(config, 3, device=torch.device("cpu"), dtype=torch.float32)
+    torch.nn.init.normal_(cache.keys)
+    torch.nn.init.normal_(cache.values)
+    slots, positions = torch.tensor([2, 0]), torch.tensor([40, 3])
+    heads, kv_heads, width = config.n_head, config.n_kv_head, config.head_dim
+    q = torch.randn(2, heads, 1, width)
+    k, v = torch.randn(2, kv_heads, 1, width), torch.randn(2, kv_heads, 1, width)
+    out = SlotsAttend(cache, slots, positions, 64, in_place=in_place)(1, q, k, v)
+    for row, (slot, position) in enumerate(((2, 40), (0, 3))):
+        assert torch.equal(cache.keys[1, slot, :, position], k[row, :, 0])
+        for head in range(heads):
+            own = head // (heads // kv_heads)
+            keys = cache.keys[1, slot, own, : position + 1]
+            probs = (keys @ q[row, head, 0] / math.sqrt(width)).softmax(dim=0)
+            expected = probs @ cache.values[1, slot, own, : position + 1]
+            assert_close(out[row, head, 0], expected)
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "sizes"),
+    [
+        (1, 1, (1,)),
+        (1, 16, (1, 2, 4, 8, 16)),
+        (1, 20, (1, 2, 4, 8, 16, 20)),
+        (128, 64, (64,)),
+        (128, 1024, (128, 256, 512, 1024)),
+    ],
+)
+def test_buckets(first: int, last: int, sizes: tuple[int, ...]) -> None:
+    assert buckets(first, last) == sizes
+    for count in range(1, last + 1):
+        assert bucket(sizes, count) == min(size for size in sizes if size >= count)

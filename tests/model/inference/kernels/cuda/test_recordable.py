@@ -1,0 +1,113 @@
+"""What a GPU is to record may not ask it for a number, nor compute beside it by mistake.
+
+Held to that on torch's meta device, whose tensors have shapes and no numbers: there `tolist`,
+`item` and a branch on a value raise, and so does arithmetic with a tensor that was left on the CPU.
+Not seen are indices on the CPU, and what CUDA alone computes (`is_cuda`).
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from model.inference.engine.runner import DecoderMaker
+from model.inference.kernels.cuda import pinned
+from model.inference.kernels.cuda.decoder import GraphDecoder
+from model.inference.kernels.eager.decoder import PlainDecoder
+from model.inference.kernels.eager.prefill import Piece, WantedWeights
+from model.inference.kv_cache import KVCache
+from model.inference.sampling.sample import Draw, table
+from model.transformer.gpt import GPT
+from tests.model.factories import FAMILIES, tiny_config
+from tests.model.inference.kernels.cpu.test_native_sample import GREEDY, PLAIN
+from tests.model.inference.kernels.cuda.test_decoder import TwiceOver
+
+META = torch.device("meta")
+SLOTS = 6
+FILTERED = Draw(1.0, 3, 0.9, 0.1, seed=1, position=6, index=0)
+
+
+class NoBuffer:
+    """Pinned memory on the way to nowhere: what comes back is zeros."""
+
+    def __init__(self, device: torch.device, *shape: int) -> None:
+        assert device == META
+        self.cells = np.zeros(shape, np.int64)
+        self.turn = 0
+
+    def copy_to(self, target: Tensor) -> None:
+        assert target.device == META
+
+    def copy_from(self, source: Tensor) -> None:
+        assert source.device == META
+        self.turn += 1
+
+    def wait(self) -> None:
+        """It is always there."""
+
+
+@pytest.fixture(autouse=True)
+def nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pinned, "Buffer", NoBuffer)
+
+
+def on_meta(make: DecoderMaker, dtype: torch.dtype, family: str, **wishes: Any) -> Any:
+    """A decoder of a model without numbers, whose tables of positions are there all the same."""
+    gpt = GPT(tiny_config(**{**FAMILIES[family], "context_length": 256})).to(META).to(dtype).eval()
+    cache = KVCache(gpt.config, SLOTS, device=META, dtype=dtype)
+    return make(gpt, cache, **wishes)
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_steps_and_draws_ask_for_no_number(
+    family: str, dtype: torch.dtype, batch_invariant: bool
+) -> None:
+    decoder = on_meta(
+        GraphDecoder, dtype, family, batch_invariant=batch_invariant, capture=TwiceOver()
+    )
+    for rows in (1, 2, SLOTS):  # keys are copied together, or read where they lie
+        slots = list(range(rows))
+        with torch.inference_mode():
+            logits = decoder.decode([1] * rows, slots, [5] * rows)
+        assert (logits.device, logits.dtype) == (META, torch.float32)
+        for draw in (GREEDY, PLAIN, FILTERED):
+            draws = table([draw] * rows)
+            first = decoder.launch([1] * rows, slots, [6] * rows, draws)
+            decoder.launch_behind(slots, slots, [7] * rows, draws)
+            assert first() == [0] * rows
+            assert decoder.draw(logits, logits, draws) == [0] * rows
+    decoder.decode([1, 2, 3], [0, 0, 1], [5, 6, 5])  # a draft's rows
+
+
+@pytest.mark.parametrize("make", [GraphDecoder, PlainDecoder])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_prompts_ask_for_no_number(make: DecoderMaker, family: str) -> None:
+    decoder = on_meta(make, torch.bfloat16, family)
+    wanted: Sequence[tuple[bool, WantedWeights | None]]
+    wanted = [(False, None), (True, None), (False, WantedWeights((0, 1), (0, 1), 40))]
+    with torch.inference_mode():
+        for slot, (states, weights) in enumerate(wanted):
+            for start, end in ((0, 32), (32, 40)):
+                piece = Piece([1] * (end - start), slot, start, states, weights)
+                hidden = decoder.prefill(piece).hidden
+                assert (len(hidden), hidden.device) == (end - start, META)
+        assert decoder.head(hidden[-1:]).dtype == torch.float32
+
+
+def test_whoever_asks_is_found_out() -> None:
+    """The tests above rest on this."""
+    tensor = torch.zeros(3, device=META)
+    asks = (
+        tensor.tolist,
+        lambda: bool((tensor > 0).any()),
+        lambda: tensor + torch.zeros(3),
+        lambda: torch.cat((tensor, torch.zeros(3))),
+    )
+    for ask in asks:
+        with pytest.raises((RuntimeError, NotImplementedError)):
+            ask()

@@ -1,0 +1,149 @@
+"""The device draw against its twin, `inference/sampling/sample.py`: on a CPU the same tokens, row
+by row."""
+
+import dataclasses
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from model.inference.kernels.cuda.sample import (
+    NO_TOKEN,
+    DrawKind,
+    draw_rows,
+    filtered_rows,
+    kind_of,
+    pack,
+    pick,
+)
+from model.inference.sampling.sample import Draw, draw_tokens, filtered, table
+from tests.model.inference.kernels.cpu.test_native_sample import GREEDY, PLAIN, draws
+
+WIDTHS = (1, 7, 64, 65, 1000)
+
+
+def drawn(logits: Tensor, computed: Tensor, several: list[Draw]) -> list[int | None]:
+    draws = table(several)
+    packed = torch.from_numpy(pack(draws)).to(logits.device)
+    token_ids = draw_rows(logits, computed, packed, kind_of(draws)).tolist()
+    return [None if token_id == NO_TOKEN else token_id for token_id in token_ids]
+
+
+def rows(count: int, width: int, seed: int, steps: int) -> Tensor:
+    """Logits of which a fifth is -inf; on a grid, with many equals, unless `steps` is 0."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = 3 * torch.randn(count, width, generator=generator)
+    if steps:
+        logits = (logits * steps).round() / steps
+    logits[torch.rand(logits.shape, generator=generator) < 0.2] = -math.inf
+    logits[:, 0] = 0.5  # something is left
+    return logits
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    width=st.sampled_from(WIDTHS),
+    several=st.lists(draws(), min_size=1, max_size=12),
+    seed=st.integers(0, 2**31),
+    steps=st.sampled_from([0, 1, 4, 1024]),
+)
+def test_draws_what_its_twin_draws(width: int, several: list[Draw], seed: int, steps: int) -> None:
+    logits = rows(len(several), width, seed, steps)
+    computed = torch.zeros_like(logits)
+    computed[::5, -1] = math.nan
+    assert drawn(logits, computed, several) == draw_tokens(logits, computed, table(several))
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    several=st.lists(draws(), min_size=1, max_size=6),
+    company=st.lists(draws(), min_size=1, max_size=6),
+    seed=st.integers(0, 2**31),
+)
+def test_company_and_a_wider_kind_change_no_token(
+    several: list[Draw], company: list[Draw], seed: int
+) -> None:
+    """Rows without filters among rows with them, and greedy ones among drawn ones."""
+    logits = rows(len(several) + len(company), 65, seed, 4)
+    own, computed = logits[: len(several)], torch.zeros_like(logits)
+    alone = drawn(own, computed[: len(several)], several)
+    assert drawn(logits, computed, [*several, *company])[: len(several)] == alone
+    packed = torch.from_numpy(pack(table(several)))
+    for kind in DrawKind:
+        if kind >= kind_of(table(several)):
+            assert draw_rows(own, computed[: len(several)], packed, kind).tolist() == alone
+
+
+def test_thousands_of_rows_of_a_large_vocabulary() -> None:
+    logits = 2 * torch.randn(4, 2003, generator=torch.Generator().manual_seed(3))
+    filters: list[dict[str, Any]] = [
+        {},
+        {"top_k": 40},
+        {"top_p": 0.9},
+        {"min_p": 0.02, "temperature": 1.5},
+    ]
+    for seed in range(600):
+        several = [dataclasses.replace(PLAIN, seed=2**63 + seed, position=seed, **f)
+                   for f in filters]  # fmt: skip
+        assert drawn(logits, logits, several) == draw_tokens(logits, logits, table(several))
+
+
+def test_the_kind_is_the_least_that_serves() -> None:
+    assert kind_of(table([GREEDY, GREEDY])) is DrawKind.GREEDY
+    filtered_but_greedy = dataclasses.replace(GREEDY, top_k=3, top_p=0.5)
+    assert kind_of(table([filtered_but_greedy])) is DrawKind.GREEDY
+    assert kind_of(table([GREEDY, PLAIN])) is DrawKind.PLAIN
+    changes: list[dict[str, Any]] = [{"top_k": 1}, {"top_p": 0.9}, {"min_p": 0.1}]
+    for change in changes:
+        assert kind_of(table([PLAIN, dataclasses.replace(PLAIN, **change)])) is DrawKind.FILTERED
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 2e30, -2e30])
+def test_rows_that_are_not_finite_have_no_token(bad: float) -> None:
+    computed = torch.zeros(3, 65)
+    computed[1, 64] = bad
+    logits = torch.zeros(3, 65)
+    first, second, third = drawn(logits, computed, [GREEDY, PLAIN, PLAIN])
+    assert (first, second) == (0, None)
+    assert third is not None
+
+
+def test_a_row_where_nothing_may_be_drawn_ends_in_bounds() -> None:
+    logits, computed = torch.full((3, 65), -math.inf), torch.zeros(3, 65)
+    several = [GREEDY, PLAIN, dataclasses.replace(PLAIN, top_k=3, top_p=0.5)]
+    assert drawn(logits, computed, several) == [0, 0, 0]
+
+
+def test_what_is_dropped_is_not_drawn_at_the_edges_of_the_interval(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Uniform numbers of 0 and next to 1 find the first and the last id of any weight."""
+    logits = torch.tensor([[-math.inf, 0.0, -math.inf, 0.0, -math.inf]])
+    for number, expected in ((0.0, 1), (0.5, 3), (1 - 2**-53, 3), (1.0, 3)):
+        monkeypatch.setattr(
+            "model.inference.kernels.cuda.sample.uniforms",
+            lambda *_, number=number: torch.tensor([number], dtype=torch.float64),
+        )
+        assert drawn(logits, torch.zeros(1, 5), [PLAIN]) == [expected]
+
+
+def test_sums_that_fall_by_a_rounding_take_no_dropped_id() -> None:
+    """As sums of a GPU may, which are made of pieces."""
+    hair = 2**-53
+    probs = torch.tensor([[0.5, 0.0, 0.5, 0.0]], dtype=torch.float64)
+    cumulated = torch.tensor([[0.5, 0.5 + 2 * hair, 1.0, 1.0]], dtype=torch.float64)
+    for number, expected in ((0.49, 0), (0.5, 2), (0.9, 2)):
+        assert pick(probs, cumulated, torch.tensor([number])).tolist() == [expected]
+
+
+def test_a_top_p_of_1_drops_nothing_that_rounding_has_left_no_room_for() -> None:
+    logits = torch.tensor([[0.0, -40.0, -45.0, -50.0]])  # the first one's share rounds to 1
+    top_k, top_p = torch.tensor([3]), torch.tensor([1.0], dtype=torch.float64)
+    left = filtered_rows(logits, top_k, top_p, torch.tensor([-math.inf]))
+    expected = filtered(logits, table([dataclasses.replace(PLAIN, top_k=3)]))
+    assert torch.equal(left, expected)
+    assert left.isfinite().tolist() == [[True, True, True, False]]

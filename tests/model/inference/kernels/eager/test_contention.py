@@ -1,0 +1,191 @@
+"""Fewer threads beside a busy neighbour: when, for how long, and never another bit."""
+
+import ctypes
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from model.device import use_threads
+from model.inference.kernels.cpu.decoder import NativeDecoder
+from model.inference.kernels.eager import contention as crowding_module
+from model.inference.kernels.eager.contention import LONGEST, SHORTEST, Crowding, threads_keep_bits
+from model.inference.kv_cache import KVCache
+from tests.model.factories import tiny_config, tiny_gpt
+
+GPT = tiny_gpt()
+
+
+class Machine:
+    """A clock that a test moves, and a thread's time on its core."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.on_core = 0.0
+
+    def spend(self, seconds: float, lost: float = 0.0) -> None:
+        self.now += seconds
+        self.on_core += seconds * (1 - lost)
+
+
+@pytest.fixture(autouse=True)
+def two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    use_threads(2)
+    yield
+    use_threads(before)
+
+
+def watching(machine: Machine) -> Crowding:
+    return Crowding(GPT, clock=lambda: machine.now, on_core=lambda: machine.on_core)
+
+
+def threads_of(crowding: Crowding, machine: Machine, lost: float, crowded: bool = False) -> int:
+    """Threads that an operation of 50 ms has, of which its thread was off its core for a share."""
+    with crowding.watched(32, crowded):
+        machine.spend(0.05, lost)
+        return torch.get_num_threads()
+
+
+def test_who_is_late_computes_alone_for_a_while_and_tries_again() -> None:
+    machine = Machine()
+    crowding = watching(machine)
+    assert threads_of(crowding, machine, lost=0.1) == 2
+    assert threads_of(crowding, machine, lost=0.6) == 2, "it was late, which is known afterwards"
+    alone_since = machine.now
+    while threads_of(crowding, machine, lost=0.0) == 1:
+        assert torch.get_num_threads() == 2, "the threads are back outside"
+    assert SHORTEST <= machine.now - alone_since < SHORTEST + 0.11
+    assert threads_of(crowding, machine, lost=0.1) == 2, "it helped"
+
+
+def test_it_waits_longer_each_time_that_it_did_not_help() -> None:
+    machine = Machine()
+    crowding = watching(machine)
+    waits = []
+    for _ in range(8):
+        assert threads_of(crowding, machine, lost=0.6) == 2
+        since = machine.now
+        while machine.now < crowding._alone_until:
+            assert threads_of(crowding, machine, lost=0.0) == 1
+        waits.append(round((machine.now - since) / SHORTEST))
+    assert waits == [1, 2, 4, 8, 16, 16, 16, 16]
+    assert LONGEST == 16 * SHORTEST
+    machine.spend(2 * LONGEST)
+    threads_of(crowding, machine, lost=0.6)
+    assert crowding._alone_until - machine.now == pytest.approx(SHORTEST), "it begins anew"
+
+
+def test_what_the_decoder_found_is_believed() -> None:
+    machine = Machine()
+    assert threads_of(watching(machine), machine, lost=0.0, crowded=True) == 1
+
+
+def test_short_interruptions_are_nobodys_fault() -> None:
+    machine = Machine()
+    crowding = watching(machine)
+    with crowding.watched(32):
+        machine.spend(0.0015, lost=0.9)
+    assert threads_of(crowding, machine, lost=0.0) == 2
+
+
+def test_where_threads_change_bits_they_are_left_as_they_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def divides_differently(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> object:
+        return torch.nn.functional.linear(x, weight, bias) + torch.get_num_threads()
+
+    class Functional:
+        linear = staticmethod(divides_differently)
+
+    monkeypatch.setattr(crowding_module, "F", Functional)
+    assert not threads_keep_bits(GPT, 32)
+    machine = Machine()
+    assert threads_of(watching(machine), machine, lost=0.0, crowded=True) == 2
+
+
+@contextmanager
+def neighbours(core: int, count: int) -> Iterator[None]:
+    """Processes that never sleep, on one core."""
+    spinning = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
+    try:
+        for process in spinning:
+            os.sched_setaffinity(process.pid, {core})
+        yield
+    finally:
+        for process in spinning:
+            process.kill()
+            process.wait()
+
+
+def threads_of_this_process() -> set[int]:
+    return {int(path.name) for path in Path("/proc/self/task").iterdir()}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="binds a thread to a core as Linux does it")
+def test_native_threads_notice_and_compute_the_same(library: ctypes.CDLL) -> None:
+    """A thread that shares its core with two others is bound to lose it while it holds a piece, and
+    what is decoded until then, alone and afterwards is what one thread computes."""
+    gpt = tiny_gpt(tiny_config(head_dim=16, d_model=512, d_ff=4096, n_layer=4))
+
+    def decoder(threads: int) -> NativeDecoder:
+        cache = KVCache(gpt.config, 8, device=torch.device("cpu"), dtype=torch.float32)
+        return NativeDecoder(library, gpt, cache, threads=threads)
+
+    slots = list(range(8))
+    steps = [(slots, slots, [position] * 8) for position in range(16)]
+    one, before = decoder(1), threads_of_this_process()
+    expected = [one.decode(*step).clone() for step in steps]
+    two = decoder(2)
+    (worker,) = threads_of_this_process() - before
+    core = max(os.sched_getaffinity(0))
+    os.sched_setaffinity(worker, {core})
+    until, seen = time.monotonic() + 60, set[bool]()
+    with neighbours(core, 2):
+        while seen != {False, True} and time.monotonic() < until:
+            for step, logits in zip(steps, expected, strict=True):
+                assert torch.equal(two.decode(*step), logits)
+                seen.add(two.crowded)
+    assert seen == {False, True}
+    assert not one.crowded
+    one.close()
+    two.close()
+
+
+def alone_until(library: ctypes.CDLL, waits: list[tuple[float, float]]) -> float:
+    """Milliseconds at which a thread of the native pool that waited for others, each time from
+    when for how long, has the others compute again; 0 if it never did without them."""
+    library.logitd_patience.restype = ctypes.c_int64
+    since = [round(1000 * start) for start, _ in waits]
+    until = [round(1000 * (start + length)) for start, length in waits]
+    numbers = ctypes.c_int64 * len(waits)
+    found: int = library.logitd_patience(numbers(*since), numbers(*until), len(waits))
+    return found / 1000
+
+
+def test_an_event_loop_at_work_is_no_neighbour(library: ctypes.CDLL) -> None:
+    """A server of 32 streams hands over the tokens of each step, a millisecond or two of a core.
+    For that its decoder computed alone, and gave three quarters of its rate."""
+    assert alone_until(library, [(1000 + 12 * step, 1.5) for step in range(100)]) == 0
+    assert alone_until(library, [(1000 + 45 * step, 2.5) for step in range(100)]) == 0
+    assert alone_until(library, [(1000 + step, 0.4) for step in range(100)]) == 0
+
+
+def test_a_neighbour_is_known_by_a_slice_or_by_two_short_ones(library: ctypes.CDLL) -> None:
+    assert alone_until(library, [(1000, 8)]) == 1028
+    assert alone_until(library, [(1000, 1.5), (1004, 1.5)]) == 1025.5
+
+
+def test_a_neighbour_who_stays_is_tried_less_and_less_often(library: ctypes.CDLL) -> None:
+    waits, ends = [(1000.0, 8.0)], []
+    for _ in range(7):
+        ends.append(alone_until(library, waits))
+        waits.append((ends[-1] + 1, 8.0))
+    pauses = [end - sum(wait) for end, wait in zip(ends, waits, strict=False)]
+    assert pauses == [20, 40, 80, 160, 320, 640, 640]

@@ -1,0 +1,240 @@
+"""Which numbers and which decoder: chosen from what there is, said in words, and without loss."""
+
+import ctypes
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from model.checkpoint.checkpoint import load_checkpoint, read_checkpoint
+from model.data.sources.document import TextError
+from model.device import bfloat16_instructions, processor_features
+from model.evaluation.held_out import held_out
+from model.evaluation.quantization_loss import decoded_nats
+from model.inference.kernels.cpu.decoder import NativeDecoder, prefills_natively
+from model.inference.kernels.cpu.library import KernelsUnavailable, load_library
+from model.inference.kernels.cuda.decoder import GraphDecoder
+from model.inference.kernels.eager.decoder import PlainDecoder
+from model.inference.kernels.select import (
+    DTypeChoice,
+    KernelError,
+    auto_dtype,
+    choose_decode_path,
+    choose_dtype,
+    cuda_path,
+)
+from model.inference.kv_cache import KVCache
+from model.training.step.validate import evaluate
+from model.transformer.gpt import GPT
+from tests.model.factories import tiny_config, tiny_gpt
+
+CPU = torch.device("cpu")
+BUNDLED = Path(__file__).parents[4] / "checkpoints" / "python-small"
+COVERED = tiny_config(head_dim=16)
+
+
+@pytest.mark.parametrize(
+    ("device", "multiplies", "obstacle", "expected"),
+    [
+        ("cuda", None, None, DTypeChoice("bfloat16", "auto: on CUDA")),
+        ("cuda", "AVX-512 BF16", "x", DTypeChoice("bfloat16", "auto: on CUDA")),
+        ("cpu", "AVX-512 BF16", None,
+         DTypeChoice("bfloat16", "auto: this processor multiplies it, AVX-512 BF16")),
+        ("cpu", "AVX-512 BF16", "kernels is torch",
+         DTypeChoice("float32", "auto: no native decoding, kernels is torch")),
+        ("cpu", None, None,
+         DTypeChoice("float32", "auto: this processor has no dot products of bfloat16")),
+        ("cpu", None, "kernels is torch",
+         DTypeChoice("float32", "auto: this processor has no dot products of bfloat16")),
+    ],
+)  # fmt: skip
+def test_auto_is_a_function_of_what_there_is(
+    device: str, multiplies: str | None, obstacle: str | None, expected: DTypeChoice
+) -> None:
+    assert auto_dtype(device, multiplies, obstacle) == expected
+
+
+@pytest.mark.parametrize(
+    ("features", "expected"),
+    [
+        ("fpu avx2 avx512f avx512_bf16", "AVX-512 BF16"),
+        ("avx512_bf16 amx_bf16 amx_tile", "AMX-BF16"),
+        ("fp asimd i8mm bf16", "Arm BF16"),
+        ("fpu avx2 avx512f avx512_vnni", None),
+        ("", None),
+    ],
+)
+def test_what_a_processor_multiplies_bfloat16_with(features: str, expected: str | None) -> None:
+    assert bfloat16_instructions(frozenset(features.split())) == expected
+
+
+def test_the_features_of_this_processor_are_read() -> None:
+    if not Path("/proc/cpuinfo").exists():
+        pytest.skip("this system does not tell them")
+    features = processor_features()
+    assert len(features) > 5
+    assert features & {"fpu", "fp"}
+
+
+def test_auto_on_this_machine() -> None:
+    try:
+        load_library()
+    except KernelsUnavailable:
+        native = False
+    else:
+        native = True
+    wide = native and bfloat16_instructions(processor_features()) is not None
+    assert choose_dtype("auto", COVERED, CPU).name == ("bfloat16" if wide else "float32")
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "kernels", "why"),
+    [(16, "torch", "kernels is torch"), (8, "auto", "head_dim is 8")],
+)
+def test_auto_is_float32_where_decoding_is_not_native(
+    head_dim: int, kernels: Any, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "model.inference.kernels.select.processor_features", lambda: frozenset({"avx512_bf16"})
+    )
+    choice = choose_dtype("auto", tiny_config(head_dim=head_dim), CPU, kernels=kernels)
+    assert choice.name == "float32"
+    assert why in choice.why
+
+
+def test_auto_is_float32_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setattr(
+        "model.inference.kernels.select.processor_features", lambda: frozenset({"avx512_bf16"})
+    )
+    choice = choose_dtype("auto", COVERED, CPU)
+    assert choice.name == "float32"
+    assert "no C++ compiler was found" in choice.why
+
+
+@pytest.mark.parametrize("name", ["float32", "bfloat16", "float16"])
+def test_what_is_asked_for_is_taken(name: Any) -> None:
+    assert choose_dtype(name, tiny_config(), CPU, kernels="torch") == DTypeChoice(name, "as asked")
+
+
+@pytest.mark.parametrize(
+    ("gpt", "note"),
+    [
+        (tiny_gpt(tiny_config(head_dim=16)).half(), "the model is in float16"),
+        (tiny_gpt(), "head_dim is 8, no multiple of 16 up to 256"),
+    ],
+)
+def test_torch_decodes_what_the_kernels_do_not_cover_and_that_is_said(gpt: GPT, note: str) -> None:
+    path = choose_decode_path(gpt, threads=1)
+    assert (path.name, path.note) == ("torch", note)
+    assert choose_decode_path(gpt, kernels="torch", threads=1).note is None
+    with pytest.raises(KernelError, match=f"kernels is native, but .*{note}"):
+        choose_decode_path(gpt, kernels="native", threads=1)
+    with pytest.raises(KernelError, match=f"quantize is int8, but .*{note}"):
+        choose_decode_path(gpt, quantize="int8", threads=1)
+    with pytest.raises(KernelError, match="set kernels to auto"):
+        choose_decode_path(gpt, kernels="torch", quantize="int8", threads=1)
+
+
+@pytest.mark.usefixtures("library")
+def test_native_decoding_says_what_it_is() -> None:
+    gpt = tiny_gpt(COVERED)
+    path = choose_decode_path(gpt, threads=1)
+    assert path.name.startswith("native (")
+    assert path.note is None
+    assert choose_decode_path(gpt, quantize="int8", threads=1).name.endswith(", int8)")
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_a_gpu_replays_steps(batch_invariant: bool) -> None:
+    path = cuda_path("auto", batch_invariant=batch_invariant)
+    assert path.name == "CUDA graphs" + (", batch-invariant" if batch_invariant else "")
+    gpt = tiny_gpt()
+    decoder = path.make_decoder(gpt, KVCache(gpt.config, 2, device=CPU, dtype=torch.float32))
+    assert isinstance(decoder, GraphDecoder)
+    assert decoder.batch_invariant is batch_invariant
+
+
+def test_a_gpu_computes_in_plain_torch_where_that_is_asked_for() -> None:
+    path = cuda_path("torch", batch_invariant=False)
+    assert (path.make_decoder, path.name, path.note) == (PlainDecoder, "torch", None)
+    with pytest.raises(KernelError, match="kernels is torch, whose bits depend on the batch"):
+        cuda_path("torch", batch_invariant=True)
+
+
+def test_a_cpu_is_batch_invariant_in_any_case() -> None:
+    gpt = tiny_gpt()
+    path = choose_decode_path(gpt, kernels="torch", threads=1, batch_invariant=True)
+    assert (path.make_decoder, path.name) == (PlainDecoder, "torch")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_what_a_gpu_gets() -> None:
+    gpt = tiny_gpt(COVERED).to("cuda")
+    assert choose_decode_path(gpt, threads=1).name == "CUDA graphs"
+    assert choose_decode_path(gpt, threads=1, kernels="torch").name == "torch"
+    for wishes in ({"kernels": "native"}, {"quantize": "int8"}):
+        with pytest.raises(KernelError, match="the model is on cuda"):
+            choose_decode_path(gpt, threads=1, **wishes)  # type: ignore[arg-type]
+
+
+def logits(gpt: GPT, ids: Tensor) -> Tensor:
+    return gpt(ids).logits
+
+
+def test_bfloat16_loses_nothing_to_see(library: ctypes.CDLL) -> None:
+    """Why "auto" may choose it: bits per byte of the bundled checkpoint, prefilled by torch and
+    decoded by the kernels, are within 0.2 % of float32's."""
+    try:
+        text = held_out(read_checkpoint(BUNDLED))
+    except TextError as reason:
+        pytest.skip(str(reason))
+    (batch,) = text.windows
+    prefilled, decoded = [], []
+    for dtype in (torch.float32, torch.bfloat16):
+        gpt = load_checkpoint(BUNDLED, device=CPU, dtype=dtype)[1]
+        prefilled.append(evaluate(gpt, text.windows, partial(logits, gpt)).loss)
+        decoder = choose_decode_path(gpt, kernels="native", threads=1).make_decoder
+        decoded.append(decoded_nats(gpt, *batch, decoder))
+    for exact, rounded in (prefilled, decoded):
+        assert rounded != exact
+        assert rounded == pytest.approx(exact, rel=0.002)
+    assert decoded[0] / batch[1].numel() == pytest.approx(prefilled[0], rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("features", "dtype", "quantized", "expected"),
+    [
+        ({"avx2", "fma"}, torch.float32, False, False),
+        ({"avx512f"}, torch.float32, False, True),
+        ({"avx512f"}, torch.bfloat16, False, False),
+        ({"avx512f", "avx512_bf16"}, torch.bfloat16, False, True),
+        ({"avx512f", "avx512_bf16"}, torch.bfloat16, True, False),
+        ({"avx512f", "avx512_vnni"}, torch.bfloat16, True, True),
+        ({"asimd", "bf16"}, torch.bfloat16, False, False),
+    ],
+)
+def test_prompts_are_native_where_many_rows_are_fast(
+    features: set[str], dtype: torch.dtype, quantized: bool, expected: bool
+) -> None:
+    assert prefills_natively(dtype, quantized=quantized, features=features) is expected
+
+
+@pytest.mark.usefixtures("library")
+def test_the_chosen_decoder_prefills_as_the_processor_can(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gpt = tiny_gpt(COVERED)
+    for features, expected in (({"avx2"}, False), ({"avx512f"}, True)):
+        monkeypatch.setattr(
+            "model.inference.kernels.select.processor_features", lambda f=features: f
+        )
+        path = choose_decode_path(gpt, threads=1)
+        cache = KVCache(gpt.config, 1, device=CPU, dtype=torch.float32)
+        decoder = path.make_decoder(gpt, cache)
+        assert isinstance(decoder, NativeDecoder)
+        assert decoder.phases_agree is expected
+        decoder.close()

@@ -1,0 +1,593 @@
+"""Sampler: each step against its one-row definition, and every row alone with itself.
+
+The definitions on plain Python numbers are those of `model/inference/reference.py`. Rounding may
+decide what lies within a hair of a filter's edge, so supports are held between those of a slightly
+narrower and a slightly wider filter, and draws to the interval of their token.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from model.inference.engine.api import SamplingParams
+from model.inference.reference import filtered, penalised
+from model.inference.sampling.philox import uniform
+from model.inference.sampling.sample import Draw, table
+from model.inference.sampling.sampler import Row, Sampled, SlotDraws, sample
+from tests.model.inference.engine.harness import params
+
+VOCAB = 13
+
+
+def row(sampling: SamplingParams, prompt: Sequence[int] = (0,), *more: int, index: int = 0) -> Row:
+    """A row whose sequence has this prompt and then `more` generated tokens."""
+    return Row(sampling, index, [*prompt, *more], len(prompt))
+
+
+def mask(allowed: Iterable[int]) -> np.ndarray:
+    """What a constraint that lets these ids come next says."""
+    return np.isin(np.arange(VOCAB), list(allowed))
+
+
+def defined(logits: Sequence[float], one: Row) -> list[float]:
+    """A row after steps 1 to 6, by the definition."""
+    allowed = None if one.allowed is None else one.allowed.tolist()
+    return penalised(logits, one.tokens, one.prompt_length, one.params, allowed)
+
+
+def sample_all(logits: Tensor, rows: Sequence[Row]) -> list[Sampled]:
+    """As a step does it: a slot for each row, and the texts of those that ask for more than a
+    draw."""
+    places, slots = list(range(len(rows))), SlotDraws(len(rows))
+    for place, one in enumerate(rows):
+        slots.begin(place, one.params, one.index)
+    draws, more = slots.of(places, [len(one.tokens) for one in rows])
+    asking = {*more, *(i for i in places if rows[i].allowed is not None)}
+    drawn = sample(logits, draws, {place: rows[place] for place in sorted(asking)})
+    return [Sampled(one) if isinstance(one, int) else one for one in drawn]
+
+
+def sample_one(logits: Sequence[float], one: Row) -> Sampled:
+    return sample_all(torch.tensor([logits]), [one])[0]
+
+
+def processed(logits: Sequence[float], one: Row) -> dict[int, float]:
+    """What is left of a row after all steps: logprobs of the ids that can be drawn."""
+    asking = dataclasses.replace(one.params, logprobs=len(logits), logprobs_stage="processed")
+    result = sample_one(logits, dataclasses.replace(one, params=asking))
+    return {token.token_id: token.logprob for token in result.top}
+
+
+# Strategies. Numbers are fractions that float32 holds exactly, so that what ties here ties there;
+# on the coarse grid ties are common.
+
+
+def fractions(low: int, high: int, of: int) -> st.SearchStrategy[float]:
+    return st.integers(low * of, high * of).map(lambda i: i / of)
+
+
+numbers = fractions(-8, 8, of=8) | fractions(-30, 30, of=1024)
+ids = st.integers(0, VOCAB - 1)
+
+
+@st.composite
+def sampling_params(draw: st.DrawFn, temperature: st.SearchStrategy[float]) -> SamplingParams:
+    stop = draw(st.frozensets(ids, max_size=3))
+    allowed = draw(st.none() | st.sets(ids, min_size=1).map(tuple))
+    min_tokens = draw(st.integers(0, 8))
+    assume(not (min_tokens and allowed and stop.issuperset(allowed)))
+    return SamplingParams(
+        max_tokens=8,
+        seed=draw(st.integers(0, 2**64 - 1)),
+        temperature=draw(temperature),
+        top_k=draw(st.just(0) | st.integers(1, VOCAB + 3)),
+        top_p=draw(st.just(1.0) | st.floats(0, 1, exclude_min=True)),
+        min_p=draw(st.just(0.0) | st.floats(0, 1)),
+        repetition_penalty=draw(st.just(1.0) | fractions(1, 2, of=64) | st.just(0.5)),
+        presence_penalty=draw(st.just(0.0) | fractions(-3, 3, of=64)),
+        frequency_penalty=draw(st.just(0.0) | fractions(-3, 3, of=64)),
+        logit_bias=draw(st.dictionaries(ids, numbers, max_size=3)),
+        allowed_token_ids=allowed,
+        stop_token_ids=stop,
+        min_tokens=min_tokens,
+        logprobs=draw(st.none() | st.integers(0, VOCAB)),
+        logprobs_stage=draw(st.sampled_from(["raw", "processed"])),
+    )
+
+
+greedy_or_not = st.sampled_from([0.0, 0.5, 1.0, 1.3]) | st.floats(0.05, 50)
+
+
+@st.composite
+def rows(draw: st.DrawFn, temperature: st.SearchStrategy[float] = greedy_or_not) -> Row:
+    one = row(
+        draw(sampling_params(temperature)),
+        draw(st.lists(ids, min_size=1, max_size=6)),
+        *draw(st.lists(ids, max_size=6)),
+        index=draw(st.integers(0, 3)),
+    )
+    if one.params.allowed_token_ids is not None or one.params.min_tokens:
+        return one  # a constraint has neither beside it
+    allowed = draw(st.none() | st.sets(ids, min_size=1))
+    return one if allowed is None else dataclasses.replace(one, allowed=mask(allowed))
+
+
+logit_rows = st.lists(numbers, min_size=VOCAB, max_size=VOCAB)
+
+
+# Against the definitions
+
+
+def log_softmax(logits: Sequence[float]) -> list[float]:
+    largest = max(logits)
+    total = math.log(sum(math.exp(x - largest) for x in logits))
+    return [x - largest - total for x in logits]
+
+
+def support(logits: Sequence[float], sampling: SamplingParams) -> set[int]:
+    return {i for i, x in enumerate(filtered(logits, sampling)) if x > -math.inf}
+
+
+@given(logit_rows, rows(temperature=st.just(0.0)))
+def test_greedy_takes_the_best_of_the_definition(logits: list[float], one: Row) -> None:
+    expected = defined(logits, one)
+    token_id = sample_one(logits, one).token_id
+    assert expected[token_id] >= max(expected) - 1e-4
+    left = processed(logits, one)
+    assert left.keys() == {i for i, x in enumerate(expected) if x > -math.inf}
+    for i, logprob in left.items():
+        assert logprob == pytest.approx(log_softmax(expected)[i], abs=1e-4)
+    assert left[token_id] == max(left.values())
+
+
+@given(st.lists(st.integers(-2, 2), min_size=VOCAB, max_size=VOCAB))
+def test_greedy_takes_the_lowest_id_among_equals(logits: list[int]) -> None:
+    assert sample_one(logits, row(params())).token_id == logits.index(max(logits))
+
+
+@given(logit_rows, rows(temperature=st.floats(0.05, 50)))
+def test_what_is_left_is_what_the_definition_leaves(logits: list[float], one: Row) -> None:
+    base = defined(logits, one)
+    sharp = max(abs(x) for x in base if x > -math.inf) / one.params.temperature
+    hair = 1e-6 * (1 + sharp)  # what float32 leaves open in a scaled logit
+    # A k-th largest that rounding ties with the next one may let that one in.
+    ordered = sorted((x for x in base if x > -math.inf), reverse=True)
+    k = one.params.top_k
+    if 0 < k < len(ordered):
+        assume(ordered[k - 1] == ordered[k] or ordered[k - 1] - ordered[k] > 1e-4)
+
+    left = processed(logits, one)
+    p, q = one.params.top_p, one.params.min_p
+    narrow, wide = (
+        support(
+            base,
+            dataclasses.replace(
+                one.params,
+                top_p=1.0 if p == 1 else min(1.0, max(1e-300, p + side * 2 * hair)),
+                min_p=min(1.0, q * (1 - side * 2 * hair)),
+            ),
+        )
+        for side in (-1, 1)
+    )
+    assert narrow <= left.keys() <= wide
+    # ... and their logprobs are those of their own mass.
+    scaled = {i: base[i] / one.params.temperature for i in left}
+    largest = max(scaled.values())
+    total = math.log(sum(math.exp(x - largest) for x in scaled.values())) + largest
+    for i, logprob in left.items():
+        assert logprob == pytest.approx(scaled[i] - total, abs=2 * hair + 1e-5)
+
+
+@given(logit_rows, rows(temperature=st.floats(0.05, 50)))
+def test_the_draw_inverts_the_cumulated_mass(logits: list[float], one: Row) -> None:
+    left = processed(logits, one)
+    token_id = sample_one(logits, one).token_id
+    assert token_id in left
+    u = uniform(one.params.seed, len(one.tokens), one.index)
+    before = sum(math.exp(logprob) for i, logprob in left.items() if i < token_id)
+    assert before - 1e-9 <= u <= before + math.exp(left[token_id]) + 1e-9
+
+
+def test_the_draw_is_the_first_id_beyond_the_threshold() -> None:
+    """Mass 1/4 each: the token is the quarter in which u lies, and never an id without mass."""
+    seen = set()
+    for seed in range(200):
+        sampling = params(seed=seed, temperature=1, allowed_token_ids=(1, 2, 4, 6))
+        u = uniform(seed, 3, 0)
+        token_id = sample_one([0.0] * 8, row(sampling, (5, 5, 5))).token_id
+        assert token_id == (1, 2, 4, 6)[int(4 * u)]
+        seen.add(token_id)
+    assert seen == {1, 2, 4, 6}
+
+
+@pytest.mark.parametrize(
+    ("u", "token_id"),
+    [(0.0, 1), (0.25 - 2**-53, 1), (0.25, 2), (0.5, 4), (0.75, 6), (1 - 2**-53, 6)],
+)
+def test_the_draw_at_the_edges(monkeypatch: pytest.MonkeyPatch, u: float, token_id: int) -> None:
+    """An interval has its lower end, not its upper one; an id without mass has none."""
+    monkeypatch.setattr("model.inference.sampling.sample.uniform", lambda *place: u)
+    one = row(params(temperature=1, allowed_token_ids=(1, 2, 4, 6)))
+    assert sample_one([0.0] * 8, one).token_id == token_id
+
+
+def test_the_draw_depends_on_seed_position_and_index_alone() -> None:
+    logits = [0.0] * VOCAB
+    base = row(params(seed=5, temperature=1), (1, 2), 3)
+
+    def drawn(one: Row) -> list[int]:
+        """Draws at a hundred positions from here on."""
+        return [
+            sample_one(logits, dataclasses.replace(one, tokens=one.tokens + [0] * i)).token_id
+            for i in range(100)
+        ]
+
+    other_tokens = dataclasses.replace(base, tokens=[7, 7, 7], prompt_length=3)
+    assert drawn(base) == drawn(other_tokens)
+    assert drawn(base) != drawn(dataclasses.replace(base, index=1))
+    assert drawn(base) != drawn(dataclasses.replace(base, params=params(seed=6, temperature=1)))
+    assert drawn(base) != drawn(dataclasses.replace(base, tokens=[1, 2, 3, 4]))
+
+
+extreme = st.floats(-1e30, 1e30)
+
+
+@given(st.lists(extreme, min_size=VOCAB, max_size=VOCAB), st.data())
+def test_the_outermost_numbers_still_draw_an_allowed_id(
+    logits: list[float], data: st.DataObject
+) -> None:
+    """What the API lets through cannot overflow: no row ends in a NaN or beyond the vocabulary."""
+    sampling = SamplingParams(
+        max_tokens=8,
+        seed=data.draw(st.integers(0, 2**64 - 1)),
+        temperature=data.draw(st.sampled_from([0.0, 5e-324, 1e-5, 1.0, 1e6])),
+        top_k=data.draw(st.sampled_from([0, 1, VOCAB, 2**70])),
+        top_p=data.draw(st.sampled_from([5e-324, 0.5, 1.0])),
+        min_p=data.draw(st.sampled_from([0.0, 5e-324, 1.0])),
+        repetition_penalty=data.draw(st.sampled_from([0.01, 1.0, 100.0])),
+        presence_penalty=data.draw(st.sampled_from([-100.0, 0.0, 100.0])),
+        frequency_penalty=data.draw(st.sampled_from([-100.0, 0.0, 100.0])),
+        logit_bias=data.draw(st.dictionaries(ids, st.sampled_from([-1e9, 1e9]))),
+        allowed_token_ids=data.draw(st.none() | st.sets(ids, min_size=1).map(tuple)),
+        logprobs=VOCAB,
+        logprobs_stage="processed",
+    )
+    result = sample_one(logits, row(sampling, [*range(VOCAB)], 3, 3, 7))
+    assert result.error is None
+    assert result.chosen is not None
+    assert result.token_id in (sampling.allowed_token_ids or range(VOCAB))
+    assert math.isfinite(result.chosen.logprob)
+
+
+# Step by step
+
+
+LOGITS = [1.0, 3.0, 2.0, 3.0, -1.0, 0.0]
+
+
+def ids_left(**fields: Any) -> set[int]:
+    return set(processed(LOGITS, row(params(**({"temperature": 1} | fields)))))
+
+
+def test_top_k_keeps_ties_with_the_last_one() -> None:
+    assert ids_left(top_k=1) == {1, 3}
+    assert ids_left(top_k=2) == {1, 3}
+    assert ids_left(top_k=3) == {1, 2, 3}
+    assert ids_left(top_k=6) == ids_left(top_k=7) == ids_left(top_k=0) == {0, 1, 2, 3, 4, 5}
+
+
+def test_top_p_keeps_the_fewest_that_reach_it() -> None:
+    # Masses: id 1 and 3 0.384 each, 2 0.141, 0 0.052, 5 0.019, 4 0.007.
+    assert ids_left(top_p=1e-9) == {1}  # equals by id
+    assert ids_left(top_p=0.38) == {1}
+    assert ids_left(top_p=0.39) == {1, 3}
+    assert ids_left(top_p=0.76) == {1, 3}
+    assert ids_left(top_p=0.78) == {1, 2, 3}
+    assert ids_left(top_p=0.992) == {0, 1, 2, 3, 5}
+    assert ids_left(top_p=1.0) == {0, 1, 2, 3, 4, 5}
+
+
+def test_top_p_reached_exactly_needs_no_more() -> None:
+    quarters = row(params(temperature=1, top_p=0.5))
+    assert set(processed([0.0, 0.0, 0.0, 0.0], quarters)) == {0, 1}
+
+
+def test_min_p_is_a_share_of_the_likeliest() -> None:
+    # Likelihoods against the best: 1 for ids 1 and 3, e^-1 for 2, e^-2 for 0, e^-3, e^-4.
+    assert ids_left(min_p=1.0) == {1, 3}
+    assert ids_left(min_p=0.37) == {1, 3}
+    assert ids_left(min_p=0.36) == {1, 2, 3}
+    assert ids_left(min_p=0.1) == {0, 1, 2, 3}
+
+
+def test_top_p_counts_the_mass_that_top_k_left() -> None:
+    # Alone the two best have 0.768; of the top three they are 0.845.
+    assert ids_left(top_p=0.8) == {1, 2, 3}
+    assert ids_left(top_p=0.8, top_k=3) == {1, 3}
+
+
+def test_temperature_comes_before_the_filters() -> None:
+    assert ids_left(top_p=0.9) == {1, 2, 3}
+    assert ids_left(top_p=0.9, temperature=0.2) == {1, 3}
+    assert ids_left(min_p=0.36, temperature=0.2) == {1, 3}
+    assert ids_left(min_p=0.36, temperature=5) == {0, 1, 2, 3, 4, 5}
+
+
+def test_greedy_ignores_the_filters() -> None:
+    one = row(params(temperature=0, top_k=2, top_p=0.1, min_p=0.5, logprobs=6))
+    result = sample_one(LOGITS, one)
+    assert result.token_id == 1
+    assert len(result.top) == 6
+
+
+def values_left(one: Row) -> list[float]:
+    """The processed logits, up to a constant: id 5 is the zero."""
+    left = processed(LOGITS, one)
+    return [left[i] - left[5] for i in range(6)]
+
+
+def test_penalties_look_where_they_say() -> None:
+    """Repetition at prompt and completion, by factor and sign; the others at the completion."""
+    prompt, completion = (0, 4), (1, 1, 2)
+    one = row(params(repetition_penalty=2), prompt, *completion)
+    assert values_left(one) == pytest.approx([0.5, 1.5, 1.0, 3.0, -2.0, 0.0])
+    one = row(params(presence_penalty=0.5), prompt, *completion)
+    assert values_left(one) == pytest.approx([1.0, 2.5, 1.5, 3.0, -1.0, 0.0])
+    one = row(params(frequency_penalty=0.5), prompt, *completion)
+    assert values_left(one) == pytest.approx([1.0, 2.0, 1.5, 3.0, -1.0, 0.0])
+    one = row(params(frequency_penalty=0.5, presence_penalty=0.25), prompt)
+    assert values_left(one) == pytest.approx([1.0, 3.0, 2.0, 3.0, -1.0, 0.0])
+
+
+def test_bias_comes_before_the_penalties() -> None:
+    one = row(params(logit_bias={1: -4.0}, repetition_penalty=2), (1,))
+    assert values_left(one)[1] == pytest.approx(-2.0)  # 3 - 4 is below 0: times two
+
+
+def test_min_tokens_bars_the_stop_tokens_until_then() -> None:
+    barred = params(stop_token_ids=frozenset({1, 3}), min_tokens=2)
+    assert sample_one(LOGITS, row(barred)).token_id == 2
+    assert sample_one(LOGITS, row(barred, (0,), 1)).token_id == 2
+    assert sample_one(LOGITS, row(barred, (0,), 1, 1)).token_id == 1
+
+
+def test_allowed_ids_are_all_that_is_left() -> None:
+    assert ids_left(allowed_token_ids=(4, 0, 4)) == {0, 4}
+    assert ids_left(allowed_token_ids=(4,)) == {4}
+
+
+def test_a_constraint_is_all_that_is_left() -> None:
+    sampling = params(temperature=1, logit_bias={1: 100.0}, top_k=2)
+    one = dataclasses.replace(row(sampling, (2,)), allowed=mask({0, 2, 4})[: len(LOGITS)])
+    left = processed(LOGITS, one)
+    assert left.keys() == {0, 2}  # the bias lifts what is not allowed; top_k counts what is
+    assert math.fsum(map(math.exp, left.values())) == pytest.approx(1)
+
+
+def test_a_constraint_comes_before_the_penalties() -> None:
+    """What is not allowed stays so, whatever they divide or add."""
+    sampling = params(repetition_penalty=0.5, presence_penalty=-100, frequency_penalty=-100)
+    one = dataclasses.replace(row(sampling, (1,), 1, 1, 3), allowed=mask({4, 5})[: len(LOGITS)])
+    assert processed(LOGITS, one).keys() == {4, 5}
+
+
+# Logprobs
+
+
+def test_raw_logprobs_are_those_of_the_model() -> None:
+    one = row(
+        params(
+            temperature=0.1,
+            top_k=1,
+            allowed_token_ids=(4,),
+            logit_bias={4: 7.0},
+            repetition_penalty=3.0,
+            logprobs=2,
+        )
+    )
+    expected = log_softmax(LOGITS)
+    result = sample_one(LOGITS, one)
+    assert result.token_id == 4
+    assert result.chosen is not None
+    assert (result.chosen.token_id, result.chosen.rank) == (4, 6)
+    assert [(token.token_id, token.rank) for token in result.top] == [(1, 1), (3, 1)]
+    for token in (result.chosen, *result.top):
+        assert token.logprob == pytest.approx(expected[token.token_id])
+
+
+def test_processed_logprobs_are_those_of_the_draw() -> None:
+    one = row(params(temperature=0.5, top_k=3, seed=1, logprobs=6, logprobs_stage="processed"))
+    result = sample_one(LOGITS, one)
+    assert result.chosen is not None
+    assert [token.token_id for token in result.top] == [1, 3, 2]  # what was dropped is not there
+    assert sum(math.exp(token.logprob) for token in result.top) == pytest.approx(1)
+    ratio = result.top[0].logprob - result.top[2].logprob
+    assert ratio == pytest.approx((3 - 2) / 0.5)
+
+
+def test_equals_share_a_rank() -> None:
+    result = sample_one([2.0, 5.0, 2.0, 7.0, 2.0, 1.0], row(params(logprobs=6)))
+    assert [(token.token_id, token.rank) for token in result.top] == [
+        (3, 1),
+        (1, 2),
+        (0, 3),
+        (2, 3),
+        (4, 3),
+        (5, 6),
+    ]
+
+
+@given(logit_rows, rows())
+def test_the_chosen_token_ranks_as_it_does_among_the_top(logits: list[float], one: Row) -> None:
+    everything = dataclasses.replace(one.params, logprobs=VOCAB)
+    result = sample_one(logits, dataclasses.replace(one, params=everything))
+    assert result.chosen in result.top
+    logprobs = [token.logprob for token in result.top]
+    assert logprobs == sorted(logprobs, reverse=True)
+    for token in result.top:
+        assert token.rank == 1 + sum(logprob > token.logprob for logprob in logprobs)
+
+
+@pytest.mark.parametrize(("asked", "top"), [(None, 0), (0, 0), (2, 2), (6, 6)])
+def test_as_many_logprobs_as_were_asked_for(asked: int | None, top: int) -> None:
+    result = sample_one(LOGITS, row(params(logprobs=asked)))
+    assert (result.chosen is None) == (asked is None)
+    assert len(result.top) == top
+
+
+# Rows among others
+
+
+@settings(max_examples=40)
+@given(st.lists(st.tuples(logit_rows, rows()), min_size=1, max_size=7), st.booleans())
+def test_a_batch_is_each_row_alone(batch: list[tuple[list[float], Row]], in_bfloat16: bool) -> None:
+    """Bit for bit, whatever the others ask for."""
+    logits = torch.tensor([values for values, _ in batch])
+    if in_bfloat16:
+        logits = logits.bfloat16()
+    together = sample_all(logits, [one for _, one in batch])
+    alone = [sample_all(logits[i : i + 1], [one])[0] for i, (_, one) in enumerate(batch)]
+    assert together == alone
+
+
+@pytest.mark.parametrize("vocab_size", [2, 31, 257, 1000])
+def test_wide_batches_of_wide_rows_are_each_row_alone(vocab_size: int) -> None:
+    generator = torch.Generator().manual_seed(vocab_size)
+    logits = 3 * torch.randn(33, vocab_size, generator=generator)
+    batch = [
+        row(
+            params(
+                seed=i,
+                temperature=(0, 0.7, 1, 1.4)[i % 4],
+                top_p=(1, 0.8, 0.95)[i % 3],
+                top_k=(0, 5)[i % 2],
+                min_p=(0, 0.02)[i // 2 % 2],
+                repetition_penalty=(1, 1.2)[i // 3 % 2],
+                logprobs=2,
+                logprobs_stage=("raw", "processed")[i // 4 % 2],
+            )
+        )
+        for i in range(33)
+    ]
+    together = sample_all(logits, batch)
+    assert together == [sample_all(logits[i : i + 1], [one])[0] for i, one in enumerate(batch)]
+    order = torch.randperm(33, generator=generator).tolist()
+    shuffled = sample_all(logits[order], [batch[i] for i in order])
+    assert shuffled == [together[i] for i in order]
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 2e30])
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_a_row_that_is_not_finite_fails_alone(bad: float, temperature: float) -> None:
+    good = [
+        row(params(seed=seed, temperature=seed % 2, top_p=0.9, logprobs=3)) for seed in range(3)
+    ]
+    broken = row(params(temperature=temperature, min_p=0.1, logprobs=3))
+    logits = torch.randn(4, VOCAB, generator=torch.Generator().manual_seed(0))
+    expected = sample_all(logits[[0, 1, 3]], good)
+    logits[2, 5] = bad
+    first, second, failed, third = sample_all(logits, [good[0], good[1], broken, good[2]])
+    assert [first, second, third] == expected
+    assert failed.error is not None
+    assert "not finite" in failed.error
+    assert failed.chosen is None
+
+
+def test_the_logits_are_left_as_they_are() -> None:
+    logits = torch.tensor([LOGITS, LOGITS])
+    wild = params(
+        temperature=0.5,
+        top_k=1,
+        logit_bias={0: 5.0},
+        allowed_token_ids=(0, 1),
+        repetition_penalty=2.0,
+    )
+    sample_all(logits, [row(wild), row(params())])
+    assert logits.tolist() == [LOGITS, LOGITS]
+
+
+def test_a_slot_asks_what_its_present_sequence_asks() -> None:
+    """Slots are taken again and again, and a step's rows are in no order."""
+    slots = SlotDraws(3)
+    for slot in range(3):
+        slots.begin(slot, params(temperature=0.5, top_k=4, logprobs=1), index=2)
+    slots.begin(1, params(seed=2**64 - 1, temperature=1, top_p=0.5, min_p=0.25), index=0)
+    before = Draw(0.5, 4, 1.0, 0.0, seed=0, position=8, index=2)
+    now = Draw(1.0, 0, 0.5, 0.25, seed=2**64 - 1, position=9, index=0)
+    for further in range(2):  # the second time from what was kept
+        positions = [8 + further, 9 + further, 10 + further]
+        draws, more = slots.of([2, 1, 1], positions)
+        expected = [
+            dataclasses.replace(one, position=position)
+            for one, position in zip((before, now, now), positions, strict=True)
+        ]
+        assert draws.tolist() == table(expected).tolist()
+        assert more == (0,)
+    slots.begin(2, params(temperature=1, top_p=0.5, seed=9), index=0)
+    draws, more = slots.of([2, 1, 1], [8, 9, 10])
+    assert draws["seed"].tolist() == [9, 2**64 - 1, 2**64 - 1]
+    assert more == ()
+    assert slots.of([1, 0], [3, 4])[1] == (1,)
+
+
+# Frequencies
+
+DRAWS = 6000
+
+
+def chi_square(expected: Sequence[float], sampling: SamplingParams) -> float:
+    """Pearson's statistic of draws under many seeds, in standard deviations above its mean."""
+    batch = [row(dataclasses.replace(sampling, seed=seed), (0, 1), 1) for seed in range(DRAWS)]
+    logits = torch.tensor([FREQUENCY_LOGITS]).expand(DRAWS, -1)
+    drawn = [result.token_id for result in sample_all(logits, batch)]
+    statistic = 0.0
+    for token_id, prob in enumerate(expected):
+        seen = drawn.count(token_id)
+        if prob == 0:
+            assert seen == 0, f"{token_id} cannot be drawn"
+        else:
+            statistic += (seen - DRAWS * prob) ** 2 / (DRAWS * prob)
+    freedom = sum(prob > 0 for prob in expected) - 1
+    return (statistic - freedom) / math.sqrt(2 * freedom)
+
+
+FREQUENCY_LOGITS = [1.0, 0.5, -0.25, 2.0, 1.75, -1.0, 0.0, 1.25, 0.75, -0.5]
+
+
+def distribution(sampling: SamplingParams) -> list[float]:
+    base = penalised(FREQUENCY_LOGITS, [0, 1, 1], 2, sampling)
+    return [math.exp(logprob) for logprob in log_softmax(filtered(base, sampling))]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"temperature": 0.6},
+        {"temperature": 2.5},
+        {"top_k": 4},
+        {"top_p": 0.7},
+        {"min_p": 0.2},
+        {"temperature": 1.5, "top_k": 8, "top_p": 0.9, "min_p": 0.1},
+        {"repetition_penalty": 1.6, "frequency_penalty": 0.4, "presence_penalty": -0.7},
+        {"logit_bias": {2: 1.5}, "allowed_token_ids": (0, 2, 5, 9)},
+    ],
+    ids=str,
+)
+def test_frequencies_are_those_of_the_distribution(fields: dict[str, Any]) -> None:
+    sampling = params(**({"temperature": 1.0} | fields))
+    assert chi_square(distribution(sampling), sampling) < 4
+
+
+def test_the_test_of_frequencies_tells_distributions_apart() -> None:
+    sampling = params(temperature=1.0)
+    assert chi_square(distribution(params(temperature=1.1)), sampling) > 4
+    assert chi_square(distribution(params(temperature=1.0, presence_penalty=0.3)), sampling) > 4

@@ -1,0 +1,193 @@
+"""KV cache: whatever way positions get into it, the logits are those of the plain forward."""
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+
+from model.inference.kv_cache import KVCache
+from model.transformer.config import BLOCK
+from model.transformer.gpt import GPT
+from tests.model.factories import FAMILIES, random_ids, tiny_config, tiny_gpt
+
+SHAPES: dict[str, dict[str, Any]] = {
+    **{name: dict(overrides) for name, overrides in FAMILIES.items()},
+    # Whole blocks are computed even where the context ends within one.
+    "context-16": {"context_length": 16},
+    "context-50": {**FAMILIES["modern"], "context_length": 50},
+    "context-97-sinusoidal": {**FAMILIES["original"], "context_length": 97},
+    "odd-widths": {"d_model": 33, "n_head": 3, "d_ff": 37},
+    "wide-heads": {**FAMILIES["llama"], "head_dim": 12, "n_layer": 1},
+    "padded-vocabulary": {"vocab_size": 41, "tied_head": False},
+}
+
+
+@pytest.fixture(params=SHAPES)
+def gpt(request: pytest.FixtureRequest) -> GPT:
+    return tiny_gpt(tiny_config(**SHAPES[request.param]))
+
+
+def new_cache(gpt: GPT, slots: int = 4) -> KVCache:
+    return KVCache(gpt.config, slots, device=torch.device("cpu"), dtype=torch.float32)
+
+
+def prefill(
+    gpt: GPT,
+    cache: KVCache,
+    slot: int,
+    ids: Tensor,
+    start: int,
+    end: int,
+    *,
+    at_once: bool = False,
+) -> Tensor:
+    """Compute positions [start, end) of ids (T,) in whole blocks; their logits (end - start, V)."""
+    padding = -(end - start) % BLOCK
+    chunk = torch.cat((ids[start:end], torch.zeros(padding, dtype=ids.dtype)))
+    positions = torch.arange(start, end + padding).clamp(max=gpt.config.context_length - 1)
+    attend = cache.prefill_at_once if at_once else cache.prefill
+    hidden = gpt.transform(chunk[None], positions[None], attend(slot, start))
+    return gpt.logits(hidden[0, : end - start])
+
+
+def decode(
+    gpt: GPT,
+    cache: KVCache,
+    slots: list[int],
+    ids: list[int],
+    positions: list[int],
+    padding: int = 0,
+) -> Tensor:
+    """Compute one position of each slot; the logits (B, V)."""
+    extra = [0] * padding
+    hidden = gpt.transform(
+        torch.tensor([*ids, *extra])[:, None],
+        torch.tensor([*positions, *extra])[:, None],
+        cache.decode(slots, positions),
+    )
+    return gpt.logits(hidden[: len(slots), 0])
+
+
+def close(actual: Tensor, expected: Tensor) -> None:
+    """Logits here are of size 5, and attention chooses sharply, which enlarges rounding errors."""
+    assert_close(actual, expected, atol=2e-3, rtol=1e-3)
+
+
+def test_every_position_prefilled_at_once(gpt: GPT) -> None:
+    length = gpt.config.context_length
+    ids = random_ids(length, vocab_size=gpt.config.vocab_size)
+    close(prefill(gpt, new_cache(gpt), 2, ids, 0, length), gpt(ids[None]).logits[0])
+
+
+def test_every_position_in_chunks(gpt: GPT) -> None:
+    length = gpt.config.context_length
+    ids = random_ids(length, vocab_size=gpt.config.vocab_size)
+    cache = new_cache(gpt)
+    logits = [
+        prefill(gpt, cache, 1, ids, start, min(start + BLOCK, length))
+        for start in range(0, length, BLOCK)
+    ]
+    close(torch.cat(logits), gpt(ids[None]).logits[0])
+
+
+@pytest.mark.parametrize("prompt", [1, 9, 32, 33])
+def test_every_position_decoded_after_a_prompt(gpt: GPT, prompt: int) -> None:
+    length = gpt.config.context_length
+    prompt = min(prompt, length - 1)
+    ids = random_ids(length, vocab_size=gpt.config.vocab_size)
+    cache = new_cache(gpt)
+    logits = [prefill(gpt, cache, 3, ids, 0, prompt)]
+    for position in range(prompt, length):
+        logits.append(decode(gpt, cache, [3], [int(ids[position])], [position]))
+    close(torch.cat(logits), gpt(ids[None]).logits[0])
+
+
+def test_slots_at_different_positions_decode_together(gpt: GPT) -> None:
+    """Three sequences of unequal lengths, in rows that have been used before, padded by two."""
+    count, steps = 3, 5
+    longest = gpt.config.context_length - steps
+    lengths = [min(length, longest) for length in (3, 40, 11)]
+    ids = random_ids(count, longest + steps, vocab_size=gpt.config.vocab_size)
+    cache = new_cache(gpt)
+    torch.nn.init.normal_(cache.keys, std=3.0)
+    torch.nn.init.normal_(cache.values, std=3.0)
+    slots = [2, 0, 3]
+    for row, (slot, length) in enumerate(zip(slots, lengths, strict=True)):
+        prefill(gpt, cache, slot, ids[row], 0, length)
+    expected = gpt(ids).logits
+    for step in range(steps):
+        positions = [length + step for length in lengths]
+        tokens = [int(ids[row, position]) for row, position in enumerate(positions)]
+        logits = decode(gpt, cache, slots, tokens, positions, padding=2)
+        close(logits, expected[torch.arange(count), positions])
+
+
+def test_a_copied_prefix_is_the_same_prefix(gpt: GPT) -> None:
+    length = gpt.config.context_length
+    shared = min(2, length // BLOCK) * BLOCK
+    first, second = random_ids(2, length, vocab_size=gpt.config.vocab_size)
+    second[:shared] = first[:shared]
+    cache = new_cache(gpt)
+    prefill(gpt, cache, 0, first, 0, length)
+    cache.copy_prefix(0, 1, shared)
+    cache.copy_prefix(1, 1, shared)  # onto itself: nothing happens
+    expected = gpt(second[None]).logits[0, shared:]
+    if shared < length:
+        close(prefill(gpt, cache, 1, second, shared, length), expected)
+
+
+def test_a_copy_takes_what_it_says_and_no_more() -> None:
+    gpt = tiny_gpt()
+    cache = new_cache(gpt)
+    for tensor in (cache.keys, cache.values):
+        tensor.copy_(torch.randn(tensor.shape, generator=torch.Generator().manual_seed(0)))
+    before = cache.keys.clone(), cache.values.clone()
+    cache.copy_prefix(1, 3, 64)
+    for tensor, old in zip((cache.keys, cache.values), before, strict=True):
+        assert torch.equal(tensor[:, 3, :, :64], old[:, 1, :, :64])
+        assert torch.equal(tensor[:, 3, :, 64:], old[:, 3, :, 64:])
+        assert torch.equal(tensor[:, :3], old[:, :3])
+
+
+def test_other_slots_are_not_touched(gpt: GPT) -> None:
+    ids = random_ids(gpt.config.context_length, vocab_size=gpt.config.vocab_size)
+    cache = new_cache(gpt)
+    prefill(gpt, cache, 0, ids, 0, 12)
+    before = cache.keys[:, 0].clone(), cache.values[:, 0].clone()
+    prefill(gpt, cache, 1, ids.flip(0), 0, 14)
+    decode(gpt, cache, [1, 2], [3, 4], [14, 0], padding=2)
+    assert torch.equal(cache.keys[:, 0], before[0])
+    assert torch.equal(cache.values[:, 0], before[1])
+
+
+@pytest.mark.parametrize(
+    ("context_length", "slot_length"), [(16, 32), (32, 32), (50, 64), (128, 128)]
+)
+def test_a_slot_ends_on_a_blocks_end(context_length: int, slot_length: int) -> None:
+    config = tiny_config(**FAMILIES["modern"], context_length=context_length)
+    cache = KVCache(config, 5, device=torch.device("cpu"), dtype=torch.bfloat16)
+    assert cache.slots == 5
+    assert cache.keys.shape == (3, 5, 2, slot_length, 8)
+    assert cache.nbytes == 2 * 3 * 5 * 2 * slot_length * 8 * 2
+
+
+def test_pieces_at_once_are_the_plain_forward(gpt: GPT) -> None:
+    """The first of a prompt, those behind it, and one that begins behind a copied prefix. What the
+    slot held before, far behind, is not finite and is not looked at."""
+    length = min(100, gpt.config.context_length)
+    ids = random_ids(length, vocab_size=gpt.config.vocab_size)
+    expected = gpt(ids[None]).logits[0]
+    cache = new_cache(gpt)
+    cache.keys.fill_(torch.nan)
+    cache.values.fill_(torch.nan)
+    edges = [*range(0, length, 2 * BLOCK), length]
+    for start, end in pairwise(edges):
+        found = prefill(gpt, cache, 1, ids, start, end, at_once=True)
+        assert_close(found, expected[start:end], atol=2e-5, rtol=1e-4)
+    if length > BLOCK:
+        cache.copy_prefix(1, 2, BLOCK)
+        found = prefill(gpt, cache, 2, ids, BLOCK, length, at_once=True)
+        assert_close(found, expected[BLOCK:], atol=2e-5, rtol=1e-4)

@@ -1,0 +1,92 @@
+"""Opening: what was asked for reaches every choice, and the shape is read before the weights."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from model.checkpoint.checkpoint import CheckpointError
+from model.device import DeviceError
+from model.inference.kernels.select import KernelError, choose_dtype
+from model.inference.load import OpenedModel, open_model
+from model.inference.memory import Available
+from tests.model.factories import random_ids, save_tiny_checkpoint, tiny_config, tiny_gpt
+
+
+@pytest.fixture(autouse=True)
+def threads_kept() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def covered(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint that the native decoder covers."""
+    gpt = tiny_gpt(tiny_config(head_dim=16))
+    return save_tiny_checkpoint(tmp_path_factory.mktemp("checkpoints") / "covered", gpt=gpt).path
+
+
+def opened(path: Path, **wishes: Any) -> OpenedModel:
+    usual: dict[str, Any] = {"device": "cpu", "dtype": "auto", "threads": 1, "kernels": "auto",
+                             "quantize": "none", "say": lambda line: None}  # fmt: skip
+    return open_model(path, **(usual | wishes))
+
+
+def test_the_numbers_fit_the_decoder(covered: Path) -> None:
+    threads = torch.get_num_threads()
+    model = opened(covered, threads=threads + 1)
+    native = model.decode_path.name.startswith("native")
+    config, device = model.checkpoint.config, torch.device("cpu")
+    assert model.dtype == choose_dtype("auto", config, device)
+    assert native or model.dtype.name == "float32"
+    assert model.placement.dtype_name == model.dtype.name
+    assert model.gpt.token_embedding.weight.dtype == model.placement.dtype
+    assert model.placement.threads == threads + 1
+    assert torch.get_num_threads() == threads, "they belong to the thread that computes"
+
+
+def test_plain_torch_computes_in_float32_unless_told_otherwise(covered: Path) -> None:
+    model = opened(covered, kernels="torch")
+    assert (model.dtype.name, model.decode_path.name) == ("float32", "torch")
+    model = opened(covered, kernels="torch", dtype="float16")
+    assert (model.dtype.name, model.dtype.why) == ("float16", "as asked")
+    ids = random_ids(1, 4)
+    assert torch.isfinite(model.gpt(ids).logits).all()
+
+
+@pytest.mark.parametrize(
+    ("wishes", "error", "message"),
+    [
+        ({"device": "abacus"}, DeviceError, "'abacus' is no device"),
+        ({"kernels": "native", "dtype": "float16"}, KernelError, "the model is in float16"),
+        ({"kernels": "torch", "quantize": "int8"}, KernelError, "set kernels to auto"),
+    ],
+)
+def test_what_cannot_be_had_is_refused(
+    covered: Path, wishes: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        opened(covered, **wishes)
+
+
+def test_a_checkpoint_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="no checkpoint directory"):
+        opened(tmp_path / "nowhere")
+
+
+def test_weights_that_do_not_fit_are_refused_before_they_are_read(
+    covered: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def little(device: torch.device) -> Available:
+        return Available(str(device), 2**20, 2**10)
+
+    def never(*_: Any, **__: Any) -> None:
+        raise AssertionError("weights were read")
+
+    monkeypatch.setattr("model.inference.load.available", little)
+    monkeypatch.setattr("model.inference.load.load_weights", never)
+    with pytest.raises(DeviceError, match=r"^the model's weights take .*, cpu has 1.0 KiB free of"):
+        opened(covered)

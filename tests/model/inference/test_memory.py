@@ -1,0 +1,166 @@
+"""Memory: the arithmetic against the real things, and refusals with their numbers."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from model.device import DeviceError
+from model.inference.kv_cache import KVCache
+from model.inference.memory import (
+    MOST_SLOTS,
+    Available,
+    SlotWish,
+    available,
+    check_weights_fit,
+    machine_memory,
+    parameter_count,
+    slot_bytes,
+    slots_for,
+    spoken,
+    working_bytes,
+)
+from model.training.presets import PRESETS
+from model.transformer.config import BLOCK, gpt2_shape
+from model.transformer.gpt import GPT
+from tests.model.factories import FAMILIES, tiny_config
+
+GIB = 2**30
+SMALL = gpt2_shape(
+    vocab_size=50_257, context_length=1024, n_layer=12, n_head=12, d_model=768
+)  # GPT-2 124M
+ONE = slot_bytes(SMALL, 2)
+EACH = ONE + working_bytes(SMALL, 2)
+CARD = Available("cuda:0", 8 * GIB, 6 * GIB)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("changes", [{}, {"tied_head": False}, {"vocab_size": 41, "d_model": 48}])
+def test_parameters_are_counted_without_a_model(name: str, changes: dict[str, Any]) -> None:
+    config = tiny_config(**{**FAMILIES[name], **changes})
+    assert parameter_count(config) == GPT(config).parameter_count()
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_are_counted(name: str) -> None:
+    config = PRESETS[name].config(512, n_layer=2)
+    assert parameter_count(config) == GPT(config).parameter_count()
+
+
+def test_gpt_2_has_124_million() -> None:
+    assert parameter_count(SMALL) - (SMALL.padded_vocab_size - 50_257) * 768 == 124_439_808
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_slots_take_what_the_cache_takes(name: str, dtype: torch.dtype) -> None:
+    config = tiny_config(**{**FAMILIES[name], "context_length": 50})
+    cache = KVCache(config, 3, device=torch.device("cpu"), dtype=dtype)
+    assert 3 * slot_bytes(config, dtype.itemsize) == cache.nbytes
+    assert cache.slot_length == 2 * BLOCK
+
+
+def test_a_slot_of_gpt_2_in_16_bits() -> None:
+    assert spoken(ONE) == "36.0 MiB"
+    assert spoken(EACH) == "41.3 MiB"
+
+
+def slots(there: Available = CARD, *, gpu: bool = True, **wish: Any) -> int:
+    return slots_for(SlotWish(**wish), SMALL, 2, there, default=16, gpu=gpu)
+
+
+def test_a_number_of_slots_is_that_number() -> None:
+    assert slots() == 16
+    assert slots(slots=3) == 3
+
+
+@given(
+    share=st.floats(0.01, 1),
+    total=st.integers(1, 2**40),
+    used=st.floats(0, 1),
+)
+def test_a_share_of_a_gpu_is_filled_and_not_exceeded(share: float, total: int, used: float) -> None:
+    there = Available("cuda:0", total, total - int(used * total))
+    room = share * total - (there.total - there.free)
+    if room < EACH - 1:
+        with pytest.raises(DeviceError, match=r"^gpu_memory_utilization is .*raise it"):
+            slots(there, gpu_memory_utilization=share)
+    elif room >= EACH:
+        found = slots(there, gpu_memory_utilization=share)
+        assert found * EACH <= room
+        assert found == MOST_SLOTS or (found + 1) * EACH > room - 1
+
+
+@given(wanted=st.integers(1, 2**34))
+def test_bytes_are_kept_to(wanted: int) -> None:
+    there = Available("cuda:0", 2**40, 2**40)
+    if wanted < ONE:
+        with pytest.raises(DeviceError, match=r"^kv_cache_bytes is .*one slot of 1024 positions"):
+            slots(there, kv_cache_bytes=wanted)
+    else:
+        assert slots(there, kv_cache_bytes=wanted) == min(MOST_SLOTS, wanted // ONE)
+
+
+def test_what_does_not_fit_is_refused_with_the_numbers() -> None:
+    message = (
+        "200 slots take 8.1 GiB (41.3 MiB each), cuda:0 has 6.0 GiB free of 8.0 GiB beside the "
+        "weights: 148 fit. Ask for fewer (slots, kv_cache_bytes)"
+    )
+    with pytest.raises(DeviceError) as caught:
+        slots(slots=200)
+    assert str(caught.value) == message
+    assert slots(slots=148) == 148
+    with pytest.raises(DeviceError, match=r"^149 slots take"):
+        slots(slots=149)
+    with pytest.raises(DeviceError, match="slots take"):
+        slots(kv_cache_bytes=200 * ONE)
+
+
+def test_a_cpu_has_no_share_and_needs_no_copies() -> None:
+    there = Available("this machine", 8 * GIB, 6 * GIB)
+    assert slots(there, gpu=False, slots=170) == 170  # 5.98 GiB
+    with pytest.raises(DeviceError, match=r"^171 slots take 6.0 GiB \(36.0 MiB each\)"):
+        slots(there, gpu=False, slots=171)
+    with pytest.raises(DeviceError, match="the device is this machine: ask for"):
+        slots(there, gpu=False, gpu_memory_utilization=0.9)
+
+
+def test_weights_that_do_not_fit_are_refused() -> None:
+    count = parameter_count(SMALL)
+    check_weights_fit(SMALL, 2, Available("cuda:0", GIB, 2 * count))
+    message = (
+        "the model's weights take 474.8 MiB in numbers of 4 bytes, cuda:0 has 474.8 MiB free of "
+        "1.0 GiB: choose narrower numbers (dtype), another device, or free some"
+    )
+    with pytest.raises(DeviceError) as caught:
+        check_weights_fit(SMALL, 4, Available("cuda:0", GIB, 4 * count - 1))
+    assert str(caught.value) == message
+
+
+def test_this_machine_has_memory(tmp_path: Path) -> None:
+    whole = machine_memory(())
+    assert 2**26 < machine_memory() <= whole
+    limit = tmp_path / "memory.max"
+    for said, expected in (("max\n", whole), ("1048576\n", 2**20), (f"{2**63}\n", whole)):
+        limit.write_text(said)
+        assert machine_memory((tmp_path / "none", limit)) == expected
+    there = available(torch.device("cpu"), weight_bytes=100)
+    assert there.free == there.total - 100
+    assert available(torch.device("cpu"), weight_bytes=2**60).free == 0
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_gpu_has_memory() -> None:
+    there = available(torch.device("cuda"))
+    assert 0 < there.free <= there.total
+    assert not math.isclose(there.total, 0)
+
+
+def test_bytes_for_people() -> None:
+    assert [spoken(n) for n in (0, 1023, 1536, 3 * 2**20, 2**31)] == [
+        "0 bytes", "1023 bytes", "1.5 KiB", "3.0 MiB", "2.0 GiB"
+    ]  # fmt: skip

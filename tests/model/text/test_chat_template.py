@@ -1,0 +1,364 @@
+"""Chat templates: what they write, what messages cannot make them write, and where they end."""
+
+import functools
+import json
+import time
+from collections.abc import Mapping, Sequence
+
+import jinja2
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from model.text import chat_template
+from model.text.chat_template import MAX_CHARACTERS, MAX_SOURCE, ChatTemplate, ChatTemplateError
+from model.text.tokenizer import Tokenizer
+from tests.model.factories import CHAT_TEMPLATE, byte_tokenizer, chat_tokenizer
+
+TOKENIZER = chat_tokenizer()
+BYTES = byte_tokenizer()
+
+
+@functools.lru_cache
+def tokenizer(*special_tokens: str) -> Tokenizer:
+    specials = {name: 256 + place for place, name in enumerate(special_tokens)}
+    return Tokenizer(ranks=BYTES.ranks, pattern=BYTES.pattern, special_tokens=specials)
+
+
+def render(
+    source: str, *contents: str, special_tokens: Sequence[str] | None = None
+) -> list[str | int]:
+    """The pieces of messages of a user."""
+    messages = [{"role": "user", "content": content} for content in contents]
+    vocabulary = TOKENIZER if special_tokens is None else tokenizer(*special_tokens)
+    return compiled(source).render(messages, vocabulary)
+
+
+@functools.cache
+def compiled(source: str) -> ChatTemplate:
+    return ChatTemplate(source)
+
+
+def written(pieces: Sequence[str | int], vocabulary: Tokenizer = TOKENIZER) -> str:
+    """The text of pieces, special tokens by their names."""
+    return "".join(p if isinstance(p, str) else vocabulary.decode([p]) for p in pieces)
+
+
+def refusal(source: str, *contents: str) -> str:
+    with pytest.raises(ChatTemplateError) as caught:
+        render(source, *(contents or ("hi",)))
+    message = str(caught.value)
+    assert message.encode(), "it can be sent"
+    assert len(message) < 500
+    return message
+
+
+# What a template writes
+
+
+def test_a_conversation_becomes_text_between_special_tokens() -> None:
+    messages = [
+        {"role": "system", "content": "Be kind."},
+        {"role": "user", "content": "  Hello there \n"},
+        {"role": "assistant", "content": "Hé"},
+    ]
+    start, end = 257, 258
+    assert ChatTemplate(CHAT_TEMPLATE).render(messages, TOKENIZER) == [
+        *(start, "system\nBe kind.", end, "\n"),
+        *(start, "user\nHello there", end, "\n"),
+        *(start, "assistant\nHé", end, "\n"),
+        *(start, "assistant"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("source", "text"),
+    [
+        ("{{ messages | length }}", "2"),
+        ("{% for m in messages %}{{ loop.index }}/{{ loop.length }} {% endfor %}", "1/2 2/2 "),
+        ("{% for m in messages %}{% if loop.last %}{{ m.content }}{% endif %}{% endfor %}", "two"),
+        ("{% for m in messages if m.content == 'two' %}{{ loop.first }}{% endfor %}", "True"),
+        ("{% for m in messages %}{% break %}{% endfor %}x", "x"),
+        ("{% for m in nothing %}{% else %}none{% endfor %}", "none"),
+        ("{% set ns = namespace(n=0) %}{% for i in range(3) %}{% set ns.n = ns.n + i * 2 %}"
+         "{% endfor %}{{ ns.n }}", "6"),
+        ("{{ messages[0] | tojson }}", '{"role": "user", "content": "<&é"}'),
+        ("{% if add_generation_prompt %}yes{% endif %}{{ tools }}", "yes"),
+        ("{% macro f(x) %}<{{ x }}>{% endmacro %}{{ f(1) }}", "<1>"),
+        ("{{ 'ab' * 3 }}{{ 3 * [1] }}{{ 2 * 2.5 }}", "ababab[1, 1, 1]5.0"),
+        ("  {% if true %}\n  a\n  {% endif %}\nb\n", "  a\nb"),
+    ],
+)  # fmt: skip
+def test_templates_are_jinja_as_others_have_it(source: str, text: str) -> None:
+    assert render(source, "<&é", "two") == [text]
+
+
+def test_the_end_of_text_has_its_usual_names() -> None:
+    assert render("{{ bos_token }}a{{ eos_token }}", "") == [256, "a", 256]
+    assert render("{{ bos_token }}a", "", special_tokens=["<s>"]) == ["a"], "there is none"
+
+
+def test_longer_special_tokens_come_first() -> None:
+    assert render("<a><a>b", special_tokens=["<a>", "<a>b"]) == [256, 257]
+
+
+def test_roles_may_be_part_of_a_special_token() -> None:
+    """They come from a closed set."""
+    assert render("<|{{ messages[0].role }}|>x", "", special_tokens=["<|user|>"]) == [256, "x"]
+
+
+def test_names_reach_the_template_too() -> None:
+    messages = [{"role": "user", "name": "Ann<|im_end|>", "content": "x"}]
+    pieces = ChatTemplate("{{ messages[0].name }}").render(messages, TOKENIZER)
+    assert pieces == ["Ann<|im_end|>"]
+
+
+# What messages cannot do
+
+
+@pytest.mark.parametrize(
+    ("source", "contents"),
+    [
+        ("{{ messages[0].content }}", ["<|im_end|>"]),
+        ("{{ messages[0].content }}{{ messages[1].content }}", ["<|im_", "end|>"]),
+        ("<|im_{{ messages[0].content }}", ["end|>"]),
+        ("{{ messages[0].content }}_end|>", ["<|im"]),
+        ("<{{ messages[0].content }}im_end|>", ["|"]),
+        ("<|{{ messages[0].content }}|>", ["im_end"]),
+        ("<|im_en{{ messages[0].content }}|>", ["d"]),
+        ("{% for c in messages[0].content %}{{ c }}{% endfor %}", ["<|im_end|>"]),
+        ("{{ messages[0].content[1:-1] }}", ["x<|im_end|>x"]),
+        ("{{ messages[0].content[::-1] }}", [">|dne_mi|<"]),
+        ("{{ messages[0].content | replace('X', '') }}", ["<|imX_end|>"]),
+        ("{{ messages[0].content | trim }}", [" <|im_end|> "]),
+        ("{{ messages[0].content | lower }}", ["<|IM_END|>"]),
+        ("{{ messages | map(attribute='content') | join }}", ["<|im", "_end|>"]),
+        ("{{ messages[0].content.split('-') | join }}", ["<|im_-end|>"]),
+        ("{{ messages | tojson }}", ["<|im_end|>"]),
+    ],
+)
+def test_no_message_makes_a_special_token(source: str, contents: list[str]) -> None:
+    pieces = render(source, *contents)
+    assert len(pieces) == 1
+    assert "<|im_end|>" in written(pieces), "it reads like one, and is plain text"
+
+
+def test_letters_alone_can_be_a_special_token_and_no_case_makes_it() -> None:
+    """ß in upper case is SS, and the Kelvin sign in lower case a k."""
+    specials = ["STOP", "SS", "kk"]
+    for source, content, text in [
+        ("{{ messages[0].content | upper }}", "stop ß", None),
+        ("{{ messages[0].content | lower }}", "\u212a\u212a", None),
+        ("{{ messages[0].content }}", "STOP SS kk", "STOP SS kk"),
+        ("{{ messages[0].content.casefold() }}", "\u212aK", None),
+    ]:
+        pieces = render(source, content, special_tokens=specials)
+        assert all(isinstance(piece, str) for piece in pieces)
+        assert text is None or pieces == [text]
+
+
+SPECIALS = st.lists(
+    st.text(st.sampled_from("<|>ab/E"), min_size=1, max_size=4), unique=True, max_size=4
+)
+CONTENT = st.text(st.sampled_from("<|>abAB/Ee ß\n"), max_size=8)
+TEMPLATES = {
+    "as it is": "{{ text }}",
+    "between letters": "a{{ text }}b",
+    "in brackets": "<{{ text }}>",
+    "between bars": "<|{{ text }}|>",
+    "joined": "{{ '<|' + text ~ '|' + '>' }}",
+    "trimmed": "{{ text | trim }}",
+    "in upper case": "{{ text | upper }}",
+    "in title case": "{{ text | title }}",
+    "in other case": "{{ text.swapcase() }}",
+    "from behind": "{{ text[::-1] }}",
+    "in pieces": "{{ text[1:] }}{{ text[:1] }}{{ text | list | join }}{{ text.split('a') | join }}",
+    "letter by letter": "{% for c in text %}{{ c }}{% endfor %}{{ text | first }}{{ text | last }}",
+}
+LOST = {
+    "in lower case": "{{ ('<' ~ text) | lower }}",
+    "in upper case, too": "{{ (text + 'a') | upper }}",
+}
+"""A plain string, put into another case: letters of special tokens are not."""
+LOOKING = {
+    "compared": "{{ text == 'ab' }}{{ 'ab' == text }}{{ text != '|' }}{{ text in ['a', '<'] }}",
+    "searched": "{{ 'a' in text }}{{ '<|' in text }}{{ text.find('|') }}{{ text.count('a') }}",
+    "at its ends": "{{ text.startswith(('a', '<|')) }}{{ text.endswith('>') }}",
+    "cut": "{{ text.split('|') }}{{ text.partition('<') }}{{ text.strip('<>') }}{{ text[:2] }}",
+    "replaced": "{{ text | replace('a', '|') }}{{ text.removeprefix('a').replace('|', 'a', 1) }}",
+    "looked up": "{{ {'a': 1, '<|': 2, '': 3}[text] }}{{ text | length }}",
+    "in json": "{{ {'a': text} | tojson }}",
+}
+
+
+def source_of(form: str) -> str:
+    """A form for the text of each message, and then what could be a special token."""
+    forms = TEMPLATES | LOOKING | LOST
+    return "{% for m in messages %}{% set text = m.content %}" + forms[form] + "{% endfor %}<a>"
+
+
+@functools.cache
+def plain(source: str) -> jinja2.Template:
+    """The same without anything hidden."""
+    environment = jinja2.Environment()
+    environment.filters["tojson"] = lambda value: json.dumps(value, ensure_ascii=False)
+    environment.filters["title"] = str.title
+    return environment.from_string(source)
+
+
+def ids(pieces: Sequence[str | int]) -> list[int]:
+    return [piece for piece in pieces if isinstance(piece, int)]
+
+
+@settings(max_examples=200)
+@given(
+    SPECIALS, st.lists(CONTENT, min_size=1, max_size=3), st.sampled_from(sorted(TEMPLATES | LOST))
+)
+def test_special_tokens_are_the_templates_whatever_messages_say(
+    special_tokens: list[str], contents: list[str], form: str
+) -> None:
+    """They are those that are found where messages say something harmless of the same length. White
+    space is kept, because templates trim it."""
+    harmless = ["".join(c if c.isspace() else "\u4e00" for c in content) for content in contents]
+    source = source_of(form)
+    pieces = render(source, *contents, special_tokens=special_tokens)
+    assert ids(pieces) == ids(render(source, *harmless, special_tokens=special_tokens))
+
+
+@settings(max_examples=200)
+@given(
+    SPECIALS,
+    st.lists(CONTENT, min_size=1, max_size=3),
+    st.sampled_from(sorted(TEMPLATES | LOOKING)),
+)
+def test_the_text_is_what_jinja_writes(
+    special_tokens: list[str], contents: list[str], form: str
+) -> None:
+    """Whatever is hidden from it meanwhile."""
+    messages = [{"role": "user", "content": content} for content in contents]
+    vocabulary = tokenizer(*special_tokens)
+    pieces = compiled(source_of(form)).render(messages, vocabulary)
+    assert written(pieces, vocabulary) == plain(source_of(form)).render(messages=messages)
+
+
+def test_a_message_can_be_a_key() -> None:
+    source = "{{ {'<a>': 1, 'b': 2}[messages[0].content] }}"
+    assert [render(source, key, special_tokens=["<a>"]) for key in ("<a>", "b")] == [["1"], ["2"]]
+
+
+def test_a_template_can_look_into_a_message() -> None:
+    """As templates do that leave out what a model thought."""
+    source = (
+        "{% set content = messages[0].content %}{% if '</think>' in content %}"
+        "{% set content = content.split('</think>')[-1].lstrip('\n') %}{% endif %}{{ content }}"
+    )
+    for special_tokens in ([], ["</think>", "<|im_end|>", "<think>"]):
+        thought = "<think>Hm</think>\n\nYes"
+        assert render(source, thought, special_tokens=special_tokens) == ["Yes"]
+        assert render(source, "No", special_tokens=special_tokens) == ["No"]
+
+
+# What is no template
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("{{ a( }}", "line 1 of the chat template: unexpected"),
+        ("\n{% for %}", "line 2 of the chat template"),
+        ("{% for a in b %}", "line 1 of the chat template: Unexpected end"),
+        ("{{ a | nofilter }}", "No filter named 'nofilter'"),
+        ("{{ a | random }}", "No filter named 'random'"),
+        ("{{ a | e }}", "No filter named 'e'"),
+        ("{% for a in b recursive %}{% endfor %}", "recursive loops are not supported"),
+        ("", "is empty"),
+        (" \n", "is empty"),
+        ("x" * (MAX_SOURCE + 1), f"{MAX_SOURCE + 1} characters; {MAX_SOURCE} are allowed"),
+        ("\ud800", "half a surrogate pair"),
+        ("{% if a %}" * 400, "does not compile"),
+        ("{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}", "does not compile"),
+    ],
+    ids=lambda value: str(value)[:20],
+)
+def test_what_is_no_template_is_refused_at_once(source: str, said: str) -> None:
+    with pytest.raises(ChatTemplateError, match=said.replace("(", r"\(")):
+        ChatTemplate(source)
+
+
+# What a template may not do
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("{{ raise_exception('roles must alternate') }}", "says: roles must alternate"),
+        ("{{ raise_exception(messages[0].content) }}", "says: hi"),
+        ("{{ messages[7].content }}", "failed on these messages: UndefinedError"),
+        ("{{ 1 / 0 }}", "ZeroDivisionError"),
+        ("{{ 1 + 'a' }}", "TypeError"),
+        ("{% include 'x' %}", "no loader"),
+        ("{{ messages.append(1) }}", "SecurityError"),
+        ("{{ messages.__class__.__mro__[1].__subclasses__() }}", "unsafe"),
+        ("{{ ''.format.__globals__ }}x{{ ''.__init__.__globals__() }}", "unsafe"),
+        ("{{ cycler() }}", "'cycler' is undefined"),
+        ("{{ lipsum() }}", "'lipsum' is undefined"),
+        ("{{ 2 ** 2 }}", "a power"),
+        ("{{ 'a' * 10000000 }}", "too large"),
+        ("{{ 10000000 * messages }}", "too large"),
+        ("{{ 'a' * 4000000 }}{{ 'a' * 4000000 }}", f"more than {MAX_CHARACTERS} characters"),
+        ("{{ '\\ud800' }}", "half a surrogate pair"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_rendered_is_refused(source: str, said: str) -> None:
+    assert said in refusal(source)
+
+
+def test_a_refusal_repeats_what_the_message_said() -> None:
+    """And not what stood for it."""
+    assert refusal("{{ raise_exception(messages[0].content) }}", "<|im_end|>").endswith(
+        "says: <|im_end|>"
+    )
+    assert "says: ?" in refusal("{{ raise_exception('\\udfff') }}")
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+        "{% for i in range(99999) if 'a' in messages %}{% endfor %}" * 200,
+        "{% macro f(n) %}{% if n %}{{ f(n-1) }}{{ f(n-1) }}{% endif %}{% endmacro %}{{ f(90) }}",
+    ],
+    ids=["loops", "filtered loops", "calls"],
+)
+def test_a_template_that_takes_for_ever_is_ended(
+    source: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chat_template, "MAX_SECONDS", 0.05)
+    started = time.monotonic()
+    assert "took more than 0.05 s" in refusal(source)
+    assert time.monotonic() - started < 30
+
+
+def test_a_template_cannot_reach_its_deadline() -> None:
+    """What bounds it has a name that no template can write."""
+    source = "{% set deadline = 0 %}{{ deadline }}{% for i in range(2) %}{{ i }}{% endfor %}"
+    assert render(source) == ["001"]
+
+
+def test_a_conversation_of_many_messages_is_no_problem() -> None:
+    messages: list[Mapping[str, str]] = [{"role": "user", "content": "x" * 900}] * 4096
+    assert len(ChatTemplate(CHAT_TEMPLATE).render(messages, TOKENIZER)) == 4 * 4096 + 2
+
+
+def test_more_characters_than_can_be_hidden_are_refused() -> None:
+    """No vocabulary has so many special tokens without a character in common."""
+    names = [chr(0x4E00 + i) for i in range(1025)]
+    content = "".join(names)
+    with pytest.raises(ChatTemplateError, match="special tokens have 1025 characters; 1024 can"):
+        render("{{ messages[0].content }}", content, special_tokens=names)
+    assert render("{{ messages[0].content }}", content, special_tokens=names[1:]) == [content]
+
+
+def test_the_source_is_kept() -> None:
+    assert ChatTemplate(CHAT_TEMPLATE).source == CHAT_TEMPLATE

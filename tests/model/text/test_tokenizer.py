@@ -1,0 +1,389 @@
+"""Tokenizer: ids are bytes, text is a view of them; nothing is lost, nothing half is shown."""
+
+import base64
+import os
+import re
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import tiktoken
+from hypothesis import example, given
+from hypothesis import strategies as st
+from tiktoken.load import load_tiktoken_bpe
+
+from model.text.tokenizer import END_OF_TEXT, SPLIT_PATTERN, Tokenizer, TokenizerError, TokenSpan
+from tests.model.factories import byte_tokenizer
+
+MERGES = (
+    *(b"th", b"the", b" t", b" the", b"in", b"ing", b"  ", b"    ", b"\n\n", b"aa", b"aaaa", b"12"),
+    # Pieces of characters: of the euro sign, of an emoji, of a letter with two bytes.
+    *(b"\xe2\x82", b"\x82\xac", b"\xf0\x9f", b"\xf0\x9f\x98", b"\x98\x80", b"t\xc3", b"\xa9 "),
+    *(b"\xe2\x82\xac", b"\xc3\xa9"),
+)
+"""In the order of their ranks; every one is made of two tokens before it."""
+
+RANKS = {bytes([byte]): byte for byte in range(256)} | {
+    token: 256 + index for index, token in enumerate(MERGES)
+}
+TOKENIZER = Tokenizer(
+    ranks=RANKS, pattern=SPLIT_PATTERN, special_tokens={END_OF_TEXT: len(RANKS), "<|user|>": 300}
+)
+PLAIN = tiktoken.Encoding("plain", pat_str=SPLIT_PATTERN, mergeable_ranks=RANKS, special_tokens={})
+BYTES = byte_tokenizer()
+BARE = Tokenizer(ranks=RANKS, pattern=SPLIT_PATTERN, special_tokens={})
+ID = st.integers(0, TOKENIZER.vocab_size - 1)
+RAGGED_TEXT = st.lists(
+    st.text(max_size=20)
+    | st.sampled_from(["the €", "é ", "  \n\n ", "aaaaa", "12345", "😀", END_OF_TEXT])
+).map("".join)
+
+
+# Text to ids and back
+
+
+@given(st.text() | RAGGED_TEXT)
+@example("")
+@example("\r\n \u00a0\u2028\u3000\x00\ufeff")
+def test_every_text_comes_back(text: str) -> None:
+    for tokenizer in (TOKENIZER, BYTES):
+        ids = tokenizer.encode(text)
+        assert tokenizer.decode(ids) == text
+        assert tokenizer.decode_bytes(ids) == text.encode()
+
+
+@given(RAGGED_TEXT)
+def test_the_byte_vocabulary_spells_bytes(text: str) -> None:
+    assert BYTES.encode(text) == list(text.encode())
+
+
+@given(RAGGED_TEXT)
+def test_ids_are_those_of_a_plain_tiktoken_encoding(text: str) -> None:
+    ids = TOKENIZER.encode(text)
+    assert ids == PLAIN.encode_ordinary(text)
+    assert TOKENIZER.decode_bytes(ids) == PLAIN.decode_bytes(ids)
+
+
+def test_merges_are_used() -> None:
+    def tokens(text: str) -> list[bytes]:
+        return [TOKENIZER.token_bytes(token_id) for token_id in TOKENIZER.encode(text)]
+
+    assert tokens("the thing") == [b"the", b" ", b"th", b"ing"]
+    assert tokens("€😀") == [b"\xe2\x82\xac", b"\xf0\x9f\x98", b"\x80"]
+    assert tokens("12345") == [b"12", b"3", b"4", b"5"]
+
+
+@given(st.lists(RAGGED_TEXT, max_size=5))
+def test_a_batch_is_its_texts(texts: list[str]) -> None:
+    assert TOKENIZER.encode_batch(texts, threads=2) == list(map(TOKENIZER.encode, texts))
+
+
+@given(RAGGED_TEXT, RAGGED_TEXT)
+def test_the_name_of_a_special_token_is_plain_text(before: str, after: str) -> None:
+    text = before + END_OF_TEXT + after
+    ids = TOKENIZER.encode(text)
+    assert not any(map(TOKENIZER.is_special, ids))
+    assert TOKENIZER.decode(ids) == text
+
+
+def test_special_tokens() -> None:
+    assert TOKENIZER.end_of_text == len(RANKS)
+    assert TOKENIZER.is_special(300)
+    assert not TOKENIZER.is_special(299)
+    assert TOKENIZER.token_bytes(300) == b"<|user|>"
+    assert TOKENIZER.decode([104, 105, len(RANKS)]) == "hi" + END_OF_TEXT
+    assert BARE.end_of_text is None
+    assert BARE.vocab_size == len(RANKS)
+
+
+def test_ids_between_special_tokens_have_no_bytes() -> None:
+    """Published encodings have such gaps (100256 of cl100k_base): a model may draw one."""
+    assert TOKENIZER.vocab_size == 301
+    assert TOKENIZER.token_bytes(299) == b""
+    assert TOKENIZER.decode([104, 299, 105]) == "hi"
+
+
+def test_bytes_that_are_no_text_are_shown_as_such() -> None:
+    assert TOKENIZER.decode_bytes([0xFF, 0x41]) == b"\xffA"
+    assert TOKENIZER.decode([0xFF, 0x41]) == "\ufffdA"
+    assert TOKENIZER.token_text(0xFF) == "\ufffd"
+
+
+@pytest.mark.parametrize("token_id", [-1, 301, 10**12])
+def test_an_id_outside_the_vocabulary_is_refused(token_id: int) -> None:
+    sentence = f"token id {token_id} is outside the vocabulary of 301 ids (0 to 300)"
+    for use in (
+        TOKENIZER.token_bytes,
+        TOKENIZER.token_text,
+        TOKENIZER.detokenizer().push,
+        lambda bad: TOKENIZER.decode([65, bad]),
+    ):
+        with pytest.raises(TokenizerError, match=f"^{re.escape(sentence)}$"):
+            use(token_id)
+
+
+# Names of special tokens
+
+
+@pytest.mark.parametrize(
+    ("text", "ids"),
+    [
+        (END_OF_TEXT, [277]),
+        (f"a{END_OF_TEXT}b", [97, 277, 98]),
+        ("<|user|>é<|user|>", [300, 276, 300]),
+        (f"{END_OF_TEXT}{END_OF_TEXT}", [277, 277]),
+        ("<|user", [60, 124, 117, 115, 101, 114]),
+        ("", []),
+    ],
+)
+def test_names_become_ids_where_that_is_asked_for(text: str, ids: list[int]) -> None:
+    assert TOKENIZER.encode(text, special_ids=True) == ids
+    assert not any(map(TOKENIZER.is_special, TOKENIZER.encode(text)))
+
+
+@given(st.lists(RAGGED_TEXT | st.sampled_from([END_OF_TEXT, "<|user|>"])).map("".join))
+def test_a_text_with_special_ids_comes_back_and_its_parts_stand_alone(text: str) -> None:
+    ids = TOKENIZER.encode(text, special_ids=True)
+    assert TOKENIZER.decode_bytes(ids) == text.encode()
+    parts = re.split(r"(<\|endoftext\|>|<\|user\|>)", text)
+    alone = [
+        [TOKENIZER.special_tokens[part]] if index % 2 else TOKENIZER.encode(part)
+        for index, part in enumerate(parts)
+    ]
+    assert ids == [token_id for part in alone for token_id in part]
+
+
+@given(RAGGED_TEXT)
+def test_a_vocabulary_without_special_tokens_has_no_names(text: str) -> None:
+    assert BARE.encode(text, special_ids=True) == BARE.encode(text) == TOKENIZER.encode(text)
+
+
+# Where tokens lie
+
+
+def touched(text: str, tokens: list[bytes]) -> list[TokenSpan]:
+    """The characters that each token's bytes touch, looked up byte by byte."""
+    of_byte = [index for index, character in enumerate(text) for _ in character.encode()]
+    spans, at = [], 0
+    for token in tokens:
+        mine = of_byte[at : at + len(token)]
+        spans.append(TokenSpan(mine[0], mine[-1] + 1))
+        at += len(token)
+    return spans
+
+
+@given(RAGGED_TEXT | st.text(), st.booleans())
+def test_spans_are_the_characters_that_a_token_touches(text: str, special_ids: bool) -> None:
+    for tokenizer in (TOKENIZER, BYTES):
+        ids = tokenizer.encode(text, special_ids=special_ids)
+        tokens = [tokenizer.token_bytes(token_id) for token_id in ids]
+        assert tokenizer.spans(ids) == touched(text, tokens)
+
+
+def test_tokens_that_share_a_character() -> None:
+    ids = TOKENIZER.encode("té 😀!")
+    tokens = [TOKENIZER.token_bytes(token_id) for token_id in ids]
+    assert tokens == [b"t\xc3", b"\xa9", b" ", b"\xf0\x9f\x98", b"\x80", b"!"]
+    assert TOKENIZER.spans(ids) == [
+        *(TokenSpan(0, 2), TokenSpan(1, 2), TokenSpan(2, 3)),
+        *(TokenSpan(3, 4), TokenSpan(3, 4), TokenSpan(4, 5)),
+    ]
+
+
+# Piece by piece
+
+
+@given(st.lists(ID))
+@example([0xF0, 0x9F, 0x98])
+@example([0xE2, 0x82, 300, 0xAC])
+def test_pieces_join_to_the_whole_text(ids: list[int]) -> None:
+    detokenizer = TOKENIZER.detokenizer()
+    pieces = [detokenizer.push(token_id) for token_id in ids]
+    assert "".join(pieces) + detokenizer.finish() == TOKENIZER.decode(ids)
+
+
+@given(st.lists(ID))
+def test_a_piece_once_shown_is_never_taken_back(ids: list[int]) -> None:
+    detokenizer, shown = TOKENIZER.detokenizer(), ""
+    for end in range(len(ids)):
+        shown += detokenizer.push(ids[end])
+        assert TOKENIZER.decode(ids).startswith(shown)
+
+
+@given(RAGGED_TEXT, st.data())
+def test_every_whole_character_is_shown_and_no_part_of_one(text: str, data: st.DataObject) -> None:
+    """However the bytes are cut into tokens, what is shown is all that is certain."""
+    raw, ids = text.encode(), []
+    while raw:
+        token = data.draw(
+            st.sampled_from([token for token in RANKS if raw.startswith(token)]), label="token"
+        )
+        ids.append(RANKS[token])
+        raw = raw[len(token) :]
+    detokenizer, shown, count = TOKENIZER.detokenizer(), "", 0
+    for token_id in ids:
+        shown += detokenizer.push(token_id)
+        count += len(TOKENIZER.token_bytes(token_id))
+        assert shown == text.encode()[:count].decode(errors="ignore")
+    assert detokenizer.finish() == ""
+
+
+# Files
+
+
+def test_a_ranks_file_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "tokenizer.tiktoken"
+    TOKENIZER.write_ranks(path)
+    back = Tokenizer.read_ranks(path, special_tokens=TOKENIZER.special_tokens)
+    assert back.ranks == RANKS
+    assert list(back.ranks.values()) == list(range(len(RANKS)))  # the file is in order
+    assert (back.pattern, back.special_tokens) == (SPLIT_PATTERN, TOKENIZER.special_tokens)
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", "")  # keeps no copy
+    assert load_tiktoken_bpe(str(path)) == RANKS  # tiktoken itself reads it
+
+
+def test_a_ranks_file_alone_ends_texts(tmp_path: Path) -> None:
+    path = tmp_path / "any.tiktoken"
+    TOKENIZER.write_ranks(path)
+    assert Tokenizer.read_ranks(path).special_tokens == {END_OF_TEXT: len(RANKS)}
+
+
+def test_empty_lines_and_carriage_returns_are_no_tokens(tmp_path: Path) -> None:
+    path = tmp_path / "any.tiktoken"
+    TOKENIZER.write_ranks(path)
+    path.write_bytes(path.read_bytes().replace(b"\n", b"\r\n") + b"\r\n\r\n")
+    assert Tokenizer.read_ranks(path).ranks == RANKS
+
+
+@pytest.mark.parametrize(
+    "line", [b"IQ==", b"IQ== one", b"IQ== 1 2", b"I!Q= 1", b"!", b"\xff\xfe 0"]
+)
+def test_a_bad_line_is_named(tmp_path: Path, line: bytes) -> None:
+    path = tmp_path / "any.tiktoken"
+    path.write_bytes(base64.b64encode(b"a") + b" 0\n" + line + b"\n")
+    sentence = f"line 2 of any.tiktoken is {line!r}; expected a base64 token, a space and its rank"
+    with pytest.raises(TokenizerError, match=f"^{re.escape(sentence)}$"):
+        Tokenizer.read_ranks(path)
+
+
+# Vocabularies that tiktoken would panic on, or take and answer wrongly
+
+
+def without_bytes() -> Tokenizer:
+    ranks = {bytes([byte]): byte - 2 for byte in range(2, 256)}
+    return Tokenizer(ranks=ranks, pattern=SPLIT_PATTERN, special_tokens={})
+
+
+def with_ranks(change: Callable[[dict[bytes, int]], None]) -> Callable[[], Tokenizer]:
+    def make() -> Tokenizer:
+        ranks = dict(RANKS)
+        change(ranks)
+        return Tokenizer(ranks=ranks, pattern=SPLIT_PATTERN, special_tokens={})
+
+    return make
+
+
+def with_special(**special_tokens: int) -> Callable[[], Tokenizer]:
+    return lambda: Tokenizer(ranks=RANKS, pattern=SPLIT_PATTERN, special_tokens=special_tokens)
+
+
+@pytest.mark.parametrize(
+    ("make", "sentence"),
+    [
+        (
+            without_bytes,
+            r"2 of the 256 single bytes have no rank \(first: 0\); .* needs all of them",
+        ),
+        (
+            with_ranks(lambda ranks: ranks.update({b"new": 1000})),
+            r"the 278 ranks are not the numbers 0 to 277",
+        ),
+        (
+            with_ranks(lambda ranks: ranks.update({b"the": 65})),
+            r"the 277 ranks are not the numbers 0 to 276",
+        ),
+        (
+            with_special(one=65),
+            r"special tokens \{'one': 65\} share an id .* one of the 277 ordinary tokens",
+        ),
+        (
+            with_special(one=277, two=277),
+            r"special tokens \{'one': 277, 'two': 277\} share an id with each other .*",
+        ),
+        (with_special(one=-1), r"special tokens \{'one': -1\} share an id .*"),
+        (
+            lambda: Tokenizer(ranks=RANKS, pattern=r"(\p{L}+", special_tokens={}),
+            r"the split pattern '\(\\\\p\{L\}\+' is no regular expression: .*",
+        ),
+    ],
+    ids=["no-byte", "gap", "same-rank", "collision", "same-special", "negative", "pattern"],
+)
+def test_an_unusable_vocabulary_is_refused(make: Callable[[], Tokenizer], sentence: str) -> None:
+    with pytest.raises(TokenizerError, match=f"^{sentence}$"):
+        make()
+
+
+# The split pattern
+
+MILLION = 1_000_000
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize(
+    "character", [" ", "a", "\n", "\r\n", "\t", "\u00a0", "7", ".", "'", "é", "😀", "\u0301", " a"]
+)
+def test_a_million_of_anything_is_only_long(character: str) -> None:
+    """With the published patterns a run of about a million spaces overflows tiktoken's stack: a
+    panic that `except Exception` does not catch, in the middle of somebody's request. Ours bounds
+    every run of white space."""
+    run = character * (MILLION // len(character))
+    for text in (run, f"a{run}b"):
+        ids = TOKENIZER.encode(text)
+        assert TOKENIZER.decode_bytes(ids) == text.encode()
+
+
+@pytest.mark.parametrize(
+    ("text", "pieces"),
+    [
+        ("Hello world", ["Hello", " world"]),
+        ("it's I'LL", ["it", "'s", " I", "'LL"]),
+        ("12345", ["12", "34", "5"]),
+        ("a  b", ["a", " ", " b"]),
+        ("x = [1]\n\n", ["x", " =", " [", "1", "]\n\n"]),
+        ("a\n  b", ["a", "\n", " ", " b"]),
+        ("." * 65, ["." * 64, "."]),
+    ],
+)
+def test_how_the_pattern_cuts(text: str, pieces: list[str]) -> None:
+    """A vocabulary that holds every piece of the text as one token shows where it is cut."""
+    ranks = {bytes([byte]): byte for byte in range(256)}
+    for length in range(2, len(text.encode()) + 1):
+        for start in range(len(text) - length + 1):
+            ranks.setdefault(text[start : start + length].encode(), len(ranks))
+    tokenizer = Tokenizer(ranks=ranks, pattern=SPLIT_PATTERN, special_tokens={})
+    assert [tokenizer.token_text(token_id) for token_id in tokenizer.encode(text)] == pieces
+
+
+# Published encodings
+
+
+def test_an_unknown_encoding_is_refused() -> None:
+    sentence = "unknown encoding 'gpt5'; known are gpt2, cl100k_base, o200k_base"
+    with pytest.raises(TokenizerError, match=f"^{sentence}$"):
+        Tokenizer.named("gpt5")
+
+
+def cached_cl100k() -> Path:
+    """Where tiktoken keeps cl100k_base once it has it."""
+    folder = os.environ.get("TIKTOKEN_CACHE_DIR") or os.environ.get("DATA_GYM_CACHE_DIR")
+    name = "9b5ad71b2ce5302211f9c61530b329a4922fc6a4"  # the sha1 of its address
+    return Path(folder or Path(tempfile.gettempdir()) / "data-gym-cache") / name
+
+
+@pytest.mark.skipif(not cached_cl100k().exists(), reason="cl100k_base is not in tiktoken's cache")
+def test_cl100k_base() -> None:
+    tokenizer = Tokenizer.named("cl100k_base")
+    assert tokenizer.vocab_size == 100_277
+    assert tokenizer.encode("Hello world") == [9906, 1917]
+    assert tokenizer.end_of_text == 100_257

@@ -1,0 +1,268 @@
+"""A model divided among processes, and its twin that is whole in each.
+
+Whole runs of several processes are tested in tests/e2e/test_torchrun.py.
+"""
+
+from dataclasses import dataclass, replace
+from multiprocessing.context import ForkServerContext
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from model.device import Placement
+from model.training.config import TrainingError
+from model.training.distributed import fsdp as sharding
+from model.training.distributed.fsdp import (
+    Piece,
+    clip_gradients,
+    gather_weights,
+    is_sharded,
+    local,
+    piece_of,
+    shard,
+    unsummed_gradients,
+    without_backward,
+    worth_sharding,
+)
+from model.training.distributed.ranks import ALONE, Ranks, together
+from model.training.optim.optimizers import Optimizers, initialise
+from model.training.presets import PRESETS, Recipe, preset
+from model.training.run.state import Counters, Environment, load_state, save_state
+from model.training.step.forward import Forward
+from model.training.trainer import train
+from model.transformer.config import TARGETS
+from model.transformer.gpt import GPT
+from tests.model.conftest import Configure
+from tests.model.training.distributed.test_ranks import _environment, _start
+
+CPU = torch.device("cpu")
+OPTIMIZERS = ("muon", "adamw")
+SIZE = 3
+"""Processes; no number of rows below is a multiple of it."""
+
+
+@given(
+    heights=st.lists(st.integers(1, 20), min_size=1, max_size=4),
+    size=st.integers(1, 9),
+)
+def test_pieces_of_all_processes_make_up_every_map(heights: list[int], size: int) -> None:
+    """A fused matrix is divided without a look at the maps in it."""
+    matrix = torch.arange(sum(heights))[:, None]
+    part = -(-len(matrix) // size)
+    start = 0
+    for height in heights:
+        found = []
+        for rank in range(size):
+            first, last = (min(edge * part, len(matrix)) for edge in (rank, rank + 1))
+            rows, piece = Piece((len(matrix), 1), first, last, True).within(start, start + height)
+            here = matrix[first:last][rows]
+            assert piece.shape == (height, 1)
+            assert torch.equal(here, matrix[start : start + height][piece.rows])
+            found.append(here)
+        assert torch.equal(torch.cat(found), matrix[start : start + height])
+        start += height
+
+
+@pytest.mark.parametrize(
+    ("memory", "local_size", "adapted", "expected"),
+    [
+        (4 * 2**30, 1, False, False),
+        (4 * 2**30, 2, False, True),  # 124 M x 16 bytes are 1.9 GiB of 2
+        (4 * 2**30, 2, True, False),
+        (2**29, 1, True, True),
+    ],
+)
+def test_a_model_is_divided_where_there_is_no_room_for_a_copy(
+    monkeypatch: pytest.MonkeyPatch, memory: int, local_size: int, adapted: bool, expected: bool
+) -> None:
+    monkeypatch.setattr(sharding, "machine_memory", lambda: memory)
+    ranks = Ranks(size=local_size, local_size=local_size)
+    config = preset("gpt2-124m").config(50_257)
+    assert worth_sharding(config, CPU, ranks, adapted=adapted) == expected
+
+
+def test_one_process_has_nobody_to_share_with(configure: Configure, tmp_path: Path) -> None:
+    with pytest.raises(TrainingError, match="shard on was given, but there is one process"):
+        train(configure(shard="on"))
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_whole_model_is_left_alone() -> None:
+    gpt = _gpt("muon")
+    forward = Forward(gpt, _placement("muon"), dropout=0.0)
+    assert not is_sharded(gpt)
+    assert without_backward(gpt, forward) is forward
+    weight = gpt.token_embedding.weight
+    assert local(weight) is weight
+    assert piece_of(weight) == Piece(tuple(weight.shape), 0, len(weight), False)
+    assert gather_weights(gpt, ALONE)["token_embedding.weight"].data_ptr() == weight.data_ptr()
+
+
+def _gpt(optimizer: str) -> GPT:
+    """With fused maps, value embeddings and a vocabulary that three do not divide."""
+    config = preset("tiny").config(
+        vocab_size=311, n_layer=2, n_head=4, n_kv_head=2, d_model=40, d_ff=136, context_length=16,
+        tied_head=optimizer == "adamw", activation="swiglu",
+    )  # fmt: skip
+    gpt = GPT(config)
+    initialise(gpt, PRESETS["tiny"].recipe, torch.Generator().manual_seed(1))
+    for block in gpt.blocks:  # zero in the beginning, when nothing behind them would matter
+        for name in ("attention_out", "mlp_down"):
+            torch.nn.init.normal_(
+                getattr(block, name).weight, std=0.1, generator=torch.Generator().manual_seed(2)
+            )
+    return gpt
+
+
+def _placement(optimizer: str) -> Placement:
+    """Muon in bfloat16, AdamW in float32."""
+    return Placement(CPU, torch.bfloat16 if optimizer == "muon" else torch.float32, 1)
+
+
+def _recipe(optimizer: str) -> Recipe:
+    return replace(PRESETS["tiny"].recipe, optimizer=optimizer)  # type: ignore[arg-type]
+
+
+def _step(gpt: GPT, optimizers: Optimizers, optimizer: str, ranks: Ranks) -> float:
+    """A step on three sequences, the same ones each time, one or all of them here; the loss."""
+    forward = Forward(gpt, _placement(optimizer), dropout=0.0)
+    ids = torch.randint(311, (SIZE, 17), generator=torch.Generator().manual_seed(3))
+    total = torch.zeros(())
+    for index in range(ranks.rank, SIZE, ranks.size):
+        loss = forward.loss(ids[index, None, :-1], ids[index, None, 1:]) / SIZE
+        loss.backward()
+        total += loss.detach()
+    parameters = list(gpt.parameters())
+    ranks.add_up([*unsummed_gradients(parameters), total])
+    clip_gradients(parameters, 0.5)
+    optimizers.step(1.0)
+    return float(total)
+
+
+def _numbers(optimizers: Optimizers) -> int:
+    """How many the optimizers keep."""
+    states = [state for each in optimizers.all.values() for state in each.state.values()]
+    return sum(value.numel() for state in states for name, value in state.items() if name != "step")
+
+
+def _held(forward: Forward, ids: Tensor, shapes: set[tuple[int, ...]]) -> int:
+    """Bytes of tensors of some shapes that a forward pass keeps for the backward pass."""
+    kept: list[torch.UntypedStorage] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        if tuple(tensor.shape) in shapes or tuple(tensor.shape[::-1]) in shapes:
+            kept.append(tensor.untyped_storage())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        loss = forward.loss(ids[:, :-1], ids[:, 1:])
+    assert kept, "the backward pass needs them again"
+    held = sum(storage.nbytes() for storage in kept)
+    loss.backward()
+    return held
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What one process has seen."""
+
+    rows: dict[str, tuple[int, int]]  # of each parameter: those that are here, and that should be
+    held: int
+    same_logits: bool
+    losses: list[float]
+    kept: int  # numbers of the optimizers' states
+    weights: dict[str, Tensor]
+    same_back: bool
+
+
+def _divided(optimizer: str, ranks: Ranks, folder: Path) -> _Found:
+    gpt, whole, placement = _gpt(optimizer), _gpt(optimizer), _placement(optimizer)
+    matrices = [getattr(block, name).weight for block in whole.blocks for name in TARGETS]
+    shard(gpt, placement, ranks)
+    forward = Forward(gpt, placement, dropout=0.0)
+    ids = torch.randint(311, (1, 17), generator=torch.Generator().manual_seed(4))
+    held = _held(forward, ids, {tuple(each.shape) for each in matrices})
+    for parameter in gpt.parameters():
+        parameter.grad = None
+    with torch.no_grad():
+        logits = without_backward(gpt, forward)(ids[:, :-1])
+        same_logits = torch.equal(logits, Forward(whole, placement, dropout=0.0)(ids[:, :-1]))
+    optimizers = Optimizers(gpt, _recipe(optimizer), ranks)
+    losses = [_step(gpt, optimizers, optimizer, ranks) for _ in range(3)]
+    weights = gather_weights(gpt, ranks)
+    same_back = _goes_on_from_a_file(gpt, optimizer, optimizers, ranks, folder / f"{optimizer}.pt")
+    rows = {
+        name: (len(local(each)), piece_of(each).last - piece_of(each).first)
+        for name, each in gpt.named_parameters()
+    }
+    kept = _numbers(optimizers)
+    return _Found(rows, held, same_logits, losses, kept, weights, same_back)
+
+
+def _goes_on_from_a_file(
+    gpt: GPT, optimizer: str, optimizers: Optimizers, ranks: Ranks, path: Path
+) -> bool:
+    """Whether a model that takes up a saved state steps as the one that goes on, and keeps nothing
+    of the file in memory: one number was a view of it, and held its blocks on the disk."""
+    save_state(
+        path, gpt=gpt, optimizers=optimizers, counters=Counters(),
+        environment=Environment.of(_placement(optimizer)), reports={}, ranks=ranks,
+    )  # fmt: skip
+    ranks.wait()
+    again = _gpt(optimizer)
+    shard(again, _placement(optimizer), ranks)
+    others = Optimizers(again, _recipe(optimizer), ranks)
+    load_state(path, gpt=again, optimizers=others)
+    assert str(path) not in Path("/proc/self/maps").read_text()
+    for model, its in ((gpt, optimizers), (again, others)):
+        _step(model, its, optimizer, ranks)
+    pairs = zip(gpt.parameters(), again.parameters(), strict=True)
+    same = all(torch.equal(local(one), local(two)) for one, two in pairs)
+    ranks.wait()
+    return same
+
+
+def _divide(rank: int, port: int, folder: Path) -> None:
+    """What one of three processes does."""
+    environment = _environment(rank, SIZE, port)
+    torch.set_num_threads(1)
+    with together(environment) as ranks:
+        found = {each: vars(_divided(each, ranks, folder)) for each in OPTIMIZERS}
+    torch.save(found, folder / f"{rank}.pt")
+
+
+@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
+def test_three_processes_train_what_one_trains(
+    tmp_path: Path, processes: ForkServerContext
+) -> None:
+    """With Muon in bfloat16 and with AdamW in float32, clipped: the sums of three are those of one
+    up to their order."""
+    _start(processes, _divide, SIZE, tmp_path)
+    files = [torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(SIZE)]
+    for optimizer in OPTIMIZERS:
+        whole = _gpt(optimizer)
+        optimizers = Optimizers(whole, _recipe(optimizer))
+        losses = [_step(whole, optimizers, optimizer, ALONE) for _ in range(3)]
+        assert losses[0] - losses[-1] > 0.1, "it learns"
+        expected = gather_weights(whole, ALONE)
+        ranks = [_Found(**each[optimizer]) for each in files]
+        for found in ranks:
+            assert all(here == said for here, said in found.rows.values())
+            assert found.held == 0, "matrices are let go of after the forward pass"
+            assert found.same_logits
+            assert found.losses == pytest.approx(losses, rel=1e-3)
+            assert found.same_back
+        for name, tensor in ranks[0].weights.items():
+            off = float((tensor - expected[name]).norm() / expected[name].norm())
+            assert off < 0.02, (name, off)
+        assert not any(each.numel() for found in ranks[1:] for each in found.weights.values())
+        assert sum(found.kept for found in ranks) == _numbers(optimizers)
+        assert max(found.kept for found in ranks) < 1.1 * _numbers(optimizers) / SIZE
+        for name, parameter in whole.named_parameters():
+            rows = [found.rows[name][0] for found in ranks]
+            assert sum(rows) == len(parameter)
+            assert max(rows) == -(-len(parameter) // SIZE)

@@ -1,0 +1,158 @@
+"""Who a process is among several; several real ones are tested in tests/e2e/test_torchrun.py."""
+
+import os
+import socket
+from multiprocessing.context import ForkServerContext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from model.device import DeviceError, available_processors
+from model.training.config import TrainingError
+from model.training.distributed import ranks as ranks_module
+from model.training.distributed.ranks import Ranks, read_ranks, together
+
+TORCHRUN = {
+    "RANK": "5",
+    "WORLD_SIZE": "8",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "4",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "29500",
+}
+
+
+def test_torchrun_says_who_a_process_is() -> None:
+    assert read_ranks(TORCHRUN) == Ranks(rank=5, size=8, local_rank=1, local_size=4)
+    assert not read_ranks(TORCHRUN).leads
+    assert read_ranks({}) == read_ranks({**TORCHRUN, "WORLD_SIZE": "1"}) == Ranks()
+    one_machine = {k: v for k, v in TORCHRUN.items() if k != "LOCAL_WORLD_SIZE"}
+    assert read_ranks(one_machine).local_size == 8
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"RANK": None}, "RANK is not set"),
+        ({"LOCAL_RANK": "one"}, "LOCAL_RANK is 'one'"),
+        ({"RANK": "8"}, "no process of 8: RANK is 8"),
+        ({"LOCAL_RANK": "4"}, "LOCAL_RANK 4 of 4"),
+        ({"MASTER_PORT": None}, "MASTER_PORT is not set: start several processes with torchrun"),
+    ],
+)
+def test_half_an_environment_is_refused(changes: dict[str, str | None], sentence: str) -> None:
+    environment = {k: v for k, v in (TORCHRUN | changes).items() if v is not None}
+    with pytest.raises(TrainingError, match=sentence):
+        read_ranks(environment)
+
+
+def test_processes_share_the_processors_of_their_machine() -> None:
+    processors = available_processors()
+    assert Ranks().threads(0) == processors
+    assert Ranks(size=2, local_size=2).threads(0) == max(1, processors // 2)
+    assert Ranks(size=2, local_size=1).threads(0) == processors, "two machines"
+    assert Ranks(size=2, local_size=10_000).threads(0) == 1
+    assert Ranks(size=2, local_size=2).threads(3) == 3
+
+
+def test_each_process_takes_a_cuda_device_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Devices are only named here: nothing is computed on them."""
+    second = Ranks(rank=3, size=4, local_rank=1, local_size=2)
+    assert second.device("cpu") == torch.device("cpu")
+    with pytest.raises(DeviceError, match="'cuda:0' is one for 4 processes"):
+        second.device("cuda:0")
+    monkeypatch.setattr(ranks_module, "choose_device", lambda _: torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert second.device("auto") == second.device("cuda") == torch.device("cuda:1")
+    with pytest.raises(DeviceError, match=r"3 processes .* as many CUDA devices, and there are 2"):
+        Ranks(size=3, local_size=3).device("cuda")
+
+
+def test_one_process_meets_nobody() -> None:
+    with together({}) as ranks:
+        assert not dist.is_initialized()
+        gradient = torch.ones(3)
+        ranks.add_up([gradient])
+        ranks.wait()
+        assert gradient.tolist() == [1, 1, 1]
+        assert ranks.total(torch.ones(2)).tolist() == [1, 1]
+        assert ranks.highest([2.0, -1.0]) == [2, -1]
+
+
+def _environment(rank: int, size: int, port: int) -> dict[str, str]:
+    """Of one process on this machine; torch looks for it there too."""
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(size),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+    )
+    return dict(os.environ)
+
+
+def _start(context: ForkServerContext, target: Any, size: int, folder: Path) -> None:
+    """Run `target(rank, port, folder)` in so many processes, to their end."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = int(free.getsockname()[1])
+    started = [context.Process(target=target, args=(rank, port, folder)) for rank in range(size)]
+    for process in started:
+        process.start()
+    for process in started:
+        process.join(60)
+    assert [process.exitcode for process in started] == [0] * size
+
+
+def _meet(rank: int, port: int, results: Path) -> None:
+    """What one of three processes finds."""
+    environment = _environment(rank, 3, port)
+    ranks_module.BUCKET = 4  # several messages
+    found: dict[str, Any] = {}
+    with together(environment) as ranks:
+        gradients = [torch.full((2, 2), float(rank)), torch.arange(5.0), torch.tensor(1.0 + rank)]
+        ranks.add_up(gradients)
+        found["gradients"] = gradients
+        found["total"] = ranks.total(torch.tensor([rank, 10], dtype=torch.float64))
+        found["highest"] = ranks.highest([float(rank), -float(rank)])
+        ranks.wait()
+    torch.save(found, results / f"{rank}.pt")
+
+
+def test_three_processes_add_up_and_agree(tmp_path: Path, processes: ForkServerContext) -> None:
+    _start(processes, _meet, 3, tmp_path)
+    for rank in range(3):
+        found = torch.load(tmp_path / f"{rank}.pt", weights_only=True)
+        square, line, scalar = found["gradients"]
+        assert square.tolist() == [[3, 3], [3, 3]]
+        assert line.tolist() == [0, 3, 6, 9, 12]
+        assert float(scalar) == 6
+        assert found["total"].tolist() == [3, 30]
+        assert found["highest"] == [2, 0]
+
+
+def _leave(rank: int, port: int, results: Path) -> None:
+    """Process 1 goes without a word; the other waits for it."""
+    environment = _environment(rank, 2, port)
+    try:
+        with together(environment) as ranks:
+            ranks.wait()
+            if rank == 1:
+                os._exit(0)
+            ranks.wait()
+    except TrainingError as error:
+        (results / "sentence").write_text(str(error))
+
+
+def test_a_process_that_has_gone_is_noticed_at_once(
+    tmp_path: Path, processes: ForkServerContext
+) -> None:
+    _start(processes, _leave, 2, tmp_path)
+    assert (
+        (tmp_path / "sentence")
+        .read_text()
+        .startswith("process 0 of 2 stops: another process of the run has ended")
+    )

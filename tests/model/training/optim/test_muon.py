@@ -1,0 +1,145 @@
+"""Stacked Muon steps and their twins: torch.optim.Muon, and the iteration in float64."""
+
+import math
+from copy import deepcopy
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Muon
+
+from model.training.distributed.fsdp import piece_of
+from model.training.distributed.ranks import ALONE
+from model.training.optim import muon
+
+SHAPES = [(24, 24), (24, 40), (40, 24), (24, 24), (24, 40), (8, 24), (150, 160), (150, 160)]
+"""Alike, tall and wide ones, one alone, and some that are not stacked on a CPU."""
+COEFFICIENTS, STEPS, EPS = (3.4445, -4.7750, 2.0315), 5, 1e-7
+
+
+def _parameters() -> list[nn.Parameter]:
+    torch.manual_seed(0)
+    return [nn.Parameter(torch.randn(shape)) for shape in SHAPES]
+
+
+def _fill(parameters: list[nn.Parameter], step: int) -> None:
+    generator = torch.Generator().manual_seed(step)
+    for parameter in parameters:
+        parameter.grad = torch.randn(parameter.shape, generator=generator)
+
+
+def _step(optimizer: Muon, dtype: torch.dtype) -> None:
+    """Of whole matrices; divided ones are tested with their processes (test_sharding.py)."""
+    (group,) = optimizer.param_groups
+    muon.step(optimizer, dtype, {each: piece_of(each) for each in group["params"]}, ALONE)
+
+
+def _distance(one: Tensor, other: Tensor) -> float:
+    return float((one - other).detach().norm() / other.detach().norm())
+
+
+@pytest.mark.parametrize("nesterov", [True, False])
+@pytest.mark.parametrize("stacked_elements", [1, 2000, 2**24])
+def test_a_step_is_torchs(
+    monkeypatch: pytest.MonkeyPatch, nesterov: bool, stacked_elements: int
+) -> None:
+    """Whatever the stacks: they differ from torch by the order of sums in bfloat16 at most."""
+    monkeypatch.setattr(muon, "STACKED_ELEMENTS", stacked_elements)
+    mine, theirs = _parameters(), _parameters()
+    own, other = (
+        Muon(each, lr=0.1, momentum=0.9, weight_decay=0.2, nesterov=nesterov)
+        for each in (mine, theirs)
+    )
+    for step in range(3):
+        before = [each.detach().clone() for each in theirs]
+        for parameters in (mine, theirs):
+            _fill(parameters, step)
+        with torch.no_grad():  # each step from the same weights
+            for one, two in zip(mine, theirs, strict=True):
+                one.copy_(two)
+        _step(own, torch.bfloat16)
+        other.step()
+        for one, two, was in zip(mine, theirs, before, strict=True):
+            assert _distance(one - was, two - was) < 0.01
+            assert torch.equal(
+                own.state[one]["momentum_buffer"], other.state[two]["momentum_buffer"]
+            )
+
+
+@pytest.mark.parametrize("shape", [(6, 6), (6, 20), (20, 6), (140, 150)])
+def test_in_float32_it_is_the_iteration_as_it_is_defined(shape: tuple[int, int]) -> None:
+    torch.manual_seed(1)
+    matrices = torch.randn(3, *shape).double()
+    found = [
+        muon.orthogonalise(stack.float(), COEFFICIENTS, STEPS, EPS)
+        for stack in (matrices, matrices[:1])
+    ]
+    a, b, c = COEFFICIENTS
+    for index, matrix in enumerate(matrices):
+        x = matrix / matrix.norm()
+        for _ in range(STEPS):
+            x = a * x + (b * x @ x.T + c * x @ x.T @ x @ x.T) @ x
+        assert _distance(found[0][index].double(), x) < 1e-4
+        singular = torch.linalg.svdvals(x)
+        assert float(singular.min()) > 0.3
+        assert float(singular.max()) < 1.3
+    assert _distance(found[1][0], found[0][0]) < 1e-5
+
+
+def test_where_bfloat16_is_not_native_the_step_is_the_same_but_for_rounding() -> None:
+    exact, rough = _parameters(), _parameters()
+    for parameters, dtype in ((exact, torch.float32), (rough, torch.bfloat16)):
+        _fill(parameters, 0)
+        _step(Muon(parameters, lr=1.0, weight_decay=0.0), dtype)
+    start = _parameters()
+    for one, two, was in zip(exact, rough, start, strict=True):
+        assert 0 < _distance(two - was, one - was) < 0.05
+
+
+def test_a_state_goes_on_where_torchs_own_left_it_and_the_other_way_round() -> None:
+    parameters = _parameters()
+    first = Muon(parameters, lr=0.1)
+    _fill(parameters, 0)
+    _step(first, torch.bfloat16)
+    saved, weights = deepcopy(first.state_dict()), [each.detach().clone() for each in parameters]
+    ends = []
+    for steps in ((_step, _step), (None, _step), (_step, _step)):
+        again = [nn.Parameter(each.clone()) for each in weights]
+        optimizer = Muon(again, lr=0.1)
+        optimizer.load_state_dict(deepcopy(saved))
+        for number, take in enumerate(steps):
+            _fill(again, 1 + number)
+            if take is None:
+                optimizer.step()
+            else:
+                take(optimizer, torch.bfloat16)
+        ends.append(again)
+    for one, two in zip(ends[0], ends[2], strict=True):
+        assert torch.equal(one, two)
+    for mine, mixed in pairwise(ends):
+        assert all(_distance(one, two) < 1e-3 for one, two in zip(mine, mixed, strict=True))
+
+
+def test_parameters_without_a_gradient_stay() -> None:
+    parameters = _parameters()
+    _fill(parameters[:2], 0)
+    before = [each.detach().clone() for each in parameters]
+    _step(Muon(parameters, lr=0.1), torch.bfloat16)
+    moved = [not torch.equal(*pair) for pair in zip(parameters, before, strict=True)]
+    assert moved == [True, True] + [False] * (len(parameters) - 2)
+
+
+def test_another_adjustment_of_the_rate_is_refused() -> None:
+    optimizer = Muon(_parameters(), adjust_lr_fn="match_rms_adamw")
+    with pytest.raises(ValueError, match="match_rms_adamw"):
+        _step(optimizer, torch.bfloat16)
+
+
+def test_wide_matrices_move_by_the_rate_and_tall_ones_by_more() -> None:
+    for shape, factor in (((8, 32), 1.0), ((32, 8), 2.0)):
+        parameter = nn.Parameter(torch.zeros(shape))
+        parameter.grad = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+        _step(Muon([parameter], lr=0.5, weight_decay=0.0), torch.float32)
+        root_mean = float(torch.linalg.svdvals(parameter.detach()).square().mean().sqrt())
+        assert math.isclose(root_mean, 0.5 * factor, rel_tol=0.3)

@@ -1,0 +1,170 @@
+"""Initial weights, parameter groups and the learning rate."""
+
+from copy import deepcopy
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.optim import Muon
+
+from model.training.optim.optimizers import Optimizers, initialise, kind, share_of_peak
+from model.training.presets import PRESETS
+from model.transformer.config import MODERN, gpt2_shape
+from model.transformer.gpt import GPT
+
+RECIPE = PRESETS["tiny"].recipe
+
+
+def _gpt(**overrides: Any) -> GPT:
+    shape = {**MODERN, "n_kv_head": 1, **overrides}
+    torch.manual_seed(0)
+    config = gpt2_shape(vocab_size=100, context_length=16, n_layer=2, n_head=2, d_model=32, **shape)
+    gpt = GPT(config)
+    initialise(gpt, RECIPE, torch.Generator().manual_seed(1))
+    return gpt
+
+
+def _loss(gpt: GPT) -> Tensor:
+    ids = torch.arange(32).view(2, 16)
+    return F.cross_entropy(gpt(ids).logits.flatten(0, 1), ids.flatten())
+
+
+@pytest.mark.parametrize(
+    ("name", "tied", "expected"),
+    [
+        ("token_embedding.weight", False, "embedding"),
+        ("token_embedding.weight", True, "head"),
+        ("head.weight", False, "head"),
+        ("position_embedding.weight", False, "embedding"),
+        ("blocks.1.value_embedding.weight", False, "embedding"),
+        ("blocks.1.value_gate.weight", False, "scalar"),
+        ("blocks.0.qkv.weight", False, "matrix"),
+        ("blocks.0.qkv.bias", False, "scalar"),
+        ("blocks.0.mlp_down.weight", False, "matrix"),
+        ("blocks.0.query_norm.weight", False, "scalar"),
+        ("final_norm.weight", False, "scalar"),
+    ],
+)
+def test_every_parameter_has_its_kind(name: str, tied: bool, expected: str) -> None:
+    assert kind(_gpt(tied_head=tied), name) == expected
+
+
+def test_blocks_begin_as_the_identity_and_draws_come_from_the_generator_alone() -> None:
+    before = torch.get_rng_state()
+    gpt = GPT(_gpt().config)
+    torch.set_rng_state(before)
+    initialise(gpt, RECIPE, torch.Generator().manual_seed(1))
+    assert torch.equal(torch.get_rng_state(), before)
+    states = gpt(torch.arange(8)[None], hidden_states=True).hidden_states
+    assert states is not None
+    assert torch.equal(states[0], states[-1])
+    again = _gpt()
+    for name, parameter in gpt.named_parameters():
+        assert torch.equal(parameter, again.get_parameter(name)), name
+
+
+def test_muon_orthogonalises_query_key_and_value_each_for_itself() -> None:
+    """The fused matrix moves as three torch Muons on three matrices would move it."""
+    gpt = _gpt()
+    torch.nn.init.normal_(gpt.blocks[0].attention_out.weight, std=0.1)  # type: ignore[union-attr,arg-type]
+    fused = gpt.get_parameter("blocks.0.qkv.weight")
+    parts = [torch.nn.Parameter(rows.clone()) for rows in fused.detach().split([32, 16, 16])]
+    oracle = Muon(parts, lr=RECIPE.matrix_lr, momentum=RECIPE.momentum, weight_decay=0.0)
+    optimizers = Optimizers(gpt, RECIPE)
+    for _ in range(2):
+        _loss(gpt).backward()
+        assert fused.grad is not None
+        for part, rows in zip(parts, fused.grad.split([32, 16, 16]), strict=True):
+            part.grad = rows.clone()
+        oracle.step()
+        optimizers.step(1.0)
+        assert fused.grad is None
+    assert torch.equal(fused, torch.cat([*parts]))
+
+
+@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
+@pytest.mark.parametrize("shape", [{}, {"activation": "swiglu"}, {"tied_head": True, "bias": True}])
+def test_every_parameter_is_trained_by_one_optimizer(optimizer: str, shape: dict[str, Any]) -> None:
+    gpt = _gpt(**shape)
+    optimizers = Optimizers(gpt, replace(RECIPE, optimizer=optimizer))  # type: ignore[arg-type]
+    trained = sum(
+        parameter.numel()
+        for each in optimizers.all.values()
+        for group in each.param_groups
+        for parameter in group["params"]
+    )
+    assert trained == gpt.parameter_count()
+    before = {name: value.clone() for name, value in gpt.state_dict().items()}
+    for _ in range(3):  # zero-initialised projections pass gradients on from the second step
+        _loss(gpt).backward()
+        optimizers.step(1.0)
+    for name, value in gpt.state_dict().items():
+        assert not torch.equal(value, before[name]), name
+
+
+def test_each_kind_has_its_own_learning_rate_and_all_follow_the_schedule() -> None:
+    gpt = _gpt()
+    optimizers = Optimizers(gpt, RECIPE)
+    _loss(gpt).backward()
+    optimizers.step(0.5)
+    rates = {
+        group["kind"]: group["lr"]
+        for each in optimizers.all.values()
+        for group in each.param_groups
+    }
+    assert rates == {
+        "matrix": RECIPE.matrix_lr / 2,
+        "embedding": RECIPE.embedding_lr / 2,
+        "head": RECIPE.head_lr / 2,
+        "scalar": RECIPE.scalar_lr / 2,
+    }
+
+
+def test_the_state_of_all_optimizers_comes_back() -> None:
+    gpt, other = _gpt(), _gpt()
+    one, two = Optimizers(gpt, RECIPE), Optimizers(other, RECIPE)
+    for _ in range(2):
+        _loss(gpt).backward()
+        one.step(1.0)
+    other.load_state_dict(gpt.state_dict())
+    two.load_state_dict(deepcopy(one.state_dict()))  # a file would not share tensors
+    for model, optimizers in ((gpt, one), (other, two)):
+        _loss(model).backward()
+        optimizers.step(1.0)
+    for name, value in gpt.state_dict().items():
+        assert torch.equal(value, other.state_dict()[name]), name
+
+
+@pytest.mark.parametrize(
+    ("decay", "done", "expected"),
+    [
+        ("constant", 1.0, 1.0),
+        ("linear", 0.0, 1.0),
+        ("linear", 0.4, 1.0),
+        ("linear", 0.7, 0.55),
+        ("linear", 1.0, 0.1),
+        ("cosine", 0.0, 1.0),
+        ("cosine", 0.5, 0.55),
+        ("cosine", 1.0, 0.1),
+    ],
+)
+def test_the_learning_rate_falls_as_told(decay: Any, done: float, expected: float) -> None:
+    recipe = replace(RECIPE, decay=decay, cooldown=0.6, final_lr=0.1, warmup=0)
+    assert share_of_peak(recipe, 100, done) == pytest.approx(expected)
+
+
+def test_warmup_rises_to_the_peak() -> None:
+    recipe = replace(RECIPE, decay="constant", warmup=4)
+    shares = [share_of_peak(recipe, step, 0.0) for step in range(6)]
+    assert shares == pytest.approx([0.25, 0.5, 0.75, 1.0, 1.0, 1.0])
+
+
+def test_gpt2_weights_are_gpt2s() -> None:
+    gpt = _gpt()
+    initialise(gpt, replace(RECIPE, init="gpt2"), torch.Generator().manual_seed(1))
+    assert float(gpt.token_embedding.weight.detach().std()) == pytest.approx(0.02, rel=0.1)
+    out = gpt.get_parameter("blocks.0.mlp_down.weight")
+    assert float(out.detach().std()) == pytest.approx(0.02 / 2, rel=0.1)

@@ -1,0 +1,61 @@
+"""The run directory's bookkeeping."""
+
+from pathlib import Path
+
+import pytest
+
+from model.training.config import TrainingError
+from model.training.run.directory import RunDirectory
+
+
+def _run(path: Path, losses: dict[int, float]) -> RunDirectory:
+    run = RunDirectory.create(path)
+    run.write_description({})
+    for step, loss in losses.items():
+        run.checkpoint(step).mkdir()
+        run.append({"kind": "train", "step": step})
+        run.append({"kind": "eval", "step": step, "val_loss": loss})
+    run.link_newest_and_best()
+    return run
+
+
+def test_links_are_relative_and_name_the_newest_and_the_best(tmp_path: Path) -> None:
+    run = _run(tmp_path / "run", {5: 3.0, 10: 2.0, 15: 2.5})
+    assert run.latest.readlink() == Path("step-000015")
+    assert run.best.readlink() == Path("step-000010")
+    moved = tmp_path / "moved"
+    run.path.rename(moved)
+    assert RunDirectory.open(moved).linked_step(moved / "best") == 10
+
+
+def test_pruning_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
+    run = _run(tmp_path / "run", {5: 3.0, 10: 2.0, 15: 2.5, 20: 2.6, 25: 2.7})
+    run.prune(keep=2, state_step=15)
+    assert list(run.checkpoints()) == [10, 15, 20, 25]
+    run.prune(keep=2, state_step=25)
+    assert list(run.checkpoints()) == [10, 20, 25]
+
+
+def test_rewinding_forgets_what_came_later(tmp_path: Path) -> None:
+    run = _run(tmp_path / "run", {5: 3.0, 10: 2.0, 15: 1.5})
+    with (run.path / "metrics.jsonl").open("a") as file:
+        file.write('{"kind": "train", "st')  # cut by a kill
+    run.rewind(10)
+    assert list(run.checkpoints()) == [5, 10]
+    assert [record["step"] for record in run.metrics()] == [5, 5, 10, 10]
+    assert (run.linked_step(run.latest), run.linked_step(run.best)) == (10, 10)
+    run.rewind(0)
+    assert not run.latest.is_symlink()
+    assert not run.best.is_symlink()
+
+
+def test_nothing_is_overwritten_and_nothing_is_resumed_from_nowhere(tmp_path: Path) -> None:
+    _run(tmp_path / "run", {})
+    with pytest.raises(TrainingError, match="exists already: resume it with --resume"):
+        RunDirectory.create(tmp_path / "run")
+    with pytest.raises(TrainingError, match=r"holds no run\.json"):
+        RunDirectory.open(tmp_path / "elsewhere")
+    RunDirectory.create(tmp_path / "a" / "b")
+    (tmp_path / "run" / "run.json").write_text("{")
+    with pytest.raises(TrainingError, match=r"run\.json cannot be read"):
+        RunDirectory.open(tmp_path / "run").read_description()

@@ -1,0 +1,95 @@
+"""The trainer's own state on disk."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from model.device import Placement
+from model.training.config import TrainingError
+from model.training.optim.optimizers import Optimizers
+from model.training.presets import PRESETS
+from model.training.run.state import Counters, Environment, load_state, read_state, save_state
+from model.transformer.config import gpt2_shape
+from model.transformer.gpt import GPT
+
+HERE = Environment.of(Placement(torch.device("cpu"), torch.float32, 2))
+
+
+def _model() -> tuple[GPT, Optimizers]:
+    torch.manual_seed(0)
+    gpt = GPT(gpt2_shape(vocab_size=20, context_length=8, n_layer=1, n_head=1, d_model=8))
+    return gpt, Optimizers(gpt, PRESETS["tiny"].recipe)
+
+
+def _save(path: Path) -> None:
+    gpt, optimizers = _model()
+    save_state(
+        path,
+        gpt=gpt,
+        optimizers=optimizers,
+        counters=Counters(step=7, tokens=70, seconds=1.5),
+        environment=HERE,
+        reports={"steps": 2, "loss": torch.tensor(5.0)},
+    )
+
+
+def test_counters_environment_and_unreported_steps_come_back(tmp_path: Path) -> None:
+    path = tmp_path / "state" / "state.pt"
+    _save(path)
+    gpt, optimizers = _model()
+    counters, environment, reports = load_state(path, gpt=gpt, optimizers=optimizers)
+    assert counters == Counters(step=7, tokens=70, seconds=1.5)
+    assert environment == HERE
+    assert reports == {"steps": 2, "loss": torch.tensor(5.0)}
+    assert [file.name for file in path.parent.iterdir()] == ["state.pt"]
+
+
+def test_a_save_that_fails_leaves_the_old_state(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "state.pt"
+    _save(path)
+    before = path.read_bytes()
+
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        _save(path)
+    assert path.read_bytes() == before
+    assert [file.name for file in tmp_path.iterdir()] == ["state.pt"]
+
+
+def test_missing_cut_and_foreign_states_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "state.pt"
+    with pytest.raises(TrainingError, match="there is nothing to resume"):
+        read_state(path)
+    _save(path)
+    whole = path.read_bytes()
+    for damaged in (whole[: len(whole) // 2], b"", b"garbage"):
+        path.write_bytes(damaged)
+        with pytest.raises(TrainingError, match="is no whole training state"):
+            read_state(path)
+    torch.save({"version": 99}, path)
+    with pytest.raises(TrainingError, match="has version 99"):
+        read_state(path)
+
+
+def test_the_state_of_another_model_is_refused(tmp_path: Path) -> None:
+    _save(tmp_path / "state.pt")
+    gpt = GPT(gpt2_shape(vocab_size=20, context_length=8, n_layer=2, n_head=1, d_model=8))
+    optimizers = Optimizers(gpt, PRESETS["tiny"].recipe)
+    with pytest.raises(TrainingError, match="does not fit the run's model"):
+        load_state(tmp_path / "state.pt", gpt=gpt, optimizers=optimizers)
+
+
+def test_differences_of_environments_are_named() -> None:
+    other = Environment(torch="2.0", device="cpu (AVX2)", dtype="bfloat16", threads=4, processes=2)
+    assert HERE.differences(HERE) == ""
+    assert HERE.differences(other) == (
+        f"torch {HERE.torch}, was 2.0, device {HERE.device}, was cpu (AVX2), dtype float32, "
+        "was bfloat16, threads 2, was 4, processes 1, was 2"
+    )

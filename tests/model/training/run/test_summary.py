@@ -1,0 +1,129 @@
+"""What run directories tell: of runs that are finished, interrupted, damaged, or hardly begun."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from model.checkpoint.checkpoint import read_checkpoint
+from model.training.config import TrainingConfig, TrainingError
+from model.training.run.directory import RunDirectory
+from model.training.run.summary import differences, is_run, summarise
+from model.training.trainer import train
+from tests.model.conftest import Configure
+from tests.model.training.test_trainer import StopAt
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory, story_file: Path) -> Path:
+    """A run that is finished and one that Ctrl-C ended."""
+    folder = tmp_path_factory.mktemp("runs")
+    make: Configure = _configure(story_file)
+    train(make(out=folder / "whole"))
+    train(make(out=folder / "broken", d_model=16, log_every=1, checkpoint_every=100), StopAt(7))
+    return folder
+
+
+def _configure(story_file: Path) -> Configure:
+    def make(**given: Any) -> TrainingConfig:
+        values: dict[str, Any] = {
+            "data": (str(story_file),),
+            "vocab_size": 320,
+            "n_layer": 1,
+            "n_head": 1,
+            "d_model": 32,
+            "context_length": 32,
+            "steps": 12,
+            "batch_size": 4,
+            "threads": 1,
+            "dtype": "float32",
+            "log_every": 2,
+            "eval_every": 6,
+            "eval_batches": 2,
+            "checkpoint_every": 12,
+            "sample_tokens": 4,
+        }
+        return TrainingConfig(**{**values, **given})
+
+    return make
+
+
+@pytest.fixture
+def copy(runs: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(runs / "whole", tmp_path / "copy", symlinks=True))
+
+
+def test_a_finished_run(runs: Path) -> None:
+    found = summarise(runs / "whole")
+    metrics = RunDirectory(runs / "whole").metrics()
+    evals = [each for each in metrics if each["kind"] == "eval"]
+    best = min(evals, key=lambda each: each["val_loss"])
+    info = read_checkpoint(runs / "whole" / "best")
+    assert (found.finished, found.step, found.steps, found.tokens) == (True, 12, 12, 12 * 4 * 32)
+    assert (found.best_step, found.best_bits_per_byte) == (best["step"], best["val_bits_per_byte"])
+    assert found.val_loss == evals[-1]["val_loss"]
+    assert found.best_val_loss == info.training.val_loss
+    assert found.preset == "tiny"
+    assert found.changes["vocab_size"] == (1024, 320)
+    assert found.changes["d_model"] == (128, 32)
+    assert "matrix_lr" not in found.changes
+    assert found.sampled_at == 12
+    assert len(found.samples) == 3
+    assert found.notes == ()
+    assert is_run(runs / "whole")
+    assert not is_run(runs)
+
+
+def test_the_parameters_are_those_of_the_model(runs: Path) -> None:
+    card = (runs / "whole" / "best" / "README.md").read_text()
+    assert f"A GPT of {summarise(runs / 'whole').parameters:,} parameters" in card
+
+
+def test_an_interrupted_run_is_unfinished(runs: Path) -> None:
+    found = summarise(runs / "broken")
+    assert (found.finished, found.step, found.steps) == (False, 7, 12)
+    assert 0 <= found.idle_seconds < 600
+
+
+def test_what_differs_between_runs(runs: Path) -> None:
+    found = differences([summarise(runs / "whole"), summarise(runs / "broken")])
+    assert found["d_model"] == (32, 16)
+    assert found["checkpoint_every"] == (12, 100)
+    assert set(found) == {"d_model", "d_ff", "head_dim", "checkpoint_every"}
+
+
+def test_a_run_that_has_written_nothing_yet(copy: Path) -> None:
+    (copy / "metrics.jsonl").unlink()
+    (copy / "samples.txt").unlink()
+    found = summarise(copy)
+    assert (found.finished, found.step, found.loss, found.val_loss) == (False, 0, None, None)
+    assert (found.best_step, found.samples, found.notes) == (None, (), ())
+
+
+def test_a_last_line_that_is_cut_off_is_told(copy: Path) -> None:
+    before = summarise(copy)
+    with (copy / "metrics.jsonl").open("a") as file:
+        file.write('{"kind": "train", "step": 1')
+    found = summarise(copy)
+    lines = len(RunDirectory(copy).metrics())
+    assert found.notes == (
+        f"the last line of metrics.jsonl is cut off: {lines} whole ones were read",
+    )
+    assert (found.step, found.val_loss) == (before.step, before.val_loss)
+
+
+def test_damage_in_the_middle_is_told(copy: Path) -> None:
+    path = copy / "metrics.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    lines[1], lines[3] = "\0\0\0\n", '["train"]\n'
+    path.write_text("".join(lines))
+    assert summarise(copy).notes == ("2 lines of metrics.jsonl are damaged and left out: 2, 4",)
+
+
+def test_what_is_no_run_is_refused(copy: Path, tmp_path: Path) -> None:
+    with pytest.raises(TrainingError, match=r"is no run directory: it holds no run\.json"):
+        summarise(tmp_path / "nowhere")
+    (copy / "run.json").write_text('{"config": {}, "recipe": {}}')
+    with pytest.raises(TrainingError, match="does not describe a run"):
+        summarise(copy)

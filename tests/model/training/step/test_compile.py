@@ -1,0 +1,124 @@
+"""Compiling: when a run is compiled, that it computes the same, and what happens where it fails."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from model.device import Placement
+from model.training.config import TrainingConfig, settle
+from model.training.presets import preset
+from model.training.run.directory import RunDirectory
+from model.training.step.compile import CompiledLoss, choose_loss, settle_compile
+from model.training.step.forward import Forward
+from model.training.trainer import train
+from tests.model.conftest import Configure
+from tests.model.training.step.test_forward import EXACT, _small
+from tests.model.training.test_trainer import _losses, _state, _train_until
+
+
+def _settled(**given: Any) -> str:
+    config = TrainingConfig(**given)
+    recipe, shape = settle(config)
+    vocab_size = 50_257 if recipe.tokenizer == "gpt2" else recipe.vocab_size
+    return settle_compile(config, recipe, preset(config.preset).config(vocab_size, **shape)).compile
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"preset": "tiny"}, "auto"),
+        ({"preset": "small"}, "on"),
+        ({"preset": "gpt2-124m"}, "on"),
+        ({"preset": "small", "compile": "off"}, "off"),
+        ({"preset": "tiny", "compile": "on"}, "on"),
+        ({"preset": "small", "steps": 500}, "auto"),
+        ({"preset": "small", "minutes": 5}, "auto"),
+        ({"preset": "small", "minutes": 5, "steps": 3000}, "auto"),
+        ({"preset": "tiny", "minutes": 15}, "on"),
+        ({"preset": "tiny", "minutes": 60, "steps": 10}, "auto"),
+    ],
+)
+def test_auto_is_on_where_a_run_is_long_enough_to_earn_it_back(
+    given: dict[str, Any], expected: str
+) -> None:
+    assert _settled(**given) == expected
+
+
+def test_what_is_not_settled_compiles_on_cuda_alone() -> None:
+    forward = Forward(_small()[0], EXACT, dropout=0.0)
+    cuda = Placement(torch.device("cuda"), torch.bfloat16, 1)
+    for placement, wish, compiles in (
+        (EXACT, "auto", False),
+        (EXACT, "off", False),
+        (EXACT, "on", True),
+        (cuda, "auto", True),
+        (cuda, "off", False),
+    ):
+        loss = choose_loss(forward, placement, wish, print)  # type: ignore[arg-type]
+        assert isinstance(loss, CompiledLoss) == compiles
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_the_compilers_graph_computes_the_same_and_draws_nothing_for_its_trial() -> None:
+    """torch's own tracing, without the C compiler behind it."""
+    gpt, ids, targets = _small(dropout=0.1)
+    gpt.train()
+    forward = Forward(gpt, EXACT, dropout=0.1)
+    notices: list[str] = []
+    compiled = CompiledLoss(forward, notices.append, backend="aot_eager")
+    torch.manual_seed(3)
+    expected = torch.autograd.grad(forward.loss(ids, targets), forward.parameters())
+    torch.manual_seed(3)
+    found = torch.autograd.grad(compiled(ids, targets), forward.parameters())
+    assert len(notices) == 1
+    assert notices[0].startswith("compiling")
+    for own, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(own, other)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_where_compiling_fails_training_goes_on_eager_with_one_notice() -> None:
+    def broken(graph: Any, inputs: Any) -> Any:
+        raise RuntimeError("no C compiler here\nand many lines more")
+
+    gpt, ids, targets = _small()
+    forward = Forward(gpt, EXACT, dropout=0.0)
+    notices: list[str] = []
+    compiled = CompiledLoss(forward, notices.append, backend=broken)
+    for _ in range(2):
+        assert torch.equal(compiled(ids, targets), forward.loss(ids, targets))
+    assert len(notices) == 2
+    assert notices[0].startswith("compiling")
+    assert notices[1].startswith("not compiled")
+    assert "no C compiler here" in notices[1]
+    assert "\n" not in notices[1]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.skipif(shutil.which("c++") is None, reason="torch.compile wants a C++ compiler")
+def test_a_compiled_run_that_is_stopped_and_resumed_ends_in_the_same_bits(
+    configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By torch's own compiler, and with what `auto` has settled: the second half would compute in
+    other bits if it were decided anew."""
+    monkeypatch.setattr("model.training.step.compile.LONG_OPERATIONS", 1.0)
+    wishes: dict[str, Any] = {"dropout": 0.1, "steps": 8, "eval_every": 4, "checkpoint_every": 4}
+    whole, halves = tmp_path / "whole", tmp_path / "halves"
+    train(configure(out=whole, **wishes))
+    _train_until(4, configure(out=halves, **wishes))
+    assert RunDirectory(halves).read_description()["config"]["compile"] == "on"
+    monkeypatch.undo()
+    notices: list[str] = []
+    train(
+        TrainingConfig(out=halves, resume=True),
+        lambda event: notices.append(getattr(event, "message", "")),
+    )
+    assert any(each.startswith("compiling") for each in notices)
+    assert _state(halves) == _state(whole)
+    assert _losses(halves) == _losses(whole)

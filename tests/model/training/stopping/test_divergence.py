@@ -1,0 +1,94 @@
+"""Whether a run still learns, from its reports alone."""
+
+import math
+from collections.abc import Iterable
+
+import pytest
+
+from model.training.stopping.divergence import MARGIN, REPORTS, STEPS, Health, Look
+
+
+def _watch(
+    losses: Iterable[float], *, every: int = 10, warmup: int = 0, first: float = 8.0
+) -> list[str | None]:
+    """What is complained of after each report of a run that begins at `first` nats."""
+    health = Health(warmup)
+    health.begin(first)
+    found = []
+    for number, loss in enumerate(losses, start=1):
+        health.look(Look(number * every, loss, loss, 1.0))
+        found.append(health.complaint())
+    return found
+
+
+def _first(found: list[str | None]) -> int:
+    return next((number for number, each in enumerate(found, start=1) if each), -1)
+
+
+@pytest.mark.parametrize(
+    ("loss", "norm"), [(math.nan, 1.0), (math.inf, 1.0), (3.0, math.nan), (3.0, math.inf)]
+)
+def test_numbers_that_are_not_finite_end_a_run_at_once(loss: float, norm: float) -> None:
+    health = Health(warmup=1000)
+    health.begin(8.0)
+    health.look(Look(5, loss, loss, norm))
+    complaint = health.complaint()
+    assert complaint is not None
+    assert complaint.startswith(f"training diverged: at step 5 the loss is {loss} and the gradient")
+
+
+def test_a_loss_that_stays_above_half_the_way_back_has_exploded() -> None:
+    """Best 4, began at 8: above 6 is far."""
+    down = [8 - 0.2 * index for index in range(21)]
+    assert _first(_watch([*down, *[6.1] * 50])) == len(down) + REPORTS
+    assert _first(_watch([*down, *[5.9] * 200])) == -1
+    assert _first(_watch([*down, *[6.1] * (REPORTS - 1), 5.9, *[6.1] * (REPORTS - 1)])) == -1
+
+
+def test_a_loss_that_never_falls_and_rises_by_a_nat_has_exploded() -> None:
+    assert _first(_watch([8 + MARGIN + 0.01] * 50)) == REPORTS
+    assert _first(_watch([8 + MARGIN] * 200)) == -1
+
+
+def test_frequent_reports_do_not_make_it_impatient() -> None:
+    assert _first(_watch([20.0] * 300, every=1)) == STEPS + 1
+
+
+def test_nothing_is_suspected_before_the_warmup_is_over() -> None:
+    assert _first(_watch([20.0] * 50, warmup=300)) == 30 + REPORTS
+
+
+def test_a_run_that_begins_badly_and_falls_is_well() -> None:
+    """As one that goes on from foreign weights; and one that overfits to nothing."""
+    assert _first(_watch([30 - 0.5 * index for index in range(50)], first=30)) == -1
+    assert _first(_watch([8 * 0.9**index for index in range(200)])) == -1
+
+
+def test_the_last_report_has_no_time_to_come_back() -> None:
+    health = Health(0)
+    health.begin(8.0)
+    health.look(Look(10, 9.5, 9.5, 1.0))
+    assert health.suspected
+    assert health.complaint() is None
+    complaint = health.complaint(last=True)
+    assert complaint == (
+        "training diverged: since step 10 the smoothed loss stands above 9.00, at step 10 it is "
+        "9.50, and its best was 8.00"
+    )
+    health.look(Look(20, 8.5, 8.5, 1.0))
+    assert health.complaint(last=True) is None
+
+
+def test_a_resumed_run_is_as_suspicious_as_one_that_was_not_stopped() -> None:
+    losses = [8.0, 4.0, *[7.0] * 40]
+    health = Health(0)
+    health.begin(8.0)
+    complaints = []
+    for number, loss in enumerate(losses, start=1):
+        again = Health(0)
+        again.restore(health.state())
+        again.look(Look(number * 10, loss, loss, 1.0))
+        health = again
+        complaints.append(health.complaint())
+    assert complaints == _watch(losses)
+    assert _first(complaints) == 2 + REPORTS

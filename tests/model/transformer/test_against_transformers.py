@@ -1,0 +1,213 @@
+"""The whole GPT against other people's: `transformers`' GPT-2, Llama and Qwen3.
+
+Random weights, float32, no download. Theirs are drawn so large that attention chooses, biases and
+norms included, and copied into ours by name.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from model.transformer.config import gpt2_shape
+from model.transformer.gpt import GPT
+from tests.model.factories import random_ids
+
+VOCAB_SIZE = 99
+
+Case = tuple[GPT, torch.nn.Module]
+
+
+def gpt2() -> Case:
+    theirs = GPT2LMHeadModel(
+        GPT2Config(
+            vocab_size=VOCAB_SIZE,
+            n_positions=64,
+            n_layer=3,
+            n_head=4,
+            n_embd=32,
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+            bos_token_id=0,
+            eos_token_id=0,
+        )
+    )
+    names = {
+        "transformer.wte.weight": "token_embedding.weight",
+        "transformer.wpe.weight": "position_embedding.weight",
+        "transformer.ln_f": "final_norm",
+    }
+    for layer in range(3):
+        there, here = f"transformer.h.{layer}", f"blocks.{layer}"
+        names |= {
+            f"{there}.ln_1": f"{here}.attention_norm",
+            f"{there}.attn.c_attn": f"{here}.qkv",
+            f"{there}.attn.c_proj": f"{here}.attention_out",
+            f"{there}.ln_2": f"{here}.mlp_norm",
+            f"{there}.mlp.c_fc": f"{here}.mlp_up",
+            f"{there}.mlp.c_proj": f"{here}.mlp_down",
+        }
+    prepare(theirs)
+    weights = {}
+    for name, value in theirs.state_dict().items():
+        if name == "lm_head.weight":  # the embedding once more
+            continue
+        module, _, tensor = name.rpartition(".")
+        if module.endswith(("c_attn", "c_proj", "c_fc")) and tensor == "weight":
+            value = value.T  # their Conv1D holds (in, out)
+        weights[names.get(name) or f"{names[module]}.{tensor}"] = value
+    return ours(weights), theirs
+
+
+def llama(**overrides: Any) -> Case:
+    return llama_shaped(LlamaForCausalLM, LlamaConfig, qk_norm=False, **overrides)
+
+
+def qwen3(**overrides: Any) -> Case:
+    return llama_shaped(Qwen3ForCausalLM, Qwen3Config, qk_norm=True, **overrides)
+
+
+def llama_shaped(
+    model: Callable[[Any], Any],
+    config: Callable[..., Any],
+    *,
+    qk_norm: bool,
+    tied_head: bool = False,
+    head_dim: int = 8,
+) -> Case:
+    theirs = model(
+        config(
+            vocab_size=VOCAB_SIZE,
+            max_position_embeddings=64,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            hidden_size=32,
+            head_dim=head_dim,
+            intermediate_size=48,
+            rms_norm_eps=1e-6,
+            rope_parameters={"rope_type": "default", "rope_theta": 5_000.0},
+            tie_word_embeddings=tied_head,
+            bos_token_id=0,
+            eos_token_id=0,
+        )
+    )
+    prepare(theirs)
+    state = theirs.state_dict()
+    weights = {
+        "token_embedding.weight": state["model.embed_tokens.weight"],
+        "final_norm.weight": state["model.norm.weight"],
+    }
+    if not tied_head:
+        weights["head.weight"] = state["lm_head.weight"]
+    for layer in range(3):
+        there, here = f"model.layers.{layer}", f"blocks.{layer}"
+        weights |= {
+            f"{here}.attention_norm.weight": state[f"{there}.input_layernorm.weight"],
+            f"{here}.qkv.weight": torch.cat(
+                [state[f"{there}.self_attn.{part}_proj.weight"] for part in "qkv"]
+            ),
+            f"{here}.attention_out.weight": state[f"{there}.self_attn.o_proj.weight"],
+            f"{here}.mlp_norm.weight": state[f"{there}.post_attention_layernorm.weight"],
+            f"{here}.mlp_up.weight": torch.cat(
+                [state[f"{there}.mlp.{part}_proj.weight"] for part in ("gate", "up")]
+            ),
+            f"{here}.mlp_down.weight": state[f"{there}.mlp.down_proj.weight"],
+        }
+        if qk_norm:
+            weights |= {
+                f"{here}.query_norm.weight": state[f"{there}.self_attn.q_norm.weight"],
+                f"{here}.key_norm.weight": state[f"{there}.self_attn.k_norm.weight"],
+            }
+    gpt = ours(
+        weights,
+        n_kv_head=2,
+        head_dim=head_dim,
+        d_ff=48,
+        norm="rmsnorm",
+        norm_eps=1e-6,
+        positions="rotary",
+        rope_theta=5_000.0,
+        activation="swiglu",
+        bias=False,
+        qkv_bias=False,
+        qk_norm=qk_norm,
+        tied_head=tied_head,
+    )
+    return gpt, theirs
+
+
+def ours(weights: Mapping[str, Tensor], **overrides: Any) -> GPT:
+    """A GPT of 3 layers, 4 heads and width 32 with these weights; the padded rows hold noise."""
+    config = gpt2_shape(
+        vocab_size=VOCAB_SIZE, context_length=64, n_layer=3, n_head=4, d_model=32, **overrides
+    )
+    gpt = GPT(config)
+    assert config.padded_vocab_size == 128
+    noise = torch.full((128 - VOCAB_SIZE, 32), 1e3)
+    gpt.load_state_dict(
+        {
+            name: torch.cat((value, noise))
+            if name in ("token_embedding.weight", "head.weight")
+            else value
+            for name, value in weights.items()
+        }
+    )
+    return gpt.eval().requires_grad_(False)
+
+
+def prepare(theirs: Any) -> None:
+    """Draw every weight anew, and have attention weights returned."""
+    theirs.set_attn_implementation("eager")
+    theirs.eval().requires_grad_(False)
+    generator = torch.Generator().manual_seed(0)
+    for name, parameter in theirs.named_parameters():
+        if parameter.dim() == 2:
+            chooses = any(part in name for part in ("c_attn", "q_proj", "k_proj"))
+            parameter.normal_(std=0.2 if chooses else 0.12, generator=generator)
+        elif name.endswith("bias"):
+            parameter.normal_(std=0.2, generator=generator)
+        else:
+            parameter.uniform_(0.5, 1.5, generator=generator)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        gpt2,
+        llama,
+        lambda: llama(tied_head=True),
+        lambda: llama(head_dim=10),
+        qwen3,
+        lambda: qwen3(tied_head=True, head_dim=16),
+    ],
+    ids=["gpt2", "llama", "llama-tied", "llama-wide-heads", "qwen3", "qwen3-tied-wide-heads"],
+)
+def test_everything_a_forward_computes(make: Callable[[], Case]) -> None:
+    gpt, theirs = make()
+    ids = random_ids(2, 32, vocab_size=VOCAB_SIZE)
+    expected = theirs(ids, output_hidden_states=True, output_attentions=True)
+    assert expected.logits.std() > 0.5  # large enough that 1e-5 says something
+    output = gpt(ids, hidden_states=True, attentions=True)
+
+    def same(actual: Tensor, theirs: Tensor) -> None:
+        assert_close(actual, theirs, atol=1e-5, rtol=1e-5)
+
+    same(output.logits, expected.logits)
+    same(gpt(ids).logits, expected.logits)  # the fused kernel
+    same(output.attentions, torch.stack(expected.attentions))
+    # Theirs ends with the state after the final norm, ours with the one before.
+    same(output.hidden_states[:-1], torch.stack(expected.hidden_states[:-1]))
+    same(gpt.final_norm(output.hidden_states[-1]), expected.hidden_states[-1])

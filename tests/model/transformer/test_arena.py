@@ -1,0 +1,102 @@
+"""The arena: every weight once, in order, with zeros between."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from model.checkpoint.checkpoint import empty_gpt
+from model.transformer.arena import GAP, LINE, PAGE, Arena, room_for, settle, settle_empty
+from tests.model.factories import random_ids, tiny_config, tiny_gpt
+
+LARGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+
+
+def test_a_module_keeps_its_values_and_lives_in_the_arena() -> None:
+    gpt = tiny_gpt()
+    ids = random_ids(1, 20)
+    before, state = gpt(ids).logits, {k: v.clone() for k, v in gpt.state_dict().items()}
+    arena = settle(gpt)
+    assert torch.equal(gpt(ids).logits, before)
+    assert all(torch.equal(value, state[name]) for name, value in gpt.state_dict().items())
+    addresses = [parameter.data_ptr() for parameter in gpt.parameters()]
+    assert addresses == sorted(addresses)
+    assert addresses[0] % PAGE == 0
+    assert all(address % LINE == 0 for address in addresses)
+    start, end = addresses[0], addresses[0] + arena._room.numel()
+    assert all(start <= address < end for address in addresses)
+
+
+def test_tied_weights_are_there_once() -> None:
+    gpt = tiny_gpt(tiny_config(tied_head=True))
+    settle(gpt)
+    assert len({parameter.data_ptr() for parameter in gpt.parameters()}) == len(
+        list(gpt.parameters())
+    )
+
+
+def test_there_are_zeros_behind_each_tensor() -> None:
+    tensors = [torch.ones(size, dtype=torch.bfloat16) for size in (1, 31, 32, 33, 1000)]
+    arena = Arena(sum(map(room_for, tensors)))
+    placed = [arena.place(tensor) for tensor in tensors]
+    for tensor in placed:
+        offset = tensor.data_ptr() - arena._room.data_ptr() + 2 * tensor.numel()
+        assert not arena._room[offset : offset + LINE].any()
+        assert (tensor == 1).all()
+
+
+def test_memory_for_a_module_is_where_settling_would_put_it() -> None:
+    gpt = empty_gpt(tiny_config(), torch.device("meta")).to(torch.bfloat16)
+    settle_empty(gpt)
+    addresses = [parameter.data_ptr() for parameter in gpt.parameters()]
+    assert not any(parameter.any() for parameter in gpt.parameters())
+    settled = tiny_gpt().to(torch.bfloat16)
+    settle(settled)
+    assert [address - addresses[0] for address in addresses] == [
+        parameter.data_ptr() - next(settled.parameters()).data_ptr()
+        for parameter in settled.parameters()
+    ]
+
+
+def test_what_lies_in_an_arena_stays_and_what_moved_out_moves_in() -> None:
+    gpt = tiny_gpt()
+    first = settle(gpt)
+    addresses = [parameter.data_ptr() for parameter in gpt.parameters()]
+    again = settle(gpt)
+    assert [parameter.data_ptr() for parameter in gpt.parameters()] == addresses
+    assert again._room.data_ptr() == first._room.data_ptr()
+    assert again._room.numel() == first._room.numel()
+    outside = gpt.token_embedding.weight
+    outside.data = outside.data.clone()
+    settle(gpt)
+    moved = [parameter.data_ptr() for parameter in gpt.parameters()]
+    assert not set(moved) & set(addresses)
+    assert moved[0] % PAGE == 0
+
+
+def test_its_memory_lives_as_long_as_a_tensor_in_it() -> None:
+    tensor = Arena(4096).place(torch.arange(100))
+    Arena(4096).place(torch.zeros(100))
+    assert torch.equal(tensor, torch.arange(100))
+
+
+@pytest.mark.skipif(
+    not LARGE_PAGES.exists() or "[never]" in LARGE_PAGES.read_text(), reason="no large pages here"
+)
+def test_it_is_on_large_pages() -> None:
+    """Memory that processes could share is not: Linux gives such memory small pages."""
+    arena = Arena(8 * PAGE)
+    arena.place(torch.ones(8 * PAGE // 8 - GAP, dtype=torch.float64))
+    address = arena._room.data_ptr()
+    maps = Path("/proc/self/smaps").read_text().split("VmFlags:")
+    (ours,) = (one for one in maps if holds(one, address))
+    found = re.search(r"AnonHugePages:\s+(\d+) kB", ours)
+    assert found is not None
+    assert int(found[1]) * 1024 >= 6 * PAGE
+
+
+def holds(mapping: str, address: int) -> bool:
+    """Whether an entry of smaps is of the memory around an address."""
+    span = re.search(r"^([0-9a-f]+)-([0-9a-f]+) ", mapping, re.MULTILINE)
+    return span is not None and int(span[1], 16) <= address < int(span[2], 16)

@@ -1,0 +1,96 @@
+"""Attention against loops that compute one head, one query at a time."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+
+from model.transformer.attention import (
+    CausalAttend,
+    RecordingAttend,
+    attention_probs,
+    attention_scores,
+)
+
+HEADS = [(4, 4), (4, 2), (4, 1), (6, 2)]  # query heads, key/value heads
+
+
+def heads(n_head: int, n_kv_head: int, time: int = 7) -> tuple[Tensor, Tensor, Tensor]:
+    """Random q (2, n_head, time, 8) and k, v (2, n_kv_head, time, 8)."""
+    generator = torch.Generator().manual_seed(n_head * 100 + n_kv_head)
+    q = 2 * torch.randn(2, n_head, time, 8, generator=generator)
+    k, v = torch.randn(2, 2, n_kv_head, time, 8, generator=generator)
+    return q, k, v
+
+
+@pytest.mark.parametrize(("n_head", "n_kv_head"), HEADS)
+def test_scores_are_scaled_dot_products_with_the_shared_key_head(
+    n_head: int, n_kv_head: int
+) -> None:
+    q, k, _ = heads(n_head, n_kv_head)
+    scores = attention_scores(q, k)
+    assert scores.shape == (2, n_head, 7, 7)
+    for head in range(n_head):
+        shared = head * n_kv_head // n_head  # neighbours share: 0, 0, 1, 1
+        for query in range(7):
+            expected = (k[:, shared] @ q[:, head, query, :, None])[..., 0] / math.sqrt(8)
+            assert_close(scores[:, head, query], expected)
+
+
+def test_probs_are_the_softmax_of_what_a_position_sees() -> None:
+    scores = attention_scores(*heads(4, 2)[:2])
+    assert_close(attention_probs(scores, causal=False), scores.softmax(dim=-1))
+    causal = attention_probs(scores, causal=True)
+    for query in range(7):
+        assert_close(
+            causal[..., query, : query + 1], scores[..., query, : query + 1].softmax(dim=-1)
+        )
+        assert (causal[..., query, query + 1 :] == 0).all()
+
+
+def test_fewer_queries_than_keys_are_the_last_ones() -> None:
+    q, k, _ = heads(4, 2)
+    whole = attention_probs(attention_scores(q, k), causal=True)
+    last_three = attention_probs(attention_scores(q[:, :, -3:], k), causal=True)
+    assert last_three.shape == (2, 4, 3, 7)
+    assert_close(last_three, whole[:, :, -3:])
+
+
+@pytest.mark.parametrize(("n_head", "n_kv_head"), HEADS)
+def test_the_fused_and_the_recording_path_agree(n_head: int, n_kv_head: int) -> None:
+    q, k, v = heads(n_head, n_kv_head)
+    recording = RecordingAttend()
+    spelled_out = recording(0, q, k, v)
+    assert_close(CausalAttend()(0, q, k, v), spelled_out)
+    # ... and both mix the values of the head they share, by the recorded weights.
+    for head in range(n_head):
+        expected = recording.probs[0][:, head] @ v[:, head * n_kv_head // n_head]
+        assert_close(spelled_out[:, head], expected)
+
+
+def test_recording_keeps_every_layer_in_order() -> None:
+    recording = RecordingAttend()
+    layers = [heads(4, 2), heads(6, 2), heads(4, 1)]
+    for layer, (q, k, v) in enumerate(layers):
+        recording(layer, q, k, v)
+    for layer, (q, k, v) in enumerate(layers):
+        assert recording.q[layer] is q
+        assert recording.k[layer] is k
+        assert recording.v[layer] is v
+        scores = attention_scores(q, k)
+        assert_close(recording.scores[layer], scores)  # before the mask: all of them finite
+        assert_close(recording.probs[layer], attention_probs(scores, causal=True))
+
+
+def test_dropout_acts_on_the_attention_weights() -> None:
+    """With unit vectors for values, the output is the weights themselves."""
+    q, k, _ = heads(4, 4)
+    v = torch.eye(7).expand(2, 4, 7, 7)
+    probs = attention_probs(attention_scores(q, k), causal=True)
+    torch.manual_seed(0)
+    dropped = CausalAttend(dropout=0.25)(0, q, k, v)
+    zero = (dropped == 0) & (probs > 0)
+    assert_close(torch.where(zero, 0, dropped), torch.where(zero, 0, probs / 0.75))
+    assert 0.1 < (zero.sum() / (probs > 0).sum()).item() < 0.4  # 224 draws: six sigma

@@ -1,0 +1,186 @@
+"""The server's life: loading, signals and the drain, in real processes."""
+
+import os
+import shutil
+import signal
+import socket
+import threading
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from service.app.server import serve
+from service.schemas.generate import ErrorReply
+from tests.e2e.server import ServedProcess
+from tests.service.serving import client, events, eventually, serve_settings
+
+LONG = {"prompt": "a", "ignore_eos": True}
+"""A generation of seconds."""
+
+
+def process(checkpoint: Path, *flags: str) -> ServedProcess:
+    return ServedProcess("--checkpoint", str(checkpoint), "--threads", "1", *flags)
+
+
+class Stream:
+    """A streaming client that reads in a thread of its own until the end."""
+
+    def __init__(self, url: str, **fields: Any) -> None:
+        self.received = b""
+        self.begun = threading.Event()
+        self._error: httpx.HTTPError | None = None
+        self._body = {**LONG, "stream": True, **fields}
+        self._url = url
+        self._thread = threading.Thread(target=self._read)
+        self._thread.start()
+        assert self.begun.wait(60)
+
+    def _read(self) -> None:
+        try:
+            with (
+                client(self._url) as http,
+                http.stream("POST", "/generate", json=self._body) as response,
+            ):
+                for piece in response.iter_raw():
+                    self.received += piece
+                    self.begun.set()
+        except httpx.HTTPError as error:
+            self._error = error
+
+    def events(self) -> list[Any]:
+        """All of the stream, when it has ended as a stream should."""
+        self._thread.join(60)
+        assert self._error is None
+        return events(self.received)
+
+    def broken_off(self) -> bool:
+        """Whether it ended as no stream should."""
+        self._thread.join(60)
+        return self._error is not None
+
+
+def posted(url: str, body: dict[str, Any]) -> tuple[threading.Thread, list[httpx.Response]]:
+    """A request in a thread of its own, and where its response will be."""
+    responses: list[httpx.Response] = []
+
+    def post() -> None:
+        with client(url) as http:
+            responses.append(http.post("/generate", json=body))
+
+    thread = threading.Thread(target=post)
+    thread.start()
+    return thread, responses
+
+
+def test_it_answers_while_it_loads_and_then_serves(checkpoint_path: Path, tmp_path: Path) -> None:
+    path = Path(shutil.copytree(checkpoint_path, tmp_path / "slow"))
+    (path / "config.json").unlink()
+    os.mkfifo(path / "config.json")  # whoever reads it waits until somebody writes
+    with closing(process(path)) as server:
+        server.wait_for("listening on port")
+        assert "logitd is ready" not in server.output
+        with client(server.url) as http:
+            assert http.get("/health").status_code == 503
+            assert http.get("/health/live").status_code == 200
+            assert http.post("/generate", json=LONG).status_code == 503
+            (path / "config.json").write_bytes((checkpoint_path / "config.json").read_bytes())
+            server.wait_for("logitd is ready")
+            assert http.get("/health").status_code == 200
+        server.signal(signal.SIGINT)
+        assert server.exit_code() == 0
+
+
+def test_a_second_signal_quits_even_while_it_loads(checkpoint_path: Path, tmp_path: Path) -> None:
+    path = Path(shutil.copytree(checkpoint_path, tmp_path / "stuck"))
+    (path / "config.json").unlink()
+    os.mkfifo(path / "config.json")
+    with closing(process(path)) as server:
+        server.wait_for("listening on port")
+        server.signal(signal.SIGTERM)
+        server.wait_for("SIGTERM: draining")
+        server.signal(signal.SIGTERM)
+        assert server.exit_code() == 128 + signal.SIGTERM
+        assert "Traceback" not in server.output
+
+
+def test_a_drain_finishes_what_runs_and_what_waits_and_refuses_what_is_new(
+    spelling_path: Path,
+) -> None:
+    # Plain torch: native, the stream would be over before it is seen that somebody waits.
+    with process(spelling_path, "--slots", "1", "--kernels", "torch") as server:
+        stream = Stream(server.url, max_tokens=600)
+        waiting, responses = posted(server.url, LONG | {"max_tokens": 5})
+        with client(server.url) as http:
+            eventually(lambda: "logitd_num_sequences_waiting 1.0" in http.get("/metrics").text)
+            server.signal(signal.SIGTERM)
+            eventually(lambda: http.get("/health").status_code == 503)
+            assert http.get("/health").json()["status"] == "draining"
+            refused = http.post("/generate", json=LONG)
+            assert refused.status_code == 503
+            assert refused.headers["retry-after"] == "1"
+        assert server.exit_code() == 0
+        *_, last = stream.events()
+        assert last["usage"]["completion_tokens"] == 600
+        waiting.join(60)
+        assert responses[0].json()["usage"]["completion_tokens"] == 5
+        assert "Traceback" not in server.output
+        assert "ERROR" not in server.output
+
+
+def test_what_a_short_drain_does_not_finish_is_told(spelling_path: Path) -> None:
+    with process(
+        spelling_path, "--slots", "2", "--drain-timeout", "0.1", "--kernels", "torch"
+    ) as server:
+        streams = [Stream(server.url), Stream(server.url)]
+        waiting, responses = posted(server.url, LONG)
+        with client(server.url) as http:
+            eventually(lambda: "logitd_num_sequences_waiting 1.0" in http.get("/metrics").text)
+        server.signal(signal.SIGTERM)
+        assert server.exit_code() == 0
+        for stream in streams:
+            *before, last = stream.events()
+            assert before, "it was running"
+            error = ErrorReply.model_validate(last).error
+            assert error.type == "unavailable_error"
+            assert "shutting down" in error.message
+        waiting.join(60)
+        assert responses[0].status_code == 503
+        assert responses[0].headers["retry-after"] == "1"
+        ErrorReply.model_validate(responses[0].json())
+        assert "aborting 3 sequences at shutdown" in server.output
+        assert "Traceback" not in server.output
+
+
+def test_a_second_signal_quits_at_once(spelling_path: Path) -> None:
+    with process(spelling_path) as server:
+        stream = Stream(server.url)
+        server.signal(signal.SIGTERM)
+        server.wait_for("SIGTERM: draining")
+        server.signal(signal.SIGINT)
+        assert server.exit_code() == 128 + signal.SIGINT
+        assert stream.broken_off()
+        assert "Traceback" not in server.output
+
+
+def test_a_port_in_use_ends_it_with_a_sentence(
+    checkpoint_path: Path, logged_errors: list[str]
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        settings = serve_settings(checkpoint_path, port=taken.getsockname()[1])
+        assert serve(settings, announce=lambda served, port: None) == 1
+    assert len(logged_errors) == 1
+    assert "address already in use" in logged_errors[0]
+    logged_errors.clear()
+
+
+def test_what_cannot_be_loaded_ends_it_with_a_sentence(
+    tmp_path: Path, logged_errors: list[str]
+) -> None:
+    settings = serve_settings(tmp_path / "nowhere", port=0)
+    assert serve(settings, announce=lambda served, port: None) == 1
+    assert logged_errors == [
+        f"cannot serve: there is no checkpoint directory at {tmp_path}/nowhere"
+    ]
+    logged_errors.clear()

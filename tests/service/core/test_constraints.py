@@ -1,0 +1,364 @@
+"""Constraints are compiled once, within a time, and kept within bounds; whoever waits or leaves."""
+
+import asyncio
+import json
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from model.inference.constraints import cache as kept_constraints
+from model.inference.constraints.compiler import Compiler, Constraint, Source
+from model.inference.constraints.sandbox import Checker
+from service.core import constraints as module
+from service.core.constraints import Constraints, source_of
+from service.core.errors import ApiError
+from service.core.metrics import Metrics
+from service.schemas.generate import GenerateRequest
+from tests.model.factories import byte_tokenizer
+from tests.model.inference.constraints.test_sandbox import SLOW
+from tests.service.serving import PATIENCE, eventually
+
+TOKENIZER = byte_tokenizer()
+COMPILER = Compiler(TOKENIZER)
+GOOD = Source("regex", "[a-z]+")
+
+
+class CountingChecker(Checker):
+    """Knows what was compiled, in order, and may be told to wait and what it took."""
+
+    def __init__(self) -> None:
+        super().__init__(TOKENIZER)
+        self.checked: list[Source] = []
+        self.size: int | None = None
+        self.gate = threading.Event()
+        self.gate.set()
+        self.kills = 0
+
+    def check(self, source: Source) -> int:
+        self.checked.append(source)
+        assert self.gate.wait(PATIENCE)
+        size = super().check(source)
+        return size if self.size is None else self.size
+
+    def kill(self) -> None:
+        self.kills += 1
+        super().kill()
+
+
+class WatchedCompiler(Compiler):
+    """Knows in which threads it was used."""
+
+    def __init__(self) -> None:
+        super().__init__(TOKENIZER)
+        self.threads: set[threading.Thread] = set()
+
+    def compile(self, source: Source) -> Constraint:
+        self.threads.add(threading.current_thread())
+        return super().compile(source)
+
+
+class Bench:
+    """Constraints, and what they did."""
+
+    def __init__(self, compiler: Compiler | str = COMPILER, timeout: float = PATIENCE) -> None:
+        self.checker = CountingChecker()
+        self.metrics = Metrics()
+        self.constraints = Constraints(
+            compiler, self.checker, timeout=timeout, metrics=self.metrics
+        )
+
+    def count(self, outcome: str) -> float:
+        value = self.metrics.registry.get_sample_value(
+            "logitd_constraints_total", {"outcome": outcome}
+        )
+        assert value is not None
+        return value
+
+    @property
+    def kept(self) -> float | None:
+        return self.metrics.registry.get_sample_value("logitd_constraints_kept")
+
+
+def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    asyncio.run(asyncio.wait_for(test(), PATIENCE))
+
+
+@asynccontextmanager
+async def bench(
+    compiler: Compiler | str = COMPILER, timeout: float = PATIENCE
+) -> AsyncIterator[Bench]:
+    made = Bench(compiler, timeout)
+    try:
+        yield made
+    finally:
+        made.constraints.close()
+
+
+def literal(i: int) -> Source:
+    return Source("regex", f"text {i}")
+
+
+async def error_of(work: Coroutine[Any, Any, Constraint]) -> ApiError:
+    with pytest.raises(ApiError) as info:
+        await work
+    return info.value
+
+
+def test_the_same_is_compiled_once_however_many_ask() -> None:
+    async def test() -> None:
+        async with bench() as b:
+            found = await asyncio.gather(*(b.constraints.compiled(GOOD) for _ in range(20)))
+            assert all(one is found[0] for one in found)
+            assert b.constraints.kept(GOOD) is found[0]
+            assert await b.constraints.compiled(GOOD) is found[0]
+            assert b.checker.checked == [GOOD]
+            assert (b.count("compiled"), b.count("kept"), b.kept) == (20, 2, 1)
+            seconds = b.metrics.registry.get_sample_value("logitd_constraint_compile_seconds_count")
+            assert seconds == 1
+
+    run(test)
+
+
+def test_kinds_with_the_same_text_are_different() -> None:
+    async def test() -> None:
+        async with bench() as b:
+            text = '["a"]'  # a class of one character, and a choice of one
+            as_regex = await b.constraints.compiled(Source("regex", text))
+            as_choice = await b.constraints.compiled(Source("choice", text))
+            assert as_regex.allowed.nonzero()[0].tolist() == [ord('"'), ord("a")]
+            assert as_choice.allowed.nonzero()[0].tolist() == [ord("a")]
+
+    run(test)
+
+
+def test_the_least_recently_used_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kept_constraints, "MAX_KEPT", 3)
+
+    async def test() -> None:
+        async with bench() as b:
+            for i in range(3):
+                await b.constraints.compiled(literal(i))
+            assert b.constraints.kept(literal(0))
+            await b.constraints.compiled(literal(3))
+            assert b.kept == 3
+            assert [bool(b.constraints.kept(literal(i))) for i in range(4)] == [1, 0, 1, 1]
+
+    run(test)
+
+
+def test_what_is_kept_is_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kept_constraints, "MAX_BYTES", 1000)
+
+    async def test() -> None:
+        async with bench() as b:
+            for i, size in enumerate((400, 500, 300, 1000, 1001)):
+                b.checker.size = size
+                await b.constraints.compiled(literal(i))
+                kept = [j for j in range(5) if literal(j) in b.constraints._kept]
+                assert kept == [[0], [0, 1], [1, 2], [3], []][i]
+                assert b.kept == len(kept)
+            b.checker.size = 0  # nothing takes less than its text
+            for i in range(200):
+                await b.constraints.compiled(literal(i))
+            assert b.kept == kept_constraints.MAX_KEPT
+            monkeypatch.setattr(kept_constraints, "MAX_BYTES", 3 * len("text 0"))
+            await b.constraints.compiled(literal(200))
+            assert b.kept == 2
+
+    run(test)
+
+
+def test_a_worn_constraint_is_compiled_again() -> None:
+    async def test() -> None:
+        async with bench() as b:
+            first = await b.constraints.compiled(GOOD)
+            first.worn = True
+            assert b.constraints.kept(GOOD) is None
+            assert b.kept == 0
+            again = await b.constraints.compiled(GOOD)
+            assert again is not first
+            assert b.constraints._kept.size < 2 * (2**20)
+
+    run(test)
+
+
+def test_a_refusal_has_the_compilers_words_and_is_not_kept() -> None:
+    async def test() -> None:
+        async with bench() as b:
+            wrong = Source("regex", "(")
+            for _ in range(2):
+                error = await error_of(b.constraints.compiled(wrong))
+                assert (error.status, error.param) == (400, "regex")
+                assert error.message == "regex: invalid regular expression: unclosed group"
+            assert b.checker.checked == [wrong, wrong]
+            assert (b.count("refused"), b.kept) == (2, 0)
+
+    run(test)
+
+
+def test_what_takes_too_long_is_refused_and_others_are_not() -> None:
+    async def test() -> None:
+        async with bench(timeout=0.5) as b:
+            await asyncio.to_thread(b.checker.start)
+            began = time.monotonic()
+            slow = asyncio.create_task(b.constraints.compiled(SLOW))
+            await asyncio.sleep(0.1)
+            good = asyncio.create_task(error_or_constraint(b.constraints.compiled(GOOD)))
+            error = await error_of_task(slow)
+            assert (error.status, error.param) == (400, "json_schema")
+            assert "more than 0.5 s to compile" in error.message
+            assert "--constraint-timeout" in error.message
+            assert time.monotonic() - began < 10
+            assert b.checker.kills == 1
+            assert b.count("timed_out") == 1
+            outcome = await good  # in time or, on a slow machine, told to come again
+            assert isinstance(outcome, Constraint) or outcome.status == 429
+            assert await b.constraints.compiled(GOOD)
+
+    run(test)
+
+
+async def error_or_constraint(work: Coroutine[Any, Any, Constraint]) -> Constraint | ApiError:
+    try:
+        return await work
+    except ApiError as error:
+        return error
+
+
+async def error_of_task(task: "asyncio.Task[Constraint]") -> ApiError:
+    with pytest.raises(ApiError) as info:
+        await task
+    return info.value
+
+
+def test_whoever_waits_too_long_for_a_turn_is_told_to_come_again() -> None:
+    async def test() -> None:
+        async with bench(timeout=0.3) as b:
+            async with b.constraints._turn:  # somebody else's
+                error = await error_of(b.constraints.compiled(GOOD))
+                assert (error.status, error.retry_after) == (429, 1)
+                assert b.count("busy") == 1
+            assert await b.constraints.compiled(GOOD)
+
+    run(test)
+
+
+def test_no_more_than_so_many_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_COMPILING", 3)
+
+    async def test() -> None:
+        async with bench() as b:
+            async with b.constraints._turn:
+                waiting = [
+                    asyncio.create_task(b.constraints.compiled(literal(i))) for i in range(3)
+                ]
+                await asyncio.sleep(0)
+                error = await error_of(b.constraints.compiled(literal(3)))
+                assert error.status == 429
+                same = asyncio.create_task(b.constraints.compiled(literal(0)))
+            await asyncio.gather(*waiting, same)
+            assert b.checker.checked == [literal(i) for i in range(3)]
+            assert await b.constraints.compiled(literal(3))
+
+    run(test)
+
+
+def test_a_client_that_leaves_takes_nothing_from_the_others() -> None:
+    async def test() -> None:
+        async with bench() as b:
+            async with b.constraints._turn:
+                leaves, stays, bad = (
+                    asyncio.create_task(b.constraints.compiled(source))
+                    for source in (GOOD, GOOD, Source("regex", "("))
+                )
+                await asyncio.sleep(0.01)
+                leaves.cancel()
+                bad.cancel()
+            assert await stays
+            with pytest.raises(asyncio.CancelledError):
+                await leaves
+            # Nobody waits for the other one any more; it is compiled all the same, and forgotten.
+            while b.constraints._compiling:
+                await asyncio.sleep(0.01)
+            assert len(b.checker.checked) == 2
+            assert b.kept == 1
+
+    run(test)
+
+
+def test_a_client_that_leaves_during_the_check_leaves_it_to_the_others() -> None:
+    async def test() -> None:
+        async with bench() as b:
+            b.checker.gate.clear()
+            leaves, stays = (asyncio.create_task(b.constraints.compiled(GOOD)) for _ in range(2))
+            while not b.checker.checked:
+                await asyncio.sleep(0.01)
+            leaves.cancel()
+            await asyncio.wait({leaves})
+            b.checker.gate.set()
+            assert await stays
+            assert b.checker.checked == [GOOD]
+
+    run(test)
+
+
+def test_nothing_is_compiled_on_the_event_loop() -> None:
+    async def test() -> None:
+        compiler = WatchedCompiler()
+        async with bench(compiler) as b:
+            await b.constraints.compiled(GOOD)
+            assert len(compiler.threads) == 1
+            assert threading.current_thread() not in compiler.threads
+
+    run(test)
+
+
+def test_without_a_compiler_it_is_said_why() -> None:
+    async def test() -> None:
+        async with bench("constraints need llguidance") as b:
+            error = await error_of(b.constraints.compiled(GOOD))
+            assert (error.status, error.message) == (400, "regex: constraints need llguidance")
+            assert b.checker.checked == []
+
+    run(test)
+
+
+def test_closing_in_the_middle_of_a_check_leaves_nothing_behind() -> None:
+    async def test() -> None:
+        async with bench() as b:
+            await asyncio.to_thread(b.checker.start)
+            process = b.checker._process
+            assert process is not None
+            slow = asyncio.create_task(b.constraints.compiled(SLOW))
+            while not b.checker.checked:
+                await asyncio.sleep(0.01)
+            b.constraints.close()
+            assert (await error_of_task(slow)).status == 400
+            eventually(lambda: process.poll() is not None)
+
+    run(test)
+
+
+@pytest.mark.parametrize(
+    ("fields", "source"),
+    [
+        ({}, None),
+        ({"regex": "a"}, Source("regex", "a")),
+        ({"grammar": 'start: "a"'}, Source("grammar", 'start: "a"')),
+        ({"choice": ["b", "a"]}, Source("choice", '["b", "a"]')),
+        ({"json_schema": {"b": 1, "a": 1.0}}, Source("json_schema", '{"b": 1, "a": 1.0}')),
+    ],
+)
+def test_the_source_of_a_body_keeps_every_order(fields: Any, source: Source | None) -> None:
+    body = GenerateRequest.model_validate_json(json.dumps({"prompt": "x", **fields}))
+    assert source_of(body) == source
+
+
+def test_a_number_that_json_cannot_hold_is_refused() -> None:
+    body = GenerateRequest.model_validate_json('{"prompt": "x", "json_schema": {"const": 1e999}}')
+    with pytest.raises(ApiError, match="number that is too large"):
+        source_of(body)

@@ -1,0 +1,54 @@
+"""Building: whose threads compute, and how many slots there are."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from model.device import DeviceError
+from model.inference import load as opening
+from model.inference.engine.api import EngineConfig
+from model.inference.load import OpenedModel
+from service.engine import build as building
+from service.settings import ServeSettings
+
+
+def test_weights_are_read_with_one_thread_and_the_rest_are_the_engines(
+    checkpoint_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pool of its own in the loading thread once made every prefill two and a half times as
+    long: with it there were more threads than processors, and OpenMP let all of them sleep between
+    operations."""
+    before = torch.get_num_threads()
+    seen: list[int] = []
+    torch.set_num_threads(2)
+
+    def watched(*arguments: Any, **wishes: Any) -> OpenedModel:
+        seen.append(torch.get_num_threads())
+        return opening.open_model(*arguments, **wishes)
+
+    monkeypatch.setattr("service.engine.build.open_model", watched)
+    settings = ServeSettings(checkpoint=checkpoint_path, threads=3, kernels="torch")
+    try:
+        loaded = building.build(settings)
+        assert seen == [1]
+        assert torch.get_num_threads() == 3
+        loaded.engine.close()
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_bytes_of_keys_and_values_become_slots(checkpoint_path: Path) -> None:
+    """Two slots and a half are two; less than one is refused, and a share of a GPU here as well."""
+    before = torch.get_num_threads()
+    wishes: dict[str, Any] = {"checkpoint": checkpoint_path, "device": "cpu", "kernels": "torch",
+                              "dtype": "float32", "threads": before}  # fmt: skip
+    one = building._build(ServeSettings(slots=1, **wishes)).engine.kv_cache_bytes
+    engine = building._build(ServeSettings(kv_cache_bytes=5 * one // 2, **wishes)).engine
+    assert (engine.slots, engine.kv_cache_bytes) == (2, 2 * one)
+    with pytest.raises(DeviceError, match=r"^kv_cache_bytes is"):
+        building._build(ServeSettings(kv_cache_bytes=one - 1, **wishes))
+    with pytest.raises(DeviceError, match=r"^gpu_memory_utilization is a share of a GPU"):
+        building._build(ServeSettings(gpu_memory_utilization=0.9, **wishes))
+    assert building._build(ServeSettings(**wishes)).engine.slots == EngineConfig().slots

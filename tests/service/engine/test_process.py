@@ -1,0 +1,298 @@
+"""The engine in a process of its own: the answers are those of a thread, and whatever happens to
+either process, nobody waits for ever and nothing is left behind."""
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from model.inference.constraints.compiler import Compiler, Constraint, Source
+from model.inference.engine.api import (
+    EngineConfig,
+    FinishEvent,
+    FinishReason,
+    GenerationRequest,
+    SamplingParams,
+)
+from model.inference.engine.engine import Engine
+from service.app.app import create_app
+from service.engine.driver import Abort, Add
+from service.engine.process import ConstrainedAdd, ProcessTurns, _portable
+from service.engine.worker import SourceCompiler, Uncompiled
+from tests.e2e.server import ServedProcess
+from tests.model.factories import VOCAB_SIZE, byte_tokenizer, tiny_gpt
+from tests.service.serving import (
+    Serving,
+    client,
+    eventually,
+    read_until,
+    request_bytes,
+    serve_settings,
+    serving,
+    serving_app,
+)
+from tests.service.twins import check_alike, check_streams_alike
+
+SOURCE = Source("regex", "[ab]{2,3}")
+LONG = {"prompt": "a", "ignore_eos": True, "stream": True}
+"""On the spelling checkpoint, a generation of seconds."""
+
+
+@pytest.fixture(scope="module")
+def twin(checkpoint_path: Path) -> Iterator[Serving]:
+    """The checkpoint of `server`, served the same but for where the engine is."""
+    with serving(checkpoint_path, slots=4, engine="process") as running:
+        yield running
+
+
+def turns_of(server: Serving) -> ProcessTurns:
+    turns = server.served.engine._turns
+    assert isinstance(turns, ProcessTurns)
+    return turns
+
+
+def worker_of(server: Serving) -> int:
+    return turns_of(server)._process.pid
+
+
+GENERATIONS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0, "max_tokens": 20},
+    "sampled": {"n": 3, "seed": 5, "max_tokens": 30},
+    "every parameter": {
+        "seed": 2**64 - 1, "temperature": 0.7, "top_k": 50, "top_p": 0.9, "min_p": 0.01,
+        "repetition_penalty": 1.2, "presence_penalty": 0.1, "frequency_penalty": -0.1,
+        "logit_bias": {"97": 2.5, "98": -1.0}, "min_tokens": 3, "max_tokens": 12, "stop": ["zz"],
+        "stop_token_ids": [99], "priority": 2, "prefix_reuse": False, "timeout": 30,
+    },
+    "logprobs": {"logprobs": 2, "prompt_logprobs": 1, "echo": True, "max_tokens": 5, "seed": 1},
+    "no ids but these": {"allowed_token_ids": [97, 98], "max_tokens": 9, "seed": 1},
+    "a constraint": {"regex": "[ab]{5,9}", "n": 2, "seed": 1, "max_tokens": 20},
+    "another": {"json_schema": {"enum": ["a", "b"]}, "seed": 1, "max_tokens": 20},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", GENERATIONS)
+def test_generations_are_the_same(server: Serving, twin: Serving, name: str) -> None:
+    body = {"prompt": ["hello", "a longer prompt"], "seed": 0, **GENERATIONS[name]}
+    check_alike(server, twin, "/generate", body)
+    check_streams_alike(server, twin, "/generate", body)
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/logits", {"positions": "all"}),
+        ("/logits", {"stage": "processed", "processing": {"top_k": 3}}),
+        ("/probs", {"top_k": 3}),
+        ("/hidden_states", {"layers": [0, 1]}),
+        ("/attention", {"layers": [0]}),
+        ("/score", {"continuations": ["b", "cd"]}),
+        ("/v1/completions", {"max_tokens": 4, "seed": 1, "logprobs": 1}),
+    ],
+)
+def test_numbers_are_the_same(
+    server: Serving, twin: Serving, path: str, fields: dict[str, Any]
+) -> None:
+    check_alike(server, twin, path, {"prompt": "hello", **fields})
+
+
+def test_refusals_are_the_same(server: Serving, twin: Serving) -> None:
+    for body in ({"prompt": "a" * 500}, {"prompt": "a", "regex": "("}, {"prompt": [10**6]}):
+        ours, theirs = (one.post("/generate", body) for one in (twin, server))
+        assert (ours.status_code, ours.json()) == (theirs.status_code, theirs.json())
+        assert ours.status_code == 400
+
+
+def test_it_is_told_where_the_engine_is(server: Serving, twin: Serving) -> None:
+    ours, theirs = (one.client.get("/info").json() for one in (twin, server))
+    assert (ours.pop("engine"), theirs.pop("engine")) == ("process", "thread")
+    assert ours == theirs
+
+
+def test_a_request_without_a_reader_leaves_nothing_running(spelling_path: Path) -> None:
+    """Its abort reaches the other process, and the slot is free again."""
+    with serving(spelling_path, slots=1, engine="process") as server:
+        with closing(server.connect()) as raw:
+            raw.sendall(request_bytes("/generate", LONG))
+            read_until(raw, b"data: ")
+        server.wait_idle()
+        assert server.finished("abort") == 1
+        assert server.generate("a", max_tokens=1)["choices"]
+
+
+def test_what_cannot_be_served_is_said(tmp_path: Path, logged_errors: list[str]) -> None:
+    """In the words that it has without a process."""
+    reasons = []
+    for engine in ("thread", "process"):
+        settings = serve_settings(tmp_path / "nothing", engine=engine)
+        with serving_app(create_app(settings)) as server:
+            eventually(lambda: server.state.settled.is_set())
+            reasons.append(server.state.status())
+    assert reasons[0] == reasons[1]
+    assert reasons[0][0] == "failed"
+    assert [message for message in logged_errors if "cannot serve" in message]
+    logged_errors.clear()
+
+
+def test_a_process_that_dies_is_an_engine_that_failed(
+    spelling_path: Path, logged_errors: list[str]
+) -> None:
+    with serving(spelling_path, slots=2, engine="process") as server, ExitStack() as stack:
+        raw = stack.enter_context(closing(server.connect()))
+        raw.sendall(request_bytes("/generate", LONG))
+        read_until(raw, b"data: ")
+        os.kill(worker_of(server), signal.SIGKILL)
+        assert b'"error"' in read_until(raw, b'"error"'), "whoever waits is told"
+        eventually(lambda: server.state.status()[0] == "failed")
+        assert server.client.get("/health/live").status_code == 503
+        assert server.post("/generate", {"prompt": "a"}).status_code == 503
+        assert server.served.engine.open_sequences == 0
+    assert any(f"ended with {-signal.SIGKILL}" in message for message in logged_errors)
+    logged_errors.clear()
+
+
+def test_a_process_that_hangs_is_seen(spelling_path: Path) -> None:
+    """A server whose engine has stopped is not alive, until it goes on."""
+    with serving(spelling_path, engine="process", stall_timeout=0.5) as server:
+        worker = worker_of(server)
+        assert server.generate("a", max_tokens=2)["choices"]
+        with closing(server.connect()) as raw:
+            os.kill(worker, signal.SIGSTOP)
+            try:
+                raw.sendall(request_bytes("/generate", {"prompt": "a", "max_tokens": 3}))
+                eventually(lambda: server.state.status()[0] == "stalled")
+                assert server.client.get("/health/live").status_code == 503
+            finally:
+                os.kill(worker, signal.SIGCONT)
+            read_until(raw, b'"finish_reason"')
+        eventually(lambda: server.state.status() == ("ok", None))
+
+
+def test_a_stopped_service_leaves_no_process(checkpoint_path: Path) -> None:
+    with serving(checkpoint_path, engine="process") as server:
+        process = turns_of(server)._process
+        server.generate("a", max_tokens=2)
+    assert process.returncode == 0
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs; one that is dead and not yet buried does not."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
+
+
+def children(pid: int) -> list[int]:
+    """Of all its threads: a process belongs to the one that started it."""
+    lists = Path(f"/proc/{pid}/task").glob("*/children")
+    return [int(child) for one in lists for child in one.read_text(encoding="utf-8").split()]
+
+
+needs_proc = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks into /proc")
+
+
+@pytest.mark.slow
+@needs_proc
+def test_a_killed_server_takes_its_engine_with_it(spelling_path: Path) -> None:
+    flags = ("--checkpoint", spelling_path.name, "--threads", "1", "--engine", "process")
+    with closing(ServedProcess(*flags, cwd=spelling_path.parent)) as server:
+        server.wait_for("try it:")
+        assert ", in a process of its own" in server.output
+        workers = children(server.process.pid)
+        assert workers
+        assert all(map(alive, workers))
+        server.signal(signal.SIGKILL)
+        server.exit_code()
+        eventually(lambda: not any(map(alive, workers)))
+
+
+@pytest.mark.slow
+@needs_proc
+def test_a_drain_is_the_servers_to_say(spelling_path: Path) -> None:
+    """A manager of services signals all processes: what runs is answered all the same."""
+    flags = ("--checkpoint", str(spelling_path), "--threads", "1", "--engine", "process")
+    with ServedProcess(*flags, "--kernels", "torch") as server, client(server.url) as http:
+        body = {"prompt": "a", "ignore_eos": True, "max_tokens": 400, "stream": True}
+        with http.stream("POST", "/generate", json=body) as response:
+            pieces = response.iter_raw()
+            received = next(pieces)
+            workers = children(server.process.pid)
+            assert workers
+            for pid in (*workers, server.process.pid):
+                os.kill(pid, signal.SIGTERM)
+            received += b"".join(pieces)
+        assert b'"finish_reason":"length"' in received.replace(b": ", b":")
+        assert server.exit_code() == 0
+
+
+@pytest.mark.slow
+@needs_proc
+def test_a_second_signal_ends_an_engine_that_is_being_built(
+    checkpoint_path: Path, tmp_path: Path
+) -> None:
+    stuck = tmp_path / "stuck"
+    stuck.mkdir()
+    os.mkfifo(stuck / "config.json")  # whoever reads it waits until somebody writes
+    flags = ("--checkpoint", str(stuck), "--threads", "1", "--engine", "process")
+    with closing(ServedProcess(*flags)) as server:
+        server.wait_for("listening on port")
+        eventually(lambda: bool(children(server.process.pid)))
+        workers = children(server.process.pid)
+        for _ in range(2):
+            server.signal(signal.SIGTERM)
+            server.wait_for("SIGTERM")
+        assert server.exit_code() == 128 + signal.SIGTERM
+        eventually(lambda: not any(map(alive, workers)))
+
+
+# What crosses
+
+
+def test_a_constraint_crosses_as_its_source() -> None:
+    constraint = Compiler(byte_tokenizer()).compile(SOURCE)
+    params = SamplingParams(max_tokens=3, seed=0, constraint=constraint)
+    request = GenerationRequest(request_id="a", token_ids=(1,), params=params)
+    sent = _portable(Add(request, 1.5))
+    assert isinstance(sent, ConstrainedAdd)
+    assert (sent.source, sent.size, sent.add.arrived) == (SOURCE, constraint.size, 1.5)
+    assert isinstance(sent.add.request, GenerationRequest)
+    assert sent.add.request.params.constraint is None
+    whole = Add(replace(request, params=replace(params, constraint=None)), 1.5)
+    for command in (whole, None, Abort("a", None, FinishReason.ABORT)):
+        assert _portable(command) is command
+
+
+def test_a_source_is_compiled_once_for_all_that_follow() -> None:
+    constraints = SourceCompiler(Compiler(byte_tokenizer()), VOCAB_SIZE)
+    first = constraints.of(SOURCE, 77)
+    assert isinstance(first, Constraint)
+    assert first.size == 77
+    assert constraints.of(SOURCE, 77) is first
+    first.worn = True
+    assert constraints.of(SOURCE, 77) is not first
+
+
+@pytest.mark.parametrize("compiler", ["there is none", Compiler(byte_tokenizer())])
+def test_what_is_not_compiled_ends_its_own_sequences(compiler: Any) -> None:
+    """With an error that names the field, and nobody else's."""
+    constraint = SourceCompiler(compiler, VOCAB_SIZE).of(Source("regex", "("), 1)
+    assert isinstance(constraint, Uncompiled)
+    engine = Engine(tiny_gpt(), EngineConfig(slots=2))
+    for name, wanted in (("bad", constraint), ("good", None)):
+        params = SamplingParams(max_tokens=3, seed=0, constraint=wanted)
+        engine.add(GenerationRequest(request_id=name, token_ids=(1, 2), params=params))
+    ended: dict[str, FinishEvent] = {}
+    while engine.has_work():
+        events = engine.step().events
+        ended |= {one.request_id: one for one in events if isinstance(one, FinishEvent)}
+    engine.close()
+    assert (ended["bad"].reason, ended["bad"].param) == (FinishReason.ERROR, "regex")
+    assert ended["bad"].error == constraint.reason
+    assert ended["good"].reason is FinishReason.LENGTH

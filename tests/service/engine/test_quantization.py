@@ -1,0 +1,154 @@
+"""What --quantize costs: measured on the way to being served, and told alike everywhere."""
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from model.checkpoint.checkpoint import CheckpointInfo, load_checkpoint
+from model.evaluation.held_out import held_out
+from model.evaluation.quantization_loss import RoundingLoss, rounding_loss
+from model.inference.kernels.cpu.library import KernelsUnavailable, load_library
+from model.inference.kernels.select import choose_decode_path
+from service.app.app import create_app
+from service.commands.serve import print_banner
+from service.engine import quantization as rounding
+from service.engine.quantization import Rounding
+from service.schemas.generate import Info
+from tests.model.factories import save_tiny_checkpoint, tiny_config, tiny_gpt
+from tests.service.serving import Serving, eventually, serve_settings, serving, serving_app
+
+
+@pytest.fixture(scope="module")
+def covered(tmp_path_factory: pytest.TempPathFactory) -> CheckpointInfo:
+    """A checkpoint that the native decoder covers."""
+    try:
+        load_library()
+    except KernelsUnavailable as reason:
+        pytest.skip(str(reason))
+    path = tmp_path_factory.mktemp("checkpoints") / "covered"
+    return save_tiny_checkpoint(path, gpt=tiny_gpt(tiny_config(head_dim=16)))
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text("".join(f"line {i} of a text\n" for i in range(500)), encoding="utf-8")
+    return path
+
+
+INT8: dict[str, Any] = {"kernels": "auto", "quantize": "int8", "dtype": "float32"}
+
+
+@pytest.fixture
+def measured(covered: CheckpointInfo, text: Path) -> Iterator[Serving]:
+    with serving(covered.path, validation_text=text, **INT8) as server:
+        yield server
+
+
+def banner(server: Serving, capsys: pytest.CaptureFixture[str]) -> list[str]:
+    print_banner(server.served, 1)
+    return [line.partition("rounding")[2].strip() for line in capsys.readouterr().out.splitlines()
+            if line.startswith("rounding")]  # fmt: skip
+
+
+def test_info_and_the_banner_tell_what_int8_costs(
+    measured: Serving, covered: CheckpointInfo, text: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gpt = load_checkpoint(covered.path, device=torch.device("cpu"), dtype=torch.float32)[1]
+    windows = held_out(covered, text).windows
+    (batch,) = windows
+    expected = rounding_loss(
+        gpt,
+        *batch,
+        windows.byte_lengths,
+        exact=choose_decode_path(gpt, threads=1).make_decoder,
+        rounded=choose_decode_path(gpt, threads=1, quantize="int8").make_decoder,
+    )
+    info = Info.model_validate(measured.client.get("/info").json())
+    assert info.quantization is not None
+    assert info.quantization.model_dump() == {
+        "kind": "int8",
+        "relative_loss": expected.relative,
+        "bits_per_byte": expected.rounded,
+        "exact_bits_per_byte": expected.exact,
+        "tokens": 2048,
+        "text": str(text),
+    }
+    assert expected.rounded != expected.exact
+    assert banner(measured, capsys) == [
+        f"int8 costs {100 * expected.relative:.2f} % ({expected.rounded:.4f} instead of "
+        f"{expected.exact:.4f} bits per byte over 2,048 tokens of {text})"
+    ]
+
+
+def test_what_is_served_is_rounded_once(measured: Serving, covered: CheckpointInfo) -> None:
+    """Measuring rounds a copy: the model's own weights are rounded by the engine alone."""
+    with serving(covered.path, validation_text=None, **INT8) as other:
+        body = {"prompt": "line 1", "seed": 1, "max_tokens": 20, "logprobs": 1}
+        replies = [each.json("/generate", body) for each in (measured, other)]
+    assert replies[0]["choices"] == replies[1]["choices"]
+
+
+def test_without_a_text_it_is_said_that_nothing_was_measured(
+    covered: CheckpointInfo, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO), serving(covered.path, **INT8) as server:
+        info = Info.model_validate(server.client.get("/info").json())
+        assert info.quantization is not None
+        assert info.quantization.relative_loss is None
+        assert "lies in no run directory" in info.quantization.text
+        (sentence,) = banner(server, capsys)
+    assert sentence.startswith("what int8 costs was not measured: the checkpoint lies in no run")
+    assert sentence.endswith("; name a text with --validation-text")
+    assert [r.levelname for r in caplog.records if sentence in r.message] == ["WARNING"]
+
+
+def test_without_quantizing_there_is_no_line(
+    server: Serving, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert banner(server, capsys) == []
+
+
+@pytest.mark.parametrize(("threshold", "level"), [(-1.0, "WARNING"), (1.0, "INFO")])
+def test_a_large_loss_is_warned_of(
+    covered: CheckpointInfo, text: Path, threshold: float, level: str,
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(rounding, "WARN_ABOVE", threshold)
+    with caplog.at_level(logging.INFO), serving(covered.path, validation_text=text, **INT8):
+        pass
+    assert [r.levelname for r in caplog.records if r.message.startswith("int8 costs")] == [level]
+
+
+def test_the_sentence() -> None:
+    loss = RoundingLoss(exact=1.0695, rounded=1.0702, tokens=3072)
+    assert Rounding("int8", loss, "notes.txt").sentence() == (
+        "int8 costs 0.07 % (1.0702 instead of 1.0695 bits per byte over 3,072 tokens of notes.txt)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("content", "settings", "message"),
+    [
+        ("short", INT8, "has 6 tokens; to measure a loss takes more than 1,024"),
+        (None, INT8, "is no file, no folder and no glob that matches a file"),
+        ("x" * 2000, {}, "quantize is none: set quantize to int8, or leave the text out"),
+    ],
+)
+def test_a_text_that_cannot_be_used_is_refused(
+    covered: CheckpointInfo, tmp_path: Path, content: str | None, settings: dict[str, Any],
+    message: str, logged_errors: list[str],
+) -> None:  # fmt: skip
+    path = tmp_path / "text.txt"
+    if content is not None:
+        path.write_text(content)
+    app = create_app(serve_settings(covered.path, validation_text=path, **settings))
+    with serving_app(app) as server:
+        eventually(lambda: server.state.status()[0] == "failed")
+        assert message in str(server.state.status()[1])
+    assert message in logged_errors[0]
+    logged_errors.clear()

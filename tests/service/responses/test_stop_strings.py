@@ -1,0 +1,99 @@
+"""Stop strings: found wherever the text is cut, and nothing of them is ever shown."""
+
+import itertools
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from service.responses.stop_strings import StopFinder
+
+# Few letters, so that stop strings overlap themselves and each other.
+TEXT = st.text("ab€", max_size=30)
+STOP = st.text("ab€", min_size=1, max_size=5)
+
+
+def feed(stop: list[str], pieces: list[str]) -> tuple[list[str], str | None]:
+    """What is shown, piece by piece, and what ended it."""
+    finder, shown = StopFinder(stop), []
+    for piece in pieces:
+        text, found = finder.push(piece)
+        shown.append(text)
+        if found is not None:
+            return shown, found
+    return [*shown, finder.finish()], None
+
+
+def cut(text: str, places: list[int]) -> list[str]:
+    edges = sorted({min(place, len(text)) for place in places} | {0, len(text)})
+    return [text[start:end] for start, end in itertools.pairwise(edges)]
+
+
+@given(TEXT, STOP, st.lists(st.integers(0, 30)))
+@example("aaab", "aab", [1, 2, 3])
+@example("abab€", "ab€", [2, 4])
+def test_one_stop_string_is_found_however_the_text_is_cut(
+    text: str, stop: str, places: list[int]
+) -> None:
+    before, found, _ = text.partition(stop)
+    shown, ended_by = feed([stop], cut(text, places))
+    assert "".join(shown) == before
+    assert ended_by == (stop if found else None)
+
+
+@given(TEXT, st.lists(STOP, max_size=4), st.lists(st.integers(0, 30)))
+def test_no_more_is_held_back_than_could_begin_a_stop_string(
+    text: str, stops: list[str], places: list[int]
+) -> None:
+    finder, pushed, shown = StopFinder(stops), "", ""
+    for piece in cut(text, places):
+        new, found = finder.push(piece)
+        pushed, shown = pushed + piece, shown + new
+        if found is not None:
+            assert pushed[len(shown) :].startswith(found)
+            return
+        held = pushed.removeprefix(shown)
+        assert pushed == shown + held
+        assert not held or any(stop.startswith(held) and stop != held for stop in stops)
+        # And no less: a longer end of the text that begins a stop string would be held.
+        assert not any(
+            stop.startswith(pushed[start:]) for stop in stops for start in range(len(shown))
+        )
+    assert shown + finder.finish() == pushed
+
+
+@given(TEXT, st.lists(STOP, min_size=1, max_size=4))
+def test_of_several_the_first_to_be_complete_ends_the_text(text: str, stops: list[str]) -> None:
+    shown, found = feed(stops, list(text))
+    ends = [text.find(stop) + len(stop) for stop in stops if stop in text]
+    if not ends:
+        assert (found, "".join(shown)) == (None, text)
+        return
+    complete = text[: min(ends)]
+    # All that are complete at this character; the longest begins first.
+    candidates = [stop for stop in stops if complete.endswith(stop)]
+    longest = max(candidates, key=len)
+    assert found == longest
+    assert "".join(shown) == complete.removesuffix(longest)
+
+
+def test_within_one_piece_the_stop_string_that_begins_first_counts() -> None:
+    assert StopFinder(["c", "ab"]).push("xabc") == ("x", "ab")
+    assert StopFinder(["abc", "ab"]).push("xabc") == ("x", "ab"), "it was complete first"
+    assert StopFinder(["ab", "ab"]).push("ab") == ("", "ab")
+
+
+def test_held_text_is_released_when_it_turns_out_otherwise() -> None:
+    finder = StopFinder(["stop here"])
+    assert finder.push("please stop ") == ("please ", None)
+    assert finder.push("there") == ("stop there", None)
+    assert finder.push(" s") == (" ", None)
+    assert finder.finish() == "s"
+    assert finder.finish() == ""
+
+
+@pytest.mark.parametrize("text", ["", "a", "anything at all"])
+def test_without_stop_strings_everything_passes_at_once(text: str) -> None:
+    finder = StopFinder([])
+    assert finder.push(text) == (text, None)
+    assert finder.finish() == ""
