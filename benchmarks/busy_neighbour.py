@@ -24,9 +24,11 @@ import torch
 
 from benchmarks.decode import load
 from model.device import available_processors, keep_freed_memory, use_threads
-from model.inference.engine.api import EngineConfig, GenerationRequest, SamplingParams
+from model.inference.engine.config import EngineConfig
 from model.inference.engine.engine import Engine
+from model.inference.engine.requests import GenerationRequest
 from model.inference.kernels.select import choose_decode_path
+from model.inference.sampling.params import SamplingParams
 from model.transformer.gpt import GPT
 
 PROMPT, TOKENS, SECONDS = 256, 120, 2.0

@@ -27,15 +27,12 @@ from model.checkpoint.checkpoint import load_checkpoint
 from model.device import choose_placement, describe, use_threads
 from model.inference.constraints.compiler import Compiler, Constraint, Source
 from model.inference.constraints.mask_worker import LookAhead
-from model.inference.engine.api import (
-    EngineConfig,
-    GenerationRequest,
-    MaskAhead,
-    SamplingParams,
-    TokenMatcher,
-)
+from model.inference.constraints.protocol import MaskAhead, TokenMatcher
+from model.inference.engine.config import EngineConfig
 from model.inference.engine.engine import Engine
+from model.inference.engine.requests import GenerationRequest
 from model.inference.kernels.select import choose_decode_path
+from model.inference.sampling.params import SamplingParams
 from model.text.tokenizer import SPLIT_PATTERN, Tokenizer
 from model.transformer.gpt import GPT
 

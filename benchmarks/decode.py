@@ -24,10 +24,11 @@ from model.benchmark.work import decode_work, size_of
 from model.benchmark.workload import Workload, tokens_for
 from model.checkpoint.checkpoint import load_checkpoint
 from model.device import available_processors, describe, keep_freed_memory, use_threads
-from model.inference.engine.api import EngineConfig
+from model.inference.engine.config import EngineConfig
 from model.inference.engine.engine import Engine
 from model.inference.kernels.select import DecodePath, choose_decode_path
-from model.transformer.config import KernelChoice, Quantization, gpt2_shape
+from model.inference.options import KernelChoice, Quantization
+from model.transformer.config import gpt2_shape
 from model.transformer.gpt import GPT
 
 SHAPES: dict[str, dict[str, int]] = {

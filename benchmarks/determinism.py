@@ -42,7 +42,7 @@ from model.benchmark.machine import processor_name, read_bandwidth
 from model.benchmark.profile import Profile, profile_engine
 from model.benchmark.workload import Workload
 from model.device import available_processors, keep_freed_memory, use_threads
-from model.inference.engine.api import EngineConfig
+from model.inference.engine.config import EngineConfig
 from model.inference.kernels.eager import decoder as plain
 from model.inference.kernels.select import choose_decode_path
 from model.inference.kv_cache import KVCache

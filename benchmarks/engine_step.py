@@ -19,8 +19,10 @@ import torch
 
 from model.checkpoint.checkpoint import load_checkpoint
 from model.device import choose_placement, describe, use_threads
-from model.inference.engine.api import EngineConfig, GenerationRequest, SamplingParams
+from model.inference.engine.config import EngineConfig
 from model.inference.engine.engine import Engine
+from model.inference.engine.requests import GenerationRequest
+from model.inference.sampling.params import SamplingParams
 from model.transformer.gpt import GPT
 
 PROMPT, STEPS = 64, 60

@@ -28,11 +28,15 @@ import torch
 from benchmarks.synthetic import synthetic_gpt
 from model.checkpoint.checkpoint import load_checkpoint
 from model.device import available_processors, describe, use_threads
-from model.inference.engine.api import EngineConfig, GenerationRequest, SamplingParams, TokenEvent
+from model.inference.engine.config import EngineConfig
 from model.inference.engine.engine import Engine
+from model.inference.engine.events import TokenEvent
+from model.inference.engine.requests import GenerationRequest
 from model.inference.kernels.select import choose_decode_path
+from model.inference.options import Speculation
+from model.inference.sampling.params import SamplingParams
 from model.text.tokenizer import Tokenizer
-from model.transformer.config import Speculation, gpt2_shape
+from model.transformer.config import gpt2_shape
 from model.transformer.gpt import GPT
 
 SHAPES: dict[str, dict[str, int]] = {

@@ -44,6 +44,7 @@ from model.data.prepare import read_prepared
 from model.data.sources.open_text import open_text
 from model.data.split import are_many, sides
 from model.data.vocabulary import learn
+from model.data.windows import ValidationWindows
 from model.device import keep_freed_memory
 from model.training import autosize as budget
 from model.training.autosize import LADDER, Size
@@ -52,7 +53,7 @@ from model.training.events import silent
 from model.training.optim.optimizers import kind
 from model.training.presets import preset
 from model.training.step.forward import Forward, training_placement
-from model.training.step.validate import ValidationWindows, evaluate
+from model.training.step.validate import evaluate
 from model.training.trainer import train
 from model.transformer.config import GPTConfig
 from model.transformer.gpt import GPT
@@ -189,7 +190,7 @@ def block_matrices(config: GPTConfig) -> int:
 
 def learn_vocabulary(data: Sequence[str], vocab_size: int, path: Path) -> None:
     """Learn it from the training side alone, as a run does, and write it for all of them."""
-    text = open_text(TrainingConfig(data=tuple(data)))
+    text = open_text(data)
     fraction, many = preset("nanogpt").recipe.val_fraction, are_many(text.documents)
     pieces = (
         piece

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from model.transformer.config import FloatName
+from model.dtypes import FloatName
 
 BFLOAT16_INSTRUCTIONS = {
     "amx_bf16": "AMX-BF16",
@@ -30,6 +30,11 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 KEPT_BYTES = 32 * 2**20
 """Pieces up to this size are taken again when they were freed: the largest that the C library
 allows, and larger than what a step computes with."""
+CONTAINER_LIMITS = (
+    Path("/sys/fs/cgroup/memory.max"),
+    Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
+)
+"""Where Linux says how much memory a container may have."""
 
 
 class DeviceError(ValueError):
@@ -122,6 +127,19 @@ def one_thread() -> Iterator[None]:
 def available_processors() -> int:
     """Processors this process may run on (a container's or taskset's share, not the machine's)."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def machine_memory(limits: tuple[Path, ...] = CONTAINER_LIMITS) -> int:
+    """Bytes of memory that this process may come to have: the machine's, or the container's."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for path in limits:
+        try:
+            said = path.read_text(encoding="ascii").strip()
+        except OSError:
+            continue
+        if said.isdecimal():  # else "max": there is no limit
+            total = min(total, int(said))
+    return total
 
 
 def processor_features() -> frozenset[str]:

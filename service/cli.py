@@ -17,17 +17,15 @@ from pydantic import ValidationError
 from pydantic_settings import BaseSettings, CliApp, SettingsError
 
 from model.version import VERSION
-from service.settings import (
+from service.settings.serve import ServeSettings
+from service.settings.tools import (
     BenchSettings,
-    EvalSettings,
     ExportSettings,
     GenerateSettings,
     ImportSettings,
     InspectSettings,
-    MergeSettings,
-    ServeSettings,
-    TrainSettings,
 )
+from service.settings.train import EvalSettings, MergeSettings, TrainSettings
 
 COMMANDS: Mapping[str, type[BaseSettings]] = {
     "serve": ServeSettings,

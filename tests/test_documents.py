@@ -78,7 +78,7 @@ def test_compose_publishes_on_this_machine_only() -> None:
 
 def test_the_container_leaves_time_to_drain() -> None:
     """The engine is stopped by --drain-timeout; compose must not kill it earlier."""
-    from service.settings import ServeSettings
+    from service.settings.serve import ServeSettings
 
     compose = yaml.safe_load((ROOT / "docker-compose.yml").read_text(encoding="utf-8"))
     grace = int(compose["services"]["logitd"]["stop_grace_period"].removesuffix("s"))

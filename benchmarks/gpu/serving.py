@@ -17,8 +17,9 @@ from benchmarks.synthetic import save_synthetic, synthetic_gpt
 from model.benchmark.in_process import measure_engine, requests
 from model.benchmark.work import Work, limit
 from model.device import DeviceError
-from model.inference.engine.api import EngineConfig, TokenEvent
+from model.inference.engine.config import EngineConfig
 from model.inference.engine.engine import Engine
+from model.inference.engine.events import TokenEvent
 from model.inference.engine.runner import DecoderMaker
 from model.inference.kernels.cuda.capture import DirectCalls
 from model.inference.kernels.cuda.decoder import GraphDecoder

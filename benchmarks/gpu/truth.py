@@ -19,13 +19,17 @@ from benchmarks.gpu.plan import Finding
 from benchmarks.synthetic import synthetic_gpt
 from model.checkpoint.checkpoint import load_checkpoint
 from model.evaluation.quantization_loss import decoded_nats
-from model.inference.engine.api import EngineConfig, GenerationRequest, SamplingParams, TokenEvent
+from model.inference.engine.config import EngineConfig
 from model.inference.engine.engine import Engine
+from model.inference.engine.events import TokenEvent
+from model.inference.engine.requests import GenerationRequest
 from model.inference.engine.runner import DecoderMaker
+from model.inference.kernels.base import Collect
 from model.inference.kernels.cuda.capture import DirectCalls
 from model.inference.kernels.cuda.decoder import GraphDecoder
-from model.inference.kernels.eager.decoder import Collect, PlainDecoder
+from model.inference.kernels.eager.decoder import PlainDecoder
 from model.inference.kv_cache import KVCache
+from model.inference.sampling.params import SamplingParams
 from model.inference.sampling.sample import Draws
 from model.text.tokenizer import Tokenizer
 from model.transformer.config import MODERN, gpt2_shape

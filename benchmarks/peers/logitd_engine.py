@@ -14,10 +14,14 @@ from numpy.typing import NDArray
 from benchmarks.peers.contract import Run
 from benchmarks.peers.weights import load_weights
 from model.device import keep_freed_memory, use_threads
-from model.inference.engine.api import EngineConfig, GenerationRequest, SamplingParams, TokenEvent
+from model.inference.engine.config import EngineConfig
 from model.inference.engine.engine import Engine
+from model.inference.engine.events import TokenEvent
+from model.inference.engine.requests import GenerationRequest
 from model.inference.kernels.select import choose_decode_path
-from model.transformer.config import Quantization, gpt2_shape
+from model.inference.options import Quantization
+from model.inference.sampling.params import SamplingParams
+from model.transformer.config import gpt2_shape
 from model.transformer.gpt import GPT
 from model.version import VERSION
 

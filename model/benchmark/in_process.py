@@ -13,16 +13,12 @@ from dataclasses import dataclass
 from model.benchmark.spread import Spread
 from model.benchmark.work import ModelSize, Work, decode_work, prefill_work, size_of
 from model.benchmark.workload import WARM_UP, Workload, decode_case, prefill_case
-from model.inference.engine.api import (
-    EngineConfig,
-    FinishEvent,
-    FinishReason,
-    GenerationRequest,
-    SamplingParams,
-    TokenEvent,
-)
+from model.inference.engine.config import EngineConfig
 from model.inference.engine.engine import Engine
+from model.inference.engine.events import FinishEvent, FinishReason, TokenEvent
+from model.inference.engine.requests import GenerationRequest
 from model.inference.engine.runner import DecoderMaker
+from model.inference.sampling.params import SamplingParams
 from model.transformer.gpt import GPT
 
 

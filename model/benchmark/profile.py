@@ -23,14 +23,10 @@ from model.benchmark.stages import (
 from model.benchmark.timeline import Watch
 from model.benchmark.work import Work
 from model.benchmark.workload import WARM_UP, Workload, decode_case, prefill_case
-from model.inference.engine.api import (
-    EngineConfig,
-    FinishEvent,
-    FinishReason,
-    GenerationRequest,
-    TokenEvent,
-)
+from model.inference.engine.config import EngineConfig
 from model.inference.engine.engine import Engine
+from model.inference.engine.events import FinishEvent, FinishReason, TokenEvent
+from model.inference.engine.requests import GenerationRequest
 from model.inference.engine.runner import DecoderMaker
 from model.transformer.gpt import GPT
 

@@ -19,9 +19,8 @@ from torch import Tensor, nn
 
 from model.benchmark.stages import Stage
 from model.inference.engine.runner import DecoderMaker
+from model.inference.kernels.base import Decoder, Piece, Prefilled
 from model.inference.kernels.cpu.decoder import NativeDecoder
-from model.inference.kernels.eager.decoder import Decoder
-from model.inference.kernels.eager.prefill import Piece, Prefilled
 from model.inference.kv_cache import KVCache
 from model.inference.sampling.sample import Draws
 from model.transformer.attention import Attend, Observer

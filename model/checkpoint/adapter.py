@@ -35,7 +35,7 @@ from model.checkpoint.checkpoint import (
     read_checkpoint,
     save_checkpoint,
 )
-from model.transformer.config import FloatName
+from model.dtypes import FloatName
 from model.transformer.lora import LoraError, LoraShape, merge_into
 
 FORMAT_VERSION = 1

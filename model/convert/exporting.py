@@ -17,7 +17,7 @@ from model.checkpoint.checkpoint import WEIGHTS, CheckpointError, load_weights, 
 from model.convert.family import family_of, folder_family_of
 from model.convert.gguf_file import write_gguf
 from model.convert.hf.export import write_folder
-from model.transformer.config import DTypeName
+from model.dtypes import DTypeName
 
 TO = Literal["hf", "gguf"]
 

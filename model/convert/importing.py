@@ -32,9 +32,10 @@ from model.convert.hf.config import read_huggingface
 from model.convert.hf.tokenizer import TOKENIZER, read_tokenizer
 from model.convert.litgpt import read_litgpt
 from model.convert.nanogpt import read_nanogpt
+from model.dtypes import DTypeName
 from model.text.published import ready_made_tokenizer
 from model.text.tokenizer import TokenizerError
-from model.transformer.config import DTypeName, GPTConfig, padded
+from model.transformer.config import GPTConfig, padded
 
 NANOGPT, META = "ckpt.pt", "meta.pkl"
 

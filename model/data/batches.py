@@ -18,8 +18,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from model.data.errors import DataError
 from model.data.shards import Shard
-from model.training.config import TrainingError
 
 
 class Batches:
@@ -73,13 +73,13 @@ def share(batch_size: int, accumulate: int, *, rank: int, size: int) -> Share:
     """The share of process `rank` of `size`, in batches of at most `batch_size`.
 
     However many processes there are, a step is the same batch_size * accumulate sequences; with
-    accumulate a multiple of `size` it is the same batches as well. Raises TrainingError when the
+    accumulate a multiple of `size` it is the same batches as well. Raises DataError when the
     sequences cannot be divided.
     """
     total = batch_size * accumulate
     own, rest = divmod(total, size)
     if rest:
-        raise TrainingError(
+        raise DataError(
             f"a step has {total} sequences (batch_size {batch_size} x accumulate {accumulate}), "
             f"which {size} processes cannot share evenly: start a number of processes that divides "
             f"{total}, or choose another batch_size or accumulate"

@@ -7,7 +7,7 @@
 
 Documents are separated by END_OF_TEXT. The vocabulary is learned from the training side alone.
 The text is streamed, twice where a vocabulary is learned: memory does not grow with it. Does not
-find or split documents (`model/training/text/`) or choose windows (`model/data/batches.py`).
+find or split documents (`model/data/sources/`) or choose windows (`model/data/batches.py`).
 """
 
 import hashlib
@@ -30,7 +30,9 @@ from model.data.vocabulary import (
     tokenizer_sha256,
 )
 from model.text.tokenizer import Tokenizer
-from model.training.presets import Recipe
+
+RUN, DATA = "run.json", "data"
+"""Of a run directory: the file that makes it one, and the folder that is prepared here."""
 
 CHECKED_PIECES = 64
 """Pieces that are decoded again to see that a tokenizer loses nothing."""
@@ -47,20 +49,30 @@ class PreparedText:
 
 
 def prepare_text(
-    text: Text, recipe: Recipe, folder: Path, tokenizer: Tokenizer | None = None
+    text: Text,
+    folder: Path,
+    *,
+    vocabulary: str | Tokenizer = "own",
+    vocab_size: int = 0,
+    val_fraction: float,
 ) -> PreparedText:
-    """Learn or take the vocabulary, tokenise every document, and write `folder`. A `tokenizer`
-    that is given is taken, whatever the recipe says: a checkpoint brings its own."""
+    """Learn or take the vocabulary, tokenise every document, and write `folder`.
+
+    vocabulary    "own" learns one of `vocab_size` from the text; else the name or file of a
+                  published one, or a checkpoint's tokenizer
+    val_fraction  share of the text that is held out
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    fraction, many = recipe.val_fraction, are_many(text.documents)
-    if tokenizer is not None:
+    fraction, many = val_fraction, are_many(text.documents)
+    if isinstance(vocabulary, Tokenizer):
+        tokenizer = vocabulary
         require_end_of_text(tokenizer, "the checkpoint's tokenizer")
     elif text.shards:
-        tokenizer = _tokenizer_of_shards(text, recipe)
-    elif recipe.tokenizer == "own":
-        tokenizer = learn(_training_pieces(text, fraction, many=many), recipe.vocab_size)
+        tokenizer = _tokenizer_of_shards(text, vocabulary)
+    elif vocabulary == "own":
+        tokenizer = learn(_training_pieces(text, fraction, many=many), vocab_size)
     else:
-        tokenizer = ready_made(recipe.tokenizer)
+        tokenizer = ready_made(vocabulary)
     identity = tokenizer_sha256(tokenizer)
     writers: dict[Side, ShardWriter] = {
         side: ShardWriter(
@@ -144,14 +156,14 @@ def _tokenise(
     return Written(sha256=digest.hexdigest(), documents=count, bits=bits)
 
 
-def _tokenizer_of_shards(text: Text, recipe: Recipe) -> Tokenizer:
-    if recipe.tokenizer == "own":
+def _tokenizer_of_shards(text: Text, vocabulary: str) -> Tokenizer:
+    if vocabulary == "own":
         beside = text.shards[0].with_name("tokenizer.tiktoken")
         raise TextError(
             f"{text.name} is tokenised already, so no vocabulary can be learned from it: name the "
             f"tokenizer that wrote it, for example --tokenizer {beside}"
         )
-    return ready_made(recipe.tokenizer)
+    return ready_made(vocabulary)
 
 
 def read_prepared(folder: Path) -> PreparedText:

@@ -18,8 +18,8 @@ import numpy.typing as npt
 from model.data.shards import Shard, ShardWriter, open_shard, outside
 from model.data.split import MANY, Side, lot_of, whole_side
 from model.data.vocabulary import tokenizer_sha256
+from model.data.windows import byte_lengths
 from model.text.tokenizer import Tokenizer
-from model.training.step.validate import byte_lengths
 
 CHUNK = 2**20
 """Ids that are held in memory at a time."""

@@ -23,14 +23,14 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from model.training.config import TrainingError
+from model.data.errors import DataError
 
 MAGIC = b"LOGITDTK"
 VERSION = 1
 HEADER = struct.Struct("<8sIIQQ32s")
 
 
-class ShardError(TrainingError):
+class ShardError(DataError):
     """A shard that cannot be used; the message says which and why."""
 
 

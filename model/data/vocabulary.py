@@ -7,10 +7,10 @@ is an ordinary `model.tokenizer.Tokenizer`. Does not read documents or write tok
 import hashlib
 from collections.abc import Iterable, Iterator
 
+from model.data.errors import DataError
 from model.data.sources.document import PIECE, TextError
 from model.text.published import ready_made_tokenizer
 from model.text.tokenizer import END_OF_TEXT, SPLIT_PATTERN, Tokenizer, TokenizerError
-from model.training.config import TrainingError
 
 SMALLEST = 257
 """The 256 bytes and END_OF_TEXT."""
@@ -26,13 +26,13 @@ def learn(pieces: Iterable[str], vocab_size: int) -> Tokenizer:
     characters each.
     """
     if vocab_size < SMALLEST:
-        raise TrainingError(
+        raise DataError(
             f"vocab_size {vocab_size} is below {SMALLEST}: the 256 bytes and {END_OF_TEXT}"
         )
     try:
         import rustbpe
     except ImportError as error:
-        raise TrainingError(
+        raise DataError(
             "learning a vocabulary needs rustbpe, which is not installed; install it "
             "(pip install 'logitd[train]') or take a ready tokenizer, e.g. --tokenizer gpt2"
         ) from error
@@ -47,14 +47,14 @@ def ready_made(name: str) -> Tokenizer:
     try:
         tokenizer = ready_made_tokenizer(name)
     except TokenizerError as error:
-        raise TrainingError(str(error)) from error
+        raise DataError(str(error)) from error
     require_end_of_text(tokenizer, f"the tokenizer {name}")
     return tokenizer
 
 
 def require_end_of_text(tokenizer: Tokenizer, name: str) -> None:
     if tokenizer.end_of_text is None:
-        raise TrainingError(f"{name} has no {END_OF_TEXT} to separate documents")
+        raise DataError(f"{name} has no {END_OF_TEXT} to separate documents")
 
 
 def check(tokenizer: Tokenizer, piece: str) -> None:

@@ -13,15 +13,15 @@ from pathlib import Path
 import numpy as np
 
 from model.checkpoint.checkpoint import CheckpointInfo
+from model.data.prepare import DATA, RUN
 from model.data.shards import Shard, open_shard
 from model.data.sources.document import Document, TextError
 from model.data.sources.files import documents_of_all, each_once, named_files
 from model.data.sources.python_text import python_text
 from model.data.split import first_held_out
 from model.data.vocabulary import tokenizer_sha256
+from model.data.windows import ValidationWindows
 from model.text.tokenizer import Tokenizer, TokenizerError
-from model.training.run.directory import RUN, RunDirectory
-from model.training.step.validate import ValidationWindows
 
 TOKENS = 2048
 """Tokens that are measured on, in all windows together."""
@@ -46,7 +46,7 @@ class HeldOut:
 def held_out(checkpoint: CheckpointInfo, path: Path | None = None) -> HeldOut:
     """Windows of the text at `path`, or of what the checkpoint itself knows to be held out.
 
-    Raises TrainingError with the reason when there is no such text, or too little of it.
+    Raises DataError with the reason when there is no such text, or too little of it.
     """
     name, shard = _text(checkpoint, path)
     window = min(WINDOW, checkpoint.config.context_length)
@@ -73,7 +73,7 @@ def _text(
         return str(path), _tokenised(_documents(path, at_most), tokenizer, at_most)
     folder = checkpoint.path.resolve().parent  # `best` is a link into the run
     if (folder / RUN).is_file():
-        shard = open_shard(RunDirectory(folder).data / "val.tokens", tokenizer_sha256(tokenizer))
+        shard = open_shard(folder / DATA / "val.tokens", tokenizer_sha256(tokenizer))
         return "the run's validation text", shard
     if data.get("built_in") is not True:
         raise TextError(

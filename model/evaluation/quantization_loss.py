@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from model.device import one_thread
-from model.inference.kernels.eager.decoder import Decoder
+from model.inference.kernels.base import Decoder
 from model.inference.kv_cache import KVCache
 from model.transformer.gpt import GPT
 

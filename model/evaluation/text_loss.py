@@ -24,16 +24,16 @@ from model.data.shards import Shard, ShardWriter, open_shard
 from model.data.sources.document import TextError
 from model.data.sources.open_text import open_text
 from model.data.vocabulary import tokenizer_sha256
+from model.data.windows import UNCOUNTED, RollingWindows
 from model.device import Placement, use_threads
 from model.evaluation.held_out import all_held_out
 from model.evaluation.quantization_loss import step_nats
 from model.inference.kv_cache import KVCache
 from model.inference.load import OpenedModel, open_model
-from model.training.config import TrainingConfig
+from model.inference.options import Quantization
 from model.training.presets import TrainingDType
 from model.training.step.forward import Forward, training_placement
-from model.training.step.validate import UNCOUNTED, Evaluation, RollingWindows, evaluate
-from model.transformer.config import Quantization
+from model.training.step.validate import Evaluation, evaluate
 from model.transformer.gpt import GPT
 
 
@@ -74,7 +74,7 @@ def measure(
 
     `stride` is the context length unless given; `say` is told when kernels are being built. Leaves
     the caller's thread count as it was. Raises CheckpointError, DeviceError, KernelError and
-    TrainingError.
+    DataError.
     """
     placement = training_placement(device, dtype, threads)
     decodes = quantize != "none"
@@ -141,7 +141,7 @@ def _text(checkpoint: CheckpointInfo, data: Sequence[str]) -> Iterator[tuple[str
     if not data:
         yield all_held_out(checkpoint)
         return
-    text, tokenizer = open_text(TrainingConfig(data=tuple(data))), checkpoint.tokenizer
+    text, tokenizer = open_text(data), checkpoint.tokenizer
     if text.shards:
         raise TextError(
             f"{text.name} are token ids that a run wrote; name the text that they were made of, or "

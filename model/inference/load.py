@@ -17,9 +17,10 @@ from model.device import (
     disable_cudnn_attention,
     keep_freed_memory,
 )
+from model.dtypes import DTypeName
 from model.inference.kernels.select import DecodePath, DTypeChoice, choose_decode_path, choose_dtype
 from model.inference.memory import SlotWish, available, check_weights_fit, slots_for
-from model.transformer.config import DTypeName, KernelChoice, Quantization
+from model.inference.options import KernelChoice, Quantization
 from model.transformer.gpt import GPT
 
 

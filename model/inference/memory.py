@@ -6,25 +6,19 @@ weights: what others hold there comes and goes. Left out are the buffers of libr
 kernels; the share of a GPU that is not asked for has to hold them.
 """
 
-import os
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
-from model.device import DeviceError
+from model.device import DeviceError, machine_memory
 from model.transformer.config import BLOCK, GPTConfig
-from model.transformer.gpt import VALUE_GATE_WIDTH
+from model.transformer.size import parameter_count
 
 MOST_SLOTS = 4096
 """More are never made of memory alone."""
 DRAW_BYTES = 48
 """Of each logit of a row while tokens are drawn on a GPU: a row of float32, what is left of it,
 its order, probabilities and their sums in float64, and masks."""
-CONTAINER_LIMITS = (
-    Path("/sys/fs/cgroup/memory.max"),
-    Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,34 +38,6 @@ class SlotWish:
     slots: int | None = None
     kv_cache_bytes: int | None = None
     gpu_memory_utilization: float | None = None
-
-
-def parameter_count(config: GPTConfig) -> int:
-    """Learned numbers of a model of this shape, without making one."""
-    norm = config.d_model * (2 if config.norm == "layernorm" and config.bias else 1)
-    up = config.d_ff * (2 if config.activation == "swiglu" else 1)
-    heads = config.n_head * config.head_dim
-    block = (
-        2 * norm
-        + config.qkv_width * (config.d_model + config.qkv_bias)
-        + 2 * config.head_dim * config.qk_norm
-        + config.d_model * (heads + config.bias)
-        + up * (config.d_model + config.bias)
-        + config.d_model * (config.d_ff + config.bias)
-    )
-    valued = sum(config.has_value_embedding(layer) for layer in range(config.n_layer))
-    value_embedding = (
-        config.padded_vocab_size * config.kv_width
-        + min(VALUE_GATE_WIDTH, config.d_model) * config.n_kv_head
-    )
-    embeddings = config.padded_vocab_size * (1 if config.tied_head else 2)
-    embeddings += config.context_length * (config.positions == "learned")
-    return (
-        config.n_layer * block
-        + valued * value_embedding
-        + embeddings * config.d_model
-        + norm * (config.norm_position == "pre")
-    )
 
 
 def slot_bytes(config: GPTConfig, item_bytes: int) -> int:
@@ -148,19 +114,6 @@ def available(device: torch.device, *, weight_bytes: int = 0) -> Available:
         return Available(str(device), total, free)
     total = machine_memory()
     return Available("this machine", total, max(0, total - weight_bytes))
-
-
-def machine_memory(limits: tuple[Path, ...] = CONTAINER_LIMITS) -> int:
-    """Bytes of memory that this process may come to have: the machine's, or the container's."""
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    for path in limits:
-        try:
-            said = path.read_text(encoding="ascii").strip()
-        except OSError:
-            continue
-        if said.isdecimal():  # else "max": there is no limit
-            total = min(total, int(said))
-    return total
 
 
 def spoken(count: int) -> str:

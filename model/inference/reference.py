@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from model.inference.engine.api import SamplingParams
+from model.inference.sampling.params import SamplingParams
 from model.inference.sampling.philox import uniform
 from model.transformer.gpt import GPT
 

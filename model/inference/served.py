@@ -8,10 +8,10 @@ is computed; this is how it is computed where it is served.
 import torch
 from torch import Tensor
 
-from model.inference.kernels.eager.prefill import Piece, WantedWeights
+from model.inference.kernels.base import Piece, WantedWeights
 from model.inference.kernels.select import choose_decode_path
 from model.inference.kv_cache import KVCache
-from model.transformer.config import KernelChoice, Quantization
+from model.inference.options import KernelChoice, Quantization
 from model.transformer.gpt import GPT, GPTOutput
 
 

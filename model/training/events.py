@@ -9,24 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-
-@dataclass(frozen=True)
-class Downloading:
-    """Where the download of a text stands, every few seconds."""
-
-    url: str
-    done: int  # bytes
-    total: int | None  # bytes, if the server told
-
-
-@dataclass(frozen=True)
-class Downloaded:
-    """A text is on this machine, fetched now or before."""
-
-    url: str
-    size: int  # bytes
-    path: Path
-    from_cache: bool
+from model.data.sources.progress import Downloaded, Downloading
 
 
 @dataclass(frozen=True)

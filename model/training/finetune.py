@@ -27,6 +27,7 @@ from model.checkpoint.checkpoint import (
     load_weights,
     read_checkpoint,
 )
+from model.data.prepare import RUN
 from model.training.config import (
     SHAPE_FIELDS,
     TrainingConfig,
@@ -36,7 +37,6 @@ from model.training.config import (
 from model.training.events import Noticed, Reporter
 from model.training.optim.optimizers import initialise
 from model.training.presets import Recipe
-from model.training.run.directory import RUN
 from model.transformer.config import ConfigError, GPTConfig
 from model.transformer.gpt import GPT
 from model.transformer.lora import LoraError, LoraShape, adapt, check_rank, trained_weights

@@ -22,6 +22,8 @@ from torch import Tensor
 
 from model.checkpoint.adapter import save_adapter
 from model.checkpoint.checkpoint import TrainingRecord, save_checkpoint
+from model.data.prepare import RUN
+from model.data.windows import ValidationWindows
 from model.device import describe
 from model.training.config import TrainingError, command, run_name
 from model.training.distributed.fsdp import gather_weights, is_sharded, local, without_backward
@@ -30,12 +32,11 @@ from model.training.events import Evaluated, Noticed, Reporter, Sampled, Saved
 from model.training.optim.optimizers import Optimizers
 from model.training.run import plot
 from model.training.run.card import CardFacts, write_card
-from model.training.run.directory import RUN
 from model.training.run.samples import sample_text
 from model.training.run.state import Counters, Environment, save_state
 from model.training.setup import Plan
 from model.training.step.forward import Forward
-from model.training.step.validate import ValidationWindows, evaluate
+from model.training.step.validate import evaluate
 from model.transformer.gpt import GPT
 from model.transformer.lora import parameters_without_adapters
 

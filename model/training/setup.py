@@ -83,15 +83,24 @@ def _new(config: TrainingConfig, ranks: Ranks, report: Reporter) -> Plan:
     chat_template = _chat_template(config, base)
     placement = _placement(config, recipe, ranks)
     _share(recipe, ranks)
-    text = open_text(config, report)
+    text = open_text(
+        config.data,
+        text_field=config.text_field,
+        max_download_mb=config.max_download_mb,
+        licence=config.data_licence or "not stated",
+        report=report,
+    )
     run = RunDirectory.create(_path(config))
     try:
-        if base is None:
-            prepared = prepare_text(text, recipe, run.data)
-            model = start.config(prepared.tokenizer.vocab_size, **shape)
-        else:
-            prepared = prepare_text(text, recipe, run.data, base.opened.tokenizer)
-            model = fine_tuned
+        prepared = prepare_text(
+            text,
+            run.data,
+            vocabulary=recipe.tokenizer if base is None else base.opened.tokenizer,
+            vocab_size=recipe.vocab_size,
+            val_fraction=recipe.val_fraction,
+        )
+        vocab_size = prepared.tokenizer.vocab_size
+        model = start.config(vocab_size, **shape) if base is None else fine_tuned
         require_window(prepared, model.context_length)
     except BaseException:
         run.discard()

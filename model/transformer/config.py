@@ -14,11 +14,6 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 Norm = Literal["layernorm", "rmsnorm"]
 NormPosition = Literal["pre", "post"]
 Positions = Literal["learned", "sinusoidal", "rotary"]
-FloatName = Literal["float32", "bfloat16", "float16"]
-DTypeName = Literal["auto", FloatName]
-KernelChoice = Literal["auto", "native", "torch"]
-Quantization = Literal["none", "int8"]
-Speculation = Literal["none", "ngram"]
 Activation = Literal["gelu_tanh", "gelu", "relu", "relu2", "swiglu"]
 Target = Literal["qkv", "attention_out", "mlp_up", "mlp_down"]
 
@@ -26,8 +21,6 @@ TARGETS: tuple[Target, ...] = get_args(Target)
 """The matrices of a block, by the names of their modules."""
 BLOCK = 32
 """Positions in a cache block: prefill computes, and prefix reuse copies, whole blocks."""
-DRAFTED_ROWS = 16
-"""Rows of a decode step up to which drafts are added to it; with more, each costs what it saves."""
 
 
 _SIZES = (

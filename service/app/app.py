@@ -36,7 +36,7 @@ from service.routes import (
     score,
     tokenize,
 )
-from service.settings import ServeSettings
+from service.settings.serve import ServeSettings
 
 DESCRIPTION = """Serves a GPT that was trained with logitd, and every number it computes.
 

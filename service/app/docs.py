@@ -12,7 +12,7 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from pydantic.json_schema import models_json_schema
 
-from service.schemas.generate import ErrorReply, GenerateRequest
+from service.schemas.generate import GenerateRequest
 from service.schemas.openai import ChatRequest, CompletionRequest
 from service.schemas.tensors import (
     AttentionRequest,
@@ -35,19 +35,6 @@ REQUEST_BODIES = (
     CompletionRequest,
     ChatRequest,
 )
-
-ERRORS: dict[int | str, dict[str, Any]] = {
-    400: {"model": ErrorReply, "description": "A field is wrong, or the context is too short"},
-    401: {"model": ErrorReply, "description": "An API key is needed, and none or another was sent"},
-    404: {"model": ErrorReply, "description": "Another model was asked for"},
-    413: {"model": ErrorReply, "description": "The body is too large"},
-    415: {"model": ErrorReply, "description": "The body is no JSON"},
-    429: {"model": ErrorReply, "description": "The queue is full; see Retry-After"},
-    431: {"model": ErrorReply, "description": "The headers are too large"},
-    500: {"model": ErrorReply, "description": "Our own fault"},
-    503: {"model": ErrorReply, "description": "Loading or shutting down; see Retry-After"},
-    504: {"model": ErrorReply, "description": "The request's timeout passed"},
-}
 
 
 def install(app: FastAPI, needs_key: Callable[[str], bool]) -> None:

@@ -19,7 +19,7 @@ from service.engine.async_engine import AsyncEngine
 from service.engine.build import REFUSALS, Computation, build, compiler_for
 from service.engine.driver import EngineTurns, Turns
 from service.engine.process import EngineProcessError, ProcessTurns
-from service.settings import ServeSettings
+from service.settings.serve import ServeSettings
 
 logger = logging.getLogger("logitd")
 

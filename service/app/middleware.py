@@ -14,7 +14,6 @@ import time
 import uuid
 from collections.abc import Iterable
 
-from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from service.core.auth import CALLER
@@ -115,12 +114,6 @@ class BugAnswer:
             request_id: str = scope[REQUEST_ID_SCOPE]
             logger.exception("our own bug, request %s", request_id)
             await internal_error(request_id).response()(scope, receive, send)
-
-
-def note_user(request: Request, user: str | None) -> None:
-    """Let the request's line in the log say on whose behalf it came."""
-    if user:
-        request.state.user = user
 
 
 def _logged_user(scope: Scope) -> str:

@@ -19,7 +19,7 @@ from service.app.app import create_app
 from service.core.auth import ApiKeyError
 from service.core.state import Served, ServiceState
 from service.log import configure_logging
-from service.settings import ServeSettings
+from service.settings.serve import ServeSettings
 
 logger = logging.getLogger("logitd")
 

@@ -35,9 +35,9 @@ from model.device import (
     keep_freed_memory,
     use_threads,
 )
-from model.inference.engine.api import EngineConfig
+from model.inference.engine.config import EngineConfig
 from model.inference.kernels.select import DecodePath, KernelError, choose_decode_path, choose_dtype
-from model.transformer.config import KernelChoice
+from model.inference.options import KernelChoice
 from model.transformer.gpt import GPT
 from service.client import AsyncClient, Info, LogitdError
 from service.commands.benchmark.load import asking, measure_server
@@ -45,7 +45,7 @@ from service.commands.benchmark.profile_report import profile_lines, profile_sum
 from service.commands.benchmark.raw_client import LeanClient
 from service.commands.benchmark.report import HttpMeasured, Measured, Profiled, lines, summary
 from service.commands.benchmark.server import ServerError, started_server
-from service.settings import BenchSettings
+from service.settings.tools import BenchSettings
 
 REFUSALS = (
     CheckpointError,

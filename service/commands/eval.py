@@ -5,11 +5,12 @@ import sys
 from typing import Any
 
 from model.checkpoint.checkpoint import CheckpointError
+from model.data.errors import DataError
 from model.device import DeviceError
 from model.evaluation.text_loss import Measurement, measure
 from model.inference.kernels.select import KernelError
 from model.training.config import TrainingError
-from service.settings import EvalSettings
+from service.settings.train import EvalSettings
 
 
 def run(settings: EvalSettings) -> int:
@@ -25,7 +26,7 @@ def run(settings: EvalSettings) -> int:
             quantize=settings.quantize,
             say=lambda line: print(f"logitd eval: {line}", file=sys.stderr),
         )
-    except (CheckpointError, DeviceError, KernelError, TrainingError) as error:
+    except (CheckpointError, DeviceError, KernelError, DataError, TrainingError) as error:
         print(f"logitd eval: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

@@ -5,7 +5,7 @@ import sys
 from model.checkpoint.checkpoint import CheckpointError
 from model.convert.exporting import export_model
 from model.convert.foreign import ConvertError
-from service.settings import ExportSettings
+from service.settings.tools import ExportSettings
 
 
 def run(settings: ExportSettings) -> int:

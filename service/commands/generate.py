@@ -5,20 +5,16 @@ import sys
 
 from model.checkpoint.checkpoint import CheckpointError
 from model.device import DeviceError, use_threads
-from model.inference.engine.api import (
-    EngineConfig,
-    FinishEvent,
-    FinishReason,
-    GenerationRequest,
-    InvalidRequest,
-    SamplingParams,
-    TokenEvent,
-)
+from model.inference.engine.config import EngineConfig
 from model.inference.engine.engine import Engine
+from model.inference.engine.events import FinishEvent, FinishReason, TokenEvent
+from model.inference.engine.requests import GenerationRequest
+from model.inference.errors import InvalidRequest
 from model.inference.kernels.select import KernelError
 from model.inference.load import open_model
+from model.inference.sampling.params import SamplingParams
 from model.text.tokenizer import Tokenizer, TokenizerError
-from service.settings import GenerateSettings
+from service.settings.tools import GenerateSettings
 
 
 def run(settings: GenerateSettings) -> int:

@@ -5,7 +5,7 @@ import sys
 from model.checkpoint.checkpoint import CheckpointError
 from model.convert.foreign import ConvertError
 from model.convert.importing import import_model
-from service.settings import ImportSettings
+from service.settings.tools import ImportSettings
 
 
 def run(settings: ImportSettings) -> int:

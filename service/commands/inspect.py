@@ -18,7 +18,7 @@ from model.training.config import TrainingError
 from model.training.run.summary import is_run, summarise
 from model.transformer.trace import Stage, trace
 from service.commands.inspect_runs import show_runs
-from service.settings import InspectSettings
+from service.settings.tools import InspectSettings
 
 
 def run(settings: InspectSettings) -> int:

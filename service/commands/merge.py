@@ -4,7 +4,7 @@ import sys
 
 from model.checkpoint.adapter import merge
 from model.checkpoint.checkpoint import CheckpointError
-from service.settings import MergeSettings
+from service.settings.train import MergeSettings
 
 
 def run(settings: MergeSettings) -> int:

@@ -8,7 +8,7 @@ from rich.text import Text
 
 from service.app.server import serve
 from service.core.state import Served
-from service.settings import ServeSettings
+from service.settings.serve import ServeSettings
 
 
 def run(settings: ServeSettings) -> int:

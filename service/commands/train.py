@@ -2,13 +2,15 @@
 
 import sys
 
+from model.data.errors import DataError
+from model.data.sources.progress import Downloading
 from model.device import DeviceError, keep_freed_memory
 from model.training.config import TrainingError
-from model.training.events import Downloading, Event, Progress, line
+from model.training.events import Event, Progress, line
 from model.training.presets import PresetError
 from model.training.trainer import train
 from model.transformer.config import ConfigError
-from service.settings import TrainSettings
+from service.settings.train import TrainSettings
 
 
 class TerminalReporter:
@@ -34,7 +36,7 @@ def run(settings: TrainSettings) -> int:
     keep_freed_memory()  # each step takes and frees the same pieces again
     try:
         result = train(settings, TerminalReporter())
-    except (TrainingError, PresetError, ConfigError, DeviceError) as error:
+    except (DataError, TrainingError, PresetError, ConfigError, DeviceError) as error:
         print(f"logitd train: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:  # the second one: the first lets the trainer save

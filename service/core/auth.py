@@ -15,6 +15,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from pydantic import SecretStr
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -171,3 +172,9 @@ def _unauthorized(presented: bool) -> Response:
     response = error.response()
     response.headers["WWW-Authenticate"] = "Bearer"
     return response
+
+
+def note_user(request: Request, user: str | None) -> None:
+    """Let the request's line in the log say on whose behalf it came."""
+    if user:
+        request.state.user = user

@@ -23,7 +23,7 @@ from model.inference.constraints.compiler import (
     Source,
 )
 from model.inference.constraints.sandbox import Checker
-from model.inference.engine.api import ConstraintError
+from model.inference.errors import ConstraintError
 from service.core.errors import ApiError, bad_request
 from service.core.metrics import Metrics
 from service.schemas.generate import GenerateRequest

@@ -18,8 +18,9 @@ from fastapi.responses import Response
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
-from model.inference.engine.api import FinishEvent, FinishReason, InvalidRequest
-from service.schemas.generate import ALIASES, MAX_IDS, MAX_PROMPTS, MAX_STOP_TEXTS
+from model.inference.engine.events import FinishEvent, FinishReason
+from model.inference.errors import InvalidRequest
+from service.schemas.generate import ALIASES, MAX_IDS, MAX_PROMPTS, MAX_STOP_TEXTS, ErrorReply
 
 ErrorType = Literal[
     "invalid_request_error",
@@ -216,3 +217,18 @@ def _sentence(problem: Mapping[str, Any], fields: Container[str]) -> str:
             return str(problem["msg"]).removeprefix("Value error, ")
         case _:
             return f"{field}: {problem['msg'][:300]}" if field else str(problem["msg"])[:300]
+
+
+ERRORS: dict[int | str, dict[str, Any]] = {
+    400: {"model": ErrorReply, "description": "A field is wrong, or the context is too short"},
+    401: {"model": ErrorReply, "description": "An API key is needed, and none or another was sent"},
+    404: {"model": ErrorReply, "description": "Another model was asked for"},
+    413: {"model": ErrorReply, "description": "The body is too large"},
+    415: {"model": ErrorReply, "description": "The body is no JSON"},
+    429: {"model": ErrorReply, "description": "The queue is full; see Retry-After"},
+    431: {"model": ErrorReply, "description": "The headers are too large"},
+    500: {"model": ErrorReply, "description": "Our own fault"},
+    503: {"model": ErrorReply, "description": "Loading or shutting down; see Retry-After"},
+    504: {"model": ErrorReply, "description": "The request's timeout passed"},
+}
+"""What an endpoint can answer besides its reply, for /docs."""

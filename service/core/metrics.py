@@ -16,7 +16,7 @@ from prometheus_client import (
 )
 
 from model.checkpoint.checkpoint import CheckpointInfo
-from model.inference.engine.api import FinishEvent, FinishReason, TokenEvent
+from model.inference.engine.events import FinishEvent, FinishReason, TokenEvent
 from service.engine.driver import StepReport
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"

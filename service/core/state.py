@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 from fastapi import Depends, Request
 
 from model.checkpoint.checkpoint import CheckpointInfo
-from model.inference.engine.api import FinishEvent
+from model.inference.engine.events import FinishEvent
 from service.core.auth import NO_KEY, ApiKeys
 from service.core.constraints import Constraints
 from service.core.errors import ApiError, unavailable
@@ -21,7 +21,7 @@ from service.core.reply_budget import ByteBudget
 from service.engine.async_engine import AsyncEngine
 from service.engine.build import Computation
 from service.engine.driver import StepReport
-from service.settings import ServeSettings
+from service.settings.serve import ServeSettings
 
 logger = logging.getLogger("logitd")
 

@@ -12,8 +12,10 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from model.inference.engine.api import FinishEvent, InvalidRequest, Request, sequence_lengths
 from model.inference.engine.cost import row_numbers
+from model.inference.engine.events import FinishEvent
+from model.inference.engine.requests import Request, sequence_lengths
+from model.inference.errors import InvalidRequest
 from model.transformer.config import GPTConfig
 
 

@@ -25,7 +25,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from model.inference.engine.api import FinishEvent, FinishReason, Request
+from model.inference.engine.events import FinishEvent, FinishReason
+from model.inference.engine.requests import Request
 from model.inference.engine.validation import check_request
 from service.engine.admission import QueueLimits, QueueRoom, sequence_count
 from service.engine.driver import Abort, Add, Grant, StepReport, Turns

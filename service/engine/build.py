@@ -9,22 +9,23 @@ import logging
 from dataclasses import dataclass
 
 from model.checkpoint.checkpoint import CheckpointError
+from model.data.errors import DataError
 from model.device import DeviceError, Placement, describe, one_thread, use_threads
 from model.inference.constraints.compiler import Compiler, ConstraintsUnavailable
 from model.inference.constraints.mask_worker import LookAhead
-from model.inference.engine.api import EngineConfig, InvalidRequest
+from model.inference.engine.config import EngineConfig
 from model.inference.engine.engine import Engine
+from model.inference.errors import InvalidRequest
 from model.inference.kernels.select import KernelError
 from model.inference.load import OpenedModel, choose_slots, open_model, release_memory
 from model.inference.memory import SlotWish
 from model.text.tokenizer import Tokenizer
-from model.training.config import TrainingError
 from service.engine.quantization import Rounding, measure_rounding
-from service.settings import ServeSettings
+from service.settings.serve import ServeSettings
 
 logger = logging.getLogger("logitd")
 
-REFUSALS = (CheckpointError, DeviceError, InvalidRequest, KernelError, TrainingError)
+REFUSALS = (CheckpointError, DeviceError, InvalidRequest, KernelError, DataError)
 """Why an engine cannot be built, where it is nobody's bug: the message says what to do."""
 
 

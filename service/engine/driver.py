@@ -10,8 +10,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from model.inference.engine.api import EngineStats, Event, FinishReason, Request, StepResult
 from model.inference.engine.engine import Engine
+from model.inference.engine.events import EngineStats, Event, FinishReason, StepResult
+from model.inference.engine.requests import Request
 from model.transformer.config import GPTConfig
 
 

@@ -28,11 +28,11 @@ from pathlib import Path
 from typing import Any
 
 from model.inference.constraints.compiler import Constraint, Source
-from model.inference.engine.api import GenerationRequest
+from model.inference.engine.requests import GenerationRequest
 from model.transformer.config import GPTConfig
 from service.engine.build import Computation
 from service.engine.driver import Add, Command, StepReport
-from service.settings import ServeSettings
+from service.settings.serve import ServeSettings
 
 ROOT = Path(__file__).parents[2]
 END_SECONDS = 10.0

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from model.data.errors import DataError
 from model.evaluation.held_out import held_out
 from model.evaluation.quantization_loss import RoundingLoss, rounding_loss
 from model.inference.kernels.select import KernelError, choose_decode_path
 from model.inference.load import OpenedModel
-from model.training.config import TrainingError
-from model.transformer.config import Quantization
+from model.inference.options import Quantization
 
 logger = logging.getLogger("logitd")
 
@@ -60,7 +60,7 @@ def measure_rounding(opened: OpenedModel, kind: Quantization, text: Path | None)
     """What the decoder of an opened model costs against the same one unrounded; None without
     quantizing. The model is left as it was.
 
-    Raises KernelError for a text without quantizing, TrainingError for a named text that cannot be
+    Raises KernelError for a text without quantizing, DataError for a named text that cannot be
     measured on. Where none is named and none is found, nothing is measured and that is logged.
     """
     if kind == "none":
@@ -72,7 +72,7 @@ def measure_rounding(opened: OpenedModel, kind: Quantization, text: Path | None)
         return None
     try:
         found = held_out(opened.checkpoint, text)
-    except TrainingError as error:
+    except DataError as error:
         if text is not None:
             raise
         rounding = Rounding(kind, None, str(error))

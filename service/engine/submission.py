@@ -9,7 +9,8 @@ import math
 from collections.abc import Sequence
 from typing import Protocol
 
-from model.inference.engine.api import Event, FinishEvent, FinishReason, Request, RowsEvent
+from model.inference.engine.events import Event, FinishEvent, FinishReason, RowsEvent
+from model.inference.engine.requests import Request
 from service.engine.admission import sequence_count
 
 

@@ -20,12 +20,14 @@ import numpy as np
 
 from model.inference.constraints.cache import KeptConstraints
 from model.inference.constraints.compiler import Compiler, Kind, Source
-from model.inference.engine.api import ConstraintError, GenerationRequest, TokenConstraint
+from model.inference.constraints.protocol import TokenConstraint
+from model.inference.engine.requests import GenerationRequest
+from model.inference.errors import ConstraintError
 from service.engine.build import REFUSALS, Built, build
 from service.engine.driver import Add, Command, EngineTurns, Inbox
 from service.engine.process import ConstrainedAdd, Ready, Refused, Told
 from service.log import configure_logging
-from service.settings import ServeSettings
+from service.settings.serve import ServeSettings
 
 logger = logging.getLogger("logitd")
 

@@ -3,7 +3,8 @@
 from typing import Any
 
 from model.checkpoint.checkpoint import CheckpointInfo
-from service.responses.text import envelope, new_id
+from service.core.ids import new_id
+from service.responses.text import envelope
 from service.schemas.openai import StreamOptions
 
 

@@ -10,21 +10,21 @@ import secrets
 from collections.abc import Sequence
 
 from model.inference.constraints.compiler import Constraint
-from model.inference.engine.api import (
+from model.inference.engine.requests import (
     AttentionWeights,
     GenerationRequest,
     HiddenStates,
     Logits,
     RowsRequest,
-    SamplingParams,
     ScoreRequest,
 )
+from model.inference.sampling.params import SamplingParams
 from model.text.tokenizer import Tokenizer
 from service.core.errors import bad_request, clip, context_too_long
+from service.core.ids import new_id
 from service.core.state import Served
 from service.requests.prompts import check_ids
 from service.requests.submit import deadline_of, engine_refusals
-from service.responses.text import new_id
 from service.schemas import generate as schemas
 from service.schemas.tensors import PositionChoice, PositionRange, Processing
 

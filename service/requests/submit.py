@@ -3,7 +3,8 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from model.inference.engine.api import InvalidRequest, Request
+from model.inference.engine.requests import Request
+from model.inference.errors import InvalidRequest
 from service.core.errors import ApiError, bad_request, from_invalid, unavailable
 from service.core.state import Served
 from service.engine.admission import QueueFull

@@ -13,14 +13,11 @@ from fastapi import Request
 from starlette.responses import Response
 
 from model.inference.constraints.compiler import Constraint
-from model.inference.engine.api import (
-    FinishEvent,
-    GenerationRequest,
-    PromptEvent,
-    TokenEvent,
-)
+from model.inference.engine.events import FinishEvent, PromptEvent, TokenEvent
+from model.inference.engine.requests import GenerationRequest
 from service.core.constraints import source_of
 from service.core.errors import ApiError, from_finish, unavailable
+from service.core.ids import new_id
 from service.core.state import Served
 from service.engine.submission import EngineStopped, Submission
 from service.requests.body import unless_gone
@@ -31,7 +28,6 @@ from service.responses.text import (
     Completion,
     envelope,
     first_likeliest,
-    new_id,
     scored_json,
     server_timing,
     timings,

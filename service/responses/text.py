@@ -5,19 +5,13 @@ gives what is new since the last look. The rest are the small dicts that replies
 """
 
 import time
-import uuid
 from collections.abc import Iterable, Sequence
 from typing import Any
 from urllib.parse import quote
 
 from model.checkpoint.checkpoint import CheckpointInfo
-from model.inference.engine.api import (
-    FinishEvent,
-    FinishReason,
-    PromptToken,
-    TokenEvent,
-    TokenLogprob,
-)
+from model.inference.engine.events import FinishEvent, FinishReason, PromptToken, TokenEvent
+from model.inference.sampling.params import TokenLogprob
 from model.text.tokenizer import Tokenizer
 from service.responses.stop_strings import StopFinder
 
@@ -26,11 +20,6 @@ CHECKPOINT_HEADERS = tuple(
 )
 """The headers of a reply whose body is no JSON."""
 HEADER_SAFE = "".join(chr(code) for code in range(0x21, 0x7F) if chr(code) != "%")
-
-
-def new_id(kind: str) -> str:
-    """An id that nobody can guess: it names a request towards the engine."""
-    return f"{kind}-{uuid.uuid4().hex}"
 
 
 def envelope(reply_id: str, checkpoint: CheckpointInfo) -> dict[str, Any]:

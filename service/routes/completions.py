@@ -5,8 +5,8 @@ from typing import Annotated
 from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
-from service.app.docs import ERRORS
-from service.app.middleware import note_user
+from service.core.auth import note_user
+from service.core.errors import ERRORS
 from service.core.state import Ready
 from service.openai.completions import CompletionShape
 from service.openai.translate import native_completion, param_names

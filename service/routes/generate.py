@@ -5,7 +5,7 @@ from typing import Annotated
 from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
-from service.app.docs import ERRORS
+from service.core.errors import ERRORS
 from service.core.state import Ready
 from service.requests.body import body_of, described_by
 from service.requests.prompts import prompt_ids

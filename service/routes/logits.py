@@ -9,9 +9,11 @@ import orjson
 from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
-from model.inference.engine.api import RowsEvent, RowsRequest
+from model.inference.engine.events import RowsEvent
+from model.inference.engine.requests import RowsRequest
 from model.inference.sampling.distribution import largest
 from service.core.errors import bad_request
+from service.core.ids import new_id
 from service.core.state import Ready, Served
 from service.requests.body import body_of, described_by, unless_gone
 from service.requests.prompts import prompt_ids
@@ -21,7 +23,7 @@ from service.responses.tensors.encoding import byte_parts, encoded, json_parts, 
 from service.responses.tensors.negotiation import NPY, RESPONSES, SAFETENSORS, check_form, negotiate
 from service.responses.tensors.reader import RowsReader, paced
 from service.responses.tensors.safetensors import tensor_file_head
-from service.responses.text import checkpoint_headers, envelope, new_id, token_json
+from service.responses.text import checkpoint_headers, envelope, token_json
 from service.schemas.tensors import LogitsReply, LogitsRequest
 
 router = APIRouter()

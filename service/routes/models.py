@@ -5,7 +5,7 @@ from typing import Any
 
 from fastapi import APIRouter
 
-from service.app.docs import ERRORS
+from service.core.errors import ERRORS
 from service.core.state import Ready, Served
 from service.responses.text import checkpoint_name
 from service.schemas.openai import Model, ModelList

@@ -5,7 +5,7 @@ from typing import Any
 from fastapi import APIRouter, Response
 
 from model.version import VERSION
-from service.app.docs import ERRORS
+from service.core.errors import ERRORS
 from service.core.metrics import CONTENT_TYPE
 from service.core.state import Ready, State
 from service.responses.text import checkpoint_name

@@ -7,11 +7,11 @@ import orjson
 from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
-from model.inference.engine.api import RowsRequest
+from model.inference.engine.requests import RowsRequest
 from model.inference.sampling.distribution import Summary, summarise
 from model.text.tokenizer import Tokenizer
-from service.app.docs import ERRORS
-from service.core.errors import bad_request, clip
+from service.core.errors import ERRORS, bad_request, clip
+from service.core.ids import new_id
 from service.core.state import Ready, Served
 from service.requests.body import body_of, described_by, unless_gone
 from service.requests.prompts import encode_text, prompt_ids
@@ -24,7 +24,7 @@ from service.requests.resolve import (
 )
 from service.requests.submit import submit
 from service.responses.tensors.gather import Gathered, gather, perplexity
-from service.responses.text import envelope, new_id, server_timing, token_json
+from service.responses.text import envelope, server_timing, token_json
 from service.schemas.tensors import ProbsReply, ProbsRequest
 
 router = APIRouter()

@@ -8,17 +8,18 @@ import orjson
 from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
-from model.inference.engine.api import PromptToken
-from model.inference.engine.api import ScoreRequest as EngineScoreRequest
+from model.inference.engine.events import PromptToken
+from model.inference.engine.requests import ScoreRequest as EngineScoreRequest
 from model.text.tokenizer import Tokenizer
-from service.app.docs import ERRORS
+from service.core.errors import ERRORS
+from service.core.ids import new_id
 from service.core.state import Ready, Served
 from service.requests.body import body_of, described_by, unless_gone
 from service.requests.prompts import prompt_ids, text_or_ids
 from service.requests.resolve import check_count, check_logprobs, score_request
 from service.requests.submit import submit
 from service.responses.tensors.gather import Gathered, gather, logprobs_of, perplexity
-from service.responses.text import envelope, first_likeliest, new_id, scored_json, server_timing
+from service.responses.text import envelope, first_likeliest, scored_json, server_timing
 from service.schemas.tensors import ScoreReply, ScoreRequest
 
 router = APIRouter()

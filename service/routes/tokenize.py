@@ -14,12 +14,12 @@ from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
 from model.text.tokenizer import Tokenizer, TokenizerError
-from service.app.docs import ERRORS
-from service.core.errors import bad_request
+from service.core.errors import ERRORS, bad_request
+from service.core.ids import new_id
 from service.core.state import Ready, Served, ServiceState, State
 from service.requests.body import body_of, described_by, unless_gone
 from service.requests.prompts import THREAD_CHARACTERS, encode_text
-from service.responses.text import checkpoint_name, envelope, new_id, token_json
+from service.responses.text import checkpoint_name, envelope, token_json
 from service.schemas.tokenizer import (
     MAX_PIECES,
     DetokenizeListReply,

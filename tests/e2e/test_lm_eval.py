@@ -18,8 +18,8 @@ import pytest
 import torch
 
 from model.checkpoint.checkpoint import load_checkpoint
-from model.inference.engine.api import SamplingParams
 from model.inference.reference import generate
+from model.inference.sampling.params import SamplingParams
 from model.text.tokenizer import Tokenizer
 from model.transformer.gpt import GPT
 from tests.e2e.server import ServedProcess

@@ -16,8 +16,8 @@ import torch
 
 from model.checkpoint.checkpoint import CheckpointInfo, load_checkpoint
 from model.inference import reference
-from model.inference.engine.api import SamplingParams
 from model.inference.sampling.distribution import log_softmax
+from model.inference.sampling.params import SamplingParams
 from model.transformer.gpt import GPT
 from service import cli
 from tests.e2e.server import ServedProcess

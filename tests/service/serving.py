@@ -20,7 +20,7 @@ from model.inference.engine.engine import Engine
 from service.app.app import create_app
 from service.core.state import Served, ServiceState
 from service.engine.driver import EngineTurns
-from service.settings import ServeSettings
+from service.settings.serve import ServeSettings
 from tests.service.spelling import long_prompt
 
 PATIENCE = 60.0

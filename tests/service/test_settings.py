@@ -7,9 +7,10 @@ import pytest
 from pydantic import ValidationError
 from pydantic_settings import BaseSettings, CliApp
 
-from model.inference.engine.api import EngineConfig
+from model.inference.engine.config import EngineConfig
 from service.cli import COMMANDS
-from service.settings import BenchSettings, GenerateSettings, ServeSettings
+from service.settings.serve import ServeSettings
+from service.settings.tools import BenchSettings, GenerateSettings
 
 
 @pytest.fixture(autouse=True)

@@ -10,13 +10,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from model.training.config import TrainingError
+from model.data.errors import DataError
 
 PIECE = 100_000
 """Most characters in a piece. Tokenizers overflow their stack on runs of a million spaces."""
 
 
-class TextError(TrainingError):
+class TextError(DataError):
     """A text that cannot be trained on; the message names the file or the numbers."""
 
 

@@ -23,7 +23,7 @@ import httpx
 
 from model.data.sources.document import TextError
 from model.data.sources.files import GZIP
-from model.training.events import Downloaded, Downloading, Reporter
+from model.data.sources.progress import Downloaded, Downloading, Report
 
 MB = 1_000_000
 
@@ -55,7 +55,7 @@ def is_address(name: str) -> bool:
     return name.lower().startswith(("http://", "https://"))
 
 
-def download(url: str, *, max_mb: int, report: Reporter) -> Download:
+def download(url: str, *, max_mb: int, report: Report) -> Download:
     """The text at an address, from the cache or else from its server.
 
     Raises TextError in one sentence when it cannot be had or is larger than `max_mb` million
@@ -100,7 +100,7 @@ def _place(address: httpx.URL) -> Path:
     return cache_folder() / f"{hashlib.sha256(str(address).encode()).hexdigest()[:32]}-{name}"
 
 
-def _fetch(address: httpx.URL, file: IO[bytes], limit: int, report: Reporter) -> str:
+def _fetch(address: httpx.URL, file: IO[bytes], limit: int, report: Report) -> str:
     """Write what the server sends; its sha256."""
     digest, check = hashlib.sha256(), _Utf8Check(str(address))
     headers = {"accept-encoding": "identity"}  # so that lengths are those of the file

@@ -12,6 +12,7 @@ nothing about training and validation (`split.py`).
 
 import re
 import sysconfig
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -24,19 +25,29 @@ from model.data.sources.files import (
     holds_records,
     named_files,
 )
+from model.data.sources.progress import Report, unreported
 from model.data.sources.python_text import python_text
 from model.data.sources.stories import stories_text
-from model.training.config import TrainingConfig
-from model.training.events import Reporter, silent
 
 BUILT_IN = "builtin:"
 
 SHARD = ".tokens"
 
 
-def open_text(config: TrainingConfig, report: Reporter = silent) -> Text:
-    """The text that a configuration names. Addresses are fetched now, files are read later."""
-    words = list(dict.fromkeys(config.data)) or [BUILT_IN + "python"]
+def open_text(
+    data: Sequence[str] = (),
+    *,
+    text_field: str = "text",
+    max_download_mb: int = 1000,
+    licence: str = "not stated",
+    report: Report = unreported,
+) -> Text:
+    """The text that the words of `data` name. Addresses are fetched now, files are read later.
+
+    text_field  of JSON lines and Parquet, the field that is the text
+    licence     of what is not built in, for the checkpoint's card
+    """
+    words = list(dict.fromkeys(data)) or [BUILT_IN + "python"]
     built_in = [_built_in(word) for word in words if word.startswith(BUILT_IN)]
     if built_in and len(words) == 1:
         return built_in[0]
@@ -44,17 +55,17 @@ def open_text(config: TrainingConfig, report: Reporter = silent) -> Text:
     names = [word for word in words if not word.startswith(BUILT_IN) and not is_address(word)]
     files = each_once(file for name in names for file in _files(name))
     if any(file.suffix == SHARD for file in files):
-        return _ready_made(config, words, files)
-    downloads = [download(url, max_mb=config.max_download_mb, report=report) for url in addresses]
-    field = _field(config, [*files, *(each.path for each in downloads)])
+        return _tokenised(words, files, licence)
+    downloads = [download(url, max_mb=max_download_mb, report=report) for url in addresses]
+    _check_field(text_field, words, [*files, *(each.path for each in downloads)])
     documents = Documents(
         *(partial(iter, each.documents) for each in built_in),
-        *(partial(documents_of, each.path, each.url, field) for each in downloads),
-        partial(documents_of_all, files, field),
+        *(partial(documents_of, each.path, each.url, text_field) for each in downloads),
+        partial(documents_of_all, files, text_field),
     )
     if next(iter(documents), None) is None:
         raise TextError(f"{_name(words)}: {len(files) + len(downloads)} files, and all are empty")
-    stated = [config.data_licence or "not stated"] if files or downloads else []
+    stated = [licence] if files or downloads else []
     return Text(
         name=_name(words),
         licence="; ".join([*(each.licence for each in built_in), *stated]),
@@ -63,14 +74,13 @@ def open_text(config: TrainingConfig, report: Reporter = silent) -> Text:
     )
 
 
-def _field(config: TrainingConfig, files: list[Path]) -> str:
-    """The field that holds a record's text; refused where there are no records."""
-    if config.text_field != "text" and not any(map(holds_records, files)):
+def _check_field(field: str, words: list[str], files: list[Path]) -> None:
+    """Refuse a field of records where there are no records."""
+    if field != "text" and not any(map(holds_records, files)):
         raise TextError(
-            f"--text-field {config.text_field} goes with JSON lines (*.jsonl) and Parquet "
-            f"(*.parquet); {_name(list(config.data))} has neither"
+            f"--text-field {field} goes with JSON lines (*.jsonl) and Parquet "
+            f"(*.parquet); {_name(words)} has neither"
         )
-    return config.text_field
 
 
 def _built_in(word: str) -> Text:
@@ -93,7 +103,7 @@ def _files(name: str) -> list[Path]:
     return named_files(name)
 
 
-def _ready_made(config: TrainingConfig, words: list[str], files: list[Path]) -> Text:
+def _tokenised(words: list[str], files: list[Path], licence: str) -> Text:
     """Shards are trained on as they are, so nothing can be beside them that is to be tokenised."""
     others = [file for file in files if file.suffix != SHARD]
     others += [Path(word) for word in words if word.startswith(BUILT_IN) or is_address(word)]
@@ -102,9 +112,7 @@ def _ready_made(config: TrainingConfig, words: list[str], files: list[Path]) -> 
             f"{_name(words)}: shards (*{SHARD}) and text ({others[0]}) cannot be trained on "
             "together; tokenise all of the text in one run, or name shards alone"
         )
-    return Text(
-        name=_name(words), licence=config.data_licence or "not stated", documents=(), shards=files
-    )
+    return Text(name=_name(words), licence=licence, documents=(), shards=files)
 
 
 def _name(words: list[str]) -> str:

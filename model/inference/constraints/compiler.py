@@ -34,7 +34,7 @@ from typing import Any, Literal
 import numpy as np
 
 from model.inference.constraints.json_schema import enforceable
-from model.inference.engine.api import ConstraintError
+from model.inference.errors import ConstraintError
 from model.text.tokenizer import Tokenizer
 
 Kind = Literal["regex", "json_schema", "choice", "grammar"]

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
-from model.inference.engine.api import TokenMatcher
+from model.inference.constraints.protocol import TokenMatcher
 
 ENOUGH = 16
 """Matchers from which on the thread is asked. It takes a core from the forward for that time: with

@@ -24,7 +24,7 @@ if sys.platform != "win32":
     import resource
 
 from model.inference.constraints.compiler import Compiler, ConstraintsUnavailable, Source
-from model.inference.engine.api import ConstraintError
+from model.inference.errors import ConstraintError
 from model.text.tokenizer import Tokenizer
 
 ROOT = Path(__file__).parents[3]

@@ -7,7 +7,7 @@ shape. What a prompt costs besides its rows is counted in tokens, what is genera
 neither is here.
 """
 
-from model.inference.engine.api import (
+from model.inference.engine.requests import (
     AttentionWeights,
     GenerationRequest,
     HiddenStates,

@@ -15,29 +15,26 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 
-from model.inference.engine.api import (
-    ConstraintError,
-    EngineConfig,
+from model.inference.constraints.protocol import MaskAhead, TokenMatcher
+from model.inference.engine.config import EngineConfig
+from model.inference.engine.cost import row_width
+from model.inference.engine.events import (
     EngineStats,
     Event,
     FinishReason,
-    InvalidRequest,
-    MaskAhead,
     PromptEvent,
     PromptToken,
-    Request,
     RowsEvent,
     StepResult,
     TokenEvent,
-    TokenMatcher,
-    sequence_lengths,
 )
-from model.inference.engine.cost import row_width
 from model.inference.engine.ngram import Draft
+from model.inference.engine.requests import Request, sequence_lengths
 from model.inference.engine.runner import DecoderMaker, Runner, Scores, StepOutput
 from model.inference.engine.scheduler import PrefillChunk, Scheduler, StepPlan
 from model.inference.engine.sequence import Group, Sequence, State
 from model.inference.engine.validation import check_request
+from model.inference.errors import ConstraintError, InvalidRequest
 from model.inference.kernels.eager.decoder import PlainDecoder
 from model.inference.sampling.sampler import Drawn, Sampled
 from model.transformer.gpt import GPT

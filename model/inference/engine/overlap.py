@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 from model.inference.engine.scheduler import StepPlan
 from model.inference.engine.sequence import Sequence
-from model.inference.kernels.eager.decoder import Collect, Launcher
+from model.inference.kernels.base import Collect, Launcher
 from model.inference.sampling.sampler import Drawn, SlotDraws, as_drawn
 
 

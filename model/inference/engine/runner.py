@@ -17,20 +17,15 @@ import torch
 from torch import Tensor
 
 from model.device import one_thread
-from model.inference.engine.api import (
-    AttentionWeights,
-    ConstraintError,
-    HiddenStates,
-    Logits,
-    MaskAhead,
-    RowsRequest,
-)
+from model.inference.constraints.protocol import MaskAhead
 from model.inference.engine.ngram import Draft
 from model.inference.engine.overlap import StepsAhead
+from model.inference.engine.requests import AttentionWeights, HiddenStates, Logits, RowsRequest
 from model.inference.engine.scheduler import PrefillChunk, StepPlan
 from model.inference.engine.sequence import Sequence
-from model.inference.kernels.eager.decoder import Decoder, PlainDecoder
-from model.inference.kernels.eager.prefill import Piece, Prefilled, WantedWeights
+from model.inference.errors import ConstraintError
+from model.inference.kernels.base import Decoder, Piece, Prefilled, WantedWeights
+from model.inference.kernels.eager.decoder import PlainDecoder
 from model.inference.kv_cache import KVCache
 from model.inference.sampling.sampler import Drawn, Row, Sampled, SlotDraws, process, sample, score
 from model.transformer.config import BLOCK

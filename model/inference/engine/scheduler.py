@@ -20,11 +20,13 @@ import bisect
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from model.inference.engine.api import EngineConfig, RowsRequest
+from model.inference.engine.config import EngineConfig
 from model.inference.engine.ngram import Draft, Drafter, shares
+from model.inference.engine.requests import RowsRequest
 from model.inference.engine.sequence import Sequence, State
 from model.inference.engine.slots import SlotPool
-from model.transformer.config import BLOCK, DRAFTED_ROWS
+from model.inference.options import DRAFTED_ROWS
+from model.transformer.config import BLOCK
 
 ROWS_BUDGET = 2**21
 """Numbers of rows in one step; a single block of positions may have more."""

@@ -7,18 +7,10 @@ the engine alone. Decides nothing: see `scheduler.py`.
 from dataclasses import dataclass, field
 from enum import Enum
 
-from model.inference.engine.api import (
-    FinishEvent,
-    FinishReason,
-    GenerationRequest,
-    Request,
-    RowsRequest,
-    ScoreRequest,
-    SequenceTimes,
-    TokenConstraint,
-    TokenMatcher,
-)
+from model.inference.constraints.protocol import TokenConstraint, TokenMatcher
+from model.inference.engine.events import FinishEvent, FinishReason, SequenceTimes
 from model.inference.engine.ngram import Drafter
+from model.inference.engine.requests import GenerationRequest, Request, RowsRequest, ScoreRequest
 
 ROWS_CREDIT = 2
 """Pieces of rows that may be on their way to a reader at once."""

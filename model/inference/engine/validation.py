@@ -2,22 +2,22 @@
 
 `check_request` is called by whoever queues a request and by the engine itself. What is wrong with
 sampling parameters as such, whatever the model, they say themselves
-(`model/inference/engine/api.py`).
+(`model/inference/sampling/params.py`).
 """
 
 from collections.abc import Iterable
 
-from model.inference.engine.api import (
+from model.inference.engine.requests import (
     AttentionWeights,
     GenerationRequest,
     HiddenStates,
-    InvalidRequest,
     Logits,
     Request,
     RowsRequest,
-    SamplingParams,
     ScoreRequest,
 )
+from model.inference.errors import InvalidRequest
+from model.inference.sampling.params import SamplingParams
 from model.transformer.config import GPTConfig
 
 

@@ -12,12 +12,15 @@ from functools import partial
 import torch
 
 from model.device import bfloat16_instructions, processor_features
+from model.dtypes import DTypeName, FloatName
+from model.inference.kernels.base import Decoder
 from model.inference.kernels.cpu.decoder import NativeDecoder, not_covered, prefills_natively
 from model.inference.kernels.cpu.library import KernelsUnavailable, load_library
 from model.inference.kernels.cuda.decoder import GraphDecoder
-from model.inference.kernels.eager.decoder import Decoder, PlainDecoder
+from model.inference.kernels.eager.decoder import PlainDecoder
 from model.inference.kv_cache import KVCache
-from model.transformer.config import DTypeName, FloatName, GPTConfig, KernelChoice, Quantization
+from model.inference.options import KernelChoice, Quantization
+from model.transformer.config import GPTConfig
 from model.transformer.gpt import GPT
 
 

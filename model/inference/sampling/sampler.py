@@ -44,7 +44,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from model.inference.engine.api import SamplingParams, TokenLogprob
+from model.inference.sampling.params import SamplingParams, TokenLogprob
 from model.inference.sampling.sample import DRAW, Draw, Drawing, Draws, draw_tokens, filtered, table
 
 

@@ -21,9 +21,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from model.data.prepare import DATA, RUN
 from model.training.config import TrainingError
 
-RUN, METRICS, SAMPLES, PLOT = "run.json", "metrics.jsonl", "samples.txt", "loss.png"
+METRICS, SAMPLES, PLOT = "metrics.jsonl", "samples.txt", "loss.png"
 _STEP = re.compile(r"step-(\d{6,})")
 _SAMPLE = re.compile(r"^=== step (\d+)$", re.MULTILINE)
 
@@ -33,7 +34,7 @@ class RunDirectory:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.data = path / "data"
+        self.data = path / DATA
         self.state = path / "state" / "state.pt"
         self.plot = path / PLOT
         self.latest = path / "latest"

@@ -15,9 +15,10 @@ from typing import Any
 
 import torch
 
+from model.data.prepare import RUN
 from model.training.config import TrainingConfig, TrainingError
 from model.training.presets import PresetError, Recipe, preset
-from model.training.run.directory import METRICS, RUN, SAMPLES, RunDirectory
+from model.training.run.directory import METRICS, SAMPLES, RunDirectory
 from model.transformer.config import ConfigError, GPTConfig
 from model.transformer.gpt import GPT
 

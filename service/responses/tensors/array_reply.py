@@ -16,7 +16,9 @@ import orjson
 from fastapi import Request
 from starlette.responses import Response
 
-from model.inference.engine.api import RowsEvent, RowsRequest
+from model.inference.engine.events import RowsEvent
+from model.inference.engine.requests import RowsRequest
+from service.core.ids import new_id
 from service.core.state import Served
 from service.requests.body import unless_gone
 from service.responses import sse
@@ -32,7 +34,7 @@ from service.responses.tensors.encoding import (
 from service.responses.tensors.negotiation import NPY, SAFETENSORS
 from service.responses.tensors.reader import RowsReader, paced
 from service.responses.tensors.safetensors import tensor_file_head
-from service.responses.text import checkpoint_headers, envelope, new_id
+from service.responses.text import checkpoint_headers, envelope
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from model.inference.engine.api import FinishEvent, PromptEvent, PromptToken, RowsEvent
+from model.inference.engine.events import FinishEvent, PromptEvent, PromptToken, RowsEvent
 from service.core.errors import from_finish, unavailable
 from service.engine.submission import EngineStopped, Submission
 

@@ -2,8 +2,7 @@
 
 from typing import Any
 
-from service.app.docs import ERRORS
-from service.core.errors import ApiError, bad_request, clip
+from service.core.errors import ERRORS, ApiError, bad_request, clip
 
 JSON = "application/json"
 NPY = "application/x-npy"

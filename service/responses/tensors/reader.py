@@ -9,7 +9,8 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 
-from model.inference.engine.api import FinishEvent, RowsEvent, RowsRequest
+from model.inference.engine.events import FinishEvent, RowsEvent
+from model.inference.engine.requests import RowsRequest
 from service.core.errors import from_finish, unavailable
 from service.core.state import Served
 from service.engine.submission import EngineStopped, Submission

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from model.checkpoint.checkpoint import CheckpointInfo
-from model.inference.engine.api import RowsRequest
+from model.inference.engine.requests import RowsRequest
 from service.responses.tensors.encoding import TensorSpec, safetensors_header
 from service.responses.text import checkpoint_name
 

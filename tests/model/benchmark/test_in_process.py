@@ -15,7 +15,7 @@ from model.benchmark.in_process import (
 )
 from model.benchmark.work import decode_work, prefill_work, size_of
 from model.benchmark.workload import Workload, tokens_for
-from model.inference.engine.api import EngineConfig
+from model.inference.engine.config import EngineConfig
 from model.inference.engine.engine import Engine
 from model.inference.kernels.eager.decoder import PlainDecoder
 from model.transformer.gpt import GPT

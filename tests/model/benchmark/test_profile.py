@@ -22,13 +22,16 @@ from model.benchmark.stages import Stage, decode_stage_works, prefill_stage_work
 from model.benchmark.timeline import Timeline, Watch
 from model.benchmark.work import Work
 from model.benchmark.workload import Workload, tokens_for
-from model.inference.engine.api import EngineConfig, GenerationRequest, SamplingParams, TokenEvent
+from model.inference.engine.config import EngineConfig
 from model.inference.engine.engine import Engine
+from model.inference.engine.events import TokenEvent
+from model.inference.engine.requests import GenerationRequest
 from model.inference.engine.runner import DecoderMaker
 from model.inference.kernels.cpu.decoder import NativeDecoder
 from model.inference.kernels.cpu.library import KernelsUnavailable, load_library
 from model.inference.kernels.eager.decoder import PlainDecoder
 from model.inference.kv_cache import KVCache
+from model.inference.sampling.params import SamplingParams
 from model.transformer.gpt import GPT
 from tests.model.factories import FAMILIES, VOCAB_SIZE, random_ids, tiny_config, tiny_gpt
 

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from model.data.batches import Batches, Share, noise_seed, share
+from model.data.errors import DataError
 from model.data.shards import Shard
-from model.training.config import TrainingError
 
 
 def _shard(count: int) -> Shard:
@@ -75,7 +75,7 @@ def test_however_many_processes_share_a_step_it_is_the_same_sequences(
 ) -> None:
     total = batch_size * accumulate
     if total % size:
-        with pytest.raises(TrainingError, match=rf"a step has {total} sequences .* {size} proc"):
+        with pytest.raises(DataError, match=rf"a step has {total} sequences .* {size} proc"):
             share(batch_size, accumulate, rank=0, size=size)
         return
     shares = [share(batch_size, accumulate, rank=rank, size=size) for rank in range(size)]

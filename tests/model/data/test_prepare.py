@@ -4,7 +4,6 @@ import json
 import re
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +16,15 @@ from model.data.sources.open_text import open_text
 from model.data.sources.stories import story
 from model.data.split import MANY, sides
 from model.text.tokenizer import Tokenizer
-from model.training.config import TrainingConfig
 from model.training.presets import preset
 from tests.model.conftest import story as sentences
 
-RECIPE = replace(preset("tiny").recipe, vocab_size=300)
+RECIPE = preset("tiny").recipe
 
 
 def prepare(text: Text, folder: Path, **given: Any) -> PreparedText:
-    return prepare_text(text, replace(RECIPE, **given), folder)
+    values = {"vocab_size": 300, "val_fraction": RECIPE.val_fraction} | given
+    return prepare_text(text, folder, **values)
 
 
 def text_of(*texts: str, **facts: Any) -> Text:
@@ -71,7 +70,7 @@ def test_copies_of_a_document_do_not_leak_into_validation(tmp_path: Path) -> Non
     for number in range(40):
         for name in ("a", "copy"):
             (folder / f"{name}-{number}.txt").write_text(story(number).text)
-    text = open_text(TrainingConfig(data=(str(folder),)))
+    text = open_text((str(folder),))
     prepared = prepare(text, tmp_path / "data", val_fraction=0.3)
     train = set(decoded(prepared.train, prepared.tokenizer))
     val = decoded(prepared.val, prepared.tokenizer)
@@ -133,19 +132,19 @@ def test_eighty_kilobytes_are_enough_for_the_smallest_preset(tmp_path: Path) -> 
     path.write_text("".join(story(number).text for number in range(270)))
     assert 70_000 < path.stat().st_size < 90_000
     start = preset("tiny")
-    prepared = prepare_text(
-        open_text(TrainingConfig(data=(str(path),))), start.recipe, tmp_path / "data"
+    prepared = prepare(
+        open_text((str(path),)), tmp_path / "data", vocab_size=start.recipe.vocab_size
     )
     require_window(prepared, start.config(prepared.tokenizer.vocab_size).context_length)
 
 
 def test_shards_need_the_tokenizer_that_wrote_them(tmp_path: Path) -> None:
     prepare(text_of(sentences(400)), tmp_path / "data")
-    text = open_text(TrainingConfig(data=(str(tmp_path / "data"),)))
+    text = open_text((str(tmp_path / "data"),))
     beside = tmp_path / "data" / "tokenizer.tiktoken"
     with pytest.raises(TextError, match=re.escape(f"for example --tokenizer {beside}")):
         prepare(text, tmp_path / "again")
-    again = prepare(text, tmp_path / "again", tokenizer=str(beside))
+    again = prepare(text, tmp_path / "again", vocabulary=str(beside))
     for side in ("train", "val"):
         name = f"{side}.tokens"
         assert (tmp_path / "again" / name).read_bytes() == (tmp_path / "data" / name).read_bytes()
@@ -154,10 +153,8 @@ def test_shards_need_the_tokenizer_that_wrote_them(tmp_path: Path) -> None:
 
 MEASURE = """
 import resource, sys
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from model.training.presets import preset
 from model.data.prepare import prepare_text
 from model.data.sources.document import Documents, Text, text_document, PIECE
 from model.data.sources.stories import story
@@ -169,8 +166,8 @@ def documents():
     for number in range(megabytes):
         yield text_document(str(number), f"{number} {block}")
 
-recipe = replace(preset("tiny").recipe, vocab_size=600)
-prepared = prepare_text(Text("long", "none", Documents(documents)), recipe, folder)
+text = Text("long", "none", Documents(documents))
+prepared = prepare_text(text, folder, vocab_size=600, val_fraction=0.05)
 print(prepared.record["bytes"], resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
 """
 

@@ -8,9 +8,9 @@ import tiktoken
 from hypothesis import given
 from hypothesis import strategies as st
 
+from model.data.errors import DataError
 from model.data.vocabulary import SMALLEST, check, learn, ready_made, tokenizer_sha256
 from model.text.tokenizer import END_OF_TEXT, SPLIT_PATTERN, Tokenizer
-from model.training.config import TrainingError
 from tests.model.conftest import story
 
 LEARNED = learn([story(800)], 340)
@@ -79,7 +79,7 @@ def test_a_short_text_gives_fewer_tokens_than_asked() -> None:
 
 def test_bytes_alone_are_a_vocabulary_and_less_is_refused() -> None:
     assert learn(["text"], SMALLEST).vocab_size == 257
-    with pytest.raises(TrainingError, match="vocab_size 256 is below 257"):
+    with pytest.raises(DataError, match="vocab_size 256 is below 257"):
         learn(["text"], 256)
 
 
@@ -91,10 +91,10 @@ def test_a_ranks_file_is_taken_and_what_is_none_is_refused(tmp_path: Path) -> No
     LEARNED.write_ranks(tmp_path / "own.tiktoken")
     tokenizer = ready_made(str(tmp_path / "own.tiktoken"))
     assert tokenizer_sha256(tokenizer) == tokenizer_sha256(LEARNED)
-    with pytest.raises(TrainingError, match="neither 'own' nor one of gpt2"):
+    with pytest.raises(DataError, match="neither 'own' nor one of gpt2"):
         ready_made("no-such-thing")
     (tmp_path / "bad.tiktoken").write_text("not ranks at all\n")
-    with pytest.raises(TrainingError, match=r"line 1 of bad\.tiktoken"):
+    with pytest.raises(DataError, match=r"line 1 of bad\.tiktoken"):
         ready_made(str(tmp_path / "bad.tiktoken"))
 
 
@@ -110,5 +110,5 @@ def test_a_pattern_that_drops_text_is_found_out() -> None:
     ranks = {bytes([byte]): byte for byte in range(256)}
     lossy = Tokenizer(ranks=ranks, pattern="[a-z]+", special_tokens={END_OF_TEXT: 256})
     check(lossy, "abc")
-    with pytest.raises(TrainingError, match="does not give back the text that begins 'ab, cd!'"):
+    with pytest.raises(DataError, match="does not give back the text that begins 'ab, cd!'"):
         check(lossy, "ab, cd!")

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 
 from model.checkpoint.checkpoint import CheckpointInfo, read_checkpoint
+from model.data.errors import DataError
 from model.data.prepare import read_prepared
 from model.data.sources.document import TextError
 from model.data.sources.python_text import python_text
 from model.data.split import sides
 from model.evaluation import held_out as module
 from model.evaluation.held_out import FEWEST, TOKENS, held_out
-from model.training.config import TrainingError
 from model.training.trainer import train
 from tests.model.conftest import Configure, story
 from tests.model.factories import save_tiny_checkpoint, tiny_config, tiny_gpt, training_record
@@ -100,7 +100,7 @@ def test_a_named_text_that_will_not_do_is_refused(
     path = tmp_path / "text.txt"
     if content is not None:
         path.write_bytes(content)
-    with pytest.raises(TrainingError, match=message):
+    with pytest.raises(DataError, match=message):
         held_out(checkpoint, path)
 
 
@@ -123,10 +123,10 @@ def test_a_run_has_its_own(configure: Configure, tmp_path: Path) -> None:
         (batch,) = found.windows
         assert np.array_equal(batch[0][0].numpy(), val[: batch[0].shape[1]])
     other = replace(info, tokenizer=read_checkpoint(BUNDLED).tokenizer)
-    with pytest.raises(TrainingError, match="another tokenizer"):
+    with pytest.raises(DataError, match="another tokenizer"):
         held_out(other)
     (config.out / "data" / "val.tokens").unlink()
-    with pytest.raises(TrainingError, match="missing"):
+    with pytest.raises(DataError, match="missing"):
         held_out(info)
 
 

@@ -11,12 +11,13 @@ import torch
 from model.checkpoint.checkpoint import load_checkpoint
 from model.data.shards import Shard
 from model.data.sources.document import TextError
+from model.data.windows import ValidationWindows
 from model.evaluation.held_out import held_out
 from model.evaluation.quantization_loss import RoundingLoss, decoded_nats, rounding_loss
 from model.inference.kernels.cpu.decoder import NativeDecoder
 from model.inference.kernels.eager.decoder import PlainDecoder
 from model.inference.kv_cache import KVCache
-from model.training.step.validate import ValidationWindows, evaluate
+from model.training.step.validate import evaluate
 from model.transformer.gpt import GPT
 from tests.model.factories import FAMILIES, byte_tokenizer, random_ids, tiny_config, tiny_gpt
 

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from model.device import DeviceError
+from model.device import DeviceError, machine_memory
 from model.inference.kv_cache import KVCache
 from model.inference.memory import (
     MOST_SLOTS,
@@ -17,8 +17,6 @@ from model.inference.memory import (
     SlotWish,
     available,
     check_weights_fit,
-    machine_memory,
-    parameter_count,
     slot_bytes,
     slots_for,
     spoken,
@@ -27,6 +25,7 @@ from model.inference.memory import (
 from model.training.presets import PRESETS
 from model.transformer.config import BLOCK, gpt2_shape
 from model.transformer.gpt import GPT
+from model.transformer.size import parameter_count
 from tests.model.factories import FAMILIES, tiny_config
 
 GIB = 2**30

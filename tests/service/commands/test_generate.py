@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from model.inference import reference
-from model.inference.engine.api import SamplingParams
 from model.inference.kernels.cpu.library import KernelsUnavailable, load_library
+from model.inference.sampling.params import SamplingParams
 from model.transformer.gpt import GPT
 from service.cli import run
 from tests.model.factories import byte_tokenizer, save_tiny_checkpoint, tiny_config, tiny_gpt

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from model.training.events import Downloaded, Downloading, Event, Noticed, Progress, Saved, line
+from model.data.sources.progress import Downloaded, Downloading
+from model.training.events import Event, Noticed, Progress, Saved, line
 from service.cli import run
 from service.commands.train import TerminalReporter
 

@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from model.inference.engine.api import FinishEvent, FinishReason, InvalidRequest, SequenceTimes
+from model.inference.engine.events import FinishEvent, FinishReason, SequenceTimes
+from model.inference.errors import InvalidRequest
 from service.core.errors import (
     ApiError,
     bad_request,

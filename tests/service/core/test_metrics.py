@@ -12,7 +12,7 @@ from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from model.checkpoint.checkpoint import read_checkpoint
-from model.inference.engine.api import (
+from model.inference.engine.events import (
     EngineStats,
     Event,
     FinishEvent,

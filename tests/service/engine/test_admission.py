@@ -6,14 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from model.inference.engine.api import (
-    FinishEvent,
-    FinishReason,
-    GenerationRequest,
-    RowsRequest,
-    SamplingParams,
-    SequenceTimes,
-)
+from model.inference.engine.events import FinishEvent, FinishReason, SequenceTimes
+from model.inference.engine.requests import GenerationRequest, RowsRequest
+from model.inference.sampling.params import SamplingParams
 from service.engine.admission import QueueFull, QueueLimits, QueueRoom, sequence_count
 from tests.model.factories import tiny_config
 

@@ -15,24 +15,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from model.inference.engine.api import (
-    EngineConfig,
+from model.inference.engine.config import EngineConfig
+from model.inference.engine.cost import row_numbers
+from model.inference.engine.engine import Engine
+from model.inference.engine.events import (
     Event,
     FinishEvent,
     FinishReason,
-    GenerationRequest,
-    InvalidRequest,
-    Request,
     RowsEvent,
-    RowsRequest,
-    SamplingParams,
-    ScoreRequest,
     StepResult,
     TokenEvent,
 )
-from model.inference.engine.cost import row_numbers
-from model.inference.engine.engine import Engine
+from model.inference.engine.requests import GenerationRequest, Request, RowsRequest, ScoreRequest
+from model.inference.errors import InvalidRequest
 from model.inference.reference import generate
+from model.inference.sampling.params import SamplingParams
 from service.engine.admission import QueueFull, QueueLimits, sequence_count
 from service.engine.async_engine import AsyncEngine, Reservation
 from service.engine.driver import EngineTurns, StepReport

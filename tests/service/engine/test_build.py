@@ -8,10 +8,10 @@ import torch
 
 from model.device import DeviceError
 from model.inference import load as opening
-from model.inference.engine.api import EngineConfig
+from model.inference.engine.config import EngineConfig
 from model.inference.load import OpenedModel
 from service.engine import build as building
-from service.settings import ServeSettings
+from service.settings.serve import ServeSettings
 
 
 def test_weights_are_read_with_one_thread_and_the_rest_are_the_engines(

@@ -12,14 +12,11 @@ from typing import Any
 import pytest
 
 from model.inference.constraints.compiler import Compiler, Constraint, Source
-from model.inference.engine.api import (
-    EngineConfig,
-    FinishEvent,
-    FinishReason,
-    GenerationRequest,
-    SamplingParams,
-)
+from model.inference.engine.config import EngineConfig
 from model.inference.engine.engine import Engine
+from model.inference.engine.events import FinishEvent, FinishReason
+from model.inference.engine.requests import GenerationRequest
+from model.inference.sampling.params import SamplingParams
 from service.app.app import create_app
 from service.engine.driver import Abort, Add
 from service.engine.process import ConstrainedAdd, ProcessTurns, _portable

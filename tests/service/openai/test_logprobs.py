@@ -6,14 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from model.inference.engine.api import (
+from model.inference.engine.events import (
     FinishEvent,
     FinishReason,
     PromptToken,
     SequenceTimes,
     TokenEvent,
-    TokenLogprob,
 )
+from model.inference.sampling.params import TokenLogprob
 from model.text.tokenizer import SPLIT_PATTERN, Tokenizer
 from service.openai.logprobs import (
     PlacedToken,

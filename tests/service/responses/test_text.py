@@ -8,19 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from model.checkpoint.checkpoint import CheckpointInfo, read_checkpoint
-from model.inference.engine.api import (
-    FinishEvent,
-    FinishReason,
-    SequenceTimes,
-    TokenEvent,
-    TokenLogprob,
-)
+from model.inference.engine.events import FinishEvent, FinishReason, SequenceTimes, TokenEvent
+from model.inference.sampling.params import TokenLogprob
+from service.core.ids import new_id
 from service.responses.text import (
     CHECKPOINT_HEADERS,
     Completion,
     checkpoint_headers,
     envelope,
-    new_id,
     server_timing,
     timings,
     token_json,

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from model.inference import reference
-from model.inference.engine.api import SamplingParams
 from model.inference.sampling.distribution import log_softmax
+from model.inference.sampling.params import SamplingParams
 from model.transformer.gpt import GPT
 from service.schemas.generate import (
     Choice,

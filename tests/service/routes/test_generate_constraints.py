@@ -13,8 +13,8 @@ import jsonschema
 import pytest
 
 from model.inference.constraints.compiler import Compiler, Source
-from model.inference.engine.api import SamplingParams
 from model.inference.reference import generate
+from model.inference.sampling.params import SamplingParams
 from model.transformer.gpt import GPT
 from tests.model.factories import byte_tokenizer
 from tests.model.inference.constraints.test_sandbox import HOSTILE, SLOW

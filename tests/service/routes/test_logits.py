@@ -12,8 +12,10 @@ import pytest
 import safetensors.torch
 import torch
 
-from model.inference.engine.api import EngineConfig, RowsEvent, RowsRequest
+from model.inference.engine.config import EngineConfig
 from model.inference.engine.engine import Engine
+from model.inference.engine.events import RowsEvent
+from model.inference.engine.requests import RowsRequest
 from model.inference.served import forward_as_served
 from model.transformer.gpt import GPT
 from service.schemas.generate import ErrorReply

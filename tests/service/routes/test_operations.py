@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from model.inference.engine.api import EngineConfig
+from model.inference.engine.config import EngineConfig
 from model.inference.engine.engine import Engine
 from model.transformer.config import GPTConfig
 from model.transformer.gpt import GPT

@@ -27,12 +27,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from model.inference.kernels.base import Piece, Prefilled
 from model.inference.kernels.cpu.quantize import quantize_rows
-from model.inference.kernels.eager.prefill import Piece, Prefilled, TorchPrefill
+from model.inference.kernels.eager.prefill import TorchPrefill
 from model.inference.kv_cache import KVCache
+from model.inference.options import DRAFTED_ROWS
 from model.inference.sampling.sample import DRAW, Draws
 from model.transformer.arena import Arena, room_for, settle
-from model.transformer.config import DRAFTED_ROWS, GPTConfig
+from model.transformer.config import GPTConfig
 from model.transformer.gpt import GPT, VALUE_GATE_WIDTH, Block, rotary_tables, sinusoidal_table
 
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}

@@ -40,14 +40,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from model.inference.kernels.base import Collect, Launcher, Piece, Prefilled
 from model.inference.kernels.cuda.capture import Capture, Compute, capture_for
 from model.inference.kernels.cuda.pinned import Received, Sent
 from model.inference.kernels.cuda.sample import FIELDS, NO_TOKEN, DrawKind, draw_rows, kind_of, pack
-from model.inference.kernels.eager.decoder import Collect, Launcher, block_logits, padded_logits
-from model.inference.kernels.eager.prefill import Piece, Prefilled, TorchPrefill
+from model.inference.kernels.eager.decoder import block_logits, padded_logits
+from model.inference.kernels.eager.prefill import TorchPrefill
 from model.inference.kv_cache import KVCache
+from model.inference.options import DRAFTED_ROWS
 from model.inference.sampling.sample import Draws
-from model.transformer.config import DRAFTED_ROWS
 from model.transformer.gpt import GPT
 
 SHORTEST = 128

@@ -1,4 +1,4 @@
-"""Prefill: positions of a prompt into their slot, by torch; and what one asks of a prefill.
+"""Prefill: positions of a prompt into their slot, by torch.
 
 Runs in whole blocks of 32 positions at multiples of 32, so that the arithmetic of a row depends on
 its position only. Whoever computes prompts in another way
@@ -7,47 +7,17 @@ its position only. Whoever computes prompts in another way
 Shapes: T positions of a piece.
 """
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
+from model.inference.kernels.base import Piece, Prefilled
 from model.inference.kernels.eager.contention import Crowding
 from model.inference.kv_cache import KVCache
 from model.transformer.attention import Attend, AttentionRecorder
 from model.transformer.config import BLOCK
 from model.transformer.gpt import GPT
-
-
-@dataclass(frozen=True, slots=True)
-class WantedWeights:
-    """Attention weights of some layers and heads, each row with room for `length` keys."""
-
-    layers: Sequence[int]
-    heads: Sequence[int]
-    length: int
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """Tokens of a prompt for a slot that holds the positions before `start`, a multiple of BLOCK;
-    and what is wanted besides their final hidden states."""
-
-    token_ids: Sequence[int]  # (T,)
-    slot: int
-    start: int
-    states: bool = False
-    weights: WantedWeights | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Prefilled:
-    """What was computed of a piece; the optional parts where they were asked for."""
-
-    hidden: Tensor  # (T, d_model): the final hidden states
-    states: Tensor | None = None  # (n_layer + 1, T, d_model): embeddings, then after each block
-    weights: Tensor | None = None  # (T, layers, heads, length): 0 for keys that are not seen
 
 
 class TorchPrefill:

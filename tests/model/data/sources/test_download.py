@@ -15,8 +15,8 @@ from model.data.sources import download as module
 from model.data.sources.document import TextError
 from model.data.sources.download import Download, cache_folder, download
 from model.data.sources.open_text import open_text
-from model.training.config import TrainingConfig
-from model.training.events import Downloaded, Downloading, Event, line, silent
+from model.data.sources.progress import Downloaded, Downloading
+from model.training.events import Event, line, silent
 
 STORY = "Es war einmal ein König.\n" * 4000
 
@@ -140,16 +140,16 @@ def test_a_text_is_fetched_once_and_kept_under_its_address(server: Server, cache
 def test_an_address_gives_documents_that_bear_its_name(server: Server) -> None:
     """Also on a second reading, which asks nobody."""
     url = f"{server.address}/lines.jsonl.gz"
-    config = TrainingConfig(data=(url, f"{server.address}/story.txt"))
+    addresses = (url, f"{server.address}/story.txt")
     for _ in range(2):
-        text = open_text(config)
+        text = open_text(addresses)
         documents = {each.name: "".join(each.pieces()) for each in text.documents}
         assert documents == {
             f"{url}, line 1": "one",
             f"{url}, line 2": "two",
             f"{server.address}/story.txt": STORY,
         }
-        assert [each["url"] for each in text.downloads] == list(config.data)
+        assert [each["url"] for each in text.downloads] == list(addresses)
         assert text.downloads[1]["sha256"] == hashlib.sha256(STORY.encode()).hexdigest()
     assert len(server.asked) == 2
 

@@ -10,11 +10,10 @@ import pytest
 from model.data.sources.document import Text, TextError
 from model.data.sources.open_text import open_text
 from model.data.sources.python_text import python_text
-from model.training.config import TrainingConfig
 
 
 def open_words(*words: str | Path, **given: Any) -> Text:
-    return open_text(TrainingConfig(data=tuple(map(str, words)), **given))
+    return open_text(tuple(map(str, words)), **given)
 
 
 def names(text: Text) -> list[str]:

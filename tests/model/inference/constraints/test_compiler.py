@@ -22,7 +22,7 @@ from model.inference.constraints.compiler import (
     Matcher,
     Source,
 )
-from model.inference.engine.api import ConstraintError
+from model.inference.errors import ConstraintError
 from model.text.tokenizer import Tokenizer
 from tests.model.factories import byte_tokenizer, merging_tokenizer
 

@@ -14,7 +14,7 @@ from model.inference.constraints.json_schema import (
     NAMED_CONTROLS,
     enforceable,
 )
-from model.inference.engine.api import ConstraintError
+from model.inference.errors import ConstraintError
 from tests.model.factories import byte_tokenizer
 from tests.model.inference.constraints.test_compiler import takes
 

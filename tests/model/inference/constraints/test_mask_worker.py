@@ -10,7 +10,8 @@ import pytest
 
 from model.inference.constraints.compiler import Compiler, Source
 from model.inference.constraints.mask_worker import ENOUGH, LookAhead
-from model.inference.engine.api import ConstraintError, TokenConstraint
+from model.inference.constraints.protocol import TokenConstraint
+from model.inference.errors import ConstraintError
 from tests.model.factories import byte_tokenizer, tiny_config, tiny_gpt
 from tests.model.inference.engine.harness import Driven, Outcome, generation, run, small_gpt
 

@@ -13,7 +13,7 @@ import pytest
 from model.inference.constraints import sandbox as constraint_check
 from model.inference.constraints.compiler import Compiler, ConstraintsUnavailable, Kind, Source
 from model.inference.constraints.sandbox import Checker
-from model.inference.engine.api import ConstraintError
+from model.inference.errors import ConstraintError
 from model.text.tokenizer import SPLIT_PATTERN, Tokenizer
 from tests.model.factories import byte_tokenizer
 

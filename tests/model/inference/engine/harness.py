@@ -16,31 +16,31 @@ import pytest
 import torch
 
 from model.inference.constraints.compiler import Compiler, Source
-from model.inference.engine.api import (
-    EngineConfig,
+from model.inference.constraints.protocol import MaskAhead, TokenConstraint, TokenMatcher
+from model.inference.engine.config import EngineConfig
+from model.inference.engine.engine import Engine
+from model.inference.engine.events import (
     Event,
     FinishEvent,
     FinishReason,
-    GenerationRequest,
-    Logits,
-    MaskAhead,
     PromptEvent,
     PromptToken,
-    Request,
     RowsEvent,
-    RowsRequest,
-    SamplingParams,
-    ScoreRequest,
     StepResult,
-    TokenConstraint,
     TokenEvent,
-    TokenMatcher,
+)
+from model.inference.engine.requests import (
+    GenerationRequest,
+    Logits,
+    Request,
+    RowsRequest,
+    ScoreRequest,
     sequence_lengths,
 )
-from model.inference.engine.engine import Engine
 from model.inference.engine.runner import DecoderMaker
 from model.inference.kernels.eager.decoder import PlainDecoder
 from model.inference.reference import generate, sample_row
+from model.inference.sampling.params import SamplingParams
 from model.transformer.gpt import GPT
 from tests.model.factories import VOCAB_SIZE, byte_tokenizer, tiny_config, tiny_gpt
 

@@ -6,7 +6,10 @@ from typing import Any
 
 import pytest
 
-from model.inference.engine.api import EngineConfig, FinishReason, InvalidRequest, SamplingParams
+from model.inference.engine.config import EngineConfig
+from model.inference.engine.events import FinishReason
+from model.inference.errors import InvalidRequest
+from model.inference.sampling.params import SamplingParams
 from tests.model.inference.engine.harness import generation, params, rows_request
 
 NEUTRAL: dict[str, Any] = {"max_tokens": 8, "seed": 0}

@@ -20,14 +20,10 @@ from hypothesis import strategies as st
 
 from model.inference.constraints.compiler import Compiler, Kind, Source
 from model.inference.constraints.json_schema import NAMED_CONTROLS
-from model.inference.engine.api import (
-    ConstraintError,
-    FinishReason,
-    InvalidRequest,
-    SamplingParams,
-    TokenConstraint,
-    TokenMatcher,
-)
+from model.inference.constraints.protocol import TokenConstraint, TokenMatcher
+from model.inference.engine.events import FinishReason
+from model.inference.errors import ConstraintError, InvalidRequest
+from model.inference.sampling.params import SamplingParams
 from tests.model.factories import byte_tokenizer, merging_tokenizer, tiny_config, tiny_gpt
 from tests.model.inference.engine.harness import (
     Driven,

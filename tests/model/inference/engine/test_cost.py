@@ -6,8 +6,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from model.inference.engine.api import AttentionWeights, HiddenStates, Logits, Request, RowsRequest
 from model.inference.engine.cost import row_numbers, row_width
+from model.inference.engine.requests import (
+    AttentionWeights,
+    HiddenStates,
+    Logits,
+    Request,
+    RowsRequest,
+)
 from model.transformer.config import BLOCK
 from tests.model.inference.engine.harness import (
     SMALL_VOCABULARY,

@@ -14,12 +14,12 @@ import pytest
 import torch
 
 from model.inference.constraints.compiler import Constraint
-from model.inference.engine.api import (
+from model.inference.engine.events import RowsEvent
+from model.inference.engine.requests import (
     AttentionWeights,
     GenerationRequest,
     HiddenStates,
     Request,
-    RowsEvent,
     RowsRequest,
     ScoreRequest,
 )

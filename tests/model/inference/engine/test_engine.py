@@ -10,23 +10,19 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from model.inference.engine.api import (
-    EngineConfig,
-    Event,
-    FinishEvent,
-    FinishReason,
+from model.inference.engine.config import EngineConfig
+from model.inference.engine.engine import Engine
+from model.inference.engine.events import Event, FinishEvent, FinishReason, RowsEvent, TokenEvent
+from model.inference.engine.requests import (
     GenerationRequest,
-    InvalidRequest,
     Logits,
     Request,
-    RowsEvent,
     RowsRequest,
-    SamplingParams,
     ScoreRequest,
-    TokenEvent,
 )
-from model.inference.engine.engine import Engine
 from model.inference.engine.sequence import ROWS_CREDIT, Sequence
+from model.inference.errors import InvalidRequest
+from model.inference.sampling.params import SamplingParams
 from model.transformer.attention import Attend
 from model.transformer.gpt import GPT
 from tests.model.factories import FAMILIES

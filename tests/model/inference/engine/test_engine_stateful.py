@@ -16,7 +16,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from model.inference.engine.api import FinishReason
+from model.inference.engine.events import FinishReason
 from model.transformer.gpt import GPT
 from tests.model.factories import tiny_config, tiny_gpt
 from tests.model.inference.engine.harness import (

@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from model.inference.engine.api import (
+from model.inference.engine.events import FinishReason
+from model.inference.engine.requests import (
     AttentionWeights,
-    FinishReason,
     HiddenStates,
-    InvalidRequest,
     Logits,
     RowsRequest,
     ScoreRequest,
 )
+from model.inference.errors import InvalidRequest
 from model.inference.reference import processed_row
 from model.inference.served import forward_as_served
 from model.transformer.gpt import GPT

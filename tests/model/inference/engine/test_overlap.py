@@ -16,19 +16,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from model.inference.engine.api import (
-    Event,
-    FinishReason,
-    GenerationRequest,
-    RowsEvent,
-    SamplingParams,
-    TokenEvent,
-)
+from model.inference.engine.events import Event, FinishReason, RowsEvent, TokenEvent
+from model.inference.engine.requests import GenerationRequest
 from model.inference.engine.runner import DecoderMaker
+from model.inference.kernels.base import Collect
 from model.inference.kernels.cuda.decoder import GraphDecoder
-from model.inference.kernels.eager.decoder import Collect
 from model.inference.kv_cache import KVCache
 from model.inference.reference import generate
+from model.inference.sampling.params import SamplingParams
 from model.inference.sampling.sample import Draws
 from model.transformer.gpt import GPT
 from tests.model.factories import tiny_gpt

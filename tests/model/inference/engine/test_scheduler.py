@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from model.inference.engine.api import EngineConfig, Request
+from model.inference.engine.config import EngineConfig
+from model.inference.engine.requests import Request
 from model.inference.engine.scheduler import MANY_ROWS, REST, PrefillChunk, Scheduler, StepPlan
 from model.inference.engine.sequence import ROWS_CREDIT, Group, Sequence, State
 from model.transformer.config import BLOCK

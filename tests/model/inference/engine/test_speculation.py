@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from model.inference.engine.api import FinishReason, GenerationRequest, SamplingParams, TokenEvent
-from model.transformer.config import DRAFTED_ROWS
+from model.inference.engine.events import FinishReason, TokenEvent
+from model.inference.engine.requests import GenerationRequest
+from model.inference.options import DRAFTED_ROWS
+from model.inference.sampling.params import SamplingParams
 from model.transformer.gpt import GPT, Block
 from tests.model.factories import FAMILIES, tiny_config, tiny_gpt
 from tests.model.inference.engine.harness import (

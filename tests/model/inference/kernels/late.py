@@ -15,11 +15,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from model.inference.kernels.base import Piece, Prefilled
 from model.inference.kernels.cuda import pinned
 from model.inference.kernels.cuda.capture import Compute
 from model.inference.kernels.cuda.decoder import GraphDecoder
 from model.inference.kernels.cuda.pinned import Buffer
-from model.inference.kernels.eager.prefill import Piece, Prefilled
 from model.inference.kv_cache import KVCache
 from model.transformer.gpt import GPT
 

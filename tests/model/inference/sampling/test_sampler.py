@@ -17,8 +17,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from model.inference.engine.api import SamplingParams
 from model.inference.reference import filtered, penalised
+from model.inference.sampling.params import SamplingParams
 from model.inference.sampling.philox import uniform
 from model.inference.sampling.sample import Draw, table
 from model.inference.sampling.sampler import Row, Sampled, SlotDraws, sample

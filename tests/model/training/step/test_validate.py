@@ -12,16 +12,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from model.data.shards import Shard
+from model.data.windows import UNCOUNTED, RollingWindows, ValidationWindows, byte_lengths
 from model.text.tokenizer import END_OF_TEXT, Tokenizer
 from model.training.distributed.ranks import Ranks
-from model.training.step.validate import (
-    UNCOUNTED,
-    RollingWindows,
-    ValidationWindows,
-    bits_per_byte,
-    byte_lengths,
-    evaluate,
-)
+from model.training.step.validate import bits_per_byte, evaluate
 from model.transformer.config import gpt2_shape
 from model.transformer.gpt import GPT
 

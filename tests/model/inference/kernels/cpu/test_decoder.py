@@ -15,13 +15,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.testing import assert_close
 
+from model.inference.kernels.base import Decoder, Piece, WantedWeights
 from model.inference.kernels.cpu.decoder import PREFILL_ROWS, NativeDecoder, matrices, unsupported
 from model.inference.kernels.cpu.quantize import quantize_rows
-from model.inference.kernels.eager.decoder import Decoder, PlainDecoder
-from model.inference.kernels.eager.prefill import Piece, WantedWeights
+from model.inference.kernels.eager.decoder import PlainDecoder
 from model.inference.kv_cache import KVCache
+from model.inference.options import DRAFTED_ROWS
 from model.transformer.arena import PAGE, room_for
-from model.transformer.config import DRAFTED_ROWS, GPTConfig
+from model.transformer.config import GPTConfig
 from model.transformer.gpt import GPT, Block
 from tests.model.factories import FAMILIES, random_ids, tiny_config, tiny_gpt
 from tests.model.inference.engine.harness import (

@@ -21,8 +21,9 @@ from model.inference.kernels.cuda.capture import Compute, capture_for
 from model.inference.kernels.cuda.decoder import GraphDecoder, SlotsAttend, bucket, buckets
 from model.inference.kernels.eager.decoder import PlainDecoder, block_logits, padded_logits
 from model.inference.kv_cache import KVCache
+from model.inference.options import DRAFTED_ROWS
 from model.inference.sampling.sample import draw_tokens, table
-from model.transformer.config import BLOCK, DRAFTED_ROWS
+from model.transformer.config import BLOCK
 from model.transformer.gpt import GPT
 from tests.model.factories import FAMILIES, tiny_config, tiny_gpt
 from tests.model.inference.kernels.cpu.test_native_sample import GREEDY, PLAIN

@@ -14,9 +14,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from model.inference.kernels.base import Collect, Piece
 from model.inference.kernels.cuda.decoder import GraphDecoder
-from model.inference.kernels.eager.decoder import Collect, PlainDecoder
-from model.inference.kernels.eager.prefill import Piece
+from model.inference.kernels.eager.decoder import PlainDecoder
 from model.inference.kv_cache import KVCache
 from model.inference.sampling.sample import Draw, Draws, table
 from model.transformer.gpt import GPT

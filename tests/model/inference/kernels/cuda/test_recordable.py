@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from model.inference.engine.runner import DecoderMaker
+from model.inference.kernels.base import Piece, WantedWeights
 from model.inference.kernels.cuda import pinned
 from model.inference.kernels.cuda.decoder import GraphDecoder
 from model.inference.kernels.eager.decoder import PlainDecoder
-from model.inference.kernels.eager.prefill import Piece, WantedWeights
 from model.inference.kv_cache import KVCache
 from model.inference.sampling.sample import Draw, table
 from model.transformer.gpt import GPT

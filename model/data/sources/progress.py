@@ -1,0 +1,31 @@
+"""Progress of a download, for whoever shows it: `report` takes one of these."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Downloading:
+    """Where the download of a text stands, every few seconds."""
+
+    url: str
+    done: int  # bytes
+    total: int | None  # bytes, if the server told
+
+
+@dataclass(frozen=True)
+class Downloaded:
+    """A text is on this machine, fetched now or before."""
+
+    url: str
+    size: int  # bytes
+    path: Path
+    from_cache: bool
+
+
+Report = Callable[[Downloading | Downloaded], None]
+
+
+def unreported(event: Downloading | Downloaded) -> None:
+    """Tell nobody."""

@@ -1,0 +1,113 @@
+"""What the engine is asked for: a generation, rows of what the model computes, or a score.
+
+Frozen plain data of the standard library, so that it can cross a thread or a process. Token ids
+only: texts, stop strings and the end-of-text token are the caller's business.
+"""
+
+from dataclasses import dataclass
+
+from model.inference.sampling.params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationRequest:
+    """Generate `n` sequences after one prompt.
+
+    prompt_logprobs  None: none; k: raw logprobs of the prompt's own tokens and of the k likeliest
+                     in the place of each. The whole prompt is computed for them.
+    priority         lower is admitted earlier; equals in the order of arrival
+    prefix_reuse     whether the prompt may copy a prefix that another slot holds
+    deadline         a time of the engine's clock
+    """
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    params: SamplingParams
+    n: int = 1
+    prompt_logprobs: int | None = None
+    priority: int = 0
+    prefix_reuse: bool = True
+    deadline: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Logits:
+    """Rows of logits: the columns of all ids, or of `columns` in their order: (P, columns).
+
+    processing        None: raw; else these steps of the sampler are applied to each row as if it
+                      were drawn from, with -inf for what they drop
+    completion_start  the position from which the prompt's tokens count as generated, which is what
+                      presence and frequency penalties look at (None: none of them)
+    """
+
+    columns: tuple[int, ...] | None = None
+    processing: SamplingParams | None = None
+    completion_start: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HiddenStates:
+    """Rows of the residual stream: (P, layers, d_model). Layer 0 is after the embeddings, i after
+    block i, before the final norm."""
+
+    layers: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionWeights:
+    """Rows of attention weights: (P, layers, heads, T), T the prompt's length; what a position
+    does not see is 0. Layers count from 0, the first block."""
+
+    layers: tuple[int, ...]
+    heads: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowsRequest:
+    """What the model computes at the `positions` (ascending) of a prompt. Nothing is generated.
+
+    Rows are computed a piece at a time. A piece is handed out as a `RowsEvent`, and the next one
+    but one is computed only after `Engine.grant`: a slow reader pauses its own request.
+    """
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    positions: tuple[int, ...]
+    wanted: Logits | HiddenStates | AttentionWeights = Logits()
+    priority: int = 0
+    prefix_reuse: bool = True
+    deadline: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoreRequest:
+    """Raw logprobs of given texts: of each of `continuations` after the prompt, a sequence each, or
+    of the prompt itself where there are none.
+
+    The prompt is computed once, up to the last whole block that all share.
+
+    top   also tell the k likeliest in the place of each token
+    """
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    continuations: tuple[tuple[int, ...], ...] = ()
+    top: int = 0
+    priority: int = 0
+    prefix_reuse: bool = True
+    deadline: float | None = None
+
+
+Request = GenerationRequest | RowsRequest | ScoreRequest
+
+
+def sequence_lengths(request: Request) -> list[int]:
+    """Prompt tokens of each sequence that a request will run as."""
+    length = len(request.token_ids)
+    match request:
+        case GenerationRequest(n=n):
+            return [length] * n
+        case ScoreRequest(continuations=continuations) if continuations:
+            return [length + len(continuation) for continuation in continuations]
+        case _:
+            return [length]

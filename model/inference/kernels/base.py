@@ -1,0 +1,106 @@
+"""What the engine asks of a decoder, whichever computes: prompts into slots, steps, and samples.
+
+The contract alone; `eager/`, `cpu/` and `cuda/` fulfil it, `select.py` chooses one of them.
+
+Shapes: T positions of a piece, R rows, V = vocab_size.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from model.inference.sampling.sample import Draws
+
+
+@dataclass(frozen=True, slots=True)
+class WantedWeights:
+    """Attention weights of some layers and heads, each row with room for `length` keys."""
+
+    layers: Sequence[int]
+    heads: Sequence[int]
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Tokens of a prompt for a slot that holds the positions before `start`, a multiple of BLOCK;
+    and what is wanted besides their final hidden states."""
+
+    token_ids: Sequence[int]  # (T,)
+    slot: int
+    start: int
+    states: bool = False
+    weights: WantedWeights | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Prefilled:
+    """What was computed of a piece; the optional parts where they were asked for."""
+
+    hidden: Tensor  # (T, d_model): the final hidden states
+    states: Tensor | None = None  # (n_layer + 1, T, d_model): embeddings, then after each block
+    weights: Tensor | None = None  # (T, layers, heads, length): 0 for keys that are not seen
+
+
+Collect = Callable[[], list[int | None]]
+"""Waits for the tokens of a step that was launched, and for nothing that was launched later; None
+for a row that is not finite. To be called before the second launch after it, or not at all."""
+
+
+class Launcher(Protocol):
+    """Decode steps with their draws, begun without waiting for anything: two may be under way. No
+    slot has several rows. `draws` are read before a call returns."""
+
+    def launch(
+        self,
+        token_ids: Sequence[int],
+        slots: Sequence[int],
+        positions: Sequence[int],
+        draws: Draws,
+    ) -> Collect:
+        """Begin the step of these tokens; as `Decoder.decode` and `draw` of what it gives."""
+
+    def launch_behind(
+        self, rows: Sequence[int], slots: Sequence[int], positions: Sequence[int], draws: Draws
+    ) -> Collect:
+        """Begin the step of tokens that are not known yet: those which the launch before draws in
+        these `rows` of its own. What follows a row that gets no token means nothing."""
+
+
+class Decoder(Protocol):
+    """A GPT over its KV cache: computes prompts into slots, one more position of each of several
+    slots, or some that follow one another, and draws tokens."""
+
+    has_threads: bool
+    """Whether it decodes with threads of its own instead of torch's."""
+    phases_agree: bool
+    """Whether a position of a prompt and a decoded one come from the same code, with the same bits:
+    then either can stand for the other in the cache."""
+
+    @property
+    def ahead(self) -> Launcher | None:
+        """What launches its steps before the tokens of those before them are known, if it can."""
+
+    def prefill(self, piece: Piece) -> Prefilled:
+        """Compute positions of a prompt into their slot."""
+
+    def decode(
+        self, token_ids: Sequence[int], slots: Sequence[int], positions: Sequence[int]
+    ) -> Tensor:
+        """Logits (B, V) that follow the tokens, whose keys and values are written into the cache.
+        They may be overwritten by the next call.
+
+        Rows of one slot stand together, each at the position after the one before it, and give the
+        bits that calls of one row each would give. At most as many rows as there are slots, or
+        DRAFTED_ROWS where that is more."""
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """Logits (R, V) of a prompt's final hidden states (R, d_model)."""
+
+    def draw(self, logits: Tensor, computed: Tensor, draws: Draws) -> list[int | None]:
+        """A token of each row of `logits` (R, V), float32: what `draw_tokens` gives."""
+
+    def close(self) -> None:
+        """Nothing is decoded any more."""

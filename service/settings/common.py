@@ -1,0 +1,74 @@
+"""What the settings of several commands share: where values come from, and flags of one meaning."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+from pydantic_settings import SettingsConfigDict
+
+from model.dtypes import DTypeName
+from model.inference.options import KernelChoice, Quantization
+
+BUNDLED_CHECKPOINT = Path(__file__).parents[2] / "checkpoints" / "python-small"
+
+
+def settings_of(command: str, shorter: Mapping[str, str] | None = None) -> SettingsConfigDict:
+    """How a command's settings are read; `shorter` are second names of flags, which no field of
+    Python can have."""
+    return SettingsConfigDict(
+        env_prefix="LOGITD_",
+        env_file=".env",
+        extra="ignore",  # .env serves several commands
+        cli_prog_name=f"logitd {command}",
+        cli_kebab_case=True,
+        cli_implicit_flags=True,
+        cli_hide_none_type=True,
+        cli_avoid_json=True,
+        cli_show_env_vars=True,
+        allow_inf_nan=False,
+        frozen=True,
+        cli_shortcuts=shorter or {},
+    )
+
+
+def split_list(value: Any) -> Any:
+    """A list as people write it in a flag or a variable: its items with commas between them."""
+    if not isinstance(value, str):
+        return value
+    return [item.strip() for item in value.split(",")] if value.strip() else []
+
+
+LogLevel = Literal["debug", "info", "warning", "error"]
+
+CheckpointPath = Annotated[
+    Path, Field(description="checkpoint directory: one that `logitd train` or `import` wrote")
+]
+Device = Annotated[
+    str, Field(description="auto, cpu, cuda or cuda:N; auto is CUDA if there is one")
+]
+DType = Annotated[
+    DTypeName,
+    Field(
+        description="numbers to compute in; auto is bfloat16 on CUDA, and on a CPU that multiplies "
+        "it where decoding is native, else float32"
+    ),
+]
+StoredDType = Annotated[
+    DTypeName, Field(description="numbers to store weights in; auto is those of the source")
+]
+Kernels = Annotated[
+    KernelChoice,
+    Field(
+        description="how decode steps are computed on a CPU: native is built for this processor, "
+        "torch needs no compiler; auto is native where it can be had"
+    ),
+]
+Quantize = Annotated[
+    Quantization,
+    Field(description="int8 rounds the matrices to 8 bits when loading"),
+]
+Threads = Annotated[
+    int, Field(ge=0, le=1024, description="compute threads; 0 is one per available processor")
+]
+AsJson = Annotated[bool, Field(description="print JSON instead of tables")]

@@ -1,0 +1,187 @@
+"""Settings of `logitd serve`."""
+
+import re
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    SecretStr,
+    ValidationInfo,
+    field_validator,
+)
+from pydantic_settings import BaseSettings, NoDecode
+
+from model.inference.engine.config import EngineConfig
+from model.inference.options import Speculation
+from service.settings.common import (
+    BUNDLED_CHECKPOINT,
+    CheckpointPath,
+    Device,
+    DType,
+    Kernels,
+    LogLevel,
+    Quantize,
+    Threads,
+    settings_of,
+    split_list,
+)
+
+
+def _origin(text: str) -> str:
+    if not re.fullmatch(r"\*|[a-z][a-z0-9+.-]*://[^\s/?#A-Z]+", text):
+        raise ValueError(
+            "an origin is * or written as https://host or https://host:port, in small letters"
+        )
+    return text
+
+
+def _path(text: str) -> str:
+    if not re.fullmatch(r"/|(/[^\s/?#]+)+", text):
+        raise ValueError("a path begins with / and does not end with it, except / itself")
+    return text
+
+
+Origins = Annotated[
+    tuple[Annotated[str, AfterValidator(_origin)], ...],
+    NoDecode,
+    BeforeValidator(split_list),
+    Field(
+        description="origins, such as https://example.org, whose pages may read replies in a "
+        "browser, with commas between them; * is any"
+    ),
+]
+
+
+PublicPaths = Annotated[
+    tuple[Annotated[str, AfterValidator(_path)], ...],
+    NoDecode,
+    BeforeValidator(split_list),
+    Field(
+        description="paths that answer without an API key, with what is below them and commas "
+        "between them; /health always does"
+    ),
+]
+
+
+class ServeSettings(BaseSettings):
+    """Serve a checkpoint over HTTP."""
+
+    model_config = settings_of("serve")
+
+    checkpoint: CheckpointPath = BUNDLED_CHECKPOINT
+    host: str = Field("127.0.0.1", description="address to bind; 0.0.0.0 for all")
+    port: int = Field(8000, ge=0, le=65535, description="port to bind; 0 picks a free one")
+    device: Device = "auto"
+    dtype: DType = "auto"
+    threads: Threads = 0
+    kernels: Kernels = "auto"
+    quantize: Quantize = "none"
+    validation_text: Path | None = Field(
+        None,
+        description="UTF-8 text on which it is measured what --quantize costs; without one the "
+        "checkpoint's own validation text, where it can be found",
+    )
+    batch_invariant: bool = Field(
+        False,
+        description="the same bits for a request in any company: on a CPU that is always so, on "
+        "CUDA every step then takes the time of the largest",
+    )
+    slots: int | None = Field(
+        None,
+        ge=1,
+        le=4096,
+        description=f"sequences in the KV cache at once; if not given {EngineConfig().slots}, or "
+        "what the next two make of memory",
+    )
+    kv_cache_bytes: int | None = Field(
+        None, ge=1, description="keys and values at most: as many slots as fit, up to 4096"
+    )
+    gpu_memory_utilization: float | None = Field(
+        None,
+        gt=0,
+        le=1,
+        description="share of a GPU's memory to use, weights and what others hold included: as "
+        "many slots as fit, up to 4096",
+    )
+    prefill_chunk: int = Field(
+        EngineConfig().prefill_chunk,
+        ge=32,
+        multiple_of=32,
+        description="prompt positions computed per step at most",
+    )
+    prefix_reuse: bool = Field(
+        EngineConfig().prefix_reuse, description="copy shared prompt prefixes between slots"
+    )
+    speculate: Speculation = Field(
+        EngineConfig().speculate,
+        description="ngram guesses tokens where a text repeats itself and verifies several in one "
+        "step: the same answers, sooner",
+    )
+    engine: Literal["thread", "process"] = Field(
+        "thread",
+        description="where the engine runs: in a thread of the server, or in a process of its own, "
+        "which pays where steps are so short that writing tokens holds them up",
+    )
+    max_queue: int = Field(
+        256, ge=0, description="sequences that may wait for a slot; more are answered 429"
+    )
+    max_queue_tokens: int = Field(
+        2**18, ge=1, description="prompt tokens that may wait for a slot; more are answered 429"
+    )
+    max_queue_numbers: int = Field(
+        2**32,
+        ge=1,
+        description="numbers (positions times what is computed at each) of rows asked for and of "
+        "given tokens scored, in all requests that wait or run; more are answered 429",
+    )
+    max_sequences: int = Field(
+        64, ge=1, description="sequences (prompts times n) in one request at most"
+    )
+    max_logprobs: int = Field(
+        2**18,
+        ge=1,
+        description="logprobs in one reply at most: generated tokens times (1 + logprobs), "
+        "or prompts times listed tokens",
+    )
+    max_reply_bytes: int = Field(
+        64 * 2**20,
+        ge=2**16,
+        description="hidden states and attention weights in one reply at most, and those that all "
+        "replies may hold together",
+    )
+    max_body_bytes: int = Field(4 * 2**20, ge=1024, description="request body at most")
+    constraint_timeout: float = Field(
+        5, gt=0, le=3600, description="seconds that compiling a regex, schema or grammar may take"
+    )
+    slow_reader_timeout: float = Field(
+        30, gt=0, description="seconds a client may leave a stream unread before it is aborted"
+    )
+    stall_timeout: float = Field(
+        60, gt=0, description="seconds after which a step that does not end makes /health fail"
+    )
+    drain_timeout: float = Field(
+        30, ge=0, description="seconds that running requests get to finish at shutdown"
+    )
+    api_keys: SecretStr | None = Field(
+        None,
+        description="keys of which a request must send one, as NAME=KEY,NAME=KEY; better set by "
+        "environment or --api-key-file, because every user of a machine can see its flags",
+    )
+    api_key_file: Path | None = Field(
+        None, description="file of such keys, a NAME=KEY on each line; # begins a comment line"
+    )
+    public_endpoints: PublicPaths = ("/", "/static", "/docs", "/openapi.json", "/version")
+    cors_origins: Origins = ()
+    log_level: LogLevel = Field("info", description="least severe log lines to print")
+
+    @field_validator("kv_cache_bytes", "gpu_memory_utilization")
+    @classmethod
+    def _one_word_on_slots(cls, value: float | None, info: ValidationInfo) -> float | None:
+        if value is not None:
+            for other in ("slots", "kv_cache_bytes"):
+                if info.data.get(other) is not None:
+                    raise ValueError(f"it says how many slots there are, and so does {other}")
+        return value

@@ -1,0 +1,147 @@
+"""Settings of `logitd generate`, `inspect`, `import`, `export` and `bench`."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic_settings import BaseSettings, CliPositionalArg, NoDecode
+
+from service.settings.common import (
+    BUNDLED_CHECKPOINT,
+    AsJson,
+    CheckpointPath,
+    Device,
+    DType,
+    Kernels,
+    Quantize,
+    StoredDType,
+    Threads,
+    settings_of,
+    split_list,
+)
+
+
+def _distinct(sizes: tuple[int, ...]) -> tuple[int, ...]:
+    if len(set(sizes)) < len(sizes):
+        raise ValueError("a size is there twice")
+    return sizes
+
+
+BatchSizes = Annotated[
+    tuple[Annotated[int, Field(ge=1, le=4096)], ...],
+    NoDecode,
+    BeforeValidator(split_list),
+    AfterValidator(_distinct),
+    Field(min_length=1, description="how many sequences decode together, with commas between them"),
+]
+
+
+class GenerateSettings(BaseSettings):
+    """Generate text from a checkpoint in the terminal, without a server."""
+
+    model_config = settings_of("generate")
+
+    prompt: CliPositionalArg[str] = Field(description="text to continue")
+    checkpoint: CheckpointPath = BUNDLED_CHECKPOINT
+    max_tokens: int = Field(200, ge=1, description="tokens to generate at most")
+    temperature: float = Field(0.8, ge=0, description="0 is greedy")
+    top_k: int = Field(0, ge=0, description="draw from the k likeliest tokens; 0 is all")
+    top_p: float = Field(1.0, gt=0, le=1, description="draw from the likeliest that make up p")
+    seed: int | None = Field(None, ge=0, lt=2**64, description="same seed, same text")
+    n: int = Field(1, ge=1, le=64, description="completions")
+    device: Device = "auto"
+    dtype: DType = "auto"
+    threads: Threads = 0
+    kernels: Kernels = "auto"
+    quantize: Quantize = "none"
+
+
+class InspectSettings(BaseSettings):
+    """Show a checkpoint and the shapes of its forward pass, or how training runs went."""
+
+    model_config = settings_of("inspect", {"as-json": "json"})
+
+    paths: CliPositionalArg[tuple[Path, ...]] = Field(
+        (BUNDLED_CHECKPOINT,), description="a checkpoint, a run directory, or several of these"
+    )
+    text: str = Field("def main():", description="text to run through the model of a checkpoint")
+    as_json: AsJson = False
+
+
+class ImportSettings(BaseSettings):
+    """Make a checkpoint of a model trained elsewhere: nanoGPT, Hugging Face or LitGPT."""
+
+    model_config = settings_of("import")
+
+    source: CliPositionalArg[Path] = Field(
+        description="nanoGPT's ckpt.pt, or a folder of Hugging Face, LitGPT or nanoGPT"
+    )
+    destination: CliPositionalArg[Path] = Field(description="checkpoint directory to write")
+    tokenizer: str | None = Field(
+        None,
+        description="vocabulary, if the source has none or another one is right: gpt2, "
+        "cl100k_base, o200k_base, a ranks file, nanoGPT's meta.pkl or a tokenizer.json",
+    )
+    dtype: StoredDType = "auto"
+    context_length: int | None = Field(
+        None, ge=1, description="positions to keep; if not given all that the source has"
+    )
+    skip_normalizer: bool = Field(
+        False,
+        description="import a tokenizer that changes texts first, without that: texts that it "
+        "would change get other ids than in the source",
+    )
+
+
+class ExportSettings(BaseSettings):
+    """Write a checkpoint in a format that other programs read: Hugging Face's or llama.cpp's."""
+
+    model_config = settings_of("export")
+
+    checkpoint: CliPositionalArg[Path] = Field(description="checkpoint directory")
+    destination: CliPositionalArg[Path] = Field(
+        description="folder to write, or file of the format gguf"
+    )
+    to: Literal["hf", "gguf"] = Field(
+        "hf", description="hf is a folder for transformers, gguf a file for llama.cpp"
+    )
+    dtype: StoredDType = "auto"
+    pre: str | None = Field(
+        None,
+        description="for gguf: llama.cpp's name of the way to cut texts, where it has none that "
+        "is this checkpoint's",
+    )
+
+
+class BenchSettings(BaseSettings):
+    """Measure how fast a checkpoint runs, in process and over HTTP, and what the machine allows."""
+
+    model_config = settings_of("bench")
+
+    checkpoint: CheckpointPath = BUNDLED_CHECKPOINT
+    device: Device = "auto"
+    dtype: DType = "auto"
+    threads: Threads = 0
+    kernels: Kernels = "auto"
+    quantize: Quantize = "none"
+    batches: BatchSizes = (1, 8, 32)
+    prompt_tokens: int | None = Field(
+        None,
+        ge=1,
+        description="tokens of each prompt; if not given 256, or what the model's context leaves",
+    )
+    tokens: int = Field(64, ge=2, description="tokens that each sequence generates")
+    rounds: int = Field(
+        3, ge=1, le=1000, description="runs of each case, of which the median counts"
+    )
+    skip_http: bool = Field(False, description="measure in process alone")
+    profile: bool = Field(
+        False,
+        description="instead of rates, where the time of a decode step and of a prompt goes, stage "
+        "by stage, decoding natively and in plain torch; in process, on a CPU",
+    )
+    url: str | None = Field(
+        None,
+        description="load a server that runs already instead of starting one; its API key, if it "
+        "wants one, comes from LOGITD_API_KEY",
+    )

@@ -1,0 +1,67 @@
+"""Settings of the commands that train: `logitd train`, `eval` and `merge`."""
+
+from pathlib import Path
+
+from pydantic import Field
+from pydantic_settings import BaseSettings, CliPositionalArg
+
+from model.inference.options import Quantization
+from model.training.config import TrainingConfig
+from model.training.presets import SaveDType, TrainingDType
+from service.settings.common import (
+    BUNDLED_CHECKPOINT,
+    AsJson,
+    Device,
+    Threads,
+    settings_of,
+)
+
+
+class TrainSettings(BaseSettings, TrainingConfig):
+    """Train a GPT on text; without --data on the text that every Python carries."""
+
+    model_config = settings_of("train", {"from-checkpoint": "from"})
+
+
+class EvalSettings(BaseSettings):
+    """Measure the loss of a checkpoint on a text: per token, as perplexity and in bits per byte."""
+
+    model_config = settings_of("eval", {"as-json": "json"})
+
+    checkpoint: CliPositionalArg[Path] = Field(BUNDLED_CHECKPOINT, description="directory")
+    data: tuple[str, ...] = Field(
+        (),
+        description="text to measure on, all of it: files, folders and globs; without any, what "
+        "the checkpoint's own training held out, where that can be found",
+    )
+    stride: int | None = Field(
+        None,
+        ge=1,
+        description="tokens that each window counts; the rest of it is what they are predicted "
+        "from (default: the whole window, as in training)",
+    )
+    batch_size: int = Field(8, ge=1, le=4096, description="windows in a forward pass")
+    device: Device = "auto"
+    dtype: TrainingDType = Field(
+        "auto",
+        description="numbers to compute in, as in training; auto is bfloat16 where the device "
+        "multiplies it",
+    )
+    threads: Threads = 0
+    quantize: Quantization = Field(
+        "none", description="int8 measures weights rounded to 8 bits, by decode steps: slower"
+    )
+    as_json: AsJson = False
+
+
+class MergeSettings(BaseSettings):
+    """Make a checkpoint of an adapter and of the checkpoint that it was trained on."""
+
+    model_config = settings_of("merge")
+
+    base: CliPositionalArg[Path] = Field(description="checkpoint that the adapter was trained on")
+    adapter: CliPositionalArg[Path] = Field(
+        description="adapter directory: one that `logitd train --lora` wrote"
+    )
+    dest: CliPositionalArg[Path] = Field(description="checkpoint directory to write")
+    save_dtype: SaveDType = Field("float32", description="numbers of the checkpoint's weights")
