@@ -1,6 +1,7 @@
 """A small text with structure, a configuration that trains on it in a second or two, and processes
 to train in."""
 
+import ctypes
 import multiprocessing
 import random
 import sys
@@ -10,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from model.inference.kernels.cpu.library import KernelsUnavailable, load_library
 from model.training.config import TrainingConfig
 
 Configure = Callable[..., TrainingConfig]
@@ -78,3 +81,21 @@ def processes() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["model.training.trainer", "hypothesis", __name__])
     return context
+
+
+LESSER = ("x86-64-v3", "x86-64-v2")
+"""Other processors to build native kernels for: with AVX2 and without, for the same results."""
+
+
+@pytest.fixture(
+    scope="session",
+    params=["native", *(pytest.param(name, marks=pytest.mark.slow) for name in LESSER)],
+)
+def library(request: pytest.FixtureRequest) -> ctypes.CDLL:
+    """Skips where there is no compiler: then there is nothing to test but the twins."""
+    if request.param != "native" and torch.backends.cpu.get_cpu_capability() == "DEFAULT":
+        pytest.skip(f"{request.param} is none of this machine's processors")
+    try:
+        return load_library(processor=request.param)
+    except KernelsUnavailable as reason:
+        pytest.skip(str(reason))

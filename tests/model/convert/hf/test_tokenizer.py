@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Library
 
@@ -49,6 +49,8 @@ def test_ids_are_the_librarys(pattern: str | None, special_first: bool, tmp_path
 
     @given(TEXTS)
     def same(text: str) -> None:
+        # There it would be the special token; here it is text like any other.
+        assume(not any(special in text for special in found.tokenizer.special_tokens))
         ids = found.tokenizer.encode(text)
         assert [order[token_id] for token_id in ids] == library.encode(text).ids
 

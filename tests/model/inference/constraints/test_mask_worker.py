@@ -136,6 +136,8 @@ def test_a_step_that_fails_waits_for_those_that_are_asked(
 
 
 def test_closing_ends_the_thread() -> None:
+    before = set(threading.enumerate())  # servers of other tests have such threads too
     looking = LookAhead()
+    assert {thread.name for thread in set(threading.enumerate()) - before} == {"logitd-masks"}
     looking.close()
-    assert "logitd-masks" not in {thread.name for thread in threading.enumerate()}
+    assert set(threading.enumerate()) <= before
