@@ -179,7 +179,7 @@ class AsyncEngine:
         self._turns.put(Abort(request_id, index, reason))
 
     def grant(self, request_id: str) -> None:
-        """Let a RowsRequest compute one more piece."""
+        """Let a OutputsRequest compute one more piece."""
         self._turns.put(Grant(request_id))
 
     async def stop(self, drain_timeout: float) -> None:

@@ -35,7 +35,7 @@ class Abort:
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """Let a RowsRequest compute one more piece."""
+    """Let a OutputsRequest compute one more piece."""
 
     request_id: str
 

@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 from typing import Protocol
 
-from model.inference.engine.events import Event, FinishEvent, FinishReason, RowsEvent
+from model.inference.engine.events import Event, FinishEvent, FinishReason, OutputsChunk
 from model.inference.engine.requests import Request
 from service.engine.admission import sequence_count
 
@@ -27,7 +27,7 @@ class Owner(Protocol):
         """End a request or one of its sequences."""
 
     def grant(self, request_id: str) -> None:
-        """Let a RowsRequest compute one more piece."""
+        """Let a OutputsRequest compute one more piece."""
 
 
 class Submission:
@@ -60,7 +60,7 @@ class Submission:
             raise EngineStopped(self._failure)
         events, self._events = self._events, []
         for event in events:
-            if isinstance(event, RowsEvent):
+            if isinstance(event, OutputsChunk):
                 self._owner.grant(event.request_id)
         return events
 

@@ -15,7 +15,7 @@ from model.inference.engine.requests import (
     GenerationRequest,
     HiddenStates,
     Logits,
-    RowsRequest,
+    OutputsRequest,
     ScoreRequest,
 )
 from model.inference.sampling.params import SamplingParams
@@ -128,21 +128,21 @@ def _check_generation_logprobs(
     check_logprobs(param, count, served)
 
 
-def rows_request(
+def outputs_request(
     prompt: tuple[int, ...],
     positions: PositionChoice,
-    wanted: Logits | HiddenStates | AttentionWeights,
+    output: Logits | HiddenStates | AttentionWeights,
     served: Served,
     *,
     timeout: float | None = None,
-) -> RowsRequest:
+) -> OutputsRequest:
     """What the model computes at some positions of one prompt, or ApiError."""
     check_length(len(prompt), "prompt", served)
-    return RowsRequest(
+    return OutputsRequest(
         request_id=new_id("rows"),
         token_ids=prompt,
         positions=_positions(positions, len(prompt)),
-        wanted=wanted,
+        output=output,
         deadline=deadline_of(timeout, served),
     )
 
@@ -182,7 +182,7 @@ def chosen(param: str, places: Sequence[int] | None, count: int, what: str) -> t
     return tuple(resolved)
 
 
-def wanted_logits(
+def requested_logits(
     stage: str, processing: Processing | None, columns: Sequence[int] | None = None
 ) -> Logits:
     """What a body asks for of its logits: which columns, raw or processed."""

@@ -9,7 +9,7 @@ from model.inference.engine.requests import AttentionWeights
 from service.core.state import Ready
 from service.requests.body import body_of, described_by
 from service.requests.prompts import prompt_ids
-from service.requests.resolve import chosen, rows_request
+from service.requests.resolve import chosen, outputs_request
 from service.responses.tensors.array_reply import Wanted, answer
 from service.responses.tensors.negotiation import RESPONSES, check_form, negotiate
 from service.schemas.tensors import AttentionReply, AttentionRequest
@@ -42,7 +42,8 @@ async def attention(body: AttentionBody, served: Ready, request: Request) -> Res
     heads = chosen("heads", body.heads, config.n_head, f"there are {config.n_head} heads")
     wanted = AttentionWeights(layers=layers, heads=heads)
     requests = [
-        rows_request(ids, body.positions, wanted, served, timeout=body.timeout) for ids in prompts
+        outputs_request(ids, body.positions, wanted, served, timeout=body.timeout)
+        for ids in prompts
     ]
     shapes = [(len(layers), len(heads), len(one.positions), len(one.token_ids)) for one in requests]
     facts = {"layers": list(layers), "heads": list(heads)}

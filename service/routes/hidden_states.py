@@ -9,7 +9,7 @@ from model.inference.engine.requests import HiddenStates
 from service.core.state import Ready
 from service.requests.body import body_of, described_by
 from service.requests.prompts import prompt_ids
-from service.requests.resolve import chosen, rows_request
+from service.requests.resolve import chosen, outputs_request
 from service.responses.tensors.array_reply import Wanted, answer
 from service.responses.tensors.negotiation import RESPONSES, check_form, negotiate
 from service.schemas.tensors import HiddenStatesReply, HiddenStatesRequest
@@ -42,7 +42,8 @@ async def hidden_states(body: HiddenStatesBody, served: Ready, request: Request)
     layers = chosen("layers", body.layers, states, f"there are {states} hidden states")
     wanted = HiddenStates(layers=layers)
     requests = [
-        rows_request(ids, body.positions, wanted, served, timeout=body.timeout) for ids in prompts
+        outputs_request(ids, body.positions, wanted, served, timeout=body.timeout)
+        for ids in prompts
     ]
     shapes = [(len(layers), len(one.positions), config.d_model) for one in requests]
     array = Wanted("hidden_states", shapes, position_axis=1, facts={"layers": list(layers)})

@@ -9,19 +9,19 @@ import orjson
 from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
-from model.inference.engine.events import RowsEvent
-from model.inference.engine.requests import RowsRequest
+from model.inference.engine.events import OutputsChunk
+from model.inference.engine.requests import OutputsRequest
 from model.inference.sampling.distribution import largest
 from service.core.errors import bad_request
 from service.core.ids import new_id
 from service.core.state import Ready, Served
 from service.requests.body import body_of, described_by, unless_gone
 from service.requests.prompts import prompt_ids
-from service.requests.resolve import check_choice, check_logprobs, rows_request, wanted_logits
+from service.requests.resolve import check_choice, check_logprobs, outputs_request, requested_logits
 from service.responses import sse
 from service.responses.tensors.encoding import byte_parts, encoded, json_parts, npy_header
 from service.responses.tensors.negotiation import NPY, RESPONSES, SAFETENSORS, check_form, negotiate
-from service.responses.tensors.reader import RowsReader, paced
+from service.responses.tensors.reader import OutputsReader, paced
 from service.responses.tensors.safetensors import tensor_file_head
 from service.responses.text import checkpoint_headers, envelope, token_json
 from service.schemas.tensors import LogitsReply, LogitsRequest
@@ -71,15 +71,15 @@ class LogitsWriter:
         self._body = body
         self._served = served
         self._tokenizer = served.checkpoint.tokenizer
-        wanted = wanted_logits(body.stage, body.processing, body.token_ids)
+        wanted = requested_logits(body.stage, body.processing, body.token_ids)
         requests = [
-            rows_request(ids, body.positions, wanted, served, timeout=body.timeout)
+            outputs_request(ids, body.positions, wanted, served, timeout=body.timeout)
             for ids in prompts
         ]
         if body.top_k is not None:
             listed = body.top_k * sum(len(one.positions) for one in requests)
             check_logprobs("top_k", listed, served)
-        self.reader = RowsReader(requests, served)
+        self.reader = OutputsReader(requests, served)
 
     def pieces(self, media_type: str) -> AsyncIterator[bytes]:
         """The reply's body."""
@@ -151,7 +151,7 @@ class LogitsWriter:
             index += 1
         yield b"]}"
 
-    def _prompt_head(self, index: int, request: RowsRequest) -> bytes:
+    def _prompt_head(self, index: int, request: OutputsRequest) -> bytes:
         """A prompt's JSON up to the bracket that its rows follow."""
         columns = self._body.token_ids
         head: dict[str, Any] = {
@@ -163,14 +163,14 @@ class LogitsWriter:
         member, other = ("logits", "top") if self._body.top_k is None else ("top", "logits")
         return orjson.dumps(head | {other: None})[:-1] + f',"{member}":['.encode()
 
-    async def _json_rows(self, pieces: AsyncIterator[RowsEvent]) -> AsyncIterator[bytes]:
+    async def _json_rows(self, pieces: AsyncIterator[OutputsChunk]) -> AsyncIterator[bytes]:
         comma = b""
         async for piece in pieces:
             async for part in paced(self._rows_json(piece, comma), self._served):
                 yield part
             comma = b","
 
-    def _rows_json(self, piece: RowsEvent, comma: bytes) -> Iterator[bytes]:
+    def _rows_json(self, piece: OutputsChunk, comma: bytes) -> Iterator[bytes]:
         """The rows of a piece, one by one."""
         for row in encoded(piece.rows, self._body.dtype):
             if self._body.top_k is None:

@@ -7,7 +7,7 @@ import orjson
 from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
-from model.inference.engine.requests import RowsRequest
+from model.inference.engine.requests import OutputsRequest
 from model.inference.sampling.distribution import Summary, summarise
 from model.text.tokenizer import Tokenizer
 from service.core.errors import ERRORS, bad_request, clip
@@ -18,9 +18,9 @@ from service.requests.prompts import encode_text, prompt_ids
 from service.requests.resolve import (
     check_choice,
     check_logprobs,
-    rows_request,
+    outputs_request,
+    requested_logits,
     score_request,
-    wanted_logits,
 )
 from service.requests.submit import submit
 from service.responses.tensors.gather import Gathered, gather, perplexity
@@ -69,9 +69,9 @@ class _Computation:
         listed = self._top_k if self._token_ids is None else len(self._token_ids)
         param = "top_k" if self._token_ids is None else "token_ids"
         check_logprobs(param, listed * len(prompts), served)
-        wanted = wanted_logits(body.stage, body.processing)
+        wanted = requested_logits(body.stage, body.processing)
         self._rows = [
-            rows_request(ids, "last", wanted, served, timeout=body.timeout) for ids in prompts
+            outputs_request(ids, "last", wanted, served, timeout=body.timeout) for ids in prompts
         ]
         self._scores = [
             score_request(ids, (), served, top=0, timeout=body.timeout)
@@ -92,7 +92,7 @@ class _Computation:
         head = envelope(new_id("probs"), self._served.checkpoint)
         return {**head, "stage": self._body.stage, "prompts": prompts}
 
-    def _distribution(self, row: RowsRequest, computed: Gathered) -> dict[str, Any]:
+    def _distribution(self, row: OutputsRequest, computed: Gathered) -> dict[str, Any]:
         logits = computed.rows[row.request_id][0]
         if self._token_ids is None:
             summary = summarise(logits, top_k=self._top_k)

@@ -12,17 +12,17 @@ from model.inference.engine.requests import (
     GenerationRequest,
     HiddenStates,
     Logits,
+    OutputsRequest,
     Request,
-    RowsRequest,
     ScoreRequest,
 )
 from model.transformer.config import GPTConfig
 
 
-def row_width(request: RowsRequest, config: GPTConfig) -> int:
+def row_width(request: OutputsRequest, config: GPTConfig) -> int:
     """Numbers computed for a request's row at one position; columns chosen of logits are cut out
     of a whole row."""
-    match request.wanted:
+    match request.output:
         case Logits():
             return config.vocab_size
         case HiddenStates(layers=layers):
@@ -35,7 +35,7 @@ def row_numbers(request: Request, config: GPTConfig) -> int:
     """Numbers of all rows that a request hands out, or scores tokens by; generation as such has
     none."""
     match request:
-        case RowsRequest(positions=positions):
+        case OutputsRequest(positions=positions):
             return len(positions) * row_width(request, config)
         case GenerationRequest(prompt_logprobs=None):
             return 0

@@ -22,9 +22,9 @@ from model.inference.engine.events import (
     EngineStats,
     Event,
     FinishReason,
+    OutputsChunk,
     PromptEvent,
     PromptToken,
-    RowsEvent,
     StepResult,
     TokenEvent,
 )
@@ -103,7 +103,7 @@ class Engine:
         return [self._finish(sequence, reason) for sequence in ended]
 
     def grant(self, request_id: str) -> None:
-        """The reader of a RowsRequest took a piece: one more may be computed."""
+        """The reader of a OutputsRequest took a piece: one more may be computed."""
         for sequence in self._sequences.get(request_id, []):
             sequence.credit += 1
 
@@ -209,7 +209,7 @@ class Engine:
                 events.append(self._prompt_event(chunk, output.scores[sequence]))
             if (rows := output.rows.get(sequence)) is not None:
                 sequence.credit -= 1
-                events.append(RowsEvent(sequence.request_id, rows.positions, rows.values))
+                events.append(OutputsChunk(sequence.request_id, rows.positions, rows.values))
             if chunk.completes_prompt and sequence.generation is None:
                 events.append(self._finish(sequence, FinishReason.STOP))
         for sequence, drawn in output.sampled.items():

@@ -55,8 +55,8 @@ class PromptEvent:
 
 
 @dataclass(frozen=True, slots=True)
-class RowsEvent:
-    """Some rows of a RowsRequest: `rows` is a NumPy array, float32, its first axis the positions
+class OutputsChunk:
+    """Some rows of a OutputsRequest: `rows` is a NumPy array, float32, its first axis the positions
     and the others those of what was wanted."""
 
     request_id: str
@@ -90,7 +90,7 @@ class FinishEvent:
     param: str | None = None  # the field of the request that the error comes from, if it is one
 
 
-Event = TokenEvent | PromptEvent | RowsEvent | FinishEvent
+Event = TokenEvent | PromptEvent | OutputsChunk | FinishEvent
 
 
 @dataclass(frozen=True, slots=True)

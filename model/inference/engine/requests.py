@@ -63,17 +63,17 @@ class AttentionWeights:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RowsRequest:
+class OutputsRequest:
     """What the model computes at the `positions` (ascending) of a prompt. Nothing is generated.
 
-    Rows are computed a piece at a time. A piece is handed out as a `RowsEvent`, and the next one
+    Rows are computed a piece at a time. A piece is handed out as a `OutputsChunk`, and the next one
     but one is computed only after `Engine.grant`: a slow reader pauses its own request.
     """
 
     request_id: str
     token_ids: tuple[int, ...]
     positions: tuple[int, ...]
-    wanted: Logits | HiddenStates | AttentionWeights = Logits()
+    output: Logits | HiddenStates | AttentionWeights = Logits()
     priority: int = 0
     prefix_reuse: bool = True
     deadline: float | None = None
@@ -98,7 +98,7 @@ class ScoreRequest:
     deadline: float | None = None
 
 
-Request = GenerationRequest | RowsRequest | ScoreRequest
+Request = GenerationRequest | OutputsRequest | ScoreRequest
 
 
 def sequence_lengths(request: Request) -> list[int]:

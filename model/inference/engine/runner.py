@@ -20,7 +20,7 @@ from model.device import one_thread
 from model.inference.constraints.protocol import MaskAhead
 from model.inference.engine.ngram import Draft
 from model.inference.engine.overlap import StepsAhead
-from model.inference.engine.requests import AttentionWeights, HiddenStates, Logits, RowsRequest
+from model.inference.engine.requests import AttentionWeights, HiddenStates, Logits, OutputsRequest
 from model.inference.engine.scheduler import PrefillChunk, StepPlan
 from model.inference.engine.sequence import Sequence
 from model.inference.errors import ConstraintError
@@ -37,7 +37,8 @@ NO_DRAFTS: Mapping[Sequence, Draft] = MappingProxyType({})
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """What a RowsRequest wants of some positions: a NumPy array (len(positions), ...), float32."""
+    """What a OutputsRequest wants of some positions: a NumPy array (len(positions), ...),
+    float32."""
 
     positions: tuple[int, ...]
     values: Any
@@ -223,11 +224,11 @@ class Runner:
         each token, a row each: (B + drafted, V)."""
         return self._decoder.decode(*_rows_to_decode(sequences, drafts))
 
-    def _rows(self, chunk: PrefillChunk, request: RowsRequest) -> Rows:
+    def _rows(self, chunk: PrefillChunk, request: OutputsRequest) -> Rows:
         """Compute a chunk, and the rows that are wanted of it."""
         positions = tuple(p for p in request.positions if chunk.start <= p < chunk.end)
         offsets = [position - chunk.start for position in positions]
-        match request.wanted:
+        match request.output:
             case Logits() as wanted:
                 hidden = self.prefill(chunk).hidden[offsets]  # (P, d_model)
                 values = self._wanted_logits(chunk.sequence, wanted, positions, hidden)

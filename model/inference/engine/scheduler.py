@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 
 from model.inference.engine.config import EngineConfig
 from model.inference.engine.ngram import Draft, Drafter, shares
-from model.inference.engine.requests import RowsRequest
+from model.inference.engine.requests import OutputsRequest
 from model.inference.engine.sequence import Sequence, State
 from model.inference.engine.slots import SlotPool
 from model.inference.options import DRAFTED_ROWS
@@ -82,7 +82,7 @@ class Scheduler:
     def __init__(
         self,
         config: EngineConfig,
-        row_width: Callable[[RowsRequest], int],
+        row_width: Callable[[OutputsRequest], int],
         *,
         share_decoded: bool = False,
     ) -> None:
@@ -245,7 +245,7 @@ class Scheduler:
             self.slots.keep(sequence.slot, sequence.tokens[:start])
         return PrefillChunk(sequence, start, end, copy_from)
 
-    def _book_rows(self, request: RowsRequest, start: int, end: int, rest: bool) -> int:
+    def _book_rows(self, request: OutputsRequest, start: int, end: int, rest: bool) -> int:
         """Where a chunk that begins at `start` ends so that the rows in it can be afforded, whole
         blocks from `start`, and count these. `start` itself when none can."""
         width, positions, request_end = self._row_width(request), request.positions, end

@@ -10,7 +10,7 @@ from enum import Enum
 from model.inference.constraints.protocol import TokenConstraint, TokenMatcher
 from model.inference.engine.events import FinishEvent, FinishReason, SequenceTimes
 from model.inference.engine.ngram import Drafter
-from model.inference.engine.requests import GenerationRequest, Request, RowsRequest, ScoreRequest
+from model.inference.engine.requests import GenerationRequest, OutputsRequest, Request, ScoreRequest
 
 ROWS_CREDIT = 2
 """Pieces of rows that may be on their way to a reader at once."""
@@ -84,9 +84,9 @@ class Sequence:
         return None if self.generation is None else self.generation.params.constraint
 
     @property
-    def rows(self) -> RowsRequest | None:
+    def rows(self) -> OutputsRequest | None:
         """The request, if it asks for rows."""
-        return self.request if isinstance(self.request, RowsRequest) else None
+        return self.request if isinstance(self.request, OutputsRequest) else None
 
     @property
     def scores_from(self) -> int | None:

@@ -12,8 +12,8 @@ from model.inference.engine.requests import (
     GenerationRequest,
     HiddenStates,
     Logits,
+    OutputsRequest,
     Request,
-    RowsRequest,
     ScoreRequest,
 )
 from model.inference.errors import InvalidRequest
@@ -29,7 +29,7 @@ def check_request(request: Request, config: GPTConfig) -> None:
     match request:
         case GenerationRequest():
             _check_generation(request, config)
-        case RowsRequest():
+        case OutputsRequest():
             _check_rows(request, config)
         case ScoreRequest():
             _check_scores(request, config)
@@ -68,11 +68,11 @@ def _check_params(params: SamplingParams, config: GPTConfig) -> None:
         )
 
 
-def _check_rows(request: RowsRequest, config: GPTConfig) -> None:
+def _check_rows(request: OutputsRequest, config: GPTConfig) -> None:
     length = len(request.token_ids)
     _check_fits(length, config)
     _check_places("positions", request.positions, length, f"the prompt has {length} tokens")
-    match request.wanted:
+    match request.output:
         case Logits(columns=columns, processing=processing):
             if columns is not None:
                 if not columns:

@@ -16,8 +16,8 @@ import orjson
 from fastapi import Request
 from starlette.responses import Response
 
-from model.inference.engine.events import RowsEvent
-from model.inference.engine.requests import RowsRequest
+from model.inference.engine.events import OutputsChunk
+from model.inference.engine.requests import OutputsRequest
 from service.core.ids import new_id
 from service.core.state import Served
 from service.requests.body import unless_gone
@@ -32,7 +32,7 @@ from service.responses.tensors.encoding import (
     npy_header,
 )
 from service.responses.tensors.negotiation import NPY, SAFETENSORS
-from service.responses.tensors.reader import RowsReader, paced
+from service.responses.tensors.reader import OutputsReader, paced
 from service.responses.tensors.safetensors import tensor_file_head
 from service.responses.text import checkpoint_headers, envelope
 
@@ -55,7 +55,7 @@ class Wanted:
 
 async def answer(
     wanted: Wanted,
-    requests: Sequence[RowsRequest],
+    requests: Sequence[OutputsRequest],
     dtype: DType,
     media_type: str,
     served: Served,
@@ -77,7 +77,7 @@ class ArrayReply:
     """One accepted request: its reader, and the room for the largest of its arrays."""
 
     def __init__(
-        self, wanted: Wanted, requests: Sequence[RowsRequest], dtype: DType, served: Served
+        self, wanted: Wanted, requests: Sequence[OutputsRequest], dtype: DType, served: Served
     ) -> None:
         self._wanted = wanted
         self._dtype = dtype
@@ -87,7 +87,7 @@ class ArrayReply:
         self._held = max(sizes)
         served.reply_budget.take(self._held)
         try:
-            self._reader = RowsReader(requests, served)
+            self._reader = OutputsReader(requests, served)
         except BaseException:
             served.reply_budget.give_back(self._held)
             raise
@@ -134,7 +134,7 @@ class ArrayReply:
         if media_type not in (NPY, SAFETENSORS):
             yield b"]}"
 
-    async def _gather(self, shape: tuple[int, ...], rows: AsyncIterator[RowsEvent]) -> Array:
+    async def _gather(self, shape: tuple[int, ...], rows: AsyncIterator[OutputsChunk]) -> Array:
         """The whole array of the prompt that is being computed."""
         axis = self._wanted.position_axis
         array: Array = np.empty(shape, dtype="<u2" if self._dtype == "bfloat16" else self._dtype)
@@ -146,7 +146,7 @@ class ArrayReply:
             filled += count
         return array
 
-    def _prompt_head(self, index: int, request: RowsRequest) -> bytes:
+    def _prompt_head(self, index: int, request: OutputsRequest) -> bytes:
         """A prompt's JSON up to its array."""
         head = {
             "index": index,

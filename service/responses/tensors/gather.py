@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from model.inference.engine.events import FinishEvent, PromptEvent, PromptToken, RowsEvent
+from model.inference.engine.events import FinishEvent, OutputsChunk, PromptEvent, PromptToken
 from service.core.errors import from_finish, unavailable
 from service.engine.submission import EngineStopped, Submission
 
@@ -30,7 +30,7 @@ async def gather(submission: Submission) -> Gathered:
         while not submission.finished:
             for event in await submission.take():
                 match event:
-                    case RowsEvent(request_id=request_id, rows=rows):
+                    case OutputsChunk(request_id=request_id, rows=rows):
                         gathered.rows.setdefault(request_id, []).extend(rows)
                     case PromptEvent(request_id=request_id, index=index, tokens=tokens):
                         gathered.tokens.setdefault((request_id, index), []).extend(tokens)

@@ -9,8 +9,8 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 
-from model.inference.engine.events import FinishEvent, RowsEvent
-from model.inference.engine.requests import RowsRequest
+from model.inference.engine.events import FinishEvent, OutputsChunk
+from model.inference.engine.requests import OutputsRequest
 from service.core.errors import from_finish, unavailable
 from service.core.state import Served
 from service.engine.submission import EngineStopped, Submission
@@ -19,19 +19,19 @@ from service.requests.submit import reserve, submit_next
 PAUSE = 4
 
 
-class RowsReader:
+class OutputsReader:
     """The rows of several prompts, in order.
 
     Once the status is sent an error can only break the connection off. So the room of all prompts
     is taken at once, and the first rows are awaited (`start`) before anything is written.
     """
 
-    def __init__(self, requests: Sequence[RowsRequest], served: Served) -> None:
+    def __init__(self, requests: Sequence[OutputsRequest], served: Served) -> None:
         self.requests = tuple(requests)
         self._reservation = reserve(served, list(requests))
         self._submission = submit_next(self._reservation)
         self._rows = read_rows(self._submission)
-        self._first: RowsEvent | None = None
+        self._first: OutputsChunk | None = None
 
     async def start(self) -> None:
         """Wait for the first rows; whatever ends this call before ends the request."""
@@ -46,7 +46,7 @@ class RowsReader:
         self._submission.abort()
         self._reservation.release()
 
-    async def prompts(self) -> AsyncIterator[tuple[RowsRequest, AsyncIterator[RowsEvent]]]:
+    async def prompts(self) -> AsyncIterator[tuple[OutputsRequest, AsyncIterator[OutputsChunk]]]:
         """Each request with its pieces, which are to be taken before the next request."""
         for index, request in enumerate(self.requests):
             if index:
@@ -54,7 +54,7 @@ class RowsReader:
                 self._rows = read_rows(self._submission)
             yield request, self._pieces()
 
-    async def _pieces(self) -> AsyncIterator[RowsEvent]:
+    async def _pieces(self) -> AsyncIterator[OutputsChunk]:
         if self._first is not None:
             yield self._first
             self._first = None
@@ -76,7 +76,7 @@ async def paced(parts: Iterator[bytes], served: Served) -> AsyncIterator[bytes]:
             await asyncio.sleep(PAUSE * took)
 
 
-async def read_rows(submission: Submission) -> AsyncIterator[RowsEvent]:
+async def read_rows(submission: Submission) -> AsyncIterator[OutputsChunk]:
     """The pieces of a submission's requests, in the order of their positions each.
 
     Raises ApiError when a request ended before its last row.
@@ -87,7 +87,7 @@ async def read_rows(submission: Submission) -> AsyncIterator[RowsEvent]:
         except EngineStopped as error:
             raise unavailable(str(error)) from error
         for event in events:
-            if isinstance(event, RowsEvent):
+            if isinstance(event, OutputsChunk):
                 yield event
             elif isinstance(event, FinishEvent) and (failure := from_finish(event)) is not None:
                 raise failure

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from model.checkpoint.checkpoint import CheckpointInfo
-from model.inference.engine.requests import RowsRequest
+from model.inference.engine.requests import OutputsRequest
 from service.responses.tensors.encoding import TensorSpec, safetensors_header
 from service.responses.text import checkpoint_name
 
@@ -20,7 +20,7 @@ Shape = tuple[int, ...]
 def tensor_file_head(
     checkpoint: CheckpointInfo,
     tensors: Sequence[tuple[str, str, Sequence[Shape]]],
-    requests: Sequence[RowsRequest],
+    requests: Sequence[OutputsRequest],
     metadata: Mapping[str, str],
 ) -> bytes:
     """All of a file up to the bytes of `tensors`: (name, dtype, a shape for each prompt)."""

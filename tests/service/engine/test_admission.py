@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from model.inference.engine.events import FinishEvent, FinishReason, SequenceTimes
-from model.inference.engine.requests import GenerationRequest, RowsRequest
+from model.inference.engine.requests import GenerationRequest, OutputsRequest
 from model.inference.sampling.params import SamplingParams
 from service.engine.admission import QueueFull, QueueLimits, QueueRoom, sequence_count
 from tests.model.factories import tiny_config
@@ -16,7 +16,7 @@ CONFIG = tiny_config()
 GENERATION = GenerationRequest(
     request_id="a", token_ids=(1, 2, 3), params=SamplingParams(max_tokens=5, seed=0)
 )
-ROWS = RowsRequest(request_id="a", token_ids=(1, 2, 3), positions=(0, 2))
+ROWS = OutputsRequest(request_id="a", token_ids=(1, 2, 3), positions=(0, 2))
 
 
 class Clock:

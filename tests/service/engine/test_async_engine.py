@@ -22,11 +22,11 @@ from model.inference.engine.events import (
     Event,
     FinishEvent,
     FinishReason,
-    RowsEvent,
+    OutputsChunk,
     StepResult,
     TokenEvent,
 )
-from model.inference.engine.requests import GenerationRequest, Request, RowsRequest, ScoreRequest
+from model.inference.engine.requests import GenerationRequest, OutputsRequest, Request, ScoreRequest
 from model.inference.errors import InvalidRequest
 from model.inference.reference import generate
 from model.inference.sampling.params import SamplingParams
@@ -124,8 +124,8 @@ def generation(
     )
 
 
-def all_rows(name: str, length: int) -> RowsRequest:
-    return RowsRequest(
+def all_rows(name: str, length: int) -> OutputsRequest:
+    return OutputsRequest(
         request_id=name, token_ids=tuple(long_prompt(length)), positions=tuple(range(length))
     )
 
@@ -531,10 +531,10 @@ def test_rows_wait_for_their_reader_and_for_nobody_else() -> None:
             # Nobody takes the rows: the engine computes what its credit allows, and stops.
             events = await rest(owner.submit([generation("a", 50)]))
             assert token_ids(events, "a") == spelled("a", 50)
-            handed = [e for r in reports for e in r.events if isinstance(e, RowsEvent)]
+            handed = [e for r in reports for e in r.events if isinstance(e, OutputsChunk)]
             assert 1 <= len(handed) <= 2
             assert not rows.finished
-            pieces = [e for e in await rest(rows) if isinstance(e, RowsEvent)]
+            pieces = [e for e in await rest(rows) if isinstance(e, OutputsChunk)]
             assert [p for piece in pieces for p in piece.positions] == list(range(640))
             assert all(piece.rows.shape == (64, 257) for piece in pieces)
 
@@ -546,7 +546,7 @@ def test_the_deadline_of_paused_rows_passes_although_nothing_steps() -> None:
         engine = GatedEngine(SPELLING, EngineConfig(slots=1, prefill_chunk=64))
         async with running(engine) as (owner, reports):
             length = 640
-            request = RowsRequest(
+            request = OutputsRequest(
                 request_id="rows",
                 token_ids=tuple(long_prompt(length)),
                 positions=tuple(range(length)),
@@ -574,7 +574,7 @@ def test_a_reservation_takes_the_room_of_all_and_runs_one_at_a_time() -> None:
             for name in "abc":
                 submission = reservation.submit_next()
                 assert submission.request_ids == (name,)
-                rows = [e for e in await rest(submission) if isinstance(e, RowsEvent)]
+                rows = [e for e in await rest(submission) if isinstance(e, OutputsChunk)]
                 assert len(rows) == 1
             assert owner.open_numbers == 0
             reservation.release()

@@ -14,8 +14,8 @@ import torch
 
 from model.inference.engine.config import EngineConfig
 from model.inference.engine.engine import Engine
-from model.inference.engine.events import RowsEvent
-from model.inference.engine.requests import RowsRequest
+from model.inference.engine.events import OutputsChunk
+from model.inference.engine.requests import OutputsRequest
 from model.inference.served import forward_as_served
 from model.transformer.gpt import GPT
 from service.schemas.generate import ErrorReply
@@ -33,10 +33,12 @@ Rows = npt.NDArray[np.float32]
 def rows(gpt: GPT) -> Rows:
     """What an engine of our own gives for PROMPT: (positions, V)."""
     engine = Engine(gpt, EngineConfig())
-    engine.add(RowsRequest(request_id="a", token_ids=tuple(IDS), positions=tuple(range(len(IDS)))))
+    engine.add(
+        OutputsRequest(request_id="a", token_ids=tuple(IDS), positions=tuple(range(len(IDS))))
+    )
     pieces = []
     while engine.has_work():
-        pieces += [e.rows for e in engine.step().events if isinstance(e, RowsEvent)]
+        pieces += [e.rows for e in engine.step().events if isinstance(e, OutputsChunk)]
         engine.grant("a")
     return np.concatenate(pieces)
 

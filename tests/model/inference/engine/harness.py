@@ -23,17 +23,17 @@ from model.inference.engine.events import (
     Event,
     FinishEvent,
     FinishReason,
+    OutputsChunk,
     PromptEvent,
     PromptToken,
-    RowsEvent,
     StepResult,
     TokenEvent,
 )
 from model.inference.engine.requests import (
     GenerationRequest,
     Logits,
+    OutputsRequest,
     Request,
-    RowsRequest,
     ScoreRequest,
     sequence_lengths,
 )
@@ -83,21 +83,21 @@ def generation(
     )
 
 
-def rows_request(
+def outputs_request(
     request_id: str,
     prompt: Iterable[int],
     positions: Iterable[int] | None = None,
     *,
     columns: tuple[int, ...] | None = None,
     deadline: float | None = None,
-) -> RowsRequest:
+) -> OutputsRequest:
     """A request for rows: all positions unless told otherwise."""
     token_ids = tuple(prompt)
-    return RowsRequest(
+    return OutputsRequest(
         request_id=request_id,
         token_ids=token_ids,
         positions=tuple(range(len(token_ids)) if positions is None else positions),
-        wanted=Logits(columns=columns),
+        output=Logits(columns=columns),
         deadline=deadline,
     )
 
@@ -161,7 +161,7 @@ class Outcome:
     """Everything that one sequence was given."""
 
     tokens: list[TokenEvent] = field(default_factory=list)
-    rows: list[RowsEvent] = field(default_factory=list)
+    rows: list[OutputsChunk] = field(default_factory=list)
     prompt: list[PromptToken] = field(default_factory=list)
     prompt_start: int = 0
     finish: FinishEvent | None = None
@@ -231,20 +231,20 @@ class Driven:
             if not self.engine.has_work():
                 break
             for event in self.step().events:
-                if isinstance(event, RowsEvent):
+                if isinstance(event, OutputsChunk):
                     self.engine.grant(event.request_id)
         assert not self.unfinished, "the engine has no work, yet somebody waits"
         return self.outcomes
 
     def record(self, events: Iterable[Event]) -> None:
         for event in events:
-            index = 0 if isinstance(event, RowsEvent) else event.index
+            index = 0 if isinstance(event, OutputsChunk) else event.index
             key = (event.request_id, index)
             outcome = self.outcomes.setdefault(key, Outcome())
             assert outcome.finish is None, f"{event} came after the finish of {key}"
             if isinstance(event, TokenEvent):
                 outcome.tokens.append(event)
-            elif isinstance(event, RowsEvent):
+            elif isinstance(event, OutputsChunk):
                 outcome.rows.append(event)
             elif isinstance(event, PromptEvent):
                 if not outcome.prompt:

@@ -10,7 +10,7 @@ from model.inference.engine.config import EngineConfig
 from model.inference.engine.events import FinishReason
 from model.inference.errors import InvalidRequest
 from model.inference.sampling.params import SamplingParams
-from tests.model.inference.engine.harness import generation, params, rows_request
+from tests.model.inference.engine.harness import generation, outputs_request, params
 
 NEUTRAL: dict[str, Any] = {"max_tokens": 8, "seed": 0}
 
@@ -100,11 +100,11 @@ def test_requests_are_plain_data() -> None:
     """They may cross a thread or a process, and nobody changes them on the way."""
     for request in (
         generation("a", [1, 2], n=2, sampling=params(stop_token_ids=frozenset({3}))),
-        rows_request("b", [1, 2], [0]),
+        outputs_request("b", [1, 2], [0]),
     ):
         with pytest.raises(AttributeError):
             request.request_id = "c"  # type: ignore[misc]
-    assert pickle.loads(pickle.dumps(rows_request("b", [1, 2], [0]))) == rows_request(
+    assert pickle.loads(pickle.dumps(outputs_request("b", [1, 2], [0]))) == outputs_request(
         "b", [1, 2], [0]
     )
 

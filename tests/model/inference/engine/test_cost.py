@@ -11,8 +11,8 @@ from model.inference.engine.requests import (
     AttentionWeights,
     HiddenStates,
     Logits,
+    OutputsRequest,
     Request,
-    RowsRequest,
 )
 from model.transformer.config import BLOCK
 from tests.model.inference.engine.harness import (
@@ -32,8 +32,10 @@ PROMPT = tuple(i % SMALL_VOCABULARY for i in range(70))
 prompts = st.integers(1, len(PROMPT)).map(lambda length: PROMPT[:length])
 
 
-def rows(wanted: Any, positions: tuple[int, ...], prompt: tuple[int, ...] = PROMPT) -> RowsRequest:
-    return RowsRequest(request_id="a", token_ids=prompt, positions=positions, wanted=wanted)
+def rows(
+    wanted: Any, positions: tuple[int, ...], prompt: tuple[int, ...] = PROMPT
+) -> OutputsRequest:
+    return OutputsRequest(request_id="a", token_ids=prompt, positions=positions, output=wanted)
 
 
 def some_of(count: int) -> st.SearchStrategy[tuple[int, ...]]:
@@ -70,8 +72,8 @@ REQUESTS: dict[str, st.SearchStrategy[Request]] = {
 def computed(request: Request, outcomes: dict[tuple[str, int], Outcome]) -> int:
     """Numbers that the engine's answer came from: those of columns that were left out too."""
     handed_out = sum(event.rows.size for one in outcomes.values() for event in one.rows)
-    if isinstance(request, RowsRequest) and isinstance(request.wanted, Logits):
-        width = len(request.wanted.columns or range(SMALL_VOCABULARY))
+    if isinstance(request, OutputsRequest) and isinstance(request.output, Logits):
+        width = len(request.output.columns or range(SMALL_VOCABULARY))
         handed_out = handed_out // width * SMALL_VOCABULARY
     scored = [token for one in outcomes.values() for token in one.prompt if token.chosen]
     return handed_out + len(scored) * SMALL_VOCABULARY

@@ -14,13 +14,13 @@ import pytest
 import torch
 
 from model.inference.constraints.compiler import Constraint
-from model.inference.engine.events import RowsEvent
+from model.inference.engine.events import OutputsChunk
 from model.inference.engine.requests import (
     AttentionWeights,
     GenerationRequest,
     HiddenStates,
+    OutputsRequest,
     Request,
-    RowsRequest,
     ScoreRequest,
 )
 from model.inference.engine.runner import DecoderMaker
@@ -36,9 +36,9 @@ from tests.model.inference.engine.harness import (
     Outcome,
     Steps,
     generation,
+    outputs_request,
     random_params,
     random_prompt,
-    rows_request,
     score_request,
     skip_unless_rows_depend_on_their_number,
 )
@@ -79,12 +79,12 @@ def pool_of_requests(rng: random.Random, gpt: GPT, count: int, max_tokens: int) 
             wanted = rng.choice(NUMBERS)
             positions = tuple(range(rng.randrange(length), length))
             pool.append(
-                RowsRequest(
-                    request_id=str(i), token_ids=tuple(prompt), positions=positions, wanted=wanted
+                OutputsRequest(
+                    request_id=str(i), token_ids=tuple(prompt), positions=positions, output=wanted
                 )
             )
         elif i % 5 == 4:
-            pool.append(rows_request(str(i), prompt, range(rng.randrange(length), length)))
+            pool.append(outputs_request(str(i), prompt, range(rng.randrange(length), length)))
         else:
             sampling = random_params(rng, rng.randint(1, max_tokens), vocab_size)
             n = rng.choice([1, 1, 1, 3])
@@ -136,7 +136,7 @@ def together(
         driven.add(request)
         while rng.random() < patience and driven.engine.has_work():
             for event in driven.step().events:
-                if isinstance(event, RowsEvent):
+                if isinstance(event, OutputsChunk):
                     driven.engine.grant(event.request_id)
     return {key: bits(outcome) for key, outcome in driven.drain().items()}
 
@@ -291,7 +291,7 @@ def test_pools_are_made_of_every_kind() -> None:
     """What the mixes claim to cover is in them."""
     pool = pool_of_requests(random.Random("gpt2"), shape("gpt2"), 60, 8)
     generations = [request for request in pool if isinstance(request, GenerationRequest)]
-    assert sum(isinstance(request, RowsRequest) for request in pool) == 18
+    assert sum(isinstance(request, OutputsRequest) for request in pool) == 18
     assert sum(isinstance(request, ScoreRequest) for request in pool) == 6
     assert any(request.n > 1 for request in generations)
     for asks in (

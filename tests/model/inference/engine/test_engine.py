@@ -12,12 +12,12 @@ from torch.testing import assert_close
 
 from model.inference.engine.config import EngineConfig
 from model.inference.engine.engine import Engine
-from model.inference.engine.events import Event, FinishEvent, FinishReason, RowsEvent, TokenEvent
+from model.inference.engine.events import Event, FinishEvent, FinishReason, OutputsChunk, TokenEvent
 from model.inference.engine.requests import (
     GenerationRequest,
     Logits,
+    OutputsRequest,
     Request,
-    RowsRequest,
     ScoreRequest,
 )
 from model.inference.engine.sequence import ROWS_CREDIT, Sequence
@@ -35,10 +35,10 @@ from tests.model.inference.engine.harness import (
     constraint_is_complete,
     counts,
     generation,
+    outputs_request,
     params,
     random_params,
     random_prompt,
-    rows_request,
     run,
     score_request,
     small_gpt,
@@ -88,11 +88,11 @@ def check_generation(gpt: GPT, request: GenerationRequest, index: int, outcome: 
                 assert token.logprob == pytest.approx(float(row[token.token_id]), abs=2e-3)
 
 
-def check_rows(gpt: GPT, request: RowsRequest, outcome: Outcome) -> None:
+def check_rows(gpt: GPT, request: OutputsRequest, outcome: Outcome) -> None:
     expected = logits_of(gpt, list(request.token_ids))[list(request.positions)]
-    assert isinstance(request.wanted, Logits)
-    if request.wanted.columns is not None:
-        expected = expected[:, list(request.wanted.columns)]
+    assert isinstance(request.output, Logits)
+    if request.output.columns is not None:
+        expected = expected[:, list(request.output.columns)]
     positions = outcome.positions
     if outcome.ended.reason is FinishReason.ABORT:
         assert tuple(positions) == request.positions[: len(positions)]
@@ -129,7 +129,7 @@ def random_request(rng: random.Random, name: str, gpt: GPT, shared: list[int]) -
     if rng.random() < 0.25:
         positions = sorted(rng.sample(range(length), rng.randint(1, length)))
         columns = tuple(random_prompt(rng, 3, vocab_size)) if rng.random() < 0.5 else None
-        return rows_request(name, prompt, positions, columns=columns)
+        return outputs_request(name, prompt, positions, columns=columns)
     if rng.random() < 0.1:
         room = context - length
         continuations = [random_prompt(rng, rng.randint(1, room), vocab_size) for _ in range(2)]
@@ -153,7 +153,7 @@ def test_any_mix_is_what_the_reference_says(family: str, seed: int) -> None:
         driven.add(request)
         for _ in range(rng.choice([0, 0, 1, 5])):
             for event in driven.step().events:
-                if isinstance(event, RowsEvent):
+                if isinstance(event, OutputsChunk):
                     driven.engine.grant(event.request_id)
         if rng.random() < 0.15:
             name = rng.choice([*requests])
@@ -164,7 +164,7 @@ def test_any_mix_is_what_the_reference_says(family: str, seed: int) -> None:
         request = requests[name]
         if isinstance(request, GenerationRequest):
             check_generation(gpt, request, index, outcome)
-        elif isinstance(request, RowsRequest):
+        elif isinstance(request, OutputsRequest):
             check_rows(gpt, request, outcome)
         elif outcome.ended.reason is FinishReason.STOP:
             check_score(gpt, request, index, outcome)
@@ -225,7 +225,7 @@ def test_everything_that_was_computed_is_counted(gpt: GPT, speculate: str) -> No
     while driven.engine.has_work():
         result = driven.step()
         for event in result.events:
-            if isinstance(event, RowsEvent):
+            if isinstance(event, OutputsChunk):
                 driven.engine.grant(event.request_id)
         prefilled += result.prefilled_tokens
         decoded += result.decoded_sequences
@@ -300,7 +300,7 @@ def test_stats(gpt: GPT) -> None:
 def test_rows_come_in_pieces_as_they_are_granted(gpt: GPT) -> None:
     driven = Driven(gpt, prefill_chunk=128)
     driven.engine._scheduler.rows_budget = 1  # pieces of one block
-    request = rows_request("rows", random_prompt(random.Random(0), 120))
+    request = outputs_request("rows", random_prompt(random.Random(0), 120))
     driven.add(request)
     driven.add(generation("other", [3], max_tokens=20))
     while driven.engine.has_work():
@@ -327,7 +327,7 @@ def test_a_granted_row_does_not_wait_for_others(gpt: GPT) -> None:
     driven = Driven(gpt, slots=3, prefill_chunk=64)
     driven.engine._scheduler.rows_budget = 1
     for name in ("slow", "quick"):
-        driven.add(rows_request(name, random_prompt(random.Random(0), 128)))
+        driven.add(outputs_request(name, random_prompt(random.Random(0), 128)))
     while driven.engine.has_work():
         for event in driven.step().events:
             if event.request_id == "quick":
@@ -346,13 +346,13 @@ PROMPT = list(range(30))
     ("request_", "param", "message"),
     [
         (generation("a", []), "prompt", "the prompt is empty; give at least one token"),
-        (rows_request("a", [], [0]), "prompt", "the prompt is empty; give at least one token"),
+        (outputs_request("a", [], [0]), "prompt", "the prompt is empty; give at least one token"),
         (
             generation("a", [0, 40]),
             "prompt",
             r"token id 40 in prompt is outside the vocabulary of 40 ids \(0 to 39\)",
         ),
-        (rows_request("a", [-1]), "prompt", "token id -1 in prompt is outside"),
+        (outputs_request("a", [-1]), "prompt", "token id -1 in prompt is outside"),
         (
             generation("a", PROMPT, max_tokens=99),
             "max_tokens",
@@ -365,7 +365,7 @@ PROMPT = list(range(30))
             "the prompt has 128 tokens and max_tokens is 1: together 129",
         ),
         (
-            rows_request("a", [1] * 129, [0]),
+            outputs_request("a", [1] * 129, [0]),
             "prompt",
             "the prompt has 129 tokens; the model's context is 128. Shorten the prompt",
         ),
@@ -395,22 +395,30 @@ PROMPT = list(range(30))
             "logprobs",
             "logprobs is 41; the vocabulary has 40 ids",
         ),
-        (rows_request("a", PROMPT, []), "positions", "positions must be ascending, distinct"),
-        (rows_request("a", PROMPT, [3, 2]), "positions", "positions must be ascending, distinct"),
-        (rows_request("a", PROMPT, [3, 3]), "positions", "positions must be ascending, distinct"),
+        (outputs_request("a", PROMPT, []), "positions", "positions must be ascending, distinct"),
         (
-            rows_request("a", PROMPT, [-1, 5]),
+            outputs_request("a", PROMPT, [3, 2]),
+            "positions",
+            "positions must be ascending, distinct",
+        ),
+        (
+            outputs_request("a", PROMPT, [3, 3]),
+            "positions",
+            "positions must be ascending, distinct",
+        ),
+        (
+            outputs_request("a", PROMPT, [-1, 5]),
             "positions",
             "positions run from -1 to 5; the prompt has 30 tokens, positions 0 to 29",
         ),
-        (rows_request("a", PROMPT, [30]), "positions", "positions run from 30 to 30"),
+        (outputs_request("a", PROMPT, [30]), "positions", "positions run from 30 to 30"),
         (
-            rows_request("a", PROMPT, [0], columns=(40,)),
+            outputs_request("a", PROMPT, [0], columns=(40,)),
             "token_ids",
             "token id 40 in token_ids is outside the vocabulary",
         ),
         (
-            rows_request("a", PROMPT, [0], columns=()),
+            outputs_request("a", PROMPT, [0], columns=()),
             "token_ids",
             "token_ids is empty; no column is chosen",
         ),
@@ -434,7 +442,7 @@ def test_what_just_fits_is_accepted(gpt: GPT) -> None:
         generation("full", [1] * 127, max_tokens=1, logprobs=40),
         generation("stops", PROMPT, stop_token_ids=everything),
         generation("last id", [39], logit_bias={39: 1.0}, allowed_token_ids=(39,)),
-        rows_request("rows", [1] * 128, [0, 127], columns=(39, 0, 39)),
+        outputs_request("rows", [1] * 128, [0, 127], columns=(39, 0, 39)),
     )
     assert all(outcome.ended.error is None for outcome in outcomes.values())
     assert len(outcomes["full", 0].tokens[0].top) == 40
@@ -446,7 +454,7 @@ def test_a_request_id_is_used_once_at_a_time(gpt: GPT) -> None:
     driven = Driven(gpt)
     driven.add(generation("a", [1]))
     with pytest.raises(InvalidRequest, match="request id 'a' is in use"):
-        driven.add(rows_request("a", [1]))
+        driven.add(outputs_request("a", [1]))
     driven.drain()
     engine = driven.engine
     engine.add(generation("a", [1], max_tokens=1))
@@ -530,7 +538,7 @@ def test_a_deadline_ends_all_siblings_and_a_paused_reader(gpt: GPT) -> None:
     driven = Driven(gpt, clock)
     driven.engine._scheduler.rows_budget = 1
     driven.add(generation("a", [1], n=3, max_tokens=100, deadline=101.0))
-    driven.add(rows_request("rows", [2] * 128, deadline=102.0))
+    driven.add(outputs_request("rows", [2] * 128, deadline=102.0))
     for _ in range(5):
         driven.step()
     clock.now = 103.0
@@ -646,7 +654,7 @@ def test_nothing_of_a_failed_step_is_shared(gpt: GPT) -> None:
 
 def test_a_failed_step_does_not_touch_a_paused_reader(gpt: GPT) -> None:
     driven = Driven(failing_gpt(gpt, 3), slots=2, prefill_chunk=32)
-    request = rows_request("rows", random_prompt(random.Random(0), 100))
+    request = outputs_request("rows", random_prompt(random.Random(0), 100))
     driven.add(request)
     driven.step()
     driven.step()
@@ -662,7 +670,7 @@ def test_a_model_that_always_fails_answers_everybody(gpt: GPT) -> None:
     driven = Driven(failing_gpt(gpt, *range(1, 100)), slots=2)
     for i in range(10):
         driven.add(generation(str(i), [1] * 40, n=2))
-        driven.add(rows_request(f"rows {i}", [1] * 40))
+        driven.add(outputs_request(f"rows {i}", [1] * 40))
     outcomes = driven.drain()
     assert len(outcomes) == 30
     assert {outcome.ended.reason for outcome in outcomes.values()} == {FinishReason.ERROR}
@@ -722,7 +730,7 @@ class Endurance:
         prompt = random_prompt(rng, rng.choice([1, 2, 5, 9, 33, 50]), 16)
         if rng.random() < 0.2:
             positions = sorted(rng.sample(range(len(prompt)), rng.randint(1, len(prompt))))
-            return rows_request(name, prompt, positions)
+            return outputs_request(name, prompt, positions)
         sampling = SamplingParams(
             max_tokens=rng.randint(1, 6),
             seed=rng.getrandbits(64),
@@ -747,14 +755,14 @@ class Endurance:
             for event in events:
                 if isinstance(event, FinishEvent):
                     self.ends[event.request_id] = self.ends.get(event.request_id, 0) + 1
-                elif isinstance(event, RowsEvent):
+                elif isinstance(event, OutputsChunk):
                     engine.grant(event.request_id)
         engine.check_integrity()
 
 
 def endure(requests: int, seed: int) -> None:
     """Serve two halves; after each, nothing is left of anybody."""
-    kinds = Sequence, GenerationRequest, RowsRequest, TokenEvent
+    kinds = Sequence, GenerationRequest, OutputsRequest, TokenEvent
     before = tracked_objects(*kinds)
     endurance = Endurance(seed)
     endurance.serve(requests // 2)

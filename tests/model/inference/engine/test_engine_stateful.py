@@ -25,8 +25,8 @@ from tests.model.inference.engine.harness import (
     Outcome,
     Steps,
     generation,
+    outputs_request,
     params,
-    rows_request,
 )
 
 VOCABULARY = 16
@@ -128,7 +128,7 @@ class EngineMachine(RuleBasedStateMachine):
     def submit_rows(self, prompt: list[int], data: st.DataObject, seconds: int | None) -> None:
         positions = sorted(data.draw(st.sets(st.integers(0, len(prompt) - 1), min_size=1)))
         name = self.name()
-        self.driven.add(rows_request(name, prompt, positions, deadline=self.deadline(seconds)))
+        self.driven.add(outputs_request(name, prompt, positions, deadline=self.deadline(seconds)))
         self.asked[name, 0] = len(positions)
 
     @rule()

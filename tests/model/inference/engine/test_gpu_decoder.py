@@ -17,9 +17,9 @@ from tests.model.inference.engine.harness import (
     Driven,
     assert_is_reference,
     generation,
+    outputs_request,
     random_params,
     random_prompt,
-    rows_request,
     run,
     small_gpt,
 )
@@ -70,9 +70,9 @@ def test_batch_invariant_company_changes_no_bit(device: str) -> None:
                    sampling=replace(random_params(rng, 8, 257), logprobs=2))
         for i in range(8)
     ]  # fmt: skip
-    pool.append(rows_request("rows", random_prompt(rng, 75, 257)))
-    states = rows_request("states", random_prompt(rng, 41, 257), [3, 33, 40])
-    pool.append(replace(states, wanted=HiddenStates(layers=(0, 2, 3))))
+    pool.append(outputs_request("rows", random_prompt(rng, 75, 257)))
+    states = outputs_request("states", random_prompt(rng, 41, 257), [3, 33, 40])
+    pool.append(replace(states, output=HiddenStates(layers=(0, 2, 3))))
 
     def results(*requests: Request) -> dict[str, Any]:
         make = partial(GraphDecoder, batch_invariant=True)

@@ -18,7 +18,7 @@ from model.inference.engine.requests import (
     AttentionWeights,
     HiddenStates,
     Logits,
-    RowsRequest,
+    OutputsRequest,
     ScoreRequest,
 )
 from model.inference.errors import InvalidRequest
@@ -49,8 +49,8 @@ def gpt(request: pytest.FixtureRequest) -> GPT:
 
 def rows(gpt: GPT, wanted: Any, positions: TokenIds[int] = WANTED, **config: Any) -> Tensor:
     """The rows of PROMPT, from an engine of their own."""
-    request = RowsRequest(
-        request_id="a", token_ids=tuple(PROMPT), positions=tuple(positions), wanted=wanted
+    request = OutputsRequest(
+        request_id="a", token_ids=tuple(PROMPT), positions=tuple(positions), output=wanted
     )
     outcome = run(gpt, request, **config)["a", 0]
     assert outcome.ended.reason is FinishReason.STOP
@@ -112,8 +112,8 @@ def test_company_and_a_warm_cache_change_no_bit(gpt: GPT, wanted: Any) -> None:
     driven.drain()
     for i in range(2):
         driven.add(generation(f"beside {i}", random_prompt(random.Random(i), 50), max_tokens=9))
-    request = RowsRequest(
-        request_id="a", token_ids=tuple(PROMPT), positions=(40, 70), wanted=wanted
+    request = OutputsRequest(
+        request_id="a", token_ids=tuple(PROMPT), positions=(40, 70), output=wanted
     )
     driven.add(request)
     outcome = driven.drain()["a", 0]

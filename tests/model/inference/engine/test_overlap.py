@@ -16,7 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from model.inference.engine.events import Event, FinishReason, RowsEvent, TokenEvent
+from model.inference.engine.events import Event, FinishReason, OutputsChunk, TokenEvent
 from model.inference.engine.requests import GenerationRequest
 from model.inference.engine.runner import DecoderMaker
 from model.inference.kernels.base import Collect
@@ -33,10 +33,10 @@ from tests.model.inference.engine.harness import (
     Steps,
     assert_is_reference,
     generation,
+    outputs_request,
     params,
     random_params,
     random_prompt,
-    rows_request,
     small_gpt,
 )
 from tests.model.inference.engine.test_engine import failing_gpt
@@ -108,7 +108,7 @@ class Ask:
     def request(self, name: str, now: float) -> Any:
         deadline = None if self.patience is None else now + self.patience
         if self.kind == "rows":
-            return rows_request(name, self.prompt, deadline=deadline)
+            return outputs_request(name, self.prompt, deadline=deadline)
         rng = random.Random(self.seed)
         asking = random_params(rng, self.max_tokens, VOCABULARY)
         sampling = plain_params(rng, self.max_tokens)
@@ -215,7 +215,7 @@ class Played:
 
     def say(self, events: Sequence[Event]) -> None:
         for event in events:
-            if isinstance(event, RowsEvent):
+            if isinstance(event, OutputsChunk):
                 self.said.append((event.request_id, event.positions, event.rows.tolist()))
             else:
                 self.said.append(event)

@@ -16,8 +16,8 @@ from model.transformer.gpt import GPT
 from tests.model.factories import FAMILIES, random_ids, tiny_config, tiny_gpt
 from tests.model.inference.engine.harness import (
     generation,
+    outputs_request,
     params,
-    rows_request,
     skip_unless_rows_depend_on_their_number,
 )
 
@@ -112,7 +112,7 @@ def test_one_run_serves_prefill_decode_and_rows() -> None:
     prompt.slot = 1
     wanted = (3, 31, 32, 60)
     rows = Sequence(
-        Group(rows_request("rows", ids[2].tolist(), wanted, columns=(5, 0, 256))), 0, 0.0
+        Group(outputs_request("rows", ids[2].tolist(), wanted, columns=(5, 0, 256))), 0, 0.0
     )
     rows.slot = 2
     unfinished = sequence(3, ids[1].tolist())

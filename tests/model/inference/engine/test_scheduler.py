@@ -17,7 +17,7 @@ from model.inference.engine.requests import Request
 from model.inference.engine.scheduler import MANY_ROWS, REST, PrefillChunk, Scheduler, StepPlan
 from model.inference.engine.sequence import ROWS_CREDIT, Group, Sequence, State
 from model.transformer.config import BLOCK
-from tests.model.inference.engine.harness import generation, rows_request
+from tests.model.inference.engine.harness import generation, outputs_request
 
 CHUNK = 64
 ROWS_BUDGET = 32
@@ -307,7 +307,7 @@ def test_rows_that_are_asked_for_are_computed() -> None:
     cached = {}
     for first in (0, 31, 32, 70, 95):
         (sequence,) = simulation.add(
-            rows_request(str(first), blocks(1, 2, 3), [first, 95][: 96 - first])
+            outputs_request(str(first), blocks(1, 2, 3), [first, 95][: 96 - first])
         )
         simulation.drain()
         cached[first] = sequence.cached
@@ -385,7 +385,7 @@ def test_a_source_overwritten_later_in_the_step_is_copied_before() -> None:
 
 def test_a_slow_reader_pauses_itself_alone() -> None:
     simulation = Simulation(slots=2)
-    (rows,) = simulation.add(rows_request("rows", [1] * 200, range(200)))
+    (rows,) = simulation.add(outputs_request("rows", [1] * 200, range(200)))
     (other,) = simulation.add(generation("other", [2] * 70, max_tokens=5))
     while simulation.scheduler.has_work():
         simulation.step()
@@ -405,8 +405,8 @@ def test_few_rows_fit_beside_many() -> None:
     """Somebody who wants one row does not wait for a large reply to end."""
     simulation = Simulation(slots=2, prefill_chunk=128)
     simulation.scheduler.rows_budget = 40
-    simulation.add(rows_request("large", [1] * 320, range(320)))
-    simulation.add(rows_request("small", [2] * 64, [63]))
+    simulation.add(outputs_request("large", [1] * 320, range(320)))
+    simulation.add(outputs_request("small", [2] * 64, [63]))
     plan = simulation.scheduler.plan(1.0)
     assert [(c.sequence.request_id, c.start, c.end) for c in plan.prefill] == [
         ("large", 0, 32),
@@ -416,7 +416,7 @@ def test_few_rows_fit_beside_many() -> None:
 
 def test_a_row_that_is_not_wanted_costs_nothing() -> None:
     simulation = Simulation(slots=1, prefill_chunk=256)
-    simulation.add(rows_request("last", [1] * 250, [100, 249]))
+    simulation.add(outputs_request("last", [1] * 250, [100, 249]))
     assert [(c.start, c.end) for c in simulation.step().prefill] == [(0, 250)]
 
 
@@ -424,7 +424,7 @@ def test_a_row_that_is_not_wanted_costs_nothing() -> None:
 def test_who_decodes_rests_from_many_rows_as_long_as_they_took(width: int) -> None:
     scheduler = Scheduler(EngineConfig(slots=2, prefill_chunk=CHUNK), lambda request: width)
     decoding = Sequence(Group(generation("decoding", [1], max_tokens=99)), 0, 0.0)
-    rows = Sequence(Group(rows_request("rows", [2] * 200, range(200))), 0, 0.0)
+    rows = Sequence(Group(outputs_request("rows", [2] * 200, range(200))), 0, 0.0)
     rows.credit = 100
     for sequence in (decoding, rows):
         scheduler.enqueue(sequence)
@@ -447,7 +447,7 @@ def test_few_rows_do_not_rest() -> None:
     decoding = Sequence(Group(generation("decoding", [1], max_tokens=99)), 0, 0.0)
     scheduler.enqueue(decoding)
     scheduler.prefilled(scheduler.plan(0.0).prefill[0], 1.0)
-    rows = Sequence(Group(rows_request("rows", [2] * 64, range(64))), 0, 0.0)
+    rows = Sequence(Group(outputs_request("rows", [2] * 64, range(64))), 0, 0.0)
     scheduler.enqueue(rows)
     scheduler.prefilled(scheduler.plan(1.0).prefill[0], 9.0)
     assert [chunk.start for chunk in scheduler.plan(9.0).prefill] == [32]
@@ -455,7 +455,7 @@ def test_few_rows_do_not_rest() -> None:
 
 def test_pieces_without_rows_need_no_credit() -> None:
     simulation = Simulation(slots=1)
-    (rows,) = simulation.add(rows_request("rows", [1] * 300, [3, 299]))
+    (rows,) = simulation.add(outputs_request("rows", [1] * 300, [3, 299]))
     simulation.drain()
     assert rows.state is State.FINISHED
     assert rows.credit == ROWS_CREDIT - 2
@@ -464,7 +464,7 @@ def test_pieces_without_rows_need_no_credit() -> None:
 def test_waiting_behind_paused_readers_is_no_work() -> None:
     """All slots are held by readers that are behind: stepping would spin."""
     simulation = Simulation(slots=2)
-    rows = [simulation.add(rows_request(str(i), [i] * 100, range(100)))[0] for i in range(2)]
+    rows = [simulation.add(outputs_request(str(i), [i] * 100, range(100)))[0] for i in range(2)]
     (waiting,) = simulation.add(generation("waiting", [5]))
     while simulation.scheduler.has_work():
         simulation.step()
@@ -510,7 +510,7 @@ class Mix:
             positions = sorted(
                 self.rng.sample(range(len(prompt)), self.rng.randint(1, len(prompt)))
             )
-            self.open += self.simulation.add(rows_request(name, prompt, positions))
+            self.open += self.simulation.add(outputs_request(name, prompt, positions))
         else:
             n = self.rng.choice([1, 1, 1, 2, 4])
             max_tokens = self.rng.randint(1, 40)
