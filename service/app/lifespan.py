@@ -77,7 +77,7 @@ def _served(state: ServiceState, loaded: _Loaded, checker: Checker) -> Served:
         engine=AsyncEngine(
             loaded.turns,
             limits=QueueLimits(
-                settings.max_queue, settings.max_queue_tokens, settings.max_queue_numbers
+                settings.max_queue, settings.max_queue_tokens, settings.max_queue_elements
             ),
             stall_timeout=settings.stall_timeout,
             on_step=state.on_step,

@@ -72,8 +72,9 @@ class Metrics:
         self.finished = counter("logitd_sequences_finished", "Sequences ended", ("reason",))
         self.running = gauge("logitd_num_sequences_running", "Sequences that have a slot")
         self.waiting = gauge("logitd_num_sequences_waiting", "Sequences waiting for a slot")
-        self.open_numbers = gauge(
-            "logitd_queue_numbers", "Numbers of the rows of requests that wait or run"
+        self.open_elements = gauge(
+            "logitd_queue_elements",
+            "Output elements (positions x width) of requests waiting or running",
         )
         self.slots = gauge("logitd_kv_slots", "Slots of the KV cache")
         self.slots_used = gauge("logitd_kv_slots_used", "Slots owned by a sequence")
@@ -139,16 +140,16 @@ class Metrics:
         return generate_latest(self.registry)
 
     def serving(
-        self, checkpoint: CheckpointInfo, slots: int, open_numbers: Callable[[], float]
+        self, checkpoint: CheckpointInfo, slots: int, open_elements: Callable[[], float]
     ) -> None:
-        """Requests are served. `open_numbers` is asked at each scrape: room is also reserved and
+        """Requests are served. `open_elements` is asked at each scrape: room is also reserved and
         given up without a step."""
         self.checkpoint.clear()
         self.checkpoint.labels(
             checkpoint.name, str(checkpoint.training.step), checkpoint.weights_sha256
         ).set(1)
         self.slots.set(slots)
-        self.open_numbers.set_function(open_numbers)
+        self.open_elements.set_function(open_elements)
         self.ready.set(1)
 
     def observe_request(self, endpoint: str, status: int, caller: str | None) -> None:

@@ -76,7 +76,7 @@ class ServiceState:
     def serve(self, served: Served) -> None:
         """Loading ended well."""
         self.served = served
-        self.metrics.serving(served.checkpoint, served.slots, lambda: served.engine.open_numbers)
+        self.metrics.serving(served.checkpoint, served.slots, lambda: served.engine.open_elements)
         self.settled.set()
 
     def fail(self, reason: str) -> None:

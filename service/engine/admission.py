@@ -1,7 +1,7 @@
 """QueueRoom: what may wait for the engine, and the books of what does.
 
 Three things are counted, because each of them alone can be too much: sequences, prompt tokens, and
-the numbers that rows will hold. Requests that will run one after the other have their room
+the elements of their outputs. Requests that will run one after the other have their room
 reserved, so that the later ones are not refused half-way.
 
 Belongs to the event loop. It refuses; who is served next is the engine's to say.
@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from model.inference.engine.cost import row_numbers
+from model.inference.engine.cost import output_elements
 from model.inference.engine.events import FinishEvent
 from model.inference.engine.requests import Request, sequence_lengths
 from model.inference.errors import InvalidRequest
@@ -33,7 +33,7 @@ class QueueLimits:
 
     sequences: int
     tokens: int  # of prompts
-    numbers: int  # of rows, those that run included: all of theirs may be still to come
+    elements: int  # of outputs; those of running requests count whole
 
 
 class QueueRoom:
@@ -52,9 +52,9 @@ class QueueRoom:
         self._open_sequences = 0
         self._open_tokens = 0  # of their prompts
         self._running_tokens = 0  # of these, admitted as of the last step
-        self._open_numbers = 0  # of their rows
+        self._open_elements = 0  # of their outputs
         self._reserved = 0
-        self._reserved_numbers = 0
+        self._reserved_elements = 0
         self._pace = _Pace(clock)
 
     @property
@@ -63,10 +63,10 @@ class QueueRoom:
         return self._open_sequences + self._reserved
 
     @property
-    def numbers(self) -> int:
+    def elements(self) -> int:
         """Numbers of the rows of requests submitted and not yet ended, and of those that have room
         reserved."""
-        return self._open_numbers + self._reserved_numbers
+        return self._open_elements + self._reserved_elements
 
     @property
     def is_empty(self) -> bool:
@@ -76,17 +76,17 @@ class QueueRoom:
     def check(self, requests: Sequence[Request]) -> None:
         """Raise QueueFull unless there is room for these now, and InvalidRequest where there never
         will be."""
-        numbers = self.numbers_of(requests)
-        if numbers > self._limits.numbers:
+        elements = self.elements_of(requests)
+        if elements > self._limits.elements:
             raise InvalidRequest(
-                f"the request asks for {numbers} numbers (rows times what each is wide), the queue "
-                f"never holds more than {self._limits.numbers}. Ask for fewer prompts or "
-                "positions at once, or raise --max-queue-numbers"
+                f"the request asks for {elements} output elements (positions times width), "
+                f"the queue never holds more than {self._limits.elements}. Ask for fewer prompts "
+                "or positions at once, or raise --max-queue-elements"
             )
         sequences = sum(map(sequence_count, requests))
-        self.check_counts(sequences, sum(map(prompt_tokens, requests)), numbers)
+        self.check_counts(sequences, sum(map(prompt_tokens, requests)), elements)
 
-    def check_counts(self, sequences: int, tokens: int = 0, numbers: int = 0) -> None:
+    def check_counts(self, sequences: int, tokens: int = 0, elements: int = 0) -> None:
         """Raise QueueFull unless there is room for as much now.
 
         An empty queue takes a request of any number of tokens: it will be computed next.
@@ -98,33 +98,33 @@ class QueueRoom:
         queued = max(0, self._open_tokens - self._running_tokens)
         if waiting and queued + tokens > self._limits.tokens:
             raise QueueFull(f"{queued} prompt tokens are waiting", self._limits.tokens, retry_after)
-        if self.numbers + numbers > self._limits.numbers:
+        if self.elements + elements > self._limits.elements:
             raise QueueFull(
-                f"{self.numbers} numbers of rows are waiting or being computed and the "
-                f"request asks for {numbers}",
-                self._limits.numbers,
+                f"{self.elements} output elements are waiting or being computed and the "
+                f"request asks for {elements}",
+                self._limits.elements,
                 retry_after,
             )
 
-    def numbers_of(self, requests: Sequence[Request]) -> int:
+    def elements_of(self, requests: Sequence[Request]) -> int:
         """Numbers of all their rows."""
-        return sum(row_numbers(request, self._config) for request in requests)
+        return sum(output_elements(request, self._config) for request in requests)
 
     def reserve(self, requests: Sequence[Request]) -> None:
         """Keep room for requests to come."""
         self._reserved += sum(map(sequence_count, requests))
-        self._reserved_numbers += self.numbers_of(requests)
+        self._reserved_elements += self.elements_of(requests)
 
     def unreserve(self, requests: Sequence[Request]) -> None:
         """Give up reserved room, or take it by `enter`."""
         self._reserved -= sum(map(sequence_count, requests))
-        self._reserved_numbers -= self.numbers_of(requests)
+        self._reserved_elements -= self.elements_of(requests)
 
     def enter(self, request: Request) -> None:
         """Take the room of a request that is submitted."""
         self._open_sequences += sequence_count(request)
         self._open_tokens += prompt_tokens(request)
-        self._open_numbers += self.numbers_of([request])
+        self._open_elements += self.elements_of([request])
 
     def stepped(self, running_tokens: int) -> None:
         """The engine has made a step, and runs sequences with so many prompt tokens."""
@@ -136,13 +136,13 @@ class QueueRoom:
         self._open_sequences -= 1
         self._open_tokens -= event.prompt_tokens
 
-    def end_request(self, numbers: int) -> None:
-        """The last sequence of a request with so many numbers has ended."""
-        self._open_numbers -= numbers
+    def end_request(self, elements: int) -> None:
+        """The last sequence of a request with so many elements has ended."""
+        self._open_elements -= elements
 
     def clear(self) -> None:
         """Nothing that was submitted will be computed. What is reserved is still to be given up."""
-        self._open_sequences = self._open_tokens = self._open_numbers = 0
+        self._open_sequences = self._open_tokens = self._open_elements = 0
 
 
 class _Pace:

@@ -114,10 +114,10 @@ class AsyncEngine:
         return self._room.sequences
 
     @property
-    def open_numbers(self) -> int:
+    def open_elements(self) -> int:
         """Numbers of the rows of requests submitted and not yet ended, and of those that have room
         reserved."""
-        return self._room.numbers
+        return self._room.elements
 
     @property
     def decoding(self) -> bool:
@@ -137,7 +137,7 @@ class AsyncEngine:
     def submit(self, requests: Sequence[Request]) -> Submission:
         """Queue requests: all, or none.
 
-        Raises InvalidRequest for what the model cannot compute and for more numbers than the queue
+        Raises InvalidRequest for what the model cannot compute and for more elements than the queue
         ever holds, EngineStopped, or QueueFull.
         """
         self._check(requests)
@@ -219,7 +219,7 @@ class AsyncEngine:
         for request in requests:
             self._room.enter(request)
             self._open[request.request_id] = _OpenRequest(
-                submission, sequence_count(request), self._room.numbers_of([request])
+                submission, sequence_count(request), self._room.elements_of([request])
             )
             self._turns.put(Add(request, self.now()))
         self._idle.clear()
@@ -297,7 +297,7 @@ class AsyncEngine:
         request.open -= 1
         if not request.open:
             del self._open[event.request_id]
-            self._room.end_request(request.numbers)
+            self._room.end_request(request.elements)
         self._settle()
 
     def _stop(self) -> None:
@@ -319,4 +319,4 @@ class AsyncEngine:
 class _OpenRequest:
     submission: Submission
     open: int  # sequences that have not ended
-    numbers: int  # of its rows
+    elements: int  # of its rows

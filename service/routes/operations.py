@@ -69,7 +69,7 @@ def info(served: Ready) -> Info:
                 "max_sequences": settings.max_sequences,
                 "max_queue": settings.max_queue,
                 "max_queue_tokens": settings.max_queue_tokens,
-                "max_queue_numbers": settings.max_queue_numbers,
+                "max_queue_elements": settings.max_queue_elements,
                 "max_logprobs": settings.max_logprobs,
                 "max_reply_bytes": settings.max_reply_bytes,
                 "max_body_bytes": settings.max_body_bytes,

@@ -131,11 +131,11 @@ class ServeSettings(BaseSettings):
     max_queue_tokens: int = Field(
         2**18, ge=1, description="prompt tokens that may wait for a slot; more are answered 429"
     )
-    max_queue_numbers: int = Field(
+    max_queue_elements: int = Field(
         2**32,
         ge=1,
-        description="numbers (positions times what is computed at each) of rows asked for and of "
-        "given tokens scored, in all requests that wait or run; more are answered 429",
+        description="output elements (positions times width) of requests waiting or running at "
+        "most; above it: 429",
     )
     max_sequences: int = Field(
         64, ge=1, description="sequences (prompts times n) in one request at most"

@@ -89,7 +89,7 @@ class Serving:
         """Until no sequence is open, every slot is free and no row counts any more."""
         eventually(lambda: self.served.engine.open_sequences == 0)
         eventually(lambda: self.sample("logitd_kv_slots_used") == 0)
-        eventually(lambda: self.sample("logitd_queue_numbers") == 0)
+        eventually(lambda: self.sample("logitd_queue_elements") == 0)
         assert self.sample("logitd_num_sequences_running") == 0
         assert self.sample("logitd_num_sequences_waiting") == 0
 

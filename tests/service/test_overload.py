@@ -36,7 +36,7 @@ POSTS: dict[str, Any] = {
     "/v1/completions": {"prompt": "a"},
 }
 
-NUMBERS_LEFT = 10 * 257
+ELEMENTS_LEFT = 10 * 257
 """Numbers that the queue still holds beside those of `occupy`: ten rows of logits."""
 LARGE: dict[str, tuple[Any, int]] = {
     "/logits": ({"prompt": "l" * 11, "positions": "all", "token_ids": [1]}, 11 * 257),
@@ -50,7 +50,7 @@ LARGE: dict[str, tuple[Any, int]] = {
         11 * 257,
     ),
 }
-"""Bodies of small requests for more than that, with the numbers that they ask for."""
+"""Bodies of small requests for more than that, with the elements that they ask for."""
 
 
 @pytest.fixture
@@ -139,11 +139,11 @@ def test_prompts_that_come_later_in_a_reply_have_their_room_from_the_start(
 
 @pytest.fixture
 def numbers_server(spelling_path: Path) -> Iterator[Serving]:
-    """Room for the numbers of `occupy` and NUMBERS_LEFT, for sequences without end."""
+    """Room for the elements of `occupy` and ELEMENTS_LEFT, for sequences without end."""
     with serving(
         spelling_path,
         slots=4,
-        max_queue_numbers=8000 * 257 + NUMBERS_LEFT,
+        max_queue_elements=8000 * 257 + ELEMENTS_LEFT,
         slow_reader_timeout=PATIENCE,
     ) as running:
         yield running
@@ -155,8 +155,8 @@ def test_a_queue_that_is_full_of_numbers_refuses_rows_and_nothing_else(
     server = numbers_server
     with ExitStack() as stack:
         occupy(server, stack)
-        assert server.sample("logitd_queue_numbers") == 8000 * 257
-        for path, (body, numbers) in LARGE.items():
+        assert server.sample("logitd_queue_elements") == 8000 * 257
+        for path, (body, elements) in LARGE.items():
             response = server.post(path, body)
             assert response.status_code == 429, (path, response.text)
             seconds = int(response.headers["retry-after"])
@@ -164,11 +164,11 @@ def test_a_queue_that_is_full_of_numbers_refuses_rows_and_nothing_else(
             error = ErrorReply.model_validate(response.json()).error
             assert (error.type, error.code) == ("rate_limit_error", "queue_full")
             assert error.message == (
-                f"{8000 * 257} numbers of rows are waiting or being computed and the request asks "
-                f"for {numbers}, the queue holds {8000 * 257 + NUMBERS_LEFT}; try again in about "
+                f"{8000 * 257} output elements are waiting or being computed and the request asks "
+                f"for {elements}, the queue holds {8000 * 257 + ELEMENTS_LEFT}; try again in about "
                 f"{seconds} s"
             )
-        assert server.sample("logitd_queue_numbers") == 8000 * 257
+        assert server.sample("logitd_queue_elements") == 8000 * 257
         just_fits = {"prompt": "l" * 10, "positions": "all"}
         assert server.post("/logits", just_fits).status_code == 200
         # Nothing is computed of a generation's rows for somebody to look at.
@@ -186,8 +186,8 @@ def test_a_queue_that_is_full_of_numbers_refuses_rows_and_nothing_else(
 
 def test_what_the_queue_never_holds_is_refused_for_good(numbers_server: Serving) -> None:
     """As it would be refused for ever: with 400, which nobody tries again."""
-    limit = 8000 * 257 + NUMBERS_LEFT
-    for path, body, numbers in (
+    limit = 8000 * 257 + ELEMENTS_LEFT
+    for path, body, elements in (
         ("/logits", {"prompt": long_prompt(8011), "positions": "all"}, 8011 * 257),
         ("/logits", {"prompt": [long_prompt(4006)] * 2, "positions": "all"}, 8012 * 257),
         ("/score", {"prompt": long_prompt(8012)}, 8011 * 257),
@@ -196,9 +196,9 @@ def test_what_the_queue_never_holds_is_refused_for_good(numbers_server: Serving)
         assert response.status_code == 400
         error = ErrorReply.model_validate(response.json()).error
         assert error.message == (
-            f"the request asks for {numbers} numbers (rows times what each is wide), the queue "
+            f"the request asks for {elements} elements (rows times what each is wide), the queue "
             f"never holds more than {limit}. Ask for fewer prompts or positions at once, or raise "
-            "--max-queue-numbers"
+            "--max-queue-elements"
         )
     numbers_server.wait_idle()
 
@@ -206,14 +206,14 @@ def test_what_the_queue_never_holds_is_refused_for_good(numbers_server: Serving)
 def test_numbers_are_free_again_when_their_client_has_left(spelling_path: Path) -> None:
     """Running, waiting behind others of the same reply, or in the queue."""
     whole = {"prompt": long_prompt(8000), "positions": "all"}
-    limits = {"max_queue_numbers": 7 * 8000 * 257 + NUMBERS_LEFT}
+    limits = {"max_queue_elements": 7 * 8000 * 257 + ELEMENTS_LEFT}
     with serving(spelling_path, slots=2, slow_reader_timeout=PATIENCE, **limits) as server:
 
         def ask(stack: ExitStack, body: Any, prompts_by_then: int) -> None:
             raw = stack.enter_context(server.connect(receive_buffer=4096))
             raw.sendall(request_bytes("/logits", body))
-            numbers = prompts_by_then * 8000 * 257
-            eventually(lambda: server.sample("logitd_queue_numbers") == numbers)
+            elements = prompts_by_then * 8000 * 257
+            eventually(lambda: server.sample("logitd_queue_elements") == elements)
 
         with ExitStack() as stack:
             ask(stack, whole | {"prompt": [whole["prompt"]] * 3}, 3)

@@ -82,7 +82,7 @@ def test_slots_are_said_once(flags: tuple[str, ...], field: str) -> None:
 def test_by_default_any_request_for_a_gpt_2s_logits_can_be_queued() -> None:
     """All prompts that one request may have, each as long as its context."""
     settings = serve()
-    assert settings.max_sequences * 1024 * 50_257 <= settings.max_queue_numbers
+    assert settings.max_sequences * 1024 * 50_257 <= settings.max_queue_elements
 
 
 def test_the_default_address_is_reachable_from_this_machine_alone() -> None:
@@ -92,7 +92,7 @@ def test_the_default_address_is_reachable_from_this_machine_alone() -> None:
 @pytest.mark.parametrize(
     ("field", "value"),
     [("port", -1), ("port", 65536), ("slots", 0), ("prefill_chunk", 33), ("prefill_chunk", 0),
-     ("max_queue", -1), ("max_queue_numbers", 0), ("max_sequences", 0), ("max_body_bytes", 10),
+     ("max_queue", -1), ("max_queue_elements", 0), ("max_sequences", 0), ("max_body_bytes", 10),
      ("max_logprobs", 0),
      ("slow_reader_timeout", 0), ("slow_reader_timeout", math.inf),
      ("slow_reader_timeout", math.nan), ("drain_timeout", -1), ("drain_timeout", math.inf),

@@ -1,10 +1,9 @@
-"""Price: how many numbers the rows of a request are.
+"""Cost: how many elements the outputs of a request have.
 
-A row is what is computed at one position for somebody to look at: logits of the whole vocabulary,
-states of some layers, weights of some heads. The scheduler books rows by this price, step by step,
-and whoever queues requests all of a request's at once. Pure functions of a request and the model's
-shape. What a prompt costs besides its rows is counted in tokens, what is generated in sequences:
-neither is here.
+An output is what a client asks for at one position: logits of the whole vocabulary, hidden states
+of some layers, attention weights of some heads. The scheduler limits the elements of a step,
+admission those of all requests. Pure functions of a request and the model's shape. Not here: a
+prompt's other cost, counted in tokens, and a generation's, counted in sequences.
 """
 
 from model.inference.engine.requests import (
@@ -20,8 +19,7 @@ from model.transformer.config import GPTConfig
 
 
 def row_width(request: OutputsRequest, config: GPTConfig) -> int:
-    """Numbers computed for a request's row at one position; columns chosen of logits are cut out
-    of a whole row."""
+    """Elements computed at one position. Chosen columns of logits are cut out of a whole row."""
     match request.output:
         case Logits():
             return config.vocab_size
@@ -31,9 +29,9 @@ def row_width(request: OutputsRequest, config: GPTConfig) -> int:
             return len(layers) * len(heads) * len(request.token_ids)
 
 
-def row_numbers(request: Request, config: GPTConfig) -> int:
-    """Numbers of all rows that a request hands out, or scores tokens by; generation as such has
-    none."""
+def output_elements(request: Request, config: GPTConfig) -> int:
+    """Elements of everything that a request hands out or scores tokens by; 0 for generation as
+    such."""
     match request:
         case OutputsRequest(positions=positions):
             return len(positions) * row_width(request, config)

@@ -160,7 +160,7 @@ def test_nothing_is_remembered_of_a_sequence_that_has_ended(metrics: Metrics) ->
 
 def test_the_text_is_the_classic_format(checkpoint_path: Path) -> None:
     metrics = Metrics(callers=["alice", "none"])
-    metrics.serving(read_checkpoint(checkpoint_path), slots=4, open_numbers=lambda: 77)
+    metrics.serving(read_checkpoint(checkpoint_path), slots=4, open_elements=lambda: 77)
     found = {family.name: family for family in families(metrics)}
     for name, family in found.items():
         assert re.fullmatch(r"logitd_[a-z][a-z0-9_]*", name), "prefix, and no colon"
@@ -176,7 +176,7 @@ def test_the_text_is_the_classic_format(checkpoint_path: Path) -> None:
                 assert sample.name.endswith(("_total", "_created"))
     assert value(metrics, "logitd_ready") == 1
     assert value(metrics, "logitd_kv_slots") == 4
-    assert value(metrics, "logitd_queue_numbers") == 77
+    assert value(metrics, "logitd_queue_elements") == 77
 
 
 def test_every_way_to_end_is_there_from_the_start(metrics: Metrics) -> None:
@@ -226,6 +226,6 @@ def test_two_applications_share_nothing() -> None:
 
 def test_a_checkpoint_replaces_the_one_before(metrics: Metrics, checkpoint_path: Path) -> None:
     for _ in range(2):
-        metrics.serving(read_checkpoint(checkpoint_path), slots=4, open_numbers=lambda: 77)
+        metrics.serving(read_checkpoint(checkpoint_path), slots=4, open_elements=lambda: 77)
     info = [family for family in families(metrics) if family.name == "logitd_checkpoint_info"]
     assert len(info[0].samples) == 1

@@ -1,5 +1,5 @@
-"""QueueRoom: counts, and when a refused client should come back. That every request's numbers leave
-the books once, on every way to end, is in test_async_engine.py, with a real engine."""
+"""QueueRoom: counts, and when a refused client should come back. That every request's elements
+leave the books once, on every way to end, is in test_async_engine.py, with a real engine."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -58,12 +58,12 @@ def test_what_entered_and_ended_leaves_nothing() -> None:
     room.reserve([ROWS, ROWS])
     room.unreserve([ROWS])
     room.enter(ROWS)
-    assert (room.sequences, room.numbers) == (2, 4 * CONFIG.vocab_size)
+    assert (room.sequences, room.elements) == (2, 4 * CONFIG.vocab_size)
     room.end_sequence(finish(3))
-    room.end_request(room.numbers_of([ROWS]))
-    assert (room.sequences, room.numbers, room.is_empty) == (1, 2 * CONFIG.vocab_size, False)
+    room.end_request(room.elements_of([ROWS]))
+    assert (room.sequences, room.elements, room.is_empty) == (1, 2 * CONFIG.vocab_size, False)
     room.unreserve([ROWS])
-    assert (room.sequences, room.numbers, room.is_empty) == (0, 0, True)
+    assert (room.sequences, room.elements, room.is_empty) == (0, 0, True)
 
 
 def test_the_tokens_of_what_runs_do_not_wait() -> None:

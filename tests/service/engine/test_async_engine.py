@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from model.inference.engine.config import EngineConfig
-from model.inference.engine.cost import row_numbers
+from model.inference.engine.cost import output_elements
 from model.inference.engine.engine import Engine
 from model.inference.engine.events import (
     Event,
@@ -90,14 +90,14 @@ async def running(
     engine: Engine,
     max_queue: int = 100,
     max_queue_tokens: int = 10_000,
-    max_queue_numbers: int = 10**7,
+    max_queue_elements: int = 10**7,
     stall_timeout: float = PATIENCE,
     drain_timeout: float = PATIENCE,
 ) -> AsyncIterator[tuple[AsyncEngine, list[StepReport]]]:
     reports: list[StepReport] = []
     owner = AsyncEngine(
         EngineTurns(engine),
-        limits=QueueLimits(max_queue, max_queue_tokens, max_queue_numbers),
+        limits=QueueLimits(max_queue, max_queue_tokens, max_queue_elements),
         stall_timeout=stall_timeout,
         on_step=reports.append,
     )
@@ -380,10 +380,10 @@ def test_the_queue_is_bounded_by_the_numbers_of_rows_too() -> None:
 
     async def test() -> None:
         engine = tiny(slots=4)
-        async with running(engine, max_queue_numbers=20 * 257) as (owner, _):
+        async with running(engine, max_queue_elements=20 * 257) as (owner, _):
             engine.gate.clear()
             accepted = [owner.submit([all_rows("a", 9)]), owner.submit([scores("b", 4, 5)])]
-            assert owner.open_numbers == 18 * 257
+            assert owner.open_elements == 18 * 257
             refusals: list[tuple[int, list[Request]]] = [
                 (3, [all_rows("c", 3)]),
                 (3, [scores("c", 1, 2)]),
@@ -395,7 +395,7 @@ def test_the_queue_is_bounded_by_the_numbers_of_rows_too() -> None:
                 with pytest.raises(QueueFull) as caught:
                     owner.submit(refused)
                 assert str(caught.value) == (
-                    f"{18 * 257} numbers of rows are waiting or being computed and the request "
+                    f"{18 * 257} output elements are waiting or being computed and the request "
                     f"asks for {rows * 257}, the queue holds {20 * 257}"
                 )
                 assert 1 <= caught.value.retry_after <= 60
@@ -403,12 +403,12 @@ def test_the_queue_is_bounded_by_the_numbers_of_rows_too() -> None:
                     owner.reserve(refused)
             accepted.append(owner.submit([generation("e", n=3)]))
             accepted.append(owner.submit([all_rows("f", 2)]))
-            assert owner.open_numbers == 20 * 257, "just full"
+            assert owner.open_elements == 20 * 257, "just full"
             accepted.append(owner.submit([generation("g")]))
             engine.gate.set()
             for submission in accepted:
                 await rest(submission)
-            assert owner.open_numbers == 0
+            assert owner.open_elements == 0
             await rest(owner.submit([all_rows("h", 20)]))
 
     run(test)
@@ -424,13 +424,13 @@ def test_more_numbers_than_the_queue_ever_holds_are_refused_for_good(
     requests: list[Request],
 ) -> None:
     async def test() -> None:
-        async with running(tiny(), max_queue_numbers=20 * 257) as (owner, _):
+        async with running(tiny(), max_queue_elements=20 * 257) as (owner, _):
             for ask in (owner.submit, owner.reserve):
                 with pytest.raises(InvalidRequest) as caught:
                     ask(requests)
-                assert f"asks for {21 * 257} numbers" in str(caught.value)
+                assert f"asks for {21 * 257} output elements" in str(caught.value)
                 assert f"never holds more than {20 * 257}. Ask for fewer" in str(caught.value)
-            assert (owner.open_numbers, owner.open_sequences) == (0, 0)
+            assert (owner.open_elements, owner.open_sequences) == (0, 0)
 
     run(test)
 
@@ -568,7 +568,7 @@ def test_a_reservation_takes_the_room_of_all_and_runs_one_at_a_time() -> None:
     async def test() -> None:
         async with running(tiny(slots=2), max_queue=1) as (owner, _):
             reservation = owner.reserve([all_rows(name, 9) for name in "abc"])
-            assert (owner.open_sequences, owner.open_numbers) == (3, 3 * 9 * 257)
+            assert (owner.open_sequences, owner.open_elements) == (3, 3 * 9 * 257)
             with pytest.raises(QueueFull):
                 owner.submit([generation("late")])
             for name in "abc":
@@ -576,7 +576,7 @@ def test_a_reservation_takes_the_room_of_all_and_runs_one_at_a_time() -> None:
                 assert submission.request_ids == (name,)
                 rows = [e for e in await rest(submission) if isinstance(e, OutputsChunk)]
                 assert len(rows) == 1
-            assert owner.open_numbers == 0
+            assert owner.open_elements == 0
             reservation.release()
             assert owner.open_sequences == 0
 
@@ -588,10 +588,10 @@ def test_what_is_released_is_free() -> None:
         async with running(tiny(slots=1), max_queue=2) as (owner, _):
             reservation = owner.reserve([all_rows(name, 9) for name in "abc"])
             await rest(reservation.submit_next())
-            assert owner.open_numbers == 2 * 9 * 257
+            assert owner.open_elements == 2 * 9 * 257
             reservation.release()
             reservation.release()
-            assert (owner.open_sequences, owner.open_numbers) == (0, 0)
+            assert (owner.open_sequences, owner.open_elements) == (0, 0)
             await rest(owner.submit([generation("a", n=3)]))
 
     run(test)
@@ -626,15 +626,15 @@ def test_a_drain_that_is_over_does_not() -> None:
     run(test)
 
 
-# The numbers of rows, whatever happens
+# The elements of outputs, whatever happens
 
-NUMBERS_LIMIT = 100 * 257
+ELEMENTS_LIMIT = 100 * 257
 COMMANDS = ("rows", "scores", "prompt logprobs", "generation", "too late", "reserve", "next",
             "release", "abort", "take", "go on")  # fmt: skip
 
 
 class Account:
-    """Asks an AsyncEngine, and knows what its open numbers should be: those of the requests whose
+    """Asks an AsyncEngine, and knows what its open elements should be: those of the requests whose
     last sequence has not been seen to end, and of those reserved."""
 
     def __init__(self, owner: AsyncEngine, reports: list[StepReport]) -> None:
@@ -648,7 +648,7 @@ class Account:
         ended = Counter(e.request_id for r in self.reports for e in finishes(list(r.events)))
         left = [r for r in self.submitted if ended[r.request_id] < sequence_count(r)]
         left += [request for _, waiting in self.reservations for request in waiting]
-        assert self.owner.open_numbers == price(left)
+        assert self.owner.open_elements == price(left)
 
     async def do(self, command: str, size: int) -> None:
         match command:
@@ -699,17 +699,17 @@ class Account:
 
     def fits(self, requests: list[Request], ask: Callable[[], None]) -> bool:
         """Ask; whether it was accepted, which it has to be if there is room."""
-        numbers, wanted = price(requests), price(requests) + self.owner.open_numbers
+        elements, wanted = price(requests), price(requests) + self.owner.open_elements
         try:
             ask()
         except InvalidRequest:
-            assert numbers > NUMBERS_LIMIT
+            assert elements > ELEMENTS_LIMIT
         except QueueFull:
-            assert numbers <= NUMBERS_LIMIT < wanted
+            assert elements <= ELEMENTS_LIMIT < wanted
         else:
-            assert self.owner.open_numbers == wanted <= NUMBERS_LIMIT
+            assert self.owner.open_elements == wanted <= ELEMENTS_LIMIT
             return True
-        assert self.owner.open_numbers == wanted - numbers, "all or none"
+        assert self.owner.open_elements == wanted - elements, "all or none"
         return False
 
     def release(self) -> None:
@@ -719,7 +719,7 @@ class Account:
 
 
 def price(requests: list[Request]) -> int:
-    return sum(row_numbers(request, TINY.config) for request in requests)
+    return sum(output_elements(request, TINY.config) for request in requests)
 
 
 @settings(deadline=None)
@@ -733,8 +733,8 @@ def test_numbers_leave_the_count_once_on_every_way_to_end(
     async def test() -> None:
         async with running(
             tiny(slots=2),
-            max_queue_tokens=10**6,  # so that numbers alone are ever too many
-            max_queue_numbers=NUMBERS_LIMIT,
+            max_queue_tokens=10**6,  # so that elements alone are ever too many
+            max_queue_elements=ELEMENTS_LIMIT,
             drain_timeout=0,
         ) as (owner, reports):
             account = Account(owner, reports)
@@ -750,7 +750,7 @@ def test_numbers_leave_the_count_once_on_every_way_to_end(
                     submission.abort()
                 await rest(submission)
                 account.check()
-            assert owner.open_numbers == 0
+            assert owner.open_elements == 0
 
     run(test)
 
@@ -819,7 +819,7 @@ def test_a_failure_of_the_engine_is_told_to_everyone(logged_errors: list[str]) -
         told = await asyncio.gather(*map(rest, submissions), return_exceptions=True)
         assert [type(one) for one in told] == [EngineStopped] * 3
         assert owner.failure is not None
-        assert (owner.open_sequences, owner.open_numbers) == (1, 9 * 257), "of the reservation"
+        assert (owner.open_sequences, owner.open_elements) == (1, 9 * 257), "of the reservation"
         attempts: list[Callable[[], Submission]] = [
             lambda: owner.submit([generation("late")]),
             reservation.submit_next,
@@ -829,7 +829,7 @@ def test_a_failure_of_the_engine_is_told_to_everyone(logged_errors: list[str]) -
                 attempt()
             assert "secret" not in str(caught.value), "why is for the log alone"
         reservation.release()
-        assert owner.open_numbers == 0
+        assert owner.open_elements == 0
         await owner.stop(PATIENCE)
 
     run(test)
@@ -885,6 +885,6 @@ def test_ten_thousand_requests_leave_no_task_and_no_record() -> None:
             assert len(asyncio.all_tasks()) == tasks
             assert owner.open_sequences == 0
             assert not owner._open
-            assert (owner._room._open_tokens, owner.open_numbers) == (0, 0)
+            assert (owner._room._open_tokens, owner.open_elements) == (0, 0)
 
     asyncio.run(test())

@@ -192,7 +192,7 @@ def test_info(server: Serving) -> None:
         "max_sequences": 64,
         "max_queue": 256,
         "max_queue_tokens": 2**18,
-        "max_queue_numbers": 2**32,
+        "max_queue_elements": 2**32,
         "max_logprobs": 2**18,
         "max_reply_bytes": 2**26,
         "max_body_bytes": 2**22,

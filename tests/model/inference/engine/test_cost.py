@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from model.inference.engine.cost import row_numbers, row_width
+from model.inference.engine.cost import output_elements, row_width
 from model.inference.engine.requests import (
     AttentionWeights,
     HiddenStates,
@@ -84,7 +84,7 @@ def computed(request: Request, outcomes: dict[tuple[str, int], Outcome]) -> int:
 @given(data=st.data())
 def test_the_price_is_what_is_computed(kind: str, data: st.DataObject) -> None:
     request = data.draw(REQUESTS[kind])
-    assert row_numbers(request, SHAPE) == computed(request, run(GPT, request))
+    assert output_elements(request, SHAPE) == computed(request, run(GPT, request))
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def test_the_price_is_what_is_computed(kind: str, data: st.DataObject) -> None:
     ],
 )
 def test_prices_in_numbers(request_: Request, numbers: int) -> None:
-    assert row_numbers(request_, SHAPE) == numbers
+    assert output_elements(request_, SHAPE) == numbers
 
 
 @pytest.mark.parametrize(
