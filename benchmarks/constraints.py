@@ -26,8 +26,8 @@ import torch
 from model.checkpoint.checkpoint import load_checkpoint
 from model.device import choose_placement, describe, use_threads
 from model.inference.constraints.compiler import Compiler, Constraint, Source
-from model.inference.constraints.mask_worker import LookAhead
-from model.inference.constraints.protocol import MaskAhead, TokenMatcher
+from model.inference.constraints.mask_worker import MaskWorker
+from model.inference.constraints.protocol import BackgroundMasks, TokenMatcher
 from model.inference.engine.config import EngineConfig
 from model.inference.engine.engine import Engine
 from model.inference.engine.requests import GenerationRequest
@@ -107,7 +107,7 @@ class MatcherClock:
 class TimedLookAhead:
     """Masks beside the model, with the time that handing over and waiting take."""
 
-    def __init__(self, look_ahead: LookAhead, clock: MatcherClock) -> None:
+    def __init__(self, look_ahead: MaskWorker, clock: MatcherClock) -> None:
         self._look_ahead = look_ahead
         self._clock = clock
 
@@ -126,7 +126,7 @@ class TimedLookAhead:
 
 
 def engine_decoding(
-    gpt: GPT, sequences: int, constraint: MatcherClock | None, masks: MaskAhead | None
+    gpt: GPT, sequences: int, constraint: MatcherClock | None, masks: BackgroundMasks | None
 ) -> Engine:
     """An engine whose sequences all have their prompt behind them and decode for long."""
     engine = Engine(
@@ -149,7 +149,7 @@ def steps(
     gpt: GPT, sequences: int, constraint: MatcherClock | None = None, *, ahead: bool = False
 ) -> tuple[float, float]:
     """Median microseconds of a step, and of its matchers."""
-    masks = TimedLookAhead(LookAhead(), constraint) if ahead and constraint else None
+    masks = TimedLookAhead(MaskWorker(), constraint) if ahead and constraint else None
     engine = engine_decoding(gpt, sequences, constraint, masks)
     whole, matching = [], []
     for _ in range(STEPS):

@@ -80,7 +80,7 @@ def keeper(path: Path | None) -> Callable[[Finding], None]:
 
 def begun(name: str, part: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
     """A part on a device as it would find it alone: without memory of the one before, and without
-    attention by cuDNN where it serves (`open_model`)."""
+    attention by cuDNN where it serves (`load_model`)."""
     torch.backends.cuda.enable_cudnn_sdp(True)
     if name not in AS_TORCH_COMES:
         disable_cudnn_attention()

@@ -24,7 +24,7 @@ from model.inference.engine.runner import DecoderMaker
 from model.inference.kernels.cuda.capture import DirectCalls
 from model.inference.kernels.cuda.decoder import GraphDecoder
 from model.inference.kernels.eager.decoder import PlainDecoder
-from model.inference.memory import SlotWish, available, slots_for
+from model.inference.memory import SlotBudget, available, slots_for
 from model.transformer.gpt import GPT
 
 VARIANTS: dict[str, DecoderMaker] = {
@@ -228,7 +228,7 @@ def _too_large(plan: Plan, gpt: GPT, batch: int) -> str | None:
         torch.cuda.empty_cache()  # what torch keeps of the variant before is not free to the driver
     try:
         slots_for(
-            SlotWish(slots=batch),
+            SlotBudget(slots=batch),
             gpt.config,
             plan.placement.dtype.itemsize,
             available(plan.placement.device),

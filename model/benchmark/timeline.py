@@ -81,7 +81,7 @@ class WatchedDecoder:
 
     def __init__(self, decoder: Decoder, timeline: Timeline) -> None:
         self.has_threads = decoder.has_threads
-        self.phases_agree = decoder.phases_agree
+        self.prefill_matches_decode = decoder.prefill_matches_decode
         self._decoder = decoder
         self._timeline = timeline
         self._native = decoder if isinstance(decoder, NativeDecoder) else None
@@ -92,7 +92,7 @@ class WatchedDecoder:
 
     @property
     def prefills_natively(self) -> bool:
-        return self.is_native and self.phases_agree
+        return self.is_native and self.prefill_matches_decode
 
     def time_stages(self, wanted: bool) -> None:
         """Whether a native decoder looks at its clocks; another has none."""

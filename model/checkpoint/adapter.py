@@ -24,7 +24,7 @@ from safetensors.torch import load as parse_safetensors
 from safetensors.torch import save_file
 from torch import Tensor
 
-from model.checkpoint.atomic_folder import whole_folder
+from model.checkpoint.atomic_folder import atomic_folder
 from model.checkpoint.checkpoint import (
     CARD,
     CONFIG,
@@ -70,7 +70,7 @@ def save_adapter(
         raise CheckpointError(f"{path} exists; adapters are never overwritten")
     if training.base is None:
         raise ValueError("an adapter needs a base to be named")
-    with whole_folder(path) as aside:
+    with atomic_folder(path) as aside:
         stored = {
             name: tensor.detach().to("cpu", torch.float32).contiguous()
             for name, tensor in weights.items()

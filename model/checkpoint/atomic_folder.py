@@ -12,7 +12,7 @@ from pathlib import Path
 
 
 @contextmanager
-def whole_folder(path: Path) -> Iterator[Path]:
+def atomic_folder(path: Path) -> Iterator[Path]:
     """A folder to write files into, which becomes `path` when the block ends in peace, and
     disappears otherwise. `path` must not exist."""
     path.parent.mkdir(parents=True, exist_ok=True)

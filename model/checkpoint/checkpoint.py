@@ -27,7 +27,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from model.checkpoint.atomic_folder import whole_folder
+from model.checkpoint.atomic_folder import atomic_folder
 from model.checkpoint.hashed_file import HashedFile
 from model.checkpoint.weights_file import StoredTensor, WeightsFileError, read_header, read_numbers
 from model.text.chat_template import ChatTemplate, ChatTemplateError
@@ -121,7 +121,7 @@ def save_checkpoint(
             f"the model has {config.vocab_size} token ids and the tokenizer {tokenizer.vocab_size}"
         )
     _chat_template(chat_template, path)
-    with whole_folder(path) as aside:
+    with atomic_folder(path) as aside:
         stored = {
             name: tensor.detach().to("cpu", dtype).contiguous() for name, tensor in weights.items()
         }

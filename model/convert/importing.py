@@ -33,7 +33,7 @@ from model.convert.hf.tokenizer import TOKENIZER, read_tokenizer
 from model.convert.litgpt import read_litgpt
 from model.convert.nanogpt import read_nanogpt
 from model.dtypes import DTypeName
-from model.text.published import ready_made_tokenizer
+from model.text.published import published_tokenizer
 from model.text.tokenizer import TokenizerError
 from model.transformer.config import GPTConfig, padded
 
@@ -133,7 +133,7 @@ def _vocabulary(
         if path.suffix == ".json":
             return read_template(read_tokenizer(path, skip_normalizer=skip_normalizer), path.parent)
         try:
-            return ForeignTokenizer(tokenizer=ready_made_tokenizer(named))
+            return ForeignTokenizer(tokenizer=published_tokenizer(named))
         except (TokenizerError, OSError) as error:
             raise ConvertError(str(error)) from error
     for meta in _meta_files(folder, model.facts):

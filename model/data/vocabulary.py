@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 
 from model.data.errors import DataError
 from model.data.sources.document import PIECE, TextError
-from model.text.published import ready_made_tokenizer
+from model.text.published import published_tokenizer
 from model.text.tokenizer import END_OF_TEXT, SPLIT_PATTERN, Tokenizer, TokenizerError
 
 SMALLEST = 257
@@ -45,7 +45,7 @@ def learn(pieces: Iterable[str], vocab_size: int) -> Tokenizer:
 def ready_made(name: str) -> Tokenizer:
     """A published encoding by name, or a ranks file by path."""
     try:
-        tokenizer = ready_made_tokenizer(name)
+        tokenizer = published_tokenizer(name)
     except TokenizerError as error:
         raise DataError(str(error)) from error
     require_end_of_text(tokenizer, f"the tokenizer {name}")

@@ -29,7 +29,7 @@ from model.device import Placement, use_threads
 from model.evaluation.held_out import all_held_out
 from model.evaluation.quantization_loss import step_nats
 from model.inference.kv_cache import KVCache
-from model.inference.load import OpenedModel, open_model
+from model.inference.load import LoadedModel, load_model
 from model.inference.options import Quantization
 from model.training.presets import TrainingDType
 from model.training.step.forward import Forward, training_placement
@@ -78,7 +78,7 @@ def measure(
     """
     placement = training_placement(device, dtype, threads)
     decodes = quantize != "none"
-    opened = open_model(
+    opened = load_model(
         path,
         device=device,
         # Under the trainer's forward weights stay float32; decoders have them in the dtype.
@@ -168,7 +168,7 @@ def _as_in_training(gpt: GPT, windows: RollingWindows, placement: Placement) -> 
         return evaluate(gpt, windows, Forward(gpt, placement, dropout=0.0))
 
 
-def _decoded(opened: OpenedModel, windows: RollingWindows, batch_size: int) -> Evaluation:
+def _decoded(opened: LoadedModel, windows: RollingWindows, batch_size: int) -> Evaluation:
     """The loss by decode steps: the only place where weights are rounded."""
     gpt, weight = opened.gpt, opened.gpt.token_embedding.weight
     # A cache that is as long as the windows, not as the context: rows of it are side by side.

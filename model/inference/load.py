@@ -19,13 +19,13 @@ from model.device import (
 )
 from model.dtypes import DTypeName
 from model.inference.kernels.select import DecodePath, DTypeChoice, choose_decode_path, choose_dtype
-from model.inference.memory import SlotWish, available, check_weights_fit, slots_for
+from model.inference.memory import SlotBudget, available, check_weights_fit, slots_for
 from model.inference.options import KernelChoice, Quantization
 from model.transformer.gpt import GPT
 
 
 @dataclass(frozen=True, slots=True)
-class OpenedModel:
+class LoadedModel:
     """A checkpoint's weights where they are computed, and what was chosen for them."""
 
     checkpoint: CheckpointInfo
@@ -35,7 +35,7 @@ class OpenedModel:
     decode_path: DecodePath
 
 
-def open_model(
+def load_model(
     path: Path,
     *,
     device: str,
@@ -45,7 +45,7 @@ def open_model(
     quantize: Quantization,
     batch_invariant: bool = False,
     say: Callable[[str], None],
-) -> OpenedModel:
+) -> LoadedModel:
     """Read a checkpoint and choose how it is computed; what this process frees is kept from then on
     (`keep_freed_memory`). Torch's threads are left to `use_threads`, in the thread that computes.
 
@@ -68,10 +68,10 @@ def open_model(
         batch_invariant=batch_invariant,
         say=say,
     )
-    return OpenedModel(checkpoint, gpt, placement, choice, decode_path)
+    return LoadedModel(checkpoint, gpt, placement, choice, decode_path)
 
 
-def choose_slots(opened: OpenedModel, wish: SlotWish, default: int) -> int:
+def choose_slots(opened: LoadedModel, wish: SlotBudget, default: int) -> int:
     """How many slots the KV cache of a model gets; `default` where nothing is wished for. Raises
     DeviceError where they do not fit beside the weights."""
     device, item_bytes = opened.placement.device, opened.placement.dtype.itemsize

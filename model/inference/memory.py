@@ -31,7 +31,7 @@ class Available:
 
 
 @dataclass(frozen=True, slots=True)
-class SlotWish:
+class SlotBudget:
     """How many slots there are to be: a number, or as many as some bytes of keys and values give,
     or as many as fill a share of a GPU. At most one of them is given."""
 
@@ -57,13 +57,19 @@ def check_weights_fit(config: GPTConfig, item_bytes: int, there: Available) -> N
     needed = parameter_count(config) * item_bytes
     if needed > there.free:
         raise DeviceError(
-            f"the model's weights take {spoken(needed)} in numbers of {item_bytes} bytes, "
-            f"{_free(there)}: choose narrower numbers (dtype), another device, or free some"
+            f"the model's weights take {format_bytes(needed)} at {item_bytes} bytes each, "
+            f"{_free(there)}: choose a narrower dtype, another device, or free some"
         )
 
 
 def slots_for(
-    wish: SlotWish, config: GPTConfig, item_bytes: int, there: Available, *, default: int, gpu: bool
+    wish: SlotBudget,
+    config: GPTConfig,
+    item_bytes: int,
+    there: Available,
+    *,
+    default: int,
+    gpu: bool,
 ) -> int:
     """How many slots a wish makes, where `there.free` is what the weights have left.
 
@@ -77,13 +83,14 @@ def slots_for(
         slots = min(MOST_SLOTS, wish.kv_cache_bytes // one)
         if slots == 0:
             raise DeviceError(
-                f"kv_cache_bytes is {spoken(wish.kv_cache_bytes)}, and one slot of "
-                f"{config.context_length} positions takes {spoken(one)}: raise it"
+                f"kv_cache_bytes is {format_bytes(wish.kv_cache_bytes)}, and one slot of "
+                f"{config.context_length} positions takes {format_bytes(one)}: raise it"
             )
     if slots * each > there.free:
         raise DeviceError(
-            f"{slots} slots take {spoken(slots * each)} ({spoken(each)} each), {_free(there)} "
-            f"beside the weights: {there.free // each} fit. Ask for fewer (slots, kv_cache_bytes)"
+            f"{slots} slots take {format_bytes(slots * each)} ({format_bytes(each)} each), "
+            f"{_free(there)} beside the weights: {there.free // each} fit. "
+            "Ask for fewer (slots, kv_cache_bytes)"
         )
     return slots
 
@@ -99,9 +106,9 @@ def _filling(share: float, each: int, there: Available, *, gpu: bool) -> int:
     slots = min(MOST_SLOTS, (int(share * there.total) - used) // each)
     if slots < 1:
         raise DeviceError(
-            f"gpu_memory_utilization is {share:g}: {spoken(int(share * there.total))} of "
-            f"{there.name}, where {spoken(used)} of {spoken(there.total)} are used, the weights "
-            f"among them, and one slot takes {spoken(each)}: raise it, or free some"
+            f"gpu_memory_utilization is {share:g}: {format_bytes(int(share * there.total))} of "
+            f"{there.name}, where {format_bytes(used)} of {format_bytes(there.total)} are used "
+            f"(weights included), and one slot takes {format_bytes(each)}: raise it, or free some"
         )
     return slots
 
@@ -116,7 +123,7 @@ def available(device: torch.device, *, weight_bytes: int = 0) -> Available:
     return Available("this machine", total, max(0, total - weight_bytes))
 
 
-def spoken(count: int) -> str:
+def format_bytes(count: int) -> str:
     """Bytes for people: "36.0 MiB"."""
     for power, unit in ((3, "GiB"), (2, "MiB"), (1, "KiB")):
         if abs(count) >= 1024**power:
@@ -125,4 +132,4 @@ def spoken(count: int) -> str:
 
 
 def _free(there: Available) -> str:
-    return f"{there.name} has {spoken(there.free)} free of {spoken(there.total)}"
+    return f"{there.name} has {format_bytes(there.free)} free of {format_bytes(there.total)}"

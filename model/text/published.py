@@ -27,7 +27,7 @@ KNOWN_FILES: Mapping[str, tuple[str, Mapping[str, int]]] = {
 """Published ranks files by sha256: a ranks file holds neither its pattern nor special tokens."""
 
 
-def ready_made_tokenizer(name: str) -> Tokenizer:
+def published_tokenizer(name: str) -> Tokenizer:
     """A published encoding by name, or a ranks file by path. Raises TokenizerError."""
     return Tokenizer.named(name) if name in PUBLISHED else _from_file(Path(name))
 

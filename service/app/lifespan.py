@@ -16,7 +16,7 @@ from service.core.reply_budget import ByteBudget
 from service.core.state import Served, ServiceState
 from service.engine.admission import QueueLimits
 from service.engine.async_engine import AsyncEngine
-from service.engine.build import REFUSALS, Computation, build, compiler_for
+from service.engine.build import STARTUP_ERRORS, Computation, build, compiler_for
 from service.engine.driver import EngineTurns, Turns
 from service.engine.process import EngineProcessError, ProcessTurns
 from service.settings.serve import ServeSettings
@@ -39,7 +39,7 @@ async def load(state: ServiceState) -> None:
     try:
         loaded = await asyncio.to_thread(begin, settings)
         checker = await asyncio.to_thread(Checker, loaded.checkpoint.tokenizer)
-    except (*REFUSALS, EngineProcessError) as error:
+    except (*STARTUP_ERRORS, EngineProcessError) as error:
         logger.error("cannot serve: %s", error)
         state.fail(str(error))
     except Exception as error:

@@ -47,7 +47,7 @@ from service.commands.benchmark.report import HttpMeasured, Measured, Profiled, 
 from service.commands.benchmark.server import ServerError, started_server
 from service.settings.tools import BenchSettings
 
-REFUSALS = (
+STARTUP_ERRORS = (
     CheckpointError,
     DeviceError,
     KernelError,
@@ -63,7 +63,7 @@ def run(settings: BenchSettings) -> int:
     """1 when something could not be measured, or when streams failed."""
     try:
         measured = _profile(settings) if settings.profile else _measure(settings)
-    except REFUSALS as error:
+    except STARTUP_ERRORS as error:
         print(f"logitd bench: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

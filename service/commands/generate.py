@@ -11,7 +11,7 @@ from model.inference.engine.events import FinishEvent, FinishReason, TokenEvent
 from model.inference.engine.requests import GenerationRequest
 from model.inference.errors import InvalidRequest
 from model.inference.kernels.select import KernelError
-from model.inference.load import open_model
+from model.inference.load import load_model
 from model.inference.sampling.params import SamplingParams
 from model.text.tokenizer import Tokenizer, TokenizerError
 from service.settings.tools import GenerateSettings
@@ -19,7 +19,7 @@ from service.settings.tools import GenerateSettings
 
 def run(settings: GenerateSettings) -> int:
     try:
-        opened = open_model(
+        opened = load_model(
             settings.checkpoint,
             device=settings.device,
             dtype=settings.dtype,

@@ -15,7 +15,7 @@ import json
 import time
 from dataclasses import dataclass, field
 
-from model.inference.constraints.cache import KeptConstraints
+from model.inference.constraints.cache import ConstraintCache
 from model.inference.constraints.compiler import (
     Compiler,
     Constraint,
@@ -71,7 +71,7 @@ class Constraints:
         self._checker = checker
         self._timeout = timeout
         self._metrics = metrics
-        self._kept = KeptConstraints()
+        self._kept = ConstraintCache()
         self._compiling: dict[Source, _Compiling] = {}
         self._turn = asyncio.Lock()
 

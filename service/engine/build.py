@@ -12,20 +12,20 @@ from model.checkpoint.checkpoint import CheckpointError
 from model.data.errors import DataError
 from model.device import DeviceError, Placement, describe, one_thread, use_threads
 from model.inference.constraints.compiler import Compiler, ConstraintsUnavailable
-from model.inference.constraints.mask_worker import LookAhead
+from model.inference.constraints.mask_worker import MaskWorker
 from model.inference.engine.config import EngineConfig
 from model.inference.engine.engine import Engine
 from model.inference.errors import InvalidRequest
 from model.inference.kernels.select import KernelError
-from model.inference.load import OpenedModel, choose_slots, open_model, release_memory
-from model.inference.memory import SlotWish
+from model.inference.load import LoadedModel, choose_slots, load_model, release_memory
+from model.inference.memory import SlotBudget
 from model.text.tokenizer import Tokenizer
 from service.engine.quantization import Rounding, measure_rounding
 from service.settings.serve import ServeSettings
 
 logger = logging.getLogger("logitd")
 
-REFUSALS = (CheckpointError, DeviceError, InvalidRequest, KernelError, DataError)
+STARTUP_ERRORS = (CheckpointError, DeviceError, InvalidRequest, KernelError, DataError)
 """Why an engine cannot be built, where it is nobody's bug: the message says what to do."""
 
 
@@ -51,12 +51,12 @@ class Built:
 
     engine: Engine
     computation: Computation
-    opened: OpenedModel
+    opened: LoadedModel
     compiler: Compiler | str
 
 
 def build(settings: ServeSettings) -> Built:
-    """Build with one thread, and leave the others to the engine's. Raises REFUSALS.
+    """Build with one thread, and leave the others to the engine's. Raises STARTUP_ERRORS.
 
     OpenMP keeps a pool for each thread that ever computed with more than itself. With more of them
     than processors they all sleep between any two operations: measured, a prefill took two and a
@@ -77,7 +77,7 @@ def compiler_for(tokenizer: Tokenizer) -> Compiler | str:
 
 
 def _build(settings: ServeSettings) -> Built:
-    opened = open_model(
+    opened = load_model(
         settings.checkpoint,
         device=settings.device,
         dtype=settings.dtype,
@@ -91,7 +91,7 @@ def _build(settings: ServeSettings) -> Built:
     if path.note is not None:
         logger.warning("decoding in plain torch, which is slower: %s", path.note)
     rounding = measure_rounding(opened, settings.quantize, settings.validation_text)
-    wish = SlotWish(settings.slots, settings.kv_cache_bytes, settings.gpu_memory_utilization)
+    wish = SlotBudget(settings.slots, settings.kv_cache_bytes, settings.gpu_memory_utilization)
     config = EngineConfig(
         slots=choose_slots(opened, wish, EngineConfig().slots),
         prefill_chunk=settings.prefill_chunk,
@@ -99,13 +99,13 @@ def _build(settings: ServeSettings) -> Built:
         speculate=settings.speculate,
     )
     compiler = compiler_for(opened.checkpoint.tokenizer)
-    masks = LookAhead() if isinstance(compiler, Compiler) else None
+    masks = MaskWorker() if isinstance(compiler, Compiler) else None
     engine = Engine(opened.gpt, config, make_decoder=path.make_decoder, masks=masks)
     release_memory()
     return Built(engine, _computation(opened, engine, rounding), opened, compiler)
 
 
-def _computation(opened: OpenedModel, engine: Engine, rounding: Rounding | None) -> Computation:
+def _computation(opened: LoadedModel, engine: Engine, rounding: Rounding | None) -> Computation:
     return Computation(
         weights_sha256=opened.checkpoint.weights_sha256,
         placement=opened.placement,

@@ -13,7 +13,7 @@ from model.data.errors import DataError
 from model.evaluation.held_out import held_out
 from model.evaluation.quantization_loss import RoundingLoss, rounding_loss
 from model.inference.kernels.select import KernelError, choose_decode_path
-from model.inference.load import OpenedModel
+from model.inference.load import LoadedModel
 from model.inference.options import Quantization
 
 logger = logging.getLogger("logitd")
@@ -56,7 +56,7 @@ class Rounding:
         }
 
 
-def measure_rounding(opened: OpenedModel, kind: Quantization, text: Path | None) -> Rounding | None:
+def measure_rounding(opened: LoadedModel, kind: Quantization, text: Path | None) -> Rounding | None:
     """What the decoder of an opened model costs against the same one unrounded; None without
     quantizing. The model is left as it was.
 

@@ -18,12 +18,12 @@ from multiprocessing.connection import Connection
 
 import numpy as np
 
-from model.inference.constraints.cache import KeptConstraints
+from model.inference.constraints.cache import ConstraintCache
 from model.inference.constraints.compiler import Compiler, Kind, Source
 from model.inference.constraints.protocol import TokenConstraint
 from model.inference.engine.requests import GenerationRequest
 from model.inference.errors import ConstraintError
-from service.engine.build import REFUSALS, Built, build
+from service.engine.build import STARTUP_ERRORS, Built, build
 from service.engine.driver import Add, Command, EngineTurns, Inbox
 from service.engine.process import ConstrainedAdd, Ready, Refused, Told
 from service.log import configure_logging
@@ -64,7 +64,7 @@ class SourceCompiler:
     def __init__(self, compiler: Compiler | str, vocab_size: int) -> None:
         self._compiler = compiler
         self._vocab_size = vocab_size
-        self._kept = KeptConstraints()
+        self._kept = ConstraintCache()
 
     def of(self, source: Source, size: int) -> TokenConstraint:
         if (constraint := self._kept.get(source)) is not None:
@@ -139,7 +139,7 @@ def _build(connection: Connection, settings: ServeSettings) -> Built | None:
     """The engine; or None, and why is told."""
     try:
         return build(settings)
-    except REFUSALS as error:
+    except STARTUP_ERRORS as error:
         connection.send(Refused(str(error)))
     except Exception as error:
         logger.exception("cannot serve")

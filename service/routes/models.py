@@ -13,10 +13,10 @@ from service.schemas.openai import Model, ModelList
 router = APIRouter(tags=["openai"])
 
 
-REFUSALS: dict[int | str, dict[str, Any]] = {status: ERRORS[status] for status in (401, 431, 503)}
+RESPONSES: dict[int | str, dict[str, Any]] = {status: ERRORS[status] for status in (401, 431, 503)}
 
 
-@router.get("/v1/models", responses=REFUSALS, summary="The models served: one")
+@router.get("/v1/models", responses=RESPONSES, summary="The models served: one")
 def models(served: Ready) -> ModelList:
     """The checkpoint that answers."""
     return ModelList(object="list", data=[_model(served)])
@@ -24,7 +24,7 @@ def models(served: Ready) -> ModelList:
 
 @router.get(
     "/v1/models/{model:path}",  # a directory, and so a model, may have any name
-    responses={**REFUSALS, 404: ERRORS[404]},
+    responses={**RESPONSES, 404: ERRORS[404]},
     summary="One model",
 )
 def one_model(model: str, served: Ready) -> Model:

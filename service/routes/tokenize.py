@@ -34,7 +34,7 @@ from service.schemas.tokenizer import (
 router = APIRouter(tags=["vocabulary"])
 
 # Nothing waits here: neither for room in a queue nor for a deadline.
-REFUSALS = {status: error for status, error in ERRORS.items() if status not in (429, 504)}
+RESPONSES = {status: error for status, error in ERRORS.items() if status not in (429, 504)}
 
 TokenizeBody = Annotated[TokenizeRequest, Depends(body_of(TokenizeRequest))]
 DetokenizeBody = Annotated[DetokenizeRequest, Depends(body_of(DetokenizeRequest))]
@@ -43,7 +43,7 @@ DetokenizeBody = Annotated[DetokenizeRequest, Depends(body_of(DetokenizeRequest)
 @router.post(
     "/tokenize",
     response_model=TokenizeReply | TokenizeListReply,
-    responses=REFUSALS,
+    responses=RESPONSES,
     openapi_extra=described_by(TokenizeRequest),
     summary="Texts to token ids",
 )
@@ -59,7 +59,7 @@ async def tokenize(body: TokenizeBody, served: Ready, state: State, request: Req
 @router.post(
     "/detokenize",
     response_model=DetokenizeReply | DetokenizeListReply,
-    responses=REFUSALS,
+    responses=RESPONSES,
     openapi_extra=described_by(DetokenizeRequest),
     summary="Token ids to text",
 )

@@ -1,4 +1,4 @@
-"""KeptConstraints: what was compiled, the most recently used, within a number and a size.
+"""ConstraintCache: what was compiled, the most recently used, within a number and a size.
 
 Belongs to whoever compiles (`constraints` on the event loop, `engine_worker` where the engine has a
 process of its own); one thread.
@@ -13,7 +13,7 @@ MAX_BYTES = 2**27
 """Memory that compiling what is kept has taken, about."""
 
 
-class KeptConstraints:
+class ConstraintCache:
     """Constraints by their source."""
 
     def __init__(self) -> None:

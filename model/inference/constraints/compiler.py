@@ -71,7 +71,7 @@ LOCATION = re.compile(r"at \d+\(\d+\): ")
 QUICK_SECONDS = 0.1
 """Up to here a constraint may be compiled again while texts are written."""
 
-MASKS_KEPT = 256
+MASK_CACHE_SIZE = 256
 """Masks that come again need not be unpacked again: within a string, most are the same."""
 
 NOTHING_FOLLOWS = "no text matches from here on"
@@ -160,7 +160,7 @@ class Compiler:
         if seen is None:
             if matcher.is_error():
                 raise ConstraintError(_readable(matcher.get_error()))
-            if len(self._seen) >= MASKS_KEPT:
+            if len(self._seen) >= MASK_CACHE_SIZE:
                 self._seen.clear()
             seen = self._seen[bits] = self._unpacked(bits)
         elif matcher.is_error():  # an error's bits are the end token alone, too

@@ -1,7 +1,7 @@
 """Look-ahead: masks of constraints, computed in a thread beside the model's forward.
 
 A mask is needed only when a step draws, and known to be needed as soon as the token before it is
-taken in. In between lies the whole forward, in which the interpreter is free: `LookAhead` has a
+taken in. In between lies the whole forward, in which the interpreter is free: `MaskWorker` has a
 thread that computes masks then. Does not know what a constraint is, and changes no mask: without
 it, `allowed` computes the same on the thread that asks.
 """
@@ -19,7 +19,7 @@ ENOUGH = 16
 longer than with masks before the draw, with 32 the same. On an idle processor it is a gain."""
 
 
-class LookAhead:
+class MaskWorker:
     """A thread that looks for others. One caller at a time; matchers that are being looked at are
     not touched until the wait is over."""
 

@@ -39,7 +39,7 @@ class TokenConstraint(Protocol):
         """The matcher of one more sequence."""
 
 
-class MaskAhead(Protocol):
+class BackgroundMasks(Protocol):
     """Asks matchers what is allowed while the model computes (`constraints/mask_worker.py`)."""
 
     def begin(self, matchers: Sequence[TokenMatcher]) -> Callable[[], None]:

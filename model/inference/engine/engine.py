@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 
-from model.inference.constraints.protocol import MaskAhead, TokenMatcher
+from model.inference.constraints.protocol import BackgroundMasks, TokenMatcher
 from model.inference.engine.config import EngineConfig
 from model.inference.engine.cost import row_width
 from model.inference.engine.events import (
@@ -49,7 +49,7 @@ class Engine:
         config: EngineConfig,
         *,
         make_decoder: DecoderMaker = PlainDecoder,
-        masks: MaskAhead | None = None,
+        masks: BackgroundMasks | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.model_config = gpt.config
@@ -58,7 +58,7 @@ class Engine:
         self._scheduler = Scheduler(
             config,
             partial(row_width, config=gpt.config),
-            share_decoded=self._runner.phases_agree,
+            share_decoded=self._runner.prefill_matches_decode,
         )
         self._sequences: dict[str, list[Sequence]] = {}  # unfinished, by request
         self._first_deadline = math.inf  # nobody's is earlier

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from model.device import one_thread
-from model.inference.constraints.protocol import MaskAhead
+from model.inference.constraints.protocol import BackgroundMasks
 from model.inference.engine.ngram import Draft
 from model.inference.engine.overlap import StepsAhead
 from model.inference.engine.requests import AttentionWeights, HiddenStates, Logits, OutputsRequest
@@ -82,7 +82,7 @@ class Runner:
         gpt: GPT,
         slots: int,
         make_decoder: DecoderMaker = PlainDecoder,
-        masks: MaskAhead | None = None,
+        masks: BackgroundMasks | None = None,
     ) -> None:
         _check_mode(gpt)
         weight = gpt.token_embedding.weight
@@ -96,9 +96,9 @@ class Runner:
         self._masks = masks
 
     @property
-    def phases_agree(self) -> bool:
+    def prefill_matches_decode(self) -> bool:
         """Whether decoded positions are the bits that prefill would give them."""
-        return self._decoder.phases_agree
+        return self._decoder.prefill_matches_decode
 
     def check_replaceable(self, gpt: GPT) -> None:
         """Raise ValueError unless `gpt` could use this cache as it is."""

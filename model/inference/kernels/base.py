@@ -75,7 +75,7 @@ class Decoder(Protocol):
 
     has_threads: bool
     """Whether it decodes with threads of its own instead of torch's."""
-    phases_agree: bool
+    prefill_matches_decode: bool
     """Whether a position of a prompt and a decoded one come from the same code, with the same bits:
     then either can stand for the other in the cache."""
 

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from model.checkpoint.atomic_folder import whole_folder
+from model.checkpoint.atomic_folder import atomic_folder
 
 
 def test_a_folder_appears_when_all_is_written(tmp_path: Path) -> None:
     path = tmp_path / "a" / "b"
-    with whole_folder(path) as aside:
+    with atomic_folder(path) as aside:
         (aside / "file").write_text("x")
         assert not path.exists()
     assert (path / "file").read_text() == "x"
@@ -21,7 +21,7 @@ def test_a_folder_appears_when_all_is_written(tmp_path: Path) -> None:
 @pytest.mark.parametrize("error", [OSError("full"), SystemExit(1)])
 def test_nothing_is_left_of_one_that_failed(tmp_path: Path, error: BaseException) -> None:
     def fail() -> None:
-        with whole_folder(tmp_path / "b") as aside:
+        with atomic_folder(tmp_path / "b") as aside:
             (aside / "file").write_text("x")
             raise error
 

@@ -10,7 +10,7 @@ import torch
 from model.checkpoint.checkpoint import CheckpointError
 from model.device import DeviceError
 from model.inference.kernels.select import KernelError, choose_dtype
-from model.inference.load import OpenedModel, open_model
+from model.inference.load import LoadedModel, load_model
 from model.inference.memory import Available
 from tests.model.factories import random_ids, save_tiny_checkpoint, tiny_config, tiny_gpt
 
@@ -29,10 +29,10 @@ def covered(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_checkpoint(tmp_path_factory.mktemp("checkpoints") / "covered", gpt=gpt).path
 
 
-def opened(path: Path, **wishes: Any) -> OpenedModel:
+def opened(path: Path, **wishes: Any) -> LoadedModel:
     usual: dict[str, Any] = {"device": "cpu", "dtype": "auto", "threads": 1, "kernels": "auto",
                              "quantize": "none", "say": lambda line: None}  # fmt: skip
-    return open_model(path, **(usual | wishes))
+    return load_model(path, **(usual | wishes))
 
 
 def test_the_numbers_fit_the_decoder(covered: Path) -> None:

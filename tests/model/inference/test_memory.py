@@ -14,12 +14,12 @@ from model.inference.kv_cache import KVCache
 from model.inference.memory import (
     MOST_SLOTS,
     Available,
-    SlotWish,
+    SlotBudget,
     available,
     check_weights_fit,
+    format_bytes,
     slot_bytes,
     slots_for,
-    spoken,
     working_bytes,
 )
 from model.training.presets import PRESETS
@@ -64,12 +64,12 @@ def test_slots_take_what_the_cache_takes(name: str, dtype: torch.dtype) -> None:
 
 
 def test_a_slot_of_gpt_2_in_16_bits() -> None:
-    assert spoken(ONE) == "36.0 MiB"
-    assert spoken(EACH) == "41.3 MiB"
+    assert format_bytes(ONE) == "36.0 MiB"
+    assert format_bytes(EACH) == "41.3 MiB"
 
 
 def slots(there: Available = CARD, *, gpu: bool = True, **wish: Any) -> int:
-    return slots_for(SlotWish(**wish), SMALL, 2, there, default=16, gpu=gpu)
+    return slots_for(SlotBudget(**wish), SMALL, 2, there, default=16, gpu=gpu)
 
 
 def test_a_number_of_slots_is_that_number() -> None:
@@ -132,8 +132,8 @@ def test_weights_that_do_not_fit_are_refused() -> None:
     count = parameter_count(SMALL)
     check_weights_fit(SMALL, 2, Available("cuda:0", GIB, 2 * count))
     message = (
-        "the model's weights take 474.8 MiB in numbers of 4 bytes, cuda:0 has 474.8 MiB free of "
-        "1.0 GiB: choose narrower numbers (dtype), another device, or free some"
+        "the model's weights take 474.8 MiB at 4 bytes each, cuda:0 has 474.8 MiB free of "
+        "1.0 GiB: choose a narrower dtype, another device, or free some"
     )
     with pytest.raises(DeviceError) as caught:
         check_weights_fit(SMALL, 4, Available("cuda:0", GIB, 4 * count - 1))
@@ -160,6 +160,6 @@ def test_a_gpu_has_memory() -> None:
 
 
 def test_bytes_for_people() -> None:
-    assert [spoken(n) for n in (0, 1023, 1536, 3 * 2**20, 2**31)] == [
+    assert [format_bytes(n) for n in (0, 1023, 1536, 3 * 2**20, 2**31)] == [
         "0 bytes", "1023 bytes", "1.5 KiB", "3.0 MiB", "2.0 GiB"
     ]  # fmt: skip

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from model.checkpoint.checkpoint import load_checkpoint, read_checkpoint, save_checkpoint
+from model.data.errors import DataError
 from model.data.sources.document import TextError
 from model.training import milestones as milestones_module
 from model.training.config import TrainingConfig, TrainingError
@@ -398,7 +399,7 @@ def test_a_bad_chat_template_is_refused_before_anything_is_done(
         ({"n_head": 3}, ConfigError, "d_model 32 is not divisible by n_head 3"),
         ({"data": ("nowhere.txt",)}, TextError, "nowhere.txt is no file"),
         ({"context_length": 50_000}, TextError, "a window takes 50001"),
-        ({"tokenizer": "gpt3", "vocab_size": None}, TrainingError, "neither 'own' nor"),
+        ({"tokenizer": "gpt3", "vocab_size": None}, DataError, "neither 'own' nor"),
     ],
 )
 def test_what_cannot_be_trained_is_refused_with_a_sentence(

@@ -9,7 +9,7 @@ import torch
 from model.device import DeviceError
 from model.inference import load as opening
 from model.inference.engine.config import EngineConfig
-from model.inference.load import OpenedModel
+from model.inference.load import LoadedModel
 from service.engine import build as building
 from service.settings.serve import ServeSettings
 
@@ -24,11 +24,11 @@ def test_weights_are_read_with_one_thread_and_the_rest_are_the_engines(
     seen: list[int] = []
     torch.set_num_threads(2)
 
-    def watched(*arguments: Any, **wishes: Any) -> OpenedModel:
+    def watched(*arguments: Any, **wishes: Any) -> LoadedModel:
         seen.append(torch.get_num_threads())
-        return opening.open_model(*arguments, **wishes)
+        return opening.load_model(*arguments, **wishes)
 
-    monkeypatch.setattr("service.engine.build.open_model", watched)
+    monkeypatch.setattr("service.engine.build.load_model", watched)
     settings = ServeSettings(checkpoint=checkpoint_path, threads=3, kernels="torch")
     try:
         loaded = building.build(settings)

@@ -210,7 +210,7 @@ class NativeDecoder:
         if quantized:
             # One behind the other, as the weights themselves: what is read is one stream.
             self._int8 = Arena(sum(room_for(matrix, torch.int8) for matrix in matrices(gpt)))
-        self.phases_agree = prefills
+        self.prefill_matches_decode = prefills
         self._torch_prefill = TorchPrefill(gpt, cache)
         self._config = gpt.config
         self._cells = KINDS[gpt.token_embedding.weight.dtype]
@@ -249,7 +249,7 @@ class NativeDecoder:
         return self._logits[:count]
 
     def prefill(self, piece: Piece) -> Prefilled:
-        if not self.phases_agree:
+        if not self.prefill_matches_decode:
             return self._torch_prefill(piece, crowded=self.crowded)
         config, count, weights = self._config, len(piece.token_ids), piece.weights
         hidden = torch.empty(count, config.d_model)

@@ -71,7 +71,7 @@ class GraphDecoder:
     """A GPT over its KV cache, recorded for each combination of sizes when it first comes up."""
 
     has_threads = False
-    phases_agree = False
+    prefill_matches_decode = False
 
     def __init__(
         self,

@@ -28,7 +28,7 @@ class PlainDecoder:
     """A GPT over its KV cache, one torch operation after the other."""
 
     has_threads = False
-    phases_agree = False
+    prefill_matches_decode = False
     ahead = None
 
     def __init__(self, gpt: GPT, cache: KVCache) -> None:

@@ -23,7 +23,7 @@ def names(text: Text) -> list[str]:
 def test_files_keep_their_licence_and_their_order(tmp_path: Path) -> None:
     for name in ("b.txt", "a.txt", "empty.txt"):
         (tmp_path / name).write_text("" if name == "empty.txt" else name)
-    text = open_words(tmp_path / "b.txt", tmp_path, data_licence="CC0")
+    text = open_words(tmp_path / "b.txt", tmp_path, licence="CC0")
     assert names(text) == ["b.txt", "a.txt"]
     assert names(text) == ["b.txt", "a.txt"], "a second reading"
     assert (text.licence, text.built_in, text.shards) == ("CC0", False, ())
@@ -68,7 +68,7 @@ def test_what_is_not_built_in_is_refused(word: str) -> None:
 def test_words_of_all_kinds_make_one_text(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("a text")
     (tmp_path / "b.jsonl").write_text(json.dumps({"body": "b"}) + "\n")
-    text = open_words("builtin:stories:1mb", tmp_path, text_field="body", data_licence="CC0")
+    text = open_words("builtin:stories:1mb", tmp_path, text_field="body", licence="CC0")
     every = list(text.documents)
     assert [each.name.rpartition("/")[2] for each in every[-2:]] == ["a.txt", "b.jsonl, line 1"]
     assert every[0].name == "story/0"
@@ -98,7 +98,7 @@ def test_of_a_runs_data_folder_the_shards_are_read(tmp_path: Path) -> None:
     for name in ("train.tokens", "val.tokens", "tokenizer.tiktoken", "data.json"):
         (tmp_path / name).write_bytes(b"x")
     assert [path.name for path in open_words(tmp_path).shards] == ["train.tokens", "val.tokens"]
-    only = open_words(tmp_path / "val.tokens", data_licence="CC0")
+    only = open_words(tmp_path / "val.tokens", licence="CC0")
     assert ([path.name for path in only.shards], only.licence) == (["val.tokens"], "CC0")
     (tmp_path / "a.txt").write_text("text")
     for others in (tmp_path / "a.txt", "builtin:stories", "http://host/a.txt"):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from model.inference.constraints.compiler import Compiler, Source
-from model.inference.constraints.mask_worker import ENOUGH, LookAhead
+from model.inference.constraints.mask_worker import ENOUGH, MaskWorker
 from model.inference.constraints.protocol import TokenConstraint
 from model.inference.errors import ConstraintError
 from tests.model.factories import byte_tokenizer, tiny_config, tiny_gpt
@@ -25,8 +25,8 @@ SOURCES = (
 
 
 @pytest.fixture
-def look_ahead() -> Iterator[LookAhead]:
-    looking = LookAhead()
+def look_ahead() -> Iterator[MaskWorker]:
+    looking = MaskWorker()
     yield looking
     looking.close()
 
@@ -50,7 +50,7 @@ def texts(**config: Any) -> dict[tuple[str, int], Outcome]:
     return run(gpt, *constrained, free, slots=ENOUGH + 1, **config)
 
 
-def test_it_changes_no_token_and_no_end(look_ahead: LookAhead) -> None:
+def test_it_changes_no_token_and_no_end(look_ahead: MaskWorker) -> None:
     def told(outcomes: dict[tuple[str, int], Outcome]) -> dict[tuple[str, int], Any]:
         return {
             key: (one.token_ids, one.ended.reason, one.ended.error) for key, one in outcomes.items()
@@ -78,7 +78,7 @@ class Witness:
         """Whatever follows, everything may."""
 
 
-def test_many_are_asked_by_the_thread_and_few_by_nobody(look_ahead: LookAhead) -> None:
+def test_many_are_asked_by_the_thread_and_few_by_nobody(look_ahead: MaskWorker) -> None:
     many, few = ([Witness() for _ in range(count)] for count in (ENOUGH, ENOUGH - 1))
     look_ahead.begin(many)()
     look_ahead.begin(few)()
@@ -86,7 +86,7 @@ def test_many_are_asked_by_the_thread_and_few_by_nobody(look_ahead: LookAhead) -
     assert not any(one.asked_by for one in few)
 
 
-def test_what_fails_is_left_to_who_asks_again(look_ahead: LookAhead) -> None:
+def test_what_fails_is_left_to_who_asks_again(look_ahead: MaskWorker) -> None:
     failing = [Witness(error) for error in (ConstraintError("no"), RuntimeError("a bug"))]
     rest = [Witness() for _ in range(ENOUGH)]
     look_ahead.begin([*failing, *rest])()
@@ -110,7 +110,7 @@ class Shared:
 
 
 def test_a_step_that_fails_waits_for_those_that_are_asked(
-    look_ahead: LookAhead, monkeypatch: pytest.MonkeyPatch
+    look_ahead: MaskWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else the thread would work on matchers of sequences that are gone, and the next step would
     take its word for another."""
@@ -137,7 +137,7 @@ def test_a_step_that_fails_waits_for_those_that_are_asked(
 
 def test_closing_ends_the_thread() -> None:
     before = set(threading.enumerate())  # servers of other tests have such threads too
-    looking = LookAhead()
+    looking = MaskWorker()
     assert {thread.name for thread in set(threading.enumerate()) - before} == {"logitd-masks"}
     looking.close()
     assert set(threading.enumerate()) <= before

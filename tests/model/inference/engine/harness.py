@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from model.inference.constraints.compiler import Compiler, Source
-from model.inference.constraints.protocol import MaskAhead, TokenConstraint, TokenMatcher
+from model.inference.constraints.protocol import BackgroundMasks, TokenConstraint, TokenMatcher
 from model.inference.engine.config import EngineConfig
 from model.inference.engine.engine import Engine
 from model.inference.engine.events import (
@@ -189,7 +189,7 @@ class Driven:
         clock: FakeClock | None = None,
         *,
         make_decoder: DecoderMaker = PlainDecoder,
-        masks: MaskAhead | None = None,
+        masks: BackgroundMasks | None = None,
         **config: Any,
     ) -> None:
         values = {"slots": 4, "prefill_chunk": 64} | config

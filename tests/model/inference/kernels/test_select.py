@@ -236,5 +236,5 @@ def test_the_chosen_decoder_prefills_as_the_processor_can(
         cache = KVCache(gpt.config, 1, device=CPU, dtype=torch.float32)
         decoder = path.make_decoder(gpt, cache)
         assert isinstance(decoder, NativeDecoder)
-        assert decoder.phases_agree is expected
+        assert decoder.prefill_matches_decode is expected
         decoder.close()
