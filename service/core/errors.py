@@ -19,7 +19,7 @@ from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
 from model.inference.engine.events import FinishEvent, FinishReason
-from model.inference.errors import InvalidRequest
+from model.inference.errors import ContextLengthExceeded, InvalidRequest
 from service.schemas.generate import ALIASES, MAX_IDS, MAX_PROMPTS, MAX_STOP_TEXTS, ErrorReply
 
 ErrorType = Literal[
@@ -137,7 +137,8 @@ def from_validation(error: ValidationError, fields: Container[str] = ()) -> ApiE
 
 
 def from_invalid(error: InvalidRequest) -> ApiError:
-    return bad_request(str(error), error.param)
+    code = "context_length_exceeded" if isinstance(error, ContextLengthExceeded) else None
+    return bad_request(str(error), error.param, code)
 
 
 def from_finish(event: FinishEvent) -> ApiError | None:

@@ -1,11 +1,13 @@
-"""Refusals: what this model cannot compute, said before anything is queued, with the numbers.
+"""Validation: the one place where a request is checked against the model, before it is queued.
 
-`check_request` is called by whoever queues a request and by the engine itself. What is wrong with
-sampling parameters as such, whatever the model, they say themselves
-(`model/inference/sampling/params.py`).
+Covers the context length, token ids, counts of ids, and lists of positions, layers and heads. Every
+error is an `InvalidRequest` that names the numbers, the field and the way out. `check_request` is
+called by whoever queues a request and by the engine itself; the smaller checks are for callers that
+know a part of a request earlier. Not here: bounds of sampling parameters that hold for every model
+(`model/inference/sampling/params.py`), and how much may wait (admission).
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 
 from model.inference.engine.requests import (
     AttentionWeights,
@@ -16,7 +18,7 @@ from model.inference.engine.requests import (
     Request,
     ScoreRequest,
 )
-from model.inference.errors import InvalidRequest
+from model.inference.errors import ContextLengthExceeded, InvalidRequest
 from model.inference.sampling.params import SamplingParams
 from model.transformer.config import GPTConfig
 
@@ -25,36 +27,100 @@ def check_request(request: Request, config: GPTConfig) -> None:
     """Raise InvalidRequest for what a model of this shape cannot compute."""
     if not request.token_ids:
         raise InvalidRequest("the prompt is empty; give at least one token", "prompt")
-    _check_ids("prompt", request.token_ids, config.vocab_size)
+    check_token_ids("prompt", request.token_ids, config.vocab_size)
     match request:
         case GenerationRequest():
             _check_generation(request, config)
         case OutputsRequest():
-            _check_rows(request, config)
+            _check_outputs(request, config)
         case ScoreRequest():
             _check_scores(request, config)
 
 
-def _check_generation(request: GenerationRequest, config: GPTConfig) -> None:
-    length, params = len(request.token_ids), request.params
-    if length + params.max_tokens > config.context_length:
-        raise InvalidRequest(
-            f"the prompt has {length} tokens and max_tokens is {params.max_tokens}: together "
-            f"{length + params.max_tokens}, the model's context is {config.context_length}. "
-            "Shorten the prompt or lower max_tokens",
-            "max_tokens",
+def check_generation_fits(length: int, max_tokens: int, context_length: int) -> None:
+    """Raise ContextLengthExceeded unless a prompt of `length` tokens and `max_tokens` after it fit
+    into the context. `max_tokens` 0 asks for room for at least one token."""
+    if length >= context_length:
+        raise ContextLengthExceeded(
+            f"the prompt has {length} tokens; the model's context is {context_length} and at least "
+            "one token must be left for the completion. Shorten the prompt by "
+            f"{_tokens(length - context_length + 1)}",
+            "prompt",
         )
+    if (excess := length + max_tokens - context_length) > 0:
+        raise ContextLengthExceeded(
+            f"the prompt has {length} tokens and max_tokens is {max_tokens}: together "
+            f"{length + max_tokens}, the model's context is {context_length}. Shorten the prompt "
+            f"by {_tokens(excess)} or lower max_tokens to {max_tokens - excess}",
+            "prompt",
+        )
+
+
+def check_prompt_fits(length: int, context_length: int, *, continued: bool = False) -> None:
+    """Raise ContextLengthExceeded unless `length` tokens, of a prompt or of one with its
+    continuation, fit into the context."""
+    if length > context_length:
+        subject = "a prompt with its continuation has" if continued else "the prompt has"
+        raise ContextLengthExceeded(
+            f"{subject} {length} tokens; the model's context is {context_length}. Shorten it by "
+            f"{_tokens(length - context_length)}",
+            "continuations" if continued else "prompt",
+        )
+
+
+def check_token_ids(param: str, token_ids: Iterable[int], vocab_size: int) -> None:
+    """Raise InvalidRequest for an id that the vocabulary does not have."""
+    for token_id in token_ids:
+        if not 0 <= token_id < vocab_size:
+            raise InvalidRequest(
+                f"token id {token_id} in {param} is outside the vocabulary of {vocab_size} ids "
+                f"(0 to {vocab_size - 1})",
+                param,
+            )
+
+
+def check_count(param: str, count: int | None, vocab_size: int) -> None:
+    """Raise InvalidRequest for a count of ids (top_k, logprobs) that the vocabulary cannot give."""
+    if count is not None and not 0 <= count <= vocab_size:
+        raise InvalidRequest(f"{param} is {count}; the vocabulary has {vocab_size} ids", param)
+
+
+def resolve_indices(
+    param: str, indices: Sequence[int] | None, count: int, what: str
+) -> tuple[int, ...]:
+    """Indices into `count` things, negative ones counted from the end; None: all of them. `what`
+    says how many there are, for the message. Raises InvalidRequest unless they are at least one,
+    within the range, ascending and distinct."""
+    if indices is None:
+        return tuple(range(count))
+    for index in indices:
+        if not -count <= index < count:
+            raise InvalidRequest(
+                f"{param} has {index}; {what} (0 to {count - 1}, or -{count} to -1 from the end)",
+                param,
+            )
+    resolved = tuple(index % count for index in indices)
+    if not resolved or list(resolved) != sorted(set(resolved)):
+        raise InvalidRequest(
+            f"{param} {list(resolved[:20])} must be ascending, distinct and at least one", param
+        )
+    return resolved
+
+
+def _check_generation(request: GenerationRequest, config: GPTConfig) -> None:
+    params = request.params
+    check_generation_fits(len(request.token_ids), params.max_tokens, config.context_length)
     if request.n < 1:
         raise InvalidRequest(f"n is {request.n}; it must be at least 1", "n")
     _check_params(params, config)
-    _check_count("logprobs", params.logprobs, config)
-    _check_count("prompt_logprobs", request.prompt_logprobs, config)
+    check_count("logprobs", params.logprobs, config.vocab_size)
+    check_count("prompt_logprobs", request.prompt_logprobs, config.vocab_size)
 
 
 def _check_params(params: SamplingParams, config: GPTConfig) -> None:
-    _check_ids("logit_bias", params.logit_bias, config.vocab_size)
-    _check_ids("allowed_token_ids", params.allowed_token_ids or (), config.vocab_size)
-    _check_ids("stop_token_ids", params.stop_token_ids, config.vocab_size)
+    check_token_ids("logit_bias", params.logit_bias, config.vocab_size)
+    check_token_ids("allowed_token_ids", params.allowed_token_ids or (), config.vocab_size)
+    check_token_ids("stop_token_ids", params.stop_token_ids, config.vocab_size)
     if params.constraint is not None and params.constraint.vocab_size != config.vocab_size:
         raise InvalidRequest(
             f"the constraint is for a vocabulary of {params.constraint.vocab_size} ids, the model "
@@ -68,67 +134,46 @@ def _check_params(params: SamplingParams, config: GPTConfig) -> None:
         )
 
 
-def _check_rows(request: OutputsRequest, config: GPTConfig) -> None:
+def _check_outputs(request: OutputsRequest, config: GPTConfig) -> None:
     length = len(request.token_ids)
-    _check_fits(length, config)
-    _check_places("positions", request.positions, length, f"the prompt has {length} tokens")
+    check_prompt_fits(length, config.context_length)
+    _check_indices("positions", request.positions, length, f"the prompt has {length} tokens")
     match request.output:
         case Logits(columns=columns, processing=processing):
             if columns is not None:
                 if not columns:
-                    raise InvalidRequest("token_ids is empty; no column is chosen", "token_ids")
-                _check_ids("token_ids", columns, config.vocab_size)
+                    raise InvalidRequest("token_ids is empty; choose at least one", "token_ids")
+                check_token_ids("token_ids", columns, config.vocab_size)
             if processing is not None:
                 _check_params(processing, config)
         case HiddenStates(layers=layers):
             states = config.n_layer + 1
-            _check_places("layers", layers, states, f"there are {states} hidden states")
+            _check_indices("layers", layers, states, f"there are {states} hidden states")
         case AttentionWeights(layers=layers, heads=heads):
-            _check_places("layers", layers, config.n_layer, f"there are {config.n_layer} layers")
-            _check_places("heads", heads, config.n_head, f"there are {config.n_head} heads")
+            _check_indices("layers", layers, config.n_layer, f"there are {config.n_layer} layers")
+            _check_indices("heads", heads, config.n_head, f"there are {config.n_head} heads")
 
 
 def _check_scores(request: ScoreRequest, config: GPTConfig) -> None:
+    length = len(request.token_ids)
+    check_prompt_fits(length, config.context_length)
     for continuation in request.continuations:
         if not continuation:
-            raise InvalidRequest("a continuation is empty; nothing can be scored", "continuations")
-        _check_ids("continuations", continuation, config.vocab_size)
-    longest = max(map(len, request.continuations), default=0)
-    _check_fits(len(request.token_ids) + longest, config)
-    _check_count("top", request.top, config)
-
-
-def _check_fits(length: int, config: GPTConfig) -> None:
-    if length > config.context_length:
-        raise InvalidRequest(
-            f"the prompt has {length} tokens; the model's context is {config.context_length}. "
-            "Shorten the prompt",
-            "prompt",
-        )
-
-
-def _check_count(param: str, count: int | None, config: GPTConfig) -> None:
-    if count is not None and not 0 <= count <= config.vocab_size:
-        raise InvalidRequest(
-            f"{param} is {count}; the vocabulary has {config.vocab_size} ids", param
-        )
-
-
-def _check_ids(param: str, token_ids: Iterable[int], vocab_size: int) -> None:
-    for token_id in token_ids:
-        if not 0 <= token_id < vocab_size:
             raise InvalidRequest(
-                f"token id {token_id} in {param} is outside the vocabulary of {vocab_size} ids "
-                f"(0 to {vocab_size - 1})",
-                param,
+                "a continuation is empty; give at least one token", "continuations"
             )
+        check_token_ids("continuations", continuation, config.vocab_size)
+        check_prompt_fits(length + len(continuation), config.context_length, continued=True)
+    check_count("top", request.top, config.vocab_size)
 
 
-def _check_places(param: str, chosen: tuple[int, ...], count: int, what: str) -> None:
-    """Chosen indices are ascending, distinct, some, and within [0, count)."""
-    if not chosen or list(chosen) != sorted(set(chosen)):
-        raise InvalidRequest(f"{param} must be ascending, distinct and at least one", param)
-    if chosen[0] < 0 or chosen[-1] >= count:
-        raise InvalidRequest(
-            f"{param} run from {chosen[0]} to {chosen[-1]}; {what}, {param} 0 to {count - 1}", param
-        )
+def _check_indices(param: str, indices: Collection[int], count: int, what: str) -> None:
+    """Raise InvalidRequest unless indices are what `resolve_indices` gives."""
+    for index in indices:
+        if not 0 <= index < count:
+            raise InvalidRequest(f"{param} has {index}; {what} (0 to {count - 1})", param)
+    resolve_indices(param, tuple(indices), count, what)
+
+
+def _tokens(count: int) -> str:
+    return "1 token" if count == 1 else f"{count} tokens"

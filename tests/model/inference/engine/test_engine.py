@@ -355,19 +355,20 @@ PROMPT = list(range(30))
         (outputs_request("a", [-1]), "prompt", "token id -1 in prompt is outside"),
         (
             generation("a", PROMPT, max_tokens=99),
-            "max_tokens",
+            "prompt",
             "the prompt has 30 tokens and max_tokens is 99: together 129, the model's context is "
-            "128. Shorten the prompt or lower max_tokens",
+            "128. Shorten the prompt by 1 token or lower max_tokens to 98$",
         ),
         (
             generation("a", [1] * 128, max_tokens=1),
-            "max_tokens",
-            "the prompt has 128 tokens and max_tokens is 1: together 129",
+            "prompt",
+            "the prompt has 128 tokens; the model's context is 128 and at least one token must be "
+            "left for the completion. Shorten the prompt by 1 token$",
         ),
         (
             outputs_request("a", [1] * 129, [0]),
             "prompt",
-            "the prompt has 129 tokens; the model's context is 128. Shorten the prompt",
+            "the prompt has 129 tokens; the model's context is 128. Shorten it by 1 token$",
         ),
         (generation("a", PROMPT, n=0), "n", "n is 0; it must be at least 1"),
         (
@@ -395,23 +396,27 @@ PROMPT = list(range(30))
             "logprobs",
             "logprobs is 41; the vocabulary has 40 ids",
         ),
-        (outputs_request("a", PROMPT, []), "positions", "positions must be ascending, distinct"),
+        (
+            outputs_request("a", PROMPT, []),
+            "positions",
+            r"positions \[\] must be ascending, distinct and at least one",
+        ),
         (
             outputs_request("a", PROMPT, [3, 2]),
             "positions",
-            "positions must be ascending, distinct",
+            r"positions \[3, 2\] must be ascending, distinct",
         ),
         (
             outputs_request("a", PROMPT, [3, 3]),
             "positions",
-            "positions must be ascending, distinct",
+            r"positions \[3, 3\] must be ascending, distinct",
         ),
         (
             outputs_request("a", PROMPT, [-1, 5]),
             "positions",
-            "positions run from -1 to 5; the prompt has 30 tokens, positions 0 to 29",
+            r"positions has -1; the prompt has 30 tokens \(0 to 29\)",
         ),
-        (outputs_request("a", PROMPT, [30]), "positions", "positions run from 30 to 30"),
+        (outputs_request("a", PROMPT, [30]), "positions", "positions has 30; the prompt has 30"),
         (
             outputs_request("a", PROMPT, [0], columns=(40,)),
             "token_ids",
@@ -420,7 +425,7 @@ PROMPT = list(range(30))
         (
             outputs_request("a", PROMPT, [0], columns=()),
             "token_ids",
-            "token_ids is empty; no column is chosen",
+            "token_ids is empty; choose at least one",
         ),
     ],
 )
