@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 TORCH := torch==2.13.0
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 
-.PHONY: help setup serve train test test-slow lint format lock clean
+.PHONY: help setup serve train test test-slow lint format map lock clean
 .DEFAULT_GOAL := help
 
 help:  ## list the tasks
@@ -40,6 +40,9 @@ lint: $(VENV)/.dev  ## ruff, mypy (strict), Dockerfile and compose checks
 format: $(VENV)/.dev  ## let ruff format and fix the sources
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+map:  ## print every source file with the sentence it opens with
+	@$(PYTHON) tests/file_map.py
 
 UV_COMPILE := uv pip compile --quiet --universal --python-version 3.11 --generate-hashes \
   --no-emit-package torch --no-emit-index-url --no-emit-find-links --custom-compile-command 'make lock' \

@@ -1,16 +1,33 @@
-"""The documents are true: every folder and module is introduced, links lead somewhere."""
+"""The documents are true: every folder and file is introduced; links, paths, commands and flags in
+them exist. What their curl lines and Python blocks do is tested in tests/e2e/test_readme.py."""
 
-import ast
 import re
+import shlex
+import subprocess
+import sys
 from pathlib import Path
 
+import pytest
 import yaml
+from pydantic_settings import CliApp
 
 from model.version import VERSION
+from service.cli import COMMANDS
+from service.settings.serve import ServeSettings
+from tests import file_map
 
 ROOT = Path(__file__).parent.parent
-PACKAGES = ("model", "service", "logitd", "benchmarks")
-DOCUMENTS = ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md")
+DOCUMENTS = [
+    *sorted(ROOT.glob("*.md")),
+    *(
+        path
+        for folder in (*file_map.PACKAGES, "checkpoints", "tests")
+        for path in sorted((ROOT / folder).rglob("*.md"))
+        if not (path.parent / "config.json").exists()  # the card of a checkpoint is generated
+    ),
+]
+PLACES = r"`((?:model|service|logitd|benchmarks|tests|checkpoints)/[\w./-]*)`"
+COMMAND_LINE = r"^ *(?:\.venv/bin/)?logitd ([a-z]+)(.*)$"
 
 
 def listed_folders() -> set[str]:
@@ -31,9 +48,7 @@ def listed_folders() -> set[str]:
 def code_folders() -> set[str]:
     """Folders that hold modules of ours, tests aside."""
     return {
-        f"{path.parent.relative_to(ROOT)}/"
-        for package in PACKAGES
-        for path in (ROOT / package).rglob("*.py")
+        f"{path.parent.relative_to(ROOT)}/" for path in file_map.sources() if path.suffix == ".py"
     }
 
 
@@ -44,21 +59,93 @@ def test_every_folder_has_its_line() -> None:
     assert {name for name in listed if not (ROOT / name).is_dir()} == set()
 
 
-def test_every_module_says_what_it_is() -> None:
+def test_every_file_says_what_it_is() -> None:
     """`make map` prints these lines, so each has to stand alone."""
-    for package in PACKAGES:
-        for path in sorted((ROOT / package).rglob("*.py")):
-            opening = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
-            assert opening, f"{path.relative_to(ROOT)} has no docstring"
-            assert len(opening.splitlines()[0]) > 10, path
+    silent = [str(path) for path in file_map.sources() if len(file_map.opening(path)) <= 10]
+    assert silent == [], "files without an opening sentence"
 
 
-def test_links_between_documents_lead_somewhere() -> None:
-    for name in DOCUMENTS:
-        text = (ROOT / name).read_text(encoding="utf-8")
-        for target in re.findall(r"\]\(([^)#]+)\)", text):
-            if "://" not in target:
-                assert (ROOT / target).exists(), f"{name} links to {target}"
+def test_the_map_lists_every_file() -> None:
+    """`make map` needs no virtual environment, so neither does what it runs."""
+    printed = subprocess.run(
+        ["make", "--silent", "map", f"PYTHON={sys.executable} -I -S"],
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+        text=True,
+    ).stdout
+    folder = ""
+    listed = set()
+    for line in printed.splitlines():
+        if line and not line.startswith(" "):
+            folder = line.split()[0]
+            listed.add(f"{folder}__init__.py")
+        elif line:
+            listed.add(folder + line.split()[0])
+    assert {str(path.relative_to(ROOT)) for path in file_map.sources()} <= listed
+
+
+each_document = pytest.mark.parametrize(
+    "document", DOCUMENTS, ids=[str(path.relative_to(ROOT)) for path in DOCUMENTS]
+)
+
+
+def code_blocks(document: Path) -> str:
+    """The shell's and the indented blocks of a document, continued lines joined."""
+    text = document.read_text(encoding="utf-8")
+    fenced = re.findall(r"^```sh\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
+    indented = re.findall(r"^ {4}.*$", text, flags=re.MULTILINE)
+    return "\n".join([*fenced, *indented]).replace("\\\n", " ")
+
+
+def known_flags() -> set[str]:
+    """Flags of `logitd`'s commands and of the benchmarks."""
+    flags = set()
+    for settings in COMMANDS.values():
+        for name in settings.model_fields:
+            kebab = name.replace("_", "-")
+            flags |= {f"--{kebab}", f"--no-{kebab}"}
+        flags |= {f"--{name}" for name in settings.model_config.get("cli_shortcuts") or {}}
+        for names in (settings.model_config.get("cli_shortcuts") or {}).values():
+            flags |= {f"--{name}" for name in ([names] if isinstance(names, str) else names)}
+    for path in (ROOT / "benchmarks").rglob("*.py"):
+        flags.update(re.findall(r'"(--[a-z][a-z0-9-]*)"', path.read_text(encoding="utf-8")))
+    return flags
+
+
+@each_document
+def test_links_lead_somewhere(document: Path) -> None:
+    text = document.read_text(encoding="utf-8")
+    for target in re.findall(r"\]\(([^)#\s]+)", text):
+        if "://" not in target:
+            assert (document.parent / target).exists(), f"a link to {target}"
+
+
+@each_document
+def test_places_exist(document: Path) -> None:
+    """Files and folders in backticks, where they are named by their whole path."""
+    text = document.read_text(encoding="utf-8")
+    gone = [place for place in re.findall(PLACES, text) if not (ROOT / place).exists()]
+    assert gone == []
+
+
+@each_document
+def test_flags_exist(document: Path) -> None:
+    text = document.read_text(encoding="utf-8")
+    assert set(re.findall(r"`(--[a-z][a-z0-9-]*)", text)) - known_flags() == set()
+
+
+@each_document
+def test_command_lines_are_understood(
+    document: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Parsed, not run. A synopsis may have [optional] flags and end in "..."."""
+    monkeypatch.chdir(tmp_path)  # away from somebody's .env
+    for command, rest in re.findall(COMMAND_LINE, code_blocks(document), flags=re.MULTILINE):
+        words = shlex.split(rest.translate({ord("["): None, ord("]"): None}), comments=True)
+        given = [word for word in words if word not in ("...", "&")]
+        assert command in COMMANDS, command
+        CliApp.run(COMMANDS[command], cli_args=given)
 
 
 def test_the_changelog_begins_with_this_version() -> None:
@@ -78,8 +165,6 @@ def test_compose_publishes_on_this_machine_only() -> None:
 
 def test_the_container_leaves_time_to_drain() -> None:
     """The engine is stopped by --drain-timeout; compose must not kill it earlier."""
-    from service.settings.serve import ServeSettings
-
     compose = yaml.safe_load((ROOT / "docker-compose.yml").read_text(encoding="utf-8"))
     grace = int(compose["services"]["logitd"]["stop_grace_period"].removesuffix("s"))
     assert grace > ServeSettings.model_fields["drain_timeout"].default + 5
