@@ -12,8 +12,8 @@ from urllib.parse import quote
 from model.checkpoint.checkpoint import CheckpointInfo
 from model.inference.engine.events import FinishEvent, FinishReason, PromptToken, TokenEvent
 from model.inference.sampling.params import TokenLogprob
+from model.text.stop_strings import StopFinder
 from model.text.tokenizer import Tokenizer
-from service.responses.stop_strings import StopFinder
 
 CHECKPOINT_HEADERS = tuple(
     f"X-Logitd-{name}" for name in ("Name", "Step", "Val-Loss", "Weights-Sha256")
