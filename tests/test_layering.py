@@ -55,11 +55,12 @@ ROOMS: dict[str, set[str]] = {
         "model.inference.options",
     },
     "model.inference.reference": {"model.transformer", "model.inference.sampling"},
-    "model.inference.served": {
-        "model.transformer",
-        "model.inference.kernels",
-        "model.inference.kv_cache",
-        "model.inference.options",
+    "model.llm": {
+        "model.checkpoint",
+        "model.device",
+        "model.dtypes",
+        "model.inference",
+        "model.text",
     },
     "model.benchmark": {"model.device", "model.transformer", "model.inference"},
     "model.data": {"model.text"},

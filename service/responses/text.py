@@ -12,7 +12,7 @@ from urllib.parse import quote
 from model.checkpoint.checkpoint import CheckpointInfo
 from model.inference.engine.events import FinishEvent, FinishReason, PromptToken, TokenEvent
 from model.inference.sampling.params import TokenLogprob
-from model.text.stop_strings import StopFinder
+from model.text.growing_text import GrowingText
 from model.text.tokenizer import Tokenizer
 
 CHECKPOINT_HEADERS = tuple(
@@ -106,9 +106,7 @@ class Completion:
         self.generated = 0
         self.finished = False
         self._tokenizer = tokenizer
-        self._detokenizer = tokenizer.detokenizer()
-        self._stop_finder = StopFinder(stop)
-        self._stop_token_ids = stop_token_ids
+        self._growing = GrowingText(tokenizer, stop_token_ids=stop_token_ids, stop=stop)
         self._finish_reason: str | None = None
         self._stop_reason: str | int | None = None
         # What the next `take` gives.
@@ -124,13 +122,8 @@ class Completion:
         self._token_ids.append(event.token_id)
         if event.chosen is not None:
             self._tokens.append(scored_json(self._tokenizer, event))
-        if event.token_id in self._stop_token_ids:
-            return False
-        text, stopped = self._stop_finder.push(self._detokenizer.push(event.token_id))
-        self._text += text
-        if stopped is not None:
-            self._end("stop", stopped)
-        return stopped is not None
+        self._text += self._growing.push(event.token_id)
+        return self._stopped()
 
     def push_prompt(self, tokens: Iterable[PromptToken]) -> None:
         """Take in logprobs of the prompt that is echoed."""
@@ -140,12 +133,9 @@ class Completion:
         """The engine ended the sequence, with an answer."""
         if self.finished:
             return
-        text, stopped = self._stop_finder.push(self._detokenizer.finish())
-        self._text += text
-        if stopped is not None:
-            self._end("stop", stopped)
+        self._text += self._growing.finish()
+        if self._stopped():
             return
-        self._text += self._stop_finder.finish()
         reason = "stop" if event.reason is FinishReason.STOP else "length"
         self._end(reason, event.stop_token_id)
 
@@ -165,6 +155,13 @@ class Completion:
         choice["stop_reason"] = self._stop_reason
         self._text, self._token_ids, self._tokens, self._finish_reason = "", [], [], None
         return choice
+
+    def _stopped(self) -> bool:
+        """Whether a stop text has ended the completion just now."""
+        if self._growing.stopped_by is None:
+            return False
+        self._end("stop", self._growing.stopped_by)
+        return True
 
     def _end(self, reason: str, stop_reason: str | int | None) -> None:
         self.finished = True

@@ -16,8 +16,9 @@ import torch
 
 from model.checkpoint.checkpoint import load_checkpoint
 from model.device import use_threads
-from model.inference.served import forward_as_served
+from model.llm import LLM
 from tests.e2e.server import ServedProcess
+from tests.model.inference.served import forward_as_served
 
 ROOT = Path(__file__).parent.parent.parent
 BUNDLED = ROOT / "checkpoints" / "python-small"
@@ -101,7 +102,10 @@ def test_the_numbers_are_bit_for_bit_the_models_own(server: ServedProcess, token
             BUNDLED, device=torch.device("cpu"), dtype=getattr(torch, info["dtype"])
         )[1]
         own = forward_as_served(gpt, torch.tensor(ids)).logits[0].float().numpy()
+        with LLM(BUNDLED, device="cpu", threads=info["threads"]) as llm:
+            in_process = llm.logits(ids)
     finally:
         use_threads(threads)
     assert served.shape == (tokens, 2048)
     assert np.array_equal(served, own)
+    assert np.array_equal(served, in_process)

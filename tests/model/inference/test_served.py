@@ -10,9 +10,9 @@ from torch.testing import assert_close
 from model.inference.kernels.cpu.library import KernelsUnavailable, load_library
 from model.inference.kernels.select import KernelError
 from model.inference.options import KernelChoice
-from model.inference.served import forward_as_served
 from model.transformer.gpt import GPT
 from tests.model.factories import FAMILIES, random_ids, tiny_config, tiny_gpt
+from tests.model.inference.served import forward_as_served
 
 
 @pytest.fixture(params=FAMILIES)

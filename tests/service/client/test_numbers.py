@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from logitd import OnePrompt
-from model.inference.served import forward_as_served
 from model.transformer.gpt import GPT
+from tests.model.inference.served import forward_as_served
 from tests.service.client.conftest import Connect
 from tests.service.client.test_client import same
 from tests.service.serving import Serving

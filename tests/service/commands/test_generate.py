@@ -123,8 +123,8 @@ def test_it_fills_the_context_at_most(
     ("prompt", "message"),
     [
         ("", "logitd generate: the prompt is empty; give at least one token\n"),
-        ("x" * 128, "logitd generate: the prompt has 128 tokens and max_tokens is 1: together 129"),
-        ("\udcff", "logitd generate: the prompt is no UTF-8 text\n"),
+        ("x" * 128, "logitd generate: the prompt has 128 tokens; the model's context is 128"),
+        ("\udcff", "logitd generate: the prompt is not UTF-8 text\n"),
     ],
 )
 def test_a_prompt_that_cannot_be_continued_exits_1_with_a_sentence(

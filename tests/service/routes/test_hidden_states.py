@@ -11,10 +11,10 @@ import safetensors.numpy
 import safetensors.torch
 import torch
 
-from model.inference.served import forward_as_served
 from model.transformer.gpt import GPT
 from service.schemas.generate import ErrorReply
 from service.schemas.tensors import AttentionReply, HiddenStatesReply
+from tests.model.inference.served import forward_as_served
 from tests.service.serving import Serving, eventually, read_until, request_bytes, serving
 from tests.service.spelling import long_prompt
 

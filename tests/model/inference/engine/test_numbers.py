@@ -23,7 +23,6 @@ from model.inference.engine.requests import (
 )
 from model.inference.errors import InvalidRequest
 from model.inference.reference import processed_row
-from model.inference.served import forward_as_served
 from model.transformer.gpt import GPT
 from tests.model.factories import FAMILIES, tiny_config, tiny_gpt
 from tests.model.inference.engine.harness import (
@@ -36,6 +35,7 @@ from tests.model.inference.engine.harness import (
     run,
     score_request,
 )
+from tests.model.inference.served import forward_as_served
 
 LENGTH = 75
 PROMPT = random_prompt(random.Random(0), LENGTH, 257)

@@ -1,8 +1,8 @@
-"""Served: what the service computes of a text, without a server.
+"""What the service computes of a text, by the decoder alone: no engine, a cache of one slot.
 
-The same decoder over a cache of one slot. On a CPU the numbers are bit for bit those that are
-served, with the same dtype, number of threads and kernels. `GPT.forward` is the definition of what
-is computed; this is how it is computed where it is served.
+The oracle of served logits, hidden states and attention weights. On a CPU they are the same bits,
+with the same dtype, number of threads and kernels. `GPT.forward` is the definition of what is
+computed; this is how it is computed where it is served.
 """
 
 import torch

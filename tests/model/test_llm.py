@@ -1,0 +1,270 @@
+"""LLM: what it gives is what the reference and the plain forward give. That a server gives the same
+bits is tested in `tests/service/test_llm_beside_a_server.py`."""
+
+import inspect
+import textwrap
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import model.llm
+from model.checkpoint.checkpoint import load_checkpoint
+from model.inference import reference
+from model.llm import LLM, Completion, GenerationError, InvalidRequest, LoadError, SamplingParams
+from model.transformer.gpt import GPT
+from tests.model.factories import random_ids, save_tiny_checkpoint, tiny_config, tiny_gpt
+from tests.model.inference.served import forward_as_served
+
+ROOT = Path(__file__).parents[2]
+PROMPT = "A prompt of more than thirty-two tokens, to have two blocks"
+IDS = list(PROMPT.encode())
+END_OF_TEXT = 256
+
+
+@pytest.fixture(scope="module")
+def llm(checkpoint_path: Path) -> Iterator[LLM]:
+    with LLM(checkpoint_path, device="cpu", threads=1, slots=4) as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def gpt(checkpoint_path: Path) -> GPT:
+    return load_checkpoint(checkpoint_path, device=torch.device("cpu"), dtype=torch.float32)[1]
+
+
+def joined(parts: list[Completion]) -> tuple[str, tuple[int, ...]]:
+    return "".join(p.text for p in parts), tuple(i for p in parts for i in p.token_ids)
+
+
+# Generation
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"temperature": 0.0},
+        {"temperature": 0.8},
+        {"temperature": 1.5, "top_k": 20, "top_p": 0.9},
+        {"repetition_penalty": 1.3, "min_tokens": 5, "logit_bias": {97: 2.0}},
+    ],
+)
+def test_tokens_are_those_of_the_reference(llm: LLM, gpt: GPT, fields: dict[str, Any]) -> None:
+    params = SamplingParams(max_tokens=30, seed=3, **fields)
+    prompts: list[str | list[int]] = [PROMPT, [7, 8, 9], "other"]
+    found = llm.generate(prompts, params, n=2)
+    assert [(one.prompt_index, one.index) for one in found] == [
+        (prompt, index) for prompt in range(3) for index in range(2)
+    ]
+    with_end = replace(params, stop_token_ids=frozenset({END_OF_TEXT}))
+    for one in found:
+        prompt = llm.encode(prompts[one.prompt_index])
+        expected = reference.generate(gpt, prompt, with_end, one.index)
+        assert list(one.token_ids) == expected
+        assert one.text == llm.tokenizer.decode([i for i in expected if i != END_OF_TEXT])
+
+
+def test_a_stream_gives_the_same_piece_by_piece(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=25, seed=1, logprobs=2)
+    whole = llm.generate([PROMPT, "b"], params, n=2)
+    parts = list(llm.stream([PROMPT, "b"], params, n=2))
+    for one in whole:
+        own = [p for p in parts if (p.prompt_index, p.index) == (one.prompt_index, one.index)]
+        assert len(own) == 26, "a part for each token, and the end"
+        assert joined(own) == (one.text, one.token_ids)
+        assert [p.finish_reason for p in own] == [None] * 25 + [one.finish_reason]
+        assert one.finish_reason == "length"
+        assert one.logprobs is not None
+        assert one.logprobs.shape == (25,)
+        assert [len(top) for top in one.top_logprobs] == [2] * 25
+
+
+def test_logprobs_are_those_of_the_plain_forward(llm: LLM, gpt: GPT) -> None:
+    (one,) = llm.generate(PROMPT, SamplingParams(max_tokens=10, seed=1, logprobs=3))
+    text = torch.tensor([[*IDS, *one.token_ids]])
+    rows = gpt(text).logits[0, len(IDS) - 1 : -1].double().log_softmax(dim=-1)
+    assert one.logprobs is not None
+    chosen = rows[range(10), list(one.token_ids)]
+    assert np.allclose(one.logprobs, chosen.numpy(), atol=1e-3)
+    best = rows.topk(3).indices.tolist()
+    assert [[token.token_id for token in top] for top in one.top_logprobs] == best
+
+
+def test_without_logprobs_there_are_none(llm: LLM) -> None:
+    (one,) = llm.generate("a", SamplingParams(max_tokens=2, seed=0))
+    assert one.logprobs is None
+    assert one.top_logprobs == ()
+
+
+def test_a_stop_string_ends_a_completion_and_is_not_in_it(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=40, seed=2, allowed_token_ids=tuple(b"abc"))
+    (free,) = llm.generate(PROMPT, params)
+    stop = free.text[20:23]
+    end = free.text.index(stop)
+    whole, other = llm.generate([PROMPT, "other"], params, stop=[stop, "never"])
+    assert whole.text == free.text[:end]
+    assert whole.token_ids == free.token_ids[: end + 3]
+    assert (whole.finish_reason, whole.stop_reason) == ("stop", stop)
+    assert stop not in other.text
+    parts = list(llm.stream(PROMPT, params, stop=[stop]))
+    assert joined(parts) == (whole.text, whole.token_ids)
+    assert parts[-1].stop_reason == stop
+    llm._engine.check_integrity()
+    assert not llm._engine.has_work()
+
+
+def test_the_end_of_text_ends_a_completion_unless_it_is_ignored(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=5, seed=0, allowed_token_ids=(END_OF_TEXT,))
+    (one,) = llm.generate("a", params)
+    assert (one.text, one.token_ids) == ("", (END_OF_TEXT,))
+    assert (one.finish_reason, one.stop_reason) == ("stop", END_OF_TEXT)
+    (ignored,) = llm.generate("a", params, ignore_eos=True)
+    assert ignored.token_ids == (END_OF_TEXT,) * 5
+    assert ignored.text == "<|endoftext|>" * 5
+    assert (ignored.finish_reason, ignored.stop_reason) == ("length", None)
+
+
+def test_a_character_is_not_cut(llm: LLM) -> None:
+    euro = [SamplingParams(max_tokens=k, seed=0, allowed_token_ids=(0xE2,)) for k in (1, 2)]
+    assert [llm.generate("a", one)[0].text for one in euro] == ["\ufffd", "\ufffd\ufffd"]
+    parts = list(llm.stream("a", euro[0]))
+    assert [part.text for part in parts] == ["", "\ufffd"]
+
+
+def test_streams_can_be_read_in_turns(llm: LLM) -> None:
+    params = [SamplingParams(max_tokens=12, seed=seed) for seed in (1, 2)]
+    expected = [llm.generate(PROMPT, one)[0] for one in params]
+    streams = [llm.stream(PROMPT, one) for one in params]
+    parts: list[list[Completion]] = [[], []]
+    for both in zip(*streams, strict=True):
+        for own, part in zip(parts, both, strict=True):
+            own.append(part)
+    assert [joined(own) for own in parts] == [(one.text, one.token_ids) for one in expected]
+    llm.logits("a")  # nothing is left over for others
+
+
+def test_a_stream_that_is_closed_ends_its_requests(llm: LLM) -> None:
+    stream = llm.stream([PROMPT] * 9, SamplingParams(max_tokens=50, seed=1))
+    next(stream)
+    assert llm._engine.has_work()
+    stream.close()
+    assert not llm._engine.has_work()
+    assert llm._mailboxes == {}
+
+
+# Numbers
+
+
+def test_logits_hidden_states_and_attention_are_the_models_own_to_the_bit(
+    llm: LLM, gpt: GPT
+) -> None:
+    own = forward_as_served(gpt, torch.tensor(IDS), hidden_states=True, attentions=True)
+    assert own.hidden_states is not None
+    assert own.attentions is not None
+    assert np.array_equal(llm.logits(PROMPT), own.logits[0].numpy())
+    assert np.array_equal(llm.logits(np.array(IDS)), own.logits[0].numpy())
+    assert np.array_equal(llm.hidden_states(PROMPT), own.hidden_states[:, 0].numpy())
+    assert np.array_equal(llm.attention(PROMPT), own.attentions[:, 0].numpy())
+
+
+def test_probs_are_the_softmax_of_the_last_row(llm: LLM, gpt: GPT) -> None:
+    expected = gpt(torch.tensor([IDS])).logits[0, -1].double().softmax(dim=-1).numpy()
+    found = llm.probs(PROMPT)
+    assert found.dtype == np.float64
+    assert np.allclose(found, expected, atol=1e-4)
+    assert found.sum() == pytest.approx(1)
+
+
+def test_scores_are_the_logprobs_of_the_text(llm: LLM, gpt: GPT) -> None:
+    plain = gpt(torch.tensor([IDS])).logits[0].double().log_softmax(dim=-1)
+    expected = plain[range(len(IDS) - 1), IDS[1:]].numpy()
+    (whole,) = llm.score(PROMPT)
+    assert whole.token_ids == tuple(IDS)
+    assert np.allclose(whole.logprobs, expected, atol=1e-3)
+    assert whole.logprob == pytest.approx(whole.logprobs.sum())
+    first, second = llm.score(PROMPT[:40], [PROMPT[40:], [1, 2]])
+    assert first.token_ids == tuple(IDS[40:])
+    assert np.allclose(first.logprobs, expected[39:], atol=1e-3)
+    assert second.token_ids == (1, 2)
+    assert second.logprobs.shape == (2,)
+
+
+def test_a_long_prompt_comes_in_several_pieces(tmp_path: Path) -> None:
+    gpt = tiny_gpt(tiny_config(context_length=1024))
+    save_tiny_checkpoint(tmp_path / "long", gpt=gpt)
+    ids = random_ids(1000)
+    with LLM(tmp_path / "long", device="cpu", dtype="float32", threads=1) as long:
+        assert np.array_equal(
+            long.logits(ids.tolist()), forward_as_served(gpt, ids).logits[0].numpy()
+        )
+
+
+# What cannot be done
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ("", "the prompt is empty; give at least one token"),
+        ([], "the prompt is empty; give at least one token"),
+        (["a", ""], "the prompt is empty; give at least one token"),
+        ("x" * 128, "the prompt has 128 tokens; the model.s context is 128 and at least one"),
+        ([1, 257], "token id 257 in prompt is outside the vocabulary"),
+        ("\udcff", "the prompt is not UTF-8 text"),
+    ],
+)
+def test_a_prompt_that_cannot_be_continued_is_rejected(
+    llm: LLM, prompt: str | list[int], message: str
+) -> None:
+    with pytest.raises(InvalidRequest, match=message):
+        llm.generate(prompt, SamplingParams(max_tokens=1, seed=0))
+    assert not llm._engine.has_work(), "the others of the call are not computed either"
+    assert llm._mailboxes == {}
+
+
+def test_a_failed_step_is_an_error_of_its_requests(
+    checkpoint_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with LLM(checkpoint_path, device="cpu", threads=1) as broken:
+
+        def fail(plan: object) -> None:
+            raise RuntimeError("out of luck")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(broken._engine._runner, "run", fail)
+            with pytest.raises(GenerationError, match="the model failed: RuntimeError: out of lu"):
+                broken.generate("a", SamplingParams(max_tokens=3, seed=0))
+        assert broken.logits("a").shape == (1, 257), "the next request is computed"
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"checkpoint": "nowhere"}, "there is no checkpoint directory at nowhere"),
+        ({"device": "abacus"}, "'abacus'"),
+        ({"kernels": "native"}, "kernels is native, but"),
+        ({"slots": 0}, "slots is 0; at least 1 is needed"),
+    ],
+)
+def test_what_cannot_be_opened_is_an_error_with_a_sentence(
+    checkpoint_path: Path, fields: dict[str, str], message: str
+) -> None:
+    with pytest.raises(LoadError, match=message):
+        LLM(**{"checkpoint": checkpoint_path, **fields})  # type: ignore[arg-type]
+
+
+def test_the_example_runs(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The example of the module's docstring, as it stands there."""
+    monkeypatch.chdir(ROOT)
+    text = inspect.getdoc(model.llm)
+    assert text is not None
+    lines = text.splitlines()[1:]
+    example = [line for line in lines if not line or line.startswith("    ")]
+    exec(compile(textwrap.dedent("\n".join(example)), "example", "exec"), {})
+    assert len(capsys.readouterr().out) > 50
