@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 TORCH := torch==2.13.0
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 
-.PHONY: help setup serve train test test-slow lint format map lock clean
+.PHONY: help setup serve train test test-slow lint format client map lock clean
 .DEFAULT_GOAL := help
 
 help:  ## list the tasks
@@ -43,6 +43,9 @@ format: $(VENV)/.dev  ## let ruff format and fix the sources
 
 map:  ## print every source file with the sentence it opens with
 	@$(PYTHON) tests/file_map.py
+
+client: $(VENV)/.runtime  ## write service/client/client.py anew from async_client.py
+	$(BIN)/python -m service.client.generate_sync
 
 UV_COMPILE := uv pip compile --quiet --universal --python-version 3.11 --generate-hashes \
   --no-emit-package torch --no-emit-index-url --no-emit-find-links --custom-compile-command 'make lock' \

@@ -1,10 +1,15 @@
-"""AsyncClient: `Client` for asyncio, call by call the same.
+"""AsyncClient: the service from Python, for asyncio. `Client` is its twin, one call at a time.
 
     async with AsyncClient() as client:
-        print((await client.generate("def main():", max_tokens=40)).text)
+        generation = await client.generate("def main():", max_tokens=40)
+        print(generation.text)
 
-What the calls take, give and raise stands there. A client may be shared by the tasks of one event
-loop; to cancel a task ends its request on the server, too.
+Each call is a request to one endpoint; prompts are texts, lists of token ids, or lists of either,
+and everything else is a keyword argument with the server's name for it (`service/client/fields.py`,
+/docs). What a call can raise is in `service/client/errors.py`, when it is tried again in
+`service/client/transport.py`.
+
+A client may be shared by the tasks of one event loop. To cancel a task ends its request.
 """
 
 import asyncio
@@ -180,7 +185,9 @@ class AsyncClient:
 
     @overload
     async def detokenize(
-        self, tokens: TokenIds, **fields: Unpack[DetokenizeFields]
+        self,
+        tokens: TokenIds,
+        **fields: Unpack[DetokenizeFields],
     ) -> Detokenized: ...
     @overload
     async def detokenize(
@@ -223,8 +230,8 @@ class AsyncClient:
 
 
 class AsyncStream:
-    """A generation as it comes: iterate over its chunks, within a `with` block, whose end closes
-    it. To close it early ends the request on the server.
+    """A generation as it comes: iterate over its chunks, within an `async with` block, whose end
+    closes it. To close it early ends the request on the server.
 
     An error of the server is raised where it comes; StreamError if the stream breaks off. What had
     come until then stays in `text`.

@@ -1,12 +1,17 @@
+# Generated from async_client.py by generate_sync.py. Do not edit: change async_client.py, then run
+# `make client`.
 """Client: the service from Python, one call at a time. `AsyncClient` is its twin for asyncio.
 
     with Client() as client:
-        print(client.generate("def main():", max_tokens=40).text)
+        generation = client.generate("def main():", max_tokens=40)
+        print(generation.text)
 
 Each call is a request to one endpoint; prompts are texts, lists of token ids, or lists of either,
 and everything else is a keyword argument with the server's name for it (`service/client/fields.py`,
-/docs). What a call can raise stands in `service/client/errors.py`, when it is tried again in
-`service/client/transport.py`. A client may be shared by threads; a stream belongs to one.
+/docs). What a call can raise is in `service/client/errors.py`, when it is tried again in
+`service/client/transport.py`.
+
+A client may be shared by threads; a stream belongs to one.
 """
 
 import time
@@ -64,8 +69,8 @@ class Client:
                  takes. Waits before further tries are no longer, together. None: no limit. Another
                  thing is the field `timeout` of a request, after which the server gives up (504)
     max_retries  further tries where the first was refused for now, or got no answer
-    http         an httpx.Client of yours, for proxies, certificates and so on. `close` leaves it
-                 open; its timeout is not used
+    http         an httpx.Client of yours, for proxies, certificates and so on. `close` leaves
+                 it open; its timeout is not used
     """
 
     def __init__(
@@ -181,7 +186,11 @@ class Client:
         return self._run(calls.tokenize(text, fields))
 
     @overload
-    def detokenize(self, tokens: TokenIds, **fields: Unpack[DetokenizeFields]) -> Detokenized: ...
+    def detokenize(
+        self,
+        tokens: TokenIds,
+        **fields: Unpack[DetokenizeFields],
+    ) -> Detokenized: ...
     @overload
     def detokenize(
         self, tokens: Sequence[TokenIds], **fields: Unpack[DetokenizeFields]
@@ -223,8 +232,8 @@ class Client:
 
 
 class Stream:
-    """A generation as it comes: iterate over its chunks, within a `with` block, whose end closes
-    it. To close it early ends the request on the server.
+    """A generation as it comes: iterate over its chunks, within a `with` block, whose end
+    closes it. To close it early ends the request on the server.
 
     An error of the server is raised where it comes; StreamError if the stream breaks off. What had
     come until then stays in `text`.
@@ -235,7 +244,7 @@ class Stream:
         self._exchange = exchange
         self._state = StreamState()
         self._response: httpx.Response | None = None
-        self._pieces: Iterator[bytes] = iter(())
+        self._pieces: Iterator[bytes]
         self._closed = False
 
     def __enter__(self) -> Self:
