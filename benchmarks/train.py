@@ -46,8 +46,7 @@ from model.data.split import are_many, sides
 from model.data.vocabulary import learn
 from model.data.windows import ValidationWindows
 from model.device import keep_freed_memory
-from model.training import autosize as budget
-from model.training.autosize import LADDER, Size
+from model.training.autosize import SIZES, Size, choose
 from model.training.config import TrainingConfig
 from model.training.events import silent
 from model.training.optim.optimizers import kind
@@ -123,9 +122,9 @@ class Results:
 
 def choose_size(minutes: float, threads: int) -> Size:
     """The size that `logitd train --minutes` takes on this machine."""
-    fitted = budget.fit(TrainingConfig(minutes=minutes, threads=threads), 1, silent)
-    wanted = (fitted.n_layer, fitted.d_model)
-    return next(size for size in LADDER if (size.n_layer, size.d_model) == wanted)
+    chosen = choose(TrainingConfig(minutes=minutes, threads=threads), 1, silent)
+    wanted = (chosen.n_layer, chosen.d_model)
+    return next(size for size in SIZES if (size.n_layer, size.d_model) == wanted)
 
 
 def settings(run: Run, size: Size, data: Sequence[str], tokenizer: Path, threads: int) -> Any:
@@ -244,7 +243,7 @@ class Measurement:
 
 def smaller(size: Size) -> Size:
     """The rung below, with the context of this one so that windows are the same."""
-    below = LADDER[max(0, LADDER.index(size) - 1)]
+    below = SIZES[max(0, SIZES.index(size) - 1)]
     return replace(below, context_length=size.context_length)
 
 

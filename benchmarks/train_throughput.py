@@ -32,7 +32,7 @@ from torch.optim import AdamW, Muon
 
 from model.device import Placement, keep_freed_memory, use_threads
 from model.training.optim.optimizers import Optimizers, initialise, kind
-from model.training.presets import Compile, Recipe, preset
+from model.training.presets import Recipe, preset
 from model.training.step.compile import choose_loss
 from model.training.step.forward import Forward, training_placement
 from model.transformer.attention import CausalAttend
@@ -46,11 +46,11 @@ Step = Callable[[Tensor], Tensor]
 """Trains on ids (B, T + 1) and gives the loss."""
 
 
-def own_step(gpt: GPT, recipe: Recipe, placement: Placement, wish: Compile = "off") -> Step:
+def own_step(gpt: GPT, recipe: Recipe, placement: Placement, *, compiled: bool = False) -> Step:
     """The trainer's step."""
     optimizers = Optimizers(gpt, recipe)
     forward = Forward(gpt, placement, dropout=gpt.config.dropout)
-    loss_of = choose_loss(forward, placement, wish, _refuse_eager)
+    loss_of = choose_loss(forward, _refuse_eager, compiled=compiled)
 
     def step(ids: Tensor) -> Tensor:
         loss = loss_of(ids[:, :-1], ids[:, 1:])
@@ -111,7 +111,7 @@ def measure(loop: str, name: str, steps: int, threads: int) -> dict[str, float]:
     gpt.train()
     if loop in OWN:
         keep_freed_memory()  # as `logitd train` does
-        step = own_step(gpt, recipe, placement, "on" if loop == "compiled" else "off")
+        step = own_step(gpt, recipe, placement, compiled=loop == "compiled")
     else:
         step = plain_step(gpt, recipe, placement)
     shape = (recipe.batch_size, config.context_length + 1)

@@ -1,17 +1,16 @@
-"""Budget: which model to train when only the minutes are given.
+"""Autosize: which model to train when only the minutes are given.
 
 `logitd train --minutes 5` measures how fast this machine trains, by real steps on random ids, and
-takes the largest model of a ladder that sees enough tokens in that time. What was chosen is filled
-into the configuration as if it had been given, so the run's description holds it and a resumed run
-measures nothing.
+takes the largest of SIZES that sees enough tokens in that time. The choice is filled into the
+configuration as if it had been given, so run.json holds it and a resumed run measures nothing.
 
-The rule: a model may be as large as leaves TOKENS_PER_PARAMETER tokens for each number in its block
-matrices. As the tokens of a budget fall with the size of the model, sizes grow with the square root
-of the arithmetic that the budget allows, as in Hoffmann et al. (2022). Their constant is twenty; at
-these sizes fewer were measured to be better. One core of an AVX-512 machine, the text that Python
-carries, validation in bits per byte:
+The rule: the model may have as many parameters in its block matrices as leaves
+TOKENS_PER_PARAMETER tokens for each. A larger model sees fewer tokens in the same time, so sizes
+grow with the square root of the arithmetic that the time allows, as in Hoffmann et al. (2022).
+Their constant is twenty; at these sizes fewer were measured to be better. One core of an AVX-512
+machine, the text that Python carries, validation in bits per byte:
 
-    budget    model (layers x width)   matrices   tokens    per number   bits per byte
+    time      model (layers x width)   matrices   tokens    per param.   bits per byte
     75 s      4 x 96                   0.44 M     1.13 M    2.6          1.677
     75 s      4 x 128                  0.79 M     0.97 M    1.2          1.655, the best
     75 s      4 x 192                  1.77 M     0.57 M    0.3          1.766
@@ -20,13 +19,13 @@ carries, validation in bits per byte:
     170 s     4 x 256                  3.15 M     0.71 M    0.2          1.69
     30 min    6 x 256 (two cores)      4.72 M     9.3 M     2.0          the bundled checkpoint's
 
-So 1.2 is enough and 0.6 is not: the constant stands between. Single runs. Below width 96 and above
-256 nothing was measured: there the ladder goes on by the same rule. Vocabularies of 1,024 and 2,048
-tokens were equal within the noise at widths 128 and 192, and larger ones worse; the rest grows with
-the model.
+So 1.2 is enough and 0.6 is not: the constant lies between. These are single runs. Below width 96
+and above 256 nothing was measured: there the sizes follow the same rule. Vocabularies of 1,024 and
+2,048 tokens were equal within the noise at widths 128 and 192, and larger ones worse; other values
+grow with the model.
 
-Does not look at the text: one of a few hundred kilobytes is learned by heart long before a large
-model is done with its time (`best` is the checkpoint from before).
+Does not look at the text. A text of a few hundred kilobytes is learned by heart long before a large
+model has used its time (`best` is the checkpoint from before that).
 """
 
 import statistics
@@ -39,10 +38,11 @@ import torch
 
 from model.data.vocabulary import SMALLEST
 from model.device import Placement, use_threads
-from model.training.config import TrainingConfig, TrainingError, given, settle
+from model.training.config import TrainingConfig, TrainingError
 from model.training.events import Noticed, Reporter
 from model.training.optim.optimizers import Optimizers, initialise
-from model.training.presets import preset
+from model.training.presets import Recipe
+from model.training.resolve import resolve_config
 from model.training.step.flops import flops_per_token, matrix_parameters
 from model.training.step.forward import Forward, training_placement
 from model.transformer.config import GPTConfig
@@ -53,22 +53,23 @@ TOKENS_PER_PARAMETER = 0.9
 USABLE = 0.9
 """Share of the time that goes into steps; the rest into evaluations, samples and checkpoints."""
 MEASURING = 0.05
-"""Share of the budget that may be spent on measuring, at most MEASURING_SECONDS."""
+"""Share of the time that may be spent on measuring, at most MEASURING_SECONDS."""
 MEASURING_SECONDS = 10.0
 MEASURED_STEPS = 3
 """After one that is not counted."""
 SHORT = 45.0
-"""Seconds of a budget below which the first model measured is the smallest."""
+"""Seconds of a run below which the first model measured is the smallest."""
 
-OWN = ("n_layer", "n_head", "n_kv_head", "head_dim", "d_model", "d_ff", "steps", "optimizer")
-"""Whoever gives one of these, or a preset, has chosen the model, its recipe or the length."""
-READY_MADE = {"gpt2": 50_257, "cl100k_base": 100_277, "o200k_base": 200_019}
+_SHAPE = ("n_layer", "n_head", "n_kv_head", "head_dim", "d_model", "d_ff")
+CHOSEN_BY_HAND = frozenset({"preset", "from_checkpoint", *_SHAPE, "steps", "optimizer"})
+"""Whoever gives one of these has chosen the model, its recipe or the length of the run."""
+PUBLISHED = {"gpt2": 50_257, "cl100k_base": 100_277, "o200k_base": 200_019}
 """Tokens of published encodings."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    """A rung of the ladder: fields of TrainingConfig."""
+    """One of SIZES: fields of TrainingConfig."""
 
     n_layer: int
     n_head: int
@@ -98,7 +99,7 @@ def _size(layers: int, width: int, context: int, batch: int, vocabulary: int, ra
     )
 
 
-LADDER: tuple[Size, ...] = (
+SIZES: tuple[Size, ...] = (
     _size(2, 64, 128, 8, 1024, 0.035),
     _size(3, 96, 256, 6, 1024, 0.035),
     _size(4, 128, 256, 8, 1024, 0.035),  # `tiny`
@@ -114,16 +115,24 @@ LADDER: tuple[Size, ...] = (
 )
 """From small to large, each one and a half to three times the one before."""
 
-FIRST = LADDER[2]
-"""What is measured first, but in a short budget."""
+FIRST_MEASURED = SIZES[2]
+"""In all but a short run."""
 
 
 @dataclass(frozen=True)
-class Demand:
-    """What a size asks for: arithmetic per token, and numbers in the block matrices."""
+class Candidate:
+    """What a configuration comes to with a size filled in."""
+
+    recipe: Recipe
+    model: GPTConfig
+
+
+@dataclass(frozen=True)
+class FlopsAndParams:
+    """What a model of a size computes for a token, and the parameters of its block matrices."""
 
     flops_per_token: float
-    matrices: int
+    matrix_params: int
 
 
 Measure = Callable[[Size], float]
@@ -139,11 +148,11 @@ class Choice:
     measured: Mapping[Size, float]
 
 
-def fit(config: TrainingConfig, processes: int, report: Reporter) -> TrainingConfig:
-    """The configuration with everything filled in that the budget decides, where it is to decide:
-    minutes are given, and no preset and no size of one's own. Values that are given stay. Raises
-    TrainingError for several processes: what they do together one of them cannot measure."""
-    if config.minutes is None or given(config) & {"preset", *OWN}:
+def choose(config: TrainingConfig, processes: int, report: Reporter) -> TrainingConfig:
+    """The configuration with a model and a length that suit its minutes, where nothing else was
+    given that decides them. Values that were given stay. Raises TrainingError for several
+    processes: one of them cannot measure what they do together."""
+    if config.minutes is None or CHOSEN_BY_HAND & config.given().keys():
         return config
     if processes > 1:
         raise TrainingError(
@@ -153,32 +162,34 @@ def fit(config: TrainingConfig, processes: int, report: Reporter) -> TrainingCon
     placement = training_placement(config.device, config.dtype or "auto", config.threads)
     use_threads(placement.threads)
     seconds = config.minutes * 60
-    demands = {size: demand(fill_in(config, size)) for size in LADDER}
-    choice = climb(
-        seconds, demands, lambda size: measure(fill_in(config, size), placement, seconds)
+    candidates = {size: resolve_candidate(config, size) for size in SIZES}
+    choice = search(
+        seconds,
+        {size: flops_and_params(candidate) for size, candidate in candidates.items()},
+        lambda size: measure(candidates[size], placement, seconds),
     )
     tokens = seconds * USABLE * choice.tokens_per_second
-    fitted = fill_in(config, choice.size, tokens)
-    report(Noticed(_said(choice, fitted, tokens, placement)))
-    return fitted
+    chosen = fill_in(config, choice.size, tokens)
+    report(Noticed(_describe(choice, chosen, tokens, placement)))
+    return chosen
 
 
-def climb(
+def search(
     seconds: float,
-    demands: Mapping[Size, Demand],
+    demands: Mapping[Size, FlopsAndParams],
     measure: Measure,
     clock: Callable[[], float] = time.monotonic,
 ) -> Choice:
     """The largest size that the seconds allow, by measurements from small to large.
 
-    A size that was not measured is taken to do as much arithmetic per second as the measured one
-    that is nearest to it. The one that is best by that is measured next, until it was, or until
-    another measurement would take too long.
+    A size that was not measured is expected to do as much arithmetic per second as the measured
+    size nearest to it. The size that is best by that is measured next, until it has been measured
+    or another measurement would take too long.
     """
     allowed = min(MEASURING * seconds, MEASURING_SECONDS)
     began = clock()
     measured: dict[Size, float] = {}
-    size = FIRST if seconds >= SHORT else LADDER[0]
+    size = FIRST_MEASURED if seconds >= SHORT else SIZES[0]
     while True:
         measured[size] = measure(size)
         size = largest(seconds, demands, measured)
@@ -188,28 +199,31 @@ def climb(
             return Choice(size, expected, measured)
 
 
-def largest(seconds: float, demands: Mapping[Size, Demand], measured: Mapping[Size, float]) -> Size:
+def largest(
+    seconds: float, demands: Mapping[Size, FlopsAndParams], measured: Mapping[Size, float]
+) -> Size:
     """The largest size that sees enough tokens in the time; the smallest if none does."""
-    for size in reversed(LADDER):
+    for size in reversed(SIZES):
         tokens = seconds * USABLE * _expected(size, demands, measured)
-        if tokens >= TOKENS_PER_PARAMETER * demands[size].matrices:
+        if tokens >= TOKENS_PER_PARAMETER * demands[size].matrix_params:
             return size
-    return LADDER[0]
+    return SIZES[0]
 
 
-def _expected(size: Size, demands: Mapping[Size, Demand], measured: Mapping[Size, float]) -> float:
+def _expected(
+    size: Size, demands: Mapping[Size, FlopsAndParams], measured: Mapping[Size, float]
+) -> float:
     """Tokens per second."""
-    place = LADDER.index(size)
-    nearest = min(measured, key=lambda each: abs(LADDER.index(each) - place))
+    index = SIZES.index(size)
+    nearest = min(measured, key=lambda other: abs(SIZES.index(other) - index))
     rate = measured[nearest] * demands[nearest].flops_per_token
     return rate / demands[size].flops_per_token
 
 
-def measure(config: TrainingConfig, placement: Placement, seconds: float) -> float:
+def measure(candidate: Candidate, placement: Placement, seconds: float) -> float:
     """Tokens per second of real steps on random ids: the median of a few, the first not counted.
-    In a budget of so many `seconds`, no more steps than it has time for, one at least."""
-    recipe, _ = settle(config)
-    model = _model(config)
+    For a run of so many `seconds`, no more steps than it has time for, but at least one."""
+    recipe, model = candidate.recipe, candidate.model
     generator = torch.Generator().manual_seed(recipe.seed)
     gpt = GPT(model)
     initialise(gpt, recipe, generator)
@@ -230,49 +244,51 @@ def measure(config: TrainingConfig, placement: Placement, seconds: float) -> flo
     return recipe.batch_size * model.context_length / statistics.median_low(times[1:])
 
 
-def demand(config: TrainingConfig) -> Demand:
-    model = _model(config)
-    return Demand(flops_per_token(model), matrix_parameters(model))
+def flops_and_params(candidate: Candidate) -> FlopsAndParams:
+    model = candidate.model
+    return FlopsAndParams(flops_per_token(model), matrix_parameters(model))
 
 
 def fill_in(config: TrainingConfig, size: Size, tokens: float | None = None) -> TrainingConfig:
     """A configuration with the values of a size, and with evaluations, samples and checkpoints
     spread over a run of so many tokens, where nothing else is given: seven evaluations, each of
     which takes less than a hundredth of the time, and samples and a checkpoint three times."""
-    chosen = asdict(size)
+    values = asdict(size)
     if (config.tokenizer or "own") != "own":
-        del chosen["vocab_size"]
+        del values["vocab_size"]
     if tokens is not None:
         sequences = (config.batch_size or size.batch_size) * (config.accumulate or 1)
         length = config.context_length or size.context_length
         steps = max(1, round(tokens / (sequences * length)))
-        # No divisors of the whole: the end brings an evaluation and a checkpoint of its own.
-        chosen["eval_every"] = max(10, round(0.15 * steps))
-        chosen["eval_batches"] = max(4, round(0.02 * steps))
-        chosen["sample_every"] = chosen["checkpoint_every"] = max(10, round(0.4 * steps))
+        # They need not divide the steps: a run ends with an evaluation and a checkpoint anyway.
+        values["eval_every"] = max(10, round(0.15 * steps))
+        values["eval_batches"] = max(4, round(0.02 * steps))
+        values["sample_every"] = values["checkpoint_every"] = max(10, round(0.4 * steps))
+    given = config.given()
     return config.model_copy(
-        update={name: value for name, value in chosen.items() if name not in given(config)}
+        update={name: value for name, value in values.items() if name not in given}
     )
 
 
-def _model(config: TrainingConfig) -> GPTConfig:
-    recipe, shape = settle(config)
+def resolve_candidate(config: TrainingConfig, size: Size) -> Candidate:
+    resolution = resolve_config(fill_in(config, size))
+    recipe = resolution.recipe
     vocab_size = recipe.vocab_size
     if recipe.tokenizer != "own":
-        vocab_size = READY_MADE.get(recipe.tokenizer) or _lines(Path(recipe.tokenizer))
-    return preset(config.preset).config(vocab_size, **shape)
+        vocab_size = PUBLISHED.get(recipe.tokenizer) or _count_lines(Path(recipe.tokenizer))
+    return Candidate(recipe, resolution.model(vocab_size))
 
 
-def _lines(ranks: Path) -> int:
-    """About as many tokens as a ranks file has; one that cannot be read is refused later, with a
-    sentence."""
+def _count_lines(ranks: Path) -> int:
+    """About as many tokens as a ranks file has. A file that cannot be read is rejected later, with
+    a message of its own."""
     return ranks.read_bytes().count(b"\n") + 1 if ranks.is_file() else SMALLEST
 
 
-def _said(choice: Choice, fitted: TrainingConfig, tokens: float, placement: Placement) -> str:
+def _describe(choice: Choice, chosen: TrainingConfig, tokens: float, placement: Placement) -> str:
     speeds = ", ".join(f"{speed:,.0f} tok/s with {size}" for size, speed in choice.measured.items())
     return (
         f"measured {speeds}, {placement.dtype_name}, {placement.threads} threads\n"
-        f"in {fitted.minutes:g} minutes that is {tokens / 1e6:.2g} million tokens: {choice.size}, "
-        f"context {fitted.context_length}, batches of {fitted.batch_size}"
+        f"in {chosen.minutes:g} minutes that is {tokens / 1e6:.2g} million tokens: {choice.size}, "
+        f"context {chosen.context_length}, batches of {chosen.batch_size}"
     )

@@ -1,12 +1,11 @@
-"""TrainingConfig: everything that a person can say about a training run.
+"""TrainingConfig: everything that a person can ask of a training run.
 
 One pydantic model, so that the command line's flags, the environment and `--help` are made from
-it. A field left at None takes the preset's value; `settle` does that and gives the `Recipe` and the
-model's shape that the trainer works with. Does not import torch and opens no file.
+it. A field left at None takes the preset's value: `model/training/resolve.py` decides every field
+once, and the trainer works with what it returns. Does not import torch and opens no file.
 """
 
-from collections.abc import Mapping
-from dataclasses import asdict, fields, replace
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,6 @@ from model.training.presets import (
     SaveDType,
     Shard,
     TrainingDType,
-    preset,
 )
 from model.transformer.config import TARGETS, Activation, Norm, NormPosition, Positions, Target
 
@@ -215,6 +213,17 @@ class TrainingConfig(BaseModel):
         False, description="write the curves and samples for TensorBoard as well, into the run"
     )
 
+    def given(self) -> dict[str, Any]:
+        """The fields of TrainingConfig that were set to something other than None."""
+        names = self.model_fields_set & TrainingConfig.model_fields.keys()
+        return {name: value for name in names if (value := getattr(self, name)) is not None}
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields that were set, as JSON can hold them. `resume` is left out: it is about one
+        call and not about the run."""
+        names = set(TrainingConfig.model_fields) - {"resume"}
+        return self.model_dump(mode="json", include=names, exclude_unset=True)
+
 
 RESUMABLE = frozenset(
     (
@@ -231,52 +240,11 @@ class TrainingError(RuntimeError):
     """Training cannot start or go on; the message says why and what is safe on disk."""
 
 
-def settle(config: TrainingConfig) -> tuple[Recipe, dict[str, Any]]:
-    """The recipe and the model's shape of a configuration: the preset's, but for what is given."""
-    start = preset(config.preset)
-    given = given_values(config)
-    recipe = replace(start.recipe, **{k: v for k, v in given.items() if k in RECIPE_FIELDS})
-    if recipe.tokenizer != "own" and config.vocab_size is not None:
-        raise TrainingError(
-            f"vocab_size {config.vocab_size} was given, but the tokenizer {recipe.tokenizer!r} "
-            "brings its own; vocab_size goes with the tokenizer 'own'"
-        )
-    return recipe, {**start.shape, **{k: v for k, v in given.items() if k in SHAPE_FIELDS}}
-
-
-def settle_again(
-    config: TrainingConfig, first: TrainingConfig, recipe: Recipe, model: Mapping[str, Any]
-) -> Recipe:
-    """The recipe of a run that is resumed: as it was, but for what may be given anew. `model` is
-    its shape."""
-    given = given_values(config)
-    before = {name: field.default for name, field in TrainingConfig.model_fields.items()}
-    before |= {**model, **asdict(recipe), **given_values(first)}
-    for name in sorted(set(given) - RESUMABLE):
-        if given[name] != before[name]:
-            raise TrainingError(
-                f"{name} cannot change when a run is resumed: it is {given[name]!r} now and was "
-                f"{before[name]!r}"
-            )
-    return replace(recipe, **{k: v for k, v in given.items() if k in RECIPE_FIELDS})
-
-
-def given(config: TrainingConfig) -> frozenset[str]:
-    """Names of the fields of TrainingConfig that were said and are not None."""
-    return frozenset(given_values(config))
-
-
 def run_name(config: TrainingConfig) -> str:
     """What to call a run: its preset, or its minutes where they were given without one."""
     if config.minutes is not None and "preset" not in config.model_fields_set:
         return f"{config.minutes:g}-minutes"
     return config.preset
-
-
-def given_values(config: TrainingConfig) -> dict[str, Any]:
-    """What was said and is not None, of the fields of TrainingConfig itself."""
-    names = config.model_fields_set & TrainingConfig.model_fields.keys()
-    return {name: value for name in names if (value := getattr(config, name)) is not None}
 
 
 def command(config: TrainingConfig) -> str:

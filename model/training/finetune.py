@@ -28,16 +28,11 @@ from model.checkpoint.checkpoint import (
     read_checkpoint,
 )
 from model.data.prepare import RUN
-from model.training.config import (
-    SHAPE_FIELDS,
-    TrainingConfig,
-    TrainingError,
-    given_values,
-)
+from model.training.config import SHAPE_FIELDS, TrainingError
 from model.training.events import Noticed, Reporter
 from model.training.optim.optimizers import initialise
 from model.training.presets import Recipe
-from model.transformer.config import ConfigError, GPTConfig
+from model.transformer.config import TARGETS, ConfigError, GPTConfig
 from model.transformer.gpt import GPT
 from model.transformer.lora import LoraError, LoraShape, adapt, check_rank, trained_weights
 
@@ -76,12 +71,9 @@ class Base:
         return {"record": dict(self.record), "chat_template": self.chat_template}
 
 
-def open_base(config: TrainingConfig) -> Base | None:
-    """The checkpoint that --from names, if it does."""
-    if config.from_checkpoint is None:
-        _refuse_without_base(config)
-        return None
-    info = _read(config.from_checkpoint)
+def open_base(path: Path) -> Base:
+    """The checkpoint at `path`, as the base of a new run."""
+    info = _read(path)
     training = info.training
     folder = info.path.resolve().parent  # `best` is a link into the run
     record = {
@@ -95,23 +87,18 @@ def open_base(config: TrainingConfig) -> Base | None:
     return Base(record, info.chat_template.source if info.chat_template else None, info)
 
 
-def reopen_base(
-    config: TrainingConfig, kept: Mapping[str, Any] | None, *, saved: bool
-) -> Base | None:
-    """The base of a run that was begun, by what run.json kept of it. The checkpoint itself is
-    needed again with adapters, and where no state is `saved`; it must be the same."""
-    if kept is None:
-        return None
-    record, info = kept["record"], None
-    if (config.lora is not None or not saved) and config.from_checkpoint is not None:
-        info = _read(config.from_checkpoint)
-        if info.weights_sha256 != record["weights_sha256"]:
-            raise TrainingError(
-                f"the run adapts {record['name']} with weights {record['weights_sha256'][:12]}..., "
-                f"and {config.from_checkpoint} has {info.weights_sha256[:12]}...: name with --from "
-                "where the former is now"
-            )
-    return Base(record, kept["chat_template"], info)
+def reopen_base(saved: Mapping[str, Any], path: Path | None) -> Base:
+    """The base of a run that exists, from what run.json `saved` of it. `path` is where its
+    checkpoint is now, or None where its weights are not needed; it has to be the same one."""
+    record = saved["record"]
+    info = None if path is None else _read(path)
+    if info is not None and info.weights_sha256 != record["weights_sha256"]:
+        raise TrainingError(
+            f"the run adapts {record['name']} with weights {record['weights_sha256'][:12]}..., "
+            f"and {path} has {info.weights_sha256[:12]}...: name with --from where the former is "
+            "now"
+        )
+    return Base(record, saved["chat_template"], info)
 
 
 def initial_model(
@@ -153,35 +140,40 @@ def _read(path: Path) -> CheckpointInfo:
         raise TrainingError(f"--from: {error}") from error
 
 
-def _refuse_without_base(config: TrainingConfig) -> None:
-    given = {"lora", "lora_alpha", "lora_targets"} & given_values(config).keys()
-    if given:
-        raise TrainingError(
-            f"{', '.join(sorted(given))} was given, but no checkpoint to adapt: name one with "
-            "--from"
-        )
-
-
-def lora_shape(config: TrainingConfig) -> LoraShape | None:
+def resolve_lora(given: Mapping[str, Any]) -> LoraShape | None:
     """The adapters that are asked for."""
-    if config.lora is None:
-        if given := {"lora_alpha", "lora_targets"} & given_values(config).keys():
-            raise TrainingError(f"{', '.join(sorted(given))} goes with --lora RANK")
-        return None
-    try:
-        return LoraShape(config.lora, config.lora_alpha or config.lora, config.lora_targets)
-    except LoraError as error:
-        raise TrainingError(str(error)) from error
+    if asked := sorted({"lora", "lora_alpha", "lora_targets"} & given.keys()):
+        if "from_checkpoint" not in given:
+            raise TrainingError(
+                f"{', '.join(asked)} was given, but no checkpoint to adapt: name one with --from"
+            )
+        if "lora" not in given:
+            raise TrainingError(f"{', '.join(asked)} goes with --lora RANK")
+        try:
+            rank = given["lora"]
+            return LoraShape(
+                rank, given.get("lora_alpha", rank), given.get("lora_targets", TARGETS)
+            )
+        except LoraError as error:
+            raise TrainingError(str(error)) from error
+    return None
 
 
-def settle_on(config: TrainingConfig, recipe: Recipe, base: GPTConfig) -> tuple[Recipe, GPTConfig]:
+def resolve_finetune(
+    given: Mapping[str, Any], recipe: Recipe, base: GPTConfig, lora: LoraShape | None
+) -> tuple[Recipe, GPTConfig]:
     """The recipe and the model of a fine-tuned run; `recipe` is the preset's with what was given.
 
     Raises TrainingError for what contradicts the checkpoint, or would change nothing.
     """
-    given = given_values(config)
-    _refuse_other_vocabularies(given, base)
-    for name in sorted(set(given) & set(SHAPE_FIELDS) - CHANGEABLE):
+    _reject_other_vocabulary(given, base)
+    model = _resolve_model(given, base, lora)
+    return _gentle(given, recipe, base.vocab_size, lora), model
+
+
+def _resolve_model(given: Mapping[str, Any], base: GPTConfig, lora: LoraShape | None) -> GPTConfig:
+    """The checkpoint's model, with another context and dropout where they are asked for."""
+    for name in sorted(given.keys() & set(SHAPE_FIELDS) - CHANGEABLE):
         if given[name] != getattr(base, name):
             raise TrainingError(
                 f"{name} {given[name]} was given, but the checkpoint has {getattr(base, name)}: "
@@ -193,30 +185,29 @@ def settle_on(config: TrainingConfig, recipe: Recipe, base: GPTConfig) -> tuple[
             f"context_length {context} was given, but the checkpoint has {base.context_length} "
             "learned positions; only with rotary or sinusoidal ones can the context be another"
         )
-    values = {"context_length": context, "dropout": given.get("dropout", base.dropout)}
-    lora = lora_shape(config)
     try:
-        model = replace(base, **values)
+        model = replace(base, context_length=context, dropout=given.get("dropout", base.dropout))
         if lora is not None:
             check_rank(model, lora)
     except (ConfigError, LoraError) as error:
         raise TrainingError(str(error)) from error
-    return _gentle(config, recipe, base.vocab_size), model
+    return model
 
 
-def _gentle(config: TrainingConfig, recipe: Recipe, vocab_size: int) -> Recipe:
+def _gentle(
+    given: Mapping[str, Any], recipe: Recipe, vocab_size: int, lora: LoraShape | None
+) -> Recipe:
     """The preset's recipe for weights that are good already."""
-    given = given_values(config)
     values: dict[str, Any] = {name: getattr(recipe, name) / SLOWER for name in RATES}
     values["warmup"] = round(WARMUP * recipe.steps)
-    if config.lora is not None:
-        _refuse_what_adapters_have_not(given)
+    if lora is not None:
+        _reject_what_adapters_lack(given)
         values |= {"optimizer": "adamw", "matrix_lr": LORA_RATE, "weight_decay": 0.0}
     values = {name: value for name, value in values.items() if name not in given}
     return replace(recipe, tokenizer="the checkpoint's", vocab_size=vocab_size, **values)
 
 
-def _refuse_other_vocabularies(given: Mapping[str, Any], base: GPTConfig) -> None:
+def _reject_other_vocabulary(given: Mapping[str, Any], base: GPTConfig) -> None:
     if given.get("vocab_size", base.vocab_size) != base.vocab_size:
         raise TrainingError(
             f"vocab_size {given['vocab_size']} was given, but the checkpoint has "
@@ -230,7 +221,7 @@ def _refuse_other_vocabularies(given: Mapping[str, Any], base: GPTConfig) -> Non
             raise TrainingError(f"{name} {given[name]!r} was given beside --from: {reason}")
 
 
-def _refuse_what_adapters_have_not(given: Mapping[str, Any]) -> None:
+def _reject_what_adapters_lack(given: Mapping[str, Any]) -> None:
     if given.get("optimizer", "adamw") != "adamw":
         raise TrainingError(
             f"optimizer {given['optimizer']} was given, but adapters are trained by adamw: one of "

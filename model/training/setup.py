@@ -1,88 +1,66 @@
-"""Begin: from a configuration to all that a run is made of, new or resumed.
+"""Setup: the run that a command asks for, from its configuration, ready to be trained.
 
-Everything that can be refused is refused here, before the first step and, as far as no vocabulary
-is needed for it, before anything is written. Of several processes the first prepares, the others
-wait and read what it wrote. Does not build the model and takes no steps.
+There are three ways to one: `_create` a new run, `_resume` one that exists, and in every process
+but the main one `_join` what the main one has set up. Whatever can be rejected is rejected here,
+before the first step, and before anything is written unless the vocabulary is needed to see it.
+Reads and writes files; what they come to is decided in `model/training/resolve.py`. Does not build
+the model and takes no steps.
 """
 
-from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
-from model.data.batches import Share, share
 from model.data.prepare import PreparedText, prepare_text, read_prepared, require_window
+from model.data.sources.document import Text
 from model.data.sources.open_text import open_text
-from model.device import Placement
 from model.text.chat_template import ChatTemplate, ChatTemplateError
-from model.training import autosize as budget
-from model.training.config import TrainingConfig, TrainingError, run_name, settle, settle_again
-from model.training.distributed.fsdp import worth_sharding
+from model.training.autosize import choose
+from model.training.config import TrainingConfig, TrainingError, run_name
 from model.training.distributed.ranks import Ranks
 from model.training.events import Prepared, Reporter
-from model.training.finetune import Base, lora_shape, open_base, reopen_base, settle_on
-from model.training.presets import Recipe, preset
+from model.training.finetune import Base, open_base, reopen_base
+from model.training.resolve import (
+    Resolution,
+    ResolvedRun,
+    agree_on_sharding,
+    resolve_compile,
+    resolve_config,
+    resolve_process,
+    resolve_resumed,
+    resolve_run,
+)
+from model.training.run.description import RunDescription
 from model.training.run.directory import RunDirectory
 from model.training.run.state import read_state
-from model.training.step.compile import settle_compile
-from model.training.step.forward import training_placement
 from model.transformer.config import GPTConfig
-from model.transformer.lora import LoraShape
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What a run trains, on what, where, and how."""
-
-    config: TrainingConfig
-    recipe: Recipe
-    model: GPTConfig
-    prepared: PreparedText
-    run: RunDirectory
-    placement: Placement
-    chat_template: str | None
-    ranks: Ranks
-    base: Base | None  # the checkpoint that it begins with
-    sharded: bool = False  # each process has a part of the model
-
-    @property
-    def lora(self) -> LoraShape | None:
-        """The adapters that it trains, if it trains no whole model."""
-        return lora_shape(self.config)
-
-    @property
-    def share(self) -> Share:
-        """What of each step this process computes."""
-        return _share(self.recipe, self.ranks)
-
-
-def begin(config: TrainingConfig, ranks: Ranks, report: Reporter) -> Plan:
-    """A new run in a folder of its own, or with `resume` one that was begun before. Every process
-    calls it, and all have the same plan."""
+def setup_run(config: TrainingConfig, ranks: Ranks, report: Reporter) -> ResolvedRun:
+    """A new run in a directory of its own, or with `resume` one that exists. Every process calls
+    it, and all return the same run but for what each of them computes of it."""
     if config.shard == "on" and ranks.size == 1:
         raise TrainingError(
             "shard on was given, but there is one process, which has the whole model: start "
             "several with torchrun --no-python --nproc-per-node N logitd train ..."
         )
     if ranks.leads:
-        plan = _again(config, ranks, report) if config.resume else _new(config, ranks, report)
-        _describe(plan)
-    ranks.wait()
+        run = _resume(config, ranks, report) if config.resume else _create(config, ranks, report)
+    ranks.wait()  # from here on, run.json and the text are there for the others to read
     if not ranks.leads:
-        plan = _joined(config, ranks)
-    return replace(plan, sharded=_sharded(plan))
+        run = _join(config, ranks)
+    return agree_on_sharding(run)
 
 
-def _new(config: TrainingConfig, ranks: Ranks, report: Reporter) -> Plan:
-    config = budget.fit(config, ranks.size, report)
-    recipe, shape = settle(config)
-    start, base = preset(config.preset), open_base(config)
-    if base is None:
-        start.config(recipe.vocab_size, **shape)  # refuse what no vocabulary makes possible
-    else:
-        recipe, fine_tuned = settle_on(config, recipe, base.opened.config)
+def _create(config: TrainingConfig, ranks: Ranks, report: Reporter) -> ResolvedRun:
+    """A new run. On an error it leaves no directory behind."""
+    # 1) Decide all that needs no text.
+    config = choose(config, ranks.size, report)
+    base = None if config.from_checkpoint is None else open_base(config.from_checkpoint)
+    resolution = resolve_config(config, base)
+    recipe = resolution.recipe
     chat_template = _chat_template(config, base)
-    placement = _placement(config, recipe, ranks)
-    _share(recipe, ranks)
+    process = resolve_process(config, recipe, ranks)
+
+    # 2) Read and tokenise the text. Now the size of the vocabulary is known, and with it the model.
     text = open_text(
         config.data,
         text_field=config.text_field,
@@ -90,93 +68,113 @@ def _new(config: TrainingConfig, ranks: Ranks, report: Reporter) -> Plan:
         licence=config.data_licence or "not stated",
         report=report,
     )
-    run = RunDirectory.create(_path(config))
+    directory = RunDirectory.create(_path(config))
     try:
-        prepared = prepare_text(
-            text,
-            run.data,
-            vocabulary=recipe.tokenizer if base is None else base.opened.tokenizer,
-            vocab_size=recipe.vocab_size,
-            val_fraction=recipe.val_fraction,
-        )
-        vocab_size = prepared.tokenizer.vocab_size
-        model = start.config(vocab_size, **shape) if base is None else fine_tuned
-        require_window(prepared, model.context_length)
+        prepared, model = _prepare(text, directory, resolution, base)
     except BaseException:
-        run.discard()
+        directory.discard()
         raise
     report(Prepared(prepared.record, prepared.tokenizer.vocab_size))
-    config = settle_compile(config, recipe, model)
-    return Plan(config, recipe, model, prepared, run, placement, chat_template, ranks, base)
 
-
-def _again(config: TrainingConfig, ranks: Ranks, report: Reporter) -> Plan:
-    """With what is given anew; what was written after the last state is forgotten."""
-    run = RunDirectory.open(_path(config))
-    description = run.read_description()
-    first = TrainingConfig(**description["config"])
-    recipe = settle_again(config, first, Recipe(**description["recipe"]), description["model"])
-    config = TrainingConfig(**{**description["config"], **_given(config)})
-    base = reopen_base(config, description.get("base"), saved=run.state.exists())
-    chat_template = _chat_template(config, base)
-    placement = _placement(config, recipe, ranks)
-    _share(recipe, ranks)
-    prepared = read_prepared(run.data)
-    report(Prepared(prepared.record, prepared.tokenizer.vocab_size))
-    model = GPTConfig.from_dict(description["model"])
-    run.rewind(_saved_step(run))
-    return Plan(config, recipe, model, prepared, run, placement, chat_template, ranks, base)
-
-
-def _joined(config: TrainingConfig, ranks: Ranks) -> Plan:
-    """What the first process has settled and written."""
-    run = RunDirectory.open(_path(config))
-    description = run.read_description()
-    config = TrainingConfig(**description["config"])
-    recipe = Recipe(**description["recipe"])
-    return Plan(
-        config,
-        recipe,
-        GPTConfig.from_dict(description["model"]),
-        read_prepared(run.data),
-        run,
-        _placement(config, recipe, ranks),
-        None,  # checkpoints are written by the first process
-        ranks,
-        reopen_base(config, description.get("base"), saved=run.state.exists()),
+    # 3) Write down what was decided.
+    if (decided := resolve_compile(config, recipe, model)) != config.compile:
+        config = config.model_copy(update={"compile": decided})
+    description = RunDescription(config, recipe, model, None if base is None else base.to_dict())
+    directory.write_description(description)
+    return resolve_run(
+        description,
+        process,
+        directory=directory,
+        text=prepared,
+        base=base,
+        chat_template=chat_template,
     )
 
 
-def _sharded(plan: Plan) -> bool:
-    """Decided by the process that has the least memory."""
-    ranks, wish = plan.ranks, plan.config.shard
-    if ranks.size == 1 or wish == "off":
-        return False
-    needed = wish == "on" or worth_sharding(
-        plan.model, plan.placement.device, ranks, adapted=plan.lora is not None
+def _resume(config: TrainingConfig, ranks: Ranks, report: Reporter) -> ResolvedRun:
+    """A run that exists, back at its saved state. The whole of a resume, in order:
+
+    1. Read run.json, and change in it what was given anew (here).
+    2. Open the base again if its weights are needed, the chat template and the tokenised text.
+    3. Rewind the directory to the step of the saved state, as later steps will be taken again:
+       remove later metrics, samples and checkpoints, and what a kill left half done.
+    4. Write run.json with the changes.
+    5. The other processes join (`_join`), and all build the model as for a new run (`Trainer`).
+    6. Load weights, optimizers, counters and what was not yet reported (`Trainer.load`).
+    7. Do what follows a saved state, as far as a kill prevented it: evaluate, sample, write the
+       checkpoint (`RunRecorder.finish`).
+    8. Take steps.
+
+    A run that was killed before it first saved begins again at step 0.
+    """
+    directory = RunDirectory.open(_path(config))
+    description = resolve_resumed(config, directory.read_description())
+    base = _reopen_base(description, directory)
+    chat_template = _chat_template(description.config, base)
+    process = resolve_process(description.config, description.recipe, ranks)
+    text = read_prepared(directory.data)
+    report(Prepared(text.record, text.tokenizer.vocab_size))
+    directory.rewind(_saved_step(directory))
+    directory.write_description(description)
+    return resolve_run(
+        description,
+        process,
+        directory=directory,
+        text=text,
+        base=base,
+        chat_template=chat_template,
     )
-    return bool(ranks.highest([needed])[0])
 
 
-def _saved_step(run: RunDirectory) -> int:
+def _join(config: TrainingConfig, ranks: Ranks) -> ResolvedRun:
+    """What the main process has decided and written, with this process's part of the work."""
+    directory = RunDirectory.open(_path(config))
+    description = directory.read_description()
+    return resolve_run(
+        description,
+        resolve_process(description.config, description.recipe, ranks),
+        directory=directory,
+        text=read_prepared(directory.data),
+        base=_reopen_base(description, directory),
+        chat_template=None,  # the main process writes the checkpoints
+    )
+
+
+def _prepare(
+    text: Text, directory: RunDirectory, resolution: Resolution, base: Base | None
+) -> tuple[PreparedText, GPTConfig]:
+    """The tokenised text, and the model for its vocabulary."""
+    recipe = resolution.recipe
+    prepared = prepare_text(
+        text,
+        directory.data,
+        vocabulary=recipe.tokenizer if base is None else base.opened.tokenizer,
+        vocab_size=recipe.vocab_size,
+        val_fraction=recipe.val_fraction,
+    )
+    model = resolution.model(prepared.tokenizer.vocab_size)
+    require_window(prepared, model.context_length)
+    return prepared, model
+
+
+def _reopen_base(description: RunDescription, directory: RunDirectory) -> Base | None:
+    """Its weights are needed beside adapters, and where there is no saved state to load."""
+    if description.base is None:
+        return None
+    needed = description.config.lora is not None or not directory.state.exists()
+    return reopen_base(description.base, description.config.from_checkpoint if needed else None)
+
+
+def _saved_step(directory: RunDirectory) -> int:
     """The step of the saved state; 0 for a run that was killed before it first saved."""
-    if not run.state.exists() and not run.checkpoints():
+    if not directory.state.exists() and not directory.checkpoints():
         return 0
-    return int(read_state(run.state, mapped=True)["counters"]["step"])
-
-
-def _placement(config: TrainingConfig, recipe: Recipe, ranks: Ranks) -> Placement:
-    device = str(ranks.device(config.device))
-    return training_placement(device, recipe.dtype, ranks.threads(config.threads))
-
-
-def _share(recipe: Recipe, ranks: Ranks) -> Share:
-    return share(recipe.batch_size, recipe.accumulate, rank=ranks.rank, size=ranks.size)
+    return int(read_state(directory.state, mapped=True)["counters"]["step"])
 
 
 def _chat_template(config: TrainingConfig, base: Base | None) -> str | None:
-    """The chat template for the checkpoints, read once: one that does not compile is refused
-    before hours of training, not after. A base's is kept where no other is given."""
+    """The chat template for the checkpoints, read once, so that one that does not compile is
+    rejected before hours of training. Where none is given it is the base's."""
     if config.chat_template is None:
         return None if base is None else base.chat_template
     try:
@@ -191,20 +189,3 @@ def _chat_template(config: TrainingConfig, base: Base | None) -> str | None:
 
 def _path(config: TrainingConfig) -> Path:
     return config.out or Path("runs") / run_name(config)
-
-
-def _given(config: TrainingConfig) -> dict[str, Any]:
-    """What a person said, as JSON can hold it."""
-    names = set(TrainingConfig.model_fields) - {"resume"}
-    return config.model_dump(mode="json", include=names, exclude_unset=True)
-
-
-def _describe(plan: Plan) -> None:
-    plan.run.write_description(
-        {
-            "config": _given(plan.config),
-            "recipe": asdict(plan.recipe),
-            "model": plan.model.to_dict(),
-            **({} if plan.base is None else {"base": plan.base.to_dict()}),
-        }
-    )

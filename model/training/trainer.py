@@ -1,15 +1,16 @@
 """Trainer: from a configuration to a trained checkpoint. `train` is the entry.
 
-A step: forward and backward over this process's share of its batches, add up the gradients of all
-processes, clip, update, count. Between steps: log, sample, evaluate, save, each when it is due.
+    setup_run   decide what the run does (`resolve`), prepare or reopen its directory (`setup`)
+    Trainer     build the model (`finetune`), optimizers (`optim/`), loss (`step/`)
+    load        only of a resumed run: weights, optimizer states, counters (`run/state`)
+    fit         take steps until there is a reason to stop
 
-Covers one process on one device, or several, each with a copy of the model or a part of it. What
-each part does stands in the file of its name: `begin` (what a run is made of), `finetune`, `recipe`
-(weights, optimizers, learning rates), `forward`, `batches`, `ranks` (several processes), `sharding`
-(of one model), `milestones` (evaluations, samples, checkpoints), `health` (whether it still
-learns), `length`, `log`, `state`.
+A step: forward and backward over this process's batches, add up the gradients of all processes,
+clip, update, count. Between steps the trainer reports, and the recorder saves, evaluates and
+samples (`recorder`). All modules are in `model/training/`. Covers one process on one device, or
+several, each with a copy of the model or a part of it (`distributed/`).
 
-Shapes: B sequences, T positions, V = vocab_size.
+Shapes: B sequences, T positions.
 """
 
 import time
@@ -17,7 +18,7 @@ import warnings
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -28,17 +29,19 @@ from model.training.distributed.fsdp import clip_gradients, shard, unsummed_grad
 from model.training.distributed.ranks import ALONE, Ranks, together
 from model.training.events import Noticed, Progress, Reporter, Started, silent
 from model.training.finetune import initial_model
-from model.training.milestones import Milestones
 from model.training.optim.optimizers import Optimizers, share_of_peak
-from model.training.run.state import Counters, load_state
+from model.training.recorder import Due, RunRecorder
+from model.training.resolve import ResolvedRun
+from model.training.run.counters import Counters
+from model.training.run.errors import diverged, last_good
+from model.training.run.state import load_state
 from model.training.run.step_log import Figures, StepLog
 from model.training.run.tensorboard import require_tensorboard, with_tensorboard
-from model.training.setup import Plan, begin
+from model.training.setup import setup_run
 from model.training.step.compile import choose_loss
 from model.training.step.flops import Meter
 from model.training.step.forward import Forward
 from model.training.stopping.divergence import Health, Look
-from model.training.stopping.length import Length
 from model.training.stopping.signals import StopSignals
 
 Reason = Literal["finished", "time is up", "no improvement", "interrupted"]
@@ -79,9 +82,9 @@ def train(config: TrainingConfig, report: Reporter = silent) -> TrainingResult:
         try:
             if config.tensorboard:
                 require_tensorboard()
-            plan = begin(config, ranks, report)
-            with with_tensorboard(plan.config.tensorboard and ranks.leads, report) as report:
-                trainer = Trainer(plan, report)
+            run = setup_run(config, ranks, report)
+            with with_tensorboard(run.tensorboard and ranks.leads, report) as report:
+                trainer = Trainer(run, report)
                 if config.resume:
                     trainer.load()
                 with ranks.connected():
@@ -98,59 +101,47 @@ def _random_state(ranks: Ranks, config: TrainingConfig) -> AbstractContextManage
     return torch.random.fork_rng([device] if device.type == "cuda" else [])
 
 
-class Due(NamedTuple):
-    """What is to be done after a step. With anything else, the steps up to it are reported."""
-
-    saves: bool
-    evaluates: bool
-    samples: bool
-    reports: bool
-
-
 class Trainer:
     """One run in progress: the model, its optimizers, and how far they are."""
 
-    def __init__(self, plan: Plan, report: Reporter) -> None:
-        recipe, placement = plan.recipe, plan.placement
+    def __init__(self, run: ResolvedRun, report: Reporter) -> None:
+        recipe, placement, ranks = run.recipe, run.placement, run.ranks
+        self.run, self.report, self.ranks = run, report, ranks
         use_threads(placement.threads)
-        if placement.device.type == "cuda" and plan.ranks.size > 1:
+        if placement.device.type == "cuda" and ranks.size > 1:
             torch.cuda.set_device(placement.device)  # where NCCL takes its buffers
         torch.manual_seed(recipe.seed)
-        self.plan, self.recipe, self.run, self.report = plan, recipe, plan.run, report
-        self.gpt = initial_model(plan.model, recipe, plan.base, plan.lora, report)
-        if plan.sharded:
-            shard(self.gpt, placement, plan.ranks)
+        # 1) The model, whole or this process's part of it.
+        self.gpt = initial_model(run.model, recipe, run.base, run.lora, report)
+        if run.sharded:
+            shard(self.gpt, placement, ranks)
         else:
             self.gpt.to(placement.device)
         self.gpt.train()
-        self.optimizers = Optimizers(self.gpt, recipe, plan.ranks)
-        forward = Forward(self.gpt, placement, dropout=plan.model.dropout)
+        # 2) What a step takes: batches, loss, update.
+        self.batches = Batches(run.text.train, window=run.model.context_length, seed=recipe.seed)
         self.loss = choose_loss(
-            forward,
-            placement,
-            plan.config.compile,
+            Forward(self.gpt, placement, dropout=run.model.dropout),
             lambda message: report(Noticed(message)),
-            together=plan.ranks if plan.sharded else ALONE,
+            compiled=run.compiled,
+            together=ranks if run.sharded else ALONE,
         )
-        self.batches = Batches(
-            plan.prepared.train, window=plan.model.context_length, seed=recipe.seed
-        )
-        self.share, self.ranks = plan.share, plan.ranks
-        self.milestones = Milestones(plan, self.gpt, self.optimizers, report)
-        self.health = Health(recipe.warmup)
-        by_clock = plan.config.minutes is not None and plan.config.steps is None
-        self.length = Length(None if by_clock else recipe.steps, plan.config.minutes)
+        self.optimizers = Optimizers(self.gpt, recipe, ranks)
+        # 3) What happens between steps.
         self.counters = Counters()
-        self.log = StepLog(Meter.measure(plan.model, placement))
+        self.log = StepLog(Meter.measure(run.model, placement))
+        self.health = Health(recipe.warmup)
+        self.recorder = RunRecorder(run, self.gpt, self.optimizers, report)
         self.began = time.monotonic()
 
     def load(self) -> None:
         """Take up the run's saved state; a run that was killed before it first saved begins."""
-        if self.run.state.exists():
+        state = self.run.directory.state
+        if state.exists():
             self.counters, before, reports = load_state(
-                self.run.state, gpt=self.gpt, optimizers=self.optimizers
+                state, gpt=self.gpt, optimizers=self.optimizers
             )
-            if differences := self.milestones.environment().differences(before):
+            if differences := self.recorder.environment().differences(before):
                 self.report(
                     Noticed(
                         f"resuming, but not bit for bit as one run would have gone: {differences}"
@@ -158,17 +149,19 @@ class Trainer:
                 )
             self.log.restore(reports["log"])
             self.health.restore(reports["health"])
-        self.milestones.resume(self.counters.step)
+        self.recorder.restore(self.counters.step)
         self.began = time.monotonic() - self.counters.seconds
 
     def fit(self) -> TrainingResult:
         """Train to the end, or until somebody asks to stop."""
         self._report_start()
         with StopSignals(self._stopping) as signals:
+            # 1) Of a new run the loss before any step; of a resumed one what follows its state.
             if self.counters.step == 0:
-                self.milestones.evaluate(self.counters)
+                self.recorder.evaluate(self.counters)
             else:
-                self.milestones.finish_save(self.counters)
+                self.recorder.finish(Due(state=True), self.counters)
+            # 2) Steps, and between two of them whatever is due. The log's clock runs in steps only.
             self.log.start()
             reason = self._reason_to_stop(signals)
             while reason is None:
@@ -177,55 +170,60 @@ class Trainer:
                 if reason is None and self._between_steps():
                     self.log.start()
                     reason = self._reason_to_stop(signals)
+            # 3) Save the last step.
             self._end(reason)
             return self._result(reason)
 
     def _end(self, reason: Reason) -> None:
-        """Keep what there is. Interrupted between two reports, the steps since the last one stay to
-        be reported: they are in the state, and the resumed run reports as one run would have."""
-        if reason == "interrupted" and not self._due().reports:
+        """Save, unless the loss is suspect. Interrupted between two reports, the steps since the
+        last one stay to be reported: they are in the state, and the resumed run reports as one run
+        would have."""
+        if reason == "interrupted" and not self._reports(self._due()):
             self._look(self.log.figures())
         else:
             self._log()
         if complaint := self.health.complaint(last=reason != "interrupted"):
             raise self._diverged(complaint)
         if self.health.suspected:
-            self.milestones.evaluate(self.counters)
+            self.recorder.evaluate(self.counters)
             self.report(Noticed(self._not_saved()))
         else:
-            self._save()
+            self.recorder.record(Due(state=True), self.counters, self._reports_state())
 
     def _report_start(self) -> None:
-        placement = self.plan.placement
+        placement = self.run.placement
         self.report(
             Started(
-                run=self.run.path,
+                run=self.run.directory.path,
                 parameters=self.gpt.parameter_count(),
                 step=self.counters.step,
-                steps=self.length.steps,
+                steps=self.run.length.steps,
                 device=describe(placement.device),
                 dtype=placement.dtype_name,
                 threads=placement.threads,
                 processes=self.ranks.size,
-                sharded=self.plan.sharded,
+                sharded=self.run.sharded,
             )
         )
 
     def _step(self) -> None:
         """Forward, backward, update."""
-        recipe, share, device = self.recipe, self.share, self.plan.placement.device
-        peak = share_of_peak(recipe, self.counters.step, self.length.done(self.counters))
+        recipe, share, device = self.run.recipe, self.run.share, self.run.placement.device
+        peak = share_of_peak(recipe, self.counters.step, self.run.length.done(self.counters))
+        # 1) Gradients of this process's batches. Dropout's noise is a function of the sequence.
         loss = torch.zeros((), device=device)
         for first in share.batches(self.counters.step):
-            inputs, targets = self.batches.batch(first, share.batch_size)
+            inputs, targets = self.batches.batch(first, share.batch_size)  # (B, T) each
             torch.manual_seed(noise_seed(recipe.seed, first))
             part_loss = self.loss(sent(inputs, device), sent(targets, device))
             (part_loss / share.parts).backward()
             loss += part_loss.detach() / share.parts
+        # 2) Those of all processes together, and the update.
         parameters = list(self.gpt.parameters())
         self.ranks.add_up([*unsummed_gradients(parameters), loss])
         norm = clip_gradients(parameters, recipe.clip)
         self.optimizers.step(peak)
+        # 3) Count. The loss stays on the device until a report is due.
         tokens = share.total * self.gpt.config.context_length
         self.log.add(loss=loss, norm=norm, share=peak, tokens=tokens)
         self.counters = Counters(
@@ -237,34 +235,35 @@ class Trainer:
             self.health.begin(float(loss))
 
     def _between_steps(self) -> bool:
-        """Whatever is due after a step that is not the last. True: there was something."""
-        saves, evaluates, samples, reports = self._due()
-        if not reports:
+        """Whatever is due after a step that is not the last. True: something was."""
+        due = self._due()
+        if not self._reports(due):
             return False
-        self._log()
-        if saves and not self.health.suspected:
-            self._save()
-        elif (saves or evaluates) and self.milestones.evaluate(self.counters):
-            if samples:
-                self.milestones.sample(self.counters.step)  # the checkpoint's card shows them
-            self.milestones.save_checkpoint(self.counters)
-        if saves and self.health.suspected:
+        self._log()  # first, as it tells whether the state is one to save
+        not_saved = due.state and self.health.suspected
+        if not_saved:
+            due = replace(due, state=False, evaluation=True)
+        self.recorder.record(due, self.counters, self._reports_state())
+        if not_saved:
             self.report(Noticed(self._not_saved()))
-        if samples:
-            self.milestones.sample(self.counters.step)
         return True
 
     def _due(self) -> Due:
-        step, recipe = self.counters.step, self.recipe
-        saves = step % recipe.checkpoint_every == 0
-        evaluates = step % recipe.eval_every == 0
-        samples = step % (recipe.sample_every or recipe.eval_every) == 0
-        logs = step % self.plan.config.log_every == 0
-        return Due(saves, evaluates, samples, saves or evaluates or samples or logs)
+        """What the recipe asks for after this step."""
+        step, recipe = self.counters.step, self.run.recipe
+        return Due(
+            state=step % recipe.checkpoint_every == 0,
+            evaluation=step % recipe.eval_every == 0,
+            samples=step % (recipe.sample_every or recipe.eval_every) == 0,
+        )
 
-    def _save(self) -> None:
-        reports = {"log": self.log.state(), "health": self.health.state()}
-        self.milestones.save(self.counters, reports)
+    def _reports(self, due: Due) -> bool:
+        """Whether the steps up to this one are reported: with anything else, and by themselves."""
+        logs = self.counters.step % self.run.log_every == 0
+        return due.state or due.evaluation or due.samples or logs
+
+    def _reports_state(self) -> dict[str, Any]:
+        return {"log": self.log.state(), "health": self.health.state()}
 
     def _log(self) -> None:
         """Report and record the steps since the last report. The loss is looked at only here."""
@@ -274,7 +273,7 @@ class Trainer:
         self._look(figures)
         if complaint := self.health.complaint():
             raise self._diverged(complaint)
-        self.milestones.record(
+        self.recorder.write_metrics(
             {"kind": "train", "step": counters.step, "tokens": counters.tokens}
             | asdict(figures)
             | {"seconds": round(counters.seconds, 3)}
@@ -282,7 +281,7 @@ class Trainer:
         self.report(
             Progress(
                 step=counters.step,
-                share=self.length.done(counters),
+                share=self.run.length.done(counters),
                 loss=figures.loss,
                 smoothed_loss=figures.smoothed_loss,
                 learning_rate=figures.learning_rate,
@@ -290,7 +289,7 @@ class Trainer:
                 tokens_per_second=figures.tokens_per_second,
                 matrix_share=figures.matrix_share,
                 seconds=counters.seconds,
-                seconds_left=self.length.seconds_left(counters, figures.seconds_per_step),
+                seconds_left=self.run.length.seconds_left(counters, figures.seconds_per_step),
             )
         )
 
@@ -312,30 +311,28 @@ class Trainer:
         return REASONS[int(code)] if code >= 0 else None
 
     def _own_reason(self, signals: StopSignals) -> Reason | None:
-        patience = self.recipe.patience
+        patience = self.run.recipe.patience
         if signals.asked:
             return "interrupted"
         if not self.ranks.leads:
             return None
-        if self.length.out_of_steps(self.counters):
+        if self.run.length.out_of_steps(self.counters):
             return "finished"
-        if self.length.done(self.counters) >= 1:
+        if self.run.length.done(self.counters) >= 1:
             return "time is up"
-        if patience is not None and self.milestones.without_best() >= patience:
+        if patience is not None and self.recorder.evaluations_since_best() >= patience:
             return "no improvement"
         return None
 
     def _diverged(self, complaint: str) -> TrainingError:
         if not self.ranks.leads:
             return self.ranks.follows()
-        return TrainingError(
-            f"{complaint}. {self.milestones.safe()} Try lower learning rates or a warmup"
-        )
+        return diverged(self.run.directory, complaint)
 
     def _not_saved(self) -> str:
         return (
             f"step {self.counters.step} is not saved: the loss stands far above its best. "
-            f"{self.milestones.safe()}"
+            f"{last_good(self.run.directory)}"
         )
 
     def _stopping(self) -> None:
@@ -344,11 +341,11 @@ class Trainer:
         )
 
     def _result(self, reason: Reason) -> TrainingResult:
-        last = self.milestones.evaluations[-1]
+        last, directory = self.recorder.last_evaluation(), self.run.directory
         return TrainingResult(
-            run=self.run.path,
-            checkpoint=self.run.latest,
-            best=self.run.best,
+            run=directory.path,
+            checkpoint=directory.latest,
+            best=directory.best,
             step=self.counters.step,
             tokens=self.counters.tokens,
             seconds=self.counters.seconds,
@@ -356,5 +353,5 @@ class Trainer:
             val_bits_per_byte=last["val_bits_per_byte"],
             reason=reason,
             rank=self.ranks.rank,
-            adapter_of=self.plan.config.from_checkpoint if self.plan.lora else None,
+            adapter_of=self.run.base_path if self.run.lora else None,
         )

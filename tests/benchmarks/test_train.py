@@ -16,9 +16,9 @@ from benchmarks.train import (
     summary,
     table,
 )
-from model.training.autosize import LADDER
-from model.training.config import TrainingConfig, settle
-from model.training.presets import preset
+from model.training.autosize import SIZES
+from model.training.config import TrainingConfig
+from model.training.resolve import resolve_config
 
 RUN = Run(minutes=2, side="default", rate=0.03, batch=8, seed=1)
 OUTCOME = Outcome(
@@ -35,30 +35,30 @@ NANOGPT = replace(OUTCOME, run=replace(RUN, side="nanogpt"), bits_per_byte=2.0, 
 
 
 def test_both_sides_have_the_same_matrices_at_every_size() -> None:
-    for size in LADDER:
+    for size in SIZES:
         found = set()
         for side in ("default", "nanogpt"):
             fields = settings(replace(RUN, side=side), size, (), Path("some.tiktoken"), 1)
             config = TrainingConfig(**fields)
-            recipe, shape = settle(config)
-            assert recipe.matrix_lr == RUN.rate
-            assert recipe.optimizer == ("muon" if side == "default" else "adamw")
-            found.add(block_matrices(preset(config.preset).config(1000, **shape)))
+            resolution = resolve_config(config)
+            assert resolution.recipe.matrix_lr == RUN.rate
+            assert resolution.recipe.optimizer == ("muon" if side == "default" else "adamw")
+            found.add(block_matrices(resolution.model(1000)))
         assert found == {12 * size.n_layer * size.d_model**2}
 
 
 def test_the_smaller_size_has_the_same_windows() -> None:
-    assert smaller(LADDER[3]).d_model < LADDER[3].d_model
-    assert smaller(LADDER[5]).context_length == LADDER[5].context_length
+    assert smaller(SIZES[3]).d_model < SIZES[3].d_model
+    assert smaller(SIZES[5]).context_length == SIZES[5].context_length
 
 
 def test_a_file_of_results_can_be_continued(tmp_path: Path) -> None:
     path = tmp_path / "results.jsonl"
     first = Results(path)
-    first.add_size(2, LADDER[2])
+    first.add_size(2, SIZES[2])
     first.add(OUTCOME)
     again = Results(path)
-    assert again.sizes == {2: LADDER[2]}
+    assert again.sizes == {2: SIZES[2]}
     assert again.outcomes == {RUN: OUTCOME}
 
 

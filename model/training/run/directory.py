@@ -1,6 +1,6 @@
 """Run: the directory of a training run.
 
-  run.json         what was asked and what it was settled to
+  run.json         what was asked for, and what that was resolved to
   data/            the tokenised text (`model/data/prepare.py`)
   metrics.jsonl    one JSON object a line: {"kind": "train" | "eval", "step": ..., ...}
   loss.png         the curves, redrawn at each evaluation
@@ -23,6 +23,7 @@ from typing import Any
 
 from model.data.prepare import DATA, RUN
 from model.training.config import TrainingError
+from model.training.run.description import RunDescription
 
 METRICS, SAMPLES, PLOT = "metrics.jsonl", "samples.txt", "loss.png"
 _STEP = re.compile(r"step-(\d{6,})")
@@ -66,15 +67,21 @@ class RunDirectory:
             raise TrainingError(f"there is nothing to resume: {path} holds no {RUN}")
         return cls(path)
 
-    def write_description(self, document: Mapping[str, Any]) -> None:
-        _replace(self.path / RUN, json.dumps(document, indent=2) + "\n")
+    def write_description(self, description: RunDescription) -> None:
+        _replace(self.path / RUN, json.dumps(description.to_dict(), indent=2) + "\n")
 
-    def read_description(self) -> dict[str, Any]:
+    def read_description(self) -> RunDescription:
+        """What run.json holds. Raises TrainingError for a file that is damaged."""
+        path = self.path / RUN
         try:
-            document = json.loads((self.path / RUN).read_text(encoding="utf-8"))
+            document = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
-            raise TrainingError(f"{self.path / RUN} cannot be read: {error}") from error
-        return dict(document)
+            raise TrainingError(f"{path} cannot be read: {error}") from error
+        try:
+            return RunDescription.from_dict(document)
+        except (KeyError, TypeError, ValueError) as error:
+            reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+            raise TrainingError(f"{path} does not describe a run: {reason}") from error
 
     def checkpoint(self, step: int) -> Path:
         return self.path / f"step-{step:06d}"

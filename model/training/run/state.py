@@ -26,6 +26,7 @@ from model.training.config import TrainingError
 from model.training.distributed.fsdp import gather_weights, is_sharded, put_weights
 from model.training.distributed.ranks import ALONE, Ranks
 from model.training.optim.optimizers import Optimizers
+from model.training.run.counters import Counters
 from model.training.run.directory import sync
 from model.transformer.gpt import GPT
 
@@ -64,15 +65,6 @@ class Environment:
             for name in mine
             if mine[name] != theirs[name]
         )
-
-
-@dataclass(frozen=True)
-class Counters:
-    """How far a run is."""
-
-    step: int = 0
-    tokens: int = 0
-    seconds: float = 0.0
 
 
 def save_state(

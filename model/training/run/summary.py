@@ -18,8 +18,10 @@ import torch
 from model.data.prepare import RUN
 from model.training.config import TrainingConfig, TrainingError
 from model.training.presets import PresetError, Recipe, preset
+from model.training.run.counters import Counters
 from model.training.run.directory import METRICS, SAMPLES, RunDirectory
-from model.transformer.config import ConfigError, GPTConfig
+from model.training.stopping.length import resolve_length
+from model.transformer.config import GPTConfig
 from model.transformer.gpt import GPT
 
 _SAMPLE = re.compile(r"^=== step (\d+)$", flags=re.MULTILINE)
@@ -62,21 +64,17 @@ def summarise(path: Path) -> RunSummary:
     if not is_run(path):
         raise TrainingError(f"{path} is no run directory: it holds no {RUN}")
     description = RunDirectory(path).read_description()
-    try:
-        config = TrainingConfig(**description["config"])
-        recipe, model = Recipe(**description["recipe"]), GPTConfig.from_dict(description["model"])
-    except (KeyError, TypeError, ValueError, ConfigError) as error:
-        raise TrainingError(f"{path / RUN} does not describe a run: {error!r}") from error
+    config, recipe, model = description.config, description.recipe, description.model
     records, notes = _metrics(path / METRICS)
     train = [each for each in records if each["kind"] == "train"]
     evals = [each for each in records if each["kind"] == "eval"]
     last: Mapping[str, Any] = records[-1] if records else {"step": 0, "seconds": 0.0}
     best = min(evals, key=lambda each: float(each["val_loss"]), default=None)
-    by_clock = config.minutes is not None and config.steps is None
-    out_of_time = config.minutes is not None and last["seconds"] >= 60 * config.minutes
+    length = resolve_length(config, recipe)
+    done = length.done(Counters(step=last["step"], seconds=last["seconds"]))
     sampled_at, samples = _samples(path / SAMPLES)
     settings = {**_values(recipe), **model.to_dict(), **_adapters(config)}
-    base = (description.get("base") or {}).get("record")
+    base = (description.base or {}).get("record")
     return RunSummary(
         path=path,
         preset=config.preset,
@@ -84,10 +82,10 @@ def summarise(path: Path) -> RunSummary:
         parameters=_parameters(model),
         settings=settings,
         changes=_changes(config, settings, model, shape=base is None),
-        finished=out_of_time or (not by_clock and last["step"] >= recipe.steps),
+        finished=done >= 1,
         idle_seconds=max(0.0, time.time() - _last_written(path)),
         step=last["step"],
-        steps=None if by_clock else recipe.steps,
+        steps=length.steps,
         tokens=train[-1]["tokens"] if train else 0,
         seconds=last["seconds"],
         loss=train[-1]["smoothed_loss"] if train else None,

@@ -1,10 +1,10 @@
 """Compiling: the loss of training through `torch.compile`, where that pays for itself.
 
-On CUDA it is compiled unless one says otherwise. On a CPU compiling takes the better part of a
-minute and makes a step of the presets `tiny` and `small` an eighth faster
-(`python -m benchmarks.train_throughput`), so it is left out of a run of a few minutes, which would
-end later for it. What decides is what the run was asked for and no clock, and it is kept with the
-run's configuration: a resumed run computes with the same kernels, hence the same bits.
+On CUDA it is compiled unless `--compile off` is given. On a CPU compiling takes the better part of
+a minute and makes a step of the presets `tiny` and `small` an eighth faster
+(`python -m benchmarks.train_throughput`), so a run of a few minutes goes without. The length that
+was asked for decides and not a clock, and run.json keeps the decision: a resumed run computes with
+the same kernels, hence the same bits.
 
 Does not compile evaluation, samples or the optimizers.
 """
@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from model.device import Placement
-from model.training.config import TrainingConfig, TrainingError
+from model.training.config import TrainingError
 from model.training.distributed.ranks import ALONE, Ranks
 from model.training.presets import Compile, Recipe
 from model.training.step.flops import flops_per_token
 from model.training.step.forward import Forward
+from model.training.stopping.length import Length
 from model.transformer.config import GPTConfig
 
 LONG_MINUTES = 15.0
@@ -116,34 +116,23 @@ def _why(error: RuntimeError) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
-def settle_compile(config: TrainingConfig, recipe: Recipe, model: GPTConfig) -> TrainingConfig:
-    """The configuration of a new run, `compile: auto` being `on` in it where the run is long.
-
-    In a short one it stays: a run on a CPU that is resumed on CUDA is compiled there.
-    """
-    if config.compile == "auto" and _is_long(config, recipe, model):
-        return config.model_copy(update={"compile": "on"})
-    return config
+def worth_compiling(recipe: Recipe, model: GPTConfig, length: Length) -> bool:
+    """Whether a run on a CPU is long enough to earn back what compiling takes."""
+    if length.minutes is not None and length.minutes < LONG_MINUTES:
+        return False
+    if length.steps is None:
+        return True
+    tokens = length.steps * recipe.batch_size * recipe.accumulate * model.context_length
+    return tokens * flops_per_token(model) >= LONG_OPERATIONS
 
 
 def choose_loss(
-    forward: Forward,
-    placement: Placement,
-    wish: Compile,
-    notice: Notice,
-    together: Ranks = ALONE,
+    forward: Forward, notice: Notice, *, compiled: bool, together: Ranks = ALONE
 ) -> Loss:
-    """The loss of training, compiled or not; what of `auto` is not settled compiles on CUDA.
-    `together`: processes of which none computes without the others."""
-    if wish == "on" or (wish == "auto" and placement.device.type == "cuda"):
-        return CompiledLoss(forward, notice, together=together)
-    return forward.loss
+    """The loss of training. `together`: processes of which none computes without the others."""
+    return CompiledLoss(forward, notice, together=together) if compiled else forward.loss
 
 
-def _is_long(config: TrainingConfig, recipe: Recipe, model: GPTConfig) -> bool:
-    if config.minutes is not None and config.minutes < LONG_MINUTES:
-        return False
-    if config.steps is None and config.minutes is not None:
-        return True
-    tokens = recipe.steps * recipe.batch_size * recipe.accumulate * model.context_length
-    return tokens * flops_per_token(model) >= LONG_OPERATIONS
+def compiles(compile_option: Compile, device: torch.device) -> bool:
+    """Whether a run compiles here: where `auto` was left open, on CUDA alone."""
+    return compile_option == "on" or (compile_option == "auto" and device.type == "cuda")

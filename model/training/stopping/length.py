@@ -1,14 +1,17 @@
 """Length: when a run ends, by steps, by the clock, or by whichever comes first.
 
-The learning rate falls with the share that is behind (`model/training/optim/optimizers.py`), so a
-run that only the clock ends cools down in time as well; but its steps depend on the machine's
-speed, and only a run of a given number of steps can be repeated exactly.
+The learning rate falls with the share of the run that is done
+(`model/training/optim/optimizers.py`), so a run that only the clock ends cools down in time as
+well. But its number of steps depends on the machine's speed: only a run of a given number of steps
+can be repeated exactly.
 """
 
 import math
 from dataclasses import dataclass
 
-from model.training.run.state import Counters
+from model.training.config import TrainingConfig
+from model.training.presets import Recipe
+from model.training.run.counters import Counters
 
 
 @dataclass(frozen=True)
@@ -19,7 +22,7 @@ class Length:
     minutes: float | None  # wall clock, all sittings together
 
     def done(self, counters: Counters) -> float:
-        """The share of the run that is behind, 0 to 1."""
+        """The share of the run that is done, 0 to 1."""
         by_steps = counters.step / self.steps if self.steps else 0.0
         by_clock = counters.seconds / 60 / self.minutes if self.minutes else 0.0
         return min(1.0, max(by_steps, by_clock))
@@ -31,3 +34,9 @@ class Length:
 
     def out_of_steps(self, counters: Counters) -> bool:
         return self.steps is not None and counters.step >= self.steps
+
+
+def resolve_length(config: TrainingConfig, recipe: Recipe) -> Length:
+    """Minutes without steps leave the preset's steps out of account."""
+    by_clock = config.minutes is not None and config.steps is None
+    return Length(None if by_clock else recipe.steps, config.minutes)

@@ -1,4 +1,4 @@
-"""Which model a budget gets."""
+"""Which model so many minutes get."""
 
 import json
 from itertools import pairwise
@@ -6,43 +6,44 @@ from pathlib import Path
 
 import pytest
 
-from model.training import autosize as budget
+from model.training import autosize
 from model.training.autosize import (
-    LADDER,
     MEASURING,
+    SIZES,
     TOKENS_PER_PARAMETER,
     USABLE,
     Choice,
-    Demand,
+    FlopsAndParams,
     Size,
-    climb,
-    demand,
+    choose,
     fill_in,
-    fit,
+    flops_and_params,
+    resolve_candidate,
+    search,
 )
-from model.training.config import TrainingConfig, TrainingError, command, given, run_name
+from model.training.config import TrainingConfig, TrainingError, command, run_name
 from model.training.events import Event, Noticed, silent
 from model.training.trainer import train
 
-DEMANDS = {size: demand(fill_in(TrainingConfig(), size)) for size in LADDER}
+DEMANDS = {size: flops_and_params(resolve_candidate(TrainingConfig(), size)) for size in SIZES}
 ONE_CORE = 7.2e10
 """Operations per second of training, of the core on which the sizes were compared: 1.84 million
 tokens of 6.7 million operations in 170 s."""
 
 
-def _choose(seconds: float, operations: float = ONE_CORE) -> Choice:
+def _chosen(seconds: float, operations: float = ONE_CORE) -> Choice:
     """On a machine that does as many operations per second whatever the size, and measures in no
     time."""
-    return climb(
+    return search(
         seconds, DEMANDS, lambda size: operations / DEMANDS[size].flops_per_token, lambda: 0.0
     )
 
 
-def test_the_ladder_goes_up_by_steps() -> None:
-    matrices = [DEMANDS[size].matrices for size in LADDER]
+def test_sizes_go_up_by_steps() -> None:
+    matrices = [DEMANDS[size].matrix_params for size in SIZES]
     ratios = [above / below for below, above in pairwise(matrices)]
     assert all(1.3 < ratio < 3.5 for ratio in ratios)
-    assert all(size.d_model % size.n_head == 0 for size in LADDER)
+    assert all(size.d_model % size.n_head == 0 for size in SIZES)
 
 
 @pytest.mark.parametrize(
@@ -53,39 +54,39 @@ def test_it_is_the_model_that_was_best_where_that_was_measured(
     seconds: float, expected: tuple[int, int]
 ) -> None:
     """Half an hour of two cores counts as an hour of one."""
-    size = _choose(seconds).size
+    size = _chosen(seconds).size
     assert (size.n_layer, size.d_model) == expected
 
 
 def test_more_time_and_more_speed_never_give_a_smaller_model() -> None:
-    places = [LADDER.index(_choose(10 * 1.5**n).size) for n in range(36)]
-    assert places == sorted(places)
-    assert places[0] < 3
-    assert places[-1] == len(LADDER) - 1
-    assert _choose(600, 6 * ONE_CORE).size == _choose(3600).size
+    indices = [SIZES.index(_chosen(10 * 1.5**n).size) for n in range(36)]
+    assert indices == sorted(indices)
+    assert indices[0] < 3
+    assert indices[-1] == len(SIZES) - 1
+    assert _chosen(600, 6 * ONE_CORE).size == _chosen(3600).size
 
 
 def test_a_chosen_model_sees_enough_tokens_and_the_next_would_not() -> None:
     for seconds in (60.0, 300.0, 7200.0):
-        choice = _choose(seconds)
-        place = LADDER.index(choice.size)
+        choice = _chosen(seconds)
+        index = SIZES.index(choice.size)
         tokens = seconds * USABLE * choice.tokens_per_second
-        assert tokens >= TOKENS_PER_PARAMETER * DEMANDS[choice.size].matrices
-        above = DEMANDS[LADDER[place + 1]]
+        assert tokens >= TOKENS_PER_PARAMETER * DEMANDS[choice.size].matrix_params
+        above = DEMANDS[SIZES[index + 1]]
         fewer = tokens * DEMANDS[choice.size].flops_per_token / above.flops_per_token
-        assert fewer < TOKENS_PER_PARAMETER * above.matrices
+        assert fewer < TOKENS_PER_PARAMETER * above.matrix_params
 
 
 def test_what_is_measured_counts_more_than_what_is_expected() -> None:
     """A machine that is slow with all but the first size stays with a small one."""
 
     def measure(size: Size) -> float:
-        fast = ONE_CORE * (20 if size == budget.FIRST else 0.5)
+        fast = ONE_CORE * (20 if size == autosize.FIRST_MEASURED else 0.5)
         return fast / DEMANDS[size].flops_per_token
 
-    choice = climb(600, DEMANDS, measure, lambda: 0.0)
+    choice = search(600, DEMANDS, measure, lambda: 0.0)
     assert len(choice.measured) >= 2
-    assert choice.size.d_model < _choose(600, 20 * ONE_CORE).size.d_model
+    assert choice.size.d_model < _chosen(600, 20 * ONE_CORE).size.d_model
 
 
 def test_measuring_ends_before_it_takes_more_than_its_share() -> None:
@@ -99,7 +100,7 @@ def test_measuring_ends_before_it_takes_more_than_its_share() -> None:
         now += spent[-1] + 1.0  # building a model takes a second
         return speed
 
-    choice = climb(seconds, DEMANDS, measure, lambda: now)
+    choice = search(seconds, DEMANDS, measure, lambda: now)
     assert len(spent) == len(choice.measured)
     assert sum(spent[1:]) + len(spent[:-1]) <= MEASURING * seconds
 
@@ -112,26 +113,27 @@ def test_measuring_ends_before_it_takes_more_than_its_share() -> None:
         TrainingConfig(minutes=5, preset="tiny"),
         TrainingConfig(minutes=5, d_model=64),
         TrainingConfig(minutes=5, steps=10),
+        TrainingConfig(minutes=5, from_checkpoint=Path("base")),
     ],
 )
-def test_whoever_names_a_preset_or_a_size_keeps_it(config: TrainingConfig) -> None:
-    assert fit(config, 1, silent) is config
+def test_whoever_names_a_preset_a_size_or_a_base_keeps_it(config: TrainingConfig) -> None:
+    assert choose(config, 1, silent) is config
 
 
 def test_several_processes_have_to_name_a_preset() -> None:
     with pytest.raises(TrainingError, match="there are 2: name one with --preset"):
-        fit(TrainingConfig(minutes=5), 2, silent)
+        choose(TrainingConfig(minutes=5), 2, silent)
 
 
 def test_values_that_are_given_stay() -> None:
-    size = LADDER[3]
+    size = SIZES[3]
     config = TrainingConfig(minutes=5, context_length=64, batch_size=3, eval_every=7)
-    fitted = fill_in(config, size, 1e6)
-    assert (fitted.context_length, fitted.batch_size, fitted.eval_every) == (64, 3, 7)
-    assert (fitted.n_layer, fitted.d_model, fitted.vocab_size) == (4, 192, 2048)
-    assert fitted.checkpoint_every == round(0.4 * 1e6 / (64 * 3))
+    chosen = fill_in(config, size, 1e6)
+    assert (chosen.context_length, chosen.batch_size, chosen.eval_every) == (64, 3, 7)
+    assert (chosen.n_layer, chosen.d_model, chosen.vocab_size) == (4, 192, 2048)
+    assert chosen.checkpoint_every == round(0.4 * 1e6 / (64 * 3))
     assert fill_in(TrainingConfig(tokenizer="gpt2"), size).vocab_size is None
-    assert DEMANDS[size] == Demand(demand(fill_in(TrainingConfig(), size)).flops_per_token, 1769664)
+    assert DEMANDS[size] == FlopsAndParams(DEMANDS[size].flops_per_token, 1769664)
 
 
 def test_a_run_holds_what_was_chosen_and_resumes_without_measuring(
@@ -149,12 +151,12 @@ def test_a_run_holds_what_was_chosen_and_resumes_without_measuring(
     assert sum("measured" in each for each in notices) == 1
     described = json.loads((result.run / "run.json").read_text())
     first = TrainingConfig(**described["config"])
-    assert (first.n_layer, first.d_model) == (LADDER[0].n_layer, LADDER[0].d_model)
-    assert described["model"]["d_model"] == LADDER[0].d_model
+    assert (first.n_layer, first.d_model) == (SIZES[0].n_layer, SIZES[0].d_model)
+    assert described["model"]["d_model"] == SIZES[0].d_model
     assert run_name(first) == "0.01-minutes"
     assert "--d-model 64" in command(first)
-    assert given(first) >= {"n_layer", "batch_size", "eval_every", "minutes"}
-    monkeypatch.setattr(budget, "measure", None)  # whoever measured now would fail
+    assert first.given().keys() >= {"n_layer", "batch_size", "eval_every", "minutes"}
+    monkeypatch.setattr(autosize, "measure", None)  # whoever measured now would fail
     again = train(
         TrainingConfig(minutes=10, steps=result.step + 2, resume=True, out=result.run, threads=1),
         events.append,

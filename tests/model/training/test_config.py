@@ -11,12 +11,9 @@ from model.training.config import (
     RESUMABLE,
     SHAPE_FIELDS,
     TrainingConfig,
-    TrainingError,
     command,
-    settle,
-    settle_again,
 )
-from model.training.presets import PRESETS, Recipe
+from model.training.presets import Recipe
 from model.transformer.config import GPTConfig
 
 
@@ -28,13 +25,6 @@ def test_every_number_of_a_recipe_and_a_shape_can_be_given_and_is_explained() ->
     assert set(SHAPE_FIELDS) == shape
     assert names >= RESUMABLE
     assert all(field.description for field in TrainingConfig.model_fields.values())
-
-
-def test_what_is_not_given_is_the_presets() -> None:
-    recipe, shape = settle(TrainingConfig(preset="decoder-8x64"))
-    assert recipe == PRESETS["decoder-8x64"].recipe
-    recipe, shape = settle(TrainingConfig(preset="decoder-8x64", norm_position="pre", steps=7))
-    assert (recipe.steps, shape["norm_position"], shape["d_model"]) == (7, "pre", 64)
 
 
 @pytest.mark.parametrize(
@@ -53,25 +43,6 @@ def test_what_is_not_given_is_the_presets() -> None:
 def test_impossible_values_and_unknown_names_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValidationError):
         TrainingConfig(**wrong)
-
-
-def test_a_size_beside_a_ready_made_vocabulary_is_refused() -> None:
-    with pytest.raises(TrainingError, match="vocab_size 500 was given, but the tokenizer 'gpt2'"):
-        settle(TrainingConfig(tokenizer="gpt2", vocab_size=500))
-
-
-def test_a_resumed_run_may_be_lengthened_but_not_changed() -> None:
-    first = TrainingConfig(steps=100, d_model=64)
-    recipe, shape = settle(first)
-    assert settle_again(TrainingConfig(resume=True, steps=200), first, recipe, shape).steps == 200
-    assert settle_again(TrainingConfig(resume=True, d_model=64), first, recipe, shape).steps == 100
-    for change, was in (
-        ({"d_model": 128}, "it is 128 now and was 64"),
-        ({"seed": 2}, "it is 2 now and was 1337"),
-        ({"data": ("x.txt",)}, r"was \(\)"),
-    ):
-        with pytest.raises(TrainingError, match=was):
-            settle_again(TrainingConfig(resume=True, **change), first, recipe, shape)
 
 
 def test_the_command_says_what_was_given_and_nothing_about_this_machine() -> None:

@@ -11,11 +11,12 @@ import torch
 from model.checkpoint.adapter import merge, read_adapter
 from model.checkpoint.checkpoint import load_checkpoint, read_checkpoint
 from model.evaluation.text_loss import measure
-from model.training import milestones as milestones_module
-from model.training.config import TrainingConfig, TrainingError, settle
+from model.training import recorder
+from model.training.config import TrainingConfig, TrainingError
 from model.training.events import Event, Noticed
-from model.training.finetune import LORA_RATE, open_base, settle_on
+from model.training.finetune import LORA_RATE, open_base
 from model.training.presets import PRESETS, Recipe
+from model.training.resolve import resolve_config
 from model.training.run.directory import RunDirectory
 from model.training.run.state import read_state
 from model.training.trainer import TrainingResult, train
@@ -105,7 +106,7 @@ def test_a_run_killed_before_it_first_saved_begins_with_the_checkpoint_again(
         raise SystemExit("killed before there is a state")
 
     with monkeypatch.context() as patch:
-        patch.setattr(milestones_module, "save_state", kill)
+        patch.setattr(recorder, "save_state", kill)
         with pytest.raises(SystemExit):
             train(tune(out=tmp_path / "killed"))
     resumed = train(TrainingConfig(out=tmp_path / "killed", resume=True))
@@ -133,29 +134,28 @@ def test_the_checkpoint_says_what_it_comes_from(tune: Tune, base: Path) -> None:
         "Licence of the text: CC0",
     ):
         assert part in card
-    again = open_base(tune(from_checkpoint=result.best))
-    assert again is not None
+    again = open_base(result.best)
     assert again.record["name"] == "run/step-000002"
     assert again.record["base"] == info.training.base
 
 
-def settled(config: TrainingConfig) -> tuple[Recipe, GPTConfig]:
-    base = open_base(config)
-    assert base is not None
-    return settle_on(config, settle(config)[0], base.opened.config)
+def resolved(config: TrainingConfig) -> tuple[Recipe, GPTConfig]:
+    path = config.from_checkpoint
+    resolution = resolve_config(config, None if path is None else open_base(path))
+    return resolution.recipe, resolution.model(1000)
 
 
 def test_the_recipe_is_gentle_unless_it_is_given(tune: Tune) -> None:
     preset = PRESETS["tiny"].recipe
-    recipe, _ = settled(tune(steps=40, head_lr=0.5))
+    recipe, _ = resolved(tune(steps=40, head_lr=0.5))
     assert recipe.matrix_lr == preset.matrix_lr / 10
     assert recipe.embedding_lr == preset.embedding_lr / 10
     assert (recipe.head_lr, recipe.warmup) == (0.5, 2)
     assert (recipe.optimizer, recipe.vocab_size) == ("muon", 257)
-    recipe, _ = settled(tune(steps=40, warmup=0, lora=2, preset="small"))
+    recipe, _ = resolved(tune(steps=40, warmup=0, lora=2, preset="small"))
     assert (recipe.optimizer, recipe.matrix_lr) == ("adamw", LORA_RATE)
     assert (recipe.weight_decay, recipe.warmup) == (0.0, 0)
-    recipe, _ = settled(tune(lora=2, matrix_lr=0.5, weight_decay=0.1))
+    recipe, _ = resolved(tune(lora=2, matrix_lr=0.5, weight_decay=0.1))
     assert (recipe.matrix_lr, recipe.weight_decay) == (0.5, 0.1)
 
 
@@ -241,9 +241,9 @@ def test_another_context_needs_positions_that_are_computed(
         config = tune(from_checkpoint=path, context_length=context)
         if positions == "learned":
             with pytest.raises(TrainingError, match=f"context_length {context} .* has 32 learned"):
-                settled(config)
+                resolved(config)
         else:
-            assert settled(config)[1].context_length == context
+            assert resolved(config)[1].context_length == context
 
 
 def test_a_longer_context_is_trained_and_saved(tune: Tune) -> None:
@@ -281,5 +281,5 @@ def test_what_contradicts_the_checkpoint_is_refused(
 
 
 def test_what_agrees_with_the_checkpoint_may_be_said(tune: Tune) -> None:
-    _, model = settled(tune(d_model=32, vocab_size=257, tied_head=False, dropout=0.5))
+    _, model = resolved(tune(d_model=32, vocab_size=257, tied_head=False, dropout=0.5))
     assert model.dropout == 0.5

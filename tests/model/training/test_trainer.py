@@ -15,7 +15,7 @@ import torch
 from model.checkpoint.checkpoint import load_checkpoint, read_checkpoint, save_checkpoint
 from model.data.errors import DataError
 from model.data.sources.document import TextError
-from model.training import milestones as milestones_module
+from model.training import checkpoint_writer, evaluator
 from model.training.config import TrainingConfig, TrainingError
 from model.training.events import (
     Evaluated,
@@ -214,7 +214,7 @@ def test_a_run_killed_while_it_saves_is_resumed_from_the_last_whole_state(
             raise SystemExit("killed after the state, before the checkpoint")
         return save_checkpoint(path, **facts)
 
-    monkeypatch.setattr(milestones_module, "save_checkpoint", kill)
+    monkeypatch.setattr(checkpoint_writer, "save_checkpoint", kill)
     with pytest.raises(SystemExit):
         train(config)
     assert sorted(path.name for path in (tmp_path / "killed").glob("step-*")) == ["step-000006"]
@@ -343,7 +343,7 @@ def test_patience_ends_a_run_that_no_longer_improves(
 ) -> None:
     losses = iter([3.0, 2.0, 2.5, 2.4, 1.0, *[1.5] * 9])
     monkeypatch.setattr(
-        milestones_module,
+        evaluator,
         "evaluate",
         lambda *_, **__: Evaluation(next(losses), tokens=1, text_bytes=1),
     )

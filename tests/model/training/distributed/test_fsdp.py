@@ -31,7 +31,8 @@ from model.training.distributed.fsdp import (
 from model.training.distributed.ranks import ALONE, Ranks, together
 from model.training.optim.optimizers import Optimizers, initialise
 from model.training.presets import PRESETS, Recipe, preset
-from model.training.run.state import Counters, Environment, load_state, save_state
+from model.training.run.counters import Counters
+from model.training.run.state import Environment, load_state, save_state
 from model.training.step.forward import Forward
 from model.training.trainer import train
 from model.transformer.config import TARGETS

@@ -1,16 +1,27 @@
 """The run directory's bookkeeping."""
 
+import json
 from pathlib import Path
 
 import pytest
 
-from model.training.config import TrainingError
+from model.training.config import TrainingConfig, TrainingError
+from model.training.presets import PRESETS
+from model.training.run.description import RunDescription
 from model.training.run.directory import RunDirectory
+from tests.model.factories import tiny_config
+
+DESCRIPTION = RunDescription(
+    TrainingConfig(steps=20, data=("a.txt",)),
+    PRESETS["tiny"].recipe,
+    tiny_config(),
+    base={"record": {"name": "base"}, "chat_template": None},
+)
 
 
 def _run(path: Path, losses: dict[int, float]) -> RunDirectory:
     run = RunDirectory.create(path)
-    run.write_description({})
+    run.write_description(DESCRIPTION)
     for step, loss in losses.items():
         run.checkpoint(step).mkdir()
         run.append({"kind": "train", "step": step})
@@ -59,3 +70,15 @@ def test_nothing_is_overwritten_and_nothing_is_resumed_from_nowhere(tmp_path: Pa
     (tmp_path / "run" / "run.json").write_text("{")
     with pytest.raises(TrainingError, match=r"run\.json cannot be read"):
         RunDirectory.open(tmp_path / "run").read_description()
+
+
+def test_the_description_is_read_back_as_it_was_written(tmp_path: Path) -> None:
+    run = _run(tmp_path / "run", {})
+    assert run.read_description() == DESCRIPTION
+    assert json.loads((run.path / "run.json").read_text())["config"] == {
+        "steps": 20,
+        "data": ["a.txt"],
+    }
+    (run.path / "run.json").write_text('{"config": {"stepz": 1}, "recipe": {}, "model": {}}')
+    with pytest.raises(TrainingError, match=r"run\.json does not describe a run: .*stepz"):
+        run.read_description()

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from model.device import Placement
-from model.training.config import TrainingConfig, settle
-from model.training.presets import preset
+from model.training.config import TrainingConfig
+from model.training.presets import Compile
+from model.training.resolve import resolve_compile, resolve_config
 from model.training.run.directory import RunDirectory
-from model.training.step.compile import CompiledLoss, choose_loss, settle_compile
+from model.training.step.compile import CompiledLoss, choose_loss, compiles
 from model.training.step.forward import Forward
 from model.training.trainer import train
 from tests.model.conftest import Configure
@@ -19,11 +19,12 @@ from tests.model.training.step.test_forward import EXACT, _small
 from tests.model.training.test_trainer import _losses, _state, _train_until
 
 
-def _settled(**given: Any) -> str:
+def _resolved(**given: Any) -> str:
     config = TrainingConfig(**given)
-    recipe, shape = settle(config)
+    resolution = resolve_config(config)
+    recipe = resolution.recipe
     vocab_size = 50_257 if recipe.tokenizer == "gpt2" else recipe.vocab_size
-    return settle_compile(config, recipe, preset(config.preset).config(vocab_size, **shape)).compile
+    return resolve_compile(config, recipe, resolution.model(vocab_size))
 
 
 @pytest.mark.parametrize(
@@ -44,21 +45,27 @@ def _settled(**given: Any) -> str:
 def test_auto_is_on_where_a_run_is_long_enough_to_earn_it_back(
     given: dict[str, Any], expected: str
 ) -> None:
-    assert _settled(**given) == expected
+    assert _resolved(**given) == expected
 
 
-def test_what_is_not_settled_compiles_on_cuda_alone() -> None:
+@pytest.mark.parametrize(
+    ("device", "option", "expected"),
+    [
+        ("cpu", "auto", False),
+        ("cpu", "off", False),
+        ("cpu", "on", True),
+        ("cuda", "auto", True),
+        ("cuda", "off", False),
+    ],
+)
+def test_what_stays_auto_compiles_on_cuda_alone(
+    device: str, option: Compile, expected: bool
+) -> None:
+    compiled = compiles(option, torch.device(device))
+    assert compiled == expected
     forward = Forward(_small()[0], EXACT, dropout=0.0)
-    cuda = Placement(torch.device("cuda"), torch.bfloat16, 1)
-    for placement, wish, compiles in (
-        (EXACT, "auto", False),
-        (EXACT, "off", False),
-        (EXACT, "on", True),
-        (cuda, "auto", True),
-        (cuda, "off", False),
-    ):
-        loss = choose_loss(forward, placement, wish, print)  # type: ignore[arg-type]
-        assert isinstance(loss, CompiledLoss) == compiles
+    loss = choose_loss(forward, lambda notice: None, compiled=compiled)
+    assert isinstance(loss, CompiledLoss) == expected
 
 
 @pytest.mark.slow
@@ -105,14 +112,14 @@ def test_where_compiling_fails_training_goes_on_eager_with_one_notice() -> None:
 def test_a_compiled_run_that_is_stopped_and_resumed_ends_in_the_same_bits(
     configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By torch's own compiler, and with what `auto` has settled: the second half would compute in
-    other bits if it were decided anew."""
+    """By torch's own compiler, and with what `auto` was resolved to: the second half would compute
+    in other bits if it were decided anew."""
     monkeypatch.setattr("model.training.step.compile.LONG_OPERATIONS", 1.0)
     wishes: dict[str, Any] = {"dropout": 0.1, "steps": 8, "eval_every": 4, "checkpoint_every": 4}
     whole, halves = tmp_path / "whole", tmp_path / "halves"
     train(configure(out=whole, **wishes))
     _train_until(4, configure(out=halves, **wishes))
-    assert RunDirectory(halves).read_description()["config"]["compile"] == "on"
+    assert RunDirectory(halves).read_description().config.compile == "on"
     monkeypatch.undo()
     notices: list[str] = []
     train(

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from model.checkpoint.checkpoint import load_checkpoint
-from model.training import milestones as milestones_module
+from model.training import recorder
 from model.training.config import TrainingConfig, TrainingError
 from model.training.events import Event, Progress
 from model.training.trainer import Trainer, train
@@ -28,7 +28,7 @@ def test_a_full_disk_stops_with_a_sentence(
     def full(path: Path, **facts: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(milestones_module, "save_state", full)
+    monkeypatch.setattr(recorder, "save_state", full)
     with pytest.raises(TrainingError, match=r"step 6 could not be saved: .*No space left"):
         train(configure())
 
