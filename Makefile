@@ -9,6 +9,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 TORCH := torch==2.13.0
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
+# A worker for each core, up to four. Each runs one half (a third, ...) of the tests in order, so that
+# most servers and trained models are made by one worker alone, and takes from another when it is done.
+WORKERS ?= $(shell cores=$$(getconf _NPROCESSORS_ONLN); echo $$((cores < 4 ? cores : 4)))
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --durations 15
 
 .PHONY: help setup serve train test test-slow lint format client map lock clean
 .DEFAULT_GOAL := help
@@ -25,10 +29,10 @@ train: setup  ## train on the text that Python itself carries, into runs/
 	@exec $(BIN)/logitd train $(ARGS)
 
 test: $(VENV)/.dev  ## run the test suite
-	$(BIN)/python -m pytest $(ARGS)
+	$(PYTEST) $(ARGS)
 
-test-slow: $(VENV)/.slow  ## run the tests that take minutes
-	$(BIN)/python -m pytest -m slow --timeout 1200 $(ARGS)
+test-slow: $(VENV)/.slow  ## run the tests that take minutes, and property tests with every example
+	$(PYTEST) -m 'slow or hypothesis' --hypothesis-profile full --timeout 1200 $(ARGS)
 
 lint: $(VENV)/.dev  ## ruff, mypy (strict), Dockerfile and compose checks
 	$(BIN)/ruff check .
@@ -47,16 +51,24 @@ map:  ## print every source file with the sentence it opens with
 client: $(VENV)/.runtime  ## write service/client/client.py anew from async_client.py
 	$(BIN)/python -m service.client.generate_sync
 
+SLOW_PART := \# What make test-slow needs besides.
 UV_COMPILE := uv pip compile --quiet --universal --python-version 3.11 --generate-hashes \
   --no-emit-package torch --no-emit-index-url --no-emit-find-links --custom-compile-command 'make lock' \
-  $(UV_ARGS) --extra train --extra constrain pyproject.toml -c build-lock.in
+  $(UV_ARGS) --extra train --extra constrain pyproject.toml -c build-torch.in
 
+# requirements-dev.lock has two parts, so that nobody installs the forty packages of `make test-slow`
+# for `make test`: they would take a minute, and transformers imports those of them that it finds.
 lock:  ## write the requirements*.lock files anew (needs uv)
-	echo '$(TORCH)+cpu' > build-lock.in
-	$(UV_COMPILE) --group dev --group slow -o requirements-slow.lock
-	$(UV_COMPILE) --group dev -c requirements-slow.lock -o requirements-dev.lock
-	$(UV_COMPILE) -c requirements-slow.lock -o requirements.lock
-	rm build-lock.in
+	echo '$(TORCH)+cpu' > build-torch.in
+	cat requirements-dev.lock > build-all.lock
+	$(UV_COMPILE) --group dev --group slow -o build-all.lock
+	$(UV_COMPILE) --group dev -c build-all.lock -o build-dev.lock
+	$(UV_COMPILE) -c build-all.lock -o build-runtime.lock
+	grep -v build-all.lock build-runtime.lock > requirements.lock
+	{ grep -v build-all.lock build-dev.lock; echo '$(SLOW_PART)'; \
+	  awk 'NR == FNR { known[$$1] = 1; next } /^[^ ]/ { new = /^[^#]/ && !known[$$1] } new' \
+	    build-dev.lock build-all.lock; } > requirements-dev.lock
+	rm build-torch.in build-*.lock
 
 clean:  ## remove .venv and every cache
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
@@ -73,10 +85,11 @@ $(VENV)/.runtime: requirements.lock pyproject.toml
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.runtime requirements-dev.lock
-	$(PIP) install --quiet --require-hashes -r requirements-dev.lock
+	sed '/^$(SLOW_PART)/,$$d' requirements-dev.lock > $(VENV)/dev.lock
+	$(PIP) install --quiet --require-hashes -r $(VENV)/dev.lock
 	@touch $@
 
 # --no-deps: the lock is complete, and pip cannot match hashes of packages with extras.
-$(VENV)/.slow: $(VENV)/.dev requirements-slow.lock
-	$(PIP) install --quiet --no-deps --require-hashes -r requirements-slow.lock
+$(VENV)/.slow: $(VENV)/.dev
+	$(PIP) install --quiet --no-deps --require-hashes -r requirements-dev.lock
 	@touch $@

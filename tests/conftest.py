@@ -4,13 +4,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import settings
 
 from tests.model.factories import save_tiny_checkpoint
+from tests.profiles import register_profiles
 
-# A busy machine is no bug: pytest's own timeout catches what hangs.
-settings.register_profile("logitd", deadline=None)
-settings.load_profile("logitd")
+register_profiles()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -14,6 +14,7 @@ from model.text import chat_template
 from model.text.chat_template import MAX_CHARACTERS, MAX_SOURCE, ChatTemplate, ChatTemplateError
 from model.text.tokenizer import Tokenizer
 from tests.model.factories import CHAT_TEMPLATE, byte_tokenizer, chat_tokenizer
+from tests.profiles import examples
 
 TOKENIZER = chat_tokenizer()
 BYTES = byte_tokenizer()
@@ -210,7 +211,7 @@ def ids(pieces: Sequence[str | int]) -> list[int]:
     return [piece for piece in pieces if isinstance(piece, int)]
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(
     SPECIALS, st.lists(CONTENT, min_size=1, max_size=3), st.sampled_from(sorted(TEMPLATES | LOST))
 )
@@ -225,7 +226,7 @@ def test_special_tokens_are_the_templates_whatever_messages_say(
     assert ids(pieces) == ids(render(source, *harmless, special_tokens=special_tokens))
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(
     SPECIALS,
     st.lists(CONTENT, min_size=1, max_size=3),

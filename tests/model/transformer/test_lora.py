@@ -21,6 +21,7 @@ from model.transformer.lora import (
     trained_weights,
 )
 from tests.model.factories import FAMILIES, random_ids, tiny_config, tiny_gpt
+from tests.profiles import examples
 
 SHAPE = LoraShape(rank=3, alpha=6.0, targets=TARGETS)
 
@@ -61,7 +62,7 @@ def test_merged_is_what_was_beside(family: str) -> None:
     assert error < 1e-5
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15))
 @given(
     rank=st.integers(1, 8),
     alpha=st.floats(0.5, 20),

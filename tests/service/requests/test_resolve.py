@@ -16,6 +16,7 @@ from pydantic import BaseModel
 from service.schemas.generate import ErrorReply, GenerateReply
 from service.schemas.openai import CompletionReply
 from service.schemas.tensors import LogitsReply, ProbsReply
+from tests.profiles import examples
 from tests.service.serving import (
     Serving,
     read_all,
@@ -425,7 +426,7 @@ def check_any_answer(server: Serving, path: str, raw: bytes) -> None:
 
 
 @pytest.mark.parametrize("path", POSTS)
-@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(150), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(body=BODY)
 def test_any_fields_get_an_answer(server: Serving, path: str, body: dict[str, Any]) -> None:
     """json.dumps writes NaN, Infinity and lone surrogates as a careless client does."""
@@ -433,13 +434,13 @@ def test_any_fields_get_an_answer(server: Serving, path: str, body: dict[str, An
 
 
 @pytest.mark.parametrize("path", POSTS)
-@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(100), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(raw=st.binary(max_size=60) | JSON_VALUE.map(lambda value: json.dumps(value).encode()))
 def test_any_bytes_get_an_answer(server: Serving, path: str, raw: bytes) -> None:
     check_any_answer(server, path, raw)
 
 
-@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(150), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(field=st.sampled_from(FIELDS), value=JSON_VALUE)
 def test_any_value_of_any_field_gets_an_answer(server: Serving, field: str, value: Any) -> None:
     for path in POSTS:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from service.schemas.generate import ErrorReply
 from service.schemas.openai import ChatReply
 from tests.model.factories import save_tiny_checkpoint
+from tests.profiles import examples
 from tests.service.serving import PATIENCE, Serving, events, serving
 from tests.service.spelling import spelling_gpt
 
@@ -369,7 +370,7 @@ VALID = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(50), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(fields=VALID)
 def test_any_valid_fields_get_a_good_answer(chatter: Serving, fields: dict[str, Any]) -> None:
     response = chatter.post(PATH, json.dumps({"max_completion_tokens": 4, **fields}).encode())

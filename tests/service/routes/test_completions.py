@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from model.transformer.gpt import GPT
 from service.schemas.generate import ErrorReply
 from service.schemas.openai import CompletionReply
+from tests.profiles import examples
 from tests.service.serving import Serving, events
 
 PATH = "/v1/completions"
@@ -420,7 +421,7 @@ def numbers(value: Any) -> list[float]:
     return [value] if isinstance(value, float) else []
 
 
-@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(150), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(fields=VALID)
 def test_any_valid_fields_get_a_good_answer(server: Serving, fields: dict[str, Any]) -> None:
     response = server.post(PATH, json.dumps(fields).encode())

@@ -22,6 +22,7 @@ def library_pieces(pattern: str, text: str) -> list[str]:
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.hypothesis
 def test_pieces_are_the_same_there(pattern: str) -> None:
     written = to_oniguruma(pattern)
 

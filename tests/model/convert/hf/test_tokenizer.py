@@ -41,6 +41,7 @@ def read_document(found: dict[str, Any], path: Path) -> ForeignTokenizer:
 
 @pytest.mark.parametrize("pattern", [None, QWEN2_PATTERN, r"\p{N}{1,2}+|\s+|[^\s\p{N}]+$|\S"])
 @pytest.mark.parametrize("special_first", [False, True])
+@pytest.mark.hypothesis
 def test_ids_are_the_librarys(pattern: str | None, special_first: bool, tmp_path: Path) -> None:
     library = their_tokenizer(pattern=pattern, special_first=special_first)
     found = read(library, tmp_path)
@@ -159,6 +160,7 @@ def bundled() -> Tokenizer:
 @pytest.mark.parametrize(
     "make", [byte_tokenizer, merging_tokenizer, bundled], ids=["bytes", "odd", "bundled"]
 )
+@pytest.mark.hypothesis
 def test_what_is_written_encodes_alike_and_is_read_back(
     make: Callable[[], Tokenizer], tmp_path: Path
 ) -> None:

@@ -35,6 +35,7 @@ from tests.model.inference.engine.harness import (
     run,
     small_gpt,
 )
+from tests.profiles import examples
 
 TOKENIZER = merging_tokenizer()
 COMPILER = Compiler(TOKENIZER)
@@ -219,7 +220,7 @@ def test_every_text_of_a_bounded_schema_is_finished() -> None:
     assert sum(check_json(EXAMPLE, seed) for seed in range(10)) >= 25
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(schemas(), st.integers(0, 2**32))
 def test_json_is_by_its_schema(schema: Any, seed: int) -> None:
     check_json(schema, seed)
@@ -253,7 +254,7 @@ def expressions() -> st.SearchStrategy[str]:
     )
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(expressions(), st.integers(0, 2**32))
 def test_a_text_matches_its_expression(expression: str, seed: int) -> None:
     source = Source("regex", expression)
@@ -266,7 +267,7 @@ def test_a_text_matches_its_expression(expression: str, seed: int) -> None:
 # Choices
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(
     st.lists(st.text(min_size=1, max_size=6), min_size=1, max_size=5, unique=True),
     st.integers(0, 99),

@@ -24,6 +24,7 @@ from tests.model.inference.engine.harness import (
     score_request,
     small_gpt,
 )
+from tests.profiles import examples
 
 GPT = small_gpt()
 SHAPE = GPT.config  # 2 layers, 2 heads, d_model 16
@@ -80,7 +81,7 @@ def computed(request: Request, outcomes: dict[tuple[str, int], Outcome]) -> int:
 
 
 @pytest.mark.parametrize("kind", REQUESTS)
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=examples(30))
 @given(data=st.data())
 def test_the_price_is_what_is_computed(kind: str, data: st.DataObject) -> None:
     request = data.draw(REQUESTS[kind])

@@ -28,6 +28,7 @@ from tests.model.inference.engine.harness import (
     outputs_request,
     params,
 )
+from tests.profiles import examples
 
 VOCABULARY = 16
 CONTEXT = 80
@@ -211,11 +212,11 @@ class EngineMachine(RuleBasedStateMachine):
 
 
 TestEngineMachine = EngineMachine.TestCase
-TestEngineMachine.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+TestEngineMachine.settings = settings(max_examples=examples(40), stateful_step_count=40)
 
 
 @pytest.mark.slow
 def test_the_machine_for_longer() -> None:
     run_state_machine_as_test(
-        EngineMachine, settings=settings(max_examples=1500, stateful_step_count=80, deadline=None)
+        EngineMachine, settings=settings(max_examples=1500, stateful_step_count=80)
     )

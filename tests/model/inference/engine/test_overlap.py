@@ -41,6 +41,7 @@ from tests.model.inference.engine.harness import (
 )
 from tests.model.inference.engine.test_engine import failing_gpt
 from tests.model.inference.kernels.late import LateDecoder, LateDevice
+from tests.profiles import examples
 
 VOCABULARY = 40
 CONFIG = small_gpt().config
@@ -221,7 +222,7 @@ class Played:
                 self.said.append(event)
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(commands=plays, slots=st.integers(1, 4))
 def test_every_step_says_what_it_says_without(commands: list[Ask | Command], slots: int) -> None:
     """Requests of every kind, aborts, deadlines, new weights, at any moment. Batch-invariant: a row
@@ -230,7 +231,7 @@ def test_every_step_says_what_it_says_without(commands: list[Ask | Command], slo
     assert ahead == Played(slots=slots, ahead=False).play(commands)
 
 
-@settings(max_examples=75)
+@settings(max_examples=examples(75))
 @given(commands=st.lists(st.one_of(asks, steps, steps), min_size=2, max_size=15))
 def test_the_tokens_are_the_references(commands: list[Ask | Command]) -> None:
     """With steps of several sizes, too."""
@@ -247,7 +248,7 @@ def test_the_tokens_are_the_references(commands: list[Ask | Command]) -> None:
                     )
 
 
-@settings(max_examples=75)
+@settings(max_examples=examples(75))
 @given(
     prompts=st.lists(prompts, min_size=1, max_size=5),
     waits=st.lists(st.integers(0, 6), min_size=5, max_size=5),
@@ -266,7 +267,7 @@ def test_a_decoder_that_raises_fails_the_step_that_it_fails_without(
     assert said[0] == said[1]
 
 
-@settings(max_examples=75)
+@settings(max_examples=examples(75))
 @given(
     prompts=st.lists(prompts, min_size=1, max_size=5),
     waits=st.lists(st.integers(0, 6), min_size=5, max_size=5),

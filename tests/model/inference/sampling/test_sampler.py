@@ -23,6 +23,7 @@ from model.inference.sampling.philox import uniform
 from model.inference.sampling.sample import Draw, table
 from model.inference.sampling.sampler import Row, Sampled, SlotDraws, sample
 from tests.model.inference.engine.harness import params
+from tests.profiles import examples
 
 VOCAB = 13
 
@@ -446,7 +447,7 @@ def test_as_many_logprobs_as_were_asked_for(asked: int | None, top: int) -> None
 # Rows among others
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(st.lists(st.tuples(logit_rows, rows()), min_size=1, max_size=7), st.booleans())
 def test_a_batch_is_each_row_alone(batch: list[tuple[list[float], Row]], in_bfloat16: bool) -> None:
     """Bit for bit, whatever the others ask for."""

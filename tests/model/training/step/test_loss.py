@@ -9,6 +9,7 @@ from torch import Tensor
 
 from model.training.step import loss as loss_module
 from model.training.step.loss import cross_entropy
+from tests.profiles import examples
 
 
 def _both(
@@ -31,7 +32,7 @@ def _inputs(
     return hidden, head, torch.randint(vocab_size, (batch, length), generator=generator)
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(
     batch=st.integers(1, 3),
     length=st.integers(1, 20),

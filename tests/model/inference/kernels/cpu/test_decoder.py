@@ -32,6 +32,7 @@ from tests.model.inference.engine.harness import (
     random_params,
     random_prompt,
 )
+from tests.profiles import examples
 
 SLOTS, STEPS = 5, 40
 CPU = torch.device("cpu")
@@ -377,8 +378,7 @@ def test_the_number_of_threads_changes_no_bit(library: ctypes.CDLL) -> None:
 
 
 @settings(
-    max_examples=40,
-    deadline=None,
+    max_examples=examples(40),
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(

@@ -2,7 +2,11 @@
 
 import os
 import stat
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -47,6 +51,24 @@ def test_it_is_built_once(cache: Path, sources: Path) -> None:
     (sources / "decoder.cpp").write_text('extern "C" int answer() { return 43; }\n')
     assert load_library(said.append).answer() == 43
     assert len(said) == 2
+
+
+@pytest.mark.usefixtures("compiler", "cache", "sources")
+def test_who_comes_while_it_is_built_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    building, build, said = threading.Event(), library._build, list[str]()
+
+    def slowly(*given: Any) -> None:
+        building.set()
+        time.sleep(0.2)
+        build(*given)
+
+    monkeypatch.setattr(library, "_build", slowly)
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(load_library, said.append)
+        assert building.wait(60)
+        second = pool.submit(load_library, said.append)
+        assert [first.result().answer(), second.result().answer()] == [42, 42]
+    assert len(said) == 1
 
 
 @pytest.mark.usefixtures("compiler", "cache")

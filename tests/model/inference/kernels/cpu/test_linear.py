@@ -12,6 +12,7 @@ from torch.testing import assert_close
 
 from model.inference.kernels.cpu.decoder import KINDS, _Matrix
 from model.inference.kernels.cpu.quantize import quantize_rows
+from tests.profiles import examples
 
 READ_BEHIND = 64
 """Numbers: a last vector may begin within a row and end behind it; memory is finite there."""
@@ -53,9 +54,7 @@ def rounded_rows(inputs: Tensor) -> Tensor:
     bias=st.booleans(),
     seed=st.integers(0, 2**16),
 )
-@settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=examples(60), suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_products_are_the_twins(
     library: ctypes.CDLL,
     kind: torch.dtype,

@@ -19,6 +19,7 @@ from model.inference.kv_cache import KVCache
 from model.inference.sampling.philox import uniform
 from model.inference.sampling.sample import Draw, draw_tokens, table
 from tests.model.factories import tiny_config, tiny_gpt
+from tests.profiles import examples
 
 GREEDY = Draw(0.0, 0, 1.0, 0.0, seed=1, position=2, index=0)
 PLAIN = dataclasses.replace(GREEDY, temperature=1.0)
@@ -53,7 +54,7 @@ def draws(draw: st.DrawFn) -> Draw:
     )
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(
     width=st.sampled_from(WIDTHS),
     several=st.lists(draws(), min_size=1, max_size=5),

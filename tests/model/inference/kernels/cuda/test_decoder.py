@@ -27,6 +27,7 @@ from model.transformer.config import BLOCK
 from model.transformer.gpt import GPT
 from tests.model.factories import FAMILIES, tiny_config, tiny_gpt
 from tests.model.inference.kernels.cpu.test_native_sample import GREEDY, PLAIN
+from tests.profiles import examples
 
 NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 DEVICES = ["cpu", pytest.param("cuda", marks=NEEDS_CUDA)]
@@ -158,7 +159,7 @@ def play(
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("batch_invariant", [False, True])
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25))
 @given(steps=plays(), name=st.sampled_from(sorted(SHAPES)), seed=st.integers(0, 2**16))
 def test_any_play_gives_what_the_plain_decoder_gives(
     device: str,

@@ -29,6 +29,7 @@ from tests.model.inference.kernels.cuda.test_decoder import (
     new_cache,
 )
 from tests.model.inference.kernels.late import LateDecoder, LateDevice
+from tests.profiles import examples
 
 SLOTS = 6
 CONFIG = tiny_config(n_layer=2, d_model=48, vocab_size=40)
@@ -89,7 +90,7 @@ ways_to_draw = st.builds(
 
 
 @pytest.mark.parametrize(("device", "make"), MAKERS)
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(
     lengths=st.lists(st.integers(2, 40), min_size=1, max_size=SLOTS),
     ways=st.lists(ways_to_draw, min_size=SLOTS, max_size=SLOTS),

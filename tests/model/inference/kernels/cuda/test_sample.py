@@ -22,6 +22,7 @@ from model.inference.kernels.cuda.sample import (
 )
 from model.inference.sampling.sample import Draw, draw_tokens, filtered, table
 from tests.model.inference.kernels.cpu.test_native_sample import GREEDY, PLAIN, draws
+from tests.profiles import examples
 
 WIDTHS = (1, 7, 64, 65, 1000)
 
@@ -44,7 +45,7 @@ def rows(count: int, width: int, seed: int, steps: int) -> Tensor:
     return logits
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300))
 @given(
     width=st.sampled_from(WIDTHS),
     several=st.lists(draws(), min_size=1, max_size=12),
@@ -58,7 +59,7 @@ def test_draws_what_its_twin_draws(width: int, several: list[Draw], seed: int, s
     assert drawn(logits, computed, several) == draw_tokens(logits, computed, table(several))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100))
 @given(
     several=st.lists(draws(), min_size=1, max_size=6),
     company=st.lists(draws(), min_size=1, max_size=6),

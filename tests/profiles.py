@@ -1,0 +1,28 @@
+"""How many examples hypothesis draws for a property test, by profile.
+
+`make test` runs the profile "fast". `make test-slow` runs every property test again, with "full":
+the number that each test states. An expensive or a cheap test states its own with `examples`, so
+that it scales with the profile; all others take the profile's. What a test found once stays with it
+as an @example, which every profile runs.
+
+`pytest --hypothesis-profile full` chooses a profile by hand. This module does not choose: the
+default is loaded in conftest.py.
+"""
+
+from hypothesis import settings
+
+FULL = 100
+FAST = 25
+
+
+def register_profiles() -> None:
+    """Register both and load "fast". A busy machine is not a bug: pytest's own timeout catches what
+    hangs, so that no example has a deadline."""
+    settings.register_profile("full", deadline=None, max_examples=FULL)
+    settings.register_profile("fast", deadline=None, max_examples=FAST)
+    settings.load_profile("fast")
+
+
+def examples(full: int) -> int:
+    """The number of examples where the full profile draws `full` of them."""
+    return max(1, full * settings().max_examples // FULL)
