@@ -7,13 +7,15 @@ KernelsUnavailable that says why, and the callers take the plain torch path.
 """
 
 import ctypes
+import fcntl
 import hashlib
 import os
 import platform
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 SOURCES = Path(__file__).parent / "native"
@@ -41,8 +43,10 @@ def load_library(
     flags = (*FLAGS, f"{option}={processor}")
     target = _cache_folder() / f"kernels-{_fingerprint(compiler, flags)}.so"
     if not target.exists():
-        say("building the native kernels for this processor, once")
-        _build(compiler, flags, target)
+        with _building_alone(target.parent):
+            if not target.exists():  # another process may have built it while this one waited
+                say("building the native kernels for this processor, once")
+                _build(compiler, flags, target)
     try:
         return ctypes.CDLL(str(target))
     except OSError as error:
@@ -91,6 +95,19 @@ def _processor() -> str:
     except OSError:
         return f"{platform.machine()} {platform.processor()}"
     return next((line for line in lines if line.startswith(("flags", "Features"))), "")
+
+
+@contextmanager
+def _building_alone(folder: Path) -> Iterator[None]:
+    """Let one process at a time build in `folder`: those that start together would all compile.
+    Where the file system has no locks they do, which costs time and nothing else."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _build(compiler: str, flags: tuple[str, ...], target: Path) -> None:
