@@ -2,6 +2,7 @@
 
 import logging
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -65,6 +66,15 @@ def chatter(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
 def gpt(checkpoint_path: Path) -> GPT:
     """The weights behind `server`, for oracles."""
     return load_checkpoint(checkpoint_path, device=torch.device("cpu"), dtype=torch.float32)[1]
+
+
+@pytest.fixture
+def signals_as_before() -> Iterator[None]:
+    """For a server in this very process: its closed event loop goes on handling them."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 class _Errors(logging.Handler):

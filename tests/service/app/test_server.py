@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 
 from service.app.server import serve
 from service.schemas.generate import ErrorReply
@@ -164,6 +165,7 @@ def test_a_second_signal_quits_at_once(spelling_path: Path) -> None:
         assert "Traceback" not in server.output
 
 
+@pytest.mark.usefixtures("signals_as_before")
 def test_a_port_in_use_ends_it_with_a_sentence(
     checkpoint_path: Path, logged_errors: list[str]
 ) -> None:
@@ -175,6 +177,7 @@ def test_a_port_in_use_ends_it_with_a_sentence(
     logged_errors.clear()
 
 
+@pytest.mark.usefixtures("signals_as_before")
 def test_what_cannot_be_loaded_ends_it_with_a_sentence(
     tmp_path: Path, logged_errors: list[str]
 ) -> None:
