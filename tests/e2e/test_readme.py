@@ -1,5 +1,9 @@
-"""The README's commands do what they say: each curl line and each Python block is run against a
-real `logitd serve` with the bundled checkpoint."""
+"""The documents' commands do what they say: each curl line and each Python block is run against a
+real `logitd serve` with the bundled checkpoint.
+
+Of the commands of a terminal, `inspect` and `generate` are run by tests/service/commands; that all
+of them are understood is tested in tests/test_documents.py.
+"""
 
 import io
 import json
@@ -22,22 +26,39 @@ from tests.model.inference.served import forward_as_served
 
 ROOT = Path(__file__).parent.parent.parent
 BUNDLED = ROOT / "checkpoints" / "python-small"
-README = (ROOT / "README.md").read_text(encoding="utf-8")
+DOCUMENTS = [
+    ROOT / name
+    for name in ("README.md", "service/README.md", "model/inference/constraints/README.md")
+    if (ROOT / name).exists()
+]
 ADDRESS = "127.0.0.1:8000"
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", README, flags=re.DOTALL)
+def blocks(document: Path, language: str) -> list[str]:
+    text = document.read_text(encoding="utf-8")
+    return re.findall(rf"^```{language}\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
 
 
-def curl_lines() -> list[str]:
-    """Every command of the README that begins with curl, continuation lines joined."""
-    commands = []
-    for block in blocks("sh"):
-        for line in block.replace("\\\n", " ").splitlines():
-            if line.startswith("curl "):
-                commands.append(line)
-    return commands
+def curl_lines(document: Path) -> list[str]:
+    """Every command of a document that begins with curl, continuation lines joined."""
+    return [
+        line
+        for block in blocks(document, "sh")
+        for line in block.replace("\\\n", " ").splitlines()
+        if line.startswith("curl ")
+    ]
+
+
+CURL_LINES = [
+    pytest.param(line, id=f"{document.relative_to(ROOT)}-{index}")
+    for document in DOCUMENTS
+    for index, line in enumerate(curl_lines(document))
+]
+PYTHON_BLOCKS = [
+    pytest.param(block, id=f"{document.relative_to(ROOT)}-{index}")
+    for document in DOCUMENTS
+    for index, block in enumerate(blocks(document, "python"))
+]
 
 
 @pytest.fixture(scope="module")
@@ -46,16 +67,24 @@ def server() -> Iterator[ServedProcess]:
         yield process
 
 
+@pytest.fixture
+def here(tmp_path: Path) -> Path:
+    """A folder that a document's command may write to, and in which it finds the checkpoints."""
+    (tmp_path / "checkpoints").symlink_to(BUNDLED.parent)
+    return tmp_path
+
+
 def test_there_is_something_to_run() -> None:
-    assert len(curl_lines()) >= 6
-    assert len(blocks("python")) >= 2
+    assert len(CURL_LINES) >= 6
+    assert len(PYTHON_BLOCKS) >= 2
 
 
-@pytest.mark.parametrize("command", curl_lines())
-def test_curl_line(command: str, server: ServedProcess, tmp_path: Path) -> None:
+@pytest.mark.parametrize("command", CURL_LINES)
+def test_curl_line(command: str, server: ServedProcess, here: Path) -> None:
+    found = set(here.iterdir())
     done = subprocess.run(
         ["bash", "-c", "set -o pipefail; " + command.replace(ADDRESS, server.address)],
-        cwd=tmp_path,
+        cwd=here,
         check=True,
         capture_output=True,
         text=True,
@@ -67,17 +96,17 @@ def test_curl_line(command: str, server: ServedProcess, tmp_path: Path) -> None:
     elif '"stream": true' in command:
         assert done.stdout.endswith("data: [DONE]\n\n")
     elif " -o " in command:
-        assert any(tmp_path.iterdir()), "the README says that a file is written"
+        assert set(here.iterdir()) - found, "the document says that a file is written"
     else:
         assert json.loads(done.stdout)
 
 
-@pytest.mark.parametrize("block", blocks("python"))
-def test_python_block(block: str, server: ServedProcess, tmp_path: Path) -> None:
-    script = tmp_path / "readme.py"
+@pytest.mark.parametrize("block", PYTHON_BLOCKS)
+def test_python_block(block: str, server: ServedProcess, here: Path) -> None:
+    script = here / "block.py"
     script.write_text(block.replace(ADDRESS, server.address), encoding="utf-8")
     done = subprocess.run(
-        [sys.executable, script], cwd=tmp_path, capture_output=True, text=True, timeout=60
+        [sys.executable, script], cwd=here, capture_output=True, text=True, timeout=60
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout
@@ -86,9 +115,10 @@ def test_python_block(block: str, server: ServedProcess, tmp_path: Path) -> None
 @pytest.mark.parametrize("tokens", [3, 32, 300])
 def test_the_numbers_are_bit_for_bit_the_models_own(server: ServedProcess, tokens: int) -> None:
     """Of whatever dtype and decoder this machine chose."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
     with httpx.Client(base_url=server.url, trust_env=False, timeout=60) as http:
         info = http.get("/info").json()
-        ids = http.post("/tokenize", json={"prompt": README}).json()["tokens"][:tokens]
+        ids = http.post("/tokenize", json={"prompt": text}).json()["tokens"][:tokens]
         reply = http.post(
             "/logits",
             json={"prompt": ids, "positions": "all"},
