@@ -2,19 +2,22 @@
 #
 # PYTHON       the interpreter that makes .venv       (default python3)
 # TORCH_INDEX  another index for torch alone, e.g. PyTorch's CPU wheel index
+# WORKERS      processes that run tests               (default one a core, at most four)
+# OTHERS       interpreters of `make test-others`     (default python3.12 python3.13)
 # ARGS         passed on: make serve ARGS="--port 9000", make test ARGS="-k sampler"
 
 PYTHON ?= python3
+OTHERS ?= python3.12 python3.13
 VENV := .venv
 BIN := $(VENV)/bin
 TORCH := torch==2.13.0
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
-# A worker for each core, up to four. Each runs one half (a third, ...) of the tests in order, so that
-# most servers and trained models are made by one worker alone, and takes from another when it is done.
+# Each worker gets a contiguous part of the tests, so that one worker alone makes most of the servers
+# and trained models that several tests use. A worker that is done takes half of what another has left.
 WORKERS ?= $(shell cores=$$(getconf _NPROCESSORS_ONLN); echo $$((cores < 4 ? cores : 4)))
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --durations 15
 
-.PHONY: help setup serve train test test-slow lint format client map lock clean
+.PHONY: help setup serve train test test-slow test-others lint format client map lock clean
 .DEFAULT_GOAL := help
 
 help:  ## list the tasks
@@ -33,6 +36,16 @@ test: $(VENV)/.dev  ## run the test suite
 
 test-slow: $(VENV)/.slow  ## run the tests that take minutes, and property tests with every example
 	$(PYTEST) -m 'slow or hypothesis' --hypothesis-profile full --timeout 1200 $(ARGS)
+
+test-others:  ## run the test suite on each other Python that is here, in a .venv of its own
+	@for python in $(OTHERS); do \
+	  if ! "$$python" -c 'import venv' 2> /dev/null; then \
+	    echo "skipped: no $$python on this machine, so the tests did not run on it"; \
+	  else \
+	    echo "the tests on $$python:"; \
+	    $(MAKE) test PYTHON="$$python" VENV=".venv-$$(basename "$$python")" || exit 1; \
+	  fi; \
+	done
 
 lint: $(VENV)/.dev  ## ruff, mypy (strict), Dockerfile and compose checks
 	$(BIN)/ruff check .
@@ -71,7 +84,7 @@ lock:  ## write the requirements*.lock files anew (needs uv)
 	rm build-torch.in build-*.lock
 
 clean:  ## remove .venv and every cache
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
+	rm -rf $(VENV) .venv-* .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # A stamp per stage: a second `make` starts at once, a changed lock installs again.
