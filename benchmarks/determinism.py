@@ -15,7 +15,7 @@ decode, native  every product of a step of one sequence, accumulated as in every
                 weights once, at the speed of a sum over memory. (Weights that stay in the
                 processor's caches are read faster: then the bound says nothing.) Attention of one
                 sequence has nothing to be batched with.
-draw            one row natively, from float64 sums and a number that is a function of the seed,
+sampling        one row natively, from float64 sums and a number that is a function of the seed,
                 against torch's softmax and multinomial; as a share of the same step.
 decode, torch   a step whose rows are padded to a multiple of 4, over one whose rows are not.
 prefill         attention block by block, against one fused causal attention; and the activation
@@ -68,8 +68,8 @@ class NativePrice:
     ours: dict[str, float]
     fastest: dict[str, float]
     reading: float
-    draw: float
-    fastest_draw: float
+    sampling: float
+    fastest_sampling: float
 
     @property
     def products(self) -> float:
@@ -83,8 +83,8 @@ class NativePrice:
 
     @property
     def whole(self) -> float:
-        """`products` and the draw."""
-        return self.products + (self.draw - self.fastest_draw) / self.step
+        """`products` and the sampling."""
+        return self.products + (self.sampling - self.fastest_sampling) / self.step
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,8 +141,8 @@ def fastest_products(gpt: GPT) -> dict[str, float]:
 
 
 @torch.inference_mode()
-def fastest_draw(gpt: GPT) -> float:
-    """Seconds of torch's draw from one row."""
+def fastest_sampling(gpt: GPT) -> float:
+    """Seconds of torch's sampling of one row."""
     logits = torch.randn(1, gpt.config.vocab_size)
     return median_seconds(lambda: torch.multinomial(logits.softmax(-1), 1))
 
@@ -152,11 +152,11 @@ def native_price(gpt: GPT, threads: int) -> NativePrice | None:
     path = choose_decode_path(gpt, threads=threads)
     if not path.name.startswith("native"):
         return None
-    profiles, products, draws = list[Profile](), list[dict[str, float]](), list[float]()
+    profiles, products, samplings = list[Profile](), list[dict[str, float]](), list[float]()
     for _ in range(ROUNDS):
         profiles.append(profile_engine(gpt, path.make_decoder, workload(gpt))[1])
         products.append(fastest_products(gpt))
-        draws.append(fastest_draw(gpt))
+        samplings.append(fastest_sampling(gpt))
     read = sum(
         stage.work.read_bytes
         for stage in profiles[0].stages
@@ -169,8 +169,8 @@ def native_price(gpt: GPT, threads: int) -> NativePrice | None:
         },
         fastest={kind: statistics.median(one[kind] for one in products) for kind in PRODUCTS},
         reading=read / read_bandwidth(torch.device("cpu")),
-        draw=statistics.median(in_stage(one, "draw") for one in profiles),
-        fastest_draw=statistics.median(draws),
+        sampling=statistics.median(in_stage(one, "sampling") for one in profiles),
+        fastest_sampling=statistics.median(samplings),
     )
 
 
@@ -255,9 +255,9 @@ def show_native(price: NativePrice) -> None:
         ours, fastest = price.ours[kind], price.fastest[kind]
         print(f"{kind:16} {1e6 * ours:8.0f} {1e6 * fastest:11.0f} "
               f"{(ours - fastest) / price.step:+12.1%}")  # fmt: skip
-    print(f"{'draw':16} {1e6 * price.draw:8.0f} {1e6 * price.fastest_draw:11.0f} "
-          f"{(price.draw - price.fastest_draw) / price.step:+12.1%}")  # fmt: skip
-    print(f"products {price.products:+.1%}, with the draw {price.whole:+.1%} of the step")
+    print(f"{'sampling':16} {1e6 * price.sampling:8.0f} {1e6 * price.fastest_sampling:11.0f} "
+          f"{(price.sampling - price.fastest_sampling) / price.step:+12.1%}")  # fmt: skip
+    print(f"products {price.products:+.1%}, with the sampling {price.whole:+.1%} of the step")
     print(f"at most {price.bound:.1%}: what the products take beyond reading their weights")
 
 

@@ -98,7 +98,7 @@ def goals(plan: Plan, bounds: Bounds = GOALS) -> Iterator[Goal]:
 def overhead_goals(plan: Plan, bounds: Bounds) -> Iterator[Goal]:
     for batch in sorted({plan.batches[0], plan.batches[-1]}):
         yield Goal(
-            f"{plan.shapes[-1]}: a step of {batch}, outside the model and the draw",
+            f"{plan.shapes[-1]}: a step of {batch}, outside the model and the sampling",
             "profile",
             partial(overhead_us, batch=batch),
             bounds.overhead_us.get(batch, 400.0),

@@ -30,7 +30,7 @@ from model.inference.kernels.cuda.decoder import GraphDecoder
 from model.inference.kernels.eager.decoder import PlainDecoder
 from model.inference.kv_cache import KVCache
 from model.inference.sampling.params import SamplingParams
-from model.inference.sampling.sample import Draws
+from model.inference.sampling.sample import SamplingRows
 from model.text.tokenizer import Tokenizer
 from model.transformer.config import MODERN, gpt2_shape
 from model.transformer.gpt import GPT
@@ -58,9 +58,9 @@ class Size:
 
 FULL = Size(positions=512, prompts=20, tokens=64, requests=64, steps=100_000)
 SMALL = Size(positions=16, prompts=2, tokens=8, requests=4, steps=20)
-DRAWN: tuple[dict[str, Any], ...] = ({"temperature": 0.0}, {}, {"top_k": 20}, {"top_p": 0.9})
+SAMPLED: tuple[dict[str, Any], ...] = ({"temperature": 0.0}, {}, {"top_k": 20}, {"top_p": 0.9})
 ASKING: tuple[dict[str, Any], ...] = ({"logprobs": 1}, {"frequency_penalty": 0.5})
-"""Requests that ask for no more than a draw, and for more."""
+"""Requests that need no logits processing, and some that do."""
 WARM_UP = 0.1
 """Share of the steps after which everything has been allocated that ever will be."""
 
@@ -168,10 +168,14 @@ class Counted(GraphDecoder):
         self._behind = behind
 
     def launch_behind(
-        self, rows: Sequence[int], slots: Sequence[int], positions: Sequence[int], draws: Draws
+        self,
+        rows: Sequence[int],
+        slots: Sequence[int],
+        positions: Sequence[int],
+        sampling: SamplingRows,
     ) -> Collect:
         self._behind.append(len(rows))
-        return super().launch_behind(rows, slots, positions, draws)
+        return super().launch_behind(rows, slots, positions, sampling)
 
 
 def ahead(device: torch.device, size: Size) -> Iterator[Finding]:
@@ -188,7 +192,7 @@ def ahead(device: torch.device, size: Size) -> Iterator[Finding]:
                 partial(GraphDecoder, batch_invariant=invariant, ahead=False),
             )
             found, expected = (
-                _mixed(gpt, make, ids, size, "none", kinds=DRAWN, ends_early=invariant)
+                _mixed(gpt, make, ids, size, "none", kinds=SAMPLED, ends_early=invariant)
                 for make in ways
             )
             same = sum(one == other for one, other in zip(found, expected, strict=True))
@@ -325,7 +329,7 @@ def _mixed(
     size: Size,
     drafts: Any,
     *,
-    kinds: Sequence[dict[str, Any]] = (*DRAWN, *ASKING),
+    kinds: Sequence[dict[str, Any]] = (*SAMPLED, *ASKING),
     ends_early: bool = True,
 ) -> list[list[Any]]:
     """The tokens of requests of many kinds, some aborted if sequences may end before their length;

@@ -62,7 +62,7 @@ class Profile:
     seconds     measured around the whole
     stages      those that took time, in their order
     remainder   seconds in none of them
-    overhead    seconds of the stages that are neither the model nor the draw
+    overhead    seconds of the stages that are neither the model nor the sampling
     watching    how much longer the watched took than the others, as a share
     steps       watched, of which the middle half counts
     """

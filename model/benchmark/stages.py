@@ -1,8 +1,8 @@
 """Stages: the parts of a step that a profile tells apart, and what each has to read and multiply.
 
 The works of all stages together are those of the whole (`model/benchmark/work.py`): a step's limit
-is divided, not counted anew. What has no work there has none here: activations, draws, and what is
-no matter of the model at all.
+is divided, not counted anew. What has no work there has none here: activations, sampling, and what
+is not part of the model at all.
 """
 
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ from model.transformer.gpt import GPT
 
 Stage = Literal[
     "scheduling", "tensors", "embedding", "norms", "qkv", "cache_writes", "attention",
-    "attention_out", "mlp_up", "activation", "mlp_down", "head", "sampling", "draw", "events",
+    "attention_out", "mlp_up", "activation", "mlp_down", "head", "processing", "sampling", "events",
 ]  # fmt: skip
 """In the order of a step.
 
@@ -29,13 +29,13 @@ qkv, attention_out, mlp_up, mlp_down, head
 cache_writes   of a prefill: new keys and values; a decode step's are part of its attention
 attention      heads taken apart, their norms, gates and rotations, the look back, their outputs
 activation     of the feed-forward
-sampling       what each row asks of the draw, described; penalties and constraints
-draw           tokens from logits
-events         draws into events, and the end of sequences
+processing     how each row is sampled, written down; penalties and constraints
+sampling       tokens from logits
+events         tokens into events, and the end of sequences
 """
 STAGES: tuple[Stage, ...] = get_args(Stage)
-OUTSIDE: frozenset[Stage] = frozenset({"scheduling", "tensors", "sampling", "events"})
-"""What is neither the model nor the draw: the price of an engine around them."""
+OUTSIDE: frozenset[Stage] = frozenset({"scheduling", "tensors", "processing", "events"})
+"""What is neither the model nor the sampling: the cost of an engine around them."""
 
 _MODULES: Mapping[str, Stage] = {
     "token_embedding": "embedding",

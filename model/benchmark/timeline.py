@@ -22,7 +22,7 @@ from model.inference.engine.runner import DecoderMaker
 from model.inference.kernels.base import Decoder, Piece, Prefilled
 from model.inference.kernels.cpu.decoder import NativeDecoder
 from model.inference.kv_cache import KVCache
-from model.inference.sampling.sample import Draws
+from model.inference.sampling.sample import SamplingRows
 from model.transformer.attention import Attend, Observer
 from model.transformer.gpt import GPT, Block
 
@@ -121,10 +121,10 @@ class WatchedDecoder:
         self._mark("head", "tensors")
         return logits
 
-    def draw(self, logits: Tensor, computed: Tensor, draws: Draws) -> list[int | None]:
-        self._timeline.mark("sampling")
-        tokens = self._decoder.draw(logits, computed, draws)
-        self._mark("draw", "sampling")
+    def sample(self, logits: Tensor, computed: Tensor, sampling: SamplingRows) -> list[int | None]:
+        self._timeline.mark("processing")
+        tokens = self._decoder.sample(logits, computed, sampling)
+        self._mark("sampling", "processing")
         return tokens
 
     def close(self) -> None:

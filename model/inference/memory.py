@@ -16,8 +16,8 @@ from model.transformer.size import parameter_count
 
 MOST_SLOTS = 4096
 """More are never made of memory alone."""
-DRAW_BYTES = 48
-"""Of each logit of a row while tokens are drawn on a GPU: a row of float32, what is left of it,
+SAMPLING_BYTES = 48
+"""Of each logit of a row while tokens are sampled on a GPU: a row of float32, its filtered copy,
 its order, probabilities and their sums in float64, and masks."""
 
 
@@ -48,8 +48,8 @@ def slot_bytes(config: GPTConfig, item_bytes: int) -> int:
 
 def working_bytes(config: GPTConfig, item_bytes: int) -> int:
     """What a step on a GPU needs besides for each sequence that runs: a copy of a layer's keys and
-    values, and the draw."""
-    return slot_bytes(config, item_bytes) // config.n_layer + DRAW_BYTES * config.vocab_size
+    values, and what sampling takes."""
+    return slot_bytes(config, item_bytes) // config.n_layer + SAMPLING_BYTES * config.vocab_size
 
 
 def check_weights_fit(config: GPTConfig, item_bytes: int, there: Available) -> None:

@@ -67,7 +67,7 @@ def processed_row(
     params: SamplingParams,
     allowed: Sequence[bool] | None = None,
 ) -> list[float]:
-    """What is drawn from: steps 1 to 10, or 1 to 6 at temperature 0."""
+    """What is sampled from: steps 1 to 10, or 1 to 6 at temperature 0."""
     row = penalised(logits, tokens, prompt_length, params, allowed)
     return filtered(row, params) if params.temperature else row
 

@@ -26,7 +26,7 @@ Positions = Literal["last", "all"] | TokenIds | PositionRange
 
 
 class Processing(TypedDict, total=False):
-    """What happens to logits before a token is drawn."""
+    """What happens to logits before a token is sampled."""
 
     temperature: float
     top_k: int

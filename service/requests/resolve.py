@@ -194,7 +194,7 @@ def requested_logits(
     with engine_refusals():
         params = SamplingParams(
             max_tokens=1,
-            seed=0,  # nothing is drawn
+            seed=0,  # nothing is sampled
             temperature=fields.temperature,
             top_k=fields.top_k,
             top_p=fields.top_p,

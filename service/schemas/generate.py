@@ -61,7 +61,7 @@ ModelName = Annotated[
     str | None, Field(max_length=256, description="If given, the name served here.")
 ]
 
-# What happens to the logits before a token is drawn. Where no description stands here, each
+# What happens to the logits before a token is sampled. Where no description stands here, each
 # endpoint says in its own words what the value does there.
 Temperature = Annotated[float, Field(ge=0, le=1e6)]
 TopK = Annotated[int, Field(ge=0, lt=2**31)]
@@ -165,16 +165,16 @@ class GenerateRequest(RequestBody):
         description="Tokens to generate at most. Absent: what fits. Also called `max_new_tokens`.",
     )
     temperature: Temperature = Field(1.0, description="0 is greedy.")
-    top_k: TopK = Field(0, description="Draw from the k likeliest. 0: all.")
-    top_p: TopP = Field(1.0, description="Draw from the likeliest that make up p.")
+    top_k: TopK = Field(0, description="Sample from the k likeliest. 0: all.")
+    top_p: TopP = Field(1.0, description="Sample from the likeliest that make up p.")
     min_p: MinP = Field(
-        0.0, description="Draw from those at least p times as likely as the likeliest."
+        0.0, description="Sample from those at least p times as likely as the likeliest."
     )
     repetition_penalty: RepetitionPenalty = 1.0
     presence_penalty: PresencePenalty = 0.0
     frequency_penalty: FrequencyPenalty = 0.0
     logit_bias: LogitBias = Field(default_factory=dict)
-    allowed_token_ids: ChosenIds | None = Field(None, description="No other token can be drawn.")
+    allowed_token_ids: ChosenIds | None = Field(None, description="No other token can be sampled.")
     regex: Pattern | None = Field(
         None, description="The whole text matches this expression, in the syntax of Rust's regex."
     )
@@ -198,7 +198,7 @@ class GenerateRequest(RequestBody):
     )
     ignore_eos: bool = Field(False, description="Go on after the end-of-text token.")
     min_tokens: int = Field(
-        0, ge=0, lt=2**31, description="Before as many tokens, none that ends the text is drawn."
+        0, ge=0, lt=2**31, description="Before as many tokens, none that ends the text is sampled."
     )
     seed: int | None = Field(
         None, ge=0, lt=2**64, description="Same seed, same tokens. Absent: drawn, and returned."

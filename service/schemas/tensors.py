@@ -1,8 +1,8 @@
 """Schemas of the endpoints that give numbers: /logits, /probs, /score, /hidden_states, /attention.
 
 Bodies and replies as in `schemas.py`, whose rules they follow. `Processing` is what /generate would
-do to the logits before it draws, as fields of their own, because `top_k` here also says how much of
-a reply is listed.
+do to the logits before it samples, as fields of their own, because `top_k` here also says how much
+of a reply is listed.
 """
 
 from typing import Annotated, ClassVar, Literal
@@ -75,7 +75,7 @@ PROCESSED_NEEDS_STAGE = (
 
 
 class Processing(RequestBody):
-    """What happens to the logits before a token is drawn; the definitions are those of
+    """What happens to the logits before a token is sampled; the definitions are those of
     /generate."""
 
     temperature: Temperature = Field(1.0, description="0 leaves the logits as they are.")
@@ -119,7 +119,7 @@ class LogitsRequest(RequestBody):
             "positions": [0, -1],
             "token_ids": [10, 11, 12],
         },
-        "What is left to draw from": {
+        "What is left to sample from": {
             "prompt": "import",
             "top_k": 8,
             "stage": "processed",
@@ -191,7 +191,7 @@ class ProbsRequest(RequestBody):
             "prompt": ["for i in", "if not"],
             "tokens": [" ", "("],
         },
-        "What /generate would draw from": {
+        "What /generate would sample from": {
             "prompt": "import",
             "stage": "processed",
             "processing": {"temperature": 0.7, "top_p": 0.9},

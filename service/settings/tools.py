@@ -45,8 +45,8 @@ class GenerateSettings(BaseSettings):
     checkpoint: CheckpointPath = BUNDLED_CHECKPOINT
     max_tokens: int = Field(200, ge=1, description="tokens to generate at most")
     temperature: float = Field(0.8, ge=0, description="0 is greedy")
-    top_k: int = Field(0, ge=0, description="draw from the k likeliest tokens; 0 is all")
-    top_p: float = Field(1.0, gt=0, le=1, description="draw from the likeliest that make up p")
+    top_k: int = Field(0, ge=0, description="sample from the k likeliest tokens; 0 is all")
+    top_p: float = Field(1.0, gt=0, le=1, description="sample from the likeliest that make up p")
     seed: int | None = Field(None, ge=0, lt=2**64, description="same seed, same text")
     n: int = Field(1, ge=1, le=64, description="completions")
     device: Device = "auto"

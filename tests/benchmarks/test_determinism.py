@@ -55,7 +55,7 @@ def test_both_ways_are_the_same_product(biased: bool) -> None:
 
 
 def price(**changed: float) -> NativePrice:
-    values = {"step": 10.0, "reading": 5.0, "draw": 1.0, "fastest_draw": 0.5} | changed
+    values = {"step": 10.0, "reading": 5.0, "sampling": 1.0, "fastest_sampling": 0.5} | changed
     ours, fastest = dict.fromkeys(PRODUCTS, 1.6), dict.fromkeys(PRODUCTS, 1.5)
     return NativePrice(ours=ours, fastest=fastest, **values)
 
@@ -82,7 +82,7 @@ def test_a_tiny_model_is_measured() -> None:
     native = native_price(gpt, threads=1)
     assert native is not None
     assert all(seconds > 0 for seconds in (*native.ours.values(), *native.fastest.values()))
-    assert sum(native.ours.values()) + native.draw < native.step
+    assert sum(native.ours.values()) + native.sampling < native.step
 
 
 def test_where_nothing_is_decoded_natively_there_is_no_price() -> None:

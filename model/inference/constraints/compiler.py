@@ -1,10 +1,10 @@
 """Constraints: which token ids may come next, so that the text is what a client described.
 
 A regular expression, a JSON Schema, a list of choices or a grammar becomes a `Constraint`, and each
-sequence has a `Matcher` of it: a mask over the vocabulary before a draw, one step on after it. The
-work is llguidance's, an optional dependency that is imported here alone, on the checkpoint's own
-vocabulary and split pattern. Does not apply masks (`model/inference/sampling/sampler.py`), nor
-protect a process from what compiling may take (`model/inference/constraints/sandbox.py`), nor keep
+sequence has a `Matcher` of it: a mask over the vocabulary before sampling, one step on after it.
+The work is llguidance's, an optional dependency that is imported here alone, on the checkpoint's
+own vocabulary and split pattern. Does not apply masks (`model/inference/sampling/sampler.py`), nor
+protect a process from what compiling may take (`model/inference/constraints/sandbox.py`), nor cache
 what was compiled (`service/core/constraints.py`).
 
 What the four kinds mean here:
@@ -18,10 +18,10 @@ grammar      the text is a sentence of a context-free grammar, in llguidance's d
 
 Where a grammar leaves only one way to go on, the tokens are those that the text has by itself.
 
-A constraint is made of text, special tokens are not. The end of text may be drawn exactly where the
-text is whole and could also go on; where it could not, the sequence ends by itself. llguidance is
-told of an end token of its own, one id beyond the vocabulary, so that vocabularies with and without
-an end of text are one case. Without one, what could go on goes on.
+A constraint is made of text, special tokens are not. The end of text may be sampled exactly where
+the text is complete and could also go on; where it could not, the sequence ends by itself.
+llguidance is told of an end token of its own, one id beyond the vocabulary, so that vocabularies
+with and without an end of text are one case. Without one, a text that could go on goes on.
 """
 
 import json

@@ -1,6 +1,6 @@
 """Look-ahead: masks of constraints, computed in a thread beside the model's forward.
 
-A mask is needed only when a step draws, and known to be needed as soon as the token before it is
+A mask is needed only when a step samples, and known to be needed as soon as the token before it is
 taken in. In between lies the whole forward, in which the interpreter is free: `MaskWorker` has a
 thread that computes masks then. Does not know what a constraint is, and changes no mask: without
 it, `allowed` computes the same on the thread that asks.
@@ -16,7 +16,7 @@ from model.inference.constraints.protocol import TokenMatcher
 ENOUGH = 16
 """Matchers from which on the thread is asked. It takes a core from the forward for that time: with
 8 sequences of a small model on as many compute threads as processors, steps took up to a third
-longer than with masks before the draw, with 32 the same. On an idle processor it is a gain."""
+longer than with masks before sampling, with 32 the same. On an idle processor it is a gain."""
 
 
 class MaskWorker:

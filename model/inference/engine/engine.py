@@ -5,9 +5,9 @@ complete, max_tokens, abort, deadline or error. Each accepted sequence gets exac
 `FinishEvent`, and nothing after it. What runs next is the scheduler's decision, what is computed
 the runner's.
 
-A drafted token counts when the sampler's own draw, one position before it, was that token; then the
-draw behind it is the one that the sequence would have made in its next step. So drafts change how
-many tokens a step gives, and not which.
+A drafted token is accepted when the token sampled one position before it is that token; then the
+sample after it is the one that the sequence's next step would have given. So drafts change how many
+tokens a step gives, and not which.
 """
 
 import math
@@ -36,7 +36,11 @@ from model.inference.engine.sequence import Group, Sequence, State
 from model.inference.engine.validation import check_request
 from model.inference.errors import ConstraintError, InvalidRequest
 from model.inference.kernels.eager.decoder import PlainDecoder
-from model.inference.sampling.sampler import Drawn, Sampled
+from model.inference.sampling.results import (
+    ConstraintComplete,
+    SampleError,
+    SampleResult,
+)
 from model.transformer.gpt import GPT
 
 
@@ -212,8 +216,8 @@ class Engine:
                 events.append(OutputsChunk(sequence.request_id, rows.positions, rows.values))
             if chunk.completes_prompt and sequence.generation is None:
                 events.append(self._finish(sequence, FinishReason.STOP))
-        for sequence, drawn in output.sampled.items():
-            self._append(sequence, drawn, events)
+        for sequence, result in output.sampled.items():
+            self._append(sequence, result, events)
         for sequence, draft in plan.drafts.items():
             self._verify(sequence, draft, output.verified[sequence], events)
 
@@ -226,17 +230,23 @@ class Engine:
             tokens.insert(0, PromptToken(sequence.tokens[0]))
         return PromptEvent(sequence.request_id, sequence.index, start, tuple(tokens))
 
-    def _append(self, sequence: Sequence, drawn: Drawn, events: list[Event]) -> None:
-        """Take in what was drawn for a sequence: a token, which may end it, or that none comes."""
-        if isinstance(drawn, Sampled):
-            if drawn.error is not None or drawn.whole:
-                events.append(self._finish_without_token(sequence, drawn))
-                return
-            token_id, chosen, top = drawn.token_id, drawn.chosen, drawn.top
-            event = TokenEvent(sequence.request_id, sequence.index, token_id, chosen, top)
-        else:
-            token_id = drawn
+    def _append(self, sequence: Sequence, result: SampleResult, events: list[Event]) -> None:
+        """Account for what was sampled for a sequence: a token, which may end it, or the reason why
+        there is none, which does."""
+        if isinstance(result, int):  # almost always: nothing else is made for it
+            token_id = result
             event = TokenEvent(sequence.request_id, sequence.index, token_id)
+        elif isinstance(result, SampleError):
+            events.append(self._finish_with_error(sequence, result.message, result.param))
+            return
+        elif isinstance(result, ConstraintComplete):
+            events.append(self._finish(sequence, FinishReason.STOP))
+            return
+        else:
+            token_id = result.token_id
+            event = TokenEvent(
+                sequence.request_id, sequence.index, token_id, result.chosen, result.top
+            )
         sequence.tokens.append(token_id)
         events.append(event)
         if token_id in sequence.stop_token_ids:
@@ -250,16 +260,16 @@ class Engine:
             events.append(self._finish(sequence, FinishReason.LENGTH))
 
     def _verify(
-        self, sequence: Sequence, draft: Draft, draws: list[Drawn], events: list[Event]
+        self, sequence: Sequence, draft: Draft, results: list[SampleResult], events: list[Event]
     ) -> None:
-        """Take in the draws behind a draft's tokens, up to the first token that was not drawn or
-        that ended the sequence. What is behind that never was: neither a token nor an error."""
-        for token_id, drawn in zip(draft.token_ids, draws, strict=True):
+        """Account for the samples after a draft's tokens, up to the first token that was not the
+        one sampled or that ended the sequence. The rest is discarded, errors included."""
+        for token_id, result in zip(draft.token_ids, results, strict=True):
             if sequence.state is State.FINISHED or sequence.tokens[-1] != token_id:
                 break
             draft.accepted += 1
             sequence.computed += 1
-            self._append(sequence, drawn, events)
+            self._append(sequence, result, events)
         assert sequence.drafter is not None
         sequence.drafter.learn(draft)
 
@@ -275,26 +285,23 @@ class Engine:
             if sequence.tokens_left == 0:  # no step will ask what may follow
                 matcher.allowed()
         except ConstraintError as error:
-            reason, param = FinishReason.ERROR, constraint.kind
-            return self._finish(sequence, reason, error=str(error), param=param)
-        except Exception as error:  # a bug of the matcher's, for which nobody else has to pay
+            return self._finish_with_error(sequence, str(error), constraint.kind)
+        except Exception as error:  # a bug of the matcher's, for which no other sequence may fail
             message = f"the constraint failed: {type(error).__name__}: {error}"
-            return self._finish(sequence, FinishReason.ERROR, error=message)
+            return self._finish_with_error(sequence, message)
         return self._finish(sequence, FinishReason.STOP) if matcher.complete else None
-
-    def _finish_without_token(self, sequence: Sequence, drawn: Sampled) -> Event:
-        """The last event of a sequence whose text was whole, or that cannot go on."""
-        if drawn.error is None:
-            return self._finish(sequence, FinishReason.STOP)
-        reason, param = FinishReason.ERROR, drawn.param
-        return self._finish(sequence, reason, error=drawn.error, param=param)
 
     def _fail(self, plan: StepPlan, error: Exception) -> list[Event]:
         # What the step wrote into the cache is unknown: nothing of it may be shared.
         self._scheduler.slots.forget()
         message = f"the model failed: {type(error).__name__}: {error}"
         computed = [*(chunk.sequence for chunk in plan.prefill), *plan.decode]
-        return [self._finish(one, FinishReason.ERROR, error=message) for one in computed]
+        return [self._finish_with_error(sequence, message) for sequence in computed]
+
+    def _finish_with_error(
+        self, sequence: Sequence, message: str, param: str | None = None
+    ) -> Event:
+        return self._finish(sequence, FinishReason.ERROR, error=message, param=param)
 
     def _finish(
         self,

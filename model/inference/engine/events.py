@@ -95,7 +95,7 @@ Event = TokenEvent | PromptEvent | OutputsChunk | FinishEvent
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What one step did. A drafted token is accepted when it was drawn and its row gave the token
+    """What one step did. A drafted token is accepted when it was sampled and its row gave the token
     after it: a decode step less."""
 
     events: tuple[Event, ...]

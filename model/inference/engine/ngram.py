@@ -3,7 +3,8 @@
 Where a text repeats itself, what followed the last time is a good guess at what follows now (prompt
 lookup decoding: Saxena, 2023; LLMA: Yang et al., 2023). A decode step verifies a guess: each token
 of it is one row more, and each that is right is one step less. A wrong guess costs its rows and
-nothing else, because every token is still drawn by the sampler: nothing here can change an answer.
+nothing else, because every token is still sampled as without drafts: nothing here can change an
+answer.
 
 So a row has to be worth its price. Each sequence keeps record of how often guesses were right, by
 how long the repetition was that they came from, and guesses as many tokens as are likely enough to

@@ -13,7 +13,7 @@ meanwhile is dropped: it stands in the cache behind all that is shared of the sl
 as written, and lies in front of all that the slot's next owner gives the device to do.
 
 Not in flight: a step behind one that computes prompts, that has drafts, or of which a row asks for
-more than a draw (penalties, logprobs, a mask of the token before). Knows decoders by what `launch`
+more than a draw (penalties, logprobs, a mask). Knows decoders by what `launch`
 and `launch_behind` say, and no tensors.
 """
 
@@ -23,7 +23,9 @@ from dataclasses import dataclass
 from model.inference.engine.scheduler import StepPlan
 from model.inference.engine.sequence import Sequence
 from model.inference.kernels.base import Collect, Launcher
-from model.inference.sampling.sampler import Drawn, SlotDraws, as_drawn
+from model.inference.sampling.results import SampleResult
+from model.inference.sampling.sampler import sample_results
+from model.inference.sampling.state import SamplingState
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,19 +35,19 @@ class Flight:
     sequences: tuple[Sequence, ...]
     tokens: Collect
 
-    def collect(self, sequences: Iterable[Sequence]) -> dict[Sequence, Drawn]:
-        """Wait for what was drawn for these; the others' is dropped."""
-        drawn = dict(zip(self.sequences, as_drawn(self.tokens()), strict=True))
-        return {sequence: drawn[sequence] for sequence in sequences}
+    def collect(self, sequences: Iterable[Sequence]) -> dict[Sequence, SampleResult]:
+        """Wait for the results of these sequences; those of others are dropped."""
+        results = dict(zip(self.sequences, sample_results(self.tokens()), strict=True))
+        return {sequence: results[sequence] for sequence in sequences}
 
 
 class StepsAhead:
     """The decode steps of an engine, one plan after the other. Without a launcher there are none
     ahead, and all of them are the caller's to compute."""
 
-    def __init__(self, launcher: Launcher | None, draws: SlotDraws) -> None:
+    def __init__(self, launcher: Launcher | None, sampling: SamplingState) -> None:
         self._launcher = launcher
-        self._draws = draws
+        self._sampling = sampling
         self._next: Flight | Exception | None = None
 
     def begin(self, plan: StepPlan) -> Flight | None:
@@ -74,13 +76,14 @@ class StepsAhead:
         return flight
 
     def _launch(self, launcher: Launcher, sequences: tuple[Sequence, ...]) -> Flight | None:
-        """Launch the step of known tokens; None where a row asks for more than a draw."""
+        """Launch the step of known tokens; None where a row needs logits
+        processing."""
         slots, positions = _places(sequences, 0)
-        draws, asking = self._draws.of(slots, [position + 1 for position in positions])
-        if asking:
+        sampling, processed = self._sampling.rows(slots, [position + 1 for position in positions])
+        if processed:
             return None
         token_ids = [sequence.tokens[sequence.computed] for sequence in sequences]
-        return Flight(sequences, launcher.launch(token_ids, slots, positions, draws))
+        return Flight(sequences, launcher.launch(token_ids, slots, positions, sampling))
 
     def _launch_behind(
         self, launcher: Launcher, flight: Flight, sequences: tuple[Sequence, ...]
@@ -89,8 +92,8 @@ class StepsAhead:
         row_of = {sequence: row for row, sequence in enumerate(flight.sequences)}
         rows = [row_of[sequence] for sequence in sequences]
         slots, positions = _places(sequences, 1)
-        draws, _ = self._draws.of(slots, [position + 1 for position in positions])
-        return Flight(sequences, launcher.launch_behind(rows, slots, positions, draws))
+        sampling, _ = self._sampling.rows(slots, [position + 1 for position in positions])
+        return Flight(sequences, launcher.launch_behind(rows, slots, positions, sampling))
 
 
 def _places(sequences: tuple[Sequence, ...], behind: int) -> tuple[list[int], list[int]]:

@@ -34,8 +34,8 @@ class GenerationRequest:
 class Logits:
     """Rows of logits: the columns of all ids, or of `columns` in their order: (P, columns).
 
-    processing        None: raw; else these steps of the sampler are applied to each row as if it
-                      were drawn from, with -inf for what they drop
+    processing        None: raw; else these steps of the sampler are applied to each row as if a
+                      token were sampled from it, with -inf for what they drop
     completion_start  the position from which the prompt's tokens count as generated, which is what
                       presence and frequency penalties look at (None: none of them)
     """

@@ -27,7 +27,14 @@ from model.inference.errors import ConstraintError
 from model.inference.kernels.base import Decoder, Piece, Prefilled, WantedWeights
 from model.inference.kernels.eager.decoder import PlainDecoder
 from model.inference.kv_cache import KVCache
-from model.inference.sampling.sampler import Drawn, Row, Sampled, SlotDraws, process, sample, score
+from model.inference.sampling.results import (
+    ConstraintComplete,
+    SampleError,
+    SampleResult,
+    TokenWithLogprobs,
+)
+from model.inference.sampling.sampler import RowContext, process, sample, score
+from model.inference.sampling.state import SamplingState
 from model.transformer.config import BLOCK
 from model.transformer.gpt import GPT
 
@@ -49,24 +56,24 @@ class Scores:
     """Scored tokens of a prompt from position `start` on."""
 
     start: int
-    tokens: list[Sampled]
+    tokens: list[TokenWithLogprobs]
 
 
 @dataclass(slots=True)
 class StepOutput:
-    """The results of one plan, by sequence. `verified` are the draws behind each token of a draft,
-    each as if those before it had been drawn."""
+    """The results of one plan, by sequence. `verified` has the sample after each token of a draft,
+    each as if the draft had been right up to there."""
 
-    sampled: dict[Sequence, Drawn] = field(default_factory=dict)
-    verified: dict[Sequence, list[Drawn]] = field(default_factory=dict)
+    sampled: dict[Sequence, SampleResult] = field(default_factory=dict)
+    verified: dict[Sequence, list[SampleResult]] = field(default_factory=dict)
     rows: dict[Sequence, Rows] = field(default_factory=dict)
     scores: dict[Sequence, Scores] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
-class _Drawable:
-    """Rows of logits to draw tokens from. Of each sequence its own row, and behind it those of its
-    draft's tokens; `slots` and `positions` are where the drawn tokens will stand."""
+class _LogitsToSample:
+    """Rows of logits to sample tokens from. Of each sequence its own row, and after it those of its
+    draft's tokens; `slots` and `positions` are where the sampled tokens will stand."""
 
     sequences: list[Sequence] = field(default_factory=list)
     slots: list[int] = field(default_factory=list)
@@ -91,8 +98,8 @@ class Runner:
         self.cache = KVCache(gpt.config, slots, device=weight.device, dtype=weight.dtype)
         self._make_decoder = make_decoder
         self._decoder = make_decoder(gpt, self.cache)
-        self._draws = SlotDraws(slots)
-        self._ahead = StepsAhead(self._decoder.ahead, self._draws)
+        self._sampling = SamplingState(slots)
+        self._ahead = StepsAhead(self._decoder.ahead, self._sampling)
         self._masks = masks
 
     @property
@@ -116,7 +123,7 @@ class Runner:
         """Compute with other weights from now on; the cache's contents mean nothing to them."""
         self._decoder.close()
         self._decoder = self._make_decoder(gpt, self.cache)
-        self._ahead = StepsAhead(self._decoder.ahead, self._draws)
+        self._ahead = StepsAhead(self._decoder.ahead, self._sampling)
         self.gpt = gpt
 
     def close(self) -> None:
@@ -132,12 +139,12 @@ class Runner:
         output = StepOutput()
         wait_for_masks = self._ask_matchers(rest.decode)
         try:
-            drawable = self._compute(rest, output)
+            to_sample = self._compute(rest, output)
         finally:
             if wait_for_masks is not None:
                 wait_for_masks()
-        if drawable.sequences:
-            self._draw(drawable, plan.drafts, output)
+        if to_sample.sequences:
+            self._sample(to_sample, plan.drafts, output)
         if flight is not None:
             output.sampled |= flight.collect(plan.decode)
         return output
@@ -150,9 +157,9 @@ class Runner:
         matchers = [one.matcher for one in sequences if one.matcher is not None]
         return self._masks.begin(matchers) if matchers else None
 
-    def _compute(self, plan: StepPlan, output: StepOutput) -> _Drawable:
-        """All forward passes; what tokens are drawn from."""
-        drawable = _Drawable()
+    def _compute(self, plan: StepPlan, output: StepOutput) -> _LogitsToSample:
+        """All forward passes; the logits that tokens are sampled from."""
+        to_sample = _LogitsToSample()
         ends: list[Tensor] = []  # of prompts: their last hidden states, each (1, d_model)
         for chunk in plan.prefill:
             sequence = chunk.sequence
@@ -166,45 +173,50 @@ class Runner:
                 output.scores[sequence] = self._scores(chunk, hidden, sequence.scores_from)
             if chunk.completes_prompt and sequence.generation is not None:
                 assert sequence.slot is not None
-                self._draws.begin(sequence.slot, sequence.generation.params, sequence.index)
-                drawable.sequences.append(sequence)
-                drawable.slots.append(sequence.slot)
-                drawable.positions.append(chunk.end)
+                self._sampling.begin(sequence.slot, sequence.generation.params, sequence.index)
+                to_sample.sequences.append(sequence)
+                to_sample.slots.append(sequence.slot)
+                to_sample.positions.append(chunk.end)
                 ends.append(hidden[-1:])
         if ends:
-            drawable.logits.append(self._decoder.head(torch.cat(ends)))
+            to_sample.logits.append(self._decoder.head(torch.cat(ends)))
         if plan.decode:
             token_ids, slots, positions = _rows_to_decode(plan.decode, plan.drafts)
-            drawable.sequences += plan.decode
-            drawable.slots += slots
-            drawable.positions += [position + 1 for position in positions]
-            drawable.logits.append(self._decoder.decode(token_ids, slots, positions))
-        return drawable
+            to_sample.sequences += plan.decode
+            to_sample.slots += slots
+            to_sample.positions += [position + 1 for position in positions]
+            to_sample.logits.append(self._decoder.decode(token_ids, slots, positions))
+        return to_sample
 
-    def _draw(
-        self, drawable: _Drawable, drafts: Mapping[Sequence, Draft], output: StepOutput
+    def _sample(
+        self, to_sample: _LogitsToSample, drafts: Mapping[Sequence, Draft], output: StepOutput
     ) -> None:
-        """A token for each sequence, and for each token of its draft the one behind it."""
-        sequences, logits = drawable.sequences, drawable.logits
-        draws, asking = self._draws.of(drawable.slots, drawable.positions)
-        masks: dict[Sequence, Any] = {}
-        rows: dict[int, Row] = {}
-        if asking:
-            masks = {one: _mask(one) for one in sequences if one.matcher is not None}
-            every = [row for one in sequences for row in _rows_of(one, masks, drafts.get(one))]
-            rows = {place: every[place] for place in asking}
-        torch_computes = asking or len(logits) > 1
-        alone = self._decoder.has_threads and torch_computes
-        with one_thread() if alone else nullcontext():
+        """A token for each sequence, and the one after each token of its draft."""
+        sequences, logits = to_sample.sequences, to_sample.logits
+        # 1) How each row is sampled, and which rows need logits processing.
+        sampling, processed = self._sampling.rows(to_sample.slots, to_sample.positions)
+        # 2) The texts and masks of these rows. Some sequences may have ended by their constraint.
+        contexts: dict[int, RowContext] = {}
+        without_token: dict[Sequence, SampleError | ConstraintComplete] = {}
+        if processed:
+            masks, without_token = _masks(sequences)
+            every = [
+                context
+                for sequence in sequences
+                for context in _contexts(sequence, masks.get(sequence), drafts.get(sequence))
+            ]
+            contexts = {row: every[row] for row in processed}
+        # 3) Sample all rows together. Torch keeps to one thread beside a decoder that has its own.
+        torch_computes = processed or len(logits) > 1
+        one = self._decoder.has_threads and torch_computes
+        with one_thread() if one else nullcontext():
             together = logits[0] if len(logits) == 1 else torch.cat(logits)
-            sampled = sample(together, draws, rows, self._decoder.draw)
-        if not drafts:
-            output.sampled = dict(zip(sequences, sampled, strict=True))
+            results = sample(together, sampling, contexts, self._decoder.sample)
+        # 4) To each sequence its result.
+        if drafts or without_token:
+            _distribute(results, sequences, drafts, without_token, output)
         else:
-            _deal_out(sampled, sequences, drafts, output)
-        for sequence, mask in masks.items():
-            if isinstance(mask, Sampled):
-                output.sampled[sequence] = mask
+            output.sampled = dict(zip(sequences, results, strict=True))
 
     def prefill(
         self, chunk: PrefillChunk, *, states: bool = False, weights: WantedWeights | None = None
@@ -249,8 +261,8 @@ class Runner:
         """Logits (P, columns) of final hidden states (P, d_model)."""
         logits = self._decoder.head(hidden)
         if wanted.processing is not None:
-            rows = [
-                Row(
+            contexts = [
+                RowContext(
                     wanted.processing,
                     sequence.index,
                     sequence.tokens[: position + 1],
@@ -258,7 +270,7 @@ class Runner:
                 )
                 for position in positions
             ]
-            logits = process(logits, rows)
+            logits = process(logits, contexts)
         return logits if wanted.columns is None else logits[:, list(wanted.columns)]
 
     def _scores(self, chunk: PrefillChunk, hidden: Tensor, scores_from: int) -> Scores:
@@ -267,7 +279,7 @@ class Runner:
         hidden = hidden[first - chunk.start :]
         # One less where the prompt ends.
         following = tokens[first + 1 : min(chunk.end + 1, chunk.sequence.prompt_length)]
-        scored: list[Sampled] = []
+        scored: list[TokenWithLogprobs] = []
         for start in range(0, len(following), BLOCK):
             targets = following[start : start + BLOCK]
             logits = self._decoder.head(hidden[start : start + len(targets)])
@@ -309,43 +321,57 @@ def _rows_to_decode(
     return token_ids, slots, positions
 
 
-def _deal_out(
-    sampled: list[Drawn],
+def _distribute(
+    results: list[SampleResult],
     sequences: list[Sequence],
     drafts: Mapping[Sequence, Draft],
+    without_token: Mapping[Sequence, SampleError | ConstraintComplete],
     output: StepOutput,
 ) -> None:
-    """Book what was drawn: each sequence's own draw, then those behind the tokens of its draft."""
-    drawn = iter(sampled)
+    """Each sequence's own result, or why it has none, then those after the tokens of its draft."""
+    rest = iter(results)
     for sequence in sequences:
-        output.sampled[sequence] = next(drawn)
+        result = next(rest)
+        output.sampled[sequence] = without_token.get(sequence, result)
         if (draft := drafts.get(sequence)) is not None:
-            output.verified[sequence] = list(islice(drawn, len(draft.token_ids)))
+            output.verified[sequence] = list(islice(rest, len(draft.token_ids)))
 
 
-def _mask(sequence: Sequence) -> Any:
-    """What a sequence's constraint allows now; or, as `Sampled`, why it gets no token."""
-    constraint, matcher = sequence.constraint, sequence.matcher
-    assert constraint is not None
-    assert matcher is not None
-    try:
-        allowed = matcher.allowed()
-    except ConstraintError as error:
-        return Sampled(0, error=str(error), param=constraint.kind)
-    except Exception as error:  # a bug of the matcher's, for which nobody else has to pay
-        return Sampled(0, error=f"the constraint failed: {type(error).__name__}: {error}")
-    return Sampled(0, whole=True) if matcher.complete else allowed
+def _masks(
+    sequences: list[Sequence],
+) -> tuple[dict[Sequence, Any], dict[Sequence, SampleError | ConstraintComplete]]:
+    """What the constraints allow now: NumPy booleans (V,) by sequence; and why others, whose
+    constraint is complete or failed, get no token."""
+    masks: dict[Sequence, Any] = {}
+    without_token: dict[Sequence, SampleError | ConstraintComplete] = {}
+    for sequence in sequences:
+        constraint, matcher = sequence.constraint, sequence.matcher
+        if constraint is None or matcher is None:
+            continue
+        try:
+            allowed = matcher.allowed()
+        except ConstraintError as error:
+            without_token[sequence] = SampleError(str(error), constraint.kind)
+        except Exception as error:  # a bug of the matcher's, for which no other sequence may fail
+            message = f"the constraint failed: {type(error).__name__}: {error}"
+            without_token[sequence] = SampleError(message)
+        else:
+            if matcher.complete:
+                without_token[sequence] = ConstraintComplete()
+            else:
+                masks[sequence] = allowed
+    return masks, without_token
 
 
-def _rows_of(sequence: Sequence, masks: Mapping[Sequence, Any], draft: Draft | None) -> list[Row]:
-    """A sequence's own row, and those behind the tokens of its draft as if these were its text."""
-    request, mask = sequence.generation, masks.get(sequence)
+def _contexts(sequence: Sequence, mask: Any, draft: Draft | None) -> list[RowContext]:
+    """A sequence's own row, and those after the tokens of its draft as if these were its text."""
+    request = sequence.generation
     assert request is not None
-    allowed = None if isinstance(mask, Sampled) else mask
     texts = [sequence.tokens]
     if draft is not None:
         drafted = draft.token_ids
         texts += [sequence.tokens + drafted[: count + 1] for count in range(len(drafted))]
     return [
-        Row(request.params, sequence.index, text, sequence.prompt_length, allowed) for text in texts
+        RowContext(request.params, sequence.index, text, sequence.prompt_length, mask)
+        for text in texts
     ]

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from model.inference.sampling.sample import Draws
+from model.inference.sampling.sample import SamplingRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,28 +50,32 @@ for a row that is not finite. To be called before the second launch after it, or
 
 
 class Launcher(Protocol):
-    """Decode steps with their draws, begun without waiting for anything: two may be under way. No
-    slot has several rows. `draws` are read before a call returns."""
+    """Launches decode steps with their sampling, waiting for nothing: two may be in flight. No slot
+    has several rows. `sampling` is read before a call returns."""
 
     def launch(
         self,
         token_ids: Sequence[int],
         slots: Sequence[int],
         positions: Sequence[int],
-        draws: Draws,
+        sampling: SamplingRows,
     ) -> Collect:
-        """Begin the step of these tokens; as `Decoder.decode` and `draw` of what it gives."""
+        """Launch the step of these tokens: `Decoder.decode`, then `sample` of its logits."""
 
     def launch_behind(
-        self, rows: Sequence[int], slots: Sequence[int], positions: Sequence[int], draws: Draws
+        self,
+        rows: Sequence[int],
+        slots: Sequence[int],
+        positions: Sequence[int],
+        sampling: SamplingRows,
     ) -> Collect:
-        """Begin the step of tokens that are not known yet: those which the launch before draws in
-        these `rows` of its own. What follows a row that gets no token means nothing."""
+        """Launch the step of tokens that are not known yet: those that the launch before samples in
+        these `rows` of its own. After a row that gets no token, results mean nothing."""
 
 
 class Decoder(Protocol):
     """A GPT over its KV cache: computes prompts into slots, one more position of each of several
-    slots, or some that follow one another, and draws tokens."""
+    slots, or some that follow one another, and samples tokens."""
 
     has_threads: bool
     """Whether it decodes with threads of its own instead of torch's."""
@@ -99,8 +103,8 @@ class Decoder(Protocol):
     def head(self, hidden: Tensor) -> Tensor:
         """Logits (R, V) of a prompt's final hidden states (R, d_model)."""
 
-    def draw(self, logits: Tensor, computed: Tensor, draws: Draws) -> list[int | None]:
-        """A token of each row of `logits` (R, V), float32: what `draw_tokens` gives."""
+    def sample(self, logits: Tensor, computed: Tensor, sampling: SamplingRows) -> list[int | None]:
+        """A token of each row of `logits` (R, V), float32: what `sample_tokens` gives."""
 
     def close(self) -> None:
         """Nothing is decoded any more."""

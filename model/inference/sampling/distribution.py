@@ -1,7 +1,7 @@
 """Distribution: what one row of logits says about the next token.
 
 NumPy in float64, no torch: rows arrive from the engine as arrays. Defines probability, logprob,
-rank, entropy and mass for every reply that names them; draws nothing.
+rank, entropy and mass for every reply that names them; samples nothing.
 """
 
 from collections.abc import Sequence

@@ -18,21 +18,21 @@ Stage = Literal["raw", "processed"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How one request draws its tokens. `model/inference/sampling/sampler.py` defines each step.
+    """How one request samples its tokens. `model/inference/sampling/sampler.py` defines each step.
 
     max_tokens         tokens to generate at most
-    seed               key of the random draws; same seed, same tokens (0 to 2^64 - 1)
+    seed               key of the random numbers; same seed, same tokens (0 to 2^64 - 1)
     temperature        0 is greedy
     top_k              keep the k likeliest (0: all)
     top_p, min_p       keep the likeliest that make up the mass p; those at least min_p as likely
                        as the likeliest
     repetition_penalty, presence_penalty, frequency_penalty   1, 0 and 0 do nothing
     logit_bias         added to the logits of ids
-    allowed_token_ids  no other id can be drawn (None: all)
+    allowed_token_ids  no other id can be sampled (None: all)
     constraint         what the whole text has to be (None: anything); ends the sequence when
                        nothing may follow, and may be cut short by max_tokens
     stop_token_ids     end the sequence; part of its ids
-    min_tokens         before as many tokens, stop tokens cannot be drawn
+    min_tokens         until so many tokens, stop tokens cannot be sampled
     logprobs           None: none; k: of each token, and of the k likeliest
     logprobs_stage     raw or processed
     """
@@ -70,7 +70,7 @@ class SamplingParams:
         for bias in self.logit_bias.values():
             _check_range("logit_bias", bias, -(10**9), 10**9)
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
-            raise InvalidRequest("allowed_token_ids is empty; nothing could be drawn",
+            raise InvalidRequest("allowed_token_ids is empty; nothing could be sampled",
                                  "allowed_token_ids")  # fmt: skip
         if self.logprobs is not None:
             _check_range("logprobs", self.logprobs, 0)
@@ -97,17 +97,17 @@ class TokenLogprob:
 
 def _check_range(name: str, value: float, low: float, high: float = math.inf) -> None:
     if not low <= value <= high or math.isinf(value):  # NaN fails every comparison
-        wanted = f"at least {low}" if math.isinf(high) else f"from {low} to {high}"
-        raise InvalidRequest(f"{name} is {value}; it must be a finite number, {wanted}", name)
+        bounds = f"at least {low}" if math.isinf(high) else f"from {low} to {high}"
+        raise InvalidRequest(f"{name} is {value}; it must be a finite number, {bounds}", name)
 
 
 def _check_alone(constraint: TokenConstraint, params: SamplingParams) -> None:
-    """Refuse what could leave a constrained sequence without any token to draw."""
-    for name, asked in (
+    """Reject what could leave a constrained sequence without any token to sample."""
+    for name, given in (
         ("allowed_token_ids", params.allowed_token_ids is not None),
         ("min_tokens", params.min_tokens > 0),
     ):
-        if asked:
+        if given:
             raise InvalidRequest(
                 f"{name} and {constraint.kind} could forbid every token together; leave one out",
                 name,

@@ -1,13 +1,13 @@
 """Philox4x32-10: random numbers as a pure function of a key and a counter.
 
-The draw of a token depends on its seed, its position and its index among the n of its prompt, and
-on nothing that happened before; so it is the same in any batch and after any restart.
+The uniform number of a token depends on its seed, its position and its index among the n of its
+prompt, and on nothing that happened before; so it is the same in any batch and after any restart.
 
 Source: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3" (SC 2011). The
 tests hold it to the known answers of the authors' Random123 library.
 
-Twice here: on Python's integers for one draw or a few, and on arrays for many draws of a step. Both
-give the same bits.
+Implemented twice: on Python's integers for one number or a few, and on arrays for the many of a
+step. Both give the same bits.
 """
 
 from typing import Any, NamedTuple
@@ -20,10 +20,10 @@ _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 _ROUNDS = 10
 FEW = 16
-"""Draws up to here are made one by one: the arithmetic of arrays is some 150 small operations,
-which take the time of about as many draws, whatever the size of the arrays."""
+"""Up to this many numbers are computed one by one: the arithmetic of arrays is some 150 small
+operations, which take about as long as so many numbers, whatever the size of the arrays."""
 
-Numbers = npt.NDArray[np.uint64]
+Integers = npt.NDArray[np.uint64]
 _LOW, _HALF = np.uint64(_MASK), np.uint64(32)
 
 
@@ -46,7 +46,7 @@ def philox(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[in
 
 
 def uniform(seed: int, position: int, index: int) -> float:
-    """The one draw for the token at an absolute position of sequence `index`: [0, 1), 53 bits."""
+    """The number for the token at an absolute position of sequence `index`: [0, 1), 53 bits."""
     first, second, _, _ = philox((position, index, 0, 0), (seed & _MASK, seed >> 32))
     return ((first >> 5) * 2**26 + (second >> 6)) / 2**53
 
@@ -54,11 +54,11 @@ def uniform(seed: int, position: int, index: int) -> float:
 class Words(NamedTuple):
     """The first two of four 32-bit words, in uint64 arrays of any shape."""
 
-    first: Numbers
-    second: Numbers
+    first: Integers
+    second: Integers
 
 
-def philox_words(counter: tuple[Numbers, Numbers], key: tuple[Numbers, Numbers]) -> Words:
+def philox_words(counter: tuple[Integers, Integers], key: tuple[Integers, Integers]) -> Words:
     """`philox` of counters (c0, c1, 0, 0), all arrays uint64 of one shape with words in
     [0, 2^32)."""
     c0, c1 = counter
@@ -83,8 +83,8 @@ def uniforms(
 ) -> npt.NDArray[np.float64]:
     """`uniform` of each of several, (R,) each: unsigned integers."""
     if len(seeds) <= FEW:
-        places = zip(seeds.tolist(), positions.tolist(), indices.tolist(), strict=True)
-        return np.array([uniform(*place) for place in places])
+        keys = zip(seeds.tolist(), positions.tolist(), indices.tolist(), strict=True)
+        return np.array([uniform(*key) for key in keys])
     counter = positions.astype(np.uint64), indices.astype(np.uint64)
     first, second = philox_words(counter, (seeds & _LOW, seeds >> _HALF))
     return ((first >> np.uint64(5)) * np.uint64(2**26) + (second >> np.uint64(6))) / 2.0**53

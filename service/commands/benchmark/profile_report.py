@@ -99,6 +99,6 @@ def _rest(profile: Mapping[str, Any]) -> dict[str, Any]:
 def _notes(profile: Mapping[str, Any]) -> Iterator[str]:
     yield (
         f"step {profile['step_us']:,.0f} us, {profile['overhead_us']:,.0f} us of it neither the "
-        f"model nor the draw; {profile['steps']} watched, which took "
+        f"model nor the sampling; {profile['steps']} watched, which took "
         f"{profile['watching_share']:+.1%}"
     )

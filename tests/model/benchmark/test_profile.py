@@ -39,7 +39,7 @@ STEPS = 12
 ROWS: set[Stage] = {"norms", "attention", "activation"}
 PRODUCTS: set[Stage] = {"qkv", "attention_out", "mlp_up", "mlp_down", "head"}
 OF_A_STEP: set[Stage] = {
-    "scheduling", "tensors", "embedding", *ROWS, *PRODUCTS, "sampling", "draw", "events",
+    "scheduling", "tensors", "embedding", *ROWS, *PRODUCTS, "processing", "sampling", "events",
 }  # fmt: skip
 
 
@@ -98,7 +98,7 @@ def test_the_stages_are_the_step(decoder: DecoderMaker, family: str) -> None:
         # a step takes microseconds, a pause in the wrong place is a large share of it.
         assert abs(one.remainder) < 0.5 * one.seconds
         assert one.remainder == pytest.approx(one.seconds - sum(seconds(one).values()))
-        outside: tuple[Stage, ...] = ("scheduling", "tensors", "sampling", "events")
+        outside: tuple[Stage, ...] = ("scheduling", "tensors", "processing", "events")
         assert one.overhead == pytest.approx(sum(seconds(one)[stage] for stage in outside))
         assert one.steps >= 5
     works = prefill_stage_works(gpt, length=40)
@@ -258,8 +258,8 @@ def test_a_profile_by_hand() -> None:
 
 
 def test_the_steps_of_a_prompt_are_one() -> None:
-    one = summed([watched_step(1.0, head=0.5), watched_step(2.0, head=1.0, draw=0.25)])
-    assert (one.seconds, one.stages) == (3.0, {"head": 1.5, "draw": 0.25})
+    one = summed([watched_step(1.0, head=0.5), watched_step(2.0, head=1.0, sampling=0.25)])
+    assert (one.seconds, one.stages) == (3.0, {"head": 1.5, "sampling": 0.25})
     assert summed([WatchedStep(1.0, 32, 0, 40, None)]).stages is None
 
 
@@ -271,7 +271,7 @@ def test_a_timeline_by_a_clock_that_is_moved_by_hand(monkeypatch: pytest.MonkeyP
     timeline.begin()
     timeline.mark("scheduling")
     # Behind this mark to ask takes 2 seconds, which are nobody's.
-    timeline.mark("tensors", lambda: {"qkv": 2.0, "head": 1.5, "draw": 0.0})
+    timeline.mark("tensors", lambda: {"qkv": 2.0, "head": 1.5, "sampling": 0.0})
     timeline.mark("scheduling")
     assert timeline.end("events") == {
         "scheduling": 5.0, "qkv": 2.0, "head": 1.5, "tensors": 1.5, "events": 1.0,

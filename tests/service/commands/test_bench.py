@@ -135,7 +135,7 @@ def test_a_profile_instead_of_rates(tmp_path: Path, capsys: pytest.CaptureFixtur
         assert whole == pytest.approx(profile["step_us"])
         stages = {one["stage"]: one for one in profile["stages"]}
         assert stages["head"]["share_of_limit"] > 0
-        assert stages["draw"]["share_of_limit"] is None
+        assert stages["sampling"]["share_of_limit"] is None
         assert profile["overhead_us"] < profile["step_us"]
     for decoder in decoders:
         assert f"decode step of 3, {decoder}" in shown

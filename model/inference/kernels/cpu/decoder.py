@@ -32,7 +32,7 @@ from model.inference.kernels.cpu.quantize import quantize_rows
 from model.inference.kernels.eager.prefill import TorchPrefill
 from model.inference.kv_cache import KVCache
 from model.inference.options import DRAFTED_ROWS
-from model.inference.sampling.sample import DRAW, Draws
+from model.inference.sampling.sample import SAMPLING_ROW, SamplingRows
 from model.transformer.arena import Arena, room_for, settle
 from model.transformer.config import GPTConfig
 from model.transformer.gpt import GPT, VALUE_GATE_WIDTH, Block, rotary_tables, sinusoidal_table
@@ -120,29 +120,29 @@ class _Record(Structure):
     )
 
 
-_DRAWN_ROW = np.dtype(
+_SAMPLE_ROW = np.dtype(
     [
         ("logits", np.uint64),
         ("computed", np.uint64),
-        ("how", DRAW),
+        ("how", SAMPLING_ROW),
         ("token_id", np.int32),
     ]
 )
-"""`DrawnRow` of native/draw.h."""
+"""`SampleRow` of native/sample.h."""
 
 
-class _Drawn:
-    """Room for so many rows to draw from, the first at these addresses and the next ones at these
-    distances: `how` is filled in for each draw, and then `token_ids` are the answer. Of a step like
-    the one before nothing else changes."""
+class _SampleRows:
+    """`room` rows to sample, the first at these addresses and the next ones at these distances.
+    `how` is filled in for each call, and `token_ids` is the answer. From one step to a like one
+    nothing else changes."""
 
     def __init__(
         self, room: int, logits: int, pitch: int, computed: int, computed_pitch: int
     ) -> None:
         self.room, self.where = room, (logits, pitch, computed, computed_pitch)
-        rows, numbers = np.empty(room, _DRAWN_ROW), np.arange(room, dtype=np.uint64)
-        rows["logits"] = numbers * (4 * pitch) + logits
-        rows["computed"] = numbers * (4 * computed_pitch) + computed
+        rows, indices = np.empty(room, _SAMPLE_ROW), np.arange(room, dtype=np.uint64)
+        rows["logits"] = indices * (4 * pitch) + logits
+        rows["computed"] = indices * (4 * computed_pitch) + computed
         self.how = rows["how"]
         self.token_ids = rows["token_id"]
         self.address = rows.ctypes.data  # the views keep the memory
@@ -199,7 +199,7 @@ class NativeDecoder:
         library.logitd_prefill.argtypes = (
             c_void_p, POINTER(c_int32), c_int32, c_int32, c_int32, POINTER(_Record), c_void_p
         )  # fmt: skip
-        library.logitd_draw.argtypes = (c_void_p, c_void_p, c_int32)
+        library.logitd_sample.argtypes = (c_void_p, c_void_p, c_int32)
         library.logitd_crowded.argtypes = (c_void_p,)
         library.logitd_decode.argtypes = (c_void_p, *(POINTER(c_int32),) * 3, c_int32, c_void_p)
         library.logitd_time_stages.argtypes = (c_void_p, c_void_p)
@@ -225,7 +225,7 @@ class NativeDecoder:
         self._handle = library.logitd_decoder_new(byref(model), byref(described), room, threads)
         self._where = tuple((c_int32 * rows)() for _ in range(3))
         self._logits = torch.empty(rows, gpt.config.vocab_size)
-        self._drawn: _Drawn | None = None
+        self._sample_rows: _SampleRows | None = None
         self._stages = tuple(library.logitd_stage_names().decode().split())
         self._nanoseconds = (c_int64 * len(self._stages))()
 
@@ -281,17 +281,17 @@ class NativeDecoder:
         self._library.logitd_head(self._handle, rows.data_ptr(), count, logits.data_ptr())
         return logits
 
-    def draw(self, logits: Tensor, computed: Tensor, draws: Draws) -> list[int | None]:
-        """A token of each row of `logits` (R, V), float32: what `model.draw.draw_tokens` gives, up
-        to the rounding of a sum."""
-        count = len(draws)
+    def sample(self, logits: Tensor, computed: Tensor, sampling: SamplingRows) -> list[int | None]:
+        """A token of each row of `logits` (R, V), float32: what `sample_tokens` gives, up to the
+        rounding of a sum."""
+        count = len(sampling)
         where = (logits.data_ptr(), logits.stride(0), computed.data_ptr(), computed.stride(0))
-        drawn = self._drawn
-        if drawn is None or drawn.where != where or drawn.room < count:
-            drawn = self._drawn = _Drawn(max(count, len(self._logits)), *where)
-        drawn.how[:count] = draws
-        self._library.logitd_draw(self._handle, drawn.address, count)
-        return [None if token_id < 0 else token_id for token_id in drawn.token_ids[:count].tolist()]
+        rows = self._sample_rows
+        if rows is None or rows.where != where or rows.room < count:
+            rows = self._sample_rows = _SampleRows(max(count, len(self._logits)), *where)
+        rows.how[:count] = sampling
+        self._library.logitd_sample(self._handle, rows.address, count)
+        return [None if token_id < 0 else token_id for token_id in rows.token_ids[:count].tolist()]
 
     def time_stages(self, wanted: bool) -> None:
         """Whether the stages of what follows are timed. Costs a look at a clock for each of them;

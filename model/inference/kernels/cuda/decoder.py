@@ -1,18 +1,19 @@
-"""GraphDecoder: decode steps and draws on a GPU, two launches a step instead of some hundreds.
+"""GraphDecoder: decode steps and sampling on a GPU, two launches a step instead of some hundreds.
 
 A small model's step is short on a GPU, and to start its kernels one by one is expected to take
 longer than they do. So a step is recorded once and replayed: on tensors that stay where they are,
 filled by one copy from pinned memory (`pinned.py`), for a number of rows and a length of keys taken
 from a few sizes (buckets). Rows beyond those asked for repeat the first one, so that they write
 what it writes where it writes it; keys beyond a sequence's position are masked, and
-`KVCache.clear_behind` keeps them zero. The forward is `GPT.transform`, the draw
+`KVCache.clear_behind` keeps them zero. The forward is `GPT.transform`, sampling is
 `model/inference/kernels/cuda/sample.py`; the tokens of a step are the only thing that the host
-waits for. While the forward runs it packs what the draw needs.
+waits for. While the forward runs, the host packs what sampling needs.
 
-A step can be launched behind another whose tokens nobody has seen yet: it takes them where the
-draw leaves them, on the device. Everything else about it the host knows beforehand, the random
-numbers too, because these are no stream. So the device has the next step before it has done the
-present one, and the host waits for the tokens of one step while the next computes.
+The next step can be launched before the tokens of the one in flight were read: it takes them on the
+device, where sampling leaves them. The host knows everything else about it beforehand, the random
+numbers too, because each is a function of its position and not the next of a stream. So the device
+has the next step before it has finished the present one, and the host waits for the tokens of one
+step while the next computes.
 
 Attention reads keys and values where they lie when most slots decode, those of the others for
 nothing; else it reads copies of those that do. A piece of a prompt attends in one operation for
@@ -43,12 +44,19 @@ from torch import Tensor
 from model.inference.kernels.base import Collect, Launcher, Piece, Prefilled
 from model.inference.kernels.cuda.capture import Capture, Compute, capture_for
 from model.inference.kernels.cuda.pinned import Received, Sent
-from model.inference.kernels.cuda.sample import FIELDS, NO_TOKEN, DrawKind, draw_rows, kind_of, pack
+from model.inference.kernels.cuda.sample import (
+    FIELDS,
+    NO_TOKEN,
+    SamplingKind,
+    kind_of,
+    pack,
+    sample_rows,
+)
 from model.inference.kernels.eager.decoder import block_logits, padded_logits
 from model.inference.kernels.eager.prefill import TorchPrefill
 from model.inference.kv_cache import KVCache
 from model.inference.options import DRAFTED_ROWS
-from model.inference.sampling.sample import Draws
+from model.inference.sampling.sample import SamplingRows
 from model.transformer.gpt import GPT
 
 SHORTEST = 128
@@ -61,10 +69,10 @@ MOST_RECORDED = 96
 if every combination comes up."""
 
 DecodeKey = tuple[int, int, bool]  # rows, keys, whether these are read in place
-DrawKey = tuple[int, DrawKind]  # rows, kind
+SampleKey = tuple[int, SamplingKind]  # rows, kind
 TakeKey = tuple[int]  # rows
-Key = DecodeKey | DrawKey | TakeKey
-_TOKEN, _SLOT, _POSITION, _DRAWN_IN = range(4)  # what the host says of a row of a step
+Key = DecodeKey | SampleKey | TakeKey
+_TOKEN, _SLOT, _POSITION, _SAMPLED_IN = range(4)  # what the host says of a row of a step
 
 
 class GraphDecoder:
@@ -125,29 +133,33 @@ class GraphDecoder:
         token_ids: Sequence[int],
         slots: Sequence[int],
         positions: Sequence[int],
-        draws: Draws,
+        sampling: SamplingRows,
     ) -> Collect:
         self._begin_decode(slots, positions, token_ids=token_ids)
-        return self._begin_draw(draws)
+        return self._begin_sample(sampling)
 
     @torch.inference_mode()
     def launch_behind(
-        self, rows: Sequence[int], slots: Sequence[int], positions: Sequence[int], draws: Draws
+        self,
+        rows: Sequence[int],
+        slots: Sequence[int],
+        positions: Sequence[int],
+        sampling: SamplingRows,
     ) -> Collect:
-        self._begin_decode(slots, positions, drawn_in=rows)
-        return self._begin_draw(draws)
+        self._begin_decode(slots, positions, sampled_in=rows)
+        return self._begin_sample(sampling)
 
     @torch.inference_mode()
     def head(self, hidden: Tensor) -> Tensor:
         return (block_logits if self.batch_invariant else padded_logits)(self._gpt, hidden)
 
     @torch.inference_mode()
-    def draw(self, logits: Tensor, computed: Tensor, draws: Draws) -> list[int | None]:
-        """A token of each row of `logits` (R, V), float32: what `draw_tokens` gives, up to the
-        rounding of sums. Replayed where the rows are those that `decode` has just given."""
+    def sample(self, logits: Tensor, computed: Tensor, sampling: SamplingRows) -> list[int | None]:
+        """A token of each row of `logits` (R, V), float32: what `sample_tokens` gives, up to the
+        rounding of sums. Replayed where the rows are those that `decode` has just returned."""
         if self._is_own(logits) and self._is_own(computed):
-            return self._begin_draw(draws)()
-        return _usable(self._draw_apart(logits, computed, draws, self._kind(draws)))
+            return self._begin_sample(sampling)()
+        return _usable(self._sample_unrecorded(logits, computed, sampling, self._kind(sampling)))
 
     def close(self) -> None:
         """Let go of the recordings and their memory, once nothing runs in it any more. Nothing may
@@ -167,9 +179,9 @@ class GraphDecoder:
         positions: Sequence[int],
         *,
         token_ids: Sequence[int] | None = None,
-        drawn_in: Sequence[int] | None = None,
+        sampled_in: Sequence[int] | None = None,
     ) -> None:
-        """Start a forward on known tokens, or on those of the draw before by its rows."""
+        """Start a forward on known tokens, or on those sampled last, by their rows."""
         count = len(slots)
         if count > self._rows:
             raise ValueError(f"{count} rows are asked for, this decoder has room for {self._rows}")
@@ -180,22 +192,23 @@ class GraphDecoder:
         keys = bucket(self._key_buckets, max(positions) + 1)
         in_place = self._reads_in_place(slots)
         unknown = [0] * count
-        where = (token_ids or unknown, slots, positions, drawn_in or unknown)
+        where = (token_ids or unknown, slots, positions, sampled_in or unknown)
         self._where.send(np.array(where).T, rows)
-        if drawn_in is not None:
-            self._run((rows,), lambda: self._take_drawn(rows))
+        if sampled_in is not None:
+            self._run((rows,), lambda: self._take_sampled(rows))
         self._run((rows, keys, in_place), lambda: self._forward(rows, keys, in_place))
 
-    def _begin_draw(self, draws: Draws) -> Collect:
-        """Start the draw on the logits that the last forward leaves; what waits for its tokens."""
-        kind, rows = self._kind(draws), bucket(self._row_buckets, len(draws))
-        self._how.send(pack(draws), rows)
-        self._run((rows, kind), lambda: self._draw(rows, kind))
-        fetched = self._tokens.fetch(len(draws))
+    def _begin_sample(self, sampling: SamplingRows) -> Collect:
+        """Start sampling the logits that the last forward leaves; returns what waits for the
+        tokens."""
+        kind, rows = self._kind(sampling), bucket(self._row_buckets, len(sampling))
+        self._how.send(pack(sampling), rows)
+        self._run((rows, kind), lambda: self._sample_recorded(rows, kind))
+        fetched = self._tokens.fetch(len(sampling))
         return lambda: _usable(fetched.numbers())
 
-    def _kind(self, draws: Draws) -> DrawKind:
-        return DrawKind.FILTERED if self.batch_invariant else kind_of(draws)
+    def _kind(self, sampling: SamplingRows) -> SamplingKind:
+        return SamplingKind.FILTERED if self.batch_invariant else kind_of(sampling)
 
     def _run(self, key: Key, compute: Compute) -> None:
         """Replay what was recorded under a key, recording it first if need be."""
@@ -215,42 +228,42 @@ class GraphDecoder:
 
     def _forward(self, rows: int, keys: int, in_place: bool) -> None:
         """The recorded part of `decode`, from `_where` into `_logits`."""
-        where = self._where.device[:rows, :_DRAWN_IN]
+        where = self._where.device[:rows, :_SAMPLED_IN]
         token_ids, slots, positions = where.T.contiguous()  # (B,) each
         attend = SlotsAttend(self._cache, slots, positions, keys, in_place=in_place)
         hidden = self._gpt.transform(token_ids[:, None], positions[:, None], attend)
         self._logits[:rows] = self._gpt.logits(hidden[:, 0])
 
-    def _draw(self, rows: int, kind: DrawKind) -> None:
-        """The recorded part of a draw, from `_logits` and `_how` into `_tokens`."""
+    def _sample_recorded(self, rows: int, kind: SamplingKind) -> None:
+        """The recorded part of `sample`, from `_logits` and `_how` into `_tokens`."""
         logits = self._logits[:rows]
-        self._tokens.device[:rows] = draw_rows(logits, logits, self._how.device[:rows], kind)
+        self._tokens.device[:rows] = sample_rows(logits, logits, self._how.device[:rows], kind)
 
-    def _take_drawn(self, rows: int) -> None:
+    def _take_sampled(self, rows: int) -> None:
         """The recorded part of `launch_behind`, from `_tokens` into `_where`. A row that got no
         token goes on with any: its sequence has ended, and nobody looks at what follows."""
         where = self._where.device[:rows]
         # From one column into another: to do it twice is to do it once.
-        where[:, _TOKEN] = self._tokens.device[where[:, _DRAWN_IN]].clamp(min=0)
+        where[:, _TOKEN] = self._tokens.device[where[:, _SAMPLED_IN]].clamp(min=0)
 
-    def _draw_apart(
-        self, logits: Tensor, computed: Tensor, draws: Draws, kind: DrawKind
+    def _sample_unrecorded(
+        self, logits: Tensor, computed: Tensor, sampling: SamplingRows, kind: SamplingKind
     ) -> list[int]:
-        """Draw from rows that are not those of a recording: first tokens of prompts came beside
-        them, or a request changes its logits. Batch-invariant by as many rows as the recordings."""
+        """Sample rows that are not those of a recording: first tokens of prompts came with them, or
+        a request changes its logits. Batch-invariant, as many rows at a time as the recordings."""
         token_ids: list[int] = []
-        for start in range(0, len(draws), self._rows):
+        for start in range(0, len(sampling), self._rows):
             part = slice(start, start + self._rows)
-            some = pack(draws[part])
+            some = pack(sampling[part])
             missing = self._rows - len(some) if self.batch_invariant else 0
             packed = np.concatenate((some, some[:1].repeat(missing, axis=0)))
-            drawn = draw_rows(
+            sampled = sample_rows(
                 F.pad(logits[part], (0, 0, 0, missing)),
                 F.pad(computed[part], (0, 0, 0, missing)),
                 torch.from_numpy(packed).to(logits.device),
                 kind,
             )
-            token_ids += drawn[: len(some)].tolist()
+            token_ids += sampled[: len(some)].tolist()
         return token_ids
 
     def _is_own(self, logits: Tensor) -> bool:

@@ -1,16 +1,16 @@
-"""Device draw: tokens of all rows of a step at once, without a word from the host in between.
+"""Sampling on a device: tokens of all rows of a step at once, without asking the host in between.
 
 Steps 7 to 11 of what `model/inference/sampling/sampler.py` defines, like
-`model/inference/sampling/sample.py`, its twin, which asks the device several times how to go on.
+`model/inference/sampling/sample.py`, its twin, which reads values from the device several times.
 Here every row takes the same way and every shape is known beforehand: so it can be recorded as a
 CUDA graph, and one transfer brings the tokens.
 
-What the host says about the rows travels packed, one row of 64-bit numbers for each (`pack`). The
-uniform numbers are among them: Philox depends on nothing that the device computes, and ten rounds
-of it would be some seventy small kernels there; here they are computed while the forward runs.
+How the rows are sampled is uploaded packed, some 64-bit integers for each row (`pack`). The uniform
+numbers are among them: Philox depends on nothing that the device computes, and ten rounds of it
+would be some seventy small kernels there; on the host they are computed while the forward runs.
 
-On a GPU sums run in another order than on a CPU, so a draw within a rounding of an edge may fall on
-the other side of it. On a CPU the tokens are the twin's.
+On a GPU sums run in another order than on a CPU, so a uniform number within a rounding of an edge
+may fall on the other side of it. On a CPU the tokens are the twin's.
 
 Shapes: R rows, V vocabulary.
 """
@@ -24,17 +24,17 @@ import torch
 from torch import Tensor
 
 from model.inference.sampling.philox import uniforms
-from model.inference.sampling.sample import COLDEST, LARGEST_LOGIT, Draws
+from model.inference.sampling.sample import COLDEST, LARGEST_LOGIT, SamplingRows
 
 FIELDS = 6
-"""64-bit numbers that say how one row is drawn from."""
+"""64-bit integers that say how one row is sampled."""
 _GREEDY, _DIVISOR, _FLOOR, _TOP_K, _TOP_P, _UNIFORM = range(FIELDS)
 
 NO_TOKEN = -1
 """Stands for the token of a row that is not finite."""
 
 
-class DrawKind(IntEnum):
+class SamplingKind(IntEnum):
     """What a step's rows need; each does what those before it do, and gives the same tokens."""
 
     GREEDY = 0  # an argmax
@@ -42,66 +42,66 @@ class DrawKind(IntEnum):
     FILTERED = 2  # a sort of every row
 
 
-def kind_of(draws: Draws) -> DrawKind:
+def kind_of(sampling: SamplingRows) -> SamplingKind:
     """The least that serves all rows."""
-    drawn = draws["divisor"] > 0
-    if not drawn.any():
-        return DrawKind.GREEDY
-    filters = (draws["top_k"] > 0) | (draws["top_p"] < 1) | (draws["floor"] > -math.inf)
-    return DrawKind.FILTERED if (drawn & filters).any() else DrawKind.PLAIN
+    random = sampling["divisor"] > 0
+    if not random.any():
+        return SamplingKind.GREEDY
+    filters = (sampling["top_k"] > 0) | (sampling["top_p"] < 1) | (sampling["floor"] > -math.inf)
+    return SamplingKind.FILTERED if (random & filters).any() else SamplingKind.PLAIN
 
 
-def pack(draws: Draws) -> npt.NDArray[np.int64]:
+def pack(sampling: SamplingRows) -> npt.NDArray[np.int64]:
     """(R, FIELDS): integers as they are, floats as the bits of float64."""
-    packed = np.empty((len(draws), FIELDS), dtype=np.int64)
+    packed = np.empty((len(sampling), FIELDS), dtype=np.int64)
     floats = packed.view(np.float64)
-    packed[:, _GREEDY] = draws["divisor"] == 0
-    floats[:, _DIVISOR] = np.maximum(draws["divisor"], COLDEST)  # nothing is divided by 0
-    floats[:, _FLOOR] = draws["floor"]
-    packed[:, _TOP_K] = draws["top_k"]
-    floats[:, _TOP_P] = draws["top_p"]
-    floats[:, _UNIFORM] = uniforms(draws["seed"], draws["position"], draws["index"])
+    packed[:, _GREEDY] = sampling["divisor"] == 0
+    floats[:, _DIVISOR] = np.maximum(sampling["divisor"], COLDEST)  # nothing is divided by 0
+    floats[:, _FLOOR] = sampling["floor"]
+    packed[:, _TOP_K] = sampling["top_k"]
+    floats[:, _TOP_P] = sampling["top_p"]
+    floats[:, _UNIFORM] = uniforms(sampling["seed"], sampling["position"], sampling["index"])
     return packed
 
 
-def draw_rows(logits: Tensor, computed: Tensor, packed: Tensor, kind: DrawKind) -> Tensor:
+def sample_rows(logits: Tensor, computed: Tensor, packed: Tensor, kind: SamplingKind) -> Tensor:
     """A token of each row of `logits` (R, V), float32: int64 (R,). NO_TOKEN where the row of
     `computed` (R, V) is not finite or beyond LARGEST_LOGIT. `packed` (R, FIELDS) is `pack`'s, on
     the device of the logits."""
     usable = computed.abs().amax(dim=-1) <= LARGEST_LOGIT  # NaN fails it too
     token_ids = logits.argmax(dim=-1)
-    if kind is not DrawKind.GREEDY:
+    if kind is not SamplingKind.GREEDY:
         floats = packed.view(torch.float64)
-        left = logits / floats[:, _DIVISOR, None].float()
-        if kind is DrawKind.FILTERED:
-            left = filtered_rows(
-                left, packed[:, _TOP_K], floats[:, _TOP_P], floats[:, _FLOOR].float()
+        scaled = logits / floats[:, _DIVISOR, None].float()
+        if kind is SamplingKind.FILTERED:
+            scaled = filtered_rows(
+                scaled, packed[:, _TOP_K], floats[:, _TOP_P], floats[:, _FLOOR].float()
             )
-        probs = left.double().softmax(dim=-1)
-        drawn = pick(probs, probs.cumsum(dim=-1), floats[:, _UNIFORM])
-        token_ids = torch.where(packed[:, _GREEDY] != 0, token_ids, drawn)
+        probs = scaled.double().softmax(dim=-1)
+        random = pick(probs, probs.cumsum(dim=-1), floats[:, _UNIFORM])
+        token_ids = torch.where(packed[:, _GREEDY] != 0, token_ids, random)
     return torch.where(usable, token_ids, NO_TOKEN)
 
 
 def filtered_rows(logits: Tensor, top_k: Tensor, top_p: Tensor, floors: Tensor) -> Tensor:
-    """Steps 8 to 10: logits (R, V) with -inf for what the filters drop; top_k, top_p, floors (R,).
-    The arithmetic is that of `model.draw.filtered`."""
+    """Steps 8 to 10: logits (R, V) with -inf for the ids that the filters drop. top_k, top_p and
+    floors are (R,). The arithmetic is that of `filtered` in the twin."""
     width = logits.shape[-1]
     values, order = logits.sort(dim=-1, descending=True, stable=True)  # (R, V)
-    kept = torch.where(top_k == 0, width, top_k).clamp(max=width)
-    kth = values.gather(-1, kept[:, None] - 1)  # (R, 1)
+    count = torch.where(top_k == 0, width, top_k).clamp(max=width)
+    kth = values.gather(-1, count[:, None] - 1)  # (R, 1)
     values = values.masked_fill(values < kth, -math.inf)
     probs = values.double().softmax(dim=-1)
-    likelier = probs.cumsum(dim=-1) - probs  # the mass in front of each id
-    behind = (likelier >= top_p[:, None]) & (top_p[:, None] < 1)
-    dropped = torch.empty_like(behind).scatter(-1, order, (values == -math.inf) | behind)
+    mass_before = probs.cumsum(dim=-1) - probs  # of the ids that are likelier
+    outside = (mass_before >= top_p[:, None]) & (top_p[:, None] < 1)
+    dropped = torch.empty_like(outside).scatter(-1, order, (values == -math.inf) | outside)
     logits = logits.masked_fill(dropped, -math.inf)
     lowest = logits.amax(dim=-1, keepdim=True) + floors[:, None]
     return logits.masked_fill(logits < lowest, -math.inf)
 
 
 def pick(probs: Tensor, cumulated: Tensor, uniform: Tensor) -> Tensor:
-    """Step 11 on probabilities (R, V) and their running sums, by numbers (R,): int64 (R,).
+    """Step 11 on probabilities (R, V) and their running sums, by uniform numbers (R,): int64 (R,).
 
     An id of probability 0 is never taken, even where a sum that is computed in pieces falls by a
     rounding from one id to the next; a row where nothing is left gives 0.

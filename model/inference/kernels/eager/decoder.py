@@ -17,7 +17,7 @@ from torch import Tensor
 from model.inference.kernels.base import Piece, Prefilled
 from model.inference.kernels.eager.prefill import TorchPrefill
 from model.inference.kv_cache import KVCache
-from model.inference.sampling.sample import Draws, draw_tokens
+from model.inference.sampling.sample import SamplingRows, sample_tokens
 from model.transformer.config import BLOCK
 from model.transformer.gpt import GPT
 
@@ -55,8 +55,8 @@ class PlainDecoder:
     def head(self, hidden: Tensor) -> Tensor:
         return padded_logits(self._gpt, hidden)
 
-    def draw(self, logits: Tensor, computed: Tensor, draws: Draws) -> list[int | None]:
-        return draw_tokens(logits, computed, draws)
+    def sample(self, logits: Tensor, computed: Tensor, sampling: SamplingRows) -> list[int | None]:
+        return sample_tokens(logits, computed, sampling)
 
     def close(self) -> None:
         """Nothing to end."""

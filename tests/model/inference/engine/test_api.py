@@ -41,7 +41,7 @@ NEUTRAL: dict[str, Any] = {"max_tokens": 8, "seed": 0}
         ({"logit_bias": {3: math.inf}}, "logit_bias is inf"),
         ({"logit_bias": {3: math.nan}}, "logit_bias is nan"),
         ({"logit_bias": {3: 1e39}}, r"logit_bias is 1e\+39; .* from -1000000000 to 1000000000"),
-        ({"allowed_token_ids": ()}, "allowed_token_ids is empty; nothing could be drawn"),
+        ({"allowed_token_ids": ()}, "allowed_token_ids is empty; nothing could be sampled"),
         ({"min_tokens": -1}, "min_tokens is -1; it must be a finite number, from 0 to 8"),
         ({"min_tokens": 9}, "min_tokens is 9; it must be a finite number, from 0 to 8"),
         ({"logprobs": -1}, "logprobs is -1"),

@@ -24,7 +24,7 @@ from model.inference.kernels.cuda.decoder import GraphDecoder
 from model.inference.kv_cache import KVCache
 from model.inference.reference import generate
 from model.inference.sampling.params import SamplingParams
-from model.inference.sampling.sample import Draws
+from model.inference.sampling.sample import SamplingRows
 from model.transformer.gpt import GPT
 from tests.model.factories import tiny_gpt
 from tests.model.inference.engine.harness import (
@@ -66,16 +66,20 @@ class Launching(LateDecoder):
         token_ids: Sequence[int],
         slots: Sequence[int],
         positions: Sequence[int],
-        draws: Draws,
+        sampling: SamplingRows,
     ) -> Collect:
         self.launched += 1
-        return super().launch(token_ids, slots, positions, draws)
+        return super().launch(token_ids, slots, positions, sampling)
 
     def launch_behind(
-        self, rows: Sequence[int], slots: Sequence[int], positions: Sequence[int], draws: Draws
+        self,
+        rows: Sequence[int],
+        slots: Sequence[int],
+        positions: Sequence[int],
+        sampling: SamplingRows,
     ) -> Collect:
         self.launched_behind += 1
-        return super().launch_behind(rows, slots, positions, draws)
+        return super().launch_behind(rows, slots, positions, sampling)
 
 
 def launching(driven: Driven) -> Launching:

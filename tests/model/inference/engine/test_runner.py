@@ -11,7 +11,7 @@ from model.inference.engine.runner import Runner
 from model.inference.engine.scheduler import PrefillChunk, StepPlan
 from model.inference.engine.sequence import Group, Sequence, State
 from model.inference.kernels.eager import decoder as plain
-from model.inference.sampling.sampler import Sampled
+from model.inference.sampling.results import TokenWithLogprobs
 from model.transformer.gpt import GPT
 from tests.model.factories import FAMILIES, random_ids, tiny_config, tiny_gpt
 from tests.model.inference.engine.harness import (
@@ -129,7 +129,7 @@ def test_one_run_serves_prefill_decode_and_rows() -> None:
     assert output.sampled.keys() == {prompt, decoding}
     assert output.sampled[decoding] == int(expected[0, 40].argmax())
     sampled = output.sampled[prompt]
-    assert isinstance(sampled, Sampled)
+    assert isinstance(sampled, TokenWithLogprobs)
     assert sampled.token_id == int(expected[1, 79].argmax())
     logprobs = expected[1, 79].log_softmax(dim=-1)
     for token in sampled.top:

@@ -2,7 +2,7 @@
 
 The definitions on plain Python numbers are those of `model/inference/reference.py`. Rounding may
 decide what lies within a hair of a filter's edge, so supports are held between those of a slightly
-narrower and a slightly wider filter, and draws to the interval of their token.
+narrower and a slightly wider filter, and samples to the interval of their token.
 """
 
 import dataclasses
@@ -18,19 +18,50 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from model.inference.reference import filtered, penalised
-from model.inference.sampling.params import SamplingParams
+from model.inference.sampling.params import SamplingParams, TokenLogprob
 from model.inference.sampling.philox import uniform
-from model.inference.sampling.sample import Draw, table
-from model.inference.sampling.sampler import Row, Sampled, SlotDraws, sample
+from model.inference.sampling.results import (
+    ConstraintComplete,
+    SampleError,
+    SampleResult,
+    TokenWithLogprobs,
+)
+from model.inference.sampling.sample import SamplingRow, sampling_rows
+from model.inference.sampling.sampler import RowContext, sample
+from model.inference.sampling.state import SamplingState
 from tests.model.inference.engine.harness import params
 from tests.profiles import examples
 
 VOCAB = 13
 
 
-def row(sampling: SamplingParams, prompt: Sequence[int] = (0,), *more: int, index: int = 0) -> Row:
+@dataclasses.dataclass(frozen=True)
+class Sampled:
+    """A result of any kind, with whatever a test may look at."""
+
+    token_id: int
+    chosen: TokenLogprob | None = None
+    top: tuple[TokenLogprob, ...] = ()
+    error: str | None = None
+
+    @classmethod
+    def of(cls, result: SampleResult) -> "Sampled":
+        match result:
+            case int(token_id):
+                return cls(token_id)
+            case TokenWithLogprobs(token_id, chosen, top):
+                return cls(token_id, chosen, top)
+            case SampleError(message):
+                return cls(-1, error=message)
+            case ConstraintComplete():
+                raise AssertionError("the sampler knows masks, not the end of a constraint")
+
+
+def row(
+    sampling: SamplingParams, prompt: Sequence[int] = (0,), *more: int, index: int = 0
+) -> RowContext:
     """A row whose sequence has this prompt and then `more` generated tokens."""
-    return Row(sampling, index, [*prompt, *more], len(prompt))
+    return RowContext(sampling, index, [*prompt, *more], len(prompt))
 
 
 def mask(allowed: Iterable[int]) -> np.ndarray:
@@ -38,30 +69,30 @@ def mask(allowed: Iterable[int]) -> np.ndarray:
     return np.isin(np.arange(VOCAB), list(allowed))
 
 
-def defined(logits: Sequence[float], one: Row) -> list[float]:
+def defined(logits: Sequence[float], one: RowContext) -> list[float]:
     """A row after steps 1 to 6, by the definition."""
     allowed = None if one.allowed is None else one.allowed.tolist()
     return penalised(logits, one.tokens, one.prompt_length, one.params, allowed)
 
 
-def sample_all(logits: Tensor, rows: Sequence[Row]) -> list[Sampled]:
-    """As a step does it: a slot for each row, and the texts of those that ask for more than a
-    draw."""
-    places, slots = list(range(len(rows))), SlotDraws(len(rows))
-    for place, one in enumerate(rows):
-        slots.begin(place, one.params, one.index)
-    draws, more = slots.of(places, [len(one.tokens) for one in rows])
-    asking = {*more, *(i for i in places if rows[i].allowed is not None)}
-    drawn = sample(logits, draws, {place: rows[place] for place in sorted(asking)})
-    return [Sampled(one) if isinstance(one, int) else one for one in drawn]
+def sample_all(logits: Tensor, rows: Sequence[RowContext]) -> list[Sampled]:
+    """As a step does it: a slot for each row, and the texts of those that need logits
+    processing."""
+    slots, state = list(range(len(rows))), SamplingState(len(rows))
+    for slot, one in enumerate(rows):
+        state.begin(slot, one.params, one.index)
+    sampling, processed = state.rows(slots, [len(one.tokens) for one in rows])
+    contexts = {*processed, *(i for i in slots if rows[i].allowed is not None)}
+    results = sample(logits, sampling, {i: rows[i] for i in sorted(contexts)})
+    return [Sampled.of(result) for result in results]
 
 
-def sample_one(logits: Sequence[float], one: Row) -> Sampled:
+def sample_one(logits: Sequence[float], one: RowContext) -> Sampled:
     return sample_all(torch.tensor([logits]), [one])[0]
 
 
-def processed(logits: Sequence[float], one: Row) -> dict[int, float]:
-    """What is left of a row after all steps: logprobs of the ids that can be drawn."""
+def processed(logits: Sequence[float], one: RowContext) -> dict[int, float]:
+    """What is left of a row after all steps: logprobs of the ids that can be sampled."""
     asking = dataclasses.replace(one.params, logprobs=len(logits), logprobs_stage="processed")
     result = sample_one(logits, dataclasses.replace(one, params=asking))
     return {token.token_id: token.logprob for token in result.top}
@@ -108,7 +139,7 @@ greedy_or_not = st.sampled_from([0.0, 0.5, 1.0, 1.3]) | st.floats(0.05, 50)
 
 
 @st.composite
-def rows(draw: st.DrawFn, temperature: st.SearchStrategy[float] = greedy_or_not) -> Row:
+def rows(draw: st.DrawFn, temperature: st.SearchStrategy[float] = greedy_or_not) -> RowContext:
     one = row(
         draw(sampling_params(temperature)),
         draw(st.lists(ids, min_size=1, max_size=6)),
@@ -138,7 +169,7 @@ def support(logits: Sequence[float], sampling: SamplingParams) -> set[int]:
 
 
 @given(logit_rows, rows(temperature=st.just(0.0)))
-def test_greedy_takes_the_best_of_the_definition(logits: list[float], one: Row) -> None:
+def test_greedy_takes_the_best_of_the_definition(logits: list[float], one: RowContext) -> None:
     expected = defined(logits, one)
     token_id = sample_one(logits, one).token_id
     assert expected[token_id] >= max(expected) - 1e-4
@@ -155,7 +186,7 @@ def test_greedy_takes_the_lowest_id_among_equals(logits: list[int]) -> None:
 
 
 @given(logit_rows, rows(temperature=st.floats(0.05, 50)))
-def test_what_is_left_is_what_the_definition_leaves(logits: list[float], one: Row) -> None:
+def test_what_is_left_is_what_the_definition_leaves(logits: list[float], one: RowContext) -> None:
     base = defined(logits, one)
     sharp = max(abs(x) for x in base if x > -math.inf) / one.params.temperature
     hair = 1e-6 * (1 + sharp)  # what float32 leaves open in a scaled logit
@@ -188,7 +219,7 @@ def test_what_is_left_is_what_the_definition_leaves(logits: list[float], one: Ro
 
 
 @given(logit_rows, rows(temperature=st.floats(0.05, 50)))
-def test_the_draw_inverts_the_cumulated_mass(logits: list[float], one: Row) -> None:
+def test_sampling_inverts_the_cumulated_mass(logits: list[float], one: RowContext) -> None:
     left = processed(logits, one)
     token_id = sample_one(logits, one).token_id
     assert token_id in left
@@ -197,7 +228,7 @@ def test_the_draw_inverts_the_cumulated_mass(logits: list[float], one: Row) -> N
     assert before - 1e-9 <= u <= before + math.exp(left[token_id]) + 1e-9
 
 
-def test_the_draw_is_the_first_id_beyond_the_threshold() -> None:
+def test_the_token_is_the_first_id_beyond_the_threshold() -> None:
     """Mass 1/4 each: the token is the quarter in which u lies, and never an id without mass."""
     seen = set()
     for seed in range(200):
@@ -213,36 +244,36 @@ def test_the_draw_is_the_first_id_beyond_the_threshold() -> None:
     ("u", "token_id"),
     [(0.0, 1), (0.25 - 2**-53, 1), (0.25, 2), (0.5, 4), (0.75, 6), (1 - 2**-53, 6)],
 )
-def test_the_draw_at_the_edges(monkeypatch: pytest.MonkeyPatch, u: float, token_id: int) -> None:
+def test_sampling_at_the_edges(monkeypatch: pytest.MonkeyPatch, u: float, token_id: int) -> None:
     """An interval has its lower end, not its upper one; an id without mass has none."""
     monkeypatch.setattr("model.inference.sampling.sample.uniform", lambda *place: u)
     one = row(params(temperature=1, allowed_token_ids=(1, 2, 4, 6)))
     assert sample_one([0.0] * 8, one).token_id == token_id
 
 
-def test_the_draw_depends_on_seed_position_and_index_alone() -> None:
+def test_sampling_depends_on_seed_position_and_index_alone() -> None:
     logits = [0.0] * VOCAB
     base = row(params(seed=5, temperature=1), (1, 2), 3)
 
-    def drawn(one: Row) -> list[int]:
-        """Draws at a hundred positions from here on."""
+    def sampled(one: RowContext) -> list[int]:
+        """Tokens at a hundred positions from here on."""
         return [
             sample_one(logits, dataclasses.replace(one, tokens=one.tokens + [0] * i)).token_id
             for i in range(100)
         ]
 
     other_tokens = dataclasses.replace(base, tokens=[7, 7, 7], prompt_length=3)
-    assert drawn(base) == drawn(other_tokens)
-    assert drawn(base) != drawn(dataclasses.replace(base, index=1))
-    assert drawn(base) != drawn(dataclasses.replace(base, params=params(seed=6, temperature=1)))
-    assert drawn(base) != drawn(dataclasses.replace(base, tokens=[1, 2, 3, 4]))
+    assert sampled(base) == sampled(other_tokens)
+    assert sampled(base) != sampled(dataclasses.replace(base, index=1))
+    assert sampled(base) != sampled(dataclasses.replace(base, params=params(seed=6, temperature=1)))
+    assert sampled(base) != sampled(dataclasses.replace(base, tokens=[1, 2, 3, 4]))
 
 
 extreme = st.floats(-1e30, 1e30)
 
 
 @given(st.lists(extreme, min_size=VOCAB, max_size=VOCAB), st.data())
-def test_the_outermost_numbers_still_draw_an_allowed_id(
+def test_the_outermost_numbers_still_give_an_allowed_id(
     logits: list[float], data: st.DataObject
 ) -> None:
     """What the API lets through cannot overflow: no row ends in a NaN or beyond the vocabulary."""
@@ -329,7 +360,7 @@ def test_greedy_ignores_the_filters() -> None:
     assert len(result.top) == 6
 
 
-def values_left(one: Row) -> list[float]:
+def values_left(one: RowContext) -> list[float]:
     """The processed logits, up to a constant: id 5 is the zero."""
     left = processed(LOGITS, one)
     return [left[i] - left[5] for i in range(6)]
@@ -404,7 +435,7 @@ def test_raw_logprobs_are_those_of_the_model() -> None:
         assert token.logprob == pytest.approx(expected[token.token_id])
 
 
-def test_processed_logprobs_are_those_of_the_draw() -> None:
+def test_processed_logprobs_are_those_that_are_sampled_from() -> None:
     one = row(params(temperature=0.5, top_k=3, seed=1, logprobs=6, logprobs_stage="processed"))
     result = sample_one(LOGITS, one)
     assert result.chosen is not None
@@ -427,7 +458,9 @@ def test_equals_share_a_rank() -> None:
 
 
 @given(logit_rows, rows())
-def test_the_chosen_token_ranks_as_it_does_among_the_top(logits: list[float], one: Row) -> None:
+def test_the_chosen_token_ranks_as_it_does_among_the_top(
+    logits: list[float], one: RowContext
+) -> None:
     everything = dataclasses.replace(one.params, logprobs=VOCAB)
     result = sample_one(logits, dataclasses.replace(one, params=everything))
     assert result.chosen in result.top
@@ -449,7 +482,9 @@ def test_as_many_logprobs_as_were_asked_for(asked: int | None, top: int) -> None
 
 @settings(max_examples=examples(40))
 @given(st.lists(st.tuples(logit_rows, rows()), min_size=1, max_size=7), st.booleans())
-def test_a_batch_is_each_row_alone(batch: list[tuple[list[float], Row]], in_bfloat16: bool) -> None:
+def test_a_batch_is_each_row_alone(
+    batch: list[tuple[list[float], RowContext]], in_bfloat16: bool
+) -> None:
     """Bit for bit, whatever the others ask for."""
     logits = torch.tensor([values for values, _ in batch])
     if in_bfloat16:
@@ -515,47 +550,47 @@ def test_the_logits_are_left_as_they_are() -> None:
     assert logits.tolist() == [LOGITS, LOGITS]
 
 
-def test_a_slot_asks_what_its_present_sequence_asks() -> None:
+def test_a_slot_is_sampled_as_its_present_sequence_asks() -> None:
     """Slots are taken again and again, and a step's rows are in no order."""
-    slots = SlotDraws(3)
+    state = SamplingState(3)
     for slot in range(3):
-        slots.begin(slot, params(temperature=0.5, top_k=4, logprobs=1), index=2)
-    slots.begin(1, params(seed=2**64 - 1, temperature=1, top_p=0.5, min_p=0.25), index=0)
-    before = Draw(0.5, 4, 1.0, 0.0, seed=0, position=8, index=2)
-    now = Draw(1.0, 0, 0.5, 0.25, seed=2**64 - 1, position=9, index=0)
+        state.begin(slot, params(temperature=0.5, top_k=4, logprobs=1), index=2)
+    state.begin(1, params(seed=2**64 - 1, temperature=1, top_p=0.5, min_p=0.25), index=0)
+    before = SamplingRow(0.5, 4, 1.0, 0.0, seed=0, position=8, index=2)
+    now = SamplingRow(1.0, 0, 0.5, 0.25, seed=2**64 - 1, position=9, index=0)
     for further in range(2):  # the second time from what was kept
         positions = [8 + further, 9 + further, 10 + further]
-        draws, more = slots.of([2, 1, 1], positions)
+        sampling, processed = state.rows([2, 1, 1], positions)
         expected = [
             dataclasses.replace(one, position=position)
             for one, position in zip((before, now, now), positions, strict=True)
         ]
-        assert draws.tolist() == table(expected).tolist()
-        assert more == (0,)
-    slots.begin(2, params(temperature=1, top_p=0.5, seed=9), index=0)
-    draws, more = slots.of([2, 1, 1], [8, 9, 10])
-    assert draws["seed"].tolist() == [9, 2**64 - 1, 2**64 - 1]
-    assert more == ()
-    assert slots.of([1, 0], [3, 4])[1] == (1,)
+        assert sampling.tolist() == sampling_rows(expected).tolist()
+        assert processed == (0,)
+    state.begin(2, params(temperature=1, top_p=0.5, seed=9), index=0)
+    sampling, processed = state.rows([2, 1, 1], [8, 9, 10])
+    assert sampling["seed"].tolist() == [9, 2**64 - 1, 2**64 - 1]
+    assert processed == ()
+    assert state.rows([1, 0], [3, 4])[1] == (1,)
 
 
 # Frequencies
 
-DRAWS = 6000
+SAMPLES = 6000
 
 
 def chi_square(expected: Sequence[float], sampling: SamplingParams) -> float:
-    """Pearson's statistic of draws under many seeds, in standard deviations above its mean."""
-    batch = [row(dataclasses.replace(sampling, seed=seed), (0, 1), 1) for seed in range(DRAWS)]
-    logits = torch.tensor([FREQUENCY_LOGITS]).expand(DRAWS, -1)
-    drawn = [result.token_id for result in sample_all(logits, batch)]
+    """Pearson's statistic of tokens under many seeds, in standard deviations above its mean."""
+    batch = [row(dataclasses.replace(sampling, seed=seed), (0, 1), 1) for seed in range(SAMPLES)]
+    logits = torch.tensor([FREQUENCY_LOGITS]).expand(SAMPLES, -1)
+    sampled = [result.token_id for result in sample_all(logits, batch)]
     statistic = 0.0
     for token_id, prob in enumerate(expected):
-        seen = drawn.count(token_id)
+        seen = sampled.count(token_id)
         if prob == 0:
-            assert seen == 0, f"{token_id} cannot be drawn"
+            assert seen == 0, f"{token_id} cannot be sampled"
         else:
-            statistic += (seen - DRAWS * prob) ** 2 / (DRAWS * prob)
+            statistic += (seen - SAMPLES * prob) ** 2 / (SAMPLES * prob)
     freedom = sum(prob > 0 for prob in expected) - 1
     return (statistic - freedom) / math.sqrt(2 * freedom)
 

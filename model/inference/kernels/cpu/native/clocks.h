@@ -13,10 +13,10 @@ namespace logitd {
 // What a step goes through, in this order, but for the blocks, which are gone through again and again.
 //   NORMS      what a row's stream becomes before a product: residual sums are in the products
 //   ATTENTION  positions, norms of heads, the new keys and values, the look back, the heads' outputs
-enum Stage { EMBEDDING, NORMS, QKV, ATTENTION, ATTENTION_OUT, MLP_UP, ACTIVATION, MLP_DOWN, HEAD, DRAW };
+enum Stage { EMBEDDING, NORMS, QKV, ATTENTION, ATTENTION_OUT, MLP_UP, ACTIVATION, MLP_DOWN, HEAD, SAMPLING };
 
 constexpr const char* STAGE_NAMES =
-    "embedding norms qkv attention attention_out mlp_up activation mlp_down head draw";
+    "embedding norms qkv attention attention_out mlp_up activation mlp_down head sampling";
 
 class Clocks {
  public:

@@ -28,8 +28,8 @@ void logitd_head(void* decoder, const float* hidden, std::int32_t count, float* 
   static_cast<Decoder*>(decoder)->head(hidden, count, logits);
 }
 
-void logitd_draw(void* decoder, DrawnRow* rows, std::int32_t count) {
-  static_cast<Decoder*>(decoder)->draw(rows, count);
+void logitd_sample(void* decoder, SampleRow* rows, std::int32_t count) {
+  static_cast<Decoder*>(decoder)->sample(rows, count);
 }
 
 // The names of the stages that are timed, in their order, with spaces between them.

@@ -1,5 +1,5 @@
 // Decoder: tokens through a whole GPT, one of each of several sequences or many that follow one
-// another, in one call; and the draw of the next ones.
+// another, in one call; and the sampling of the next ones.
 //
 // The forward of model/transformer/gpt.py, stage by stage over a shared pool of threads: norms and conversions by
 // row, matrices by pieces of weight rows, attention by key head and by sequence or some rows of one.
@@ -15,7 +15,7 @@
 
 #include "attention.h"
 #include "clocks.h"
-#include "draw.h"
+#include "sample.h"
 #include "model.h"
 #include "pool.h"
 
@@ -109,14 +109,14 @@ class Decoder {
   }
 
   // The token of each of `count` rows of logits.
-  void draw(DrawnRow* rows, int count) {
+  void sample(SampleRow* rows, int count) {
     clocks_.begin();
     pool_.begin();
     pool_.loop(count, [&](int row) {
-      static thread_local Drawer drawer;  // keeps its memory from row to row
-      rows[row].token_id = drawer.token(rows[row], w_.vocab_size);
+      static thread_local Sampler sampler;  // keeps its memory from row to row
+      rows[row].token_id = sampler.token(rows[row], w_.vocab_size);
     });
-    clocks_.end(DRAW);
+    clocks_.end(SAMPLING);
     pool_.rest();
   }
 

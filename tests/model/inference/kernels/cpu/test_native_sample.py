@@ -1,4 +1,4 @@
-"""The native draw against its twin: the same tokens.
+"""Native sampling against its twin: the same tokens.
 
 Sums are taken in different orders, so what lies within a rounding of a filter's edge may fall on
 either side: there the token has to be the twin's for a slightly wider or narrower filter.
@@ -17,17 +17,17 @@ from hypothesis import strategies as st
 from model.inference.kernels.cpu.decoder import NativeDecoder
 from model.inference.kv_cache import KVCache
 from model.inference.sampling.philox import uniform
-from model.inference.sampling.sample import Draw, draw_tokens, table
+from model.inference.sampling.sample import SamplingRow, sample_tokens, sampling_rows
 from tests.model.factories import tiny_config, tiny_gpt
 from tests.profiles import examples
 
-GREEDY = Draw(0.0, 0, 1.0, 0.0, seed=1, position=2, index=0)
+GREEDY = SamplingRow(0.0, 0, 1.0, 0.0, seed=1, position=2, index=0)
 PLAIN = dataclasses.replace(GREEDY, temperature=1.0)
 WIDTHS = (1, 7, 16, 63, 64, 65, 1000)
 
 
 def new_decoder(library: ctypes.CDLL, vocab_size: int) -> NativeDecoder:
-    """A decoder that draws from rows of this width."""
+    """A decoder that samples rows of this width."""
     gpt = tiny_gpt(tiny_config(head_dim=16, d_model=16, n_layer=1, vocab_size=vocab_size))
     cache = KVCache(gpt.config, 2, device=torch.device("cpu"), dtype=torch.float32)
     return NativeDecoder(library, gpt, cache, threads=2)
@@ -42,8 +42,8 @@ def decoders(library: ctypes.CDLL) -> Iterator[dict[int, NativeDecoder]]:
 
 
 @st.composite
-def draws(draw: st.DrawFn) -> Draw:
-    return Draw(
+def ways(draw: st.DrawFn) -> SamplingRow:
+    return SamplingRow(
         temperature=draw(st.sampled_from([0.0, 1.0, 0.7, 1e-6]) | st.floats(0.01, 100)),
         top_k=draw(st.just(0) | st.integers(1, 20) | st.integers(1, 2000)),
         top_p=draw(st.just(1.0) | st.floats(0, 1, exclude_min=True)),
@@ -57,12 +57,16 @@ def draws(draw: st.DrawFn) -> Draw:
 @settings(max_examples=examples(300))
 @given(
     width=st.sampled_from(WIDTHS),
-    several=st.lists(draws(), min_size=1, max_size=5),
+    several=st.lists(ways(), min_size=1, max_size=5),
     seed=st.integers(0, 2**31),
     steps=st.sampled_from([0, 1, 4, 1024]),
 )
-def test_draws_what_its_twin_draws(
-    decoders: dict[int, NativeDecoder], width: int, several: list[Draw], seed: int, steps: int
+def test_samples_what_its_twin_samples(
+    decoders: dict[int, NativeDecoder],
+    width: int,
+    several: list[SamplingRow],
+    seed: int,
+    steps: int,
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
     logits = 3 * torch.randn(len(several), width, generator=generator)
@@ -71,29 +75,31 @@ def test_draws_what_its_twin_draws(
     logits[torch.rand(logits.shape, generator=generator) < 0.2] = -math.inf
     logits[:, 0] = 0.5  # something is left
     computed = torch.zeros_like(logits)
-    tokens = decoders[width].draw(logits, computed, table(several))
-    for row, draw, token in zip(logits, several, tokens, strict=True):
+    tokens = decoders[width].sample(logits, computed, sampling_rows(several))
+    for row, how, token in zip(logits, several, tokens, strict=True):
         nearby = {
-            draw_tokens(row[None], computed[:1], table([dataclasses.replace(draw, top_p=p)]))[0]
-            for p in (draw.top_p, draw.top_p * (1 - 1e-12), min(1.0, draw.top_p * (1 + 1e-12)))
+            sample_tokens(
+                row[None], computed[:1], sampling_rows([dataclasses.replace(how, top_p=p)])
+            )[0]
+            for p in (how.top_p, how.top_p * (1 - 1e-12), min(1.0, how.top_p * (1 + 1e-12)))
         }
         assert token in nearby
 
 
 def test_every_uniform_number_finds_its_token(library: ctypes.CDLL) -> None:
-    """A thousand draws of a large vocabulary: weights, sums and random numbers are the twin's to
-    within what any of these draws could show."""
+    """A thousand samples of a large vocabulary: weights, sums and random numbers are the twin's to
+    within what any of these samples could show."""
     decoder = new_decoder(library, 20_011)
     logits = 2 * torch.randn(1, 20_011, generator=torch.Generator().manual_seed(3))
     several = [dataclasses.replace(PLAIN, seed=2**40 + i, position=i) for i in range(1000)]
-    rows, draws = logits.expand(1000, -1), table(several)
-    assert decoder.draw(rows, rows, draws) == draw_tokens(rows, rows, draws)
+    rows, sampling = logits.expand(1000, -1), sampling_rows(several)
+    assert decoder.sample(rows, rows, sampling) == sample_tokens(rows, rows, sampling)
     cumulated = logits[0].double().softmax(dim=-1).cumsum(dim=-1)
     expected = [
         int(torch.searchsorted(cumulated, uniform(one.seed, one.position, 0), right=True))
         for one in several
     ]
-    assert decoder.draw(rows, rows, draws) == expected
+    assert decoder.sample(rows, rows, sampling) == expected
     decoder.close()
 
 
@@ -106,7 +112,9 @@ def test_rows_that_are_not_finite_have_no_token(
         computed = torch.zeros(3, width)
         computed[1, column] = bad
         logits = torch.zeros(3, width)
-        first, second, third = decoders[width].draw(logits, computed, table([GREEDY, PLAIN, PLAIN]))
+        first, second, third = decoders[width].sample(
+            logits, computed, sampling_rows([GREEDY, PLAIN, PLAIN])
+        )
         assert (first, second) == (0, None)
         assert third is not None
 
@@ -118,12 +126,12 @@ def test_greedy_is_the_lowest_of_the_largest(
     for column in {0, width // 2, width - 1}:
         logits = torch.full((1, width), -2.0)
         logits[0, column:] = 1.5
-        assert decoders[width].draw(logits, logits, table([GREEDY])) == [column]
+        assert decoders[width].sample(logits, logits, sampling_rows([GREEDY])) == [column]
 
 
-def test_a_row_where_nothing_may_be_drawn_ends_in_bounds(
+def test_a_row_whose_every_id_is_forbidden_ends_in_bounds(
     decoders: dict[int, NativeDecoder],
 ) -> None:
     logits, computed = torch.full((2, 65), -math.inf), torch.zeros(2, 65)
-    tokens = decoders[65].draw(logits, computed, table([GREEDY, PLAIN]))
+    tokens = decoders[65].sample(logits, computed, sampling_rows([GREEDY, PLAIN]))
     assert tokens == [0, 0]

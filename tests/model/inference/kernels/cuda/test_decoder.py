@@ -22,7 +22,7 @@ from model.inference.kernels.cuda.decoder import GraphDecoder, SlotsAttend, buck
 from model.inference.kernels.eager.decoder import PlainDecoder, block_logits, padded_logits
 from model.inference.kv_cache import KVCache
 from model.inference.options import DRAFTED_ROWS
-from model.inference.sampling.sample import draw_tokens, table
+from model.inference.sampling.sample import sample_tokens, sampling_rows
 from model.transformer.config import BLOCK
 from model.transformer.gpt import GPT
 from tests.model.factories import FAMILIES, tiny_config, tiny_gpt
@@ -205,7 +205,7 @@ def test_a_wrong_draft_leaves_nothing(device: str) -> None:
     pair.prefill(0, [1, 2, 3])
     pair.decode([4, 5, 6], [0, 0, 0], [3, 4, 5])
     pair.caches[0].keys[:, 0, :, 4:6] = math.nan
-    graph, plain = pair.decode([9], [0], [4])  # 5 was not what was drawn
+    graph, plain = pair.decode([9], [0], [4])  # 5 was not what was sampled
     assert_close(graph, plain, **FLOAT32)
     assert not pair.caches[0].keys[:, 0, :, 5:].any()
 
@@ -293,32 +293,32 @@ def test_more_rows_than_there_is_room_for_are_refused() -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("batch_invariant", [False, True])
-def test_tokens_are_drawn_from_what_was_decoded(device: str, batch_invariant: bool) -> None:
-    """By the recorded draw, and from rows that are others: both give the twin's tokens."""
+def test_tokens_are_sampled_from_what_was_decoded(device: str, batch_invariant: bool) -> None:
+    """By the recorded sampling, and from rows that are others: both give the twin's tokens."""
     counting = Counting(device)
     pair = Pair(tiny_gpt().to(device), 6, batch_invariant=batch_invariant, capture=counting)
     for slot in range(6):
         pair.prefill(slot, [slot, 1, 2])
     top = [GREEDY, PLAIN, *(replace(PLAIN, top_k=5, seed=seed) for seed in range(4))]
     for several in ([GREEDY] * 3, [GREEDY, PLAIN, PLAIN], top):
-        count, draws = len(several), table(several)
+        count, sampling = len(several), sampling_rows(several)
         logits, _ = pair.decode([9] * count, list(range(count)), [3] * count)
-        expected = draw_tokens(logits, logits, draws)
+        expected = sample_tokens(logits, logits, sampling)
         before = counting.runs
-        assert pair.graph.draw(logits, logits, draws) == expected
+        assert pair.graph.sample(logits, logits, sampling) == expected
         assert counting.runs == before + 1
         apart = logits.clone()
-        assert pair.graph.draw(apart, logits, draws) == expected
+        assert pair.graph.sample(apart, logits, sampling) == expected
         many = apart.repeat(7, 1)  # more than it has rows
-        assert pair.graph.draw(many, many, table(several * 7)) == expected * 7
+        assert pair.graph.sample(many, many, sampling_rows(several * 7)) == expected * 7
         assert counting.runs == before + 1
         apart[0, 3] = math.nan
-        assert pair.graph.draw(logits, apart, draws) == [None, *expected[1:]]
+        assert pair.graph.sample(logits, apart, sampling) == [None, *expected[1:]]
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_batch_invariant_every_step_has_one_size(device: str) -> None:
-    """One recording for all steps and one for all draws, and a row has the bits that it has
+    """One recording for all steps and one for all samples, and a row has the bits that it has
     alone."""
     counting = Counting(device)
     gpt = tiny_gpt(tiny_config(d_model=48)).to(device)
@@ -328,7 +328,7 @@ def test_batch_invariant_every_step_has_one_size(device: str) -> None:
         pair.prefill(slot, [slot + 1] * (10 * slot + 3))
     for slot in range(5):
         logits, _ = pair.decode([9], [slot], [10 * slot + 3])
-        pair.graph.draw(logits, logits, table([PLAIN if slot else GREEDY]))
+        pair.graph.sample(logits, logits, sampling_rows([PLAIN if slot else GREEDY]))
         alone.append(logits.clone())
     logits, _ = pair.decode([9] * 5, list(range(5)), [10 * slot + 3 for slot in range(5)])
     together = list(logits.split(1))

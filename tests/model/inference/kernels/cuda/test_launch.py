@@ -18,7 +18,7 @@ from model.inference.kernels.base import Collect, Piece
 from model.inference.kernels.cuda.decoder import GraphDecoder
 from model.inference.kernels.eager.decoder import PlainDecoder
 from model.inference.kv_cache import KVCache
-from model.inference.sampling.sample import Draw, Draws, table
+from model.inference.sampling.sample import SamplingRow, SamplingRows, sampling_rows
 from model.transformer.gpt import GPT
 from tests.model.factories import tiny_config, tiny_gpt
 from tests.model.inference.kernels.cpu.test_native_sample import GREEDY, PLAIN
@@ -60,25 +60,25 @@ def begun(make: Make, prompts: dict[int, list[int]], device: str = "cpu") -> Gra
     return decoder
 
 
-def draws_of(several: list[Draw], positions: list[int]) -> Draws:
-    draws = table(several)
-    draws["position"] = positions
-    return draws
+def sampling_of(several: list[SamplingRow], positions: list[int]) -> SamplingRows:
+    sampling = sampling_rows(several)
+    sampling["position"] = positions
+    return sampling
 
 
-def step(decoder: GraphDecoder, texts: dict[int, list[int]], ways: dict[int, Draw]) -> None:
+def step(decoder: GraphDecoder, texts: dict[int, list[int]], ways: dict[int, SamplingRow]) -> None:
     """A token more for each text, by a step of its own."""
     slots = list(texts)
     positions = [len(texts[slot]) - 1 for slot in slots]
     logits = decoder.decode([texts[slot][-1] for slot in slots], slots, positions)
-    draws = draws_of([ways[slot] for slot in slots], [position + 1 for position in positions])
-    for slot, token_id in zip(slots, decoder.draw(logits, logits, draws), strict=True):
+    sampling = sampling_of([ways[slot] for slot in slots], [position + 1 for position in positions])
+    for slot, token_id in zip(slots, decoder.sample(logits, logits, sampling), strict=True):
         assert token_id is not None
         texts[slot].append(token_id)
 
 
-ways_to_draw = st.builds(
-    Draw,
+ways_to_sample = st.builds(
+    SamplingRow,
     temperature=st.sampled_from([0.0, 1.0, 1.5]),
     top_k=st.sampled_from([0, 5]),
     top_p=st.just(1.0),
@@ -93,15 +93,15 @@ ways_to_draw = st.builds(
 @settings(max_examples=examples(40))
 @given(
     lengths=st.lists(st.integers(2, 40), min_size=1, max_size=SLOTS),
-    ways=st.lists(ways_to_draw, min_size=SLOTS, max_size=SLOTS),
+    ways=st.lists(ways_to_sample, min_size=SLOTS, max_size=SLOTS),
     steps=st.lists(st.sets(st.integers(0, SLOTS - 1), max_size=2), min_size=1, max_size=8),
     order=st.randoms(use_true_random=False),
 )
-def test_steps_behind_one_another_draw_what_single_steps_draw(
+def test_steps_behind_one_another_sample_what_single_steps_sample(
     device: str,
     make: Make,
     lengths: list[int],
-    ways: list[Draw],
+    ways: list[SamplingRow],
     steps: list[set[int]],
     order: Any,
 ) -> None:
@@ -116,9 +116,12 @@ def test_steps_behind_one_another_draw_what_single_steps_draw(
 
     rows = list(texts)  # whose they are, in the step that was launched last
     at = {slot: len(text) - 1 for slot, text in texts.items()}
-    draws = draws_of([way[slot] for slot in rows], [at[slot] + 1 for slot in rows])
+    sampling = sampling_of([way[slot] for slot in rows], [at[slot] + 1 for slot in rows])
     last = [texts[slot][-1] for slot in rows]
-    under_way: tuple[list[int], Collect] = rows, ahead.launch(last, rows, list(at.values()), draws)
+    under_way: tuple[list[int], Collect] = (
+        rows,
+        ahead.launch(last, rows, list(at.values()), sampling),
+    )
     for left_out in [*steps, set(range(SLOTS))]:
         step(single, expected, way)
         stay = [slot for slot in rows if slot not in left_out]
@@ -126,9 +129,9 @@ def test_steps_behind_one_another_draw_what_single_steps_draw(
         behind = None
         if stay:
             at = {slot: at[slot] + 1 for slot in stay}
-            draws = draws_of([way[slot] for slot in stay], [at[slot] + 1 for slot in stay])
-            drawn_in = [rows.index(slot) for slot in stay]
-            behind = stay, ahead.launch_behind(drawn_in, stay, [at[s] for s in stay], draws)
+            sampling = sampling_of([way[slot] for slot in stay], [at[slot] + 1 for slot in stay])
+            sampled_in = [rows.index(slot) for slot in stay]
+            behind = stay, ahead.launch_behind(sampled_in, stay, [at[s] for s in stay], sampling)
         for slot, token_id in zip(under_way[0], under_way[1](), strict=True):
             assert token_id is not None
             texts[slot].append(token_id)
@@ -144,20 +147,20 @@ def test_launching_waits_for_nothing_and_collecting_for_one_step() -> None:
     decoder = begun(late, prompts)
     assert isinstance(decoder, LateDecoder)
     device, slots = decoder.late, [0, 4]
-    first = decoder.launch([3, 7], slots, [2, 2], draws_of([GREEDY] * 2, [3, 3]))
+    first = decoder.launch([3, 7], slots, [2, 2], sampling_of([GREEDY] * 2, [3, 3]))
     of_the_first = device.given
-    second = decoder.launch_behind([0, 1], slots, [3, 3], draws_of([GREEDY] * 2, [4, 4]))
+    second = decoder.launch_behind([0, 1], slots, [3, 3], sampling_of([GREEDY] * 2, [4, 4]))
     assert device.done == 0
     found = first()
     assert device.done == of_the_first
     again = first()
     assert device.done == of_the_first
-    third = decoder.launch_behind([0, 1], slots, [4, 4], draws_of([GREEDY] * 2, [5, 5]))
+    third = decoder.launch_behind([0, 1], slots, [4, 4], sampling_of([GREEDY] * 2, [5, 5]))
     assert device.done == of_the_first, "there is a buffer for it: it need not wait"
     rest = [found, second(), third()]
     assert again == found
     for slot, row in ((0, 0), (4, 1)):
-        text = [*prompts[slot], *(drawn[row] for drawn in rest)]
+        text = [*prompts[slot], *(tokens[row] for tokens in rest)]
         with torch.inference_mode():
             logits = GPT_OF_ALL(torch.tensor([text[:-1]])).logits[0]
         assert logits[2:].argmax(-1).tolist() == text[3:]
@@ -174,10 +177,10 @@ def test_a_row_without_a_token_spoils_no_other(device: str, make: Make) -> None:
     expected = {2: list(prompts[2])}
     for _ in range(3):
         step(alone, expected, {2: GREEDY})
-    first = decoder.launch([3, 7], [1, 2], [2, 3], draws_of([GREEDY] * 2, [3, 4]))
-    second = decoder.launch_behind([0, 1], [1, 2], [3, 4], draws_of([GREEDY] * 2, [4, 5]))
+    first = decoder.launch([3, 7], [1, 2], [2, 3], sampling_of([GREEDY] * 2, [3, 4]))
+    second = decoder.launch_behind([0, 1], [1, 2], [3, 4], sampling_of([GREEDY] * 2, [4, 5]))
     found = [first()]
-    third = decoder.launch_behind([1], [2], [5], draws_of([GREEDY], [6]))
+    third = decoder.launch_behind([1], [2], [5], sampling_of([GREEDY], [6]))
     found += [second(), third()]
     assert found[0][0] is None
     assert [found[0][1], found[1][1], found[2][0]] == expected[2][4:]
@@ -193,11 +196,11 @@ def test_the_step_behind_is_recorded_once_for_each_number_of_rows() -> None:
     counting = Counting()
     prompts = {slot: [slot, 1, 2] for slot in range(4)}
     decoder = begun(partial(GraphDecoder, capture=counting), prompts)
-    slots, draws = list(range(4)), partial(draws_of, [PLAIN] * 4)
-    collect = decoder.launch([2] * 4, slots, [2] * 4, draws([3] * 4))
-    assert counting.recorded == 2  # a forward, a draw
+    slots, sampling = list(range(4)), partial(sampling_of, [PLAIN] * 4)
+    collect = decoder.launch([2] * 4, slots, [2] * 4, sampling([3] * 4))
+    assert counting.recorded == 2  # a forward, a sample
     for position in range(3, 9):
-        behind = decoder.launch_behind(slots, slots, [position] * 4, draws([position + 1] * 4))
+        behind = decoder.launch_behind(slots, slots, [position] * 4, sampling([position + 1] * 4))
         collect()
         collect = behind
     assert counting.recorded == 3
@@ -207,8 +210,8 @@ def test_the_step_behind_is_recorded_once_for_each_number_of_rows() -> None:
 def test_nothing_runs_in_what_is_let_go_of() -> None:
     decoder = begun(late, {0: [1, 2, 3]})
     assert isinstance(decoder, LateDecoder)
-    decoder.launch([3], [0], [2], draws_of([GREEDY], [3]))
-    decoder.launch_behind([0], [0], [3], draws_of([GREEDY], [4]))
+    decoder.launch([3], [0], [2], sampling_of([GREEDY], [3]))
+    decoder.launch_behind([0], [0], [3], sampling_of([GREEDY], [4]))
     assert not decoder.late.idle()
     decoder.close()
     assert decoder.late.idle()

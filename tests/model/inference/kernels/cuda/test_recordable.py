@@ -19,7 +19,7 @@ from model.inference.kernels.cuda import pinned
 from model.inference.kernels.cuda.decoder import GraphDecoder
 from model.inference.kernels.eager.decoder import PlainDecoder
 from model.inference.kv_cache import KVCache
-from model.inference.sampling.sample import Draw, table
+from model.inference.sampling.sample import SamplingRow, sampling_rows
 from model.transformer.gpt import GPT
 from tests.model.factories import FAMILIES, tiny_config
 from tests.model.inference.kernels.cpu.test_native_sample import GREEDY, PLAIN
@@ -27,7 +27,7 @@ from tests.model.inference.kernels.cuda.test_decoder import TwiceOver
 
 META = torch.device("meta")
 SLOTS = 6
-FILTERED = Draw(1.0, 3, 0.9, 0.1, seed=1, position=6, index=0)
+FILTERED = SamplingRow(1.0, 3, 0.9, 0.1, seed=1, position=6, index=0)
 
 
 class NoBuffer:
@@ -64,7 +64,7 @@ def on_meta(make: DecoderMaker, dtype: torch.dtype, family: str, **wishes: Any) 
 @pytest.mark.parametrize("batch_invariant", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_steps_and_draws_ask_for_no_number(
+def test_steps_and_sampling_read_nothing_back(
     family: str, dtype: torch.dtype, batch_invariant: bool
 ) -> None:
     decoder = on_meta(
@@ -75,12 +75,12 @@ def test_steps_and_draws_ask_for_no_number(
         with torch.inference_mode():
             logits = decoder.decode([1] * rows, slots, [5] * rows)
         assert (logits.device, logits.dtype) == (META, torch.float32)
-        for draw in (GREEDY, PLAIN, FILTERED):
-            draws = table([draw] * rows)
-            first = decoder.launch([1] * rows, slots, [6] * rows, draws)
-            decoder.launch_behind(slots, slots, [7] * rows, draws)
+        for how in (GREEDY, PLAIN, FILTERED):
+            sampling = sampling_rows([how] * rows)
+            first = decoder.launch([1] * rows, slots, [6] * rows, sampling)
+            decoder.launch_behind(slots, slots, [7] * rows, sampling)
             assert first() == [0] * rows
-            assert decoder.draw(logits, logits, draws) == [0] * rows
+            assert decoder.sample(logits, logits, sampling) == [0] * rows
     decoder.decode([1, 2, 3], [0, 0, 1], [5, 6, 5])  # a draft's rows
 
 

@@ -1,4 +1,4 @@
-"""The device draw against its twin, `inference/sampling/sample.py`: on a CPU the same tokens, row
+"""Sampling on a device against its twin, `sampling/sample.py`: on a CPU the same tokens, row
 by row."""
 
 import dataclasses
@@ -13,24 +13,24 @@ from torch import Tensor
 
 from model.inference.kernels.cuda.sample import (
     NO_TOKEN,
-    DrawKind,
-    draw_rows,
+    SamplingKind,
     filtered_rows,
     kind_of,
     pack,
     pick,
+    sample_rows,
 )
-from model.inference.sampling.sample import Draw, draw_tokens, filtered, table
-from tests.model.inference.kernels.cpu.test_native_sample import GREEDY, PLAIN, draws
+from model.inference.sampling.sample import SamplingRow, filtered, sample_tokens, sampling_rows
+from tests.model.inference.kernels.cpu.test_native_sample import GREEDY, PLAIN, ways
 from tests.profiles import examples
 
 WIDTHS = (1, 7, 64, 65, 1000)
 
 
-def drawn(logits: Tensor, computed: Tensor, several: list[Draw]) -> list[int | None]:
-    draws = table(several)
-    packed = torch.from_numpy(pack(draws)).to(logits.device)
-    token_ids = draw_rows(logits, computed, packed, kind_of(draws)).tolist()
+def sampled(logits: Tensor, computed: Tensor, several: list[SamplingRow]) -> list[int | None]:
+    sampling = sampling_rows(several)
+    packed = torch.from_numpy(pack(sampling)).to(logits.device)
+    token_ids = sample_rows(logits, computed, packed, kind_of(sampling)).tolist()
     return [None if token_id == NO_TOKEN else token_id for token_id in token_ids]
 
 
@@ -48,35 +48,39 @@ def rows(count: int, width: int, seed: int, steps: int) -> Tensor:
 @settings(max_examples=examples(300))
 @given(
     width=st.sampled_from(WIDTHS),
-    several=st.lists(draws(), min_size=1, max_size=12),
+    several=st.lists(ways(), min_size=1, max_size=12),
     seed=st.integers(0, 2**31),
     steps=st.sampled_from([0, 1, 4, 1024]),
 )
-def test_draws_what_its_twin_draws(width: int, several: list[Draw], seed: int, steps: int) -> None:
+def test_samples_what_its_twin_samples(
+    width: int, several: list[SamplingRow], seed: int, steps: int
+) -> None:
     logits = rows(len(several), width, seed, steps)
     computed = torch.zeros_like(logits)
     computed[::5, -1] = math.nan
-    assert drawn(logits, computed, several) == draw_tokens(logits, computed, table(several))
+    assert sampled(logits, computed, several) == sample_tokens(
+        logits, computed, sampling_rows(several)
+    )
 
 
 @settings(max_examples=examples(100))
 @given(
-    several=st.lists(draws(), min_size=1, max_size=6),
-    company=st.lists(draws(), min_size=1, max_size=6),
+    several=st.lists(ways(), min_size=1, max_size=6),
+    company=st.lists(ways(), min_size=1, max_size=6),
     seed=st.integers(0, 2**31),
 )
 def test_company_and_a_wider_kind_change_no_token(
-    several: list[Draw], company: list[Draw], seed: int
+    several: list[SamplingRow], company: list[SamplingRow], seed: int
 ) -> None:
-    """Rows without filters among rows with them, and greedy ones among drawn ones."""
+    """Rows without filters among rows with them, and greedy ones among random ones."""
     logits = rows(len(several) + len(company), 65, seed, 4)
     own, computed = logits[: len(several)], torch.zeros_like(logits)
-    alone = drawn(own, computed[: len(several)], several)
-    assert drawn(logits, computed, [*several, *company])[: len(several)] == alone
-    packed = torch.from_numpy(pack(table(several)))
-    for kind in DrawKind:
-        if kind >= kind_of(table(several)):
-            assert draw_rows(own, computed[: len(several)], packed, kind).tolist() == alone
+    alone = sampled(own, computed[: len(several)], several)
+    assert sampled(logits, computed, [*several, *company])[: len(several)] == alone
+    packed = torch.from_numpy(pack(sampling_rows(several)))
+    for kind in SamplingKind:
+        if kind >= kind_of(sampling_rows(several)):
+            assert sample_rows(own, computed[: len(several)], packed, kind).tolist() == alone
 
 
 def test_thousands_of_rows_of_a_large_vocabulary() -> None:
@@ -90,17 +94,22 @@ def test_thousands_of_rows_of_a_large_vocabulary() -> None:
     for seed in range(600):
         several = [dataclasses.replace(PLAIN, seed=2**63 + seed, position=seed, **f)
                    for f in filters]  # fmt: skip
-        assert drawn(logits, logits, several) == draw_tokens(logits, logits, table(several))
+        assert sampled(logits, logits, several) == sample_tokens(
+            logits, logits, sampling_rows(several)
+        )
 
 
 def test_the_kind_is_the_least_that_serves() -> None:
-    assert kind_of(table([GREEDY, GREEDY])) is DrawKind.GREEDY
+    assert kind_of(sampling_rows([GREEDY, GREEDY])) is SamplingKind.GREEDY
     filtered_but_greedy = dataclasses.replace(GREEDY, top_k=3, top_p=0.5)
-    assert kind_of(table([filtered_but_greedy])) is DrawKind.GREEDY
-    assert kind_of(table([GREEDY, PLAIN])) is DrawKind.PLAIN
+    assert kind_of(sampling_rows([filtered_but_greedy])) is SamplingKind.GREEDY
+    assert kind_of(sampling_rows([GREEDY, PLAIN])) is SamplingKind.PLAIN
     changes: list[dict[str, Any]] = [{"top_k": 1}, {"top_p": 0.9}, {"min_p": 0.1}]
     for change in changes:
-        assert kind_of(table([PLAIN, dataclasses.replace(PLAIN, **change)])) is DrawKind.FILTERED
+        assert (
+            kind_of(sampling_rows([PLAIN, dataclasses.replace(PLAIN, **change)]))
+            is SamplingKind.FILTERED
+        )
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 2e30, -2e30])
@@ -108,18 +117,18 @@ def test_rows_that_are_not_finite_have_no_token(bad: float) -> None:
     computed = torch.zeros(3, 65)
     computed[1, 64] = bad
     logits = torch.zeros(3, 65)
-    first, second, third = drawn(logits, computed, [GREEDY, PLAIN, PLAIN])
+    first, second, third = sampled(logits, computed, [GREEDY, PLAIN, PLAIN])
     assert (first, second) == (0, None)
     assert third is not None
 
 
-def test_a_row_where_nothing_may_be_drawn_ends_in_bounds() -> None:
+def test_a_row_whose_every_id_is_forbidden_ends_in_bounds() -> None:
     logits, computed = torch.full((3, 65), -math.inf), torch.zeros(3, 65)
     several = [GREEDY, PLAIN, dataclasses.replace(PLAIN, top_k=3, top_p=0.5)]
-    assert drawn(logits, computed, several) == [0, 0, 0]
+    assert sampled(logits, computed, several) == [0, 0, 0]
 
 
-def test_what_is_dropped_is_not_drawn_at_the_edges_of_the_interval(
+def test_what_is_dropped_is_not_sampled_at_the_edges_of_the_interval(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Uniform numbers of 0 and next to 1 find the first and the last id of any weight."""
@@ -129,7 +138,7 @@ def test_what_is_dropped_is_not_drawn_at_the_edges_of_the_interval(
             "model.inference.kernels.cuda.sample.uniforms",
             lambda *_, number=number: torch.tensor([number], dtype=torch.float64),
         )
-        assert drawn(logits, torch.zeros(1, 5), [PLAIN]) == [expected]
+        assert sampled(logits, torch.zeros(1, 5), [PLAIN]) == [expected]
 
 
 def test_sums_that_fall_by_a_rounding_take_no_dropped_id() -> None:
@@ -145,6 +154,6 @@ def test_a_top_p_of_1_drops_nothing_that_rounding_has_left_no_room_for() -> None
     logits = torch.tensor([[0.0, -40.0, -45.0, -50.0]])  # the first one's share rounds to 1
     top_k, top_p = torch.tensor([3]), torch.tensor([1.0], dtype=torch.float64)
     left = filtered_rows(logits, top_k, top_p, torch.tensor([-math.inf]))
-    expected = filtered(logits, table([dataclasses.replace(PLAIN, top_k=3)]))
+    expected = filtered(logits, sampling_rows([dataclasses.replace(PLAIN, top_k=3)]))
     assert torch.equal(left, expected)
     assert left.isfinite().tolist() == [[True, True, True, False]]

@@ -1,9 +1,10 @@
-// Draw: from a row of logits to a token, by temperature, filters and one uniform number.
+// Sample: from a row of logits to a token, by temperature, filters and one uniform number.
 //
-// Steps 7 to 11 of model/inference/sampling/sampler.py, an argmax for temperature 0, and the check that what the
-// model computed is finite; a row by itself. Weights are float64. Where the twin (model/inference/sampling/sample.py) sorts a
-// whole row, this finds the edge of a filter by selection. Sums are taken in another order than there, so
-// the two may differ where a uniform number or an edge lies within a rounding of a boundary.
+// Steps 7 to 11 of model/inference/sampling/sampler.py, an argmax for temperature 0, and the check that
+// the model's logits are finite; each row by itself. Weights are float64. Where the twin
+// (model/inference/sampling/sample.py) sorts a whole row, this finds the edge of a filter by selection.
+// Sums are taken in another order than there, so the two may differ where a uniform number or an edge
+// lies within a rounding of a boundary.
 #pragma once
 
 #include <algorithm>
@@ -14,13 +15,13 @@
 
 namespace logitd {
 
-struct DrawnRow {
-  const float* logits;    // (V): what is drawn from
-  const float* computed;  // (V): what the model gave
+struct SampleRow {
+  const float* logits;    // (V): sampled from
+  const float* computed;  // (V): the model's own, before processing
   double top_p;
   std::uint64_t seed;
   float divisor;          // the temperature; 0 is greedy
-  float floor;            // how far below the likeliest min_p lets a logit lie; -inf: any
+  float floor;            // log(min_p): how far below the largest logit others may be
   std::int32_t top_k;     // 0: all
   std::uint32_t position, index;
   std::int32_t token_id;  // the answer; -1 where `computed` is not finite
@@ -76,30 +77,30 @@ inline double sum(Doubles v) {
   return ((v[0] + v[4]) + (v[2] + v[6])) + ((v[1] + v[5]) + (v[3] + v[7]));
 }
 
-// What the filters keep: more than `least`, and of its equals the ids up to `last`.
-struct Kept {
+// Which ids the filters keep: those above `least`, and of its equals those up to `last`.
+struct Filter {
   float least = NOTHING;
   int last = std::numeric_limits<int>::max();
 
-  bool has(float value, int id) const {
+  bool keeps(float value, int id) const {
     return value > NOTHING && (value > least || (value == least && id <= last));
   }
 };
 
-class Drawer {
+class Sampler {
  public:
   // One for each thread, since it keeps its memory.
-  int token(const DrawnRow& row, int width) {
+  int token(const SampleRow& row, int width) {
     if (!finite(row.computed, width)) return -1;
     if (row.divisor == 0) return best(row.logits, width);
     divide(row, width);
-    if (!(most_ > NOTHING)) return 0;  // nothing may be drawn: no step is defined
-    Kept kept;
-    if (row.top_k && row.top_k < width) kept.least = kth(row.top_k);
-    if (row.top_p < 1) kept = nucleus(kept, row.top_p);
+    if (!(most_ > NOTHING)) return 0;  // every id is forbidden: no step defines a token
+    Filter filter;
+    if (row.top_k && row.top_k < width) filter.least = kth(row.top_k);
+    if (row.top_p < 1) filter = nucleus(filter, row.top_p);
     float floor = most_ + row.floor;
-    if (floor > kept.least) kept = {floor, std::numeric_limits<int>::max()};
-    return invert(kept, uniform(row.seed, row.position, row.index));
+    if (floor > filter.least) filter = {floor, std::numeric_limits<int>::max()};
+    return invert(filter, uniform(row.seed, row.position, row.index));
   }
 
  private:
@@ -129,7 +130,7 @@ class Drawer {
   }
 
   // The logits over the temperature, with -inf behind them up to a whole span; and the largest.
-  void divide(const DrawnRow& row, int width) {
+  void divide(const SampleRow& row, int width) {
     int padded = (width + SPAN - 1) / SPAN * SPAN, whole = width / LANES * LANES;
     values_.resize(padded);
     Floats high = all(NOTHING);
@@ -154,9 +155,9 @@ class Drawer {
 
   Doubles weights(int i) const { return exp(load_wide(values_.data() + i) - double(most_)); }
 
-  // Of what is kept, the likeliest ids, equals by id, until their mass reaches p of the whole. By
+  // Of the ids kept so far, the likeliest, equals by id, until their mass reaches p of the whole. By
   // selection: the range that the edge lies in is split until it is one group of equals.
-  Kept nucleus(const Kept& kept, double p) {
+  Filter nucleus(const Filter& filter, double p) {
     ids_.clear();
     weights_.resize(values_.size());
     double total = 0.0;
@@ -164,10 +165,10 @@ class Drawer {
       Doubles here = weights(i);
       std::memcpy(weights_.data() + i, &here, sizeof here);
       for (int j = i; j < i + WIDE; j++)
-        if (kept.has(values_[j], j)) ids_.push_back(j), total += weights_[j];
+        if (filter.keeps(values_[j], j)) ids_.push_back(j), total += weights_[j];
     }
     const double wanted = p * total;
-    double in_front = 0.0;
+    double mass_before = 0.0;
     auto first = ids_.begin(), last = ids_.end();
     while (first != last) {
       float pivot = middle(values_[*first], values_[first[(last - first) / 2]], values_[last[-1]]);
@@ -175,17 +176,17 @@ class Drawer {
       auto less = std::partition(equals, last, [&](int id) { return values_[id] == pivot; });
       double greater = 0.0;
       for (auto id = first; id != equals; id++) greater += weights_[*id];
-      if (in_front + greater >= wanted) {
+      if (mass_before + greater >= wanted) {
         last = equals;
         continue;
       }
-      in_front += greater;
+      mass_before += greater;
       std::sort(equals, less);
       for (auto id = equals; id != less; id++)
-        if ((in_front += weights_[*id]) >= wanted) return {pivot, *id};
+        if ((mass_before += weights_[*id]) >= wanted) return {pivot, *id};
       first = less;
     }
-    return kept;  // rounding left the edge behind the last
+    return filter;  // rounding put the edge after the last id
   }
 
   static float middle(float a, float b, float c) {
@@ -193,34 +194,34 @@ class Drawer {
   }
 
   // The first id at which the cumulated weight exceeds u of the whole.
-  int invert(const Kept& kept, double u) {
+  int invert(const Filter& filter, double u) {
     int spans = int(values_.size()) / SPAN;
     sums_.resize(spans);
     double total = 0.0;
-    for (int s = 0; s < spans; s++) sums_[s] = total += span(kept, s * SPAN);
+    for (int s = 0; s < spans; s++) sums_[s] = total += span(filter, s * SPAN);
     double target = u * total;
     int s = int(std::upper_bound(sums_.begin(), sums_.end(), target) - sums_.begin());
     if (s == spans) s = int(std::lower_bound(sums_.begin(), sums_.end(), total) - sums_.begin());
     double mass = s ? sums_[s - 1] : 0.0;
-    int found = 0;
+    int id = 0;
     for (int i = s * SPAN; i < (s + 1) * SPAN; i += WIDE) {
       Doubles here = weights(i);
       for (int j = 0; j < WIDE; j++) {
-        if (!kept.has(values_[i + j], i + j) || here[j] == 0.0) continue;
-        found = i + j;  // the span's last, should rounding leave the target beyond it
-        if ((mass += here[j]) > target) return found;
+        if (!filter.keeps(values_[i + j], i + j) || here[j] == 0.0) continue;
+        id = i + j;  // the span's last, if rounding puts the target beyond it
+        if ((mass += here[j]) > target) return id;
       }
     }
-    return found;
+    return id;
   }
 
-  double span(const Kept& kept, int first) const {
+  double span(const Filter& filter, int first) const {
     Doubles total = {};
     for (int i = first; i < first + SPAN; i += WIDE) {
       Doubles values = load_wide(values_.data() + i);
       Longs ids = Longs{0, 1, 2, 3, 4, 5, 6, 7} + std::int64_t(i);
-      Longs keep = (values > double(kept.least)) |
-                   ((values == double(kept.least)) & (ids <= std::int64_t(kept.last)));
+      Longs keep = (values > double(filter.least)) |
+                   ((values == double(filter.least)) & (ids <= std::int64_t(filter.last)));
       total += keep ? exp(values - double(most_)) : Doubles{};
     }
     return sum(total);
