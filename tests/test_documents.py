@@ -129,6 +129,31 @@ def test_places_exist(document: Path) -> None:
     assert gone == []
 
 
+@pytest.fixture(scope="module")
+def words_of_the_sources() -> set[str]:
+    paths = [
+        *file_map.sources(),
+        *(ROOT / "tests").rglob("*.py"),
+        *(ROOT / "service").rglob("*.js"),
+        *(
+            ROOT / name
+            for name in ("Makefile", "pyproject.toml", "Dockerfile", "docker-compose.yml")
+        ),
+    ]
+    text = "\n".join([path.read_text(encoding="utf-8") for path in paths])
+    return {path.stem for path in paths} | set(re.findall(r"\w+", text))
+
+
+@each_document
+def test_names_exist(document: Path, words_of_the_sources: set[str]) -> None:
+    """`snake_case`, `CamelCase` and `Class.method`: whoever renames one is told which documents
+    speak of it. Shorter words may be anything."""
+    text = document.read_text(encoding="utf-8").split("### Changed")[0]
+    quoted = re.findall(r"`([A-Za-z_]\w*(?:\.\w+)*(?:\(\))?)`", text)
+    names = {name for one in quoted for name in re.findall(r"\w*_\w+|[A-Z]\w*[a-z][A-Z]\w*", one)}
+    assert names - words_of_the_sources == set()
+
+
 @each_document
 def test_flags_exist(document: Path) -> None:
     """All but those that the changelog says were renamed."""
