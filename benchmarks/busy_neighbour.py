@@ -9,7 +9,6 @@ N / (N - 1/2) times as long; where every operation waits for all threads, or is 
 that are free, N / (N - 1) times. The last line is JSON.
 """
 
-import argparse
 import json
 import os
 import statistics
@@ -22,8 +21,9 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from benchmarks.decode import load
-from model.device import available_processors, keep_freed_memory, use_threads
+from benchmarks.arguments import new_parser
+from benchmarks.synthetic import load_gpt
+from model.device import keep_freed_memory, use_threads
 from model.inference.engine.config import EngineConfig
 from model.inference.engine.engine import Engine
 from model.inference.engine.requests import GenerationRequest
@@ -108,15 +108,12 @@ class Load:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = new_parser(__doc__)
     parser.add_argument("--shape", default="checkpoints/python-small")
-    parser.add_argument("--threads", type=int, default=available_processors())
     arguments = parser.parse_args()
     use_threads(arguments.threads)
     keep_freed_memory()
-    gpt = load(arguments.shape, torch.bfloat16)
+    gpt = load_gpt(arguments.shape, torch.bfloat16)
     costs = []
     for batch in (1, 8):
         load_of = Load(gpt, batch, arguments.threads)

@@ -10,7 +10,6 @@ one of 50,000 tokens that are made up. Run it on a machine that does nothing els
 JSON.
 """
 
-import argparse
 import json
 import random
 import statistics
@@ -23,6 +22,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.arguments import new_parser
 from model.checkpoint.checkpoint import load_checkpoint
 from model.device import choose_placement, describe, use_threads
 from model.inference.constraints.compiler import Compiler, Constraint, Source
@@ -229,9 +229,8 @@ def mask_times(constraint: Constraint, tokens: int) -> list[float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = new_parser(__doc__)
     parser.add_argument("--checkpoint", type=Path, default=Path("checkpoints/python-small"))
-    parser.add_argument("--threads", type=int, default=0)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     arguments = parser.parse_args()
     placement = choose_placement("cpu", arguments.dtype, arguments.threads)

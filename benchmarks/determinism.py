@@ -25,7 +25,6 @@ prefill         attention block by block, against one fused causal attention; an
 In turns in one process. Run it on a machine that does nothing else; the last line is JSON.
 """
 
-import argparse
 import json
 import statistics
 import time
@@ -36,12 +35,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.decode import load
+from benchmarks.arguments import new_parser
 from benchmarks.engine_step import STEPS, engine_decoding
+from benchmarks.synthetic import load_gpt
 from model.benchmark.machine import processor_name, read_bandwidth
 from model.benchmark.profile import Profile, profile_engine
 from model.benchmark.workload import Workload
-from model.device import available_processors, keep_freed_memory, use_threads
+from model.device import keep_freed_memory, use_threads
 from model.inference.engine.config import EngineConfig
 from model.inference.kernels.eager import decoder as plain
 from model.inference.kernels.select import choose_decode_path
@@ -262,16 +262,13 @@ def show_native(price: NativePrice) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = new_parser(__doc__)
     parser.add_argument("--shape", default="checkpoints/python-small")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    parser.add_argument("--threads", type=int, default=available_processors())
     arguments = parser.parse_args()
     use_threads(arguments.threads)
     keep_freed_memory()
-    gpt = load(arguments.shape, getattr(torch, arguments.dtype))
+    gpt = load_gpt(arguments.shape, getattr(torch, arguments.dtype))
     print(f"{processor_name()}, {arguments.threads} threads, torch {torch.__version__}; "
           f"{arguments.shape}, {arguments.dtype}")  # fmt: skip
     prefill = prefill_price(gpt)

@@ -10,7 +10,6 @@ interpreter is what is short and processors are not: where the model computes on
 is little to gain. Run it on a machine that does nothing else; the last line is JSON.
 """
 
-import argparse
 import asyncio
 import json
 import statistics
@@ -19,9 +18,9 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+from benchmarks.arguments import new_parser
 from model.benchmark.workload import Workload, choose_workload
 from model.checkpoint.checkpoint import read_checkpoint
-from model.device import available_processors
 from service.commands.benchmark.load import DecodeLoad, measure_server
 from service.commands.benchmark.raw_client import LeanClient
 from service.commands.benchmark.server import started_server
@@ -88,11 +87,8 @@ def _p50(load: DecodeLoad) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = new_parser(__doc__)
     parser.add_argument("--checkpoint", type=Path, default=Path("checkpoints/python-small"))
-    parser.add_argument("--threads", type=int, default=available_processors())
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--rounds", type=int, default=7)
     arguments = parser.parse_args()

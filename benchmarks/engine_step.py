@@ -7,7 +7,6 @@ in plain torch. `logitd bench --profile` says where it goes, and has the native 
 on a machine that does nothing else; the last line is JSON.
 """
 
-import argparse
 import json
 import statistics
 import time
@@ -17,6 +16,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.arguments import new_parser
 from model.checkpoint.checkpoint import load_checkpoint
 from model.device import choose_placement, describe, use_threads
 from model.inference.engine.config import EngineConfig
@@ -74,9 +74,8 @@ def step_and_forward(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = new_parser(__doc__)
     parser.add_argument("--checkpoint", type=Path, default=Path("checkpoints/python-small"))
-    parser.add_argument("--threads", type=int, default=0)
     arguments = parser.parse_args()
     placement = choose_placement("cpu", "float32", arguments.threads)
     use_threads(placement.threads)

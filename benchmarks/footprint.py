@@ -9,7 +9,6 @@ The peak is the most that was resident at any time, loading included; both of th
 last line is JSON.
 """
 
-import argparse
 import json
 import re
 import statistics
@@ -21,7 +20,7 @@ from typing import Any
 
 import httpx
 
-from model.device import available_processors
+from benchmarks.arguments import new_parser
 from model.inference.kernels.cpu.library import KernelsUnavailable, load_library
 from service.commands.benchmark.server import started_server
 
@@ -103,11 +102,8 @@ def measure(checkpoint: Path, threads: int, slots: int, starts: int) -> dict[str
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = new_parser(__doc__)
     parser.add_argument("--checkpoint", type=Path, default=Path("checkpoints/python-small"))
-    parser.add_argument("--threads", type=int, default=available_processors())
     parser.add_argument("--slots", type=int, default=4)
     parser.add_argument("--starts", type=int, default=5)
     arguments = parser.parse_args()

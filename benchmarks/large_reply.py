@@ -8,7 +8,6 @@ how much memory the server took for it, and the time between two tokens of the s
 during it. The last line is JSON.
 """
 
-import argparse
 import itertools
 import json
 import re
@@ -23,6 +22,7 @@ from typing import Any
 
 import httpx
 
+from benchmarks.arguments import new_parser
 from benchmarks.synthetic import save_synthetic
 from model.transformer.config import gpt2_shape
 from service.commands.benchmark.server import started_server
@@ -137,10 +137,7 @@ def measure(url: str, pid: int, accept: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("--threads", type=int, default=2)
+    parser = new_parser(__doc__)
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--width", type=int, default=384)
     arguments = parser.parse_args()

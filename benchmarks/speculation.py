@@ -15,7 +15,6 @@ there is no ordinary text. The answers of both are held to be the same. Run it o
 does nothing else; the last line is JSON.
 """
 
-import argparse
 import json
 import statistics
 import time
@@ -25,9 +24,11 @@ from typing import Any
 
 import torch
 
-from benchmarks.synthetic import synthetic_gpt
-from model.checkpoint.checkpoint import load_checkpoint
-from model.device import available_processors, describe, use_threads
+from benchmarks.arguments import new_parser
+from benchmarks.shapes import SHAPES
+from benchmarks.synthetic import load_gpt
+from model.checkpoint.checkpoint import read_checkpoint
+from model.device import describe, use_threads
 from model.inference.engine.config import EngineConfig
 from model.inference.engine.engine import Engine
 from model.inference.engine.events import TokenEvent
@@ -36,13 +37,8 @@ from model.inference.kernels.select import choose_decode_path
 from model.inference.options import Speculation
 from model.inference.sampling.params import SamplingParams
 from model.text.tokenizer import Tokenizer
-from model.transformer.config import gpt2_shape
 from model.transformer.gpt import GPT
 
-SHAPES: dict[str, dict[str, int]] = {
-    "124m": {"n_layer": 12, "n_head": 12, "d_model": 768},
-    "30m": {"n_layer": 6, "n_head": 6, "d_model": 384},
-}
 BATCHES = (1, 8)
 TOKENS = 160
 SAYING = 'def area(self, width, height):\n    """The area."""\n    return width * height\n\n\n'
@@ -68,11 +64,9 @@ class Result:
 
 
 def load(shape: str, dtype: torch.dtype) -> tuple[GPT, Tokenizer | None]:
-    if shape not in SHAPES:
-        info, gpt = load_checkpoint(Path(shape), device=torch.device("cpu"), dtype=dtype)
-        return gpt, info.tokenizer
-    config = gpt2_shape(vocab_size=50_257, context_length=1024, **SHAPES[shape])
-    return synthetic_gpt(config).to(dtype), None
+    """A model and its vocabulary; that of a synthetic model says nothing."""
+    tokenizer = None if shape in SHAPES else read_checkpoint(Path(shape)).tokenizer
+    return load_gpt(shape, dtype), tokenizer
 
 
 def texts(gpt: GPT, tokenizer: Tokenizer | None, batch: int) -> list[Text]:
@@ -165,11 +159,8 @@ def compare(gpt: GPT, text: Text, rounds: int, threads: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = new_parser(__doc__)
     parser.add_argument("--shape", default="checkpoints/python-small")
-    parser.add_argument("--threads", type=int, default=available_processors())
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
     parser.add_argument("--rounds", type=int, default=31)
     arguments = parser.parse_args()

@@ -5,14 +5,28 @@ size that peers' models have. The weights are random, the text is noise.
 """
 
 import itertools
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
 
-from model.checkpoint.checkpoint import CheckpointInfo, TrainingRecord, save_checkpoint
+from benchmarks.shapes import SHAPES
+from model.checkpoint.checkpoint import (
+    CheckpointInfo,
+    TrainingRecord,
+    load_checkpoint,
+    save_checkpoint,
+)
 from model.text.tokenizer import END_OF_TEXT, SPLIT_PATTERN, Tokenizer
-from model.transformer.config import GPTConfig
+from model.transformer.config import GPTConfig, gpt2_shape
 from model.transformer.gpt import GPT
+
+
+def load_gpt(name: str, dtype: torch.dtype) -> GPT:
+    """A synthetic GPT of a shape in SHAPES, or the weights of the checkpoint at `name`."""
+    if name not in SHAPES:
+        return load_checkpoint(Path(name), device=torch.device("cpu"), dtype=dtype)[1]
+    return synthetic_gpt(gpt2_shape(**asdict(SHAPES[name]))).to(dtype)
 
 
 def synthetic_tokenizer(vocab_size: int) -> Tokenizer:

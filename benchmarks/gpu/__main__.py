@@ -10,7 +10,7 @@ HTTP, the engine in a thread and in a process of its own; steps of training; and
 from text to checkpoint, for eight minutes at most. Rates are shares of what the same card reads and
 multiplies at best, measured before them; the head of the table has the better of that and of a
 second measurement at the end.
-Last come the goals (`wanted.py`) and whether they are reached.
+Last come the targets (`targets.py`) and whether they are reached.
 
 A part that fails loses its own results alone: it is named at the end, and the exit code is 1. The
 last line is JSON; `--out` keeps every finding as a line of JSON as soon as it is there, for a run
@@ -31,12 +31,12 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.goals.wanted import judged, table
 from benchmarks.gpu.plan import Finding, Plan, median_seconds
 from benchmarks.gpu.serving import engine, http, kernels, transformers
+from benchmarks.gpu.targets import targets
 from benchmarks.gpu.training import trained, training
 from benchmarks.gpu.truth import CHECKS, FULL, SMALL
-from benchmarks.gpu.wanted import goals
+from benchmarks.targets import table
 from model.benchmark.machine import best_of, measure_machine, surroundings
 from model.device import DeviceError, choose_placement, disable_cudnn_attention, use_threads
 
@@ -148,8 +148,8 @@ def main() -> int:
         print(line(finding))
     for name, reason in failures.items():
         print(f"FAILED {name}: {reason}")
-    rows = [judged(goal, {"gpu": {"found": findings}}) for goal in goals(plan)]
-    print(f"\n{table(rows)}\n")
+    found_targets = list(targets(plan, findings))
+    print(f"\n{table(found_targets)}\n")
     wrong = [finding for finding in findings if finding.holds is False]
     print(
         json.dumps(
@@ -159,7 +159,7 @@ def main() -> int:
                 "copy_bandwidth": copied,
                 "tiny": arguments.tiny,
                 "findings": [asdict(finding) for finding in findings],
-                "goals": rows,
+                "targets": [target.json() for target in found_targets],
                 "failures": failures,
             }
         )

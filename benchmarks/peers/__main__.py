@@ -16,53 +16,28 @@ temperature 1 from the whole vocabulary, in a way of its own. Run it on a machin
 else; the last line is JSON.
 """
 
-import argparse
 import json
 import sys
 from dataclasses import asdict
 
 import torch
 
-from benchmarks.decode import BATCHES, SHAPES
 from benchmarks.peers.comparison import BY_NAME, LIMITS, LOGITD, MODULES, WARM_UP, Plan, compare
+from benchmarks.peers.options import comparison_parser
 from benchmarks.peers.report import report
-from benchmarks.peers.weights import Shape
-from model.device import available_processors, describe, use_threads
-
-SMALL = Shape(vocab_size=300, context_length=64, n_layer=2, n_head=2, d_model=64)
-"""For trying this out: `--shape small`."""
-
-
-def shape_named(name: str) -> Shape:
-    if name == "small":
-        return SMALL
-    return Shape(vocab_size=50_257, context_length=1024, **SHAPES[name])
+from benchmarks.shapes import SHAPES
+from model.device import describe, use_threads
 
 
 def parse(argv: list[str]) -> Plan:
     """The plan of a command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.peers",
-        description=__doc__,
-        formatter_class=argparse.RawTextHelpFormatter,
-    )
-    parser.add_argument("--shape", choices=(*SHAPES, "small"), default="124m")
-    parser.add_argument("--threads", type=int, default=available_processors())
-    parser.add_argument("--peer-python", default=sys.executable, metavar="PYTHON")
+    parser = comparison_parser(__doc__, "benchmarks.peers", shape="124m")
     peers = [name for name in MODULES if name not in BY_NAME]
     parser.add_argument("--peers", nargs="+", choices=MODULES, default=peers)
     parser.add_argument("--dtypes", nargs="+", choices=LIMITS, default=list(LIMITS))
-    parser.add_argument("--batches", nargs="+", type=int, default=list(BATCHES))
-    parser.add_argument("--prompt", type=int, default=256)
     parser.add_argument("--steps", type=int, default=24)
-    parser.add_argument(
-        "--rounds",
-        type=int,
-        default=3,
-        help="of the largest batch; smaller ones have up to four times as many",
-    )
     arguments = parser.parse_args(argv)
-    shape = shape_named(arguments.shape)
+    shape = SHAPES[arguments.shape]
     needed = arguments.prompt + WARM_UP + arguments.steps + max(arguments.batches) + 1
     if needed > shape.context_length:
         parser.error(

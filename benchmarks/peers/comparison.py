@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 from benchmarks.peers.contract import Run, disagreement
 from benchmarks.peers.process import PeerFailed, PeerMissing, PeerProcess
 from benchmarks.peers.report import Result
-from benchmarks.peers.weights import Shape, save_weights
+from benchmarks.peers.weights import save_weights
+from benchmarks.shapes import Shape
 from benchmarks.synthetic import synthetic_gpt
 from model.transformer.config import gpt2_shape
 from model.transformer.gpt import GPT

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import gguf
 
-from benchmarks.peers.weights import NORM_EPS, Shape, Tensors
+from benchmarks.peers.weights import NORM_EPS, Tensors
+from benchmarks.shapes import Shape
 
 TYPES = {
     "float32": gguf.GGMLQuantizationType.F32,

@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from benchmarks.peers.contract import Run
-from benchmarks.peers.weights import NORM_EPS, Shape, load_weights
+from benchmarks.peers.weights import NORM_EPS, load_weights
+from benchmarks.shapes import Shape
 
 
 def load(folder: Path, dtype: str, threads: int) -> "PlainTorch":

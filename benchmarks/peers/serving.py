@@ -16,7 +16,6 @@ TTFT       from the request to the first token, the median and the 99th percenti
 Run it on a machine that does nothing else; the last line is JSON.
 """
 
-import argparse
 import asyncio
 import json
 import statistics
@@ -32,21 +31,19 @@ from pathlib import Path
 import httpx
 import torch
 
-from benchmarks.decode import BATCHES, SHAPES
-from benchmarks.peers.__main__ import shape_named
 from benchmarks.peers.comparison import make_weights, random_prompts
 from benchmarks.peers.logitd_engine import load_gpt
+from benchmarks.peers.options import comparison_parser
 from benchmarks.peers.transformers_server import (
     ServerMissing,
     asking_transformers,
     save_for_transformers,
     transformers_server,
 )
-from benchmarks.peers.weights import Shape
+from benchmarks.shapes import SHAPES, Shape
 from benchmarks.synthetic import save_with_tokenizer
 from model.benchmark.machine import processor_name
 from model.benchmark.spread import Spread
-from model.device import available_processors
 from service.client import AsyncClient
 from service.commands.benchmark.load import (
     StreamRecord,
@@ -218,24 +215,14 @@ def table(results: Sequence[Served]) -> str:
 
 def parse(argv: Sequence[str]) -> Plan:
     """The plan of a command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.peers.serving",
-        description=__doc__,
-        formatter_class=argparse.RawTextHelpFormatter,
-    )
-    parser.add_argument("--shape", choices=(*SHAPES, "small"), default="30m")
-    parser.add_argument("--threads", type=int, default=available_processors())
-    parser.add_argument("--peer-python", default=sys.executable, metavar="PYTHON")
+    parser = comparison_parser(__doc__, "benchmarks.peers.serving", shape="30m")
     parser.add_argument("--servers", nargs="+", choices=SERVERS, default=list(SERVERS))
     parser.add_argument(
         "--dtypes", nargs="+", choices=("float32", "bfloat16"), default=["float32", "bfloat16"]
     )
-    parser.add_argument("--batches", nargs="+", type=int, default=list(BATCHES))
-    parser.add_argument("--prompt", type=int, default=256)
     parser.add_argument("--tokens", type=int, default=128)
-    parser.add_argument("--rounds", type=int, default=3)
     arguments = parser.parse_args(argv)
-    shape = shape_named(arguments.shape)
+    shape = SHAPES[arguments.shape]
     if arguments.prompt + arguments.tokens > shape.context_length:
         parser.error(
             f"{arguments.prompt} tokens of prompt and {arguments.tokens} more are asked for, and "

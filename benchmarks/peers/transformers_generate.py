@@ -12,7 +12,8 @@ from torch import Tensor
 from transformers import GenerationConfig, GPT2Config, GPT2LMHeadModel, StoppingCriteria
 
 from benchmarks.peers.contract import Run
-from benchmarks.peers.weights import NORM_EPS, Shape, Tensors, load_weights
+from benchmarks.peers.weights import NORM_EPS, Tensors, load_weights
+from benchmarks.shapes import Shape
 
 PARTS = {
     "attention_norm": "ln_1",

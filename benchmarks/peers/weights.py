@@ -6,26 +6,17 @@ vocabulary is not padded. Each peer rounds them to its own dtype.
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.shapes import Shape
+
 Tensors = Mapping[str, NDArray[np.float32]]
 
 NORM_EPS = 1e-5
-
-
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """A GPT-2: heads share the width, the feed-forward is four times as wide, the head is tied."""
-
-    vocab_size: int
-    context_length: int
-    n_layer: int
-    n_head: int
-    d_model: int
 
 
 def save_weights(folder: Path, shape: Shape, tensors: Tensors) -> None:

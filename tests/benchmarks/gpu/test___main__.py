@@ -36,6 +36,6 @@ def test_every_part_runs() -> None:
         "invariance",
         "memory",
     }
-    measured = {row["goal"] for row in found["goals"] if row["measured"] is not None}
+    measured = {row["target"] for row in found["targets"] if row["measured"] is not None}
     assert "tiny: training, of the matrix rate" in measured
     assert all(finding["holds"] is not False for finding in found["findings"])

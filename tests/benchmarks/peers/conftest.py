@@ -9,8 +9,8 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from benchmarks.peers.__main__ import SMALL
 from benchmarks.peers.comparison import expected_logprobs, make_weights, random_prompts
+from benchmarks.shapes import SMALL
 
 
 @dataclass(frozen=True, slots=True)

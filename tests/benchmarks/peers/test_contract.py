@@ -7,11 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.peers.__main__ import SMALL
 from benchmarks.peers.comparison import LIMITS, random_prompts
 from benchmarks.peers.contract import Peer, disagreement, log_softmax
 from benchmarks.peers.weights import load_weights, save_weights
 from benchmarks.peers.worker import load_peer
+from benchmarks.shapes import SMALL
 from tests.benchmarks.peers.conftest import Saved
 
 ADAPTERS = ["logitd_engine", "plain_torch", "transformers_generate", "transformers_continuous"]

@@ -1,16 +1,15 @@
-"""Wanted: goals are read off what was found, where the benchmark puts it."""
+"""Targets are read off what was found, where the benchmark puts it."""
 
 import pytest
 import torch
 
-from benchmarks.goals.wanted import judged
 from benchmarks.gpu.plan import Finding, Plan
-from benchmarks.gpu.wanted import goals
+from benchmarks.gpu.targets import targets
 from model.benchmark.machine import Machine
 from model.device import Placement
 
 
-def test_goals_are_read_off_what_was_found_and_the_rest_stays_open() -> None:
+def test_targets_are_read_off_what_was_found_and_the_rest_stays_open() -> None:
     found = [
         _found("decode", "124m graphs, 1 at once", share_of_limit=0.4, tokens_per_second=400.0),
         _found("decode", "124m torch, 1 at once", share_of_limit=0.9, tokens_per_second=900.0),
@@ -23,8 +22,7 @@ def test_goals_are_read_off_what_was_found_and_the_rest_stays_open() -> None:
     ]
     machine = Machine(read_bandwidth=1.0, matrix_rate=1.0)
     plan = Plan(Placement(torch.device("cpu"), torch.bfloat16, 1), machine, tiny=False)
-    rows = {row["goal"]: row for row in (judged(g, {"gpu": {"found": found}}) for g in goals(plan))}
-    verdicts = {name: (row["measured"], row["reached"]) for name, row in rows.items()}
+    verdicts = {one.name: (one.measured, one.reached) for one in targets(plan, found)}
     assert verdicts == {
         "124m: decode of 1, of the limit": (0.4, True),
         "1.5b: decode of 1, of the limit": (None, None),

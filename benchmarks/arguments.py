@@ -1,0 +1,16 @@
+"""What the command lines of measurements share."""
+
+import argparse
+
+from model.device import available_processors
+
+
+def new_parser(description: str | None, command: str | None = None) -> argparse.ArgumentParser:
+    """A parser with --threads; `description` is shown by --help as it stands."""
+    parser = argparse.ArgumentParser(
+        prog=None if command is None else f"python -m {command}",
+        description=description,
+        formatter_class=argparse.RawTextHelpFormatter,
+    )
+    parser.add_argument("--threads", type=int, default=available_processors())
+    return parser

@@ -1,0 +1,232 @@
+"""Every target of speed and size: measured, and whether it is reached. One command for all tables.
+
+    python -m benchmarks.goals [--threads N] [--peer-python PYTHON] [--folder runs/goals]
+
+Runs the commands that `--list` shows, one after the other. What each prints is kept in the folder
+as NAME.txt; its last line is JSON. A file that is there is not measured again, so the run can be
+interrupted and continued: delete a file to measure it anew. A command that fails leaves NAME.log.
+
+llama.cpp and `transformers serve` are compared with where --peer-python names an interpreter that
+has them (benchmarks/README.md makes one). Run it on a machine that does nothing else; the last line
+is JSON.
+"""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from benchmarks.arguments import new_parser
+from benchmarks.shapes import BATCHES
+from benchmarks.shapes import SHAPES as SIZES
+from benchmarks.synthetic import save_synthetic
+from benchmarks.targets import Target, table
+from model.transformer.config import gpt2_shape
+
+ROOT = Path(__file__).parent.parent
+BUNDLED = "python-small"
+SHAPES = ("124m", "30m", BUNDLED)
+DTYPES = ("float32", "bfloat16", "int8")
+"""int8 are the matrices, the rest is bfloat16 then."""
+OVER_HTTP = "bfloat16"
+"""The dtype in which a server is measured too."""
+
+DECODE_OVER_OTHERS = {
+    ("124m", "bfloat16", 8): 1.7,
+    ("124m", "bfloat16", 32): 1.5,
+    ("124m", "int8", 8): 3.0,
+    ("124m", "int8", 32): 3.0,
+    ("30m", "bfloat16", 8): 2.0,
+    ("30m", "bfloat16", 32): 2.0,
+}
+"""Bounds by shape, dtype and batch; 1 for the others."""
+
+
+# What is run
+
+
+def commands(folder: Path, threads: int, peer_python: str | None) -> dict[str, list[str]]:
+    """Each command by the name of its result."""
+    batches = [str(batch) for batch in BATCHES]
+    common = ["--threads", str(threads)]
+    found: dict[str, list[str]] = {}
+    for shape in SHAPES:
+        checkpoint = ["--checkpoint", str(checkpoint_of(shape, folder))]
+        for dtype in DTYPES:
+            flags = ["--dtype", "bfloat16", "--quantize", "int8"]
+            found[f"bench-{shape}-{dtype}"] = [
+                *module("service.cli"), "bench", *checkpoint, *common, "--batches", "1,8,32",
+                *(flags if dtype == "int8" else ["--dtype", dtype]),
+                *([] if dtype == OVER_HTTP else ["--skip-http"]),
+            ]  # fmt: skip
+        where = checkpoint[1] if shape == BUNDLED else shape
+        found[f"determinism-{shape}"] = [
+            *module("benchmarks.determinism"), "--shape", where, "--dtype", "bfloat16", *common,
+        ]  # fmt: skip
+        found[f"footprint-{shape}"] = [*module("benchmarks.footprint"), *checkpoint, *common]
+        if peer_python is not None and shape != BUNDLED:
+            peers = ["--shape", shape, "--peer-python", peer_python, *common, "--batches", *batches]
+            found[f"peers-{shape}"] = [
+                *module("benchmarks.peers"), *peers,
+                "--peers", "logitd", "torch", "transformers", "llama.cpp",
+            ]  # fmt: skip
+            found[f"serving-{shape}"] = [
+                *module("benchmarks.peers.serving"), *peers, "--dtypes", OVER_HTTP,
+            ]  # fmt: skip
+    bundled = ["--checkpoint", str(checkpoint_of(BUNDLED, folder))]
+    found["profile"] = [
+        *module("service.cli"), "bench", *bundled, *common, "--profile", "--batches", "1,32",
+    ]  # fmt: skip
+    # What else benchmarks/README.md has tables of.
+    for name in ("engine_step", "speculation", "constraints", "large_reply"):
+        found[name] = [*module(f"benchmarks.{name}"), *common]
+    found["constraints-bfloat16"] = [*found["constraints"], "--dtype", "bfloat16"]
+    spinning = ["env", "GOMP_SPINCOUNT=10000"]  # as `logitd` sets it for itself
+    found["busy_neighbour"] = [*spinning, *module("benchmarks.busy_neighbour")]
+    return found
+
+
+def module(name: str) -> list[str]:
+    return [sys.executable, "-m", name]
+
+
+def checkpoint_of(shape: str, folder: Path) -> Path:
+    bundled = shape == BUNDLED
+    return ROOT / "checkpoints" / BUNDLED if bundled else folder / "checkpoints" / shape
+
+
+def make_checkpoints(folder: Path) -> None:
+    """Random weights of the shapes that are not bundled, where they are not there yet."""
+    for shape in SHAPES:
+        path = checkpoint_of(shape, folder)
+        if not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            save_synthetic(path, gpt2_shape(**asdict(SIZES[shape])))
+
+
+def measure(name: str, command: list[str], folder: Path) -> None:
+    """Run a command unless its result is there; a result appears whole or not at all."""
+    log = folder / f"{name}.log"
+    if log.with_suffix(".txt").exists():
+        print(f"{name}: measured already", flush=True)
+        return
+    print(f"{name}: {' '.join(command[1:])}", flush=True)
+    with log.open("w", encoding="utf-8") as output:
+        done = subprocess.run(
+            command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=output, stderr=output, check=False
+        )
+    if done.returncode != 0 or last_line(log) is None:
+        print(f"{name}: exit code {done.returncode}, no result; see {log}", flush=True)
+        return
+    log.replace(log.with_suffix(".txt"))
+
+
+def last_line(path: Path) -> Any:
+    """The JSON that a command prints last; None where there is none."""
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
+    try:
+        return json.loads(lines[-1])
+    except (IndexError, ValueError):
+        return None
+
+
+# What it should be
+
+
+def targets(results: Mapping[str, Any], *, with_peers: bool) -> Iterator[Target]:
+    """The targets, each with its figure. `results` holds the JSON of each command, or None."""
+    for shape in SHAPES:
+        for dtype in DTYPES:
+            bench = results.get(f"bench-{shape}-{dtype}")
+            share = figure(bench, "engine.decode", "share_of_limit", batch=1)
+            yield Target(f"{shape}, {dtype}: decode of 1, of the limit", share, 0.85, "share")
+            if dtype == OVER_HTTP:
+                share = figure(bench, "http.decode", "share_of_engine", batch=32)
+                name = f"{shape}, {dtype}: over HTTP, 32 streams, of the engine"
+                yield Target(name, share, 0.95, "share")
+    for batch, bound in ((1, 150.0), (32, 400.0)):
+        # The first profile is that of the native decoder, where there is one.
+        cost = figure(results.get("profile"), "profiles", "overhead_us", case="decode", batch=batch)
+        name = f"{BUNDLED}: a step of {batch}, outside the model and the sampling"
+        yield Target(name, cost, bound, "us", at_least=False)
+    for shape in SHAPES:
+        found = results.get(f"determinism-{shape}")
+        cost = found["native"]["whole_share"] if found and found["native"] else None
+        yield Target(f"{shape}: what determinism costs a step of 1", cost, 0.1, "share", False)
+        found = results.get(f"footprint-{shape}")
+        ready = found["ready_seconds"] if found else None
+        yield Target(f"{shape}: server ready", ready, 3.0, "s", at_least=False)
+        besides = found["besides_bytes"] / 1e6 if found else None
+        name = f"{shape}: memory besides weights and KV cache"
+        yield Target(name, besides, 500.0, "MB", at_least=False)
+        if with_peers and shape != BUNDLED:
+            yield from peer_targets(results, shape)
+
+
+def peer_targets(results: Mapping[str, Any], shape: str) -> Iterator[Target]:
+    """Of each dtype: decode at each batch, and prefill of one prompt. Then streams over HTTP."""
+    peers, serving = results.get(f"peers-{shape}"), results.get(f"serving-{shape}")
+    for dtype in DTYPES:
+        for kind, batch in (*(("decode", batch) for batch in BATCHES), ("prefill", 1)):
+            rates = rates_of(peers, "peer", f"{kind}_tokens_per_second", dtype=dtype, batch=batch)
+            # Without llama.cpp the best of the others is not known.
+            ratio = over_best(rates, "logitd") if "llama.cpp" in rates else None
+            bound = DECODE_OVER_OTHERS.get((shape, dtype, batch), 1.0)
+            name = f"{shape}, {dtype}: {kind} of {batch}, over the best other"
+            yield Target(name, ratio, bound if kind == "decode" else 1.15, "ratio")
+    for batch in BATCHES:
+        rates = rates_of(serving, "server", "tokens_per_second", batch=batch)
+        name = f"{shape}, {OVER_HTTP}: {batch} streams over HTTP, over the best transformers serve"
+        yield Target(name, over_best(rates, "logitd serve"), 1.0, "ratio")
+
+
+def figure(found: Any, place: str, key: str, **where: Any) -> float | None:
+    """`key` of the first row at `place` ("engine.decode") that has the values `where`."""
+    return next((row[key] for row in rows_at(found, place, where)), None)
+
+
+def rates_of(found: Any, name: str, key: str, **where: Any) -> dict[str, float]:
+    """`key` of each row of the results that has the values `where`, by the row's name."""
+    return {row[name]: row[key] for row in rows_at(found, "results", where)}
+
+
+def rows_at(found: Any, place: str, where: Mapping[str, Any]) -> list[Any]:
+    for name in place.split("."):
+        found = None if found is None else found[name]
+    return [row for row in found or () if all(row[key] == where[key] for key in where)]
+
+
+def over_best(rates: Mapping[str, float], ours: str) -> float | None:
+    """Our rate over the best of the others'; None where one of the two is missing."""
+    others = [rate for name, rate in rates.items() if name != ours]
+    return rates[ours] / max(others) if ours in rates and others else None
+
+
+def main() -> None:
+    parser = new_parser(__doc__)
+    parser.add_argument("--peer-python", metavar="PYTHON")
+    parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "goals")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="measure none but these")
+    parser.add_argument("--list", action="store_true", help="show the commands and run none")
+    arguments = parser.parse_args()
+    folder = arguments.folder.resolve()
+    every = commands(folder, arguments.threads, arguments.peer_python)
+    if unknown := set(arguments.only or ()) - set(every):
+        parser.error(f"no command is named {sorted(unknown)}; there are {', '.join(every)}")
+    if arguments.list:
+        print("\n".join(f"{name}: {' '.join(command)}" for name, command in every.items()))
+        return
+    make_checkpoints(folder)
+    for name in arguments.only or every:
+        measure(name, every[name], folder)
+    results = {name: last_line(folder / f"{name}.txt") for name in every}
+    found = list(targets(results, with_peers=arguments.peer_python is not None))
+    print(f"\n{table(found)}\n")
+    print(json.dumps({"threads": arguments.threads, "targets": [one.json() for one in found]}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,1 +1,0 @@
-"""Goals of speed and size: measured, kept, and judged. `python -m benchmarks.goals --help`."""
