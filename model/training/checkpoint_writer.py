@@ -35,7 +35,7 @@ class CheckpointWriter:
 
     def exists(self, step: int) -> bool:
         """Whether the checkpoint of a step is there. All processes have to ask."""
-        return bool(self._run.ranks.as_the_first(step in self._run.directory.checkpoints()))
+        return bool(self._run.ranks.broadcast(step in self._run.directory.checkpoints()))
 
     def write(
         self,
@@ -47,17 +47,17 @@ class CheckpointWriter:
         """Write the weights with the step's `evaluation` and the latest samples."""
         run, step = self._run, counters.step
         weights = gather_weights(self._gpt, run.ranks)
-        if run.ranks.leads:
+        if run.ranks.is_main:
             with saving(run.directory, step):
                 self._save(weights, counters, evaluation, self._card(counters, samples))
                 run.directory.link_newest_and_best()
                 run.directory.prune(run.recipe.keep, state_step)
             self._report(Saved(step, run.directory.checkpoint(step)))
-        run.ranks.wait()
+        run.ranks.barrier()
 
     def prune(self, state_step: int | None) -> None:
         """Remove old checkpoints, but not that of the saved state."""
-        if self._run.ranks.leads:
+        if self._run.ranks.is_main:
             self._run.directory.prune(self._run.recipe.keep, state_step)
 
     def _save(

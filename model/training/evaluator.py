@@ -52,7 +52,7 @@ class Evaluator:
             return False
         run = self._run
         result = evaluate(
-            self._gpt, self._windows, self._forward, run.ranks, together=is_sharded(self._gpt)
+            self._gpt, self._windows, self._forward, run.ranks, sharded=is_sharded(self._gpt)
         )
         if not math.isfinite(result.loss):
             reason = f"training diverged: at step {step} the validation loss is {result.loss}"
@@ -68,11 +68,11 @@ class Evaluator:
             "seconds": round(counters.seconds, 3),
         }
         self.history.append(record)
-        if run.ranks.leads:
+        if run.ranks.is_main:
             with saving(run.directory, step):
                 run.directory.append(record)
         self._report(Evaluated(step, result.loss, result.bits_per_byte, is_best))
-        if run.ranks.leads:
+        if run.ranks.is_main:
             self._draw(step, result.bits_per_byte)
         return is_best and step > 0
 

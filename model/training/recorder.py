@@ -89,7 +89,7 @@ class RunRecorder:
 
     def write_metrics(self, record: Mapping[str, Any]) -> None:
         """Add a line to the metrics."""
-        if self._run.ranks.leads:
+        if self._run.ranks.is_main:
             with saving(self._run.directory, record["step"]):
                 self._run.directory.append(record)
 
@@ -111,7 +111,7 @@ class RunRecorder:
                 reports=reports,
                 ranks=run.ranks,
             )
-        run.ranks.wait()  # here, where the time that writing takes has no limit
+        run.ranks.barrier()  # here, where the time that writing takes has no limit
         self._state_step = counters.step
 
     def _require_finite(self, step: int) -> None:
@@ -119,10 +119,10 @@ class RunRecorder:
         ranks = self._run.ranks
         named = self._gpt.named_parameters()
         spoiled = next((name for name, p in named if not bool(local(p).isfinite().all())), None)
-        if not any(ranks.highest([spoiled is not None])):
+        if not any(ranks.all_reduce_max([spoiled is not None])):
             return
-        if not ranks.leads:
-            raise ranks.follows()
+        if not ranks.is_main:
+            raise ranks.secondary_error()
         raise diverged(
             self._run.directory,
             f"training diverged: after step {step} {spoiled or 'the model'} holds numbers that are "

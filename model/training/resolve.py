@@ -199,7 +199,7 @@ def resolve_run(
 
 def agree_on_sharding(run: ResolvedRun) -> ResolvedRun:
     """A model is sharded where any process has no room for a copy. All processes have to ask."""
-    return replace(run, sharded=bool(run.ranks.highest([run.sharded])[0]))
+    return replace(run, sharded=bool(run.ranks.all_reduce_max([run.sharded])[0]))
 
 
 def _shards(config: TrainingConfig, model: GPTConfig, process: Process, *, adapted: bool) -> bool:

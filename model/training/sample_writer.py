@@ -35,7 +35,7 @@ class SampleWriter:
     def sample(self, step: int) -> None:
         """Let the model write after each prompt, unless it did at this step."""
         run, sharded = self._run, is_sharded(self._gpt)
-        if self.step == step or not (run.ranks.leads or sharded):
+        if self.step == step or not (run.ranks.is_main or sharded):
             return
         self.latest, self.step = [], step
         for index, prompt in enumerate(run.prompts or self._default_prompts()):
@@ -50,7 +50,7 @@ class SampleWriter:
                 ranks=run.ranks if sharded else ALONE,
             )
             self.latest.append((prompt, text))
-            if run.ranks.leads:
+            if run.ranks.is_main:
                 with saving(run.directory, step):
                     run.directory.append_sample(step, prompt, text)
             self._report(Sampled(step, prompt, text))

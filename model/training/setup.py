@@ -42,10 +42,10 @@ def setup_run(config: TrainingConfig, ranks: Ranks, report: Reporter) -> Resolve
             "shard on was given, but there is one process, which has the whole model: start "
             "several with torchrun --no-python --nproc-per-node N logitd train ..."
         )
-    if ranks.leads:
+    if ranks.is_main:
         run = _resume(config, ranks, report) if config.resume else _create(config, ranks, report)
-    ranks.wait()  # from here on, run.json and the text are there for the others to read
-    if not ranks.leads:
+    ranks.barrier()  # from here on, run.json and the text are there for the others to read
+    if not ranks.is_main:
         run = _join(config, ranks)
     return agree_on_sharding(run)
 

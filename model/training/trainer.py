@@ -26,7 +26,7 @@ from model.data.batches import Batches, noise_seed
 from model.device import describe, sent, use_threads
 from model.training.config import TrainingConfig, TrainingError
 from model.training.distributed.fsdp import clip_gradients, shard, unsummed_gradients
-from model.training.distributed.ranks import ALONE, Ranks, together
+from model.training.distributed.ranks import ALONE, Ranks, process_group
 from model.training.events import Noticed, Progress, Reporter, Started, silent
 from model.training.finetune import initial_model
 from model.training.optim.optimizers import Optimizers, share_of_peak
@@ -74,22 +74,22 @@ def train(config: TrainingConfig, report: Reporter = silent) -> TrainingResult:
     and thread count as they were.
     """
     threads = torch.get_num_threads()
-    with together() as ranks, _random_state(ranks, config), warnings.catch_warnings():
+    with process_group() as ranks, _random_state(ranks, config), warnings.catch_warnings():
         # Autocast gives the norms of queries and keys bfloat16 inputs and float32 weights, and
         # torch says that this takes its unfused path.
         warnings.filterwarnings("ignore", "Mismatch dtype between input and weight")
-        report = report if ranks.leads else silent
+        report = report if ranks.is_main else silent
         try:
             if config.tensorboard:
                 require_tensorboard()
             run = setup_run(config, ranks, report)
-            with with_tensorboard(run.tensorboard and ranks.leads, report) as report:
+            with with_tensorboard(run.tensorboard and ranks.is_main, report) as report:
                 trainer = Trainer(run, report)
                 if config.resume:
                     trainer.load()
                 with ranks.connected():
                     result = trainer.fit()
-            ranks.wait()  # the first has written all
+            ranks.barrier()  # the first has written all
             return result
         finally:
             use_threads(threads)
@@ -124,7 +124,7 @@ class Trainer:
             Forward(self.gpt, placement, dropout=run.model.dropout),
             lambda message: report(Noticed(message)),
             compiled=run.compiled,
-            together=ranks if run.sharded else ALONE,
+            peers=ranks if run.sharded else ALONE,
         )
         self.optimizers = Optimizers(self.gpt, recipe, ranks)
         # 3) What happens between steps.
@@ -220,7 +220,7 @@ class Trainer:
             loss += part_loss.detach() / share.parts
         # 2) Those of all processes together, and the update.
         parameters = list(self.gpt.parameters())
-        self.ranks.add_up([*unsummed_gradients(parameters), loss])
+        self.ranks.all_reduce_sum([*unsummed_gradients(parameters), loss])
         norm = clip_gradients(parameters, recipe.clip)
         self.optimizers.step(peak)
         # 3) Count. The loss stays on the device until a report is due.
@@ -301,10 +301,10 @@ class Trainer:
     def _reason_to_stop(self, signals: StopSignals) -> Reason | None:
         """Decided by the first process, or by a signal to any, and the same for all."""
         own = self._own_reason(signals)
-        code, seconds = self.ranks.highest(
+        code, seconds = self.ranks.all_reduce_max(
             [
                 REASONS.index(own) if own else -1,
-                self.counters.seconds if self.ranks.leads else 0.0,
+                self.counters.seconds if self.ranks.is_main else 0.0,
             ]
         )
         self.counters = replace(self.counters, seconds=seconds)
@@ -314,7 +314,7 @@ class Trainer:
         patience = self.run.recipe.patience
         if signals.asked:
             return "interrupted"
-        if not self.ranks.leads:
+        if not self.ranks.is_main:
             return None
         if self.run.length.out_of_steps(self.counters):
             return "finished"
@@ -325,8 +325,8 @@ class Trainer:
         return None
 
     def _diverged(self, complaint: str) -> TrainingError:
-        if not self.ranks.leads:
-            return self.ranks.follows()
+        if not self.ranks.is_main:
+            return self.ranks.secondary_error()
         return diverged(self.run.directory, complaint)
 
     def _not_saved(self) -> str:

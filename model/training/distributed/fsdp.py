@@ -157,7 +157,7 @@ def join(tensors: Sequence[Tensor], pieces: Sequence[Piece], ranks: Ranks) -> li
         whole = tensor.new_zeros(piece.shape)
         whole[piece.rows] = tensor
         wholes.append(whole)
-    ranks.add_up(wholes)
+    ranks.all_reduce_sum(wholes)
     return wholes
 
 
@@ -167,7 +167,7 @@ def gather(tensor: Tensor, piece: Piece, ranks: Ranks) -> Tensor:
     if not piece.divided:
         return tensor
     (whole,) = join([tensor], [piece], ranks)
-    return whole.cpu() if ranks.leads else tensor.new_empty(0)
+    return whole.cpu() if ranks.is_main else tensor.new_empty(0)
 
 
 def gather_weights(gpt: GPT, ranks: Ranks) -> dict[str, Tensor]:

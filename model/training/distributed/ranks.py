@@ -1,16 +1,17 @@
 """Ranks: the processes that train one model together, started by `torchrun`.
 
-Each computes its share of a step's sequences (`model/data/batches.py`); the gradients are added
-up before the update, so all take the same step. Rank 0 writes, reports and decides; `as_the_first`
-tells the others. Without `torchrun` there is one rank, and everything here does nothing.
+Each computes its part of a step's sequences (`model/data/batches.py`). The gradients are added up
+before the update, so all take the same step. Rank 0, the main process, writes, reports and decides;
+`broadcast` tells the others. Without `torchrun` there is one rank, and every method does nothing.
 
-Two kinds of traffic. Gradients go where they are: NCCL on CUDA, gloo on a CPU. Small numbers and
-waiting go over gloo on the CPU, without a time limit, because rank 0 may prepare a text for hours
-while the others wait; when a process ends, the others notice at once, since its connections close.
+There are two kinds of traffic. Gradients travel by the backend of their device: NCCL on CUDA, gloo
+on a CPU. Counts, flags and barriers travel by gloo on the CPU, without a time limit, because the
+main process may prepare a text for hours while the others wait. When a process ends, its
+connections close and the others notice at once.
 
-What each has of the model is another matter: a copy, as here, or a part of it
+Does not divide the model: each process has a copy of it, or a part
 (`model/training/distributed/fsdp.py`). The run directory is read in every process, so several
-machines need a file system that they share.
+machines need a shared file system.
 """
 
 import math
@@ -36,7 +37,7 @@ BUCKET = 2**24
 
 @dataclass(frozen=True)
 class Ranks:
-    """Which of how many processes this one is; `local` counts those of this machine."""
+    """Which of how many processes this one is; `local_*` count those on this machine."""
 
     rank: int = 0
     size: int = 1
@@ -45,18 +46,18 @@ class Ranks:
     control: dist.ProcessGroup | None = None
 
     @property
-    def leads(self) -> bool:
-        """Whether this is the process that writes and reports."""
+    def is_main(self) -> bool:
+        """Whether this is the main process, which writes and reports."""
         return self.rank == 0
 
     def device(self, name: str) -> torch.device:
-        """The device of this process: with several, CUDA device LOCAL_RANK for "cuda" or "auto"."""
+        """The device of this process. Of several, "cuda" and "auto" give CUDA device LOCAL_RANK."""
         if self.size == 1:
             return choose_device(name)
         if name.startswith("cuda:"):
             raise DeviceError(
-                f"device {name!r} is one for {self.size} processes: say 'cuda', and each takes its "
-                "own"
+                f"device {name!r} is one device for {self.size} processes: give 'cuda', and each "
+                "takes its own"
             )
         device = choose_device(name)
         if device.type != "cuda":
@@ -69,15 +70,15 @@ class Ranks:
         return torch.device("cuda", self.local_rank)
 
     def threads(self, given: int) -> int:
-        """Threads of this process; 0 are its part of the machine's processors."""
+        """Threads of this process; 0 stands for its part of the machine's processors."""
         return given or max(1, available_processors() // self.local_size)
 
     @torch.no_grad()
-    def add_up(self, tensors: Sequence[Tensor]) -> None:
-        """Replace each tensor by its sum over all ranks; all of one device and dtype."""
+    def all_reduce_sum(self, tensors: Sequence[Tensor]) -> None:
+        """Replace each tensor by its sum over all ranks. All are on one device and of one dtype."""
         if self.size == 1:
             return
-        with self._with_the_others():
+        with self._peer_errors():
             for bucket in _buckets(tensors):
                 flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
                 dist.all_reduce(flat)
@@ -85,56 +86,56 @@ class Ranks:
                 for tensor, total in zip(bucket, sums, strict=True):
                     tensor.copy_(total.view_as(tensor))
 
-    def total(self, numbers: Tensor) -> Tensor:
-        """The sum over all ranks of a tensor on the CPU."""
+    def all_reduce_cpu(self, numbers: Tensor) -> Tensor:
+        """The sum over all ranks of a tensor on the CPU, in place."""
         if self.size > 1:
-            with self._with_the_others():
+            with self._peer_errors():
                 dist.all_reduce(numbers, group=self.control)
         return numbers
 
-    def highest(self, numbers: Sequence[float]) -> list[float]:
-        """Of each number the highest over all ranks, the same on all of them."""
+    def all_reduce_max(self, numbers: Sequence[float]) -> list[float]:
+        """The maximum over all ranks of each number."""
         if self.size == 1:
             return list(numbers)
         each = torch.tensor(numbers, dtype=torch.float64)
-        with self._with_the_others():
+        with self._peer_errors():
             dist.all_reduce(each, dist.ReduceOp.MAX, group=self.control)
         return each.tolist()
 
-    def as_the_first(self, number: float) -> float:
-        """What the first process says, on all of them."""
-        return self.highest([number if self.leads else -math.inf])[0]
+    def broadcast(self, number: float) -> float:
+        """The number of the main process, on all ranks."""
+        return self.all_reduce_max([number if self.is_main else -math.inf])[0]
 
-    def wait(self) -> None:
-        """Until all ranks are here."""
-        self.total(torch.zeros(1))
+    def barrier(self) -> None:
+        """Wait until all ranks are here."""
+        self.all_reduce_cpu(torch.zeros(1))
 
     @contextmanager
     def connected(self) -> Iterator[None]:
-        """Says so where another process has ended, in traffic that is torch's own: there any error
-        of a computation may be raised, and gloo has no class for its own."""
+        """Names the cause where another process has ended during traffic that torch itself starts.
+        Other errors of the computation pass through: gloo has no error class of its own."""
         try:
             yield
         except RuntimeError as error:
             if isinstance(error, dist.DistError) or "gloo/transport" in str(error):
-                raise self._deserted() from error
+                raise self._peer_lost() from error
             raise
 
-    def follows(self) -> TrainingError:
-        """What ends this process where the first has said why all end."""
-        return TrainingError(f"process {self.rank} of {self.size} stops with the first")
+    def secondary_error(self) -> TrainingError:
+        """The error that ends this process where the main one reports why all of them end."""
+        return TrainingError(f"process {self.rank} of {self.size} stops with the main one")
 
     @contextmanager
-    def _with_the_others(self) -> Iterator[None]:
+    def _peer_errors(self) -> Iterator[None]:
         try:
             yield
         except RuntimeError as error:  # what gloo and NCCL raise when a connection has closed
-            raise self._deserted() from error
+            raise self._peer_lost() from error
 
-    def _deserted(self) -> TrainingError:
+    def _peer_lost(self) -> TrainingError:
         return TrainingError(
-            f"process {self.rank} of {self.size} stops: another process of the run has ended, and "
-            "what it said last tells why"
+            f"process {self.rank} of {self.size} stops: another process of the run has ended; "
+            "its last message says why"
         )
 
 
@@ -142,7 +143,7 @@ ALONE = Ranks()
 
 
 def read_ranks(environment: Mapping[str, str]) -> Ranks:
-    """Who this process is, as `torchrun` tells it. Raises TrainingError."""
+    """Which process this is, from the variables that `torchrun` sets. Raises TrainingError."""
     size = _number(environment, "WORLD_SIZE", 1)
     if size == 1:
         return Ranks()
@@ -154,7 +155,7 @@ def read_ranks(environment: Mapping[str, str]) -> Ranks:
     )
     if not (0 <= ranks.rank < size and 0 <= ranks.local_rank < ranks.local_size <= size):
         raise TrainingError(
-            f"the environment describes no process of {size}: RANK is {ranks.rank}, LOCAL_RANK "
+            f"the environment does not describe one of {size} processes: RANK is {ranks.rank}, LOCAL_RANK "
             f"{ranks.local_rank} of {ranks.local_size}; start with torchrun"
         )
     for name in ("MASTER_ADDR", "MASTER_PORT"):
@@ -167,19 +168,19 @@ def read_ranks(environment: Mapping[str, str]) -> Ranks:
 
 
 @contextmanager
-def together(environment: Mapping[str, str] = os.environ) -> Iterator[Ranks]:
-    """Meet the other processes, if there are any, and leave them at the end."""
+def process_group(environment: Mapping[str, str] = os.environ) -> Iterator[Ranks]:
+    """Connect to the other processes, if there are any, and disconnect at the end."""
     ranks = read_ranks(environment)
     if ranks.size == 1:
         yield ranks
         return
     try:
-        # Which of the two it is depends on where the gradients are.
+        # torch takes the one for the device of each tensor.
         dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
         control = dist.new_group(backend="gloo", timeout=NO_LIMIT)
     except (RuntimeError, ValueError) as error:
         raise TrainingError(
-            f"process {ranks.rank} of {ranks.size} cannot meet the others at "
+            f"process {ranks.rank} of {ranks.size} cannot connect to the others at "
             f"{environment['MASTER_ADDR']}:{environment['MASTER_PORT']}: {error}"
         ) from error
     try:
@@ -201,7 +202,7 @@ def _number(environment: Mapping[str, str], name: str, default: int | None) -> i
 
 
 def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Neighbours that travel together."""
+    """Consecutive tensors that travel in one message."""
     bucket: list[Tensor] = []
     elements = 0
     for tensor in tensors:

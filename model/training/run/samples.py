@@ -42,7 +42,7 @@ def sample_text(
                 window = torch.tensor([ids[-gpt.config.context_length :]], device=device)
                 logits = forward(window)[0, -1].float().cpu()  # (V,)
                 probs = (logits / temperature).softmax(dim=-1)
-                token_id = int(ranks.as_the_first(int(torch.multinomial(probs, 1, generator=draw))))
+                token_id = int(ranks.broadcast(int(torch.multinomial(probs, 1, generator=draw))))
                 if token_id == tokenizer.end_of_text:
                     break
                 ids.append(token_id)

@@ -90,7 +90,7 @@ def save_state(
         "optimizers": optimizers.state_dict(),
         "reports": dict(reports),
     }
-    if ranks.leads:
+    if ranks.is_main:
         _replace(path, document)
 
 

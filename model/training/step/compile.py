@@ -42,7 +42,7 @@ class CompiledLoss:
     gradients that were there are gone. A fault of training itself comes again in that call, and is
     raised.
 
-    `together` are processes of which none computes without the others. There the first call would
+    `peers` are processes of which none computes without the others. There the first call would
     never end if some went on eagerly, so they try their compilers apart, and if one of them fails,
     all are eager.
     """
@@ -52,12 +52,12 @@ class CompiledLoss:
         forward: Forward,
         notice: Notice,
         backend: str | Callable[..., Any] = "inductor",
-        together: Ranks = ALONE,
+        peers: Ranks = ALONE,
     ) -> None:
         self._forward = forward
         self._notice = notice
         self._backend = backend
-        self._together = together
+        self._peers = peers
         self._loss: Loss | None = None
 
     def __call__(self, token_ids: Tensor, targets: Tensor) -> Tensor:
@@ -68,7 +68,7 @@ class CompiledLoss:
     def _compile(self, token_ids: Tensor, targets: Tensor) -> Loss:
         self._notice("compiling the training step, which can take a minute or two")
         compiled: Loss = torch.compile(self._forward.loss, backend=self._backend)
-        several = self._together.size > 1
+        several = self._peers.size > 1
         failure = self._try_apart(token_ids.device) if several else None
         if failure is None:
             failure = self._try(compiled, token_ids, targets)
@@ -103,7 +103,7 @@ class CompiledLoss:
             torch.compile(_small, backend=self._backend)(numbers).backward()
         except RuntimeError as error:
             failure = _why(error)
-        if any(self._together.highest([failure is not None])):
+        if any(self._peers.all_reduce_max([failure is not None])):
             return failure or "another process cannot compile"
         return None
 
@@ -126,11 +126,9 @@ def worth_compiling(recipe: Recipe, model: GPTConfig, length: Length) -> bool:
     return tokens * flops_per_token(model) >= LONG_OPERATIONS
 
 
-def choose_loss(
-    forward: Forward, notice: Notice, *, compiled: bool, together: Ranks = ALONE
-) -> Loss:
-    """The loss of training. `together`: processes of which none computes without the others."""
-    return CompiledLoss(forward, notice, together=together) if compiled else forward.loss
+def choose_loss(forward: Forward, notice: Notice, *, compiled: bool, peers: Ranks = ALONE) -> Loss:
+    """The loss of training. `peers`: processes of which none computes without the others."""
+    return CompiledLoss(forward, notice, peers=peers) if compiled else forward.loss
 
 
 def compiles(compile_option: Compile, device: torch.device) -> bool:

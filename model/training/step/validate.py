@@ -50,11 +50,11 @@ def evaluate(
     forward: Callable[[Tensor], Tensor],
     ranks: Ranks = ALONE,
     *,
-    together: bool = False,
+    sharded: bool = False,
 ) -> Evaluation:
     """The mean loss over all windows. `forward` maps ids (B, T) to logits (B, T, V).
 
-    With several ranks each has to call this; all get the same. `together`: none can compute
+    With several ranks each has to call this; all get the same. `sharded`: none can compute
     without the others, as each has a part of the model.
     """
     training = gpt.training
@@ -63,7 +63,7 @@ def evaluate(
     device = gpt.token_embedding.weight.device
     try:
         with torch.no_grad():
-            for index in _share(len(windows), ranks, together):
+            for index in _share(len(windows), ranks, sharded):
                 inputs, targets = windows.batch(min(index, len(windows) - 1))
                 logits = forward(inputs.to(device)).float()  # (B, T, V)
                 loss = F.cross_entropy(
@@ -81,11 +81,11 @@ def evaluate(
                 )
     finally:
         gpt.train(training)
-    nats, tokens, text_bytes = (sum(column) for column in ranks.total(sums).T.tolist())
+    nats, tokens, text_bytes = (sum(column) for column in ranks.all_reduce_cpu(sums).T.tolist())
     return Evaluation(loss=nats / tokens, tokens=int(tokens), text_bytes=int(text_bytes))
 
 
-def _share(batches: int, ranks: Ranks, together: bool) -> range:
-    """The batches of one process; `together`, as many for each, so some may be beyond the last."""
-    end = -(-batches // ranks.size) * ranks.size if together else batches
+def _share(batches: int, ranks: Ranks, sharded: bool) -> range:
+    """The batches of one process; `sharded`, as many for each, so some may be beyond the last."""
+    end = -(-batches // ranks.size) * ranks.size if sharded else batches
     return range(ranks.rank, end, ranks.size)

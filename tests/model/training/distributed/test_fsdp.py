@@ -28,7 +28,7 @@ from model.training.distributed.fsdp import (
     without_backward,
     worth_sharding,
 )
-from model.training.distributed.ranks import ALONE, Ranks, together
+from model.training.distributed.ranks import ALONE, Ranks, process_group
 from model.training.optim.optimizers import Optimizers, initialise
 from model.training.presets import PRESETS, Recipe, preset
 from model.training.run.counters import Counters
@@ -138,7 +138,7 @@ def _step(gpt: GPT, optimizers: Optimizers, optimizer: str, ranks: Ranks) -> flo
         loss.backward()
         total += loss.detach()
     parameters = list(gpt.parameters())
-    ranks.add_up([*unsummed_gradients(parameters), total])
+    ranks.all_reduce_sum([*unsummed_gradients(parameters), total])
     clip_gradients(parameters, 0.5)
     optimizers.step(1.0)
     return float(total)
@@ -213,7 +213,7 @@ def _goes_on_from_a_file(
         path, gpt=gpt, optimizers=optimizers, counters=Counters(),
         environment=Environment.of(_placement(optimizer)), reports={}, ranks=ranks,
     )  # fmt: skip
-    ranks.wait()
+    ranks.barrier()
     again = _gpt(optimizer)
     shard(again, _placement(optimizer), ranks)
     others = Optimizers(again, _recipe(optimizer), ranks)
@@ -223,7 +223,7 @@ def _goes_on_from_a_file(
         _step(model, its, optimizer, ranks)
     pairs = zip(gpt.parameters(), again.parameters(), strict=True)
     same = all(torch.equal(local(one), local(two)) for one, two in pairs)
-    ranks.wait()
+    ranks.barrier()
     return same
 
 
@@ -231,7 +231,7 @@ def _divide(rank: int, port: int, folder: Path) -> None:
     """What one of three processes does."""
     environment = _environment(rank, SIZE, port)
     torch.set_num_threads(1)
-    with together(environment) as ranks:
+    with process_group(environment) as ranks:
         found = {each: vars(_divided(each, ranks, folder)) for each in OPTIMIZERS}
     torch.save(found, folder / f"{rank}.pt")
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from model.device import DeviceError, available_processors
 from model.training.config import TrainingError
 from model.training.distributed import ranks as ranks_module
-from model.training.distributed.ranks import Ranks, read_ranks, together
+from model.training.distributed.ranks import Ranks, process_group, read_ranks
 
 TORCHRUN = {
     "RANK": "5",
@@ -27,7 +27,7 @@ TORCHRUN = {
 
 def test_torchrun_says_who_a_process_is() -> None:
     assert read_ranks(TORCHRUN) == Ranks(rank=5, size=8, local_rank=1, local_size=4)
-    assert not read_ranks(TORCHRUN).leads
+    assert not read_ranks(TORCHRUN).is_main
     assert read_ranks({}) == read_ranks({**TORCHRUN, "WORLD_SIZE": "1"}) == Ranks()
     one_machine = {k: v for k, v in TORCHRUN.items() if k != "LOCAL_WORLD_SIZE"}
     assert read_ranks(one_machine).local_size == 8
@@ -38,7 +38,7 @@ def test_torchrun_says_who_a_process_is() -> None:
     [
         ({"RANK": None}, "RANK is not set"),
         ({"LOCAL_RANK": "one"}, "LOCAL_RANK is 'one'"),
-        ({"RANK": "8"}, "no process of 8: RANK is 8"),
+        ({"RANK": "8"}, "not describe one of 8 processes: RANK is 8"),
         ({"LOCAL_RANK": "4"}, "LOCAL_RANK 4 of 4"),
         ({"MASTER_PORT": None}, "MASTER_PORT is not set: start several processes with torchrun"),
     ],
@@ -62,7 +62,7 @@ def test_each_process_takes_a_cuda_device_of_its_own(monkeypatch: pytest.MonkeyP
     """Devices are only named here: nothing is computed on them."""
     second = Ranks(rank=3, size=4, local_rank=1, local_size=2)
     assert second.device("cpu") == torch.device("cpu")
-    with pytest.raises(DeviceError, match="'cuda:0' is one for 4 processes"):
+    with pytest.raises(DeviceError, match="'cuda:0' is one device for 4 processes"):
         second.device("cuda:0")
     monkeypatch.setattr(ranks_module, "choose_device", lambda _: torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
@@ -72,14 +72,14 @@ def test_each_process_takes_a_cuda_device_of_its_own(monkeypatch: pytest.MonkeyP
 
 
 def test_one_process_meets_nobody() -> None:
-    with together({}) as ranks:
+    with process_group({}) as ranks:
         assert not dist.is_initialized()
         gradient = torch.ones(3)
-        ranks.add_up([gradient])
-        ranks.wait()
+        ranks.all_reduce_sum([gradient])
+        ranks.barrier()
         assert gradient.tolist() == [1, 1, 1]
-        assert ranks.total(torch.ones(2)).tolist() == [1, 1]
-        assert ranks.highest([2.0, -1.0]) == [2, -1]
+        assert ranks.all_reduce_cpu(torch.ones(2)).tolist() == [1, 1]
+        assert ranks.all_reduce_max([2.0, -1.0]) == [2, -1]
 
 
 def _environment(rank: int, size: int, port: int) -> dict[str, str]:
@@ -112,13 +112,13 @@ def _meet(rank: int, port: int, results: Path) -> None:
     environment = _environment(rank, 3, port)
     ranks_module.BUCKET = 4  # several messages
     found: dict[str, Any] = {}
-    with together(environment) as ranks:
+    with process_group(environment) as ranks:
         gradients = [torch.full((2, 2), float(rank)), torch.arange(5.0), torch.tensor(1.0 + rank)]
-        ranks.add_up(gradients)
+        ranks.all_reduce_sum(gradients)
         found["gradients"] = gradients
-        found["total"] = ranks.total(torch.tensor([rank, 10], dtype=torch.float64))
-        found["highest"] = ranks.highest([float(rank), -float(rank)])
-        ranks.wait()
+        found["total"] = ranks.all_reduce_cpu(torch.tensor([rank, 10], dtype=torch.float64))
+        found["highest"] = ranks.all_reduce_max([float(rank), -float(rank)])
+        ranks.barrier()
     torch.save(found, results / f"{rank}.pt")
 
 
@@ -138,11 +138,11 @@ def _leave(rank: int, port: int, results: Path) -> None:
     """Process 1 goes without a word; the other waits for it."""
     environment = _environment(rank, 2, port)
     try:
-        with together(environment) as ranks:
-            ranks.wait()
+        with process_group(environment) as ranks:
+            ranks.barrier()
             if rank == 1:
                 os._exit(0)
-            ranks.wait()
+            ranks.barrier()
     except TrainingError as error:
         (results / "sentence").write_text(str(error))
 
