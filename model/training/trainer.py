@@ -41,7 +41,7 @@ from model.training.setup import setup_run
 from model.training.step.compile import choose_loss
 from model.training.step.flops import Meter
 from model.training.step.forward import Forward
-from model.training.stopping.divergence import Health, Look
+from model.training.stopping.divergence import DivergenceMonitor, Observation
 from model.training.stopping.signals import StopSignals
 
 Reason = Literal["finished", "time is up", "no improvement", "interrupted"]
@@ -130,7 +130,7 @@ class Trainer:
         # 3) What happens between steps.
         self.counters = Counters()
         self.log = StepLog(Meter.measure(run.model, placement))
-        self.health = Health(recipe.warmup)
+        self.divergence = DivergenceMonitor(recipe.warmup)
         self.recorder = RunRecorder(run, self.gpt, self.optimizers, report)
         self.began = time.monotonic()
 
@@ -148,7 +148,7 @@ class Trainer:
                     )
                 )
             self.log.restore(reports["log"])
-            self.health.restore(reports["health"])
+            self.divergence.restore(reports["health"])
         self.recorder.restore(self.counters.step)
         self.began = time.monotonic() - self.counters.seconds
 
@@ -179,12 +179,12 @@ class Trainer:
         last one stay to be reported: they are in the state, and the resumed run reports as one run
         would have."""
         if reason == "interrupted" and not self._reports(self._due()):
-            self._look(self.log.figures())
+            self._observe(self.log.figures())
         else:
             self._log()
-        if complaint := self.health.complaint(last=reason != "interrupted"):
-            raise self._diverged(complaint)
-        if self.health.suspected:
+        if diagnosis := self.divergence.diagnosis(last=reason != "interrupted"):
+            raise self._diverged(diagnosis)
+        if self.divergence.suspect:
             self.recorder.evaluate(self.counters)
             self.report(Noticed(self._not_saved()))
         else:
@@ -232,7 +232,7 @@ class Trainer:
             seconds=time.monotonic() - self.began,
         )
         if self.counters.step == 1:
-            self.health.begin(float(loss))
+            self.divergence.start(float(loss))
 
     def _between_steps(self) -> bool:
         """Whatever is due after a step that is not the last. True: something was."""
@@ -240,7 +240,7 @@ class Trainer:
         if not self._reports(due):
             return False
         self._log()  # first, as it tells whether the state is one to save
-        not_saved = due.state and self.health.suspected
+        not_saved = due.state and self.divergence.suspect
         if not_saved:
             due = replace(due, state=False, evaluation=True)
         self.recorder.record(due, self.counters, self._reports_state())
@@ -263,16 +263,16 @@ class Trainer:
         return due.state or due.evaluation or due.samples or logs
 
     def _reports_state(self) -> dict[str, Any]:
-        return {"log": self.log.state(), "health": self.health.state()}
+        return {"log": self.log.state(), "health": self.divergence.state()}
 
     def _log(self) -> None:
         """Report and record the steps since the last report. The loss is looked at only here."""
         if not self.log.steps:
             return
         figures, counters = self.log.take(), self.counters
-        self._look(figures)
-        if complaint := self.health.complaint():
-            raise self._diverged(complaint)
+        self._observe(figures)
+        if diagnosis := self.divergence.diagnosis():
+            raise self._diverged(diagnosis)
         self.recorder.write_metrics(
             {"kind": "train", "step": counters.step, "tokens": counters.tokens}
             | asdict(figures)
@@ -293,10 +293,10 @@ class Trainer:
             )
         )
 
-    def _look(self, figures: Figures | None) -> None:
+    def _observe(self, figures: Figures | None) -> None:
         if figures is not None:
             loss, smoothed, norm = figures.loss, figures.smoothed_loss, figures.gradient_norm
-            self.health.look(Look(self.counters.step, loss, smoothed, norm))
+            self.divergence.observe(Observation(self.counters.step, loss, smoothed, norm))
 
     def _reason_to_stop(self, signals: StopSignals) -> Reason | None:
         """Decided by the first process, or by a signal to any, and the same for all."""
@@ -324,10 +324,10 @@ class Trainer:
             return "no improvement"
         return None
 
-    def _diverged(self, complaint: str) -> TrainingError:
+    def _diverged(self, diagnosis: str) -> TrainingError:
         if not self.ranks.is_main:
             return self.ranks.secondary_error()
-        return diverged(self.run.directory, complaint)
+        return diverged(self.run.directory, diagnosis)
 
     def _not_saved(self) -> str:
         return (

@@ -155,8 +155,8 @@ def read_ranks(environment: Mapping[str, str]) -> Ranks:
     )
     if not (0 <= ranks.rank < size and 0 <= ranks.local_rank < ranks.local_size <= size):
         raise TrainingError(
-            f"the environment does not describe one of {size} processes: RANK is {ranks.rank}, LOCAL_RANK "
-            f"{ranks.local_rank} of {ranks.local_size}; start with torchrun"
+            f"the environment does not describe one of {size} processes: RANK is {ranks.rank}, "
+            f"LOCAL_RANK {ranks.local_rank} of {ranks.local_size}; start with torchrun"
         )
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         if name not in environment:

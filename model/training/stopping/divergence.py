@@ -1,13 +1,13 @@
-"""Health: whether a run still learns, so that bad weights never replace good ones.
+"""DivergenceMonitor: whether a run still learns, so that bad weights never replace good ones.
 
-Two ways to go wrong. A loss or gradient norm that is not finite ends the run at once. A loss that
-has exploded is finite: it stands far above its best and does not come back. The rule: "far above"
-is half the way from the best smoothed loss back up to the first step's, and at least one nat; a run
-that stands there after its warmup for `REPORTS` reports and `STEPS` steps in a row has diverged.
-Single bad batches and spikes are over long before. While a loss stands there nothing is saved,
-because it may be the beginning of the end.
+Training goes wrong in two ways. A loss or gradient norm that is not finite ends the run at once. A
+loss that has exploded may be finite: it stays far above its best. "Far above" is half the way from
+the best smoothed loss back up to that of the first step, and at least one nat. A run whose loss is
+there after its warmup, for `REPORTS` reports and `STEPS` steps in a row, has diverged; single bad
+batches and spikes are over long before. While the loss is there, the run is suspect and its weights
+are not to be saved.
 
-Sees only the numbers that are reported; what is done about them is the trainer's.
+Sees only the figures that are reported, and does not act on them: the trainer does.
 """
 
 import math
@@ -22,8 +22,8 @@ MARGIN = 1.0
 
 
 @dataclass(frozen=True)
-class Look:
-    """What a report shows."""
+class Observation:
+    """The figures of a report."""
 
     step: int
     loss: float
@@ -31,18 +31,18 @@ class Look:
     gradient_norm: float
 
 
-class Health:
+class DivergenceMonitor:
     """Follows the reports of a run."""
 
     def __init__(self, warmup: int) -> None:
         self._warmup = warmup
         self._first = self._best = math.inf
-        self._since: int | None = None  # the step from which on the loss stands far above
+        self._since: int | None = None  # the step since which the loss has been far above
         self._reports = 0
-        self._last: Look | None = None
+        self._last: Observation | None = None
 
     def state(self) -> dict[str, Any]:
-        """What a resumed run has to know."""
+        """What a resumed run needs."""
         return {
             "first": self._first,
             "best": self._best,
@@ -54,46 +54,45 @@ class Health:
         self._first, self._best = state["first"], state["best"]
         self._since, self._reports = state["since"], state["reports"]
 
-    def begin(self, loss: float) -> None:
-        """Take the first step's loss: that of weights which have learned nothing here."""
+    def start(self, loss: float) -> None:
+        """Take the first step's loss: that of weights that have not learned anything here."""
         self._first = self._best = loss
 
-    def look(self, look: Look) -> None:
+    def observe(self, observation: Observation) -> None:
         """Take a report."""
-        self._last = look
-        if look.step <= self._warmup or look.smoothed_loss <= self._limit():
+        self._last = observation
+        if observation.step <= self._warmup or observation.smoothed_loss <= self._limit():
             self._since, self._reports = None, 0
         else:
-            self._since = look.step if self._since is None else self._since
+            self._since = observation.step if self._since is None else self._since
             self._reports += 1
-        self._best = min(self._best, look.smoothed_loss)
+        self._best = min(self._best, observation.smoothed_loss)
 
     def _limit(self) -> float:
-        """The smoothed loss above which a run is suspected."""
+        """The smoothed loss above which a run is suspect."""
         margin = (self._first - self._best) / 2 if math.isfinite(self._first) else 0.0
         return self._best + max(MARGIN, margin)
 
     @property
-    def suspected(self) -> bool:
-        """Whether the loss stands far above its best: not a state to keep."""
+    def suspect(self) -> bool:
+        """Whether the loss is far above its best, so that its weights are not to be saved."""
         return self._since is not None
 
-    def complaint(self, *, last: bool = False) -> str | None:
-        """Why the run has diverged, or None. `last`: there is no time left to come back."""
+    def diagnosis(self, *, last: bool = False) -> str | None:
+        """Why the run has diverged, or None. `last`: it has no steps left to recover in."""
         if self._last is None:
             return None
-        look = self._last
-        if not (math.isfinite(look.loss) and math.isfinite(look.gradient_norm)):
+        step, loss, norm = self._last.step, self._last.loss, self._last.gradient_norm
+        if not (math.isfinite(loss) and math.isfinite(norm)):
             return (
-                f"training diverged: at step {look.step} the loss is {look.loss} and the gradient "
-                f"norm {look.gradient_norm}"
+                f"training diverged: at step {step} the loss is {loss} and the gradient norm {norm}"
             )
         if self._since is None:
             return None
-        if last or (self._reports >= REPORTS and look.step - self._since >= STEPS):
+        if last or (self._reports >= REPORTS and step - self._since >= STEPS):
             return (
                 f"training diverged: since step {self._since} the smoothed loss stands above "
-                f"{self._limit():.2f}, at step {look.step} it is {look.smoothed_loss:.2f}, and its "
+                f"{self._limit():.2f}, at step {step} it is {self._last.smoothed_loss:.2f}, and its "
                 f"best was {self._best:.2f}"
             )
         return None

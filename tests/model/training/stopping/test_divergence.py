@@ -5,19 +5,25 @@ from collections.abc import Iterable
 
 import pytest
 
-from model.training.stopping.divergence import MARGIN, REPORTS, STEPS, Health, Look
+from model.training.stopping.divergence import (
+    MARGIN,
+    REPORTS,
+    STEPS,
+    DivergenceMonitor,
+    Observation,
+)
 
 
 def _watch(
     losses: Iterable[float], *, every: int = 10, warmup: int = 0, first: float = 8.0
 ) -> list[str | None]:
     """What is complained of after each report of a run that begins at `first` nats."""
-    health = Health(warmup)
-    health.begin(first)
+    monitor = DivergenceMonitor(warmup)
+    monitor.start(first)
     found = []
     for number, loss in enumerate(losses, start=1):
-        health.look(Look(number * every, loss, loss, 1.0))
-        found.append(health.complaint())
+        monitor.observe(Observation(number * every, loss, loss, 1.0))
+        found.append(monitor.diagnosis())
     return found
 
 
@@ -29,12 +35,12 @@ def _first(found: list[str | None]) -> int:
     ("loss", "norm"), [(math.nan, 1.0), (math.inf, 1.0), (3.0, math.nan), (3.0, math.inf)]
 )
 def test_numbers_that_are_not_finite_end_a_run_at_once(loss: float, norm: float) -> None:
-    health = Health(warmup=1000)
-    health.begin(8.0)
-    health.look(Look(5, loss, loss, norm))
-    complaint = health.complaint()
-    assert complaint is not None
-    assert complaint.startswith(f"training diverged: at step 5 the loss is {loss} and the gradient")
+    monitor = DivergenceMonitor(warmup=1000)
+    monitor.start(8.0)
+    monitor.observe(Observation(5, loss, loss, norm))
+    diagnosis = monitor.diagnosis()
+    assert diagnosis is not None
+    assert diagnosis.startswith(f"training diverged: at step 5 the loss is {loss} and the gradient")
 
 
 def test_a_loss_that_stays_above_half_the_way_back_has_exploded() -> None:
@@ -65,30 +71,30 @@ def test_a_run_that_begins_badly_and_falls_is_well() -> None:
 
 
 def test_the_last_report_has_no_time_to_come_back() -> None:
-    health = Health(0)
-    health.begin(8.0)
-    health.look(Look(10, 9.5, 9.5, 1.0))
-    assert health.suspected
-    assert health.complaint() is None
-    complaint = health.complaint(last=True)
-    assert complaint == (
+    monitor = DivergenceMonitor(0)
+    monitor.start(8.0)
+    monitor.observe(Observation(10, 9.5, 9.5, 1.0))
+    assert monitor.suspect
+    assert monitor.diagnosis() is None
+    diagnosis = monitor.diagnosis(last=True)
+    assert diagnosis == (
         "training diverged: since step 10 the smoothed loss stands above 9.00, at step 10 it is "
         "9.50, and its best was 8.00"
     )
-    health.look(Look(20, 8.5, 8.5, 1.0))
-    assert health.complaint(last=True) is None
+    monitor.observe(Observation(20, 8.5, 8.5, 1.0))
+    assert monitor.diagnosis(last=True) is None
 
 
 def test_a_resumed_run_is_as_suspicious_as_one_that_was_not_stopped() -> None:
     losses = [8.0, 4.0, *[7.0] * 40]
-    health = Health(0)
-    health.begin(8.0)
-    complaints = []
+    monitor = DivergenceMonitor(0)
+    monitor.start(8.0)
+    diagnoses = []
     for number, loss in enumerate(losses, start=1):
-        again = Health(0)
-        again.restore(health.state())
-        again.look(Look(number * 10, loss, loss, 1.0))
-        health = again
-        complaints.append(health.complaint())
-    assert complaints == _watch(losses)
-    assert _first(complaints) == 2 + REPORTS
+        again = DivergenceMonitor(0)
+        again.restore(monitor.state())
+        again.observe(Observation(number * 10, loss, loss, 1.0))
+        monitor = again
+        diagnoses.append(monitor.diagnosis())
+    assert diagnoses == _watch(losses)
+    assert _first(diagnoses) == 2 + REPORTS
