@@ -49,10 +49,10 @@ from model.device import keep_freed_memory
 from model.training.autosize import SIZES, Size, choose
 from model.training.config import TrainingConfig
 from model.training.events import silent
-from model.training.optim.optimizers import kind
+from model.training.optim.optimizers import kind_of
 from model.training.presets import preset
 from model.training.step.forward import Forward, training_placement
-from model.training.step.validate import evaluate
+from model.training.step.validate import validate
 from model.training.trainer import train
 from model.transformer.config import GPTConfig
 from model.transformer.gpt import GPT
@@ -170,7 +170,7 @@ def train_one(fields: dict[str, Any], run: Run) -> Outcome:
     )
     return Outcome(
         run=run,
-        bits_per_byte=evaluate(gpt, windows, Forward(gpt, placement, dropout=0.0)).bits_per_byte,
+        bits_per_byte=validate(gpt, windows, Forward(gpt, placement, dropout=0.0)).bits_per_byte,
         seconds=result.seconds,
         steps=result.step,
         tokens=result.tokens,
@@ -184,7 +184,7 @@ def block_matrices(config: GPTConfig) -> int:
     """Numbers in what the recipe calls matrices."""
     with torch.device("meta"):
         gpt = GPT(config)
-    return sum(p.numel() for name, p in gpt.named_parameters() if kind(gpt, name) == "matrix")
+    return sum(p.numel() for name, p in gpt.named_parameters() if kind_of(gpt, name) == "matrix")
 
 
 def learn_vocabulary(data: Sequence[str], vocab_size: int, path: Path) -> None:

@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.optim import AdamW, Muon
 
 from model.device import Placement, keep_freed_memory, use_threads
-from model.training.optim.optimizers import Optimizers, initialise, kind
+from model.training.optim.optimizers import Optimizers, initialise, kind_of
 from model.training.presets import Recipe, preset
 from model.training.step.compile import choose_loss
 from model.training.step.forward import Forward, training_placement
@@ -73,7 +73,7 @@ def plain_step(gpt: GPT, recipe: Recipe, placement: Placement) -> Step:
     matrices: list[Tensor] = []
     others: list[Tensor] = []
     for name, parameter in gpt.named_parameters():
-        is_matrix = recipe.optimizer == "muon" and kind(gpt, name) == "matrix"
+        is_matrix = recipe.optimizer == "muon" and kind_of(gpt, name) == "matrix"
         (matrices if is_matrix else others).append(parameter)
     optimizers: list[torch.optim.Optimizer] = [AdamW(others, lr=recipe.scalar_lr)]
     if matrices:

@@ -1,11 +1,11 @@
 """Batches: which tokens a step trains on, as a pure function of (seed, sequence number).
 
 The training tokens are cut into windows of the context length. Each pass over them begins at
-another offset and visits the windows in another order, both drawn from (seed, pass) alone: nothing
-has to be stored to resume, nothing else that draws random numbers can disturb it, and a step of
+another offset and visits the windows in another order, both drawn from (seed, pass) alone. So
+nothing has to be stored to resume, other random numbers cannot disturb the order, and a step of
 B x A sequences is the same set whether it is one batch of B * A or A batches of B, in one process
-or in several. The noise of dropout follows the same rule: it is drawn from a seed that is a
-function of (seed, sequence number).
+or in several. The noise of dropout follows the same rule: its seed is a function of (seed, sequence
+number). Does not move anything to a device, and computes no loss.
 
 Shapes: B sequences, T = window.
 """
@@ -41,21 +41,21 @@ class Batches:
         return ids[:, :-1], ids[:, 1:]
 
     def _sequence(self, number: int) -> npt.NDArray[np.int64]:
-        epoch, place = divmod(number, self.windows)
+        epoch, index = divmod(number, self.windows)
         offset, order = self._pass(epoch)
         # The last windows of a shifted pass run over the end: they go on at the beginning.
-        start = (offset + int(order[place]) * self._window) % (self._shard.count - self._window)
+        start = (offset + int(order[index]) * self._window) % (self._shard.count - self._window)
         return self._shard.tokens[start : start + self._window + 1].astype(np.int64)
 
     def _draw_pass(self, epoch: int) -> tuple[int, npt.NDArray[np.int64]]:
-        draw = np.random.Generator(np.random.Philox(key=[self._seed, epoch]))
-        offset = int(draw.integers(self._window))
-        return offset, draw.permutation(self.windows)
+        generator = np.random.Generator(np.random.Philox(key=[self._seed, epoch]))
+        offset = int(generator.integers(self._window))
+        return offset, generator.permutation(self.windows)
 
 
 @dataclass(frozen=True)
-class Share:
-    """The part of every step that one process computes: `passes` batches of `batch_size`."""
+class RankBatch:
+    """What one process computes of every step: `passes` batches of `batch_size`."""
 
     total: int  # sequences of a step, all processes together
     first: int  # of this process, within a step
@@ -69,8 +69,8 @@ class Share:
         return range(start, start + self.batch_size * self.passes, self.batch_size)
 
 
-def share(batch_size: int, accumulate: int, *, rank: int, size: int) -> Share:
-    """The share of process `rank` of `size`, in batches of at most `batch_size`.
+def rank_batch(batch_size: int, accumulate: int, *, rank: int, size: int) -> RankBatch:
+    """What process `rank` of `size` computes, in batches of at most `batch_size`.
 
     However many processes there are, a step is the same batch_size * accumulate sequences; with
     accumulate a multiple of `size` it is the same batches as well. Raises DataError when the
@@ -84,8 +84,8 @@ def share(batch_size: int, accumulate: int, *, rank: int, size: int) -> Share:
             f"which {size} processes cannot share evenly: start a number of processes that divides "
             f"{total}, or choose another batch_size or accumulate"
         )
-    largest = next(each for each in range(batch_size, 0, -1) if own % each == 0)
-    return Share(total, rank * own, largest, own // largest, total // largest)
+    largest = next(count for count in range(batch_size, 0, -1) if own % count == 0)
+    return RankBatch(total, rank * own, largest, own // largest, total // largest)
 
 
 def noise_seed(seed: int, sequence: int) -> int:

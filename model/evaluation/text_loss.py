@@ -33,7 +33,7 @@ from model.inference.load import LoadedModel, load_model
 from model.inference.options import Quantization
 from model.training.presets import TrainingDType
 from model.training.step.forward import Forward, training_placement
-from model.training.step.validate import Evaluation, evaluate
+from model.training.step.validate import ValidationLoss, validate
 from model.transformer.gpt import GPT
 
 
@@ -43,7 +43,7 @@ class Measurement:
 
     checkpoint: CheckpointInfo
     text: str  # for people
-    evaluation: Evaluation
+    evaluation: ValidationLoss
     window: int
     stride: int
     dtype: str
@@ -161,14 +161,14 @@ def _text(checkpoint: CheckpointInfo, data: Sequence[str]) -> Iterator[tuple[str
         yield text.name, open_shard(path, identity)
 
 
-def _as_in_training(gpt: GPT, windows: RollingWindows, placement: Placement) -> Evaluation:
+def _as_in_training(gpt: GPT, windows: RollingWindows, placement: Placement) -> ValidationLoss:
     with warnings.catch_warnings():
         # As in `train`: torch tells that autocast's norms take its unfused path.
         warnings.filterwarnings("ignore", "Mismatch dtype between input and weight")
-        return evaluate(gpt, windows, Forward(gpt, placement, dropout=0.0))
+        return validate(gpt, windows, Forward(gpt, placement, dropout=0.0))
 
 
-def _decoded(opened: LoadedModel, windows: RollingWindows, batch_size: int) -> Evaluation:
+def _decoded(opened: LoadedModel, windows: RollingWindows, batch_size: int) -> ValidationLoss:
     """The loss by decode steps: the only place where weights are rounded."""
     gpt, weight = opened.gpt, opened.gpt.token_embedding.weight
     # A cache that is as long as the windows, not as the context: rows of it are side by side.
@@ -184,4 +184,4 @@ def _decoded(opened: LoadedModel, windows: RollingWindows, batch_size: int) -> E
             text_bytes += int(windows.byte_lengths[counted].sum())
     finally:
         decoder.close()
-    return Evaluation(loss=nats / tokens, tokens=tokens, text_bytes=text_bytes)
+    return ValidationLoss(loss=nats / tokens, tokens=tokens, text_bytes=text_bytes)

@@ -18,7 +18,7 @@ from model.training.resolve import ResolvedRun
 from model.training.run import plot
 from model.training.run.counters import Counters
 from model.training.run.errors import diverged, saving
-from model.training.step.validate import evaluate
+from model.training.step.validate import validate
 from model.transformer.gpt import GPT
 
 
@@ -51,7 +51,7 @@ class Evaluator:
         if self.history and self.history[-1]["step"] == step:
             return False
         run = self._run
-        result = evaluate(
+        result = validate(
             self._gpt, self._windows, self._forward, run.ranks, sharded=is_sharded(self._gpt)
         )
         if not math.isfinite(result.loss):

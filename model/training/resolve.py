@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from model.data.batches import Share, share
+from model.data.batches import RankBatch, rank_batch
 from model.data.prepare import PreparedText
 from model.device import Placement
 from model.training.config import (
@@ -68,7 +68,7 @@ class Process:
 
     ranks: Ranks
     placement: Placement
-    share: Share
+    rank_batch: RankBatch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +94,7 @@ class ResolvedRun:
     directory: RunDirectory
     ranks: Ranks
     placement: Placement
-    share: Share
+    rank_batch: RankBatch
     length: Length
     log_every: int
     prompts: tuple[str, ...]
@@ -156,7 +156,7 @@ def resolve_process(config: TrainingConfig, recipe: Recipe, ranks: Ranks) -> Pro
     placement = training_placement(
         str(ranks.device(config.device)), recipe.dtype, ranks.threads(config.threads)
     )
-    own = share(recipe.batch_size, recipe.accumulate, rank=ranks.rank, size=ranks.size)
+    own = rank_batch(recipe.batch_size, recipe.accumulate, rank=ranks.rank, size=ranks.size)
     return Process(ranks, placement, own)
 
 
@@ -186,7 +186,7 @@ def resolve_run(
         directory=directory,
         ranks=process.ranks,
         placement=process.placement,
-        share=process.share,
+        rank_batch=process.rank_batch,
         length=resolve_length(config, recipe),
         log_every=config.log_every,
         prompts=config.prompts,

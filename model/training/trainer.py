@@ -25,11 +25,11 @@ import torch
 from model.data.batches import Batches, noise_seed
 from model.device import describe, sent, use_threads
 from model.training.config import TrainingConfig, TrainingError
-from model.training.distributed.fsdp import clip_gradients, shard, unsummed_gradients
+from model.training.distributed.fsdp import clip_gradients, shard_model, unsummed_gradients
 from model.training.distributed.ranks import ALONE, Ranks, process_group
 from model.training.events import Noticed, Progress, Reporter, Started, silent
 from model.training.finetune import initial_model
-from model.training.optim.optimizers import Optimizers, share_of_peak
+from model.training.optim.optimizers import Optimizers, lr_scale
 from model.training.recorder import Due, RunRecorder
 from model.training.resolve import ResolvedRun
 from model.training.run.counters import Counters
@@ -114,7 +114,7 @@ class Trainer:
         # 1) The model, whole or this process's part of it.
         self.gpt = initial_model(run.model, recipe, run.base, run.lora, report)
         if run.sharded:
-            shard(self.gpt, placement, ranks)
+            shard_model(self.gpt, placement, ranks)
         else:
             self.gpt.to(placement.device)
         self.gpt.train()
@@ -208,24 +208,24 @@ class Trainer:
 
     def _step(self) -> None:
         """Forward, backward, update."""
-        recipe, share, device = self.run.recipe, self.run.share, self.run.placement.device
-        peak = share_of_peak(recipe, self.counters.step, self.run.length.done(self.counters))
+        recipe, rank_batch, device = self.run.recipe, self.run.rank_batch, self.run.placement.device
+        scale = lr_scale(recipe, self.counters.step, self.run.length.done(self.counters))
         # 1) Gradients of this process's batches. Dropout's noise is a function of the sequence.
         loss = torch.zeros((), device=device)
-        for first in share.batches(self.counters.step):
-            inputs, targets = self.batches.batch(first, share.batch_size)  # (B, T) each
+        for first in rank_batch.batches(self.counters.step):
+            inputs, targets = self.batches.batch(first, rank_batch.batch_size)  # (B, T) each
             torch.manual_seed(noise_seed(recipe.seed, first))
             part_loss = self.loss(sent(inputs, device), sent(targets, device))
-            (part_loss / share.parts).backward()
-            loss += part_loss.detach() / share.parts
+            (part_loss / rank_batch.parts).backward()
+            loss += part_loss.detach() / rank_batch.parts
         # 2) Those of all processes together, and the update.
         parameters = list(self.gpt.parameters())
         self.ranks.all_reduce_sum([*unsummed_gradients(parameters), loss])
         norm = clip_gradients(parameters, recipe.clip)
-        self.optimizers.step(peak)
+        self.optimizers.step(scale)
         # 3) Count. The loss stays on the device until a report is due.
-        tokens = share.total * self.gpt.config.context_length
-        self.log.add(loss=loss, norm=norm, share=peak, tokens=tokens)
+        tokens = rank_batch.total * self.gpt.config.context_length
+        self.log.add(loss=loss, norm=norm, lr_scale=scale, tokens=tokens)
         self.counters = Counters(
             step=self.counters.step + 1,
             tokens=self.counters.tokens + tokens,

@@ -1,7 +1,7 @@
 """Muon: one step of torch's Muon over all matrices, those of one shape at a time.
 
-`torch.optim.Muon` goes through its matrices one by one, and at the widths of small models the price
-of each call is larger than its arithmetic: stacked, the sixteen 64 x 64 matrices of a model took a
+`torch.optim.Muon` goes through its matrices one by one, and at the widths of small models each call
+costs more than its arithmetic: stacked, the sixteen 64 x 64 matrices of a model took a
 twelfth of the time, those of 128 x 128 half, and from 192 on there was nothing to gain on a CPU, so
 wider ones are multiplied one by one as before. The optimizer itself stays torch's: it holds the
 learning rates and the momentum, so a state saved by either goes on with the other.
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.optim import Muon
 
-from model.training.distributed.fsdp import Piece, join
+from model.training.distributed.fsdp import ParamShard, all_gather
 from model.training.distributed.ranks import Ranks
 
 WIDEST_STACKED = 128
@@ -31,36 +31,41 @@ STACKED_ELEMENTS = 2**24
 
 
 @torch.no_grad()
-def step(optimizer: Muon, dtype: torch.dtype, pieces: Mapping[Tensor, Piece], ranks: Ranks) -> None:
-    """What `optimizer.step()` does, in `dtype`: bfloat16 as torch does it, or float32 where a
-    processor has no products of bfloat16. Parameters without a gradient are left alone.
+def step(
+    optimizer: Muon, dtype: torch.dtype, shards: Mapping[Tensor, ParamShard], ranks: Ranks
+) -> None:
+    """What `optimizer.step()` does, in `dtype`: bfloat16 as torch does it, or float32 where the
+    processor does not multiply bfloat16. Parameters without a gradient are left alone.
 
-    `pieces` says of each parameter which rows of its matrix it is. Of a divided matrix the update
-    is put together, orthogonalised by every process, and each takes its rows.
+    `shards` says of each parameter which rows of its matrix it is. The update of a divided matrix
+    is gathered and orthogonalised in every process, and each takes its rows.
     """
     for group in optimizer.param_groups:
         if group["adjust_lr_fn"] is not None:
             raise ValueError(f"adjust_lr_fn is {group['adjust_lr_fn']!r}; only None is computed")
-        for parameters in _stacks([p for p in group["params"] if p.grad is not None], pieces):
+        for parameters in _stacks([p for p in group["params"] if p.grad is not None], shards):
+            # 1) Momentum.
             momenta = [_momentum(optimizer, parameter) for parameter in parameters]
-            gradients = [each.grad for each in parameters if each.grad is not None]
+            gradients = [p.grad for p in parameters if p.grad is not None]
             torch._foreach_lerp_(momenta, gradients, 1 - group["momentum"])
             updates: Sequence[Tensor] = momenta
             if group["nesterov"]:
                 updates = torch._foreach_lerp(gradients, momenta, group["momentum"])
-            own = [pieces[parameter] for parameter in parameters]
+            # 2) Orthogonalise whole matrices, wide ones as a stack.
+            own = [shards[parameter] for parameter in parameters]
             if own[0].divided:
-                updates = join([each.to(dtype) for each in updates], own, ranks)
+                updates = all_gather([update.to(dtype) for update in updates], own, ranks)
             rows, columns = own[0].shape
             tall = rows > columns
-            stack = torch.stack([each.T if tall else each for each in updates])  # (M, R, S)
+            stack = torch.stack([update.T if tall else update for update in updates])  # (M, R, S)
             directions = orthogonalise(
                 stack.to(dtype), group["ns_coefficients"], group["ns_steps"], group["eps"]
             )
+            # 3) Update the rows that are here.
             rate = group["lr"] * math.sqrt(max(1.0, rows / columns))
-            for parameter, piece, direction in zip(parameters, own, directions, strict=True):
+            for parameter, shard, direction in zip(parameters, own, directions, strict=True):
                 parameter.mul_(1 - group["lr"] * group["weight_decay"])
-                parameter.add_((direction.T if tall else direction)[piece.rows], alpha=-rate)
+                parameter.add_((direction.T if tall else direction)[shard.rows], alpha=-rate)
 
 
 def orthogonalise(
@@ -70,7 +75,7 @@ def orthogonalise(
     eps: float,
 ) -> Tensor:
     """Each matrix with its singular values pushed towards 1 by Newton-Schulz iterations of the
-    fifth degree, in the numbers that it comes in: (M, R, S)."""
+    fifth degree, in the dtype that it comes in: (M, R, S)."""
     x = matrices / matrices.flatten(1).norm(dim=1).clamp(min=eps)[:, None, None]
     if len(x) == 1:  # a product of two matrices is quicker than a batch of one
         return _iterate(x[0], torch.addmm, coefficients, steps)[None]
@@ -90,18 +95,19 @@ def _iterate(
     return x
 
 
-def _stacks(parameters: Sequence[Tensor], pieces: Mapping[Tensor, Piece]) -> Iterator[list[Tensor]]:
-    """Parameters of matrices of one shape on one device together, no more than may be held at
-    once."""
-    alike: defaultdict[tuple[tuple[int, ...], torch.device], list[Tensor]] = defaultdict(list)
+def _stacks(
+    parameters: Sequence[Tensor], shards: Mapping[Tensor, ParamShard]
+) -> Iterator[list[Tensor]]:
+    """Parameters of matrices of one shape on one device, as many as are computed at once."""
+    by_shape: defaultdict[tuple[tuple[int, ...], torch.device], list[Tensor]] = defaultdict(list)
     for parameter in parameters:
-        alike[pieces[parameter].shape, parameter.device].append(parameter)
-    for (shape, device), some in alike.items():
-        together = max(1, STACKED_ELEMENTS // math.prod(shape))
+        by_shape[shards[parameter].shape, parameter.device].append(parameter)
+    for (shape, device), same_shape in by_shape.items():
+        count = max(1, STACKED_ELEMENTS // math.prod(shape))
         if device.type == "cpu" and min(shape) > WIDEST_STACKED:
-            together = 1
-        for first in range(0, len(some), together):
-            yield some[first : first + together]
+            count = 1
+        for first in range(0, len(same_shape), count):
+            yield same_shape[first : first + count]
 
 
 def _momentum(optimizer: Muon, parameter: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Recipe, carried out: initial weights, optimizers and the learning-rate schedule.
+"""Optimizers: initial weights, optimizers and the learning-rate schedule of a recipe.
 
 Parameters fall into four kinds, each with a learning rate of its own: the block matrices, the
 embeddings, the head, and the rest (norms, biases, gates). With `optimizer: muon` the matrices are
@@ -7,8 +7,8 @@ count as matrices, and what is frozen belongs to no optimizer. Does not compute 
 steps.
 
 Sources: Muon by Keller Jordan (2024) as it stands in torch.optim, stepped by
-`model/training/optim/muon.py`; zero-initialised projections and
-separate learning rates from modded-nanogpt and nanochat.
+`model/training/optim/muon.py`; zero-initialised projections and separate learning rates from
+modded-nanogpt and nanochat.
 """
 
 import math
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Muon
 
-from model.training.distributed.fsdp import Piece, gather, local, piece_of
+from model.training.distributed.fsdp import ParamShard, gather, local, shard_of
 from model.training.distributed.ranks import ALONE, Ranks
 from model.training.optim import muon
 from model.training.presets import Recipe
@@ -65,8 +65,8 @@ def _into_residual(name: str) -> bool:
     return name.endswith(("attention_out.weight", "mlp_down.weight"))
 
 
-def kind(gpt: GPT, name: str) -> Kind:
-    """Which of the four kinds a parameter is of."""
+def kind_of(gpt: GPT, name: str) -> Kind:
+    """The kind of a parameter."""
     leaf = name.removesuffix(".weight")
     if leaf.endswith(NARROW):
         return "matrix"
@@ -80,13 +80,13 @@ def kind(gpt: GPT, name: str) -> Kind:
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class _Part:
+class _View:
     """What an optimizer has in the place of a parameter: rows of it, in the same memory."""
 
     tensor: nn.Parameter  # what the optimizer updates
-    parameter: nn.Parameter  # of the model
-    rows: slice  # of what is here of the parameter
-    piece: Piece  # which rows of a map these are
+    parameter: nn.Parameter  # the model's
+    rows: slice  # of the parameter's local part
+    shard: ParamShard  # which rows of a map these are
 
 
 class Optimizers:
@@ -95,20 +95,21 @@ class Optimizers:
     Muon orthogonalises a matrix as a whole, but a fused one is several maps side by side (query,
     key and value; the two halves of SwiGLU). Each is given to Muon as a parameter of its own that
     shares the fused one's storage; `step` hands it its rows of the gradient. Of a sharded model
-    every optimizer has what is here of the parameters, and nothing else.
+    every optimizer has the rows that are here, and nothing else.
     """
 
     def __init__(self, gpt: GPT, recipe: Recipe, ranks: Ranks = ALONE) -> None:
         maps = list(_maps(gpt)) if recipe.optimizer == "muon" else []
-        self._parts = list(maps)
-        own: tuple[Kind, ...] = ("embedding", "head", "scalar")
+        self._views = list(maps)
+        adamw_kinds: tuple[Kind, ...] = ("embedding", "head", "scalar")
         if recipe.optimizer == "adamw":
-            own = ("matrix", *own)
-        kinds: dict[Kind, list[nn.Parameter]] = {each: [] for each in own}
+            adamw_kinds = ("matrix", *adamw_kinds)
+        by_kind: dict[Kind, list[nn.Parameter]] = {kind: [] for kind in adamw_kinds}
         for name, parameter in gpt.named_parameters():
-            if parameter.requires_grad and (of := kind(gpt, name)) in own:
-                kinds[of].append(self._what_is_here(parameter))
-        self._pieces: dict[Tensor, Piece] = {part.tensor: part.piece for part in self._parts}
+            kind = kind_of(gpt, name)
+            if parameter.requires_grad and kind in adamw_kinds:
+                by_kind[kind].append(self._local_parameter(parameter))
+        self._shards: dict[Tensor, ParamShard] = {view.tensor: view.shard for view in self._views}
         self._ranks = ranks
         self.peaks: Mapping[Kind, float] = {
             "matrix": recipe.matrix_lr,
@@ -121,7 +122,7 @@ class Optimizers:
         self.all: dict[str, torch.optim.Optimizer] = {}
         if recipe.optimizer == "muon":
             self.all["muon"] = Muon(
-                [{"params": [part.tensor for part in maps], "kind": "matrix"}],
+                [{"params": [view.tensor for view in maps], "kind": "matrix"}],
                 lr=recipe.matrix_lr,
                 momentum=recipe.momentum,
                 weight_decay=recipe.weight_decay,
@@ -129,90 +130,92 @@ class Optimizers:
         self.all["adamw"] = AdamW(
             [
                 {
-                    "params": kinds[each],
-                    "kind": each,
-                    "lr": self.peaks[each],
-                    "weight_decay": _adamw_decay(each, recipe),
+                    "params": by_kind[kind],
+                    "kind": kind,
+                    "lr": self.peaks[kind],
+                    "weight_decay": _adamw_decay(kind, recipe),
                 }
-                for each in own
-                if kinds[each]
+                for kind in adamw_kinds
+                if by_kind[kind]
             ],
             betas=(recipe.beta1, recipe.beta2),
             eps=1e-10 if recipe.optimizer == "muon" else 1e-8,
             fused=True,
         )
 
-    def step(self, share_of_peak: float) -> None:
-        """One update at a share of every peak learning rate; the gradients are dropped."""
-        for part in self._parts:
-            gradient = part.parameter.grad
+    def step(self, lr_scale: float) -> None:
+        """One update, with every learning rate its peak times `lr_scale`. Drops the gradients."""
+        for view in self._views:
+            gradient = view.parameter.grad
             assert gradient is not None
-            part.tensor.grad = local(gradient)[part.rows]
+            view.tensor.grad = local(gradient)[view.rows]
         for optimizer in self.all.values():
             for group in optimizer.param_groups:
-                group["lr"] = share_of_peak * self.peaks[group["kind"]]
+                group["lr"] = lr_scale * self.peaks[group["kind"]]
             if isinstance(optimizer, Muon):
-                muon.step(optimizer, self._muon_dtype, self._pieces, self._ranks)
+                muon.step(optimizer, self._muon_dtype, self._shards, self._ranks)
             else:
                 optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-        for part in self._parts:
-            part.parameter.grad = None
+        for view in self._views:
+            view.parameter.grad = None
 
     def state_dict(self) -> dict[str, Any]:
-        """The states as one process would have them. Of a sharded model all processes have to ask,
-        and the first gets them."""
-        return {name: self._gathered(optimizer) for name, optimizer in self.all.items()}
+        """The states as one process would have them, on the main process. Of a sharded model all
+        processes have to call it."""
+        return {name: self._gather_state(optimizer) for name, optimizer in self.all.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up what `state_dict` gave the first process."""
+        """Take up what `state_dict` gave the main process."""
         for name, optimizer in self.all.items():
-            optimizer.load_state_dict(self._cut(optimizer, state[name]))
+            optimizer.load_state_dict(self._local_state(optimizer, state[name]))
 
-    def _what_is_here(self, parameter: nn.Parameter) -> nn.Parameter:
-        """The parameter itself, or of a divided one the rows."""
-        piece = piece_of(parameter)
-        if not piece.divided:
+    def _local_parameter(self, parameter: nn.Parameter) -> nn.Parameter:
+        """The parameter itself, or the rows of a divided one that are here."""
+        shard = shard_of(parameter)
+        if not shard.divided:
             return parameter
         here = nn.Parameter(local(parameter.data))
-        self._parts.append(_Part(here, parameter, slice(None), piece))
+        self._views.append(_View(here, parameter, slice(None), shard))
         return here
 
-    def _gathered(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        def whole(tensor: Tensor, piece: Piece) -> Tensor:
-            return gather(tensor, piece, self._ranks) if tensor.ndim else tensor
+    def _gather_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        def whole(tensor: Tensor, shard: ParamShard) -> Tensor:
+            return gather(tensor, shard, self._ranks) if tensor.ndim else tensor
 
-        return self._mapped(optimizer, optimizer.state_dict(), whole)
+        return self._map_state(optimizer, optimizer.state_dict(), whole)
 
-    def _cut(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:
-        def rows(tensor: Tensor, piece: Piece) -> Tensor:
+    def _local_state(
+        self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        def rows(tensor: Tensor, shard: ParamShard) -> Tensor:
             # Copies: a view, even of one number, would keep the file and its blocks on the disk.
-            return (tensor[piece.rows] if tensor.ndim else tensor).clone()
+            return (tensor[shard.rows] if tensor.ndim else tensor).clone()
 
-        return self._mapped(optimizer, state, rows)
+        return self._map_state(optimizer, state, rows)
 
-    def _mapped(
+    def _map_state(
         self,
         optimizer: torch.optim.Optimizer,
         state: Mapping[str, Any],
-        change: Callable[[Tensor, Piece], Tensor],
+        change: Callable[[Tensor, ParamShard], Tensor],
     ) -> dict[str, Any]:
         """An optimizer's state with every tensor changed that belongs to a divided parameter: its
         moments, which have its rows, and its count of steps, which has no dimension."""
         tensors = [tensor for group in optimizer.param_groups for tensor in group["params"]]
-        pieces = [self._pieces.get(tensor) for tensor in tensors]
+        shards = [self._shards.get(tensor) for tensor in tensors]
         changed = {
             index: {
-                name: change(value, piece) if piece and piece.divided else value
+                name: change(value, shard) if shard and shard.divided else value
                 for name, value in values.items()
             }
             for index, values in state["state"].items()
-            for piece in (pieces[index],)
+            for shard in (shards[index],)
         }
         return {**state, "state": changed}
 
 
-def _maps(gpt: GPT) -> Iterator[_Part]:
+def _maps(gpt: GPT) -> Iterator[_View]:
     """The block matrices as maps of one thing each."""
     for block in gpt.blocks:
         assert isinstance(block, Block)
@@ -222,19 +225,20 @@ def _maps(gpt: GPT) -> Iterator[_Part]:
             for height in heights:
                 whole = linear.weight
                 assert isinstance(whole, nn.Parameter)
-                rows, piece = piece_of(whole).within(start, start + height)
-                yield _Part(nn.Parameter(local(whole.data)[rows]), whole, rows, piece)
+                rows, shard = shard_of(whole).within(start, start + height)
+                yield _View(nn.Parameter(local(whole.data)[rows]), whole, rows, shard)
                 start += height
 
 
-def _adamw_decay(each: Kind, recipe: Recipe) -> float:
+def _adamw_decay(kind: Kind, recipe: Recipe) -> float:
     """Beside Muon only the matrices decay; with AdamW alone everything but the scalars, as in
     GPT-2."""
-    return 0.0 if recipe.optimizer == "muon" or each == "scalar" else recipe.weight_decay
+    return 0.0 if recipe.optimizer == "muon" or kind == "scalar" else recipe.weight_decay
 
 
-def share_of_peak(recipe: Recipe, step: int, done: float) -> float:
-    """The learning rate of a step as a share of its peak, `done` of the run being behind it."""
+def lr_scale(recipe: Recipe, step: int, done: float) -> float:
+    """The learning rate of a step as a share of its peak. `done` is the share of the run that is
+    done."""
     rise = min(1.0, (step + 1) / recipe.warmup) if recipe.warmup else 1.0
     fall = 0.0
     match recipe.decay:

@@ -23,7 +23,7 @@ import torch
 
 from model.device import Placement, describe
 from model.training.config import TrainingError
-from model.training.distributed.fsdp import gather_weights, is_sharded, put_weights
+from model.training.distributed.fsdp import gather_weights, is_sharded, scatter_weights
 from model.training.distributed.ranks import ALONE, Ranks
 from model.training.optim.optimizers import Optimizers
 from model.training.run.counters import Counters
@@ -125,7 +125,7 @@ def load_state(
     it keeps of the run's reports."""
     document = read_state(path, mapped=is_sharded(gpt))
     try:
-        put_weights(gpt, document["weights"])
+        scatter_weights(gpt, document["weights"])
         optimizers.load_state_dict(document["optimizers"])
         return (
             Counters(**document["counters"]),

@@ -44,7 +44,7 @@ class StepLog:
         self._tokens = 0
         self._loss: Tensor | float = 0.0
         self._norm: Tensor | float = 0.0
-        self._share = 0.0
+        self._lr_scale = 0.0
 
     def state(self) -> dict[str, Any]:
         """The steps that no report has taken yet, to be saved."""
@@ -54,7 +54,7 @@ class StepLog:
             "tokens": self._tokens,
             "loss": self._loss,
             "norm": self._norm,
-            "share": self._share,
+            "share": self._lr_scale,
             "seconds": time.monotonic() - self._since,
         }
 
@@ -62,7 +62,7 @@ class StepLog:
         """Go on where a run stopped."""
         self._smoothed = state["smoothed"]
         self.steps, self._tokens = state["steps"], state["tokens"]
-        self._loss, self._norm, self._share = state["loss"], state["norm"], state["share"]
+        self._loss, self._norm, self._lr_scale = state["loss"], state["norm"], state["share"]
         self._since = time.monotonic() - state["seconds"]
 
     def start(self) -> None:
@@ -70,12 +70,12 @@ class StepLog:
         if not self.steps:
             self._since = time.monotonic()
 
-    def add(self, *, loss: Tensor, norm: Tensor, share: float, tokens: int) -> None:
+    def add(self, *, loss: Tensor, norm: Tensor, lr_scale: float, tokens: int) -> None:
         self.steps += 1
         self._tokens += tokens
         self._loss = self._loss + loss
         self._norm = norm
-        self._share = share
+        self._lr_scale = lr_scale
 
     def take(self) -> Figures:
         """The figures of the steps since the last call; there is at least one."""
@@ -96,7 +96,7 @@ class StepLog:
         return Figures(
             loss=loss,
             smoothed_loss=SMOOTHING * before + (1 - SMOOTHING) * loss,
-            learning_rate=self._share,
+            learning_rate=self._lr_scale,
             gradient_norm=float(self._norm),
             tokens_per_second=speed,
             matrix_share=self._meter.share(speed),

@@ -23,7 +23,7 @@ from model.transformer.gpt import GPT
 
 
 @dataclass(frozen=True)
-class Evaluation:
+class ValidationLoss:
     """Loss over `tokens` predicted tokens that stand for `text_bytes` bytes."""
 
     loss: float  # nats per token
@@ -44,14 +44,14 @@ def bits_per_byte(nats: float, text_bytes: int) -> float:
     return nats / math.log(2) / text_bytes
 
 
-def evaluate(
+def validate(
     gpt: GPT,
     windows: Windows,
     forward: Callable[[Tensor], Tensor],
     ranks: Ranks = ALONE,
     *,
     sharded: bool = False,
-) -> Evaluation:
+) -> ValidationLoss:
     """The mean loss over all windows. `forward` maps ids (B, T) to logits (B, T, V).
 
     With several ranks each has to call this; all get the same. `sharded`: none can compute
@@ -82,7 +82,7 @@ def evaluate(
     finally:
         gpt.train(training)
     nats, tokens, text_bytes = (sum(column) for column in ranks.all_reduce_cpu(sums).T.tolist())
-    return Evaluation(loss=nats / tokens, tokens=int(tokens), text_bytes=int(text_bytes))
+    return ValidationLoss(loss=nats / tokens, tokens=int(tokens), text_bytes=int(text_bytes))
 
 
 def _share(batches: int, ranks: Ranks, sharded: bool) -> range:

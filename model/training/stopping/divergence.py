@@ -90,9 +90,10 @@ class DivergenceMonitor:
         if self._since is None:
             return None
         if last or (self._reports >= REPORTS and step - self._since >= STEPS):
+            smoothed = self._last.smoothed_loss
             return (
                 f"training diverged: since step {self._since} the smoothed loss stands above "
-                f"{self._limit():.2f}, at step {step} it is {self._last.smoothed_loss:.2f}, and its "
-                f"best was {self._best:.2f}"
+                f"{self._limit():.2f}, at step {step} it is {smoothed:.2f}, and its best was "
+                f"{self._best:.2f}"
             )
         return None

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from model.data.batches import Batches, Share, noise_seed, share
+from model.data.batches import Batches, RankBatch, noise_seed, rank_batch
 from model.data.errors import DataError
 from model.data.shards import Shard
 
@@ -76,23 +76,29 @@ def test_however_many_processes_share_a_step_it_is_the_same_sequences(
     total = batch_size * accumulate
     if total % size:
         with pytest.raises(DataError, match=rf"a step has {total} sequences .* {size} proc"):
-            share(batch_size, accumulate, rank=0, size=size)
+            rank_batch(batch_size, accumulate, rank=0, size=size)
         return
-    shares = [share(batch_size, accumulate, rank=rank, size=size) for rank in range(size)]
+    rank_batches = [
+        rank_batch(batch_size, accumulate, rank=rank, size=size) for rank in range(size)
+    ]
     numbers = [
         number
-        for each in shares
-        for first in each.batches(step)
-        for number in range(first, first + each.batch_size)
+        for own in rank_batches
+        for first in own.batches(step)
+        for number in range(first, first + own.batch_size)
     ]
     assert numbers == list(range(step * total, (step + 1) * total))
-    assert all(each.batch_size <= batch_size for each in shares)
-    assert {each.parts * each.batch_size for each in shares} == {total}
+    assert all(own.batch_size <= batch_size for own in rank_batches)
+    assert {own.parts * own.batch_size for own in rank_batches} == {total}
 
 
 def test_one_process_computes_the_batches_that_were_asked_for() -> None:
-    assert share(4, 3, rank=0, size=1) == Share(total=12, first=0, batch_size=4, passes=3, parts=3)
-    assert share(4, 2, rank=1, size=2) == Share(total=8, first=4, batch_size=4, passes=1, parts=2)
+    assert rank_batch(4, 3, rank=0, size=1) == RankBatch(
+        total=12, first=0, batch_size=4, passes=3, parts=3
+    )
+    assert rank_batch(4, 2, rank=1, size=2) == RankBatch(
+        total=8, first=4, batch_size=4, passes=1, parts=2
+    )
 
 
 def test_noise_depends_on_seed_and_sequence_alone() -> None:

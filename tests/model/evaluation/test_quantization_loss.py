@@ -17,7 +17,7 @@ from model.evaluation.quantization_loss import RoundingLoss, decoded_nats, round
 from model.inference.kernels.cpu.decoder import NativeDecoder
 from model.inference.kernels.eager.decoder import PlainDecoder
 from model.inference.kv_cache import KVCache
-from model.training.step.validate import evaluate
+from model.training.step.validate import validate
 from model.transformer.gpt import GPT
 from tests.model.factories import FAMILIES, byte_tokenizer, random_ids, tiny_config, tiny_gpt
 
@@ -47,7 +47,7 @@ def rounded_to(bits: int) -> Any:
 def test_decoding_a_text_costs_what_an_evaluation_of_it_does(family: str) -> None:
     gpt, text = tiny_gpt(tiny_config(**FAMILIES[family])), windows()
     (batch,) = text
-    expected = evaluate(gpt, text, lambda ids: gpt(ids).logits)
+    expected = validate(gpt, text, lambda ids: gpt(ids).logits)
     assert decoded_nats(gpt, *batch, PlainDecoder) / expected.tokens == pytest.approx(
         expected.loss, rel=1e-5
     )
@@ -56,7 +56,7 @@ def test_decoding_a_text_costs_what_an_evaluation_of_it_does(family: str) -> Non
 def test_bits_per_byte_are_those_of_an_evaluation() -> None:
     gpt, text = tiny_gpt(), windows()
     (batch,) = text
-    expected = evaluate(gpt, text, lambda ids: gpt(ids).logits)
+    expected = validate(gpt, text, lambda ids: gpt(ids).logits)
     loss = rounding_loss(gpt, *batch, text.byte_lengths, exact=PlainDecoder, rounded=PlainDecoder)
     assert loss.exact == pytest.approx(expected.bits_per_byte, rel=1e-5)
     assert (loss.rounded, loss.relative) == (loss.exact, 0)

@@ -30,7 +30,7 @@ from model.training.events import (
 )
 from model.training.presets import PresetError
 from model.training.run.state import read_state
-from model.training.step.validate import Evaluation
+from model.training.step.validate import ValidationLoss
 from model.training.trainer import Trainer, TrainingResult, train
 from model.transformer.config import ConfigError
 from tests.model.conftest import Configure, story
@@ -344,8 +344,8 @@ def test_patience_ends_a_run_that_no_longer_improves(
     losses = iter([3.0, 2.0, 2.5, 2.4, 1.0, *[1.5] * 9])
     monkeypatch.setattr(
         evaluator,
-        "evaluate",
-        lambda *_, **__: Evaluation(next(losses), tokens=1, text_bytes=1),
+        "validate",
+        lambda *_, **__: ValidationLoss(next(losses), tokens=1, text_bytes=1),
     )
     result = train(configure(steps=100, eval_every=2, checkpoint_every=100, patience=3))
     assert result.reason == "no improvement"

@@ -27,7 +27,7 @@ from model.inference.kernels.select import (
     cuda_path,
 )
 from model.inference.kv_cache import KVCache
-from model.training.step.validate import evaluate
+from model.training.step.validate import validate
 from model.transformer.gpt import GPT
 from tests.model.factories import tiny_config, tiny_gpt
 
@@ -196,7 +196,7 @@ def test_bfloat16_loses_nothing_to_see(library: ctypes.CDLL) -> None:
     prefilled, decoded = [], []
     for dtype in (torch.float32, torch.bfloat16):
         gpt = load_checkpoint(BUNDLED, device=CPU, dtype=dtype)[1]
-        prefilled.append(evaluate(gpt, text.windows, partial(logits, gpt)).loss)
+        prefilled.append(validate(gpt, text.windows, partial(logits, gpt)).loss)
         decoder = choose_decode_path(gpt, kernels="native", threads=1).make_decoder
         decoded.append(decoded_nats(gpt, *batch, decoder))
     for exact, rounded in (prefilled, decoded):

@@ -17,13 +17,13 @@ from model.device import Placement
 from model.training.config import TrainingError
 from model.training.distributed import fsdp as sharding
 from model.training.distributed.fsdp import (
-    Piece,
+    ParamShard,
     clip_gradients,
     gather_weights,
     is_sharded,
     local,
-    piece_of,
-    shard,
+    shard_model,
+    shard_of,
     unsummed_gradients,
     without_backward,
     worth_sharding,
@@ -59,10 +59,12 @@ def test_pieces_of_all_processes_make_up_every_map(heights: list[int], size: int
         found = []
         for rank in range(size):
             first, last = (min(edge * part, len(matrix)) for edge in (rank, rank + 1))
-            rows, piece = Piece((len(matrix), 1), first, last, True).within(start, start + height)
+            rows, shard = ParamShard((len(matrix), 1), first, last, True).within(
+                start, start + height
+            )
             here = matrix[first:last][rows]
-            assert piece.shape == (height, 1)
-            assert torch.equal(here, matrix[start : start + height][piece.rows])
+            assert shard.shape == (height, 1)
+            assert torch.equal(here, matrix[start : start + height][shard.rows])
             found.append(here)
         assert torch.equal(torch.cat(found), matrix[start : start + height])
         start += height
@@ -99,7 +101,7 @@ def test_a_whole_model_is_left_alone() -> None:
     assert without_backward(gpt, forward) is forward
     weight = gpt.token_embedding.weight
     assert local(weight) is weight
-    assert piece_of(weight) == Piece(tuple(weight.shape), 0, len(weight), False)
+    assert shard_of(weight) == ParamShard(tuple(weight.shape), 0, len(weight), False)
     assert gather_weights(gpt, ALONE)["token_embedding.weight"].data_ptr() == weight.data_ptr()
 
 
@@ -183,7 +185,7 @@ class _Found:
 def _divided(optimizer: str, ranks: Ranks, folder: Path) -> _Found:
     gpt, whole, placement = _gpt(optimizer), _gpt(optimizer), _placement(optimizer)
     matrices = [getattr(block, name).weight for block in whole.blocks for name in TARGETS]
-    shard(gpt, placement, ranks)
+    shard_model(gpt, placement, ranks)
     forward = Forward(gpt, placement, dropout=0.0)
     ids = torch.randint(311, (1, 17), generator=torch.Generator().manual_seed(4))
     held = _held(forward, ids, {tuple(each.shape) for each in matrices})
@@ -197,7 +199,7 @@ def _divided(optimizer: str, ranks: Ranks, folder: Path) -> _Found:
     weights = gather_weights(gpt, ranks)
     same_back = _goes_on_from_a_file(gpt, optimizer, optimizers, ranks, folder / f"{optimizer}.pt")
     rows = {
-        name: (len(local(each)), piece_of(each).last - piece_of(each).first)
+        name: (len(local(each)), shard_of(each).last - shard_of(each).first)
         for name, each in gpt.named_parameters()
     }
     kept = _numbers(optimizers)
@@ -215,7 +217,7 @@ def _goes_on_from_a_file(
     )  # fmt: skip
     ranks.barrier()
     again = _gpt(optimizer)
-    shard(again, _placement(optimizer), ranks)
+    shard_model(again, _placement(optimizer), ranks)
     others = Optimizers(again, _recipe(optimizer), ranks)
     load_state(path, gpt=again, optimizers=others)
     assert str(path) not in Path("/proc/self/maps").read_text()

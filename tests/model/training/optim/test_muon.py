@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Muon
 
-from model.training.distributed.fsdp import piece_of
+from model.training.distributed.fsdp import shard_of
 from model.training.distributed.ranks import ALONE
 from model.training.optim import muon
 
@@ -32,7 +32,7 @@ def _fill(parameters: list[nn.Parameter], step: int) -> None:
 def _step(optimizer: Muon, dtype: torch.dtype) -> None:
     """Of whole matrices; divided ones are tested with their processes (test_sharding.py)."""
     (group,) = optimizer.param_groups
-    muon.step(optimizer, dtype, {each: piece_of(each) for each in group["params"]}, ALONE)
+    muon.step(optimizer, dtype, {each: shard_of(each) for each in group["params"]}, ALONE)
 
 
 def _distance(one: Tensor, other: Tensor) -> float:

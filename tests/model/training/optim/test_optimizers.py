@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.optim import Muon
 
-from model.training.optim.optimizers import Optimizers, initialise, kind, share_of_peak
+from model.training.optim.optimizers import Optimizers, initialise, kind_of, lr_scale
 from model.training.presets import PRESETS
 from model.transformer.config import MODERN, gpt2_shape
 from model.transformer.gpt import GPT
@@ -49,7 +49,7 @@ def _loss(gpt: GPT) -> Tensor:
     ],
 )
 def test_every_parameter_has_its_kind(name: str, tied: bool, expected: str) -> None:
-    assert kind(_gpt(tied_head=tied), name) == expected
+    assert kind_of(_gpt(tied_head=tied), name) == expected
 
 
 def test_blocks_begin_as_the_identity_and_draws_come_from_the_generator_alone() -> None:
@@ -153,12 +153,12 @@ def test_the_state_of_all_optimizers_comes_back() -> None:
 )
 def test_the_learning_rate_falls_as_told(decay: Any, done: float, expected: float) -> None:
     recipe = replace(RECIPE, decay=decay, cooldown=0.6, final_lr=0.1, warmup=0)
-    assert share_of_peak(recipe, 100, done) == pytest.approx(expected)
+    assert lr_scale(recipe, 100, done) == pytest.approx(expected)
 
 
 def test_warmup_rises_to_the_peak() -> None:
     recipe = replace(RECIPE, decay="constant", warmup=4)
-    shares = [share_of_peak(recipe, step, 0.0) for step in range(6)]
+    shares = [lr_scale(recipe, step, 0.0) for step in range(6)]
     assert shares == pytest.approx([0.25, 0.5, 0.75, 1.0, 1.0, 1.0])
 
 

@@ -15,7 +15,7 @@ from model.data.shards import Shard
 from model.data.windows import UNCOUNTED, RollingWindows, ValidationWindows, byte_lengths
 from model.text.tokenizer import END_OF_TEXT, Tokenizer
 from model.training.distributed.ranks import Ranks
-from model.training.step.validate import bits_per_byte, evaluate
+from model.training.step.validate import bits_per_byte, validate
 from model.transformer.config import gpt2_shape
 from model.transformer.gpt import GPT
 
@@ -50,7 +50,7 @@ def test_lengths_are_those_of_bytes_and_special_tokens_have_none() -> None:
 
 def test_bits_per_byte_of_a_uniform_guess_on_a_known_text() -> None:
     """Targets 'ab', 'x', 'ab', end: 5 bytes, each of 4 tokens costs log2(258) bits."""
-    result = evaluate(_gpt(), _windows([65, 256, 120, 256, 257], window=4), _uniform)
+    result = validate(_gpt(), _windows([65, 256, 120, 256, 257], window=4), _uniform)
     assert result.loss == pytest.approx(math.log(258))
     assert (result.tokens, result.text_bytes) == (4, 5)
     assert result.bits_per_byte == pytest.approx(4 * math.log2(258) / 5)
@@ -60,7 +60,7 @@ def test_all_of_the_text_is_measured_or_windows_spread_over_it() -> None:
     ids = [index % 256 for index in range(101)]
     assert _windows(ids, window=10).starts == list(range(0, 100, 10))
     assert _windows(ids, window=10, batches=2).starts == [0, 20, 50, 70]
-    whole = evaluate(_gpt(), _windows(ids, window=10), _uniform)
+    whole = validate(_gpt(), _windows(ids, window=10), _uniform)
     assert whole.tokens == 100
 
 
@@ -78,10 +78,10 @@ def test_several_processes_find_the_same_bits_as_one() -> None:
     def forward(ids: Tensor) -> Tensor:
         return gpt(ids).logits.detach()
 
-    last = [evaluate(gpt, windows, forward, Recorded(rank, 3)) for rank in range(3)][-1]
+    last = [validate(gpt, windows, forward, Recorded(rank, 3)) for rank in range(3)][-1]
     assert len(windows) == 6
     assert [int((each[:, 1] > 0).sum()) for each in sums] == [2, 2, 2]
-    assert last == evaluate(gpt, windows, forward)
+    assert last == validate(gpt, windows, forward)
 
 
 def test_evaluation_draws_nothing_and_leaves_the_mode() -> None:
@@ -90,7 +90,7 @@ def test_evaluation_draws_nothing_and_leaves_the_mode() -> None:
     ).train()
     windows = _windows(list(range(100)), window=8)
     before = torch.get_rng_state()
-    losses = {evaluate(gpt, windows, lambda ids: gpt(ids).logits).loss for _ in range(3)}
+    losses = {validate(gpt, windows, lambda ids: gpt(ids).logits).loss for _ in range(3)}
     assert len(losses) == 1, "dropout is off"
     assert gpt.training
     assert torch.equal(torch.get_rng_state(), before)
@@ -123,11 +123,11 @@ def test_whole_strides_are_the_trainers_windows() -> None:
     gpt = _gpt()
     forward = lambda ids: gpt(ids).logits  # noqa: E731
     rolling = RollingWindows(shard, TOKENIZER, window=8, stride=8, batch_size=2)
-    assert evaluate(gpt, rolling, forward) == evaluate(gpt, _windows(ids, window=8), forward)
+    assert validate(gpt, rolling, forward) == validate(gpt, _windows(ids, window=8), forward)
     more = Shard(Path("memory"), np.array([*ids, 65, 65], dtype=np.uint16), 0)
     longer = RollingWindows(more, TOKENIZER, window=8, stride=8, batch_size=2)
-    assert evaluate(gpt, longer, forward).tokens == 82
-    assert evaluate(gpt, _windows([*ids, 65, 65], window=8), forward).tokens == 80
+    assert validate(gpt, longer, forward).tokens == 82
+    assert validate(gpt, _windows([*ids, 65, 65], window=8), forward).tokens == 80
 
 
 @pytest.mark.parametrize(("count", "stride", "message"), [(1, 4, "1 tokens predict none"),
