@@ -18,7 +18,7 @@ import torch
 from benchmarks.gpu.plan import Finding
 from benchmarks.synthetic import synthetic_gpt
 from model.checkpoint.checkpoint import load_checkpoint
-from model.evaluation.quantization_loss import decoded_nats
+from model.evaluation.quantization_loss import decode_nats
 from model.inference.engine.config import EngineConfig
 from model.inference.engine.engine import Engine
 from model.inference.engine.events import TokenEvent
@@ -76,7 +76,7 @@ def logits(device: torch.device, size: Size) -> Iterator[Finding]:
         name = str(dtype).removeprefix("torch.")
         for way, nats in (
             ("forward", _forward_nats(gpt, inputs.to(device), targets.to(device))),
-            ("decoded", decoded_nats(gpt, inputs, targets, GraphDecoder)),
+            ("decoded", decode_nats(gpt, inputs, targets, GraphDecoder)),
         ):
             apart = abs(nats / exact - 1)
             yield Finding(

@@ -1,8 +1,8 @@
-"""Held out: a few thousand tokens that a checkpoint was not trained on, without preparing a text.
+"""Held-out text: a few thousand tokens that a checkpoint was not trained on.
 
-The text that somebody names; else the validation shard of the run that the checkpoint lies in;
-else, for a checkpoint that was trained on Python's own text, what of that was held out. Reads no
-more of a text than is needed, and says in words when there is none.
+They come from the text that is named; else from the validation shard of the run that the checkpoint
+is part of; else, for a checkpoint that was trained on Python's own text, from the part of it that
+was held out. Reads no more of a text than it needs, and writes nothing. Does not compute a loss.
 """
 
 import sysconfig
@@ -23,44 +23,44 @@ from model.data.vocabulary import tokenizer_sha256
 from model.data.windows import ValidationWindows
 from model.text.tokenizer import Tokenizer, TokenizerError
 
-TOKENS = 2048
-"""Tokens that are measured on, in all windows together."""
+WINDOW_TOKENS = 2048
+"""In all windows together."""
 
-FEWEST = 1024
-"""Below that a loss in bits per byte would be chance."""
+MIN_TOKENS = 1024
+"""With fewer, a loss in bits per byte would be noise."""
 
 WINDOW = 128
 
 READ_BYTES = 2**18
-"""How much of a text is looked at; windows are spread evenly over it."""
+"""How much of a text is read; windows are spread evenly over it."""
 
 
 @dataclass(frozen=True)
-class HeldOut:
+class HeldOutWindows:
     """One batch of windows, and where they come from, for people."""
 
     name: str
     windows: ValidationWindows
 
 
-def held_out(checkpoint: CheckpointInfo, path: Path | None = None) -> HeldOut:
+def held_out_windows(checkpoint: CheckpointInfo, path: Path | None = None) -> HeldOutWindows:
     """Windows of the text at `path`, or of what the checkpoint itself knows to be held out.
 
     Raises DataError with the reason when there is no such text, or too little of it.
     """
     name, shard = _text(checkpoint, path)
     window = min(WINDOW, checkpoint.config.context_length)
-    if shard.count <= FEWEST:
+    if shard.count <= MIN_TOKENS:
         raise TextError(
-            f"{name} has {shard.count:,} tokens; to measure a loss takes more than {FEWEST:,}"
+            f"{name} has {shard.count:,} tokens; to measure a loss takes more than {MIN_TOKENS:,}"
         )
     windows = ValidationWindows(
-        shard, checkpoint.tokenizer, window=window, batch_size=TOKENS // window, batches=1
+        shard, checkpoint.tokenizer, window=window, batch_size=WINDOW_TOKENS // window, batches=1
     )
-    return HeldOut(name, windows)
+    return HeldOutWindows(name, windows)
 
 
-def all_held_out(checkpoint: CheckpointInfo) -> tuple[str, Shard]:
+def held_out_text(checkpoint: CheckpointInfo) -> tuple[str, Shard]:
     """Everything that the checkpoint itself knows to be held out, and what it is, for people."""
     return _text(checkpoint, None, None)
 

@@ -1,9 +1,9 @@
-"""Loss: what rounding costs, in bits per byte of a text.
+"""Quantization loss: what int8 weights cost, in bits per byte of a text.
 
-Computed by the very decoders that serve: every token of every window goes through a decode step,
-once exactly and once rounded. So what a step rounds besides the weights is counted too (int8's
-activations), which a comparison of weights would not see. The arithmetic is that of
-`model/training/step/validate.py`; which text it is, is said in `model/evaluation/held_out.py`.
+The decoders that serve compute it: every token of every window goes through a decode step, once
+with exact weights and once with quantized ones. So it counts what a step rounds besides the weights
+(int8's activations), which a comparison of weights would not see. The loss is defined as in
+`model/training/step/validate.py`. Does not choose the text (`model/evaluation/held_out.py`).
 
 Shapes: B windows, T positions, V = vocab_size.
 """
@@ -29,49 +29,49 @@ MakeDecoder = Callable[[GPT, KVCache], Decoder]
 
 
 @dataclass(frozen=True, slots=True)
-class RoundingLoss:
-    """Bits per byte over the same `tokens` tokens, exactly and rounded."""
+class QuantizationLoss:
+    """Bits per byte over the same `tokens` tokens, with exact and with quantized weights."""
 
     exact: float
-    rounded: float
+    quantized: float
     tokens: int
 
     @property
     def relative(self) -> float:
-        """What rounding adds, as a share of the exact bits."""
-        return self.rounded / self.exact - 1
+        """What quantizing adds, as a share of the exact bits."""
+        return self.quantized / self.exact - 1
 
 
-def rounding_loss(
+def quantization_loss(
     gpt: GPT,
     inputs: Tensor,  # (B, T) int64
     targets: Tensor,  # (B, T): the token after each of them
     byte_lengths: npt.NDArray[np.int64],  # (V,): bytes of text of each id
     *,
     exact: MakeDecoder,
-    rounded: MakeDecoder,
-) -> RoundingLoss:
+    quantized: MakeDecoder,
+) -> QuantizationLoss:
     """The loss of two decoders of one model on the same windows.
 
-    Takes the memory of a second copy of the model meanwhile: a decoder may round the weights that
-    it is given.
+    Needs the memory of a second copy of the model meanwhile: a decoder may quantize the weights
+    that it is given.
     """
     text_bytes = int(byte_lengths[targets.numpy()].sum())
     if text_bytes == 0:
         raise ValueError("the windows stand for no bytes of text")
     own = copy.deepcopy(gpt)
     bits = [
-        decoded_nats(own, inputs, targets, make) / math.log(2) / text_bytes
-        for make in (exact, rounded)
+        decode_nats(own, inputs, targets, make) / math.log(2) / text_bytes
+        for make in (exact, quantized)
     ]
-    return RoundingLoss(exact=bits[0], rounded=bits[1], tokens=targets.numel())
+    return QuantizationLoss(exact=bits[0], quantized=bits[1], tokens=targets.numel())
 
 
-def decoded_nats(gpt: GPT, inputs: Tensor, targets: Tensor, make_decoder: MakeDecoder) -> float:
-    """What the targets cost altogether, every input fed through a decode step."""
+def decode_nats(gpt: GPT, inputs: Tensor, targets: Tensor, make_decoder: MakeDecoder) -> float:
+    """The nats of all targets together, with a decode step for every input."""
     weight = gpt.token_embedding.weight
     rows, length = inputs.shape
-    # A cache that is as long as the windows, not as the context: rows of it are side by side.
+    # A cache only as long as the windows, so that its rows are near each other in memory.
     shape = replace(gpt.config, context_length=length)
     cache = KVCache(shape, rows, device=weight.device, dtype=weight.dtype)
     decoder = make_decoder(gpt, cache)
@@ -82,8 +82,8 @@ def decoded_nats(gpt: GPT, inputs: Tensor, targets: Tensor, make_decoder: MakeDe
 
 
 def step_nats(decoder: Decoder, inputs: Tensor, targets: Tensor) -> float:
-    """`decoded_nats` of a decoder that is there, whatever its cache held before. A target of -100
-    costs nothing."""
+    """`decode_nats` of an existing decoder, whatever its cache holds. A target of -100 is not
+    counted."""
     rows, length = inputs.shape
     nats = 0.0
     with torch.inference_mode(), one_thread() if decoder.has_threads else nullcontext():

@@ -1,12 +1,12 @@
-"""Measure: the loss of a checkpoint on a text, in the trainer's own arithmetic.
+"""Text loss: the loss of a checkpoint on a text, computed as the trainer computes it.
 
-Every token of the text counts exactly once (`evaluate.RollingWindows`), the end of a document as a
-token that stands for no byte. In the numbers that a run was trained in, the result on its held-out
-text is what the trainer reported; in windows that overlap (`stride`) it is better, because tokens
-have more before them. With rounded weights the decoders that serve compute it, token by token.
+Every token of the text counts exactly once (`RollingWindows` in `model/data/windows.py`); the end
+of a document is a token of zero bytes. In the dtype that a run was trained in, the result on its
+held-out text is what the trainer reported. In windows that overlap (`stride`) it is lower, because
+tokens have more context. With quantized weights the decoders that serve compute it, token by token.
 
 The text is tokenised onto disk, so it may be larger than memory. Documents follow each other in
-the windows, as in training.
+the windows, as in training. Does not compare two losses (`model/evaluation/quantization_loss.py`).
 """
 
 import tempfile
@@ -26,7 +26,7 @@ from model.data.sources.open_text import open_text
 from model.data.vocabulary import tokenizer_sha256
 from model.data.windows import UNCOUNTED, RollingWindows
 from model.device import Placement, use_threads
-from model.evaluation.held_out import all_held_out
+from model.evaluation.held_out import held_out_text
 from model.evaluation.quantization_loss import step_nats
 from model.inference.kv_cache import KVCache
 from model.inference.load import LoadedModel, load_model
@@ -38,7 +38,7 @@ from model.transformer.gpt import GPT
 
 
 @dataclass(frozen=True)
-class Measurement:
+class TextLoss:
     """The loss of a checkpoint on a text, and how it was computed."""
 
     checkpoint: CheckpointInfo
@@ -54,11 +54,11 @@ class Measurement:
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens that counted, by the time that all windows took."""
+        """Counted tokens per second of computing all windows."""
         return self.evaluation.tokens / max(self.seconds, 1e-9)
 
 
-def measure(
+def text_loss(
     path: Path,
     data: Sequence[str] = (),
     *,
@@ -69,7 +69,7 @@ def measure(
     threads: int = 0,
     quantize: Quantization = "none",
     say: Callable[[str], None] = lambda line: None,
-) -> Measurement:
+) -> TextLoss:
     """The loss of the checkpoint at `path` on the texts of `data`, or on its own held-out text.
 
     `stride` is the context length unless given; `say` is told when kernels are being built. Leaves
@@ -78,7 +78,7 @@ def measure(
     """
     placement = training_placement(device, dtype, threads)
     decodes = quantize != "none"
-    opened = load_model(
+    loaded = load_model(
         path,
         device=device,
         # Under the trainer's forward weights stay float32; decoders have them in the dtype.
@@ -88,20 +88,20 @@ def measure(
         quantize=quantize,
         say=say,
     )
-    checkpoint, before = opened.checkpoint, torch.get_num_threads()
+    checkpoint, before = loaded.checkpoint, torch.get_num_threads()
     use_threads(placement.threads)
     try:
         with _text(checkpoint, data) as (name, shard):
             windows = _windows(checkpoint, name, shard, stride, batch_size)
             began = time.monotonic()
             if decodes:
-                evaluation = _decoded(opened, windows, batch_size)
+                evaluation = _decoded(loaded, windows, batch_size)
             else:
-                evaluation = _as_in_training(opened.gpt, windows, placement)
+                evaluation = _as_in_training(loaded.gpt, windows, placement)
             seconds = time.monotonic() - began
     finally:
         use_threads(before)
-    return Measurement(
+    return TextLoss(
         checkpoint=checkpoint,
         text=name,
         evaluation=evaluation,
@@ -139,13 +139,13 @@ def _windows(
 def _text(checkpoint: CheckpointInfo, data: Sequence[str]) -> Iterator[tuple[str, Shard]]:
     """The text's name and its tokens, on disk for as long as they are needed."""
     if not data:
-        yield all_held_out(checkpoint)
+        yield held_out_text(checkpoint)
         return
     text, tokenizer = open_text(data), checkpoint.tokenizer
     if text.shards:
         raise TextError(
             f"{text.name} are token ids that a run wrote; name the text that they were made of, or "
-            "nothing to measure on what the run held out"
+            "leave --data out to measure on what the run held out"
         )
     identity = tokenizer_sha256(tokenizer)
     with tempfile.TemporaryDirectory(prefix="logitd-eval-") as folder:
@@ -163,18 +163,18 @@ def _text(checkpoint: CheckpointInfo, data: Sequence[str]) -> Iterator[tuple[str
 
 def _as_in_training(gpt: GPT, windows: RollingWindows, placement: Placement) -> ValidationLoss:
     with warnings.catch_warnings():
-        # As in `train`: torch tells that autocast's norms take its unfused path.
+        # As in `train`: torch warns that autocast's norms take its unfused path.
         warnings.filterwarnings("ignore", "Mismatch dtype between input and weight")
         return validate(gpt, windows, Forward(gpt, placement, dropout=0.0))
 
 
-def _decoded(opened: LoadedModel, windows: RollingWindows, batch_size: int) -> ValidationLoss:
-    """The loss by decode steps: the only place where weights are rounded."""
-    gpt, weight = opened.gpt, opened.gpt.token_embedding.weight
-    # A cache that is as long as the windows, not as the context: rows of it are side by side.
+def _decoded(loaded: LoadedModel, windows: RollingWindows, batch_size: int) -> ValidationLoss:
+    """The loss by decode steps, the only way to compute with quantized weights."""
+    gpt, weight = loaded.gpt, loaded.gpt.token_embedding.weight
+    # A cache only as long as the windows, so that its rows are near each other in memory.
     shape = replace(gpt.config, context_length=windows.width)
     cache = KVCache(shape, batch_size, device=weight.device, dtype=weight.dtype)
-    decoder = opened.decode_path.make_decoder(gpt, cache)
+    decoder = loaded.decode_path.make_decoder(gpt, cache)
     nats, tokens, text_bytes = 0.0, 0, 0
     try:
         for inputs, targets in windows:

@@ -7,7 +7,7 @@ from typing import Any
 from model.checkpoint.checkpoint import CheckpointError
 from model.data.errors import DataError
 from model.device import DeviceError
-from model.evaluation.text_loss import Measurement, measure
+from model.evaluation.text_loss import TextLoss, text_loss
 from model.inference.kernels.select import KernelError
 from model.training.config import TrainingError
 from service.settings.train import EvalSettings
@@ -15,7 +15,7 @@ from service.settings.train import EvalSettings
 
 def run(settings: EvalSettings) -> int:
     try:
-        measured = measure(
+        result = text_loss(
             settings.checkpoint,
             settings.data,
             stride=settings.stride,
@@ -33,52 +33,52 @@ def run(settings: EvalSettings) -> int:
         print("logitd eval: stopped", file=sys.stderr)
         return 130
     if settings.as_json:
-        print(json.dumps(facts(measured), allow_nan=False))
+        print(json.dumps(facts(result), allow_nan=False))
         return 0
-    for name, value in _rows(measured):
+    for name, value in _rows(result):
         print(f"{name:<12}{value}")
     return 0
 
 
-def facts(measured: Measurement) -> dict[str, Any]:
+def facts(result: TextLoss) -> dict[str, Any]:
     """What --json prints."""
-    checkpoint, found = measured.checkpoint, measured.evaluation
+    checkpoint, loss = result.checkpoint, result.evaluation
     return {
         "checkpoint": str(checkpoint.path),
         "name": checkpoint.name,
         "step": checkpoint.training.step,
         "weights_sha256": checkpoint.weights_sha256,
-        "text": measured.text,
-        "tokens": found.tokens,
-        "bytes": found.text_bytes,
-        "loss": found.loss,
-        "perplexity": found.perplexity,
-        "bits_per_byte": found.bits_per_byte,
-        "window": measured.window,
-        "stride": measured.stride,
-        "dtype": measured.dtype,
-        "quantize": measured.quantize,
-        "device": measured.device,
-        "threads": measured.threads,
-        "seconds": measured.seconds,
-        "tokens_per_second": measured.tokens_per_second,
+        "text": result.text,
+        "tokens": loss.tokens,
+        "bytes": loss.text_bytes,
+        "loss": loss.loss,
+        "perplexity": loss.perplexity,
+        "bits_per_byte": loss.bits_per_byte,
+        "window": result.window,
+        "stride": result.stride,
+        "dtype": result.dtype,
+        "quantize": result.quantize,
+        "device": result.device,
+        "threads": result.threads,
+        "seconds": result.seconds,
+        "tokens_per_second": result.tokens_per_second,
     }
 
 
-def _rows(measured: Measurement) -> list[tuple[str, str]]:
-    found, checkpoint = measured.evaluation, measured.checkpoint
-    numbers = measured.dtype if measured.quantize == "none" else f"{measured.quantize} weights"
+def _rows(result: TextLoss) -> list[tuple[str, str]]:
+    loss, checkpoint = result.evaluation, result.checkpoint
+    precision = result.dtype if result.quantize == "none" else f"{result.quantize} weights"
     return [
         ("checkpoint", f"{checkpoint.name}, step {checkpoint.training.step:,}"),
-        ("text", measured.text),
-        ("counted", f"{found.tokens:,} tokens, each once, for {found.text_bytes:,} bytes"),
-        ("windows", f"of {measured.window} tokens, {measured.stride} apart"),
-        ("loss", f"{found.loss:.4f} nats per token"),
-        ("perplexity", f"{found.perplexity:.2f}"),
-        ("", f"{found.bits_per_byte:.4f} bits per byte"),
+        ("text", result.text),
+        ("counted", f"{loss.tokens:,} tokens, each once, for {loss.text_bytes:,} bytes"),
+        ("windows", f"of {result.window} tokens, {result.stride} apart"),
+        ("loss", f"{loss.loss:.4f} nats per token"),
+        ("perplexity", f"{loss.perplexity:.2f}"),
+        ("", f"{loss.bits_per_byte:.4f} bits per byte"),
         (
             "speed",
-            f"{measured.tokens_per_second:,.0f} tokens per second in {measured.seconds:.1f} s "
-            f"({numbers}, {measured.device}, threads: {measured.threads})",
+            f"{result.tokens_per_second:,.0f} tokens per second in {result.seconds:.1f} s "
+            f"({precision}, {result.device}, threads: {result.threads})",
         ),
     ]

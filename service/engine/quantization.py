@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from model.data.errors import DataError
-from model.evaluation.held_out import held_out
-from model.evaluation.quantization_loss import RoundingLoss, rounding_loss
+from model.evaluation.held_out import held_out_windows
+from model.evaluation.quantization_loss import QuantizationLoss, quantization_loss
 from model.inference.kernels.select import KernelError, choose_decode_path
 from model.inference.load import LoadedModel
 from model.inference.options import Quantization
@@ -27,7 +27,7 @@ class Rounding:
     """What quantizing costs. `text` is what it was measured on, or, without a loss, why not."""
 
     kind: Quantization
-    loss: RoundingLoss | None
+    loss: QuantizationLoss | None
     text: str
 
     def sentence(self) -> str:
@@ -39,7 +39,7 @@ class Rounding:
             )
         loss = self.loss
         return (
-            f"{self.kind} costs {100 * loss.relative:.2f} % ({loss.rounded:.4f} instead of "
+            f"{self.kind} costs {100 * loss.relative:.2f} % ({loss.quantized:.4f} instead of "
             f"{loss.exact:.4f} bits per byte over {loss.tokens:,} tokens of {self.text})"
         )
 
@@ -49,7 +49,7 @@ class Rounding:
         return {
             "kind": self.kind,
             "relative_loss": None if loss is None else loss.relative,
-            "bits_per_byte": None if loss is None else loss.rounded,
+            "bits_per_byte": None if loss is None else loss.quantized,
             "exact_bits_per_byte": None if loss is None else loss.exact,
             "tokens": None if loss is None else loss.tokens,
             "text": self.text,
@@ -71,7 +71,7 @@ def measure_rounding(opened: LoadedModel, kind: Quantization, text: Path | None)
             )
         return None
     try:
-        found = held_out(opened.checkpoint, text)
+        found = held_out_windows(opened.checkpoint, text)
     except DataError as error:
         if text is not None:
             raise
@@ -80,12 +80,12 @@ def measure_rounding(opened: LoadedModel, kind: Quantization, text: Path | None)
         return rounding
     exact = choose_decode_path(opened.gpt, kernels="native", threads=opened.placement.threads)
     (batch,) = found.windows
-    loss = rounding_loss(
+    loss = quantization_loss(
         opened.gpt,
         *batch,
         found.windows.byte_lengths,
         exact=exact.make_decoder,
-        rounded=opened.decode_path.make_decoder,
+        quantized=opened.decode_path.make_decoder,
     )
     rounding = Rounding(kind, loss, found.name)
     logger.log(

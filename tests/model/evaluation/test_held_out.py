@@ -17,7 +17,7 @@ from model.data.sources.document import TextError
 from model.data.sources.python_text import python_text
 from model.data.split import sides
 from model.evaluation import held_out as module
-from model.evaluation.held_out import FEWEST, TOKENS, held_out
+from model.evaluation.held_out import MIN_TOKENS, WINDOW_TOKENS, held_out_windows
 from model.training.trainer import train
 from tests.model.conftest import Configure, story
 from tests.model.factories import save_tiny_checkpoint, tiny_config, tiny_gpt, training_record
@@ -35,7 +35,7 @@ def write(path: Path, size: int) -> Path:
     return path
 
 
-def texts(found: module.HeldOut, checkpoint: CheckpointInfo) -> list[bytes]:
+def texts(found: module.HeldOutWindows, checkpoint: CheckpointInfo) -> list[bytes]:
     """Each window with the token after it."""
     (batch,) = found.windows
     inputs, targets = batch
@@ -47,7 +47,7 @@ def texts(found: module.HeldOut, checkpoint: CheckpointInfo) -> list[bytes]:
 
 def test_windows_are_spread_over_a_named_text(checkpoint: CheckpointInfo, tmp_path: Path) -> None:
     path = write(tmp_path / "text.txt", 10_000)
-    found = held_out(checkpoint, path)
+    found = held_out_windows(checkpoint, path)
     assert found.name == str(path)
     content = path.read_bytes()
     windows = texts(found, checkpoint)
@@ -60,8 +60,8 @@ def test_windows_are_spread_over_a_named_text(checkpoint: CheckpointInfo, tmp_pa
 def test_a_short_context_has_shorter_windows(tmp_path: Path) -> None:
     gpt = tiny_gpt(tiny_config(context_length=16))
     info = save_tiny_checkpoint(tmp_path / "classroom", gpt=gpt)
-    (batch,) = held_out(info, write(tmp_path / "text.txt", 10_000)).windows
-    assert batch[0].shape == (TOKENS // 16, 16)
+    (batch,) = held_out_windows(info, write(tmp_path / "text.txt", 10_000)).windows
+    assert batch[0].shape == (WINDOW_TOKENS // 16, 16)
 
 
 def test_of_a_long_text_the_beginning_is_looked_at(
@@ -80,16 +80,19 @@ def test_a_named_text_may_be_packed_or_in_lines(checkpoint: CheckpointInfo, tmp_
     (tmp_path / "a.txt").write_text(content)
     (tmp_path / "a.gz").write_bytes(gzip.compress(content.encode()))
     (tmp_path / "a.jsonl").write_text(json.dumps({"text": content}) + "\n")
-    expected = texts(held_out(checkpoint, tmp_path / "a.txt"), checkpoint)
+    expected = texts(held_out_windows(checkpoint, tmp_path / "a.txt"), checkpoint)
     for name in ("a.gz", "a.jsonl"):
-        assert texts(held_out(checkpoint, tmp_path / name), checkpoint) == expected
+        assert texts(held_out_windows(checkpoint, tmp_path / name), checkpoint) == expected
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"x" * (FEWEST - 1), "text.txt has 1,024 tokens; to measure a loss takes more than 1,024"),
-        (b"x\xff" * FEWEST, r"text.txt is not UTF-8 \(byte 0xff"),
+        (
+            b"x" * (MIN_TOKENS - 1),
+            "text.txt has 1,024 tokens; to measure a loss takes more than 1,024",
+        ),
+        (b"x\xff" * MIN_TOKENS, r"text.txt is not UTF-8 \(byte 0xff"),
         (b"", "its files are empty"),
         (None, "text.txt is no file"),
     ],
@@ -101,12 +104,12 @@ def test_a_named_text_that_will_not_do_is_refused(
     if content is not None:
         path.write_bytes(content)
     with pytest.raises(DataError, match=message):
-        held_out(checkpoint, path)
+        held_out_windows(checkpoint, path)
 
 
 def test_one_token_more_than_too_few_is_enough(checkpoint: CheckpointInfo, tmp_path: Path) -> None:
-    (batch,) = held_out(checkpoint, write(tmp_path / "text.txt", FEWEST)).windows
-    assert batch[0].numel() == FEWEST
+    (batch,) = held_out_windows(checkpoint, write(tmp_path / "text.txt", MIN_TOKENS)).windows
+    assert batch[0].numel() == MIN_TOKENS
 
 
 def test_a_run_has_its_own(configure: Configure, tmp_path: Path) -> None:
@@ -117,22 +120,22 @@ def test_a_run_has_its_own(configure: Configure, tmp_path: Path) -> None:
     assert config.out is not None
     for name in ("latest", "best"):
         info = read_checkpoint(config.out / name)
-        found = held_out(info)
+        found = held_out_windows(info)
         assert found.name == "the run's validation text"
         val = read_prepared(config.out / "data").val.tokens
         (batch,) = found.windows
         assert np.array_equal(batch[0][0].numpy(), val[: batch[0].shape[1]])
     other = replace(info, tokenizer=read_checkpoint(BUNDLED).tokenizer)
     with pytest.raises(DataError, match="another tokenizer"):
-        held_out(other)
+        held_out_windows(other)
     (config.out / "data" / "val.tokens").unlink()
     with pytest.raises(DataError, match="missing"):
-        held_out(info)
+        held_out_windows(info)
 
 
 def test_a_checkpoint_of_unknown_text_has_none(checkpoint: CheckpointInfo) -> None:
     with pytest.raises(TextError, match="lies in no run directory and was not trained on Python"):
-        held_out(checkpoint)
+        held_out_windows(checkpoint)
 
 
 def documents(val_fraction: float) -> list[bytes]:
@@ -155,7 +158,7 @@ def test_pythons_own_text_is_what_the_trainer_held_out(tmp_path: Path, val_fract
     size = sum(map(len, expected))
     data: dict[str, Any] = {"name": "x", "licence": "y", "built_in": True, "val_bytes": size}
     info = save_tiny_checkpoint(tmp_path / "python", training=training_record(data=data))
-    found = held_out(info)
+    found = held_out_windows(info)
     assert found.name == "the validation part of Python's own text"
     whole = b"<|endoftext|>".join(expected)
     for window in texts(found, info):

@@ -12,8 +12,8 @@ from model.checkpoint.checkpoint import load_checkpoint
 from model.data.shards import Shard
 from model.data.sources.document import TextError
 from model.data.windows import ValidationWindows
-from model.evaluation.held_out import held_out
-from model.evaluation.quantization_loss import RoundingLoss, decoded_nats, rounding_loss
+from model.evaluation.held_out import held_out_windows
+from model.evaluation.quantization_loss import QuantizationLoss, decode_nats, quantization_loss
 from model.inference.kernels.cpu.decoder import NativeDecoder
 from model.inference.kernels.eager.decoder import PlainDecoder
 from model.inference.kv_cache import KVCache
@@ -48,7 +48,7 @@ def test_decoding_a_text_costs_what_an_evaluation_of_it_does(family: str) -> Non
     gpt, text = tiny_gpt(tiny_config(**FAMILIES[family])), windows()
     (batch,) = text
     expected = validate(gpt, text, lambda ids: gpt(ids).logits)
-    assert decoded_nats(gpt, *batch, PlainDecoder) / expected.tokens == pytest.approx(
+    assert decode_nats(gpt, *batch, PlainDecoder) / expected.tokens == pytest.approx(
         expected.loss, rel=1e-5
     )
 
@@ -57,9 +57,11 @@ def test_bits_per_byte_are_those_of_an_evaluation() -> None:
     gpt, text = tiny_gpt(), windows()
     (batch,) = text
     expected = validate(gpt, text, lambda ids: gpt(ids).logits)
-    loss = rounding_loss(gpt, *batch, text.byte_lengths, exact=PlainDecoder, rounded=PlainDecoder)
+    loss = quantization_loss(
+        gpt, *batch, text.byte_lengths, exact=PlainDecoder, quantized=PlainDecoder
+    )
     assert loss.exact == pytest.approx(expected.bits_per_byte, rel=1e-5)
-    assert (loss.rounded, loss.relative) == (loss.exact, 0)
+    assert (loss.quantized, loss.relative) == (loss.exact, 0)
     assert loss.tokens == expected.tokens == 240
 
 
@@ -68,7 +70,7 @@ def test_the_model_is_left_as_it_was() -> None:
     (batch,) = text
     before = {name: value.clone() for name, value in gpt.state_dict().items()}
     places = [parameter.data_ptr() for parameter in gpt.parameters()]
-    rounding_loss(gpt, *batch, text.byte_lengths, exact=PlainDecoder, rounded=rounded_to(3))
+    quantization_loss(gpt, *batch, text.byte_lengths, exact=PlainDecoder, quantized=rounded_to(3))
     assert all(torch.equal(value, before[name]) for name, value in gpt.state_dict().items())
     assert [parameter.data_ptr() for parameter in gpt.parameters()] == places
 
@@ -77,12 +79,12 @@ def test_windows_without_a_byte_of_text_are_refused() -> None:
     gpt = tiny_gpt()
     ends = torch.full((2, 4), 256)
     with pytest.raises(ValueError, match="no bytes of text"):
-        rounding_loss(gpt, ends, ends, np.zeros(257, dtype=np.int64),
-                      exact=PlainDecoder, rounded=PlainDecoder)  # fmt: skip
+        quantization_loss(gpt, ends, ends, np.zeros(257, dtype=np.int64),
+                      exact=PlainDecoder, quantized=PlainDecoder)  # fmt: skip
 
 
 def test_what_is_added_is_told_as_a_share() -> None:
-    assert RoundingLoss(exact=2.0, rounded=2.01, tokens=1).relative == pytest.approx(0.005)
+    assert QuantizationLoss(exact=2.0, quantized=2.01, tokens=1).relative == pytest.approx(0.005)
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +92,7 @@ def bundled() -> tuple[GPT, ValidationWindows]:
     """The bundled checkpoint, and a text that it was not trained on."""
     info, gpt = load_checkpoint(BUNDLED, device=torch.device("cpu"), dtype=torch.float32)
     try:
-        return gpt, held_out(info).windows
+        return gpt, held_out_windows(info).windows
     except TextError as reason:
         pytest.skip(str(reason))
 
@@ -98,8 +100,8 @@ def bundled() -> tuple[GPT, ValidationWindows]:
 def test_three_bits_are_seen(bundled: tuple[GPT, ValidationWindows]) -> None:
     gpt, text = bundled
     ((inputs, targets),) = text
-    loss = rounding_loss(
-        gpt, inputs[:6], targets[:6], text.byte_lengths, exact=PlainDecoder, rounded=rounded_to(3)
+    loss = quantization_loss(
+        gpt, inputs[:6], targets[:6], text.byte_lengths, exact=PlainDecoder, quantized=rounded_to(3)
     )
     assert loss.relative > 0.05
 
@@ -116,6 +118,8 @@ def test_int8_costs_little(
     _, text = bundled
     gpt = load_checkpoint(BUNDLED, device=torch.device("cpu"), dtype=dtype)[1]
     (batch,) = text
-    loss = rounding_loss(gpt, *batch, text.byte_lengths, exact=maker(False), rounded=maker(True))
-    assert loss.rounded != loss.exact
+    loss = quantization_loss(
+        gpt, *batch, text.byte_lengths, exact=maker(False), quantized=maker(True)
+    )
+    assert loss.quantized != loss.exact
     assert abs(loss.relative) < 0.005

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from model.checkpoint.checkpoint import load_checkpoint, read_checkpoint
 from model.data.sources.document import TextError
-from model.evaluation.text_loss import measure
+from model.evaluation.text_loss import text_loss
 from model.training.step.validate import bits_per_byte
 from model.training.trainer import train
 from tests.model.conftest import Configure, story
@@ -46,7 +46,7 @@ def forward_nats(path: Path, ids: list[int]) -> torch.Tensor:
 
 
 def test_a_short_text_is_what_the_forward_says(tiny: Path, short: Path) -> None:
-    found = measure(tiny, [str(short)], dtype="float32", threads=1)
+    found = text_loss(tiny, [str(short)], dtype="float32", threads=1)
     ids = [*TEXT.encode(), 256]
     nats = forward_nats(tiny, ids)
     evaluation = found.evaluation
@@ -68,7 +68,7 @@ def test_overlapping_windows_predict_from_more(tiny: Path, tmp_path: Path) -> No
         counted = min(10, end - len(expected))
         expected += list(forward_nats(tiny, ids[end - 64 : end + 1])[-counted:])
     assert len(expected) == 150
-    found = measure(tiny, [str(path)], stride=10, dtype="float32", threads=1, batch_size=3)
+    found = text_loss(tiny, [str(path)], stride=10, dtype="float32", threads=1, batch_size=3)
     assert found.evaluation.tokens == 150
     assert found.evaluation.loss == pytest.approx(float(torch.stack(expected).mean()), rel=1e-5)
     assert found.stride == 10
@@ -78,7 +78,7 @@ def test_overlapping_windows_predict_from_more(tiny: Path, tmp_path: Path) -> No
 def test_of_a_run_it_is_what_the_trainer_reported(configure: Configure, dtype: Any) -> None:
     """But for the tokens behind the last whole window, which the trainer leaves out."""
     result = train(configure(dtype=dtype, eval_batches=10_000))
-    found = measure(result.checkpoint, dtype=dtype, threads=1)
+    found = text_loss(result.checkpoint, dtype=dtype, threads=1)
     assert found.text == "the run's validation text"
     tokens = found.evaluation.tokens
     assert tokens - 32 < tokens // 32 * 32 <= tokens
@@ -89,7 +89,7 @@ def test_of_a_run_it_is_what_the_trainer_reported(configure: Configure, dtype: A
 def test_several_texts_are_documents_in_a_row(tiny: Path, tmp_path: Path) -> None:
     for name in "ab":
         (tmp_path / f"{name}.txt").write_text(f"only {name}")
-    found = measure(tiny, [str(tmp_path / "*.txt")], dtype="float32", threads=1)
+    found = text_loss(tiny, [str(tmp_path / "*.txt")], dtype="float32", threads=1)
     ids = [*b"only a", 256, *b"only b", 256]
     assert found.evaluation.text_bytes == 11, "the first byte is not predicted"
     assert found.evaluation.loss == pytest.approx(float(forward_nats(tiny, ids).mean()), rel=1e-6)
@@ -98,8 +98,8 @@ def test_several_texts_are_documents_in_a_row(tiny: Path, tmp_path: Path) -> Non
 def test_rounded_weights_are_measured_by_the_decoder(tiny: Path, tmp_path: Path) -> None:
     path = tmp_path / "text.txt"
     path.write_text(story(20), encoding="utf-8")
-    exact = measure(tiny, [str(path)], dtype="float32", threads=1).evaluation
-    found = measure(
+    exact = text_loss(tiny, [str(path)], dtype="float32", threads=1).evaluation
+    found = text_loss(
         tiny, [str(path)], dtype="float32", threads=1, quantize="int8", stride=40, batch_size=3
     )
     assert found.evaluation.tokens == exact.tokens
@@ -110,17 +110,17 @@ def test_rounded_weights_are_measured_by_the_decoder(tiny: Path, tmp_path: Path)
 
 def test_threads_are_left_as_they_were(tiny: Path, short: Path) -> None:
     before = torch.get_num_threads()
-    measure(tiny, [str(short)], threads=before + 1)
+    text_loss(tiny, [str(short)], threads=before + 1)
     assert torch.get_num_threads() == before
 
 
 def test_what_cannot_be_measured_is_refused(tiny: Path, short: Path, tmp_path: Path) -> None:
     with pytest.raises(TextError, match="stride is 65, and the model sees 64 tokens"):
-        measure(tiny, [str(short)], stride=65)
+        text_loss(tiny, [str(short)], stride=65)
     with pytest.raises(TextError, match="lies in no run directory"):
-        measure(tiny)
+        text_loss(tiny)
     with pytest.raises(TextError, match=r"nowhere\.txt is no file"):
-        measure(tiny, [str(tmp_path / "nowhere.txt")])
+        text_loss(tiny, [str(tmp_path / "nowhere.txt")])
 
 
 def test_all_that_a_run_on_pythons_text_held_out_is_measured(tmp_path: Path) -> None:
@@ -134,7 +134,7 @@ def test_all_that_a_run_on_pythons_text_held_out_is_measured(tmp_path: Path) -> 
         training=training_record(data=data),
     )
     try:
-        found = measure(info.path, batch_size=64, dtype="float32", threads=1)
+        found = text_loss(info.path, batch_size=64, dtype="float32", threads=1)
     except TextError as reason:
         pytest.skip(str(reason))
     assert found.text == "the validation part of Python's own text"

@@ -10,7 +10,7 @@ import torch
 
 from model.checkpoint.adapter import merge, read_adapter
 from model.checkpoint.checkpoint import load_checkpoint, read_checkpoint
-from model.evaluation.text_loss import measure
+from model.evaluation.text_loss import text_loss
 from model.training import recorder
 from model.training.config import TrainingConfig, TrainingError
 from model.training.events import Event, Noticed
@@ -88,7 +88,7 @@ def test_a_run_begins_with_the_loss_of_the_checkpoint_and_lowers_it(
 ) -> None:
     result = train(tune(lora=lora, dtype=dtype))
     losses = evaluations(result)
-    found = measure(
+    found = text_loss(
         base, [str(held_out(text, tmp_path / "end.txt"))], batch_size=4, dtype=dtype, threads=1
     )
     assert found.evaluation.tokens == HELD_OUT
@@ -196,7 +196,7 @@ def test_merged_the_adapters_give_the_loss_that_the_run_had(
 ) -> None:
     result = train(tune(lora=4))
     info = merge(base, result.best, tmp_path / "merged", save_dtype="float32")
-    found = measure(
+    found = text_loss(
         info.path, [str(held_out(text, tmp_path / "end.txt"))], dtype="float32", threads=1
     )
     assert found.evaluation.loss == pytest.approx(result.val_loss, abs=1e-5)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from model.checkpoint.checkpoint import read_checkpoint
-from model.evaluation.text_loss import measure
+from model.evaluation.text_loss import text_loss
 from service.cli import run
 
 
@@ -29,7 +29,7 @@ def test_json_is_what_was_measured(
     flags = ["--data", str(text), "--dtype", "float32", "--threads", "1", "--stride", "8"]
     assert run(["eval", str(checkpoint_path), *flags, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    measured = measure(checkpoint_path, [str(text)], dtype="float32", threads=1, stride=8)
+    measured = text_loss(checkpoint_path, [str(text)], dtype="float32", threads=1, stride=8)
     info = read_checkpoint(checkpoint_path)
     assert found.pop("seconds") > 0
     assert found.pop("tokens_per_second") > 0
@@ -59,7 +59,7 @@ def test_a_person_reads_the_same(
     flags = ["--data", str(text), "--dtype", "float32", "--threads", "1"]
     assert run(["eval", str(checkpoint_path), *flags]) == 0
     printed = capsys.readouterr().out
-    evaluation = measure(checkpoint_path, [str(text)], dtype="float32", threads=1).evaluation
+    evaluation = text_loss(checkpoint_path, [str(text)], dtype="float32", threads=1).evaluation
     for part in (
         "tiny, step 7",
         str(text),

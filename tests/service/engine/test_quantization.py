@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from model.checkpoint.checkpoint import CheckpointInfo, load_checkpoint
-from model.evaluation.held_out import held_out
-from model.evaluation.quantization_loss import RoundingLoss, rounding_loss
+from model.evaluation.held_out import held_out_windows
+from model.evaluation.quantization_loss import QuantizationLoss, quantization_loss
 from model.inference.kernels.cpu.library import KernelsUnavailable, load_library
 from model.inference.kernels.select import choose_decode_path
 from service.app.app import create_app
@@ -59,28 +59,28 @@ def test_info_and_the_banner_tell_what_int8_costs(
     measured: Serving, covered: CheckpointInfo, text: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     gpt = load_checkpoint(covered.path, device=torch.device("cpu"), dtype=torch.float32)[1]
-    windows = held_out(covered, text).windows
+    windows = held_out_windows(covered, text).windows
     (batch,) = windows
-    expected = rounding_loss(
+    expected = quantization_loss(
         gpt,
         *batch,
         windows.byte_lengths,
         exact=choose_decode_path(gpt, threads=1).make_decoder,
-        rounded=choose_decode_path(gpt, threads=1, quantize="int8").make_decoder,
+        quantized=choose_decode_path(gpt, threads=1, quantize="int8").make_decoder,
     )
     info = Info.model_validate(measured.client.get("/info").json())
     assert info.quantization is not None
     assert info.quantization.model_dump() == {
         "kind": "int8",
         "relative_loss": expected.relative,
-        "bits_per_byte": expected.rounded,
+        "bits_per_byte": expected.quantized,
         "exact_bits_per_byte": expected.exact,
         "tokens": 2048,
         "text": str(text),
     }
-    assert expected.rounded != expected.exact
+    assert expected.quantized != expected.exact
     assert banner(measured, capsys) == [
-        f"int8 costs {100 * expected.relative:.2f} % ({expected.rounded:.4f} instead of "
+        f"int8 costs {100 * expected.relative:.2f} % ({expected.quantized:.4f} instead of "
         f"{expected.exact:.4f} bits per byte over 2,048 tokens of {text})"
     ]
 
@@ -125,7 +125,7 @@ def test_a_large_loss_is_warned_of(
 
 
 def test_the_sentence() -> None:
-    loss = RoundingLoss(exact=1.0695, rounded=1.0702, tokens=3072)
+    loss = QuantizationLoss(exact=1.0695, quantized=1.0702, tokens=3072)
     assert Rounding("int8", loss, "notes.txt").sentence() == (
         "int8 costs 0.07 % (1.0702 instead of 1.0695 bits per byte over 3,072 tokens of notes.txt)"
     )

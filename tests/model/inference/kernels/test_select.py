@@ -12,8 +12,8 @@ from torch import Tensor
 from model.checkpoint.checkpoint import load_checkpoint, read_checkpoint
 from model.data.sources.document import TextError
 from model.device import bfloat16_instructions, processor_features
-from model.evaluation.held_out import held_out
-from model.evaluation.quantization_loss import decoded_nats
+from model.evaluation.held_out import held_out_windows
+from model.evaluation.quantization_loss import decode_nats
 from model.inference.kernels.cpu.decoder import NativeDecoder, prefills_natively
 from model.inference.kernels.cpu.library import KernelsUnavailable, load_library
 from model.inference.kernels.cuda.decoder import GraphDecoder
@@ -189,7 +189,7 @@ def test_bfloat16_loses_nothing_to_see(library: ctypes.CDLL) -> None:
     """Why "auto" may choose it: bits per byte of the bundled checkpoint, prefilled by torch and
     decoded by the kernels, are within 0.2 % of float32's."""
     try:
-        text = held_out(read_checkpoint(BUNDLED))
+        text = held_out_windows(read_checkpoint(BUNDLED))
     except TextError as reason:
         pytest.skip(str(reason))
     (batch,) = text.windows
@@ -198,7 +198,7 @@ def test_bfloat16_loses_nothing_to_see(library: ctypes.CDLL) -> None:
         gpt = load_checkpoint(BUNDLED, device=CPU, dtype=dtype)[1]
         prefilled.append(validate(gpt, text.windows, partial(logits, gpt)).loss)
         decoder = choose_decode_path(gpt, kernels="native", threads=1).make_decoder
-        decoded.append(decoded_nats(gpt, *batch, decoder))
+        decoded.append(decode_nats(gpt, *batch, decoder))
     for exact, rounded in (prefilled, decoded):
         assert rounded != exact
         assert rounded == pytest.approx(exact, rel=0.002)
