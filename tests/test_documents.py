@@ -26,6 +26,8 @@ DOCUMENTS = [
         if not (path.parent / "config.json").exists()  # the card of a checkpoint is generated
     ),
 ]
+COLUMNS = 110
+TO_BE_WRAPPED = {"README.md", "ARCHITECTURE.md", "benchmarks/README.md"}
 PLACES = r"`((?:model|service|logitd|benchmarks|tests|checkpoints)/[\w./-]*)`"
 COMMAND_LINE = r"^ *(?:\.venv/bin/)?logitd ([a-z]+)(.*)$"
 
@@ -111,6 +113,19 @@ def known_flags() -> set[str]:
     for path in (ROOT / "benchmarks").rglob("*.py"):
         flags.update(re.findall(r'"(--[a-z][a-z0-9-]*)"', path.read_text(encoding="utf-8")))
     return flags
+
+
+@each_document
+def test_lines_fit_a_window(document: Path) -> None:
+    """Tables and links excepted, which cannot be broken."""
+    if document.relative_to(ROOT).as_posix() in TO_BE_WRAPPED:
+        return
+    long = [
+        f"line {number}: {len(line)} columns"
+        for number, line in enumerate(document.read_text(encoding="utf-8").splitlines(), start=1)
+        if len(line) > COLUMNS and not line.startswith("|") and not re.search(r"\]\(|://", line)
+    ]
+    assert long == []
 
 
 @each_document
