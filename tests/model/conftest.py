@@ -15,6 +15,7 @@ import torch
 
 from model.inference.kernels.cpu.library import KernelsUnavailable, load_library
 from model.training.config import TrainingConfig
+from model.training.trainer import train
 
 Configure = Callable[..., TrainingConfig]
 
@@ -39,40 +40,59 @@ def story_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+WITHOUT_MATPLOTLIB = (sys.modules, "matplotlib.figure", None)
+
+
 @pytest.fixture
 def no_picture(monkeypatch: pytest.MonkeyPatch) -> None:
     """matplotlib takes most of the time of such a short run; here it is not installed."""
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    monkeypatch.setitem(*WITHOUT_MATPLOTLIB)
+
+
+def configuration(story_file: Path, out: Path, **given: Any) -> TrainingConfig:
+    """Of a very small model; keyword arguments replace its values."""
+    values: dict[str, Any] = {
+        "data": (str(story_file),),
+        "out": out,
+        "vocab_size": 320,
+        "n_layer": 2,
+        "n_head": 2,
+        "n_kv_head": 1,
+        "d_model": 32,
+        "context_length": 32,
+        "steps": 12,
+        "batch_size": 4,
+        "dtype": "float32",
+        "threads": 1,
+        "log_every": 2,
+        "eval_every": 6,
+        "eval_batches": 2,
+        "checkpoint_every": 6,
+        "sample_every": 1000,
+        "sample_tokens": 4,
+    }
+    return TrainingConfig(**{**values, **given})
 
 
 @pytest.fixture
 def configure(story_file: Path, tmp_path: Path) -> Configure:
     """Make a configuration of a very small model; keyword arguments replace its values."""
 
-    def make(**given: Any) -> TrainingConfig:
-        values: dict[str, Any] = {
-            "data": (str(story_file),),
-            "out": tmp_path / "run",
-            "vocab_size": 320,
-            "n_layer": 2,
-            "n_head": 2,
-            "n_kv_head": 1,
-            "d_model": 32,
-            "context_length": 32,
-            "steps": 12,
-            "batch_size": 4,
-            "dtype": "float32",
-            "threads": 1,
-            "log_every": 2,
-            "eval_every": 6,
-            "eval_batches": 2,
-            "checkpoint_every": 6,
-            "sample_every": 1000,
-            "sample_tokens": 4,
-        }
-        return TrainingConfig(**{**values, **given})
+    def make(*, out: Path = tmp_path / "run", **given: Any) -> TrainingConfig:
+        return configuration(story_file, out, **given)
 
     return make
+
+
+@pytest.fixture(scope="session")
+def straight(story_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run of `configure()`, finished at once and without a picture. Read it or copy it, do not
+    change it."""
+    out = tmp_path_factory.mktemp("runs") / "straight"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(*WITHOUT_MATPLOTLIB)
+        train(configuration(story_file, out))
+    return out
 
 
 @pytest.fixture(scope="session")

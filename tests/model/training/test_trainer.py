@@ -4,6 +4,7 @@ import hashlib
 import json
 import math
 import os
+import shutil
 import signal
 from collections import Counter
 from pathlib import Path
@@ -204,9 +205,8 @@ def test_a_run_stopped_where_it_reports_reports_the_same_as_one_that_was_not(
 
 @pytest.mark.usefixtures("no_picture")
 def test_a_run_killed_while_it_saves_is_resumed_from_the_last_whole_state(
-    configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    configure: Configure, straight: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    train(configure(out=tmp_path / "straight"))
     config = configure(out=tmp_path / "killed")
 
     def kill(path: Path, **facts: Any) -> Any:
@@ -222,7 +222,7 @@ def test_a_run_killed_while_it_saves_is_resumed_from_the_last_whole_state(
     result = train(TrainingConfig(out=config.out, resume=True))
     assert result.step == 12
     assert read_checkpoint(result.checkpoint).training.step == 12
-    assert _state(tmp_path / "straight") == _state(tmp_path / "killed")
+    assert _state(straight) == _state(tmp_path / "killed")
 
 
 def test_ctrl_c_finishes_the_step_saves_and_says_so(configure: Configure) -> None:
@@ -263,6 +263,7 @@ def test_accumulating_is_a_bigger_batch(configure: Configure, tmp_path: Path) ->
     assert losses[0] == pytest.approx(losses[1], rel=1e-3)
 
 
+@pytest.mark.usefixtures("no_picture")
 def test_the_callers_random_state_and_threads_are_left_alone(configure: Configure) -> None:
     state, threads = torch.get_rng_state(), torch.get_num_threads()
     train(configure(steps=2, threads=threads + 1))
@@ -319,6 +320,7 @@ def test_a_diverging_run_stops_with_a_sentence_and_the_last_good_checkpoint(
     assert train(TrainingConfig(out=config.out, resume=True)).step == 12
 
 
+@pytest.mark.usefixtures("no_picture")
 def test_a_run_can_be_bounded_by_the_clock(configure: Configure) -> None:
     """Minutes alone set the length, the learning rate falls with the clock; with steps besides,
     whichever comes first ends the run."""
@@ -333,6 +335,7 @@ def test_a_run_can_be_bounded_by_the_clock(configure: Configure) -> None:
     assert rates[-1] < 0.6
 
 
+@pytest.mark.usefixtures("no_picture")
 def test_steps_end_a_run_before_a_long_clock(configure: Configure) -> None:
     assert train(configure(minutes=60)).reason == "finished"
 
@@ -421,10 +424,12 @@ def test_a_text_that_is_too_short_is_refused_with_its_numbers(
         train(configure(data=(str(path),)))
 
 
-def test_a_run_is_never_overwritten(configure: Configure) -> None:
-    train(configure(steps=2))
+def test_a_run_is_never_overwritten(configure: Configure, straight: Path, tmp_path: Path) -> None:
+    shutil.copytree(straight, tmp_path / "run", symlinks=True)
+    before = _state(tmp_path / "run")
     with pytest.raises(TrainingError, match="exists already"):
         train(configure(steps=2))
+    assert _state(tmp_path / "run") == before
 
 
 def _unigram_entropy(run: Path) -> float:
@@ -511,9 +516,8 @@ def test_an_absurd_learning_rate_ends_with_a_sentence_and_without_a_bad_state(
 
 @pytest.mark.usefixtures("no_picture")
 def test_a_run_killed_before_it_first_saved_begins_again(
-    configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    configure: Configure, straight: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    train(configure(out=tmp_path / "straight"))
     config = configure(out=tmp_path / "killed")
     original = Trainer._step
 
@@ -527,16 +531,16 @@ def test_a_run_killed_before_it_first_saved_begins_again(
         train(config)
     monkeypatch.undo()
     assert train(TrainingConfig(out=config.out, resume=True)).step == 12
-    assert _state(tmp_path / "straight") == _state(tmp_path / "killed")
-    assert _losses(tmp_path / "straight") == _losses(tmp_path / "killed")
+    assert _state(straight) == _state(tmp_path / "killed")
+    assert _losses(straight) == _losses(tmp_path / "killed")
 
 
 @pytest.mark.usefixtures("no_picture")
 def test_a_run_without_its_state_is_not_begun_again_over_its_checkpoints(
-    configure: Configure, tmp_path: Path
+    straight: Path, tmp_path: Path
 ) -> None:
-    train(configure(steps=6))
+    shutil.copytree(straight, tmp_path / "run", symlinks=True)
     (tmp_path / "run" / "state" / "state.pt").unlink()
     with pytest.raises(TrainingError, match=r"nothing to resume: .*state\.pt does not exist"):
         train(TrainingConfig(out=tmp_path / "run", resume=True))
-    assert read_checkpoint(tmp_path / "run" / "latest").training.step == 6
+    assert read_checkpoint(tmp_path / "run" / "latest").training.step == 12

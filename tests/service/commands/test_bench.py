@@ -231,7 +231,8 @@ def test_the_default_prompt_leaves_room_for_the_tokens(
     checkpoint_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A model with less context than the usual prompt: 64 tokens are asked for, 128 there."""
-    arguments = command(checkpoint_path, {"batches": 2, "rounds": 1, "skip-http": True})
+    flags = {"threads": 1, "batches": 2, "rounds": 1, "skip-http": True}
+    arguments = command(checkpoint_path, flags)
     assert run(arguments) == 0
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert (found["workload"]["prompt_tokens"], found["workload"]["tokens"]) == (64, 64)

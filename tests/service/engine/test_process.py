@@ -111,15 +111,19 @@ def test_it_is_told_where_the_engine_is(server: Serving, twin: Serving) -> None:
     assert ours == theirs
 
 
-def test_a_request_without_a_reader_leaves_nothing_running(spelling_path: Path) -> None:
-    """Its abort reaches the other process, and the slot is free again."""
+def test_nothing_is_left_of_a_request_without_a_reader_and_of_a_stopped_service(
+    spelling_path: Path,
+) -> None:
+    """An abort reaches the other process, and the slot is free again; then the process ends."""
     with serving(spelling_path, slots=1, engine="process") as server:
+        process = turns_of(server)._process
         with closing(server.connect()) as raw:
             raw.sendall(request_bytes("/generate", LONG))
             read_until(raw, b"data: ")
         server.wait_idle()
         assert server.finished("abort") == 1
         assert server.generate("a", max_tokens=1)["choices"]
+    assert process.returncode == 0
 
 
 def test_what_cannot_be_served_is_said(tmp_path: Path, logged_errors: list[str]) -> None:
@@ -168,13 +172,6 @@ def test_a_process_that_hangs_is_seen(spelling_path: Path) -> None:
                 os.kill(worker, signal.SIGCONT)
             read_until(raw, b'"finish_reason"')
         eventually(lambda: server.state.status() == ("ok", None))
-
-
-def test_a_stopped_service_leaves_no_process(checkpoint_path: Path) -> None:
-    with serving(checkpoint_path, engine="process") as server:
-        process = turns_of(server)._process
-        server.generate("a", max_tokens=2)
-    assert process.returncode == 0
 
 
 def alive(pid: int) -> bool:
