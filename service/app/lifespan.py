@@ -1,7 +1,7 @@
-"""Loading: from settings to what is served, beside the event loop.
+"""Loading: from settings to what is served, off the event loop.
 
-The engine is built, here or in a process of its own (`building`), and whatever the event loop needs
-besides; /health answers 503 meanwhile. What goes wrong stays to be read there.
+Builds the engine, in this process or in one of its own, and what the event loop needs besides.
+/health answers 503 meanwhile, and gives the reason when loading fails.
 """
 
 import asyncio
@@ -12,13 +12,13 @@ from model.checkpoint.checkpoint import CheckpointError, CheckpointInfo, read_ch
 from model.inference.constraints.compiler import Compiler
 from model.inference.constraints.sandbox import Checker
 from service.core.constraints import Constraints
-from service.core.reply_budget import ByteBudget
+from service.core.reply_budget import ReplyBudget
 from service.core.state import Served, ServiceState
-from service.engine.admission import QueueLimits
+from service.engine.admission import AdmissionController, QueueLimits
 from service.engine.async_engine import AsyncEngine
-from service.engine.build import STARTUP_ERRORS, Computation, build, compiler_for
-from service.engine.driver import EngineTurns, Turns
-from service.engine.process import EngineProcessError, ProcessTurns
+from service.engine.build import STARTUP_ERRORS, Computation, Unavailable, build, compiler_for
+from service.engine.driver import EngineDriver, LocalDriver
+from service.engine.process import EngineProcessError, ProcessDriver
 from service.settings.serve import ServeSettings
 
 logger = logging.getLogger("logitd")
@@ -28,8 +28,8 @@ logger = logging.getLogger("logitd")
 class _Loaded:
     checkpoint: CheckpointInfo
     computation: Computation
-    turns: Turns
-    compiler: Compiler | str  # of constraints, or why there is none
+    driver: EngineDriver
+    compiler: Compiler | Unavailable  # of constraints
 
 
 async def load(state: ServiceState) -> None:
@@ -51,34 +51,38 @@ async def load(state: ServiceState) -> None:
 
 def _in_this_process(settings: ServeSettings) -> _Loaded:
     built = build(settings)
-    turns = EngineTurns(built.engine)
-    return _Loaded(built.opened.checkpoint, built.computation, turns, built.compiler)
+    driver = LocalDriver(built.engine)
+    return _Loaded(built.model.checkpoint, built.computation, driver, built.compiler)
 
 
 def _with_process(settings: ServeSettings) -> _Loaded:
     """The weights are read there alone; the vocabulary and what the checkpoint says, here too."""
-    turns = ProcessTurns(settings)
+    driver = ProcessDriver(settings)
     try:
         checkpoint = read_checkpoint(settings.checkpoint)
-        if checkpoint.weights_sha256 != turns.computation.weights_sha256:
+        if checkpoint.weights_sha256 != driver.computation.weights_sha256:
             raise CheckpointError(f"{settings.checkpoint} was replaced while it was being loaded")
         compiler = compiler_for(checkpoint.tokenizer)
     except BaseException:
-        turns.close()
+        driver.close()
         raise
-    return _Loaded(checkpoint, turns.computation, turns, compiler)
+    return _Loaded(checkpoint, driver.computation, driver, compiler)
 
 
 def _served(state: ServiceState, loaded: _Loaded, checker: Checker) -> Served:
-    settings = state.settings
+    settings, driver = state.settings, loaded.driver
+    limits = QueueLimits(
+        sequences=settings.max_queue,
+        tokens=settings.max_queue_tokens,
+        elements=settings.max_queue_elements,
+        per_request=settings.max_sequences,
+    )
     return Served(
         checkpoint=loaded.checkpoint,
         computation=loaded.computation,
         engine=AsyncEngine(
-            loaded.turns,
-            limits=QueueLimits(
-                settings.max_queue, settings.max_queue_tokens, settings.max_queue_elements
-            ),
+            driver,
+            AdmissionController(driver.model_config, driver.slots, limits),
             stall_timeout=settings.stall_timeout,
             on_step=state.on_step,
         ),
@@ -89,6 +93,6 @@ def _served(state: ServiceState, loaded: _Loaded, checker: Checker) -> Served:
             metrics=state.metrics,
         ),
         settings=settings,
-        reply_budget=ByteBudget(settings.max_reply_bytes),
+        reply_budget=ReplyBudget(settings.max_reply_elements),
         key_names=state.keys.names,
     )

@@ -26,6 +26,7 @@ def print_banner(served: Served, port: int) -> None:
     loss = "never evaluated" if training.val_loss is None else f"{training.val_loss:.4f} nats/token"
     drafts = "" if settings.speculate == "none" else f", with drafts by {settings.speculate}"
     computed = served.computation
+    cost = computed.quantization
     note = "" if computed.decoding_note is None else f" ({computed.decoding_note})"
     process = ", in a process of its own" if settings.engine == "process" else ""
     console.print("logitd is ready")
@@ -35,7 +36,7 @@ def print_banner(served: Served, port: int) -> None:
         ("device", f"{computed.device}, {computed.placement.threads} threads{process}"),
         ("dtype", f"{computed.placement.dtype_name} ({computed.dtype_why})"),
         ("decoding", computed.decoding + drafts + note),
-        *([] if computed.rounding is None else [("rounding", computed.rounding.sentence())]),
+        *([] if cost is None else [("quantized", cost.sentence())]),
         ("context", f"{served.context_length} tokens"),
         ("slots", f"{served.slots} sequences at once, "
                   f"{computed.kv_cache_bytes / 2**20:,.0f} MiB of keys and values"),

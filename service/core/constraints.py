@@ -1,17 +1,15 @@
-"""Constraints: compiled beside the event loop, within a time, once for all who ask for the same.
+"""Constraints: compiled off the event loop, within a time limit, once for equal sources.
 
-Each is compiled in a process of its own first, which may be killed, and then here. What was
-compiled is kept (`kept_constraints`). Not here: what a constraint is
-(`model/inference/constraints/compiler.py`), that process
-(`model/inference/constraints/sandbox.py`), and how a constraint reaches the sampler
-(`model/engine/`).
+Each is compiled first in a sandbox, a process that can be killed, and then here. Compiled ones are
+cached. One is compiled at a time, the others wait. A client that leaves meanwhile stops waiting;
+the compilation goes on for the others.
 
-One is compiled at a time and others wait for their turn. A client that leaves meanwhile has no part
-in any of this.
+Not here: what a constraint is (`model/inference/constraints/compiler.py`), the sandbox
+(`sandbox.py`) and the cache (`cache.py`) beside it, and the masks of the sampler
+(`model/inference/sampling/`).
 """
 
 import asyncio
-import json
 import time
 from dataclasses import dataclass, field
 
@@ -26,26 +24,10 @@ from model.inference.constraints.sandbox import Checker
 from model.inference.errors import ConstraintError
 from service.core.errors import ApiError, bad_request
 from service.core.metrics import Metrics
-from service.schemas.generate import GenerateRequest
+from service.engine.build import Unavailable
 
 MAX_COMPILING = 16
 """Different constraints that are being compiled, or wait to be."""
-
-
-def source_of(body: GenerateRequest) -> Source | None:
-    """What a body wants its text to be, or None; ApiError for a schema that is no JSON."""
-    if body.regex is not None:
-        return Source("regex", body.regex)
-    if body.grammar is not None:
-        return Source("grammar", body.grammar)
-    if body.choice is not None:
-        return Source("choice", json.dumps(body.choice))
-    if body.json_schema is None:
-        return None
-    try:
-        return Source("json_schema", json.dumps(body.json_schema, allow_nan=False))
-    except ValueError as error:
-        raise bad_request("json_schema holds a number that is too large", "json_schema") from error
 
 
 class _TooSlow(ConstraintError):
@@ -59,33 +41,28 @@ class _Compiling:
 
 
 class Constraints:
-    """The constraints of one checkpoint's vocabulary. Made and used on the event loop.
-
-    `compiler` may be the reason why there is none.
-    """
+    """The constraints of one checkpoint's vocabulary. Made and used on the event loop."""
 
     def __init__(
-        self, compiler: Compiler | str, checker: Checker, *, timeout: float, metrics: Metrics
+        self,
+        compiler: Compiler | Unavailable,
+        checker: Checker,
+        *,
+        timeout: float,
+        metrics: Metrics,
     ) -> None:
         self._compiler = compiler
         self._checker = checker
         self._timeout = timeout
         self._metrics = metrics
-        self._kept = ConstraintCache()
+        self._cache = ConstraintCache()
         self._compiling: dict[Source, _Compiling] = {}
         self._turn = asyncio.Lock()
 
-    def kept(self, source: Source) -> Constraint | None:
-        """The constraint, if it was compiled before and is still there."""
-        constraint = self._kept.get(source)
-        if constraint is not None:
-            self._metrics.constraints.labels("kept").inc()
-        self._metrics.constraints_kept.set(len(self._kept))
-        return constraint
-
     async def compiled(self, source: Source) -> Constraint:
-        """Compile, or wait for whoever compiles the same already. ApiError for what is refused."""
-        if (constraint := self.kept(source)) is not None:
+        """Take it from the cache, compile it, or wait until another request has compiled it.
+        ApiError where it cannot be compiled, or not in time."""
+        if (constraint := self.cached(source)) is not None:
             return constraint
         compiling = self._compiling.get(source) or self._begin(source)
         try:
@@ -96,23 +73,31 @@ class Constraints:
         try:
             constraint = await asyncio.shield(compiling.task)
         except _TooSlow as error:
-            raise self._refused(source, str(error), "timed_out") from error
+            raise self._rejected(source, str(error), "timed_out") from error
         except (ConstraintError, ConstraintsUnavailable) as error:
-            raise self._refused(source, str(error)) from error
+            raise self._rejected(source, str(error)) from error
         self._metrics.constraints.labels("compiled").inc()
         return constraint
 
     def close(self) -> None:
-        """End the process; nothing is compiled any more."""
+        """End the sandbox; nothing can be compiled after this."""
         self._checker.close()
 
+    def cached(self, source: Source) -> Constraint | None:
+        """The constraint, if it was compiled before and is still in the cache."""
+        constraint = self._cache.get(source)
+        if constraint is not None:
+            self._metrics.constraints.labels("kept").inc()
+        self._metrics.constraints_kept.set(len(self._cache))
+        return constraint
+
     def _begin(self, source: Source) -> _Compiling:
-        if isinstance(self._compiler, str):
-            raise self._refused(source, self._compiler)
+        if isinstance(self._compiler, Unavailable):
+            raise self._rejected(source, self._compiler.reason)
         if len(self._compiling) >= MAX_COMPILING:
             raise self._busy()
         task = asyncio.create_task(self._compile(source, self._compiler))
-        # Whoever waited may be gone: an error that nobody takes is no news.
+        # All who waited may be gone: an error that nobody retrieves is not worth a warning.
         task.add_done_callback(lambda done: done.cancelled() or done.exception())
         compiling = self._compiling[source] = _Compiling(task)
         return compiling
@@ -128,12 +113,12 @@ class Constraints:
         finally:
             del self._compiling[source]
         constraint.size = max(size, len(source.text))
-        self._kept.keep(constraint)
-        self._metrics.constraints_kept.set(len(self._kept))
+        self._cache.keep(constraint)
+        self._metrics.constraints_kept.set(len(self._cache))
         return constraint
 
     async def _check(self, source: Source) -> int:
-        """Compile in the process; the bytes that it took, or ConstraintError."""
+        """Compile in the sandbox; the bytes that it took, or ConstraintError."""
         await asyncio.to_thread(self._checker.start)
         checking = asyncio.create_task(asyncio.to_thread(self._checker.check, source))
         await asyncio.wait({checking}, timeout=self._timeout)
@@ -147,7 +132,7 @@ class Constraints:
             )
         return checking.result()
 
-    def _refused(self, source: Source, reason: str, outcome: str = "refused") -> ApiError:
+    def _rejected(self, source: Source, reason: str, outcome: str = "refused") -> ApiError:
         self._metrics.constraints.labels(outcome).inc()
         return bad_request(f"{source.kind}: {reason}", source.kind)
 

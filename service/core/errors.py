@@ -1,14 +1,18 @@
-"""Errors as clients see them: one shape, one place that says which status is which.
+"""Errors as clients see them: one shape, and one place that maps each error to its status.
 
     {"error": {"message": "...", "type": "...", "param": "...", "code": "..."}}
 
-The message is a sentence with the numbers and the way out; `type` and `code` are from closed sets.
-Of the request no more than a clipped name or number is repeated, so an error's body is small
-whatever was sent; of our own bugs nothing is told but the request's id.
+The message is a sentence with the numbers and what to do; `type` and `code` are from closed sets. A
+message repeats at most a clipped name or number of the request, so it is small whatever was sent.
+Of our own bugs a client is told the request's id alone.
+
+What lower layers raise (`InvalidRequest`, `QueueFull`, `EngineStopped`) is translated here, by
+`as_api_error`, wherever it was raised: routes and what they call let it pass.
 """
 
-from collections.abc import Container, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from http import HTTPStatus
 from typing import Any, Literal
 
@@ -20,7 +24,9 @@ from starlette.exceptions import HTTPException
 
 from model.inference.engine.events import FinishEvent, FinishReason
 from model.inference.errors import ContextLengthExceeded, InvalidRequest
-from service.schemas.generate import ALIASES, MAX_IDS, MAX_PROMPTS, MAX_STOP_TEXTS, ErrorReply
+from service.engine.admission import QueueFull
+from service.engine.submission import EngineStopped
+from service.schemas.generate import MAX_IDS, MAX_PROMPTS, MAX_STOP_TEXTS, ErrorReply
 
 ErrorType = Literal[
     "invalid_request_error",
@@ -34,7 +40,18 @@ ErrorType = Literal[
 MAX_REPORTED = 5
 """Field errors named in one message."""
 MAX_PROBLEMS = 1000
-"""With more, a body's errors are only counted: to describe each would hold up everybody else."""
+"""With more, a body's errors are only counted: describing each would block the event loop."""
+
+MAX_GUESSED = 40
+"""Characters of an unknown field up to which a known one like it is looked for."""
+COMMON_NAMES = {
+    "inputs": "prompt",
+    "text": "prompt",
+    "max_new_tokens": "max_tokens",
+    "num_return_sequences": "n",
+    "stop_sequences": "stop",
+}
+"""Names that other servers use, to suggest ours."""
 
 SEVERAL_FORMS = {
     "prompt": f"a string, a list of token ids (integers from 0, {MAX_IDS} at most), "
@@ -87,29 +104,13 @@ def bad_request(message: str, param: str | None = None, code: str | None = None)
     return ApiError(400, "invalid_request_error", message, param, code)
 
 
-def context_too_long(length: int, wanted: int, limit: int) -> ApiError:
-    """A prompt, with what is to follow it, that the model's context cannot hold."""
-    if length >= limit:
-        message = (
-            f"the prompt has {length} tokens; the model's context is {limit} and at least one "
-            f"token must be left for the completion. Shorten the prompt to {limit - 1} tokens"
-        )
-    else:
-        message = (
-            f"the prompt has {length} tokens and max_tokens is {wanted}: together "
-            f"{length + wanted}, the model's context is {limit}. Shorten the prompt or lower "
-            f"max_tokens to {limit - length}"
-        )
-    return bad_request(message, "prompt", "context_length_exceeded")
-
-
 def body_too_large(limit: int) -> ApiError:
     message = f"the body is larger than {limit} bytes; send less, or raise --max-body-bytes"
     return ApiError(413, "invalid_request_error", message, None, "body_too_large")
 
 
 def client_gone() -> ApiError:
-    """For the log and the metrics alone: nobody is there to read it."""
+    """For the log and the metrics alone: the client cannot read it any more."""
     return ApiError(499, "invalid_request_error", "the client closed the connection")
 
 
@@ -123,22 +124,45 @@ def unavailable(message: str, retry_after: int = 1) -> ApiError:
     return ApiError(503, "unavailable_error", message, None, "unavailable", retry_after)
 
 
-def from_validation(error: ValidationError, fields: Container[str] = ()) -> ApiError:
+EXPECTED = (ApiError, InvalidRequest, QueueFull, EngineStopped)
+"""Errors that are not bugs: `as_api_error` says what each means for a client."""
+
+
+def as_api_error(error: ApiError | InvalidRequest | QueueFull | EngineStopped) -> ApiError:
+    """One of EXPECTED as its client sees it."""
+    match error:
+        case ApiError():
+            return error
+        case InvalidRequest():
+            too_long = isinstance(error, ContextLengthExceeded)
+            code = "context_length_exceeded" if too_long else None
+            return bad_request(str(error), error.param, code)
+        case QueueFull():
+            message = f"{error}; try again in about {error.retry_after} s"
+            return queue_full(message, error.retry_after)
+        case EngineStopped():
+            return unavailable(str(error))
+
+
+def queue_full(message: str, retry_after: int) -> ApiError:
+    return ApiError(429, "rate_limit_error", message, None, "queue_full", retry_after)
+
+
+def from_validation(error: ValidationError, fields: Collection[str] = ()) -> ApiError:
     """A body that does not fit its model, whose fields are `fields`: a sentence per wrong one."""
     if (count := error.error_count()) > MAX_PROBLEMS:
         return bad_request(f"the body is wrong in {count} places; /docs describes its fields")
     problems = error.errors(include_url=False, include_context=False, include_input=False)
     # A field that may be several things fails once for each of them: one sentence says it.
-    sentences = list(dict.fromkeys(_sentence(problem, fields) for problem in problems))
+    distinct: dict[str, None] = {}
+    for problem in problems:  # to look for a suggestion takes time, so only where it is shown
+        known = fields if len(distinct) < MAX_REPORTED else ()
+        distinct[_sentence(problem, known)] = None
+    sentences = list(distinct)
     if len(sentences) > MAX_REPORTED:
         sentences[MAX_REPORTED:] = [f"and {len(sentences) - MAX_REPORTED} more"]
     location = problems[0]["loc"]
     return bad_request("; ".join(sentences), clip(str(location[0])) if location else None)
-
-
-def from_invalid(error: InvalidRequest) -> ApiError:
-    code = "context_length_exceeded" if isinstance(error, ContextLengthExceeded) else None
-    return bad_request(str(error), error.param, code)
 
 
 def from_finish(event: FinishEvent) -> ApiError | None:
@@ -169,9 +193,11 @@ def from_finish(event: FinishEvent) -> ApiError | None:
 def install(app: FastAPI) -> None:
     """Give every error of the application the one shape."""
 
-    @app.exception_handler(ApiError)
-    async def api_error(request: Request, error: ApiError) -> Response:
-        return error.response()
+    async def expected(request: Request, error: Any) -> Response:
+        return as_api_error(error).response()
+
+    for kind in EXPECTED:
+        app.add_exception_handler(kind, expected)
 
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> Response:
@@ -197,21 +223,18 @@ def _from_status(status: int, request: Request) -> ApiError:
             return ApiError(status, "invalid_request_error", HTTPStatus(status).phrase)
 
 
-def _sentence(problem: Mapping[str, Any], fields: Container[str]) -> str:
+def _sentence(problem: Mapping[str, Any], fields: Collection[str]) -> str:
     location = problem["loc"]
     field = clip(".".join(str(part) for part in location))
-    own = ALIASES.get(location[0], location[0]) if location else ""
-    if own in SEVERAL_FORMS and len(location) > 1:
-        return f"{location[0]} must be {SEVERAL_FORMS[own]}"
+    if len(location) > 1 and location[0] in SEVERAL_FORMS:
+        return f"{location[0]} must be {SEVERAL_FORMS[location[0]]}"
     match problem["type"]:
-        case "extra_forbidden" if own != location[0] and own in fields:  # or it were taken
-            return f"{field} is another name of {own}, and both are given; leave one of them out"
         case "extra_forbidden":
-            return f"{field} is no field of this endpoint"
+            return f"unknown field {field!r}{_suggestion(location, fields)}"
         case "missing":
             return f"{field} is required"
         case "json_invalid":
-            return f"the body is no JSON: {problem['msg'].removeprefix('Invalid JSON: ')}"
+            return f"the body is not valid JSON: {problem['msg'].removeprefix('Invalid JSON: ')}"
         case "model_type":
             return "the body must be a JSON object"
         case "value_error":  # a sentence of our own
@@ -220,15 +243,28 @@ def _sentence(problem: Mapping[str, Any], fields: Container[str]) -> str:
             return f"{field}: {problem['msg'][:300]}" if field else str(problem["msg"])[:300]
 
 
+def _suggestion(location: tuple[int | str, ...], fields: Collection[str]) -> str:
+    """The field that was probably meant; unknown fields of nested objects have none."""
+    name = str(location[0])
+    if len(location) > 1 or len(name) > MAX_GUESSED:
+        return ""
+    if (known := COMMON_NAMES.get(name)) is None or known not in fields:
+        known = next(iter(get_close_matches(name, fields, n=1, cutoff=0.75)), None)
+    return "" if known is None else f"; did you mean {known!r}?"
+
+
 ERRORS: dict[int | str, dict[str, Any]] = {
     400: {"model": ErrorReply, "description": "A field is wrong, or the context is too short"},
-    401: {"model": ErrorReply, "description": "An API key is needed, and none or another was sent"},
+    401: {
+        "model": ErrorReply,
+        "description": "The API key is missing or wrong",
+    },
     404: {"model": ErrorReply, "description": "Another model was asked for"},
     413: {"model": ErrorReply, "description": "The body is too large"},
-    415: {"model": ErrorReply, "description": "The body is no JSON"},
+    415: {"model": ErrorReply, "description": "The body is not JSON"},
     429: {"model": ErrorReply, "description": "The queue is full; see Retry-After"},
     431: {"model": ErrorReply, "description": "The headers are too large"},
-    500: {"model": ErrorReply, "description": "Our own fault"},
+    500: {"model": ErrorReply, "description": "A bug of the server"},
     503: {"model": ErrorReply, "description": "Loading or shutting down; see Retry-After"},
     504: {"model": ErrorReply, "description": "The request's timeout passed"},
 }

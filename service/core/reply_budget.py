@@ -1,40 +1,53 @@
-"""ByteBudget: what all replies together may hold in memory at once.
+"""ReplyBudget: how much of a reply may be in memory, for one reply and for all of them.
 
-For replies that have to be held whole before they can be written. Belongs to the event loop.
+Most replies are written while they are computed. Two kinds are held: arrays in which positions are
+an inner axis (hidden states, attention weights), and lists of logprobs. Both are counted in
+elements: numbers of an output, as float32. Belongs to the event loop.
 """
 
-from service.core.errors import ApiError, bad_request
+from service.core.errors import bad_request, queue_full
+
+LOGPROB_ELEMENTS = 64
+"""Elements that one listed logprob counts as: in memory it is an object with the token's id, text,
+bytes and rank."""
 
 
-class ByteBudget:
-    """At most `limit` bytes at once; a reply that alone is larger is refused for good."""
+class ReplyBudget:
+    """At most `limit` elements in one reply, and in the arrays that all replies hold together."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self.used = 0
 
-    def check_reply(self, nbytes: int) -> None:
-        """Refuse (400) a reply that is larger than any may be."""
-        if nbytes > self.limit:
+    def check_array(self, elements: int) -> None:
+        """Reject (400) arrays that are larger than one reply may be."""
+        if elements > self.limit:
             raise bad_request(
-                f"the reply would have {nbytes} bytes; {self.limit} are allowed. Ask for fewer "
-                "layers, heads or positions, for float16, or raise --max-reply-bytes"
+                f"the reply would have {elements} elements; {self.limit} are allowed. Ask for "
+                "fewer layers, heads or positions, for float16 (which counts half), or raise "
+                "--max-reply-elements"
             )
 
-    def take(self, nbytes: int) -> None:
-        """Count these bytes, or refuse (429) while there is no room for them."""
-        if self.used + nbytes > self.limit:
-            raise ApiError(
-                429,
-                "rate_limit_error",
-                f"the reply would take {nbytes} bytes; others hold {self.used} of the "
-                f"{self.limit} that replies may. Try again in about 1 s",
-                None,
-                "queue_full",
+    def check_logprobs(self, count: int, param: str) -> None:
+        """Reject (400) more logprobs than one reply may list; `param` asks for them."""
+        if count * LOGPROB_ELEMENTS > self.limit:
+            raise bad_request(
+                f"the reply could list {count} logprobs; {self.limit // LOGPROB_ELEMENTS} are "
+                f"allowed ({LOGPROB_ELEMENTS} elements each). Ask for fewer, or raise "
+                "--max-reply-elements",
+                param,
+            )
+
+    def take(self, elements: int) -> None:
+        """Count an array that a reply holds, or reject it (429) while there is no room for it."""
+        if self.used + elements > self.limit:
+            raise queue_full(
+                f"the reply would hold {elements} elements; other replies hold {self.used} of the "
+                f"{self.limit} allowed together. Try again in about 1 s",
                 retry_after=1,
             )
-        self.used += nbytes
+        self.used += elements
 
-    def give_back(self, nbytes: int) -> None:
-        """These bytes are no longer held."""
-        self.used -= nbytes
+    def give_back(self, elements: int) -> None:
+        """An array is no longer held."""
+        self.used -= elements

@@ -17,7 +17,8 @@ from service.core.auth import NO_KEY, ApiKeys
 from service.core.constraints import Constraints
 from service.core.errors import ApiError, unavailable
 from service.core.metrics import Metrics
-from service.core.reply_budget import ByteBudget
+from service.core.reply_budget import ReplyBudget
+from service.engine.admission import AdmissionController
 from service.engine.async_engine import AsyncEngine
 from service.engine.build import Computation
 from service.engine.driver import StepReport
@@ -37,12 +38,17 @@ class Served:
     engine: AsyncEngine
     constraints: Constraints
     settings: ServeSettings
-    reply_budget: ByteBudget
+    reply_budget: ReplyBudget
     key_names: tuple[str, ...]  # of API keys; none: no request needs one
 
     @property
     def context_length(self) -> int:
         return self.checkpoint.config.context_length
+
+    @property
+    def admission(self) -> AdmissionController:
+        """How much may wait for the engine."""
+        return self.engine.admission
 
     @property
     def slots(self) -> int:

@@ -1,15 +1,19 @@
-"""QueueRoom: what may wait for the engine, and the books of what does.
+"""AdmissionController: how much may wait for the engine, and how much is there now.
 
 Three things are counted, because each of them alone can be too much: sequences, prompt tokens, and
-the elements of their outputs. Requests that will run one after the other have their room
-reserved, so that the later ones are not refused half-way.
+elements of outputs. A request is counted from the moment its texts are encoded (`hold`) until its
+last sequence ends. Requests that run one after another are counted from the start (`reserve`), so
+that the later ones are not rejected half-way.
 
-Belongs to the event loop. It refuses; who is served next is the engine's to say.
+Belongs to the event loop. Not here: which request runs next, which is the scheduler's decision, and
+whether the model can compute a request (`model/inference/engine/validation.py`).
 """
 
+import asyncio
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from model.inference.engine.cost import output_elements
@@ -20,7 +24,7 @@ from model.transformer.config import GPTConfig
 
 
 class QueueFull(Exception):
-    """No room for a request; `retry_after` seconds from now there may be."""
+    """The queue has no room for a request; it may have some in `retry_after` seconds."""
 
     def __init__(self, waiting: str, limit: int, retry_after: int) -> None:
         super().__init__(f"{waiting}, the queue holds {limit}")
@@ -29,15 +33,45 @@ class QueueFull(Exception):
 
 @dataclass(frozen=True, slots=True)
 class QueueLimits:
-    """What may wait besides what runs."""
+    """How much is admitted.
+
+    sequences    that wait, besides those that run
+    tokens       of the prompts that wait
+    elements     of the outputs of all requests, waiting or running
+    per_request  sequences of one request
+    """
 
     sequences: int
-    tokens: int  # of prompts
-    elements: int  # of outputs; those of running requests count whole
+    tokens: int
+    elements: int
+    per_request: int
 
 
-class QueueRoom:
-    """Room for requests to an engine of so many slots: asked for, taken, given back."""
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What a request adds to the queue: its sequences, their prompt tokens, its output elements."""
+
+    sequences: int = 0
+    tokens: int = 0
+    elements: int = 0
+
+    def __add__(self, other: "Load") -> "Load":
+        return Load(
+            self.sequences + other.sequences,
+            self.tokens + other.tokens,
+            self.elements + other.elements,
+        )
+
+    def __sub__(self, other: "Load") -> "Load":
+        return Load(
+            self.sequences - other.sequences,
+            self.tokens - other.tokens,
+            self.elements - other.elements,
+        )
+
+
+class AdmissionController:
+    """Admits requests to an engine with `slots` slots, and counts them until they end."""
 
     def __init__(
         self,
@@ -49,100 +83,159 @@ class QueueRoom:
         self._config = config
         self._slots = slots
         self._limits = limits
-        self._open_sequences = 0
-        self._open_tokens = 0  # of their prompts
-        self._running_tokens = 0  # of these, admitted as of the last step
-        self._open_elements = 0  # of their outputs
-        self._reserved = 0
-        self._reserved_elements = 0
+        self._open = Load()  # submitted and not ended
+        self._reserved = Load()  # not submitted yet
+        self._running_tokens = 0  # of the open ones, in a slot as of the last step
         self._pace = _Pace(clock)
+        self._empty = asyncio.Event()
+        self._empty.set()
 
     @property
     def sequences(self) -> int:
-        """Sequences submitted and not yet ended, and those that have room reserved."""
-        return self._open_sequences + self._reserved
+        """Sequences that are submitted and have not ended, and those that are reserved."""
+        return self._open.sequences + self._reserved.sequences
 
     @property
     def elements(self) -> int:
-        """Numbers of the rows of requests submitted and not yet ended, and of those that have room
-        reserved."""
-        return self._open_elements + self._reserved_elements
+        """Output elements of the requests that have not ended, and of those that are reserved."""
+        return self._open.elements + self._reserved.elements
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing is submitted, and nothing will be that has its room."""
+        """Whether nothing is submitted or reserved."""
         return not self.sequences
 
-    def check(self, requests: Sequence[Request]) -> None:
-        """Raise QueueFull unless there is room for these now, and InvalidRequest where there never
-        will be."""
-        elements = self.elements_of(requests)
-        if elements > self._limits.elements:
-            raise InvalidRequest(
-                f"the request asks for {elements} output elements (positions times width), "
-                f"the queue never holds more than {self._limits.elements}. Ask for fewer prompts "
-                "or positions at once, or raise --max-queue-elements"
-            )
-        sequences = sum(map(sequence_count, requests))
-        self.check_counts(sequences, sum(map(prompt_tokens, requests)), elements)
+    async def wait_empty(self) -> None:
+        """Wait until nothing is submitted or reserved."""
+        await self._empty.wait()
 
-    def check_counts(self, sequences: int, tokens: int = 0, elements: int = 0) -> None:
-        """Raise QueueFull unless there is room for as much now.
+    def load_of(self, request: Request) -> Load:
+        """What one request adds to the queue."""
+        lengths = sequence_lengths(request)
+        return Load(len(lengths), sum(lengths), output_elements(request, self._config))
 
-        An empty queue takes a request of any number of tokens: it will be computed next.
+    def check_capacity(self, load: Load, param: str | None = None) -> None:
+        """Raise QueueFull where there is no room for `load` now, and InvalidRequest where there
+        never is; `param` names the field that asks for so many sequences.
+
+        An empty queue admits a request with any number of tokens: it is computed next.
         """
+        self._check_possible(load, param)
         waiting = max(0, self.sequences - self._slots)
         retry_after = self._pace.seconds_for(waiting + 1)
-        if self.sequences + sequences > self._slots + self._limits.sequences:
+        if self.sequences + load.sequences > self._slots + self._limits.sequences:
             raise QueueFull(f"{waiting} sequences are waiting", self._limits.sequences, retry_after)
-        queued = max(0, self._open_tokens - self._running_tokens)
-        if waiting and queued + tokens > self._limits.tokens:
+        queued = max(0, self._open.tokens - self._running_tokens)
+        if waiting and queued + load.tokens > self._limits.tokens:
             raise QueueFull(f"{queued} prompt tokens are waiting", self._limits.tokens, retry_after)
-        if self.elements + elements > self._limits.elements:
+        if self.elements + load.elements > self._limits.elements:
             raise QueueFull(
                 f"{self.elements} output elements are waiting or being computed and the "
-                f"request asks for {elements}",
+                f"request asks for {load.elements}",
                 self._limits.elements,
                 retry_after,
             )
 
-    def elements_of(self, requests: Sequence[Request]) -> int:
-        """Numbers of all their rows."""
-        return sum(output_elements(request, self._config) for request in requests)
+    @contextmanager
+    def hold(self, sequences: int, param: str) -> Iterator[None]:
+        """Reserve sequences of one request while its texts are encoded. Raises as `check_capacity`
+        does, and InvalidRequest for more than one request may have.
+
+        The block is left before the requests are submitted. The event loop runs nothing else in
+        between, so nobody takes their room.
+        """
+        if sequences > self._limits.per_request:
+            raise InvalidRequest(
+                f"the request has {sequences} sequences (prompts times n); "
+                f"{self._limits.per_request} are allowed in one. Send fewer, or raise "
+                "--max-sequences",
+                param,
+            )
+        load = Load(sequences=sequences)
+        self.check_capacity(load, param)
+        self._reserve(load)
+        try:
+            yield
+        finally:
+            self._release(load)
 
     def reserve(self, requests: Sequence[Request]) -> None:
-        """Keep room for requests to come."""
-        self._reserved += sum(map(sequence_count, requests))
-        self._reserved_elements += self.elements_of(requests)
+        """Keep room for requests that are submitted later, or raise as `check_capacity` does."""
+        load = self._sum(requests)
+        self.check_capacity(load)
+        self._reserve(load)
 
-    def unreserve(self, requests: Sequence[Request]) -> None:
-        """Give up reserved room, or take it by `enter`."""
-        self._reserved -= sum(map(sequence_count, requests))
-        self._reserved_elements -= self.elements_of(requests)
+    def release(self, requests: Sequence[Request]) -> None:
+        """Give up the room of reserved requests."""
+        self._release(self._sum(requests))
 
-    def enter(self, request: Request) -> None:
-        """Take the room of a request that is submitted."""
-        self._open_sequences += sequence_count(request)
-        self._open_tokens += prompt_tokens(request)
-        self._open_elements += self.elements_of([request])
+    def admit(self, requests: Sequence[Request]) -> list[Load]:
+        """Count requests as submitted: all of them, or none where `check_capacity` raises. Gives
+        the load of each."""
+        loads = [self.load_of(request) for request in requests]
+        total = sum(loads, Load())
+        self.check_capacity(total)
+        self._open += total
+        self._empty.clear()
+        return loads
 
-    def stepped(self, running_tokens: int) -> None:
-        """The engine has made a step, and runs sequences with so many prompt tokens."""
-        self._running_tokens = running_tokens
+    def admit_reserved(self, request: Request) -> Load:
+        """Count a reserved request as submitted."""
+        load = self.load_of(request)
+        self._reserved -= load
+        self._open += load
+        return load
+
+    def set_running(self, tokens: int) -> None:
+        """After a step: the prompt tokens of the sequences that have a slot."""
+        self._running_tokens = tokens
 
     def end_sequence(self, event: FinishEvent) -> None:
         """One sequence has ended."""
-        self._pace.finished(queued=self._open_sequences > self._slots)
-        self._open_sequences -= 1
-        self._open_tokens -= event.prompt_tokens
+        self._pace.finished(queued=self._open.sequences > self._slots)
+        self._open -= Load(sequences=1, tokens=event.prompt_tokens)
+        self._note_empty()
 
-    def end_request(self, elements: int) -> None:
-        """The last sequence of a request with so many elements has ended."""
-        self._open_elements -= elements
+    def end_request(self, load: Load) -> None:
+        """The last sequence of a request has ended: nothing more of its output is computed."""
+        self._open -= Load(elements=load.elements)
 
     def clear(self) -> None:
-        """Nothing that was submitted will be computed. What is reserved is still to be given up."""
-        self._open_sequences = self._open_tokens = self._open_elements = 0
+        """Nothing that was submitted will be computed. What is reserved is still to be released."""
+        self._open = Load()
+        self._note_empty()
+
+    def _check_possible(self, load: Load, param: str | None) -> None:
+        """Raise InvalidRequest for what an empty queue would reject as well."""
+        limits = self._limits
+        if load.sequences > self._slots + limits.sequences:
+            raise InvalidRequest(
+                f"the request has {load.sequences} sequences (prompts times n); {self._slots} "
+                f"slots and a queue of {limits.sequences} never have room for so many. Send "
+                "fewer, or raise --max-queue",
+                param,
+            )
+        if load.elements > limits.elements:
+            raise InvalidRequest(
+                f"the request asks for {load.elements} output elements (positions times width), "
+                f"the queue never holds more than {limits.elements}. Ask for fewer prompts "
+                "or positions at once, or raise --max-queue-elements"
+            )
+
+    def _sum(self, requests: Sequence[Request]) -> Load:
+        return sum(map(self.load_of, requests), Load())
+
+    def _reserve(self, load: Load) -> None:
+        self._reserved += load
+        self._empty.clear()
+
+    def _release(self, load: Load) -> None:
+        self._reserved -= load
+        self._note_empty()
+
+    def _note_empty(self) -> None:
+        if self.is_empty:
+            self._empty.set()
 
 
 class _Pace:
@@ -162,13 +255,3 @@ class _Pace:
     def seconds_for(self, sequences: int) -> int:
         """Whole seconds until so many will have finished, from 1 to 60."""
         return min(60, max(1, math.ceil(self._seconds * sequences)))
-
-
-def sequence_count(request: Request) -> int:
-    """Sequences that a request will run as."""
-    return len(sequence_lengths(request))
-
-
-def prompt_tokens(request: Request) -> int:
-    """Prompt tokens that the sequences of a request hold in the queue."""
-    return sum(sequence_lengths(request))

@@ -1,8 +1,7 @@
-"""Building: from settings to an engine, in the process that computes.
+"""Build: from settings to an engine, in the process that computes.
 
-The checkpoint is read and verified, a place and a decoder are chosen, what rounding costs is
-measured, and the engine is made. Does not know whose turns the engine takes (`turns`), and nothing
-of the event loop.
+Reads and verifies the checkpoint, chooses a device and a decoder, measures what quantization costs,
+and makes the engine. Not here: what drives the engine (`driver.py`), and the event loop.
 """
 
 import logging
@@ -20,18 +19,18 @@ from model.inference.kernels.select import KernelError
 from model.inference.load import LoadedModel, choose_slots, load_model, release_memory
 from model.inference.memory import SlotBudget
 from model.text.tokenizer import Tokenizer
-from service.engine.quantization import Rounding, measure_rounding
+from service.engine.quantization import QuantizationCost, measure_quantization
 from service.settings.serve import ServeSettings
 
 logger = logging.getLogger("logitd")
 
 STARTUP_ERRORS = (CheckpointError, DeviceError, InvalidRequest, KernelError, DataError)
-"""Why an engine cannot be built, where it is nobody's bug: the message says what to do."""
+"""Expected reasons why an engine cannot be built. The message says what to do."""
 
 
 @dataclass(frozen=True, slots=True)
 class Computation:
-    """What computes, and how: plain data, for people."""
+    """What computes, and how: plain data for the banner and /info."""
 
     weights_sha256: str
     placement: Placement
@@ -39,23 +38,29 @@ class Computation:
     dtype_why: str  # why the placement's dtype
     decoding: str  # how decode steps are computed
     decoding_note: str | None  # why that is not faster
-    rounding: Rounding | None  # what quantizing costs
+    quantization: QuantizationCost | None  # None without --quantize
     parameters: int
     kv_cache_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
-class Built:
-    """An engine, what to say of it, and the compiler of constraints for its vocabulary, or why
-    there is none."""
+class Unavailable:
+    """Stands for something that this server cannot offer, with the reason."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltEngine:
+    """An engine, what the banner says of it, and the compiler of constraints for its vocabulary."""
 
     engine: Engine
     computation: Computation
-    opened: LoadedModel
-    compiler: Compiler | str
+    model: LoadedModel
+    compiler: Compiler | Unavailable
 
 
-def build(settings: ServeSettings) -> Built:
+def build(settings: ServeSettings) -> BuiltEngine:
     """Build with one thread, and leave the others to the engine's. Raises STARTUP_ERRORS.
 
     OpenMP keeps a pool for each thread that ever computed with more than itself. With more of them
@@ -64,20 +69,20 @@ def build(settings: ServeSettings) -> Built:
     """
     with one_thread():
         built = _build(settings)
-    use_threads(built.opened.placement.threads)
+    use_threads(built.model.placement.threads)
     return built
 
 
-def compiler_for(tokenizer: Tokenizer) -> Compiler | str:
-    """The compiler of constraints, or why requests that have one will be refused."""
+def compiler_for(tokenizer: Tokenizer) -> Compiler | Unavailable:
+    """The compiler of constraints, or why requests with a constraint will be rejected."""
     try:
         return Compiler(tokenizer)
     except ConstraintsUnavailable as error:
-        return str(error)
+        return Unavailable(str(error))
 
 
-def _build(settings: ServeSettings) -> Built:
-    opened = load_model(
+def _build(settings: ServeSettings) -> BuiltEngine:
+    model = load_model(
         settings.checkpoint,
         device=settings.device,
         dtype=settings.dtype,
@@ -87,33 +92,35 @@ def _build(settings: ServeSettings) -> Built:
         batch_invariant=settings.batch_invariant,
         say=logger.info,
     )
-    path = opened.decode_path
+    path = model.decode_path
     if path.note is not None:
         logger.warning("decoding in plain torch, which is slower: %s", path.note)
-    rounding = measure_rounding(opened, settings.quantize, settings.validation_text)
-    wish = SlotBudget(settings.slots, settings.kv_cache_bytes, settings.gpu_memory_utilization)
+    quantization = measure_quantization(model, settings.quantize, settings.validation_text)
+    budget = SlotBudget(settings.slots, settings.kv_cache_bytes, settings.gpu_memory_utilization)
     config = EngineConfig(
-        slots=choose_slots(opened, wish, EngineConfig().slots),
+        slots=choose_slots(model, budget, EngineConfig().slots),
         prefill_chunk=settings.prefill_chunk,
         prefix_reuse=settings.prefix_reuse,
         speculate=settings.speculate,
     )
-    compiler = compiler_for(opened.checkpoint.tokenizer)
+    compiler = compiler_for(model.checkpoint.tokenizer)
     masks = MaskWorker() if isinstance(compiler, Compiler) else None
-    engine = Engine(opened.gpt, config, make_decoder=path.make_decoder, masks=masks)
+    engine = Engine(model.gpt, config, make_decoder=path.make_decoder, masks=masks)
     release_memory()
-    return Built(engine, _computation(opened, engine, rounding), opened, compiler)
+    return BuiltEngine(engine, _computation(model, engine, quantization), model, compiler)
 
 
-def _computation(opened: LoadedModel, engine: Engine, rounding: Rounding | None) -> Computation:
+def _computation(
+    model: LoadedModel, engine: Engine, quantization: QuantizationCost | None
+) -> Computation:
     return Computation(
-        weights_sha256=opened.checkpoint.weights_sha256,
-        placement=opened.placement,
-        device=describe(opened.placement.device),
-        dtype_why=opened.dtype.why,
-        decoding=opened.decode_path.name,
-        decoding_note=opened.decode_path.note,
-        rounding=rounding,
-        parameters=opened.gpt.parameter_count(),
+        weights_sha256=model.checkpoint.weights_sha256,
+        placement=model.placement,
+        device=describe(model.placement.device),
+        dtype_why=model.dtype.why,
+        decoding=model.decode_path.name,
+        decoding_note=model.decode_path.note,
+        quantization=quantization,
+        parameters=model.gpt.parameter_count(),
         kv_cache_bytes=engine.kv_cache_bytes,
     )

@@ -1,7 +1,7 @@
-"""Turns: what is wanted of the engine goes in, a step is made, and what came of it is told.
+"""EngineDriver: runs an engine. Commands go in, a step is made, and a report comes out.
 
-`Turns` is what `AsyncEngine` has a thread for. `EngineTurns` computes in that thread; those of
-`engine_process` are taken in a process of their own. Knows no event loop and no HTTP.
+`AsyncEngine` has a thread that calls `run_once`. `LocalDriver` computes in that thread,
+`ProcessDriver` (`process.py`) has a process that does. Knows no event loop and no HTTP.
 """
 
 import queue
@@ -35,7 +35,7 @@ class Abort:
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """Let a OutputsRequest compute one more piece."""
+    """Let an OutputsRequest compute one more chunk."""
 
     request_id: str
 
@@ -47,7 +47,7 @@ Inbox = queue.SimpleQueue[Command | None]
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """What came of one turn."""
+    """What came of one `run_once`."""
 
     events: tuple[Event, ...]  # of the aborts before the step, and of the step
     result: StepResult  # its counts; its events are among those above
@@ -57,8 +57,8 @@ class StepReport:
     has_work: bool  # there is more to do, without another command
 
 
-class Turns(Protocol):
-    """The turns of one engine. `turn` and `close` are for one thread, the rest for any."""
+class EngineDriver(Protocol):
+    """Drives one engine. `run_once` and `close` are for one thread, the rest for any."""
 
     @property
     def model_config(self) -> GPTConfig:
@@ -77,25 +77,25 @@ class Turns(Protocol):
         """When the present step began, on the monotonic clock; None between two steps."""
 
     def put(self, command: Command | None) -> None:
-        """Have a command obeyed in the next turn; after None there are no more turns."""
+        """Queue a command for the next `run_once`; None is the last one."""
 
-    def turn(self) -> StepReport | None:
-        """Wait until there is something to do, and do it; None when it was the last turn. Raises
-        what the engine fails with, and then there are no more turns."""
+    def run_once(self) -> StepReport | None:
+        """Wait until there is something to do, handle the commands, make a step. None after the
+        last command. Raises what the engine fails with, and must not be called again then."""
 
     def close(self) -> None:
         """End what computes."""
 
 
-class EngineTurns:
-    """The turns of an engine in the thread that takes them."""
+class LocalDriver:
+    """Drives an engine in the thread that calls it."""
 
     def __init__(self, engine: Engine, inbox: Inbox | None = None) -> None:
         self._engine = engine
         self._inbox: Inbox = queue.SimpleQueue() if inbox is None else inbox
-        self.obeyed = 0
-        """Commands, in all turns so far."""
-        self._last = False  # the turn before was the last
+        self.commands_done = 0
+        """Commands handled so far."""
+        self._ended = False  # the last command was handled
         self._step_began: float | None = None
 
     @property
@@ -117,14 +117,14 @@ class EngineTurns:
     def put(self, command: Command | None) -> None:
         self._inbox.put(command)
 
-    def turn(self) -> StepReport | None:
-        """Empty the inbox, obey, step."""
-        if self._last:
+    def run_once(self) -> StepReport | None:
+        """Empty the inbox, handle the commands, step."""
+        if self._ended:
             return None
         commands = self._take_commands()
-        self._last = None in commands
-        self.obeyed += len(commands)
-        events = [event for command in commands if command for event in self._obey(command)]
+        self._ended = None in commands
+        self.commands_done += len(commands)
+        events = [event for command in commands if command for event in self._handle(command)]
         self._step_began = began = time.monotonic()
         result = self._engine.step()
         ended, self._step_began = time.monotonic(), None
@@ -145,18 +145,18 @@ class EngineTurns:
         commands = []
         try:
             if not self._engine.has_work():
-                commands.append(self._inbox.get(timeout=self._patience()))
+                commands.append(self._inbox.get(timeout=self._wait_timeout()))
             while True:
                 commands.append(self._inbox.get_nowait())
         except queue.Empty:
             return commands
 
-    def _patience(self) -> float | None:
+    def _wait_timeout(self) -> float | None:
         """Seconds until the deadline of a paused request; None when there is none."""
         deadline = self._engine.next_deadline()
         return None if deadline is None else max(0.0, deadline - self._engine.clock())
 
-    def _obey(self, command: Command) -> Sequence[Event]:
+    def _handle(self, command: Command) -> Sequence[Event]:
         match command:
             case Add(request, arrived):
                 self._engine.add(request, arrived)

@@ -1,16 +1,16 @@
-"""EngineProcess: the engine's turns in a process of its own, seen from the server.
+"""ProcessDriver: drives an engine that runs in a process of its own.
 
-With the engine in a thread, every step and every token that is written take the same interpreter in
-turns. That costs nothing where a step is long; a model whose steps take a millisecond, on a GPU
-above all, is then waited for. In a process of its own (`engine_worker`) it has an interpreter of
-its own, and what crosses are commands, and what came of the turns, over a pair of sockets.
+A thread shares its interpreter with the event loop. That costs little where a step is long, but a
+model whose steps take a millisecond, as on a GPU, waits while tokens are written. A second process
+(`worker.py`) has an interpreter of its own. Commands and step reports cross over a pair of sockets.
 
-What crosses is pickled: both ends are this program, and nobody else can reach the sockets. A
-constraint cannot be, so its source goes, and it is compiled again there. The clock of both is the
-system's monotonic one.
+They are pickled: both ends are this program, and nobody else can reach the sockets. A constraint
+cannot be pickled, so its source is sent and compiled again there. Both processes read the system's
+monotonic clock.
 
-The worker ends when its socket does, however that came; a worker that ended is an engine that
-failed. Not here: whose requests these are, and when the event loop is woken (`async_engine`).
+The worker ends when its socket is closed, for whatever reason. A worker that has ended counts as an
+engine that failed. Not here: whose requests these are (`async_engine.py`), and when the event loop
+is woken (`wakeup.py`).
 """
 
 import contextlib
@@ -36,7 +36,7 @@ from service.settings.serve import ServeSettings
 
 ROOT = Path(__file__).parents[2]
 END_SECONDS = 10.0
-"""A worker that has nothing to do any more ends within this time, or is ended."""
+"""Seconds within which a worker ends by itself before it is killed."""
 
 
 class EngineProcessError(Exception):
@@ -44,7 +44,7 @@ class EngineProcessError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class ConstrainedAdd:
+class AddWithConstraint:
     """`Add`, of a request whose constraint is still to be compiled; `size` as that of it here."""
 
     add: Add
@@ -52,12 +52,12 @@ class ConstrainedAdd:
     size: int
 
 
-Message = Command | ConstrainedAdd | None
+Message = Command | AddWithConstraint | None
 """What goes to the worker, after the settings."""
 
 
 @dataclass(frozen=True, slots=True)
-class Ready:
+class Started:
     """The worker's first answer: the engine is there."""
 
     computation: Computation
@@ -66,23 +66,23 @@ class Ready:
 
 
 @dataclass(frozen=True, slots=True)
-class Refused:
-    """Or else: there will be none."""
+class StartFailed:
+    """The worker's other first answer: there will be no engine."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
-    """What came of a turn, after so many commands."""
+class StepMessage:
+    """The report of a step, and how many commands were handled by then."""
 
     report: StepReport
-    obeyed: int
+    commands_done: int
 
 
-class ProcessTurns:
-    """The turns (`Turns`) of an engine in another process. Blocks until the engine is there, or
-    raises EngineProcessError."""
+class ProcessDriver:
+    """An `EngineDriver` whose engine runs in another process. Blocks until the engine has started,
+    or raises EngineProcessError."""
 
     def __init__(self, settings: ServeSettings) -> None:
         ours, theirs = socket.socketpair()
@@ -98,28 +98,28 @@ class ProcessTurns:
         self._outbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._sender = threading.Thread(target=self._send, name="engine-commands", daemon=True)
         self._sender.start()
-        self._told: deque[Told] = deque()  # received, and not taken yet
+        self._pending: deque[StepMessage] = deque()  # received, not returned yet
         self._lock = threading.Lock()  # of the next two
         self._sent = 0
         self._busy_since: float | None = None
         try:
             self._connection.send(_from_anywhere(settings))
             answer = self._receive()
-            if isinstance(answer, Refused):
+            if isinstance(answer, StartFailed):
                 raise EngineProcessError(answer.reason)
         except BaseException:
             self.close()
             raise
         self.computation: Computation = answer.computation
-        self._ready: Ready = answer
+        self._started: Started = answer
 
     @property
     def model_config(self) -> GPTConfig:
-        return self._ready.model_config
+        return self._started.model_config
 
     @property
     def slots(self) -> int:
-        return self._ready.slots
+        return self._started.slots
 
     @property
     def clock(self) -> Callable[[], float]:
@@ -127,7 +127,7 @@ class ProcessTurns:
 
     @property
     def step_began(self) -> float | None:
-        """Since when an answer is waited for, which is a little longer."""
+        """Since when an answer is awaited: a little before the step itself."""
         return self._busy_since
 
     def put(self, command: Command | None) -> None:
@@ -137,16 +137,16 @@ class ProcessTurns:
                 self._busy_since = time.monotonic()
         self._outbox.put(_portable(command))
 
-    def turn(self) -> StepReport | None:
-        while not self._told:
+    def run_once(self) -> StepReport | None:
+        while not self._pending:
             if (received := self._receive()) is None:
                 return None
-            self._told.extend(received)
-        told = self._told.popleft()
+            self._pending.extend(received)
+        message = self._pending.popleft()
         with self._lock:
-            busy = told.report.has_work or told.obeyed < self._sent
+            busy = message.report.has_work or message.commands_done < self._sent
             self._busy_since = time.monotonic() if busy else None
-        return told.report
+        return message.report
 
     def close(self) -> None:
         """End the worker, by ending the connection if it has not ended by itself."""
@@ -172,9 +172,9 @@ class ProcessTurns:
             return self._process.wait()
 
     def _send(self) -> None:
-        """What is put goes from a thread of its own: a socket may be full for a moment, and who
-        puts is the event loop."""
-        with contextlib.suppress(OSError):  # the worker has ended, which `turn` will tell
+        """Send what was put, in a thread of its own: a socket may be full for a moment, and `put`
+        is called on the event loop."""
+        with contextlib.suppress(OSError):  # the worker has ended, which `run_once` reports
             while (message := self._outbox.get()) is not None:
                 self._connection.send(message)
             self._connection.send(None)
@@ -200,6 +200,6 @@ def _portable(command: Command | None) -> Message:
         return command
     assert isinstance(params.constraint, Constraint)
     request = replace(command.request, params=replace(params, constraint=None))
-    return ConstrainedAdd(
+    return AddWithConstraint(
         replace(command, request=request), params.constraint.source, params.constraint.size
     )

@@ -1,7 +1,7 @@
-"""Rounding: what --quantize costs, measured when loading, and how that is said.
+"""QuantizationCost: what --quantize costs, measured while loading, in a sentence and as JSON.
 
-The banner, /info and the log tell the same numbers. What is measured, and on which text, stands in
-`model/evaluation/quantization_loss.py` and `model/evaluation/held_out.py`.
+The banner, /info and the log give the same figures. Not here: what is measured
+(`model/evaluation/quantization_loss.py`), and on which text (`model/evaluation/held_out.py`).
 """
 
 import logging
@@ -19,11 +19,11 @@ from model.inference.options import Quantization
 logger = logging.getLogger("logitd")
 
 WARN_ABOVE = 0.005
-"""Share of the bits per byte from which on a person should know before relying on it."""
+"""Share of the bits per byte above which the log warns."""
 
 
 @dataclass(frozen=True)
-class Rounding:
+class QuantizationCost:
     """What quantizing costs. `text` is what it was measured on, or, without a loss, why not."""
 
     kind: Quantization
@@ -56,9 +56,11 @@ class Rounding:
         }
 
 
-def measure_rounding(opened: LoadedModel, kind: Quantization, text: Path | None) -> Rounding | None:
-    """What the decoder of an opened model costs against the same one unrounded; None without
-    quantizing. The model is left as it was.
+def measure_quantization(
+    model: LoadedModel, kind: Quantization, text: Path | None
+) -> QuantizationCost | None:
+    """What the decoder of a loaded model loses against the same one without quantization; None
+    where nothing is quantized. The model is left as it was.
 
     Raises KernelError for a text without quantizing, DataError for a named text that cannot be
     measured on. Where none is named and none is found, nothing is measured and that is logged.
@@ -71,24 +73,24 @@ def measure_rounding(opened: LoadedModel, kind: Quantization, text: Path | None)
             )
         return None
     try:
-        found = held_out_windows(opened.checkpoint, text)
+        text_windows = held_out_windows(model.checkpoint, text)
     except DataError as error:
         if text is not None:
             raise
-        rounding = Rounding(kind, None, str(error))
-        logger.warning("%s", rounding.sentence())
-        return rounding
-    exact = choose_decode_path(opened.gpt, kernels="native", threads=opened.placement.threads)
-    (batch,) = found.windows
+        cost = QuantizationCost(kind, None, str(error))
+        logger.warning("%s", cost.sentence())
+        return cost
+    exact = choose_decode_path(model.gpt, kernels="native", threads=model.placement.threads)
+    (batch,) = text_windows.windows
     loss = quantization_loss(
-        opened.gpt,
+        model.gpt,
         *batch,
-        found.windows.byte_lengths,
+        text_windows.windows.byte_lengths,
         exact=exact.make_decoder,
-        quantized=opened.decode_path.make_decoder,
+        quantized=model.decode_path.make_decoder,
     )
-    rounding = Rounding(kind, loss, found.name)
+    cost = QuantizationCost(kind, loss, text_windows.name)
     logger.log(
-        logging.WARNING if loss.relative > WARN_ABOVE else logging.INFO, "%s", rounding.sentence()
+        logging.WARNING if loss.relative > WARN_ABOVE else logging.INFO, "%s", cost.sentence()
     )
-    return rounding
+    return cost

@@ -1,7 +1,7 @@
 """Submission: requests on their way through the engine, and the mailbox of their events.
 
-A mailbox holds at most what its requests may produce, and is emptied whole: a slow reader gets
-fewer, larger pieces. Belongs to the event loop; the engine's owner (`async_engine`) delivers.
+A mailbox holds at most what its requests may produce, and a reader takes all of it at once: a slow
+reader gets fewer, larger parts. Belongs to the event loop; `async_engine.py` delivers.
 """
 
 import asyncio
@@ -10,16 +10,14 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from model.inference.engine.events import Event, FinishEvent, FinishReason, OutputsChunk
-from model.inference.engine.requests import Request
-from service.engine.admission import sequence_count
 
 
 class EngineStopped(Exception):
-    """The engine takes no requests: it is shutting down, or it failed."""
+    """The engine does not take requests: it is shutting down, or it failed."""
 
 
 class Owner(Protocol):
-    """Who has the engine do what a submission wants. Both are harmless when it has ended."""
+    """Gives a submission's commands to the engine. Both are harmless when it has ended."""
 
     def abort(
         self, request_id: str, index: int | None = None, reason: FinishReason = FinishReason.ABORT
@@ -27,21 +25,21 @@ class Owner(Protocol):
         """End a request or one of its sequences."""
 
     def grant(self, request_id: str) -> None:
-        """Let a OutputsRequest compute one more piece."""
+        """Let an OutputsRequest compute one more chunk."""
 
 
 class Submission:
     """Requests that were submitted together, and the mailbox of their events."""
 
-    def __init__(self, owner: Owner, requests: Sequence[Request]) -> None:
-        self.request_ids = tuple(request.request_id for request in requests)
+    def __init__(self, owner: Owner, request_ids: Sequence[str], sequences: int) -> None:
+        self.request_ids = tuple(request_ids)
         self._owner = owner
-        self._open = sum(sequence_count(request) for request in requests)
+        self._open = sequences  # that have not ended
         self._events: list[Event] = []
         self._failure: str | None = None
         self._loop = asyncio.get_running_loop()
         self._waiting: asyncio.Future[None] | None = None
-        self._patient_until = math.inf
+        self._wait_deadline = math.inf
         self._alarm: asyncio.TimerHandle | None = None
 
     @property
@@ -90,26 +88,26 @@ class Submission:
         """Wait until something comes, or `timeout` has passed."""
         waiting = self._waiting = self._loop.create_future()
         if timeout is None:
-            self._patient_until = math.inf
+            self._wait_deadline = math.inf
         else:
-            self._patient_until = self._loop.time() + timeout
+            self._wait_deadline = self._loop.time() + timeout
             if self._alarm is None:
-                self._alarm = self._loop.call_at(self._patient_until, self._look)
+                self._alarm = self._loop.call_at(self._wait_deadline, self._check_deadline)
         try:
             await waiting
         finally:
             self._waiting = None
 
-    def _look(self) -> None:
-        """End a wait that was long enough. One alarm looks after many waits: to set and to stop one
+    def _check_deadline(self) -> None:
+        """End a wait whose deadline has passed. One alarm serves many waits: to set and cancel one
         for each would cost more than the waits."""
         self._alarm = None
-        if self._waiting is None or self._patient_until == math.inf:
+        if self._waiting is None or self._wait_deadline == math.inf:
             return
-        if self._loop.time() >= self._patient_until:
+        if self._loop.time() >= self._wait_deadline:
             self._wake()
         else:
-            self._alarm = self._loop.call_at(self._patient_until, self._look)
+            self._alarm = self._loop.call_at(self._wait_deadline, self._check_deadline)
 
     def _wake(self) -> None:
         if self._waiting is not None and not self._waiting.done():

@@ -1,8 +1,8 @@
-"""EngineWorker: the process that has the engine, when the server has not (`engine_process`).
+"""The worker: the process that has the engine when the server does not (`process.py`).
 
-Reads the settings, builds the engine and says so, or why not; then takes turns, and tells each.
-A thread reads what is wanted meanwhile, and compiles the constraints that come as their source. The
-process ends after the last turn, or at once when the server is gone.
+Reads the settings, builds the engine, and answers that it has started or why not. Then it makes
+steps and sends a report of each. A thread reads commands meanwhile, and compiles constraints from
+their source. The process ends after the last command, or at once when the server is gone.
 """
 
 import logging
@@ -23,19 +23,19 @@ from model.inference.constraints.compiler import Compiler, Kind, Source
 from model.inference.constraints.protocol import TokenConstraint
 from model.inference.engine.requests import GenerationRequest
 from model.inference.errors import ConstraintError
-from service.engine.build import STARTUP_ERRORS, Built, build
-from service.engine.driver import Add, Command, EngineTurns, Inbox
-from service.engine.process import ConstrainedAdd, Ready, Refused, Told
+from service.engine.build import STARTUP_ERRORS, BuiltEngine, Unavailable, build
+from service.engine.driver import Add, Command, Inbox, LocalDriver
+from service.engine.process import AddWithConstraint, Started, StartFailed, StepMessage
 from service.log import configure_logging
 from service.settings.serve import ServeSettings
 
 logger = logging.getLogger("logitd")
 
-TOGETHER_SECONDS = 0.002
-"""Between two messages. Each wakes the server, which takes a processor from the model where there
-are no others."""
+MESSAGE_INTERVAL = 0.002
+"""Seconds between two messages. Each wakes the server, which takes a processor from the model where
+none is free."""
 GONE = 1
-"""The exit code when the server is gone: nothing here is worth finishing then."""
+"""The exit code when the server is gone: nobody waits for a result."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,28 +61,28 @@ class Uncompiled:
 class SourceCompiler:
     """Compiles what comes as its source, once for all that follow soon."""
 
-    def __init__(self, compiler: Compiler | str, vocab_size: int) -> None:
+    def __init__(self, compiler: Compiler | Unavailable, vocab_size: int) -> None:
         self._compiler = compiler
         self._vocab_size = vocab_size
-        self._kept = ConstraintCache()
+        self._cache = ConstraintCache()
 
     def of(self, source: Source, size: int) -> TokenConstraint:
-        if (constraint := self._kept.get(source)) is not None:
+        if (constraint := self._cache.get(source)) is not None:
             return constraint
         try:
-            if isinstance(self._compiler, str):
-                raise ConstraintError(self._compiler)
+            if isinstance(self._compiler, Unavailable):
+                raise ConstraintError(self._compiler.reason)
             constraint = self._compiler.compile(source)
         except ConstraintError as error:
             return Uncompiled(source.kind, self._vocab_size, str(error))
         constraint.size = size
-        self._kept.keep(constraint)
+        self._cache.keep(constraint)
         return constraint
 
 
 class Commands:
-    """Hands on what the server wants, in a thread of its own; ends the process if the server is
-    gone before its last command, whatever is being done then."""
+    """Receives the server's commands in a thread of its own. Ends the process when the server is
+    gone before its last command, whatever is running then."""
 
     def __init__(self, connection: Connection) -> None:
         self.inbox: Inbox = queue.SimpleQueue()
@@ -98,9 +98,9 @@ class Commands:
             os._exit(GONE)
         self.inbox.put(None)
 
-    def _command(self, message: Command | ConstrainedAdd) -> Command:
-        """What was meant; a constraint is compiled."""
-        if not isinstance(message, ConstrainedAdd):
+    def _command(self, message: Command | AddWithConstraint) -> Command:
+        """The command itself; a constraint is compiled."""
+        if not isinstance(message, AddWithConstraint):
             return message
         request = message.add.request
         assert isinstance(request, GenerationRequest)
@@ -122,45 +122,45 @@ def main() -> None:
         return
     config = built.engine.model_config
     commands.constraints = SourceCompiler(built.compiler, config.vocab_size)
-    turns = EngineTurns(built.engine, commands.inbox)
+    driver = LocalDriver(built.engine, commands.inbox)
     try:
-        connection.send(Ready(built.computation, config, turns.slots))
-        _take_turns(turns, connection)
+        connection.send(Started(built.computation, config, driver.slots))
+        _run_engine(driver, connection)
     except ConnectionError:
         os._exit(GONE)
     except Exception:
         logger.exception("the engine failed")
         sys.exit(GONE)
     finally:
-        turns.close()
+        driver.close()
 
 
-def _build(connection: Connection, settings: ServeSettings) -> Built | None:
-    """The engine; or None, and why is told."""
+def _build(connection: Connection, settings: ServeSettings) -> BuiltEngine | None:
+    """The engine; or None, and the server is sent the reason."""
     try:
         return build(settings)
     except STARTUP_ERRORS as error:
-        connection.send(Refused(str(error)))
+        connection.send(StartFailed(str(error)))
     except Exception as error:
         logger.exception("cannot serve")
-        connection.send(Refused(f"{type(error).__name__}: {error}"))
+        connection.send(StartFailed(f"{type(error).__name__}: {error}"))
     return None
 
 
-def _take_turns(turns: EngineTurns, connection: Connection) -> None:
-    """Tell what came of each turn: at once of a prompt and of the last there is to do, of others
+def _run_engine(driver: LocalDriver, connection: Connection) -> None:
+    """Make steps and report them: those of a prompt and the last before idleness at once, others
     together."""
-    untold: list[Told] = []
-    told_at = -math.inf
-    while (report := turns.turn()) is not None:
+    pending: list[StepMessage] = []
+    sent_at = -math.inf
+    while (report := driver.run_once()) is not None:
         counts = replace(report.result, events=())  # its events are among the report's
-        untold.append(Told(replace(report, result=counts), turns.obeyed))
+        pending.append(StepMessage(replace(report, result=counts), driver.commands_done))
         now = time.monotonic()
-        waits = report.has_work and not counts.prefilled_tokens
-        if not waits or now - told_at >= TOGETHER_SECONDS:
-            connection.send(untold)
-            untold, told_at = [], now
-    connection.send(untold)
+        can_wait = report.has_work and not counts.prefilled_tokens
+        if not can_wait or now - sent_at >= MESSAGE_INTERVAL:
+            connection.send(pending)
+            pending, sent_at = [], now
+    connection.send(pending)
     connection.send(None)
 
 

@@ -12,7 +12,7 @@ from service.core.errors import bad_request
 from service.core.state import Served
 from service.openai.envelope import head, usage, usage_member
 from service.openai.logprobs import ShownTokens, chat_logprobs
-from service.requests.prompts import encode_within
+from service.requests.encode import encode_within
 from service.schemas.openai import ChatRequest
 
 
@@ -28,9 +28,9 @@ async def chat_prompt(body: ChatRequest, served: Served) -> tuple[int, ...]:
             "messages",
             "no_chat_template",
         )
-    messages = [_message(one.role, one.content, one.name) for one in body.messages]
+    messages = [_message(m.role, m.content, m.name) for m in body.messages]
     try:
-        # Beside the event loop: how long it takes is up to the template.
+        # In a thread: how long it takes is up to the template.
         pieces = await asyncio.to_thread(
             checkpoint.chat_template.render, messages, checkpoint.tokenizer
         )
@@ -45,7 +45,7 @@ async def chat_prompt(body: ChatRequest, served: Served) -> tuple[int, ...]:
                 piece, "messages", checkpoint.tokenizer, served.context_length
             )
     if not ids:
-        raise bad_request("the chat template makes nothing of these messages", "messages")
+        raise bad_request("the chat template gives an empty prompt for these messages", "messages")
     return tuple(ids)
 
 
@@ -55,7 +55,7 @@ def _message(role: str, content: str, name: str | None) -> Message:
     return message if name is None else {**message, "name": name}
 
 
-class ChatShape:
+class ChatFormat:
     """One request's replies."""
 
     def __init__(self, body: ChatRequest, checkpoint: CheckpointInfo) -> None:

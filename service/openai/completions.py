@@ -15,10 +15,10 @@ class _Growing:
     """A choice so far."""
 
     tokens: ShownTokens
-    room: int | None  # characters that are still to be shown, where that is limited
+    remaining: int | None  # characters still to be shown, where that is limited
 
 
-class CompletionShape:
+class CompletionFormat:
     """One request's replies. `prompts` are the token ids of each prompt.
 
     With `max_tokens` 0 the engine generated one token, because its generations have at least one;
@@ -63,9 +63,9 @@ class CompletionShape:
             self._choices[index] = self._begin(native["prompt_index"])
         growing, text, reason = self._choices[index], native["text"], native["finish_reason"]
         shown = growing.tokens.push(native)
-        if growing.room is not None:
-            text = text[: growing.room]
-            growing.room -= len(text)
+        if growing.remaining is not None:
+            text = text[: growing.remaining]
+            growing.remaining -= len(text)
             reason = reason and "length"  # whatever the token that is left out was
         lists = None
         if self._body.logprobs is not None:
@@ -76,8 +76,8 @@ class CompletionShape:
         prompt = self._prompts[prompt_index] if self._body.echo else ()
         if self._body.max_tokens == 0:
             tokens = ShownTokens(prompt_tokens=len(prompt), limit=len(prompt))
-            return _Growing(tokens, room=len(self._tokenizer.decode(prompt)))
-        return _Growing(ShownTokens(prompt_tokens=len(prompt)), room=None)
+            return _Growing(tokens, remaining=len(self._tokenizer.decode(prompt)))
+        return _Growing(ShownTokens(prompt_tokens=len(prompt)), remaining=None)
 
     def _usage(self, counts: dict[str, int]) -> dict[str, Any]:
         return usage(counts, none_generated=self._body.max_tokens == 0)

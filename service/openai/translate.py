@@ -1,4 +1,4 @@
-"""From a body of OpenAI's to the native one, which then takes the way of /generate.
+"""From a body of OpenAI's to the native one, which is then handled as /generate does.
 
 Fields of the same name mean the same and are taken over; null is left out, so that the native
 default holds. What differs is translated here.
@@ -10,6 +10,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from model.inference.errors import InvalidRequest
 from model.text.tokenizer import Tokenizer
 from service.core.errors import ApiError, bad_request, from_validation
 from service.schemas.generate import GenerateRequest
@@ -76,7 +77,7 @@ def param_names(**names: str) -> Iterator[None]:
     """Errors raised inside name the client's fields instead of the native ones."""
     try:
         yield
-    except ApiError as error:
+    except (ApiError, InvalidRequest) as error:
         error.param = names.get(error.param or "", error.param)
         raise
 

@@ -1,15 +1,23 @@
-"""From a validated body to requests that the engine takes.
+"""Resolve: from a parsed body to the requests that the engine takes.
 
-Resolves what a field means for this model (what fits, which tokens stop, which seed) and refuses,
-with the numbers, what cannot run. Nothing is read here (`bodies.py`), encoded (`prompts.py`) or
-queued (`queueing.py`).
+Everything that a field means is decided here: texts become token ids, negative indices count from
+the end, absent limits become what fits, a seed is drawn, a constraint is compiled. What the model
+cannot compute is checked once, when the requests are submitted
+(`model/inference/engine/validation.py`). What only a reply depends on, such as how many logprobs
+it lists, is checked here.
+
+A full queue is reported before any text is encoded: each function holds room in the queue while it
+works. Not here: how a body is read (`body.py`), and how a text becomes ids (`encode.py`).
 """
 
+import json
 import re
 import secrets
-from collections.abc import Sequence
+from dataclasses import dataclass
 
-from model.inference.constraints.compiler import Constraint
+from fastapi import Request
+
+from model.inference.constraints.compiler import Constraint, Source
 from model.inference.engine.requests import (
     AttentionWeights,
     GenerationRequest,
@@ -18,86 +26,122 @@ from model.inference.engine.requests import (
     OutputsRequest,
     ScoreRequest,
 )
+from model.inference.engine.validation import check_count, check_token_ids, resolve_indices
 from model.inference.sampling.params import SamplingParams
 from model.text.tokenizer import Tokenizer
-from service.core.errors import bad_request, clip, context_too_long
+from service.core.errors import bad_request, clip
 from service.core.ids import new_id
 from service.core.state import Served
-from service.requests.prompts import check_ids
-from service.requests.submit import deadline_of, engine_refusals
+from service.requests.body import unless_gone
+from service.requests.encode import encode_all, encode_text
 from service.schemas import generate as schemas
+from service.schemas import tensors
 from service.schemas.tensors import PositionChoice, PositionRange, Processing
 
 TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,9}")
 """An id as the key of a JSON object: one spelling each, so that no key overwrites another."""
+DEFAULT_PROBS = 10
+"""Tokens that /probs lists when the body does not say how many."""
+
+TensorRequest = tensors.LogitsRequest | tensors.HiddenStatesRequest | tensors.AttentionRequest
 
 
-def generation_requests(
-    body: schemas.GenerateRequest,
-    prompts: list[tuple[int, ...]],
-    served: Served,
-    constraint: Constraint | None,
-    deadline: float | None,
+# Generations
+
+
+async def resolve_generation(
+    body: schemas.GenerateRequest, served: Served, request: Request, arrived: float | None = None
 ) -> list[GenerationRequest]:
-    """One engine request per prompt, or ApiError."""
+    """One engine request per prompt. `arrived` is the time from which the timeout counts, where
+    that is before this call."""
+    deadline, source = deadline_of(body.timeout, served, arrived), constraint_source(body)
+    constraint = None
+    with served.admission.hold(len(body.prompts) * body.n, "prompt" if body.n == 1 else "n"):
+        prompts = await encode_all(body.prompts, "prompt", served)
+        if source is not None:
+            constraint = await unless_gone(request, served.constraints.compiled(source))
     seed = secrets.randbits(63) if body.seed is None else body.seed
-    tokenizer = served.checkpoint.tokenizer
-    requests = []
-    for prompt in prompts:
-        room = served.context_length - len(prompt)
-        max_tokens = max(room, 0) if body.max_tokens is None else body.max_tokens
-        if room < 1 or max_tokens > room:
-            raise context_too_long(len(prompt), max_tokens, served.context_length)
-        requests.append(
-            GenerationRequest(
-                request_id=new_id("gen"),
-                token_ids=prompt,
-                params=_sampling_params(body, max_tokens, seed, tokenizer, constraint),
-                n=body.n,
-                prompt_logprobs=_prompt_logprobs(body),
-                priority=body.priority,
-                prefix_reuse=body.prefix_reuse,
-                deadline=deadline,
-            )
+    requests = [
+        GenerationRequest(
+            request_id=new_id("gen"),
+            token_ids=prompt,
+            params=_sampling_params(body, len(prompt), seed, served, constraint),
+            n=body.n,
+            prompt_logprobs=_prompt_logprobs(body),
+            priority=body.priority,
+            prefix_reuse=body.prefix_reuse,
+            deadline=deadline,
         )
+        for prompt in prompts
+    ]
     _check_generation_logprobs(body, requests, served)
     return requests
 
 
+def deadline_of(
+    timeout: float | None, served: Served, arrived: float | None = None
+) -> float | None:
+    """When a request that arrived now, or at `arrived`, is ended, on the engine's clock."""
+    if timeout is None:
+        return None
+    return timeout + (served.engine.now() if arrived is None else arrived)
+
+
+def constraint_source(body: schemas.GenerateRequest) -> Source | None:
+    """The constraint of a body, which has one at most."""
+    if body.regex is not None:
+        return Source("regex", body.regex)
+    if body.grammar is not None:
+        return Source("grammar", body.grammar)
+    if body.choice is not None:
+        return Source("choice", json.dumps(body.choice))
+    if body.json_schema is None:
+        return None
+    try:
+        return Source("json_schema", json.dumps(body.json_schema, allow_nan=False))
+    except ValueError as error:
+        raise bad_request("json_schema has a number that is too large", "json_schema") from error
+
+
 def _sampling_params(
     body: schemas.GenerateRequest,
-    max_tokens: int,
+    prompt_length: int,
     seed: int,
-    tokenizer: Tokenizer,
+    served: Served,
     constraint: Constraint | None,
 ) -> SamplingParams:
-    stop_token_ids = set(body.stop_token_ids)
-    if tokenizer.end_of_text is not None and not body.ignore_eos:
-        stop_token_ids.add(tokenizer.end_of_text)
-    with engine_refusals():
-        return SamplingParams(
-            max_tokens=max_tokens,
-            seed=seed,
-            temperature=body.temperature,
-            top_k=body.top_k,
-            top_p=body.top_p,
-            min_p=body.min_p,
-            repetition_penalty=body.repetition_penalty,
-            presence_penalty=body.presence_penalty,
-            frequency_penalty=body.frequency_penalty,
-            logit_bias=logit_bias(body.logit_bias),
-            allowed_token_ids=(
-                None if body.allowed_token_ids is None else tuple(body.allowed_token_ids)
-            ),
-            constraint=constraint,
-            stop_token_ids=frozenset(stop_token_ids),
-            min_tokens=body.min_tokens,
-            logprobs=body.logprobs,
-            logprobs_stage=body.logprobs_stage,
-        )
+    """How one prompt's sequences are sampled."""
+    max_tokens = body.max_tokens
+    if max_tokens is None:  # what fits; validation rejects a prompt that leaves no room for one
+        max_tokens = max(1, served.context_length - prompt_length)
+    allowed = body.allowed_token_ids
+    return SamplingParams(
+        max_tokens=max_tokens,
+        seed=seed,
+        temperature=body.temperature,
+        top_k=body.top_k,
+        top_p=body.top_p,
+        min_p=body.min_p,
+        repetition_penalty=body.repetition_penalty,
+        presence_penalty=body.presence_penalty,
+        frequency_penalty=body.frequency_penalty,
+        logit_bias=_logit_bias(body.logit_bias),
+        allowed_token_ids=None if allowed is None else tuple(allowed),
+        constraint=constraint,
+        stop_token_ids=_stop_token_ids(body, served.checkpoint.tokenizer),
+        min_tokens=body.min_tokens,
+        logprobs=body.logprobs,
+        logprobs_stage=body.logprobs_stage,
+    )
 
 
-def logit_bias(biases: dict[str, float]) -> dict[int, float]:
+def _stop_token_ids(body: schemas.GenerateRequest, tokenizer: Tokenizer) -> frozenset[int]:
+    """The stop tokens of a body, and the end of text unless that is ignored."""
+    end = () if body.ignore_eos or tokenizer.end_of_text is None else (tokenizer.end_of_text,)
+    return frozenset((*body.stop_token_ids, *end))
+
+
+def _logit_bias(biases: dict[str, float]) -> dict[int, float]:
     """JSON's keys are strings; ours are ids."""
     for key in biases:
         if not TOKEN_ID.fullmatch(key):
@@ -116,7 +160,7 @@ def _prompt_logprobs(body: schemas.GenerateRequest) -> int | None:
 def _check_generation_logprobs(
     body: schemas.GenerateRequest, requests: list[GenerationRequest], served: Served
 ) -> None:
-    """Refuse a request whose reply could hold more logprobs than are allowed in one."""
+    """Reject a request whose reply could list more logprobs than one reply may hold."""
     generated = sum(request.params.max_tokens for request in requests) * body.n
     prompted = sum(len(request.token_ids) for request in requests)
     count, param = 0, "logprobs"
@@ -125,145 +169,196 @@ def _check_generation_logprobs(
     if body.logprobs is not None:
         echoed = prompted * body.n if body.echo else 0
         count, param = count + (generated + echoed) * (1 + body.logprobs), "logprobs"
-    check_logprobs(param, count, served)
+    served.reply_budget.check_logprobs(count, param)
 
 
-def outputs_request(
-    prompt: tuple[int, ...],
-    positions: PositionChoice,
-    output: Logits | HiddenStates | AttentionWeights,
-    served: Served,
-    *,
-    timeout: float | None = None,
-) -> OutputsRequest:
-    """What the model computes at some positions of one prompt, or ApiError."""
-    check_length(len(prompt), "prompt", served)
-    return OutputsRequest(
-        request_id=new_id("rows"),
-        token_ids=prompt,
-        positions=_positions(positions, len(prompt)),
-        output=output,
-        deadline=deadline_of(timeout, served),
+# Outputs: logits, hidden states, attention weights
+
+
+async def resolve_logits(body: tensors.LogitsRequest, served: Served) -> list[OutputsRequest]:
+    """One engine request per prompt, for the rows and columns that a body chooses."""
+    columns = None if body.token_ids is None else tuple(body.token_ids)
+    output = _logits(body.stage, body.processing, columns)
+    requests = await _resolve_outputs(body, output, served)
+    check_count("top_k", body.top_k, served.checkpoint.config.vocab_size)
+    if body.top_k is not None:
+        listed = body.top_k * sum(len(request.positions) for request in requests)
+        served.reply_budget.check_logprobs(listed, "top_k")
+    return requests
+
+
+async def resolve_hidden_states(
+    body: tensors.HiddenStatesRequest, served: Served
+) -> list[OutputsRequest]:
+    """One engine request per prompt, for the layers and positions that a body chooses."""
+    states = served.checkpoint.config.n_layer + 1
+    layers = resolve_indices("layers", body.layers, states, f"there are {states} hidden states")
+    return await _resolve_outputs(body, HiddenStates(layers=layers), served)
+
+
+async def resolve_attention(body: tensors.AttentionRequest, served: Served) -> list[OutputsRequest]:
+    """One engine request per prompt, for the layers, heads and positions that a body chooses."""
+    config = served.checkpoint.config
+    layers = resolve_indices(
+        "layers", body.layers, config.n_layer, f"there are {config.n_layer} layers"
     )
+    heads = resolve_indices("heads", body.heads, config.n_head, f"there are {config.n_head} heads")
+    return await _resolve_outputs(body, AttentionWeights(layers=layers, heads=heads), served)
+
+
+async def _resolve_outputs(
+    body: TensorRequest, output: Logits | HiddenStates | AttentionWeights, served: Served
+) -> list[OutputsRequest]:
+    deadline = deadline_of(body.timeout, served)
+    with served.admission.hold(len(body.prompts), "prompt"):
+        prompts = await encode_all(body.prompts, "prompt", served)
+    return [
+        OutputsRequest(
+            request_id=new_id("outputs"),
+            token_ids=prompt,
+            positions=_positions(body.positions, len(prompt)),
+            output=output,
+            deadline=deadline,
+        )
+        for prompt in prompts
+    ]
 
 
 def _positions(positions: PositionChoice, length: int) -> tuple[int, ...]:
+    """The positions that a body chooses of a prompt with `length` tokens."""
+    if not length:
+        return ()  # validation rejects an empty prompt
     match positions:
         case "last":
             return (length - 1,)
         case "all":
             return tuple(range(length))
         case PositionRange():
-            found = tuple(range(length)[positions.start : positions.to])
-            if not found:
+            within = tuple(range(length)[positions.start : positions.to])
+            if not within:
                 raise bad_request(
-                    f"positions from {positions.start} to {positions.to} of a prompt of {length} "
-                    "tokens are none; `to` is the first position left out",
+                    f"there are no positions from {positions.start} to {positions.to} in a prompt "
+                    f"of {length} tokens; `to` is the first position left out",
                     "positions",
                 )
-            return found
+            return within
         case _:
-            return chosen("positions", positions, length, f"the prompt has {length} tokens")
-
-
-def chosen(param: str, places: Sequence[int] | None, count: int, what: str) -> tuple[int, ...]:
-    """Indices into `count` things, negative ones from the end, ascending; all of them for None."""
-    if places is None:
-        return tuple(range(count))
-    for place in places:
-        if not -count <= place < count:
-            raise bad_request(
-                f"{param} has {place}; {what} (0 to {count - 1}, or -{count} to -1 from the end)",
-                param,
+            return resolve_indices(
+                "positions", positions, length, f"the prompt has {length} tokens"
             )
-    resolved = [place % count for place in places]
-    if resolved != sorted(set(resolved)):
-        raise bad_request(f"{param} {resolved[:20]} must be ascending and distinct", param)
-    return tuple(resolved)
 
 
-def requested_logits(
-    stage: str, processing: Processing | None, columns: Sequence[int] | None = None
+def _logits(
+    stage: str, processing: Processing | None, columns: tuple[int, ...] | None = None
 ) -> Logits:
-    """What a body asks for of its logits: which columns, raw or processed."""
-    chosen_columns = None if columns is None else tuple(columns)
+    """Raw logits, or what the steps of the sampler make of them."""
     if stage == "raw":
-        return Logits(columns=chosen_columns)
+        return Logits(columns=columns)
     fields = processing or Processing()
     allowed = fields.allowed_token_ids
-    with engine_refusals():
-        params = SamplingParams(
-            max_tokens=1,
-            seed=0,  # nothing is sampled
-            temperature=fields.temperature,
-            top_k=fields.top_k,
-            top_p=fields.top_p,
-            min_p=fields.min_p,
-            repetition_penalty=fields.repetition_penalty,
-            presence_penalty=fields.presence_penalty,
-            frequency_penalty=fields.frequency_penalty,
-            logit_bias=logit_bias(fields.logit_bias),
-            allowed_token_ids=None if allowed is None else tuple(allowed),
-        )
-    return Logits(
-        columns=chosen_columns, processing=params, completion_start=fields.completion_start
+    params = SamplingParams(
+        max_tokens=1,
+        seed=0,  # nothing is sampled
+        temperature=fields.temperature,
+        top_k=fields.top_k,
+        top_p=fields.top_p,
+        min_p=fields.min_p,
+        repetition_penalty=fields.repetition_penalty,
+        presence_penalty=fields.presence_penalty,
+        frequency_penalty=fields.frequency_penalty,
+        logit_bias=_logit_bias(fields.logit_bias),
+        allowed_token_ids=None if allowed is None else tuple(allowed),
+    )
+    return Logits(columns=columns, processing=params, completion_start=fields.completion_start)
+
+
+# Probabilities and scores
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedProbs:
+    """What /probs asks the engine for, and what it lists of the answers.
+
+    outputs    the logits of each prompt's last position
+    scores     for the perplexity of each prompt, where that is asked for
+    token_ids  ids to list; None: the `top_k` likeliest
+    """
+
+    outputs: list[OutputsRequest]
+    scores: list[ScoreRequest]
+    token_ids: list[int] | None
+    top_k: int
+
+
+async def resolve_probs(body: tensors.ProbsRequest, served: Served) -> ResolvedProbs:
+    """The engine's requests of a body, and the tokens that it names."""
+    vocab_size = served.checkpoint.config.vocab_size
+    check_count("top_k", body.top_k, vocab_size)
+    check_token_ids("token_ids", body.token_ids or (), vocab_size)
+    deadline = deadline_of(body.timeout, served)
+    output = _logits(body.stage, body.processing)
+    with served.admission.hold(len(body.prompts), "prompt"):
+        prompts = await encode_all(body.prompts, "prompt", served)
+    token_ids, top_k = body.token_ids, body.top_k or DEFAULT_PROBS
+    if body.tokens is not None:
+        token_ids = [_single(text, served.checkpoint.tokenizer) for text in body.tokens]
+    listed = top_k if token_ids is None else len(token_ids)
+    param = "top_k" if token_ids is None else "token_ids"
+    served.reply_budget.check_logprobs(listed * len(prompts), param)
+    return ResolvedProbs(
+        outputs=[
+            OutputsRequest(
+                request_id=new_id("outputs"),
+                token_ids=prompt,
+                positions=_positions("last", len(prompt)),
+                output=output,
+                deadline=deadline,
+            )
+            for prompt in prompts
+        ],
+        scores=[
+            ScoreRequest(request_id=new_id("score"), token_ids=prompt, deadline=deadline)
+            for prompt in prompts
+            if body.perplexity
+        ],
+        token_ids=token_ids,
+        top_k=top_k,
     )
 
 
-def score_request(
-    prompt: tuple[int, ...],
-    continuations: Sequence[tuple[int, ...]],
-    served: Served,
-    *,
-    top: int,
-    timeout: float | None = None,
-) -> ScoreRequest:
-    """The logprobs of a prompt, or of continuations of it, or ApiError."""
-    check_length(len(prompt), "prompt", served)
-    for continuation in continuations:
-        check_length(len(prompt) + len(continuation), "continuations", served)
-    return ScoreRequest(
-        request_id=new_id("score"),
-        token_ids=prompt,
-        continuations=tuple(continuations),
-        top=top,
-        deadline=deadline_of(timeout, served),
-    )
-
-
-def check_length(length: int, param: str, served: Served) -> None:
-    """Refuse more tokens than the model's context holds."""
-    if length > served.context_length:
-        what = "the prompt has" if param == "prompt" else "a prompt with its continuation has"
+def _single(text: str, tokenizer: Tokenizer) -> int:
+    """The id of a text that is one token, or the name of a special one."""
+    if text in tokenizer.special_tokens:
+        return tokenizer.special_tokens[text]
+    ids = encode_text(text, tokenizer, "tokens")
+    if len(ids) != 1:
         raise bad_request(
-            f"{what} {length} tokens; the model's context is {served.context_length}. "
-            f"Shorten it by {length - served.context_length} tokens",
-            param,
-            "context_length_exceeded",
+            f"{clip(text)!r} is {len(ids)} tokens ({clip(str(ids))}); each of tokens must be one",
+            "tokens",
         )
+    return ids[0]
 
 
-def check_choice(token_ids: list[int] | None, top_k: int | None, served: Served) -> None:
-    """Refuse ids outside the vocabulary, or more of them than it has."""
-    vocab_size = served.checkpoint.tokenizer.vocab_size
-    if token_ids is not None:
-        check_ids("token_ids", token_ids, vocab_size)
-    check_count("top_k", top_k, served)
-
-
-def check_count(param: str, count: int | None, served: Served) -> None:
-    """Refuse to list more ids than the vocabulary has."""
-    vocab_size = served.checkpoint.tokenizer.vocab_size
-    if count is not None and count > vocab_size:
-        raise bad_request(f"{param} is {count}; the vocabulary has {vocab_size} ids", param)
-
-
-def check_logprobs(param: str, count: int, served: Served) -> None:
-    """Refuse more logprobs than one reply may hold: they are in memory together."""
-    limit = served.settings.max_logprobs
-    if count > limit:
-        raise bad_request(
-            f"the reply could hold {count} logprobs; {limit} are allowed in one. Ask for less, or "
-            "raise --max-logprobs",
-            param,
+async def resolve_score(body: tensors.ScoreRequest, served: Served) -> list[ScoreRequest]:
+    """One engine request per prompt, each with all continuations."""
+    deadline = deadline_of(body.timeout, served)
+    texts = body.continuations or []
+    per_prompt = max(1, len(texts))
+    param = "prompt" if per_prompt == 1 else "continuations"
+    with served.admission.hold(len(body.prompts) * per_prompt, param):
+        prompts = await encode_all(body.prompts, "prompt", served)
+        continuations = tuple(await encode_all(texts, "continuations", served))
+    # One more than asked for, so that it is known whether a token was the likeliest.
+    top = max(1, body.logprobs or 0)
+    scored = [sum(map(len, continuations)) or len(prompt) for prompt in prompts]
+    served.reply_budget.check_logprobs(sum(scored) * (1 + top), "logprobs")
+    return [
+        ScoreRequest(
+            request_id=new_id("score"),
+            token_ids=prompt,
+            continuations=continuations,
+            top=top,
+            deadline=deadline,
         )
+        for prompt in prompts
+    ]

@@ -1,8 +1,8 @@
-"""Generation: one accepted request, from the engine's events to a reply.
+"""Generation: one submitted request, from the engine's events to a reply.
 
-Grows the completions, ends those whose text has come to a stop, and gives one reply or a stream of
-chunks, in the shape of /generate. An endpoint that answers otherwise translates these: a `Shape`.
-What may run, and as which engine requests, is decided before (`service/requests/resolve.py`).
+Grows the completions, ends those whose text reached a stop string, and gives one reply or a stream
+of chunks as /generate writes them. An endpoint that writes them otherwise has a `ResponseFormat`.
+Not here: which engine requests a body becomes (`service/requests/resolve.py`).
 """
 
 from collections.abc import AsyncIterator, Iterable
@@ -12,17 +12,13 @@ import orjson
 from fastapi import Request
 from starlette.responses import Response
 
-from model.inference.constraints.compiler import Constraint
 from model.inference.engine.events import FinishEvent, PromptEvent, TokenEvent
 from model.inference.engine.requests import GenerationRequest
-from service.core.constraints import source_of
-from service.core.errors import ApiError, from_finish, unavailable
+from service.core.errors import EXPECTED, as_api_error, from_finish
 from service.core.ids import new_id
 from service.core.state import Served
-from service.engine.submission import EngineStopped, Submission
+from service.engine.submission import Submission
 from service.requests.body import unless_gone
-from service.requests.resolve import generation_requests
-from service.requests.submit import submit
 from service.responses import sse
 from service.responses.text import (
     Completion,
@@ -36,8 +32,8 @@ from service.responses.text import (
 from service.schemas.generate import GenerateRequest
 
 
-class Shape(Protocol):
-    """How an endpoint writes a generation. Called in the order of the events; may remember."""
+class ResponseFormat(Protocol):
+    """How an endpoint writes a generation. Called in the order of the events; may keep state."""
 
     def whole(self, reply: dict[str, Any]) -> dict[str, Any]:
         """The reply, from that of /generate."""
@@ -49,8 +45,8 @@ class Shape(Protocol):
         ...
 
 
-class Native:
-    """The shape of /generate itself."""
+class NativeFormat:
+    """The format of /generate itself."""
 
     def whole(self, reply: dict[str, Any]) -> dict[str, Any]:
         return reply
@@ -77,40 +73,19 @@ async def respond(request: Request, generation: "Generation", *, stream: bool) -
     )
 
 
-async def accept(
-    body: GenerateRequest,
-    prompts: list[tuple[int, ...]],
-    served: Served,
-    request: Request,
-    shape: Shape,
-    deadline: float | None,
-) -> "Generation":
-    """Compile what the text has to be, if that is asked for, and queue the request; or ApiError."""
-    constraint = await _constraint(body, served, request)
-    requests = generation_requests(body, prompts, served, constraint, deadline)
-    return Generation(body, requests, served, shape)
-
-
-async def _constraint(body: GenerateRequest, served: Served, request: Request) -> Constraint | None:
-    source = source_of(body)
-    if source is None:
-        return None
-    kept = served.constraints.kept(source)
-    return kept or await unless_gone(request, served.constraints.compiled(source))
-
-
 class Generation:
-    """One accepted request: its submission, and the completions that grow from it."""
+    """One submitted request: its submission, and the completions that grow from it."""
 
     def __init__(
         self,
         body: GenerateRequest,
         requests: list[GenerationRequest],
+        submission: Submission,
         served: Served,
-        shape: Shape,
+        response_format: ResponseFormat,
     ) -> None:
         self._body = body
-        self._shape = shape
+        self._format = response_format
         self._tokenizer = tokenizer = served.checkpoint.tokenizer
         self._head = envelope(new_id("gen"), served.checkpoint)
         self._seed = requests[0].params.seed
@@ -131,7 +106,7 @@ class Generation:
         self._scores: dict[int, list[dict[str, Any]]] = {}  # new ones, by prompt
         self.finishes: list[FinishEvent] = []
         self.slow_reader_timeout = served.settings.slow_reader_timeout
-        self.submission: Submission = submit(served, requests)
+        self.submission = submission
 
     async def reply(self) -> dict[str, Any]:
         """The whole answer; whatever ends this call ends the generation."""
@@ -141,7 +116,7 @@ class Generation:
         finally:
             self.submission.abort()
         choices = [completion.take() for completion in self._completions.values()]
-        return self._shape.whole(
+        return self._format.whole(
             {**self._head, "choices": choices, **self._take_scores(), **self._tail()}
         )
 
@@ -153,31 +128,29 @@ class Generation:
                     yield sse.KEEP_ALIVE
                     continue
                 new = (completion.take() for completion in self._completions.values())
-                choices, scores = [one for one in new if one is not None], self._take_scores()
+                choices = [choice for choice in new if choice is not None]
+                scores = self._take_scores()
                 if (choices or scores) and (part := self._part(choices=choices, **scores)):
                     yield part
             if part := self._part(choices=[], **self._tail()):
                 yield part
-        except ApiError as error:
-            yield sse.event(error.body())
+        except EXPECTED as error:
+            yield sse.event(as_api_error(error).body())
         yield sse.DONE
 
     def _part(self, **chunk: Any) -> bytes:
-        """What a chunk comes to on the wire; nothing where the shape has nothing to say."""
+        """What a chunk comes to on the wire; nothing where the format has nothing to say."""
         generated = self._generated()
         counts = {
             "prompt_tokens": self._prompt_tokens,
             "completion_tokens": generated,
             "total_tokens": self._prompt_tokens + generated,
         }
-        return b"".join(map(sse.event, self._shape.parts({**self._head, **chunk}, counts)))
+        return b"".join(map(sse.event, self._format.parts({**self._head, **chunk}, counts)))
 
     async def _advance(self, timeout: float | None) -> bool:
         """Take in the events since the last call. False when there were none in `timeout`."""
-        try:
-            events = await self.submission.take(timeout)
-        except EngineStopped as error:
-            raise unavailable(str(error)) from error
+        events = await self.submission.take(timeout)
         for event in events:
             if isinstance(event, TokenEvent):
                 if self._completions[event.request_id, event.index].push(event):
@@ -204,7 +177,7 @@ class Generation:
         """The member `prompts` of a reply with what is new; none when nothing is."""
         scores, self._scores = self._scores, {}
         prompts = [{"index": index, "tokens": tokens} for index, tokens in scores.items()]
-        return {"prompts": sorted(prompts, key=lambda one: one["index"])} if prompts else {}
+        return {"prompts": sorted(prompts, key=lambda prompt: prompt["index"])} if prompts else {}
 
     def _finish(self, event: FinishEvent) -> None:
         completion = self._completions[event.request_id, event.index]

@@ -17,7 +17,7 @@ import orjson
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from service.core.errors import ApiError
+from service.core.errors import EXPECTED, as_api_error
 
 logger = logging.getLogger("logitd.http")
 
@@ -81,9 +81,9 @@ class StreamedResponse(Response):
                 logger.warning("a client left its stream unread for %g s", self._write_timeout)
             elif writing.done():
                 writing.result()
-        except ApiError as error:
+        except EXPECTED as error:
             # Too late for a status. The body stays without its end, so the client knows.
-            logger.warning("a reply was broken off: %s", error.message)
+            logger.warning("a reply was broken off: %s", as_api_error(error).message)
         finally:
             self._on_end()
             if self._watch is not None:

@@ -8,11 +8,11 @@ from starlette.responses import Response
 from service.core.auth import note_user
 from service.core.errors import ERRORS
 from service.core.state import Ready
-from service.openai.chat import ChatShape, chat_prompt
+from service.openai.chat import ChatFormat, chat_prompt
 from service.openai.translate import native_chat, param_names
 from service.requests.body import body_of, described_by
-from service.requests.submit import check_room, deadline_of
-from service.responses.generation import accept, respond
+from service.requests.resolve import resolve_generation
+from service.responses.generation import Generation, respond
 from service.schemas.openai import ChatReply, ChatRequest
 
 router = APIRouter()
@@ -36,12 +36,15 @@ async def chat_completions(body: ChatBody, served: Ready, request: Request) -> R
     `[DONE]`."""
     note_user(request, body.user)
     served.check_model(body.model)
-    deadline = deadline_of(body.timeout, served)
-    check_room(body.n or 1, "n", served)  # before anything is rendered
+    arrived = served.engine.now()
     names = {"prompt": "messages", "logprobs": "top_logprobs", "json_schema": "response_format"}
     with param_names(**names):
-        prompt = await chat_prompt(body, served)
+        # A full queue is reported before anything is rendered.
+        with served.admission.hold(body.n or 1, "n"):
+            prompt = await chat_prompt(body, served)
         native = native_chat(body, prompt, served.checkpoint.tokenizer)
-        shape = ChatShape(body, served.checkpoint)
-        generation = await accept(native, [prompt], served, request, shape, deadline)
+        requests = await resolve_generation(native, served, request, arrived)
+        submission = served.engine.submit(requests)
+    response_format = ChatFormat(body, served.checkpoint)
+    generation = Generation(native, requests, submission, served, response_format)
     return await respond(request, generation, stream=native.stream)

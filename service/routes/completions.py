@@ -8,12 +8,11 @@ from starlette.responses import Response
 from service.core.auth import note_user
 from service.core.errors import ERRORS
 from service.core.state import Ready
-from service.openai.completions import CompletionShape
+from service.openai.completions import CompletionFormat
 from service.openai.translate import native_completion, param_names
 from service.requests.body import body_of, described_by
-from service.requests.prompts import prompt_ids
-from service.requests.submit import deadline_of
-from service.responses.generation import accept, respond
+from service.requests.resolve import resolve_generation
+from service.responses.generation import Generation, respond
 from service.schemas.openai import CompletionReply, CompletionRequest
 
 router = APIRouter()
@@ -37,9 +36,10 @@ async def completions(body: CompletionBody, served: Ready, request: Request) -> 
     note_user(request, body.user)
     served.check_model(body.model)
     native = native_completion(body)
-    deadline = deadline_of(native.timeout, served)
-    prompts = await prompt_ids(native.prompt, served, native.n)
-    shape = CompletionShape(body, prompts, served.checkpoint)
     with param_names(json_schema="response_format"):
-        generation = await accept(native, prompts, served, request, shape, deadline)
+        requests = await resolve_generation(native, served, request)
+        submission = served.engine.submit(requests)
+    prompts = [generation.token_ids for generation in requests]
+    response_format = CompletionFormat(body, prompts, served.checkpoint)
+    generation = Generation(native, requests, submission, served, response_format)
     return await respond(request, generation, stream=native.stream)

@@ -8,9 +8,8 @@ from starlette.responses import Response
 from service.core.errors import ERRORS
 from service.core.state import Ready
 from service.requests.body import body_of, described_by
-from service.requests.prompts import prompt_ids
-from service.requests.submit import deadline_of
-from service.responses.generation import Native, accept, respond
+from service.requests.resolve import resolve_generation
+from service.responses.generation import Generation, NativeFormat, respond
 from service.schemas.generate import GenerateReply, GenerateRequest
 
 router = APIRouter()
@@ -27,12 +26,12 @@ GenerateBody = Annotated[GenerateRequest, Depends(body_of(GenerateRequest))]
     tags=["generation"],
 )
 async def generate(body: GenerateBody, served: Ready, request: Request) -> Response:
-    """Continue a prompt. With `stream`, server-sent events: chunks of the reply's shape whose
-    choices hold what is new, then one with `usage` and `timings`, then `[DONE]`.
+    """Continue a prompt. With `stream`, server-sent events: chunks like the reply whose choices
+    hold what is new, then one with `usage` and `timings`, then `[DONE]`.
 
-    The same request with the same seed gives the same tokens, alone or among others."""
+    The same request with the same seed gives the same tokens, whatever else is in the batch."""
     served.check_model(body.model)
-    deadline = deadline_of(body.timeout, served)
-    prompts = await prompt_ids(body.prompt, served, body.n)
-    generation = await accept(body, prompts, served, request, Native(), deadline)
+    requests = await resolve_generation(body, served, request)
+    submission = served.engine.submit(requests)
+    generation = Generation(body, requests, submission, served, NativeFormat())
     return await respond(request, generation, stream=body.stream)

@@ -1,29 +1,16 @@
 """POST /logits: logits as JSON, npy or safetensors, written as they are computed."""
 
-from collections.abc import AsyncIterator, Iterator
-from typing import Annotated, Any
+from typing import Annotated
 
-import numpy as np
-import numpy.typing as npt
-import orjson
 from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
-from model.inference.engine.events import OutputsChunk
-from model.inference.engine.requests import OutputsRequest
-from model.inference.sampling.distribution import largest
-from service.core.errors import bad_request
-from service.core.ids import new_id
-from service.core.state import Ready, Served
-from service.requests.body import body_of, described_by, unless_gone
-from service.requests.prompts import prompt_ids
-from service.requests.resolve import check_choice, check_logprobs, outputs_request, requested_logits
-from service.responses import sse
-from service.responses.tensors.encoding import byte_parts, encoded, json_parts, npy_header
-from service.responses.tensors.negotiation import NPY, RESPONSES, SAFETENSORS, check_form, negotiate
-from service.responses.tensors.reader import OutputsReader, paced
-from service.responses.tensors.safetensors import tensor_file_head
-from service.responses.text import checkpoint_headers, envelope, token_json
+from service.core.state import Ready
+from service.requests.body import body_of, described_by
+from service.requests.resolve import resolve_logits
+from service.responses.tensors.logits import LogitsWriter
+from service.responses.tensors.negotiation import RESPONSES, negotiate
+from service.responses.tensors.stream import stream_tensors
 from service.schemas.tensors import LogitsReply, LogitsRequest
 
 router = APIRouter()
@@ -37,7 +24,7 @@ LogitsBody = Annotated[LogitsRequest, Depends(body_of(LogitsRequest))]
     responses=RESPONSES,
     openapi_extra=described_by(LogitsRequest),
     summary="Logits",
-    tags=["numbers"],
+    tags=["outputs"],
 )
 async def logits(body: LogitsBody, served: Ready, request: Request) -> Response:
     """Logits of the chosen positions: row i predicts the token after position i.
@@ -45,159 +32,7 @@ async def logits(body: LogitsBody, served: Ready, request: Request) -> Response:
     `Accept: application/x-npy` gives one prompt's rows as an array (positions, columns) for
     `numpy.load`, `application/vnd.safetensors` those of all prompts; otherwise JSON."""
     served.check_model(body.model)
-    media_type = negotiate(request.headers.get("accept", "*/*"))
-    prompts = await prompt_ids(body.prompt, served)
-    check_form(media_type, body.dtype, len(prompts))
-    check_choice(body.token_ids, body.top_k, served)
-    if media_type == NPY and body.top_k is not None:
-        raise bad_request(
-            f"top_k has no place in npy; take JSON or {SAFETENSORS}, or name token_ids", "top_k"
-        )
-    writer = LogitsWriter(body, prompts, served)
-    await unless_gone(request, writer.reader.start())
-    return sse.StreamedResponse(
-        writer.pieces(media_type),
-        on_end=writer.reader.end,
-        write_timeout=served.settings.slow_reader_timeout,
-        media_type=media_type,
-        headers=checkpoint_headers(served.checkpoint),
-    )
-
-
-class LogitsWriter:
-    """Writes one prompt's rows after the other's, as they are computed."""
-
-    def __init__(self, body: LogitsRequest, prompts: list[tuple[int, ...]], served: Served) -> None:
-        self._body = body
-        self._served = served
-        self._tokenizer = served.checkpoint.tokenizer
-        wanted = requested_logits(body.stage, body.processing, body.token_ids)
-        requests = [
-            outputs_request(ids, body.positions, wanted, served, timeout=body.timeout)
-            for ids in prompts
-        ]
-        if body.top_k is not None:
-            listed = body.top_k * sum(len(one.positions) for one in requests)
-            check_logprobs("top_k", listed, served)
-        self.reader = OutputsReader(requests, served)
-
-    def pieces(self, media_type: str) -> AsyncIterator[bytes]:
-        """The reply's body."""
-        if media_type == NPY:
-            return self._npy()
-        if media_type != SAFETENSORS:
-            return self._json()
-        return self._tensors() if self._body.top_k is None else self._top_tensors()
-
-    async def _npy(self) -> AsyncIterator[bytes]:
-        request = self.reader.requests[0]
-        yield npy_header((len(request.positions), self._columns), self._body.dtype)
-        async for part in self._row_bytes():
-            yield part
-
-    async def _tensors(self) -> AsyncIterator[bytes]:
-        """`logits` (positions, columns), with the ids and positions of its rows."""
-        yield tensor_file_head(
-            self._served.checkpoint,
-            [("logits", self._body.dtype, self._shapes(self._columns))],
-            self.reader.requests,
-            {"stage": self._body.stage},
-        )
-        async for part in self._row_bytes():
-            yield part
-
-    async def _top_tensors(self) -> AsyncIterator[bytes]:
-        """`top_logits` and `top_ids` (positions, k); -inf and -1 behind those that are left."""
-        count = self._body.top_k or 0
-        yield tensor_file_head(
-            self._served.checkpoint,
-            [
-                ("top_ids", "int64", self._shapes(count)),
-                ("top_logits", self._body.dtype, self._shapes(count)),
-            ],
-            self.reader.requests,
-            {"stage": self._body.stage},
-        )
-        async for request, pieces in self.reader.prompts():
-            ids = np.full((len(request.positions), count), -1, dtype="<i8")
-            values = np.full((len(request.positions), count), -np.inf, dtype=np.float32)
-            filled = 0
-            async for piece in pieces:
-                for row in piece.rows:
-                    best = _kept(row, count)
-                    ids[filled, : len(best)] = best
-                    values[filled, : len(best)] = row[best]
-                    filled += 1
-            for part in (*byte_parts(ids), *byte_parts(encoded(values, self._body.dtype))):
-                yield part
-
-    async def _row_bytes(self) -> AsyncIterator[bytes]:
-        async for _, pieces in self.reader.prompts():
-            async for piece in pieces:
-                for part in byte_parts(encoded(piece.rows, self._body.dtype)):
-                    yield part
-
-    async def _json(self) -> AsyncIterator[bytes]:
-        """The LogitsReply, a row at a time."""
-        head = envelope(new_id("logits"), self._served.checkpoint)
-        head |= {"stage": self._body.stage, "dtype": self._body.dtype}
-        yield orjson.dumps(head)[:-1] + b',"prompts":['
-        index = 0
-        async for request, pieces in self.reader.prompts():
-            yield (b"," if index else b"") + self._prompt_head(index, request)
-            async for part in self._json_rows(pieces):
-                yield part
-            yield b"]}"
-            index += 1
-        yield b"]}"
-
-    def _prompt_head(self, index: int, request: OutputsRequest) -> bytes:
-        """A prompt's JSON up to the bracket that its rows follow."""
-        columns = self._body.token_ids
-        head: dict[str, Any] = {
-            "index": index,
-            "token_ids": list(request.token_ids),
-            "positions": list(request.positions),
-            "columns": columns,
-        }
-        member, other = ("logits", "top") if self._body.top_k is None else ("top", "logits")
-        return orjson.dumps(head | {other: None})[:-1] + f',"{member}":['.encode()
-
-    async def _json_rows(self, pieces: AsyncIterator[OutputsChunk]) -> AsyncIterator[bytes]:
-        comma = b""
-        async for piece in pieces:
-            async for part in paced(self._rows_json(piece, comma), self._served):
-                yield part
-            comma = b","
-
-    def _rows_json(self, piece: OutputsChunk, comma: bytes) -> Iterator[bytes]:
-        """The rows of a piece, one by one."""
-        for row in encoded(piece.rows, self._body.dtype):
-            if self._body.top_k is None:
-                yield comma + b"".join(json_parts(row))
-            else:
-                yield comma + self._top_json(row, self._body.top_k)
-            comma = b","
-
-    def _top_json(self, row: npt.NDArray[Any], count: int) -> bytes:
-        """The largest logits of a row, with their tokens."""
-        return orjson.dumps(
-            [
-                {**token_json(self._tokenizer, int(i)), "logit": float(row[i])}
-                for i in _kept(row, count)
-            ]
-        )
-
-    def _shapes(self, width: int) -> list[tuple[int, ...]]:
-        return [(len(request.positions), width) for request in self.reader.requests]
-
-    @property
-    def _columns(self) -> int:
-        chosen = self._body.token_ids
-        return self._tokenizer.vocab_size if chosen is None else len(chosen)
-
-
-def _kept(row: npt.NDArray[Any], count: int) -> npt.NDArray[np.intp]:
-    """The `count` largest of a row, less those that processing dropped."""
-    best = largest(row, count)
-    return best[row[best] > -np.inf]
+    media_type = negotiate(request, len(body.prompts), body.dtype, top_k=body.top_k)
+    requests = await resolve_logits(body, served)
+    writer = LogitsWriter(body, requests, served)
+    return await stream_tensors(writer, media_type, served, request)

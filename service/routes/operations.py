@@ -46,6 +46,7 @@ def live(state: State, response: Response) -> Health:
 def info(served: Ready) -> Info:
     """The checkpoint, its shape and training, the device, and the limits of a request."""
     checkpoint, settings, computed = served.checkpoint, served.settings, served.computation
+    cost = computed.quantization
     return Info.model_validate(
         {
             "version": VERSION,
@@ -59,7 +60,7 @@ def info(served: Ready) -> Info:
             "decoding": computed.decoding,
             "speculate": settings.speculate,
             "dtype": computed.placement.dtype_name,
-            "quantization": None if computed.rounding is None else computed.rounding.to_dict(),
+            "quantization": None if cost is None else cost.to_dict(),
             "threads": computed.placement.threads,
             "slots": served.slots,
             "kv_cache_bytes": computed.kv_cache_bytes,
@@ -70,8 +71,7 @@ def info(served: Ready) -> Info:
                 "max_queue": settings.max_queue,
                 "max_queue_tokens": settings.max_queue_tokens,
                 "max_queue_elements": settings.max_queue_elements,
-                "max_logprobs": settings.max_logprobs,
-                "max_reply_bytes": settings.max_reply_bytes,
+                "max_reply_elements": settings.max_reply_elements,
                 "max_body_bytes": settings.max_body_bytes,
             },
         }

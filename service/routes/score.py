@@ -15,9 +15,7 @@ from service.core.errors import ERRORS
 from service.core.ids import new_id
 from service.core.state import Ready, Served
 from service.requests.body import body_of, described_by, unless_gone
-from service.requests.prompts import prompt_ids, text_or_ids
-from service.requests.resolve import check_count, check_logprobs, score_request
-from service.requests.submit import submit
+from service.requests.resolve import resolve_score
 from service.responses.tensors.gather import Gathered, gather, logprobs_of, perplexity
 from service.responses.text import envelope, first_likeliest, scored_json, server_timing
 from service.schemas.tensors import ScoreReply, ScoreRequest
@@ -33,24 +31,14 @@ ScoreBody = Annotated[ScoreRequest, Depends(body_of(ScoreRequest))]
     responses=ERRORS,
     openapi_extra=described_by(ScoreRequest),
     summary="How likely given texts are",
-    tags=["numbers"],
+    tags=["outputs"],
 )
 async def score(body: ScoreBody, served: Ready, request: Request) -> Response:
     """The logprob of each prompt, or of continuations of it: as a sum, by token if asked for, as
     perplexity and as bits per byte. A prompt with several continuations is computed once."""
     served.check_model(body.model)
-    check_count("logprobs", body.logprobs, served)
-    given = body.continuations or []
-    prompts = await prompt_ids(body.prompt, served, max(1, len(given)), "continuations")
-    continuations = [await text_or_ids(one, "continuations", served) for one in given]
-    # One more than asked for, so that it is known whether a token was the likeliest.
-    top = max(1, body.logprobs or 0)
-    requests = [
-        score_request(ids, continuations, served, top=top, timeout=body.timeout) for ids in prompts
-    ]
-    scored = [sum(map(len, continuations)) or len(ids) for ids in prompts]
-    check_logprobs("logprobs", sum(scored) * (1 + top), served)
-    computed = await unless_gone(request, gather(submit(served, requests)))
+    requests = await resolve_score(body, served)
+    computed = await unless_gone(request, gather(served.engine.submit(requests)))
     return Response(
         orjson.dumps(_reply(body, requests, computed, served)),
         media_type="application/json",
@@ -65,8 +53,8 @@ def _reply(
     prompts = []
     for index, request in enumerate(requests):
         scores = [
-            _text_score(number, computed.tokens[request.request_id, number], body, tokenizer)
-            for number in range(max(1, len(request.continuations)))
+            _text_score(sequence, computed.tokens[request.request_id, sequence], body, tokenizer)
+            for sequence in range(max(1, len(request.continuations)))
         ]
         scored = {"continuations": scores} if request.continuations else {"score": scores[0]}
         prompts.append({"index": index, "token_ids": request.token_ids, **scored})
@@ -103,4 +91,4 @@ def _text_score(
 
 def _was_likeliest(token: PromptToken) -> bool:
     """Whether temperature 0 would have given it: of equals, only the one of the lowest id."""
-    return [one.token_id for one in token.top[:1]] == [token.token_id]
+    return [likeliest.token_id for likeliest in token.top[:1]] == [token.token_id]

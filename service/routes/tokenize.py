@@ -18,7 +18,7 @@ from service.core.errors import ERRORS, bad_request
 from service.core.ids import new_id
 from service.core.state import Ready, Served, ServiceState, State
 from service.requests.body import body_of, described_by, unless_gone
-from service.requests.prompts import THREAD_CHARACTERS, encode_text
+from service.requests.encode import THREAD_CHARACTERS, encode_text
 from service.responses.text import checkpoint_name, envelope, token_json
 from service.schemas.tokenizer import (
     MAX_PIECES,

@@ -6,11 +6,10 @@ replies themselves are written as plain dicts, which is several times faster.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
-    AliasChoices,
     BaseModel,
     ConfigDict,
     Field,
@@ -21,15 +20,6 @@ from pydantic import (
 MAX_IDS = 2**20
 MAX_PROMPTS = 4096
 MAX_STOP_TEXTS = 64
-
-ALIASES: Mapping[str, str] = {"inputs": "prompt", "max_new_tokens": "max_tokens"}
-"""Second names of request fields, as clients of other servers write them."""
-
-
-def names_of(field: str) -> AliasChoices:
-    """What a field may be called in a body."""
-    return AliasChoices(field, *(alias for alias, name in ALIASES.items() if name == field))
-
 
 MAX_CHOICES = 1024
 MAX_CONSTRAINT = 2**15
@@ -44,11 +34,7 @@ ChosenIds = Annotated[TokenIds, Field(min_length=1)]
 Prompts = Annotated[list[Text | TokenIds], Field(max_length=MAX_PROMPTS, fail_fast=True)]
 Prompt = Annotated[
     Text | TokenIds | Prompts,
-    Field(
-        validation_alias=names_of("prompt"),
-        description="A text, a list of token ids, or a list of texts and lists of ids. "
-        "Also called `inputs`.",
-    ),
+    Field(description="A text, a list of token ids, or a list of texts and lists of ids."),
 ]
 Examples = Mapping[str, Mapping[str, Any]]
 """Bodies that can be sent as they are, by what each one shows; /docs offers them."""
@@ -96,6 +82,21 @@ class RequestBody(BaseModel):
     )
 
 
+class PromptBody(RequestBody):
+    """A request for one or many prompts."""
+
+    prompt: Prompt
+
+    @property
+    def prompts(self) -> Sequence[str | Sequence[int]]:
+        """The prompts, also where the body gives one without a list around it."""
+        prompt: Any = self.prompt
+        if isinstance(prompt, str) or not prompt or isinstance(prompt[0], int):
+            prompt = [prompt]
+        prompts: Sequence[str | Sequence[int]] = prompt
+        return prompts
+
+
 class ReplyBody(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
@@ -103,7 +104,7 @@ class ReplyBody(BaseModel):
 # POST /generate
 
 
-class GenerateRequest(RequestBody):
+class GenerateRequest(PromptBody):
     """Generate text after one or many prompts."""
 
     examples: ClassVar[Examples] = {
@@ -156,13 +157,11 @@ class GenerateRequest(RequestBody):
         },
     }
 
-    prompt: Prompt
     max_tokens: int | None = Field(
         None,
         ge=1,
         lt=2**31,
-        validation_alias=names_of("max_tokens"),
-        description="Tokens to generate at most. Absent: what fits. Also called `max_new_tokens`.",
+        description="Tokens to generate at most. Absent: what fits.",
     )
     temperature: Temperature = Field(1.0, description="0 is greedy.")
     top_k: TopK = Field(0, description="Sample from the k likeliest. 0: all.")

@@ -17,7 +17,7 @@ from service.schemas.generate import (
     Examples,
     GenerateRequest,
     ModelName,
-    Prompt,
+    PromptBody,
     ReplyBody,
     RequestBody,
     Text,
@@ -109,7 +109,7 @@ class ResponseFormat(RequestBody):
 # POST /v1/completions
 
 
-class CompletionRequest(RequestBody):
+class CompletionRequest(PromptBody):
     """Continue one or many prompts, in OpenAI's shape."""
 
     examples: ClassVar[Examples] = {
@@ -132,7 +132,6 @@ class CompletionRequest(RequestBody):
         },
     }
 
-    prompt: Prompt
     model: ModelName = None
     max_tokens: int | None = Field(
         None,

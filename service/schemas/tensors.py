@@ -19,7 +19,7 @@ from service.schemas.generate import (
     MinP,
     ModelName,
     PresencePenalty,
-    Prompt,
+    PromptBody,
     RepetitionPenalty,
     ReplyBody,
     RequestBody,
@@ -108,7 +108,7 @@ class Processing(RequestBody):
 # POST /logits
 
 
-class LogitsRequest(RequestBody):
+class LogitsRequest(PromptBody):
     """Logits of one or many prompts."""
 
     examples: ClassVar[Examples] = {
@@ -127,7 +127,6 @@ class LogitsRequest(RequestBody):
         },
     }
 
-    prompt: Prompt
     positions: PositionChoice = "last"
     token_ids: ChosenIds | None = Field(None, description="Columns. Absent: the whole vocabulary.")
     top_k: int | None = Field(
@@ -166,14 +165,14 @@ class PromptLogits(ReplyBody):
     top: list[list[TopLogit]] | None = Field(description="With top_k, instead of logits.")
 
 
-class NumbersReply(ReplyBody):
+class TensorReply(ReplyBody):
     id: str
     created: int
     model: str
     checkpoint: CheckpointName
 
 
-class LogitsReply(NumbersReply):
+class LogitsReply(TensorReply):
     stage: Stage
     dtype: HalfOrFull
     prompts: list[PromptLogits]
@@ -182,7 +181,7 @@ class LogitsReply(NumbersReply):
 # POST /probs
 
 
-class ProbsRequest(RequestBody):
+class ProbsRequest(PromptBody):
     """The distribution of the token after each prompt. Nothing is sampled."""
 
     examples: ClassVar[Examples] = {
@@ -198,7 +197,6 @@ class ProbsRequest(RequestBody):
         },
     }
 
-    prompt: Prompt
     top_k: int | None = Field(
         None,
         ge=1,
@@ -251,7 +249,7 @@ class PromptProbs(ReplyBody):
     )
 
 
-class ProbsReply(NumbersReply):
+class ProbsReply(TensorReply):
     stage: Stage
     prompts: list[PromptProbs]
 
@@ -259,7 +257,7 @@ class ProbsReply(NumbersReply):
 # POST /score
 
 
-class ScoreRequest(RequestBody):
+class ScoreRequest(PromptBody):
     """How likely given texts are: each prompt as a whole, or continuations of it."""
 
     examples: ClassVar[Examples] = {
@@ -271,7 +269,6 @@ class ScoreRequest(RequestBody):
         "Two texts": {"prompt": ["return None", "return Nobody"]},
     }
 
-    prompt: Prompt
     continuations: (
         Annotated[
             list[Text | TokenIds],
@@ -317,7 +314,7 @@ class ScoreUsage(ReplyBody):
     cached_tokens: int
 
 
-class ScoreReply(NumbersReply):
+class ScoreReply(TensorReply):
     prompts: list[PromptScores]
     usage: ScoreUsage
 
@@ -325,7 +322,7 @@ class ScoreReply(NumbersReply):
 # POST /hidden_states, POST /attention
 
 
-class HiddenStatesRequest(RequestBody):
+class HiddenStatesRequest(PromptBody):
     """The residual stream at chosen layers and positions."""
 
     examples: ClassVar[Examples] = {
@@ -337,7 +334,6 @@ class HiddenStatesRequest(RequestBody):
         },
     }
 
-    prompt: Prompt
     layers: Places | None = Field(
         None,
         description="0 is after the embeddings, i after block i, before the final norm; negative "
@@ -357,12 +353,12 @@ class PromptHiddenStates(ReplyBody):
     hidden_states: list[list[list[float]]] = Field(description="(layers, positions, d_model)")
 
 
-class HiddenStatesReply(NumbersReply):
+class HiddenStatesReply(TensorReply):
     dtype: HalfOrFull
     prompts: list[PromptHiddenStates]
 
 
-class AttentionRequest(RequestBody):
+class AttentionRequest(PromptBody):
     """Attention weights: how much each position looks at each before it, by layer and head."""
 
     examples: ClassVar[Examples] = {
@@ -378,7 +374,6 @@ class AttentionRequest(RequestBody):
         },
     }
 
-    prompt: Prompt
     layers: Places | None = Field(None, description="Blocks, from 0. Absent: all.")
     heads: Places | None = Field(None, description="From 0. Absent: all.")
     positions: PositionChoice = "last"
@@ -398,6 +393,6 @@ class PromptAttention(ReplyBody):
     )
 
 
-class AttentionReply(NumbersReply):
+class AttentionReply(TensorReply):
     dtype: HalfOrFull
     prompts: list[PromptAttention]

@@ -16,7 +16,6 @@ from service.schemas.generate import (
     ReplyBody,
     RequestBody,
     TokenIds,
-    names_of,
 )
 
 MAX_PIECES = 2**14
@@ -39,8 +38,7 @@ class TokenizeRequest(RequestBody):
     }
 
     prompt: str | Annotated[list[str], Field(max_length=MAX_PROMPTS)] = Field(
-        validation_alias=names_of("prompt"),
-        description="A text, or a list of texts. Also called `inputs`.",
+        description="A text, or a list of texts.",
     )
     special_tokens: Literal["ids", "text"] = Field(
         "ids",

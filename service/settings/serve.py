@@ -33,7 +33,7 @@ from service.settings.common import (
 def _origin(text: str) -> str:
     if not re.fullmatch(r"\*|[a-z][a-z0-9+.-]*://[^\s/?#A-Z]+", text):
         raise ValueError(
-            "an origin is * or written as https://host or https://host:port, in small letters"
+            "an origin is * or written as https://host or https://host:port, in lower case"
         )
     return text
 
@@ -50,7 +50,7 @@ Origins = Annotated[
     BeforeValidator(split_list),
     Field(
         description="origins, such as https://example.org, whose pages may read replies in a "
-        "browser, with commas between them; * is any"
+        "browser, separated by commas; * is any"
     ),
 ]
 
@@ -60,8 +60,8 @@ PublicPaths = Annotated[
     NoDecode,
     BeforeValidator(split_list),
     Field(
-        description="paths that answer without an API key, with what is below them and commas "
-        "between them; /health always does"
+        description="paths that answer without an API key, and everything below them, separated "
+        "by commas; /health always does"
     ),
 ]
 
@@ -81,30 +81,30 @@ class ServeSettings(BaseSettings):
     quantize: Quantize = "none"
     validation_text: Path | None = Field(
         None,
-        description="UTF-8 text on which it is measured what --quantize costs; without one the "
+        description="UTF-8 text to measure the loss of --quantize on; if not given the "
         "checkpoint's own validation text, where it can be found",
     )
     batch_invariant: bool = Field(
         False,
-        description="the same bits for a request in any company: on a CPU that is always so, on "
-        "CUDA every step then takes the time of the largest",
+        description="batch invariance: the same bits for a request whatever else is in the batch. "
+        "Always so on a CPU; on CUDA every step then takes as long as the largest",
     )
     slots: int | None = Field(
         None,
         ge=1,
         le=4096,
         description=f"sequences in the KV cache at once; if not given {EngineConfig().slots}, or "
-        "what the next two make of memory",
+        "as many as --kv-cache-bytes or --gpu-memory-utilization allow",
     )
     kv_cache_bytes: int | None = Field(
-        None, ge=1, description="keys and values at most: as many slots as fit, up to 4096"
+        None, ge=1, description="size of the KV cache: as many slots as fit, up to 4096"
     )
     gpu_memory_utilization: float | None = Field(
         None,
         gt=0,
         le=1,
-        description="share of a GPU's memory to use, weights and what others hold included: as "
-        "many slots as fit, up to 4096",
+        description="share of a GPU's memory to use, including the weights and other processes: "
+        "as many slots as fit, up to 4096",
     )
     prefill_chunk: int = Field(
         EngineConfig().prefill_chunk,
@@ -117,13 +117,13 @@ class ServeSettings(BaseSettings):
     )
     speculate: Speculation = Field(
         EngineConfig().speculate,
-        description="ngram guesses tokens where a text repeats itself and verifies several in one "
-        "step: the same answers, sooner",
+        description="speculative decoding: ngram drafts tokens where a text repeats itself and "
+        "verifies several in one step. The answers are the same, and come sooner",
     )
     engine: Literal["thread", "process"] = Field(
         "thread",
         description="where the engine runs: in a thread of the server, or in a process of its own, "
-        "which pays where steps are so short that writing tokens holds them up",
+        "which is faster where steps take about a millisecond and processors are free",
     )
     max_queue: int = Field(
         256, ge=0, description="sequences that may wait for a slot; more are answered 429"
@@ -134,23 +134,18 @@ class ServeSettings(BaseSettings):
     max_queue_elements: int = Field(
         2**32,
         ge=1,
-        description="output elements (positions times width) of requests waiting or running at "
-        "most; above it: 429",
+        description="output elements (positions times width) of all requests that wait or run; "
+        "more are answered 429",
     )
     max_sequences: int = Field(
         64, ge=1, description="sequences (prompts times n) in one request at most"
     )
-    max_logprobs: int = Field(
-        2**18,
-        ge=1,
-        description="logprobs in one reply at most: generated tokens times (1 + logprobs), "
-        "or prompts times listed tokens",
-    )
-    max_reply_bytes: int = Field(
-        64 * 2**20,
-        ge=2**16,
-        description="hidden states and attention weights in one reply at most, and those that all "
-        "replies may hold together",
+    max_reply_elements: int = Field(
+        2**24,
+        ge=2**12,
+        description="output elements that one reply may hold in memory at most: those of hidden "
+        "states and attention weights (float16 counts half), and 64 for each logprob it lists; "
+        "also the limit of the arrays that all replies hold together",
     )
     max_body_bytes: int = Field(4 * 2**20, ge=1024, description="request body at most")
     constraint_timeout: float = Field(
@@ -167,11 +162,11 @@ class ServeSettings(BaseSettings):
     )
     api_keys: SecretStr | None = Field(
         None,
-        description="keys of which a request must send one, as NAME=KEY,NAME=KEY; better set by "
-        "environment or --api-key-file, because every user of a machine can see its flags",
+        description="API keys, as NAME=KEY,NAME=KEY; a request must send one of them. Better set "
+        "by environment or --api-key-file, because every user of a machine can see its flags",
     )
     api_key_file: Path | None = Field(
-        None, description="file of such keys, a NAME=KEY on each line; # begins a comment line"
+        None, description="file of API keys, one NAME=KEY on each line; # begins a comment line"
     )
     public_endpoints: PublicPaths = ("/", "/static", "/docs", "/openapi.json", "/version")
     cors_origins: Origins = ()
@@ -179,9 +174,9 @@ class ServeSettings(BaseSettings):
 
     @field_validator("kv_cache_bytes", "gpu_memory_utilization")
     @classmethod
-    def _one_word_on_slots(cls, value: float | None, info: ValidationInfo) -> float | None:
+    def _one_way_to_set_slots(cls, value: float | None, info: ValidationInfo) -> float | None:
         if value is not None:
             for other in ("slots", "kv_cache_bytes"):
                 if info.data.get(other) is not None:
-                    raise ValueError(f"it says how many slots there are, and so does {other}")
+                    raise ValueError(f"it sets the number of slots, and so does {other}; give one")
         return value

@@ -19,7 +19,7 @@ import uvicorn
 from model.inference.engine.engine import Engine
 from service.app.app import create_app
 from service.core.state import Served, ServiceState
-from service.engine.driver import EngineTurns
+from service.engine.driver import LocalDriver
 from service.settings.serve import ServeSettings
 from tests.service.spelling import long_prompt
 
@@ -147,9 +147,9 @@ def serve_settings(checkpoint: Path, **settings: Any) -> ServeSettings:
 
 def engine_of(server: Serving) -> Engine:
     """The engine of a service that has it in a thread, to break it."""
-    turns = server.served.engine._turns
-    assert isinstance(turns, EngineTurns)
-    return turns._engine
+    driver = server.served.engine._driver
+    assert isinstance(driver, LocalDriver)
+    return driver._engine
 
 
 def client(url: str) -> httpx.Client:

@@ -196,7 +196,7 @@ def test_what_the_queue_never_holds_is_refused_for_good(numbers_server: Serving)
         assert response.status_code == 400
         error = ErrorReply.model_validate(response.json()).error
         assert error.message == (
-            f"the request asks for {elements} elements (rows times what each is wide), the queue "
+            f"the request asks for {elements} output elements (positions times width), the queue "
             f"never holds more than {limit}. Ask for fewer prompts or positions at once, or raise "
             "--max-queue-elements"
         )

@@ -72,8 +72,8 @@ def test_defaults_of_the_engine_stand_in_the_engine() -> None:
         (("--kv-cache-bytes", "9", "--gpu-memory-utilization", "0.5"), "gpu_memory_utilization"),
     ],
 )
-def test_slots_are_said_once(flags: tuple[str, ...], field: str) -> None:
-    with pytest.raises(ValidationError, match="how many slots there are, and so does") as caught:
+def test_the_number_of_slots_is_set_once(flags: tuple[str, ...], field: str) -> None:
+    with pytest.raises(ValidationError, match="it sets the number of slots, and so does") as caught:
         serve(*flags)
     assert [error["loc"] for error in caught.value.errors()] == [(field,)]
     assert getattr(serve(*flags[:2]), flags[0][2:].replace("-", "_")) == int(flags[1])
@@ -93,7 +93,7 @@ def test_the_default_address_is_reachable_from_this_machine_alone() -> None:
     ("field", "value"),
     [("port", -1), ("port", 65536), ("slots", 0), ("prefill_chunk", 33), ("prefill_chunk", 0),
      ("max_queue", -1), ("max_queue_elements", 0), ("max_sequences", 0), ("max_body_bytes", 10),
-     ("max_logprobs", 0),
+     ("max_reply_elements", 0),
      ("slow_reader_timeout", 0), ("slow_reader_timeout", math.inf),
      ("slow_reader_timeout", math.nan), ("drain_timeout", -1), ("drain_timeout", math.inf),
      ("drain_timeout", math.nan), ("dtype", "int8"), ("speculate", "yes"),

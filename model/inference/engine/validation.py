@@ -164,7 +164,7 @@ def _check_scores(request: ScoreRequest, config: GPTConfig) -> None:
             )
         check_token_ids("continuations", continuation, config.vocab_size)
         check_prompt_fits(length + len(continuation), config.context_length, continued=True)
-    check_count("top", request.top, config.vocab_size)
+    check_count("logprobs", request.top, config.vocab_size)
 
 
 def _check_indices(param: str, indices: Collection[int], count: int, what: str) -> None:

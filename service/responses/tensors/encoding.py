@@ -65,7 +65,7 @@ def safetensors_header(tensors: Iterable[TensorSpec], metadata: Mapping[str, str
 
 
 def encoded(values: Array, dtype: DType) -> Array:
-    """float32 numbers in the form asked for, contiguous; bfloat16 as the uint16 of its bits."""
+    """float32 elements as `dtype`, contiguous; bfloat16 as the uint16 of its bits."""
     if dtype != "bfloat16":
         return np.ascontiguousarray(values, dtype=np.dtype(dtype).newbyteorder("<"))
     bits = np.ascontiguousarray(values, dtype="<f4").view("<u4")

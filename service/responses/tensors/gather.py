@@ -1,4 +1,4 @@
-"""Gathering: everything that a submission computes, for replies small enough to be held."""
+"""Gather: everything that a submission computes, for replies small enough to be held."""
 
 import math
 from collections.abc import Sequence
@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from model.inference.engine.events import FinishEvent, OutputsChunk, PromptEvent, PromptToken
-from service.core.errors import from_finish, unavailable
-from service.engine.submission import EngineStopped, Submission
+from service.core.errors import from_finish
+from service.engine.submission import Submission
 
 MOST_NATS = 700.0
 """exp of more leaves float64."""
@@ -23,8 +23,8 @@ class Gathered:
 
 
 async def gather(submission: Submission) -> Gathered:
-    """Wait for all of a submission. Raises ApiError when a sequence ended without its numbers;
-    whatever ends this call ends the submission."""
+    """Wait for all of a submission. Raises ApiError when a sequence ended early, EngineStopped when
+    the engine failed; whatever ends this call ends the submission."""
     gathered = Gathered()
     try:
         while not submission.finished:
@@ -38,8 +38,6 @@ async def gather(submission: Submission) -> Gathered:
                         if (failure := from_finish(event)) is not None:
                             raise failure
                         gathered.finishes.append(event)
-    except EngineStopped as error:
-        raise unavailable(str(error)) from error
     finally:
         submission.abort()
     return gathered

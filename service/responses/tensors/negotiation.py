@@ -1,6 +1,8 @@
-"""Negotiation: the form of a reply that carries numbers, by the request's `Accept`."""
+"""Negotiation: the form of a reply of tensors, by the request's `Accept`."""
 
 from typing import Any
+
+from fastapi import Request
 
 from service.core.errors import ERRORS, ApiError, bad_request, clip
 
@@ -12,13 +14,32 @@ _BINARY = {"schema": {"type": "string", "format": "binary"}}
 RESPONSES: dict[int | str, dict[str, Any]] = {
     **ERRORS,
     200: {"content": {NPY: _BINARY, SAFETENSORS: _BINARY}},
-    406: ERRORS[400] | {"description": "`Accept` names no format of this endpoint"},
+    406: ERRORS[400] | {"description": "`Accept` does not name a format of this endpoint"},
 }
 """What such an endpoint can answer, for its OpenAPI description."""
 
 
-def negotiate(accept: str) -> str:
-    """The format to answer in: the first that is known, JSON when anything is welcome."""
+def negotiate(request: Request, prompts: int, dtype: str, *, top_k: int | None = None) -> str:
+    """The media type to answer in, unless it cannot hold so many prompts, the dtype or `top_k`."""
+    media_type = _accepted(request.headers.get("accept", "*/*"))
+    if media_type == NPY and prompts > 1:
+        raise bad_request(
+            f"npy holds one array; the request has {prompts} prompts. Take {SAFETENSORS} or JSON",
+            "prompt",
+        )
+    if dtype == "bfloat16" and media_type != SAFETENSORS:
+        raise bad_request(
+            f"{media_type} cannot hold bfloat16; take {SAFETENSORS}, or another dtype", "dtype"
+        )
+    if media_type == NPY and top_k is not None:
+        raise bad_request(
+            f"npy cannot hold top_k; take JSON or {SAFETENSORS}, or choose token_ids", "top_k"
+        )
+    return media_type
+
+
+def _accepted(accept: str) -> str:
+    """The first format that is known; JSON where anything is accepted."""
     for part in accept.split(","):
         media_type = part.partition(";")[0].strip().lower()
         if media_type in (NPY, SAFETENSORS):
@@ -30,16 +51,3 @@ def negotiate(accept: str) -> str:
         "invalid_request_error",
         f"Accept is {clip(accept)!r}; this endpoint gives {JSON}, {NPY} and {SAFETENSORS}",
     )
-
-
-def check_form(media_type: str, dtype: str, prompts: int) -> None:
-    """Refuse what a form cannot hold."""
-    if media_type == NPY and prompts > 1:
-        raise bad_request(
-            f"npy holds one array; the request has {prompts} prompts. Take {SAFETENSORS} or JSON",
-            "prompt",
-        )
-    if dtype == "bfloat16" and media_type != SAFETENSORS:
-        raise bad_request(
-            f"bfloat16 has no place in {media_type}; take {SAFETENSORS}, or another dtype", "dtype"
-        )

@@ -1,8 +1,8 @@
-"""Rows: what the engine computes at the positions of prompts, as it comes.
+"""OutputsReader: what the engine computes at the positions of prompts, as it comes.
 
-Prompts are computed one after the other, each a piece of positions at a time, and the engine
-computes the next piece but one only as they are taken: a reply is written while it is computed and
-never held whole. In which bytes it is written is the business of `arrays.py` and the routes.
+Prompts are computed one after another, each a chunk of positions at a time. The engine computes at
+most one chunk ahead of what was taken: a reply is written while it is computed and never held as a
+whole. Not here: the bytes in which it is written (`logits.py`, `arrays.py`).
 """
 
 import asyncio
@@ -11,25 +11,25 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 
 from model.inference.engine.events import FinishEvent, OutputsChunk
 from model.inference.engine.requests import OutputsRequest
-from service.core.errors import from_finish, unavailable
+from service.core.errors import from_finish
 from service.core.state import Served
-from service.engine.submission import EngineStopped, Submission
-from service.requests.submit import reserve, submit_next
+from service.engine.submission import Submission
 
-PAUSE = 4
+PAUSE_FACTOR = 4
+"""Pause after a part, as a multiple of the time that it took to make."""
 
 
 class OutputsReader:
     """The rows of several prompts, in order.
 
-    Once the status is sent an error can only break the connection off. So the room of all prompts
-    is taken at once, and the first rows are awaited (`start`) before anything is written.
+    Once the status is sent, an error can only break the connection off. So room for all prompts is
+    reserved at once, and the first rows are awaited (`start`) before anything is written.
     """
 
     def __init__(self, requests: Sequence[OutputsRequest], served: Served) -> None:
         self.requests = tuple(requests)
-        self._reservation = reserve(served, list(requests))
-        self._submission = submit_next(self._reservation)
+        self._reservation = served.engine.reserve(self.requests)
+        self._submission = self._reservation.submit_next()
         self._rows = read_rows(self._submission)
         self._first: OutputsChunk | None = None
 
@@ -47,10 +47,10 @@ class OutputsReader:
         self._reservation.release()
 
     async def prompts(self) -> AsyncIterator[tuple[OutputsRequest, AsyncIterator[OutputsChunk]]]:
-        """Each request with its pieces, which are to be taken before the next request."""
+        """Each request with its chunks, which are to be taken before the next request."""
         for index, request in enumerate(self.requests):
             if index:
-                self._submission = submit_next(self._reservation)
+                self._submission = self._reservation.submit_next()
                 self._rows = read_rows(self._submission)
             yield request, self._pieces()
 
@@ -63,8 +63,9 @@ class OutputsReader:
 
 
 async def paced(parts: Iterator[bytes], served: Served) -> AsyncIterator[bytes]:
-    """Parts whose making keeps the interpreter for itself (JSON does), with pauses PAUSE times as
-    long as they took while somebody decodes: the engine's thread needs the interpreter too."""
+    """Parts that keep the interpreter busy while they are made, as JSON does. While tokens are
+    decoded, a pause follows each part, PAUSE_FACTOR times as long as the part took: the engine's
+    thread needs the interpreter too."""
     while True:
         began = time.perf_counter()
         part = next(parts, None)
@@ -73,20 +74,16 @@ async def paced(parts: Iterator[bytes], served: Served) -> AsyncIterator[bytes]:
         took = time.perf_counter() - began
         yield part
         if served.engine.decoding:
-            await asyncio.sleep(PAUSE * took)
+            await asyncio.sleep(PAUSE_FACTOR * took)
 
 
 async def read_rows(submission: Submission) -> AsyncIterator[OutputsChunk]:
-    """The pieces of a submission's requests, in the order of their positions each.
+    """The chunks of a submission's requests, each in the order of its positions.
 
-    Raises ApiError when a request ended before its last row.
+    Raises ApiError when a request ended before its last row, EngineStopped when the engine failed.
     """
     while not submission.finished:
-        try:
-            events = await submission.take()
-        except EngineStopped as error:
-            raise unavailable(str(error)) from error
-        for event in events:
+        for event in await submission.take():
             if isinstance(event, OutputsChunk):
                 yield event
             elif isinstance(event, FinishEvent) and (failure := from_finish(event)) is not None:

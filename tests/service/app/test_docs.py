@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from service.schemas.generate import ALIASES, GenerateRequest, RequestBody
+from service.schemas.generate import GenerateRequest, RequestBody
 from service.schemas.openai import ChatRequest, CompletionRequest
 from service.schemas.tensors import (
     AttentionRequest,
@@ -141,17 +141,6 @@ def test_a_status_that_is_not_documented_fails_a_test(server: Serving) -> None:
     finally:
         app.openapi_schema = described
     assert server.post("/generate", {"prompt": ""}).status_code == 400
-
-
-def test_second_names_of_fields_are_told(document: dict[str, Any]) -> None:
-    schemas = document["components"]["schemas"]
-    for path, model in BODIES.items():
-        if path.startswith("/v1/"):
-            continue  # OpenAI's names alone
-        for field, description in schemas[model.__name__]["properties"].items():
-            for alias, name in ALIASES.items():
-                told = f"Also called `{alias}`" in description["description"]
-                assert told == (field == name), (path, field)
 
 
 def test_the_page_uses_local_files_alone(server: Serving) -> None:

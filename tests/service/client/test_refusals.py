@@ -68,7 +68,7 @@ def test_a_wrong_field(server: Serving, connect: Connect) -> None:
     assert (error.status, error.type, error.param, error.code) == (
         400, "invalid_request_error", "temprature", None,
     )  # fmt: skip
-    assert error.message == "temprature is no field of this endpoint"
+    assert error.message == "unknown field 'temprature'; did you mean 'temperature'?"
     assert error.retry_after is None
     error = refused(BadRequestError, lambda: client.logits("x", top_k=1000))
     assert error.message == "top_k is 1000; the vocabulary has 257 ids"

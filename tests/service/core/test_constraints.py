@@ -1,7 +1,6 @@
 """Constraints are compiled once, within a time, and kept within bounds; whoever waits or leaves."""
 
 import asyncio
-import json
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
@@ -10,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from model.inference.constraints import cache as kept_constraints
+from model.inference.constraints import cache
 from model.inference.constraints.compiler import Compiler, Constraint, Source
 from model.inference.constraints.sandbox import Checker
 from service.core import constraints as module
-from service.core.constraints import Constraints, source_of
+from service.core.constraints import Constraints
 from service.core.errors import ApiError
 from service.core.metrics import Metrics
-from service.schemas.generate import GenerateRequest
+from service.engine.build import Unavailable
 from tests.model.factories import byte_tokenizer
 from tests.model.inference.constraints.test_sandbox import SLOW
 from tests.service.serving import PATIENCE, eventually
@@ -64,7 +63,9 @@ class WatchedCompiler(Compiler):
 class Bench:
     """Constraints, and what they did."""
 
-    def __init__(self, compiler: Compiler | str = COMPILER, timeout: float = PATIENCE) -> None:
+    def __init__(
+        self, compiler: Compiler | Unavailable = COMPILER, timeout: float = PATIENCE
+    ) -> None:
         self.checker = CountingChecker()
         self.metrics = Metrics()
         self.constraints = Constraints(
@@ -89,7 +90,7 @@ def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
 
 @asynccontextmanager
 async def bench(
-    compiler: Compiler | str = COMPILER, timeout: float = PATIENCE
+    compiler: Compiler | Unavailable = COMPILER, timeout: float = PATIENCE
 ) -> AsyncIterator[Bench]:
     made = Bench(compiler, timeout)
     try:
@@ -113,7 +114,7 @@ def test_the_same_is_compiled_once_however_many_ask() -> None:
         async with bench() as b:
             found = await asyncio.gather(*(b.constraints.compiled(GOOD) for _ in range(20)))
             assert all(one is found[0] for one in found)
-            assert b.constraints.kept(GOOD) is found[0]
+            assert b.constraints.cached(GOOD) is found[0]
             assert await b.constraints.compiled(GOOD) is found[0]
             assert b.checker.checked == [GOOD]
             assert (b.count("compiled"), b.count("kept"), b.kept) == (20, 2, 1)
@@ -136,36 +137,36 @@ def test_kinds_with_the_same_text_are_different() -> None:
 
 
 def test_the_least_recently_used_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kept_constraints, "MAX_KEPT", 3)
+    monkeypatch.setattr(cache, "MAX_KEPT", 3)
 
     async def test() -> None:
         async with bench() as b:
             for i in range(3):
                 await b.constraints.compiled(literal(i))
-            assert b.constraints.kept(literal(0))
+            assert b.constraints.cached(literal(0))
             await b.constraints.compiled(literal(3))
             assert b.kept == 3
-            assert [bool(b.constraints.kept(literal(i))) for i in range(4)] == [1, 0, 1, 1]
+            assert [bool(b.constraints.cached(literal(i))) for i in range(4)] == [1, 0, 1, 1]
 
     run(test)
 
 
 def test_what_is_kept_is_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kept_constraints, "MAX_BYTES", 1000)
+    monkeypatch.setattr(cache, "MAX_BYTES", 1000)
 
     async def test() -> None:
         async with bench() as b:
             for i, size in enumerate((400, 500, 300, 1000, 1001)):
                 b.checker.size = size
                 await b.constraints.compiled(literal(i))
-                kept = [j for j in range(5) if literal(j) in b.constraints._kept]
+                kept = [j for j in range(5) if literal(j) in b.constraints._cache]
                 assert kept == [[0], [0, 1], [1, 2], [3], []][i]
                 assert b.kept == len(kept)
             b.checker.size = 0  # nothing takes less than its text
             for i in range(200):
                 await b.constraints.compiled(literal(i))
-            assert b.kept == kept_constraints.MAX_KEPT
-            monkeypatch.setattr(kept_constraints, "MAX_BYTES", 3 * len("text 0"))
+            assert b.kept == cache.MAX_KEPT
+            monkeypatch.setattr(cache, "MAX_BYTES", 3 * len("text 0"))
             await b.constraints.compiled(literal(200))
             assert b.kept == 2
 
@@ -177,11 +178,11 @@ def test_a_worn_constraint_is_compiled_again() -> None:
         async with bench() as b:
             first = await b.constraints.compiled(GOOD)
             first.worn = True
-            assert b.constraints.kept(GOOD) is None
+            assert b.constraints.cached(GOOD) is None
             assert b.kept == 0
             again = await b.constraints.compiled(GOOD)
             assert again is not first
-            assert b.constraints._kept.size < 2 * (2**20)
+            assert b.constraints._cache.size < 2 * (2**20)
 
     run(test)
 
@@ -319,7 +320,7 @@ def test_nothing_is_compiled_on_the_event_loop() -> None:
 
 def test_without_a_compiler_it_is_said_why() -> None:
     async def test() -> None:
-        async with bench("constraints need llguidance") as b:
+        async with bench(Unavailable("constraints need llguidance")) as b:
             error = await error_of(b.constraints.compiled(GOOD))
             assert (error.status, error.message) == (400, "regex: constraints need llguidance")
             assert b.checker.checked == []
@@ -341,24 +342,3 @@ def test_closing_in_the_middle_of_a_check_leaves_nothing_behind() -> None:
             eventually(lambda: process.poll() is not None)
 
     run(test)
-
-
-@pytest.mark.parametrize(
-    ("fields", "source"),
-    [
-        ({}, None),
-        ({"regex": "a"}, Source("regex", "a")),
-        ({"grammar": 'start: "a"'}, Source("grammar", 'start: "a"')),
-        ({"choice": ["b", "a"]}, Source("choice", '["b", "a"]')),
-        ({"json_schema": {"b": 1, "a": 1.0}}, Source("json_schema", '{"b": 1, "a": 1.0}')),
-    ],
-)
-def test_the_source_of_a_body_keeps_every_order(fields: Any, source: Source | None) -> None:
-    body = GenerateRequest.model_validate_json(json.dumps({"prompt": "x", **fields}))
-    assert source_of(body) == source
-
-
-def test_a_number_that_json_cannot_hold_is_refused() -> None:
-    body = GenerateRequest.model_validate_json('{"prompt": "x", "json_schema": {"const": 1e999}}')
-    with pytest.raises(ApiError, match="number that is too large"):
-        source_of(body)

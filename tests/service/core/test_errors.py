@@ -1,6 +1,7 @@
 """Errors: one shape, small, with a sentence; without a server."""
 
 import json
+import time
 
 import pytest
 from hypothesis import given
@@ -8,20 +9,22 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from model.inference.engine.events import FinishEvent, FinishReason, SequenceTimes
-from model.inference.errors import InvalidRequest
+from model.inference.errors import ContextLengthExceeded, InvalidRequest
 from service.core.errors import (
+    MAX_REPORTED,
     ApiError,
+    as_api_error,
     bad_request,
     body_too_large,
     client_gone,
     clip,
-    context_too_long,
     from_finish,
-    from_invalid,
     from_validation,
     internal_error,
     unavailable,
 )
+from service.engine.admission import QueueFull
+from service.engine.submission import EngineStopped
 from service.schemas.generate import ErrorReply, GenerateRequest, RequestBody
 from service.schemas.tensors import LogitsRequest
 
@@ -104,7 +107,14 @@ def test_our_own_bug_tells_the_request_id_and_nothing_else() -> None:
         ("{}", "prompt", "prompt is required"),
         ("[]", None, "the body must be a JSON object"),
         ('{"prompt": "a", "temprature": 1}', "temprature",
-         "temprature is no field of this endpoint"),
+         "unknown field 'temprature'; did you mean 'temperature'?"),
+        ('{"prompt": "a", "zzz": 1}', "zzz", "unknown field 'zzz'"),
+        ('{"prompt": "a", "max_new_tokens": 5}', "max_new_tokens",
+         "unknown field 'max_new_tokens'; did you mean 'max_tokens'?"),
+        ('{"prompt": "a", "inputs": "b"}', "inputs",
+         "unknown field 'inputs'; did you mean 'prompt'?"),
+        ('{"inputs": "a"}', "prompt",
+         "prompt is required; unknown field 'inputs'; did you mean 'prompt'?"),
         ('{"prompt": 5}', "prompt", "prompt must be a string, a list of token ids (integers from "
          "0, 1048576 at most), or a list of either (4096 at most)"),
         ('{"prompt": "a", "stop": [5]}', "stop",
@@ -116,15 +126,8 @@ def test_our_own_bug_tells_the_request_id_and_nothing_else() -> None:
         ('{"prompt": "a", "top_p": 0}', "top_p", "top_p: Input should be greater than 0"),
         ('{"prompt": "a", "stop_token_ids": [1, -1]}', "stop_token_ids",
          "stop_token_ids.1: Input should be greater than or equal to 0"),
-        ('{"prompt": "a"} x', None, "the body is no JSON: trailing characters at line 1 column 17"),
-        ('{"inputs": 5}', "inputs", "inputs must be a string, a list of token ids (integers from "
-         "0, 1048576 at most), or a list of either (4096 at most)"),
-        ('{"inputs": "a", "prompt": "a"}', "inputs",
-         "inputs is another name of prompt, and both are given; leave one of them out"),
-        ('{"prompt": "a", "max_new_tokens": 1, "max_tokens": 1}', "max_new_tokens",
-         "max_new_tokens is another name of max_tokens, and both are given; leave one of them out"),
-        ('{"prompt": "a", "max_new_tokens": 0}', "max_new_tokens",
-         "max_new_tokens: Input should be greater than or equal to 1"),
+        ('{"prompt": "a"} x', None,
+         "the body is not valid JSON: trailing characters at line 1 column 17"),
     ],
 )  # fmt: skip
 def test_a_wrong_field_gets_a_sentence(raw: str, param: str | None, message: str) -> None:
@@ -132,9 +135,21 @@ def test_a_wrong_field_gets_a_sentence(raw: str, param: str | None, message: str
     assert (error.param, error.message) == (param, message)
 
 
-def test_a_second_name_of_what_an_endpoint_does_not_have_is_no_field_of_it() -> None:
+def test_only_fields_of_the_endpoint_are_suggested() -> None:
     error = refused(b'{"prompt": "a", "max_new_tokens": 1}', LogitsRequest)
-    assert error.message == "max_new_tokens is no field of this endpoint"
+    assert error.message == "unknown field 'max_new_tokens'"
+    error = refused(b'{"prompt": "a", "stage": "processed", "processing": {"temprature": 1}}',
+                    LogitsRequest)  # fmt: skip
+    assert error.message == "unknown field 'processing.temprature'"
+
+
+def test_to_look_for_suggestions_holds_up_nobody() -> None:
+    """Only for those that are named; a long name is like none of ours."""
+    raw = json.dumps({"prompt": "a"} | {f"temperatur{i}": 1 for i in range(900)}).encode()
+    began = time.monotonic()
+    assert refused(raw).message.count("did you mean") == MAX_REPORTED
+    assert "did you mean" not in refused(b'{"prompt": "a", "' + b"prompt" * 1000 + b'": 1}').message
+    assert time.monotonic() - began < 1
 
 
 def test_several_wrong_fields_are_named_and_the_rest_is_counted() -> None:
@@ -142,7 +157,7 @@ def test_several_wrong_fields_are_named_and_the_rest_is_counted() -> None:
     assert error.param == "top_k"  # in the order of the fields, not of the body
     assert error.message.count("; ") == 1
     many = refused(json.dumps({"prompt": "a"} | {f"x{i}": 1 for i in range(9)}).encode())
-    assert many.message.endswith("x4 is no field of this endpoint; and 4 more")
+    assert many.message.endswith("unknown field 'x4'; and 4 more")
 
 
 @pytest.mark.parametrize(
@@ -221,19 +236,32 @@ def test_every_reason_has_its_answer() -> None:
         from_finish(finished(reason))
 
 
-def test_the_engines_refusals_are_bad_requests() -> None:
-    error = from_invalid(InvalidRequest("top_k is -1", "top_k"))
-    assert (error.status, error.message, error.param) == (400, "top_k is -1", "top_k")
-
-
 @pytest.mark.parametrize(
-    ("length", "wanted", "way_out"),
-    [(128, 0, "Shorten the prompt to 127 tokens"), (500, 1, "Shorten the prompt to 127 tokens"),
-     (100, 29, "lower max_tokens to 28")],
+    ("error", "status", "kind", "param", "code", "retry_after"),
+    [
+        (InvalidRequest("m", "top_k"), 400, "invalid_request_error", "top_k", None, None),
+        (ContextLengthExceeded("m", "prompt"), 400, "invalid_request_error", "prompt",
+         "context_length_exceeded", None),
+        (QueueFull("m", 5, 7), 429, "rate_limit_error", None, "queue_full", 7),
+        (EngineStopped("m"), 503, "unavailable_error", None, "unavailable", 1),
+    ],
 )  # fmt: skip
-def test_too_long_says_by_how_much(length: int, wanted: int, way_out: str) -> None:
-    error = context_too_long(length, wanted, 128)
-    assert error.code == "context_length_exceeded"
-    assert str(length) in error.message
-    assert "128" in error.message
-    assert error.message.endswith(way_out)
+def test_what_lower_layers_raise_has_its_status(
+    error: InvalidRequest | QueueFull | EngineStopped, status: int, kind: str, param: str | None,
+    code: str | None, retry_after: int | None,
+) -> None:  # fmt: skip
+    translated = as_api_error(error)
+    assert (translated.status, translated.type) == (status, kind)
+    assert (translated.param, translated.code) == (param, code)
+    assert translated.retry_after == retry_after
+    assert translated.message.startswith(str(error))
+
+
+def test_a_translated_error_stays_as_it_is() -> None:
+    error = bad_request("m")
+    assert as_api_error(error) is error
+
+
+def test_a_full_queue_says_when_to_come_back() -> None:
+    error = as_api_error(QueueFull("5 sequences are waiting", 4, 7))
+    assert error.message == ("5 sequences are waiting, the queue holds 4; try again in about 7 s")

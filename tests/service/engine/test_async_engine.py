@@ -26,13 +26,19 @@ from model.inference.engine.events import (
     StepResult,
     TokenEvent,
 )
-from model.inference.engine.requests import GenerationRequest, OutputsRequest, Request, ScoreRequest
+from model.inference.engine.requests import (
+    GenerationRequest,
+    OutputsRequest,
+    Request,
+    ScoreRequest,
+    sequence_lengths,
+)
 from model.inference.errors import InvalidRequest
 from model.inference.reference import generate
 from model.inference.sampling.params import SamplingParams
-from service.engine.admission import QueueFull, QueueLimits, sequence_count
+from service.engine.admission import AdmissionController, Load, QueueFull, QueueLimits
 from service.engine.async_engine import AsyncEngine, Reservation
-from service.engine.driver import EngineTurns, StepReport
+from service.engine.driver import LocalDriver, StepReport
 from service.engine.submission import EngineStopped, Submission
 from tests.model.factories import tiny_gpt
 from tests.service.serving import PATIENCE
@@ -40,6 +46,7 @@ from tests.service.spelling import long_prompt, spelled, spelling_gpt
 
 TINY = tiny_gpt()
 SPELLING = spelling_gpt()
+LIMITS = QueueLimits(sequences=10, tokens=1000, elements=10**6, per_request=64)
 
 
 class GatedEngine(Engine):
@@ -95,9 +102,12 @@ async def running(
     drain_timeout: float = PATIENCE,
 ) -> AsyncIterator[tuple[AsyncEngine, list[StepReport]]]:
     reports: list[StepReport] = []
+    limits = QueueLimits(
+        sequences=max_queue, tokens=max_queue_tokens, elements=max_queue_elements, per_request=64
+    )
     owner = AsyncEngine(
-        EngineTurns(engine),
-        limits=QueueLimits(max_queue, max_queue_tokens, max_queue_elements),
+        LocalDriver(engine),
+        AdmissionController(engine.model_config, engine.slots, limits),
         stall_timeout=stall_timeout,
         on_step=reports.append,
     )
@@ -202,7 +212,7 @@ def test_one_submission_of_many_requests_is_one_mailbox() -> None:
     run(test)
 
 
-def test_one_hand_over_per_step_however_many_sequences() -> None:
+def test_one_delivery_per_step_however_many_sequences() -> None:
     async def test() -> None:
         engine = tiny(slots=4)
         async with running(engine) as (owner, reports):
@@ -233,10 +243,10 @@ def test_a_slow_taker_gets_fewer_larger_pieces() -> None:
     run(test)
 
 
-def test_tokens_wait_for_each_other_while_the_loop_rests(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokens_wait_for_each_other_while_the_loop_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of a prompt do not, and bring along what has waited; nor does the last of all."""
-    monkeypatch.setattr("service.engine.async_engine.REST", 1e9)
-    monkeypatch.setattr("service.engine.async_engine.MOST_REST", PATIENCE)
+    monkeypatch.setattr("service.engine.wakeup.PAUSE_FACTOR", 1e9)
+    monkeypatch.setattr("service.engine.wakeup.MAX_PAUSE", PATIENCE)
 
     async def test() -> None:
         engine = PermittedEngine(TINY, EngineConfig(slots=4))
@@ -259,9 +269,9 @@ def test_tokens_wait_for_each_other_while_the_loop_rests(monkeypatch: pytest.Mon
     run(test)
 
 
-def test_what_was_left_behind_comes_when_the_rest_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_left_behind_comes_when_the_pause_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
     """Although the thread is in a step that does not end."""
-    monkeypatch.setattr("service.engine.async_engine.REST", 1e9)
+    monkeypatch.setattr("service.engine.wakeup.PAUSE_FACTOR", 1e9)
 
     async def test() -> None:
         engine = PermittedEngine(TINY, EngineConfig(slots=4))
@@ -307,7 +317,7 @@ def test_a_taker_that_is_cancelled_is_cancelled() -> None:
             taking = asyncio.ensure_future(submission.take(timeout=PATIENCE))
             await asyncio.sleep(0)
             engine.gate.set()
-            while not reports:  # the hand-over and the cancellation meet in one turn of the loop
+            while not reports:  # the delivery and the cancellation meet in one turn of the loop
                 await asyncio.sleep(0)
             taking.cancel()
             await asyncio.wait({taking})
@@ -646,7 +656,7 @@ class Account:
 
     def check(self) -> None:
         ended = Counter(e.request_id for r in self.reports for e in finishes(list(r.events)))
-        left = [r for r in self.submitted if ended[r.request_id] < sequence_count(r)]
+        left = [r for r in self.submitted if ended[r.request_id] < len(sequence_lengths(r))]
         left += [request for _, waiting in self.reservations for request in waiting]
         assert self.owner.open_elements == price(left)
 
@@ -807,8 +817,8 @@ def test_a_failure_of_the_engine_is_told_to_everyone(logged_errors: list[str]) -
     async def test() -> None:
         engine = BrokenEngine(TINY, EngineConfig(slots=2))
         owner = AsyncEngine(
-            EngineTurns(engine),
-            limits=QueueLimits(10, 1000, 10**6),
+            LocalDriver(engine),
+            AdmissionController(engine.model_config, 2, LIMITS),
             stall_timeout=PATIENCE,
             on_step=lambda report: None,
         )
@@ -842,8 +852,8 @@ def test_what_was_computed_before_a_failure_is_not_lost(logged_errors: list[str]
     async def test() -> None:
         engine = BrokenEngine(TINY, EngineConfig(slots=2))
         owner = AsyncEngine(
-            EngineTurns(engine),
-            limits=QueueLimits(10, 1000, 10**6),
+            LocalDriver(engine),
+            AdmissionController(engine.model_config, 2, LIMITS),
             stall_timeout=PATIENCE,
             on_step=lambda report: None,
         )
@@ -885,6 +895,6 @@ def test_ten_thousand_requests_leave_no_task_and_no_record() -> None:
             assert len(asyncio.all_tasks()) == tasks
             assert owner.open_sequences == 0
             assert not owner._open
-            assert (owner._room._open_tokens, owner.open_elements) == (0, 0)
+            assert owner.admission._open == Load()
 
     asyncio.run(test())

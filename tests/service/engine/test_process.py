@@ -18,8 +18,9 @@ from model.inference.engine.events import FinishEvent, FinishReason
 from model.inference.engine.requests import GenerationRequest
 from model.inference.sampling.params import SamplingParams
 from service.app.app import create_app
+from service.engine.build import Unavailable
 from service.engine.driver import Abort, Add
-from service.engine.process import ConstrainedAdd, ProcessTurns, _portable
+from service.engine.process import AddWithConstraint, ProcessDriver, _portable
 from service.engine.worker import SourceCompiler, Uncompiled
 from tests.e2e.server import ServedProcess
 from tests.model.factories import VOCAB_SIZE, byte_tokenizer, tiny_gpt
@@ -47,14 +48,14 @@ def twin(checkpoint_path: Path) -> Iterator[Serving]:
         yield running
 
 
-def turns_of(server: Serving) -> ProcessTurns:
-    turns = server.served.engine._turns
-    assert isinstance(turns, ProcessTurns)
-    return turns
+def driver_of(server: Serving) -> ProcessDriver:
+    driver = server.served.engine._driver
+    assert isinstance(driver, ProcessDriver)
+    return driver
 
 
 def worker_of(server: Serving) -> int:
-    return turns_of(server)._process.pid
+    return driver_of(server)._process.pid
 
 
 GENERATIONS: dict[str, dict[str, Any]] = {
@@ -116,7 +117,7 @@ def test_nothing_is_left_of_a_request_without_a_reader_and_of_a_stopped_service(
 ) -> None:
     """An abort reaches the other process, and the slot is free again; then the process ends."""
     with serving(spelling_path, slots=1, engine="process") as server:
-        process = turns_of(server)._process
+        process = driver_of(server)._process
         with closing(server.connect()) as raw:
             raw.sendall(request_bytes("/generate", LONG))
             read_until(raw, b"data: ")
@@ -254,7 +255,7 @@ def test_a_constraint_crosses_as_its_source() -> None:
     params = SamplingParams(max_tokens=3, seed=0, constraint=constraint)
     request = GenerationRequest(request_id="a", token_ids=(1,), params=params)
     sent = _portable(Add(request, 1.5))
-    assert isinstance(sent, ConstrainedAdd)
+    assert isinstance(sent, AddWithConstraint)
     assert (sent.source, sent.size, sent.add.arrived) == (SOURCE, constraint.size, 1.5)
     assert isinstance(sent.add.request, GenerationRequest)
     assert sent.add.request.params.constraint is None
@@ -273,7 +274,7 @@ def test_a_source_is_compiled_once_for_all_that_follow() -> None:
     assert constraints.of(SOURCE, 77) is not first
 
 
-@pytest.mark.parametrize("compiler", ["there is none", Compiler(byte_tokenizer())])
+@pytest.mark.parametrize("compiler", [Unavailable("not here"), Compiler(byte_tokenizer())])
 def test_what_is_not_compiled_ends_its_own_sequences(compiler: Any) -> None:
     """With an error that names the field, and nobody else's."""
     constraint = SourceCompiler(compiler, VOCAB_SIZE).of(Source("regex", "("), 1)

@@ -15,8 +15,8 @@ from model.inference.kernels.cpu.library import KernelsUnavailable, load_library
 from model.inference.kernels.select import choose_decode_path
 from service.app.app import create_app
 from service.commands.serve import print_banner
-from service.engine import quantization as rounding
-from service.engine.quantization import Rounding
+from service.engine import quantization
+from service.engine.quantization import QuantizationCost
 from service.schemas.generate import Info
 from tests.model.factories import save_tiny_checkpoint, tiny_config, tiny_gpt
 from tests.service.serving import Serving, eventually, serve_settings, serving, serving_app
@@ -51,8 +51,8 @@ def measured(covered: CheckpointInfo, text: Path) -> Iterator[Serving]:
 
 def banner(server: Serving, capsys: pytest.CaptureFixture[str]) -> list[str]:
     print_banner(server.served, 1)
-    return [line.partition("rounding")[2].strip() for line in capsys.readouterr().out.splitlines()
-            if line.startswith("rounding")]  # fmt: skip
+    return [line.partition("quantized")[2].strip() for line in capsys.readouterr().out.splitlines()
+            if line.startswith("quantized")]  # fmt: skip
 
 
 def test_info_and_the_banner_tell_what_int8_costs(
@@ -118,7 +118,7 @@ def test_a_large_loss_is_warned_of(
     covered: CheckpointInfo, text: Path, threshold: float, level: str,
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(rounding, "WARN_ABOVE", threshold)
+    monkeypatch.setattr(quantization, "WARN_ABOVE", threshold)
     with caplog.at_level(logging.INFO), serving(covered.path, validation_text=text, **INT8):
         pass
     assert [r.levelname for r in caplog.records if r.message.startswith("int8 costs")] == [level]
@@ -126,7 +126,7 @@ def test_a_large_loss_is_warned_of(
 
 def test_the_sentence() -> None:
     loss = QuantizationLoss(exact=1.0695, quantized=1.0702, tokens=3072)
-    assert Rounding("int8", loss, "notes.txt").sentence() == (
+    assert QuantizationCost("int8", loss, "notes.txt").sentence() == (
         "int8 costs 0.07 % (1.0702 instead of 1.0695 bits per byte over 3,072 tokens of notes.txt)"
     )
 

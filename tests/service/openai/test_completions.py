@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from model.checkpoint.checkpoint import read_checkpoint
-from service.openai.completions import CompletionShape
+from service.openai.completions import CompletionFormat
 from service.schemas.openai import CompletionRequest
 
 COUNTS = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
@@ -26,12 +26,12 @@ def choice(text: str, reason: str | None = None, index: int = 0) -> dict[str, An
 def test_a_choice_that_says_nothing_new_gets_no_chunk(checkpoint_path: Path) -> None:
     """Of half a character, or of text that may begin a stop string, the native chunk has ids."""
     body = CompletionRequest(prompt="a", n=2, stream=True, logprobs=1)
-    shape = CompletionShape(body, [(97,)], read_checkpoint(checkpoint_path))
+    written = CompletionFormat(body, [(97,)], read_checkpoint(checkpoint_path))
     held = {"choices": [choice(""), choice("", index=1)]}
-    assert list(shape.parts(held, COUNTS)) == []
-    told = list(shape.parts({"choices": [choice("", index=1), choice("b")]}, COUNTS))
+    assert list(written.parts(held, COUNTS)) == []
+    told = list(written.parts({"choices": [choice("", index=1), choice("b")]}, COUNTS))
     assert [part["choices"][0]["text"] for part in told] == ["b"]
-    (last,) = shape.parts({"choices": [choice("", "length", index=1)]}, COUNTS)
+    (last,) = written.parts({"choices": [choice("", "length", index=1)]}, COUNTS)
     assert last["choices"][0]["finish_reason"] == "length"
     end = {"choices": [], "usage": COUNTS | {"cached_tokens": 0}}
-    assert list(shape.parts(end, COUNTS)) == [], "nobody asked for the usage"
+    assert list(written.parts(end, COUNTS)) == [], "nobody asked for the usage"

@@ -13,7 +13,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from service.schemas.generate import ErrorReply, GenerateReply
+from model.inference.constraints.compiler import Source
+from service.core.errors import ApiError
+from service.requests.resolve import constraint_source
+from service.schemas.generate import ErrorReply, GenerateReply, GenerateRequest
 from service.schemas.openai import CompletionReply
 from service.schemas.tensors import LogitsReply, ProbsReply
 from tests.profiles import examples
@@ -45,7 +48,7 @@ def small(checkpoint_path: Path) -> Iterator[Serving]:
         max_queue=3,
         max_sequences=8,
         max_body_bytes=2000,
-        max_logprobs=500,
+        max_reply_elements=500 * 64,
     ) as running:
         yield running
 
@@ -96,7 +99,7 @@ def test_a_prompt_longer_than_the_context(server: Serving, path: str, prompt: An
 def test_a_prompt_that_leaves_no_room(server: Serving) -> None:
     error = refusal(server.post("/generate", {"prompt": "x" * 128}))
     assert "has 128 tokens" in error.message
-    assert "to 127 tokens" in error.message
+    assert "Shorten the prompt by 1 token" in error.message
     error = refusal(server.post("/generate", {"prompt": "x" * 100, "max_tokens": 29}))
     assert error.code == "context_length_exceeded"
     assert "together 129" in error.message
@@ -152,7 +155,7 @@ def test_a_token_id_outside_the_vocabulary(server: Serving, path: str, prompt: A
         ({"model": 5}, "model"),
         ({"model": "m" * 257}, "model"),
         ({"Temperature": 1}, "Temperature"),
-        ({"max_new_tokens": 5}, "max_new_tokens"),  # beside max_tokens
+        ({"max_new_tokens": 5}, "max_new_tokens"),
         ({"inputs": "a"}, "inputs"),
     ],
     ids=lambda value: str(value)[:40],
@@ -376,6 +379,30 @@ def test_a_wrong_method(server: Serving, method: str, path: str, allowed: str) -
     error = refusal(response, 405)
     assert response.headers["allow"] == allowed
     assert f"does not answer {method}" in error.message
+
+
+# Constraints
+
+
+@pytest.mark.parametrize(
+    ("fields", "source"),
+    [
+        ({}, None),
+        ({"regex": "a"}, Source("regex", "a")),
+        ({"grammar": 'start: "a"'}, Source("grammar", 'start: "a"')),
+        ({"choice": ["b", "a"]}, Source("choice", '["b", "a"]')),
+        ({"json_schema": {"b": 1, "a": 1.0}}, Source("json_schema", '{"b": 1, "a": 1.0}')),
+    ],
+)
+def test_the_source_of_a_body_keeps_every_order(fields: Any, source: Source | None) -> None:
+    body = GenerateRequest.model_validate_json(json.dumps({"prompt": "x", **fields}))
+    assert constraint_source(body) == source
+
+
+def test_a_number_that_json_cannot_hold_is_refused() -> None:
+    body = GenerateRequest.model_validate_json('{"prompt": "x", "json_schema": {"const": 1e999}}')
+    with pytest.raises(ApiError, match="number that is too large"):
+        constraint_source(body)
 
 
 # Anything at all

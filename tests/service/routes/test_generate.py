@@ -102,15 +102,6 @@ def test_the_phases_are_a_header_too(server: Serving) -> None:
     assert "server-timing" not in streamed.headers, "they are not known yet"
 
 
-@pytest.mark.parametrize("name", ["prompt", "inputs"])
-def test_fields_may_go_by_their_second_names(server: Serving, gpt: GPT, name: str) -> None:
-    reply = server.json("/generate", {name: PROMPT, "max_new_tokens": 7, "seed": 5})
-    assert reply["choices"][0]["token_ids"] == expected(gpt, max_tokens=7)
-    for path in ("/logits", "/probs"):
-        assert server.json(path, {name: PROMPT})["prompts"][0]["token_ids"] == list(PROMPT.encode())
-    assert server.json("/tokenize", {name: PROMPT})["tokens"] == list(PROMPT.encode())
-
-
 def test_an_optional_part_is_absent_unless_asked_for(server: Serving) -> None:
     assert "tokens" not in server.generate(PROMPT, max_tokens=1)["choices"][0]
 

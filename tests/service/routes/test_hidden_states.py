@@ -166,12 +166,12 @@ def test_what_cannot_be_given_is_refused(
 
 def test_what_is_too_large_is_refused_with_both_sizes(server: Serving) -> None:
     prompts = ["x" * 128] * 2
-    size = 2 * 3 * 4 * 128 * 128 * 4  # prompts, layers, heads, positions, tokens, bytes
-    with serving(server.served.checkpoint.path, slots=2, max_reply_bytes=2**20) as small:
+    size = 2 * 3 * 4 * 128 * 128  # prompts, layers, heads, positions, tokens
+    with serving(server.served.checkpoint.path, slots=2, max_reply_elements=2**18) as small:
         error = refusal(small, "/attention", {"prompt": prompts, "positions": "all"})
         assert str(size) in error.message
-        assert str(2**20) in error.message
-        assert "--max-reply-bytes" in error.message
+        assert str(2**18) in error.message
+        assert "--max-reply-elements" in error.message
         assert small.served.reply_budget.used == 0
         body = {"prompt": prompts, "positions": "all", "dtype": "float16"}
         assert small.post("/attention", body).status_code == 200
@@ -180,18 +180,15 @@ def test_what_is_too_large_is_refused_with_both_sizes(server: Serving) -> None:
 def test_replies_share_one_budget(speller: Serving) -> None:
     """A reader that stops keeps its own reply in memory, and no other gets that room meanwhile."""
     path = speller.served.checkpoint.path
-    with serving(path, slots=4, max_reply_bytes=3 * 2**20) as small:
-        body: dict[str, Any] = {
-            "prompt": long_prompt(8000),
-            "positions": "all",
-        }  # 2 * 8000 * 64 * 4 = 4 MB
+    with serving(path, slots=4, max_reply_elements=3 * 2**18) as small:
+        body: dict[str, Any] = {"prompt": long_prompt(8000), "positions": "all"}
         error = refusal(small, "/hidden_states", body)
-        assert "4096000" in error.message
+        assert str(2 * 8000 * 64) in error.message
         body["positions"] = {"from": 3000}
         with small.connect(receive_buffer=4096) as raw:
             raw.sendall(request_bytes("/hidden_states", body, f"Accept: {NPY}"))
             read_until(raw, b"\r\n\r\n")
-            eventually(lambda: small.served.reply_budget.used == 2 * 5000 * 64 * 4)
+            eventually(lambda: small.served.reply_budget.used == 2 * 5000 * 64)
             response = small.post("/hidden_states", body)
             assert response.status_code == 429
             assert response.headers["retry-after"] == "1"

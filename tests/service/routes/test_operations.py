@@ -19,9 +19,9 @@ from model.transformer.gpt import GPT
 from model.version import VERSION
 from service.app.app import create_app
 from service.core.metrics import ENDPOINTS
-from service.engine.admission import QueueLimits
+from service.engine.admission import AdmissionController, QueueLimits
 from service.engine.async_engine import AsyncEngine
-from service.engine.driver import EngineTurns
+from service.engine.driver import LocalDriver
 from service.schemas.generate import ErrorReply, Health, Info, Version
 from tests.service.serving import (
     PATIENCE,
@@ -151,9 +151,11 @@ def test_an_engine_that_failed_is_no_longer_ready_and_not_alive(
 
         async def swap() -> None:
             await server.served.engine.stop(0)
+            driver = LocalDriver(broken)
+            limits = QueueLimits(sequences=5, tokens=100, elements=10**6, per_request=64)
             engine = AsyncEngine(
-                EngineTurns(broken),
-                limits=QueueLimits(5, 100, 10**6),
+                driver,
+                AdmissionController(driver.model_config, driver.slots, limits),
                 stall_timeout=PATIENCE,
                 on_step=state.on_step,
             )
@@ -193,8 +195,7 @@ def test_info(server: Serving) -> None:
         "max_queue": 256,
         "max_queue_tokens": 2**18,
         "max_queue_elements": 2**32,
-        "max_logprobs": 2**18,
-        "max_reply_bytes": 2**26,
+        "max_reply_elements": 2**24,
         "max_body_bytes": 2**22,
     }
 

@@ -141,7 +141,7 @@ def test_a_wrong_continuation_is_told_in_words(server: Serving, wrong: Any) -> N
 
 
 def test_the_reply_is_bounded(server: Serving) -> None:
-    with serving(server.served.checkpoint.path, max_logprobs=200) as small:
+    with serving(server.served.checkpoint.path, max_reply_elements=200 * 64) as small:
         assert small.post("/score", {"prompt": "x" * 99}).status_code == 200
         response = small.post("/score", {"prompt": "x" * 99, "logprobs": 5})
         assert response.status_code == 400

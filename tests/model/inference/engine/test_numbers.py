@@ -243,8 +243,8 @@ def test_the_likeliest_of_each_place() -> None:
         ([1], ((1,), ()), 0, "continuations"),
         ([1], ((257,),), 0, "continuations"),
         ([1] * 100, ((1,), (2,) * 29), 0, "prompt"),
-        ([1], (), 258, "top"),
-        ([1], (), -1, "top"),
+        ([1], (), 258, "logprobs"),
+        ([1], (), -1, "logprobs"),
     ],
 )
 def test_what_cannot_be_scored_is_refused(

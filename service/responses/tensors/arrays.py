@@ -1,9 +1,9 @@
-"""ArrayReply: arrays of each prompt in which positions are an inner axis, such as hidden states
-(layers, positions, d_model).
+"""ArrayWriter: replies with an array per prompt in which positions are an inner axis, such as
+hidden states (layers, positions, d_model).
 
-The engine gives them position by position, a file wants them layer by layer: so the array of the
-prompt that is being computed is held whole. What all such replies may hold together is the
-service's budget.
+The engine gives them position by position, a file needs them layer by layer. So the array of the
+prompt that is being computed is held in memory, within the budget of all such replies
+(`service/core/reply_budget.py`).
 """
 
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -13,15 +13,11 @@ from typing import Any
 
 import numpy as np
 import orjson
-from fastapi import Request
-from starlette.responses import Response
 
 from model.inference.engine.events import OutputsChunk
 from model.inference.engine.requests import OutputsRequest
 from service.core.ids import new_id
 from service.core.state import Served
-from service.requests.body import unless_gone
-from service.responses import sse
 from service.responses.tensors.encoding import (
     ITEM_BYTES,
     Array,
@@ -34,12 +30,12 @@ from service.responses.tensors.encoding import (
 from service.responses.tensors.negotiation import NPY, SAFETENSORS
 from service.responses.tensors.reader import OutputsReader, paced
 from service.responses.tensors.safetensors import tensor_file_head
-from service.responses.text import checkpoint_headers, envelope
+from service.responses.text import envelope
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
-    """What a reply holds of each prompt.
+class ArrayOutput:
+    """What a reply gives of each prompt.
 
     name           of the array, in JSON and in safetensors
     shapes         the array's shape for each prompt
@@ -53,37 +49,17 @@ class Wanted:
     facts: Mapping[str, Any]
 
 
-async def answer(
-    wanted: Wanted,
-    requests: Sequence[OutputsRequest],
-    dtype: DType,
-    media_type: str,
-    served: Served,
-    request: Request,
-) -> Response:
-    """The arrays of each request, in the form asked for."""
-    reply = ArrayReply(wanted, requests, dtype, served)
-    await unless_gone(request, reply.start())
-    return sse.StreamedResponse(
-        reply.pieces(media_type),
-        on_end=reply.end,
-        write_timeout=served.settings.slow_reader_timeout,
-        media_type=media_type,
-        headers=checkpoint_headers(served.checkpoint),
-    )
-
-
-class ArrayReply:
-    """One accepted request: its reader, and the room for the largest of its arrays."""
+class ArrayWriter:
+    """One request: its reader, and memory for the largest of its arrays."""
 
     def __init__(
-        self, wanted: Wanted, requests: Sequence[OutputsRequest], dtype: DType, served: Served
+        self, output: ArrayOutput, requests: Sequence[OutputsRequest], dtype: DType, served: Served
     ) -> None:
-        self._wanted = wanted
+        self._output = output
         self._dtype = dtype
         self._served = served
-        sizes = [prod(shape) * ITEM_BYTES[dtype] for shape in wanted.shapes]
-        served.reply_budget.check_reply(sum(sizes))
+        sizes = [_held_elements(shape, dtype) for shape in output.shapes]
+        served.reply_budget.check_array(sum(sizes))
         self._held = max(sizes)
         served.reply_budget.take(self._held)
         try:
@@ -93,7 +69,7 @@ class ArrayReply:
             raise
 
     async def start(self) -> None:
-        """Wait for the first rows; whatever ends this call before ends the request."""
+        """Wait for the first rows; whatever ends this call before ends the requests."""
         started = False
         try:
             await self._reader.start()
@@ -110,18 +86,18 @@ class ArrayReply:
 
     async def pieces(self, media_type: str) -> AsyncIterator[bytes]:
         """The reply's body."""
-        wanted, requests = self._wanted, self._reader.requests
+        output, requests = self._output, self._reader.requests
         if media_type == NPY:
-            yield npy_header(wanted.shapes[0], self._dtype)
+            yield npy_header(output.shapes[0], self._dtype)
         elif media_type == SAFETENSORS:
-            tensors = [(wanted.name, self._dtype, wanted.shapes)]
+            tensors = [(output.name, self._dtype, output.shapes)]
             yield tensor_file_head(self._served.checkpoint, tensors, requests, {})
         else:
-            head = envelope(new_id(wanted.name), self._served.checkpoint) | {"dtype": self._dtype}
+            head = envelope(new_id(output.name), self._served.checkpoint) | {"dtype": self._dtype}
             yield orjson.dumps(head)[:-1] + b',"prompts":['
         index = 0
         async for request, rows in self._reader.prompts():
-            array = await self._gather(wanted.shapes[index], rows)
+            array = await self._gather(output.shapes[index], rows)
             if media_type in (NPY, SAFETENSORS):
                 for part in byte_parts(array):
                     yield part
@@ -136,7 +112,7 @@ class ArrayReply:
 
     async def _gather(self, shape: tuple[int, ...], rows: AsyncIterator[OutputsChunk]) -> Array:
         """The whole array of the prompt that is being computed."""
-        axis = self._wanted.position_axis
+        axis = self._output.position_axis
         array: Array = np.empty(shape, dtype="<u2" if self._dtype == "bfloat16" else self._dtype)
         by_position = np.moveaxis(array, axis, 0)  # a view: the engine's order of axes
         filled = 0
@@ -152,6 +128,11 @@ class ArrayReply:
             "index": index,
             "token_ids": list(request.token_ids),
             "positions": list(request.positions),
-            **self._wanted.facts,
+            **self._output.facts,
         }
-        return orjson.dumps(head)[:-1] + f',"{self._wanted.name}":'.encode()
+        return orjson.dumps(head)[:-1] + f',"{self._output.name}":'.encode()
+
+
+def _held_elements(shape: tuple[int, ...], dtype: DType) -> int:
+    """What an array counts as in the budget: its elements as float32, so float16 counts half."""
+    return -(-prod(shape) * ITEM_BYTES[dtype] // ITEM_BYTES["float32"])

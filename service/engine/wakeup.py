@@ -1,0 +1,94 @@
+"""WakeupThrottle: how often the engine's thread wakes the event loop.
+
+To write a token takes Python as long as a small model takes to compute it, in the same interpreter.
+So delivering may take at most an eighth of the event loop's time: after each delivery the loop
+pauses for PAUSE_FACTOR times the processor time that the delivery took, MAX_PAUSE at most, and what
+the thread puts down meanwhile is delivered together. A model whose steps are longer than the pause
+is never held up. What is urgent (first tokens, the last report before the engine is idle) is
+delivered at once.
+
+Not here: what is delivered, and to whom (`async_engine.py`).
+"""
+
+import asyncio
+import math
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+Item = TypeVar("Item")
+
+PAUSE_FACTOR = 7
+"""Pause as a multiple of the delivery before it: delivering takes an eighth of the time at most."""
+MAX_PAUSE = 0.02
+"""Seconds that a token waits for others at most: half a frame of a film."""
+MIN_TIMER = 0.002
+"""Shortest timer, in seconds; event loops count in milliseconds."""
+
+
+class WakeupThrottle(Generic[Item]):
+    """Hands items from one thread to the event loop, with as few wake-ups as are worth it.
+
+    The state is the time from which `put` may wake the loop, `_quiet_until`:
+
+                     put: wake the loop                 delivered
+        OPEN  ---------------------------> DELIVERING ------------> PAUSED
+        (in the past)                      (infinite)               (in the future)
+          ^                                    ^  ^                  |  |
+          |                                    |  +-- urgent put ----+  |
+          |                                    |                        v
+          +-------- nothing was put ------- the timer at the end of the pause
+
+    In DELIVERING a put need not wake the loop, because the delivery under way takes its item too.
+    An item is appended before the state is read, and the timer reads the items after the pause has
+    ended: an item that woke nobody is always seen by the timer.
+
+    `put` is for the thread. Everything else belongs to the event loop.
+    """
+
+    def __init__(
+        self, deliver: Callable[[Item], None], loop: asyncio.AbstractEventLoop | None = None
+    ) -> None:
+        self._deliver = deliver
+        self._loop = asyncio.get_running_loop() if loop is None else loop
+        self._items: deque[Item] = deque()
+        self._quiet_until = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+
+    def put(self, item: Item, *, urgent: bool) -> None:
+        """Leave an item for the loop, and wake the loop if that is worth it now."""
+        self._items.append(item)
+        if urgent or time.monotonic() >= self._quiet_until:
+            self._quiet_until = math.inf
+            self._loop.call_soon_threadsafe(self.deliver)
+
+    def deliver(self) -> None:
+        """Deliver every item. Those who are woken by it run before the pause is measured."""
+        began = time.thread_time()
+        try:
+            while self._items:
+                self._deliver(self._items.popleft())
+        finally:
+            self._loop.call_soon(self._pause, began)
+
+    def _pause(self, began: float) -> None:
+        """Begin a pause. It follows the processor's time: a wait for the interpreter, while the
+        thread makes a step above all, is no part of the delivery."""
+        pause = min(PAUSE_FACTOR * (time.thread_time() - began), MAX_PAUSE)
+        self._quiet_until = time.monotonic() + pause
+        if self._timer is None:
+            self._set_timer(pause)
+
+    def _pause_ended(self) -> None:
+        """Deliver what was put during the pause: the thread may have nothing more to put."""
+        self._timer = None
+        left = self._quiet_until - time.monotonic()
+        if left <= 0:
+            if self._items:
+                self.deliver()
+        elif left < math.inf:  # another delivery has begun another pause
+            self._set_timer(left)
+
+    def _set_timer(self, seconds: float) -> None:
+        self._timer = self._loop.call_later(max(seconds, MIN_TIMER), self._pause_ended)

@@ -1,0 +1,57 @@
+"""The route that /hidden_states and /attention share: one array per prompt, in any of the forms of
+`service/responses/tensors/negotiation.py`."""
+
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Annotated, Any, TypeVar
+
+from fastapi import APIRouter, Depends, Request
+from pydantic import BaseModel
+from starlette.responses import Response
+
+from model.inference.engine.requests import OutputsRequest
+from service.core.state import Ready, Served
+from service.requests.body import body_of, described_by
+from service.responses.tensors.arrays import ArrayOutput, ArrayWriter
+from service.responses.tensors.negotiation import RESPONSES, negotiate
+from service.responses.tensors.stream import stream_tensors
+from service.schemas.tensors import AttentionRequest, HiddenStatesRequest
+
+Body = TypeVar("Body", HiddenStatesRequest, AttentionRequest)
+
+
+def array_route(
+    path: str,
+    body_type: type[Body],
+    reply_type: type[BaseModel],
+    *,
+    summary: str,
+    description: str,
+    resolve: Callable[[Body, Served], Awaitable[list[OutputsRequest]]],
+    output: Callable[[Sequence[OutputsRequest], Served], ArrayOutput],
+) -> APIRouter:
+    """A router with the endpoint POST `path`. `resolve` gives the engine's requests of a body,
+    `output` the array that the reply makes of them."""
+
+    async def endpoint(
+        body: Annotated[Any, Depends(body_of(body_type))], served: Ready, request: Request
+    ) -> Response:
+        served.check_model(body.model)
+        media_type = negotiate(request, len(body.prompts), body.dtype)
+        requests = await resolve(body, served)
+        writer = ArrayWriter(output(requests, served), requests, body.dtype, served)
+        return await stream_tensors(writer, media_type, served, request)
+
+    router = APIRouter()
+    router.add_api_route(
+        path,
+        endpoint,
+        methods=["POST"],
+        name=path.removeprefix("/"),
+        response_model=reply_type,
+        responses=RESPONSES,
+        openapi_extra=described_by(body_type),
+        summary=summary,
+        description=description,
+        tags=["outputs"],
+    )
+    return router

@@ -1,0 +1,221 @@
+"""WakeupThrottle: when it wakes the event loop, with a loop and clocks that the test moves by hand;
+and that no item is lost between two real threads."""
+
+import asyncio
+import random
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from service.engine.wakeup import MAX_PAUSE, MIN_TIMER, PAUSE_FACTOR, WakeupThrottle
+from tests.service.serving import PATIENCE
+
+
+class Timer:
+    def __init__(self, due: float, callback: Callable[[], None]) -> None:
+        self.due = due
+        self.callback = callback
+
+
+class Loop:
+    """An event loop of which the test decides what runs, and its clocks."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+        self.cpu = 0.0
+        self.woken: list[Callable[[], None]] = []  # by the thread
+        self.soon: list[Callable[[], None]] = []
+        self.timers: list[Timer] = []
+
+    def call_soon_threadsafe(self, callback: Callable[..., None], *args: Any) -> None:
+        self.woken.append(lambda: callback(*args))
+
+    def call_soon(self, callback: Callable[..., None], *args: Any) -> None:
+        self.soon.append(lambda: callback(*args))
+
+    def call_later(self, delay: float, callback: Callable[[], None]) -> Timer:
+        timer = Timer(self.now + delay, callback)
+        self.timers.append(timer)
+        return timer
+
+    def run(self) -> None:
+        """Everything that is due."""
+        while self.woken or self.soon or any(t.due <= self.now for t in self.timers):
+            ready = self.woken or self.soon
+            if ready:
+                ready.pop(0)()
+                continue
+            due = min(self.timers, key=lambda timer: timer.due)
+            self.timers.remove(due)
+            due.callback()
+
+
+class Bench:
+    """A throttle whose every delivery takes `cost` seconds of the processor."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.loop = Loop()
+        self.cost = 0.001
+        self.delivered: list[int] = []
+        monkeypatch.setattr("service.engine.wakeup.time.monotonic", lambda: self.loop.now)
+        monkeypatch.setattr("service.engine.wakeup.time.thread_time", lambda: self.loop.cpu)
+        self.throttle = WakeupThrottle(self._deliver, self.loop)  # type: ignore[arg-type]
+
+    def _deliver(self, item: int) -> None:
+        self.delivered.append(item)
+        self.loop.cpu += self.cost
+        self.loop.now += self.cost
+
+    def put(self, item: int, *, urgent: bool = False) -> bool:
+        """Whether it wakes the loop."""
+        self.throttle.put(item, urgent=urgent)
+        return bool(self.loop.woken)
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch) -> Bench:
+    return Bench(monkeypatch)
+
+
+def test_the_first_item_wakes_the_loop(bench: Bench) -> None:
+    assert bench.put(1)
+    bench.loop.run()
+    assert bench.delivered == [1]
+
+
+def test_items_put_while_it_is_awake_come_with_the_first(bench: Bench) -> None:
+    bench.put(1)
+    bench.put(2)
+    assert len(bench.loop.woken) == 1, "one wake-up for both"
+    bench.loop.run()
+    assert bench.delivered == [1, 2]
+
+
+def test_a_pause_follows_that_is_a_multiple_of_the_delivery(bench: Bench) -> None:
+    """What is put in the pause is delivered together at its end, though the thread puts nothing
+    more."""
+    bench.put(1)
+    bench.loop.run()
+    end = bench.loop.now + PAUSE_FACTOR * bench.cost
+    assert not bench.put(2)
+    assert not bench.put(3)
+    bench.loop.now = end - 1e-6
+    bench.loop.run()
+    assert bench.delivered == [1]
+    bench.loop.now = end + 1e-6
+    bench.loop.run()
+    assert bench.delivered == [1, 2, 3]
+
+
+def test_after_the_pause_an_item_wakes_the_loop_again(bench: Bench) -> None:
+    bench.put(1)
+    bench.loop.run()
+    bench.loop.now += PAUSE_FACTOR * bench.cost + 1e-6
+    assert bench.put(2)
+
+
+def test_what_is_urgent_does_not_wait_and_brings_the_others_along(bench: Bench) -> None:
+    bench.put(1)
+    bench.loop.run()
+    assert not bench.put(2)
+    assert bench.put(3, urgent=True)
+    bench.loop.run()
+    assert bench.delivered == [1, 2, 3]
+    assert not bench.put(4), "another pause has begun"
+    bench.loop.now += MAX_PAUSE
+    bench.loop.run()
+    assert bench.delivered == [1, 2, 3, 4]
+
+
+def test_a_pause_has_an_upper_bound(bench: Bench) -> None:
+    bench.cost = 10.0
+    bench.put(1)
+    bench.loop.run()
+    bench.put(2)
+    bench.loop.now += MAX_PAUSE + 1e-6
+    bench.loop.run()
+    assert bench.delivered == [1, 2]
+
+
+def test_a_wait_for_the_interpreter_is_no_reason_to_pause(bench: Bench) -> None:
+    """The delivery took long by the clock, and hardly anything of the processor."""
+    bench.cost = 0.0
+    bench.put(1)
+    bench.loop.now += 5
+    bench.loop.run()
+    assert bench.put(2)
+
+
+def test_those_who_are_woken_by_a_delivery_count_to_it(bench: Bench) -> None:
+    """They run between the delivery and the beginning of the pause."""
+    bench.cost = 0.0
+    bench.put(1)
+    bench.loop.woken.pop()()
+    bench.loop.cpu += 0.001  # of them
+    bench.loop.run()
+    assert not bench.put(2)
+    bench.loop.now += PAUSE_FACTOR * 0.001
+    assert bench.put(3)
+
+
+def test_one_timer_serves_many_pauses(bench: Bench) -> None:
+    bench.put(0)
+    bench.loop.run()
+    for item in range(1, 20):
+        bench.put(item, urgent=True)
+        bench.loop.run()
+        assert len(bench.loop.timers) == 1
+        bench.loop.now += MIN_TIMER / 4
+    assert bench.delivered == list(range(20))
+
+
+def test_an_error_of_a_delivery_does_not_stop_the_next(bench: Bench) -> None:
+    def fail(item: int) -> None:
+        if item == 1:
+            raise ZeroDivisionError
+        bench.delivered.append(item)
+
+    bench.throttle = WakeupThrottle(fail, bench.loop)  # type: ignore[arg-type]
+    bench.put(1)
+    with pytest.raises(ZeroDivisionError):
+        bench.loop.run()
+    bench.loop.run()
+    bench.loop.now += MAX_PAUSE
+    assert bench.put(2)
+    bench.loop.run()
+    assert bench.delivered == [2]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_between_two_threads_every_item_comes_once_and_in_order(seed: int) -> None:
+    """Whenever they are put; the last ones too, after which nothing is put any more."""
+    count = 2000
+
+    async def test() -> None:
+        delivered: list[int] = []
+        done = asyncio.Event()
+
+        def deliver(item: int) -> None:
+            delivered.append(item)
+            if len(delivered) == count:
+                done.set()
+
+        throttle = WakeupThrottle(deliver)
+        rng = random.Random(seed)
+
+        def produce() -> None:
+            for item in range(count):
+                throttle.put(item, urgent=rng.random() < 0.01)
+                if rng.random() < 0.05:
+                    time.sleep(rng.random() * 0.002)
+
+        thread = threading.Thread(target=produce)
+        thread.start()
+        await done.wait()
+        thread.join()
+        assert delivered == list(range(count))
+
+    asyncio.run(asyncio.wait_for(test(), PATIENCE))
