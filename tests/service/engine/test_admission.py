@@ -1,6 +1,6 @@
 """AdmissionController: what it counts, what it rejects, and when a rejected client may come back.
 That the elements of each request are given back once, on every way to end, is in
-test_async_engine.py, with a real engine."""
+test_accounting.py, with a real engine."""
 
 import asyncio
 from collections.abc import Sequence

@@ -1,0 +1,150 @@
+"""A running AsyncEngine, requests for it and what became of them. Real engines, small models."""
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any
+
+from model.inference.engine.config import EngineConfig
+from model.inference.engine.engine import Engine
+from model.inference.engine.events import (
+    Event,
+    FinishEvent,
+    StepResult,
+    TokenEvent,
+)
+from model.inference.engine.requests import (
+    GenerationRequest,
+    OutputsRequest,
+    ScoreRequest,
+)
+from model.inference.sampling.params import SamplingParams
+from service.engine.admission import AdmissionController, QueueLimits
+from service.engine.async_engine import AsyncEngine
+from service.engine.driver import LocalDriver, StepReport
+from service.engine.submission import Submission
+from tests.model.factories import tiny_gpt
+from tests.service.serving import PATIENCE
+from tests.service.spelling import long_prompt, spelling_gpt
+
+TINY = tiny_gpt()
+
+
+SPELLING = spelling_gpt()
+
+
+LIMITS = QueueLimits(sequences=10, tokens=1000, elements=10**6, per_request=64)
+
+
+class GatedEngine(Engine):
+    """Steps when it is allowed to; so that a test knows what has happened."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.gate = threading.Event()
+        self.gate.set()
+        self.steps = 0
+
+    def step(self) -> StepResult:
+        assert self.gate.wait(PATIENCE)
+        self.steps += 1
+        return super().step()
+
+
+class PermittedEngine(Engine):
+    """Steps as often as it is permitted to."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.permits = threading.Semaphore(0)
+
+    def step(self) -> StepResult:
+        assert self.permits.acquire(timeout=PATIENCE)
+        return super().step()
+
+
+def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    asyncio.run(asyncio.wait_for(test(), PATIENCE))
+
+
+@asynccontextmanager
+async def running(
+    engine: Engine,
+    max_queue: int = 100,
+    max_queue_tokens: int = 10_000,
+    max_queue_elements: int = 10**7,
+    stall_timeout: float = PATIENCE,
+    drain_timeout: float = PATIENCE,
+) -> AsyncIterator[tuple[AsyncEngine, list[StepReport]]]:
+    reports: list[StepReport] = []
+    limits = QueueLimits(
+        sequences=max_queue, tokens=max_queue_tokens, elements=max_queue_elements, per_request=64
+    )
+    owner = AsyncEngine(
+        LocalDriver(engine),
+        AdmissionController(engine.model_config, engine.slots, limits),
+        stall_timeout=stall_timeout,
+        on_step=reports.append,
+    )
+    try:
+        yield owner, reports
+    finally:
+        await owner.stop(drain_timeout)
+        engine.check_integrity()
+
+
+def tiny(slots: int = 4) -> GatedEngine:
+    return GatedEngine(TINY, EngineConfig(slots=slots))
+
+
+def generation(
+    name: str, tokens: int = 5, *, n: int = 1, seed: int = 0, deadline: float | None = None
+) -> GenerationRequest:
+    return GenerationRequest(
+        request_id=name,
+        token_ids=tuple(name.encode()),
+        params=SamplingParams(max_tokens=tokens, seed=seed),
+        n=n,
+        deadline=deadline,
+    )
+
+
+def all_rows(name: str, length: int) -> OutputsRequest:
+    return OutputsRequest(
+        request_id=name, token_ids=tuple(long_prompt(length)), positions=tuple(range(length))
+    )
+
+
+def scores(name: str, *lengths: int) -> ScoreRequest:
+    """Continuations of these lengths after a prompt of ten tokens."""
+    return ScoreRequest(
+        request_id=name,
+        token_ids=tuple(long_prompt(10)),
+        continuations=tuple(tuple(long_prompt(length)) for length in lengths),
+    )
+
+
+def prompt_logprobs(name: str, length: int, n: int = 1) -> GenerationRequest:
+    prompt = tuple(long_prompt(length))
+    return replace(generation(name, 2, n=n), token_ids=prompt, prompt_logprobs=0)
+
+
+async def rest(submission: Submission) -> list[Event]:
+    events: list[Event] = []
+    while not submission.finished:
+        events += await submission.take()
+    return events
+
+
+def token_ids(events: list[Event], name: str, index: int = 0) -> list[int]:
+    return [
+        event.token_id
+        for event in events
+        if isinstance(event, TokenEvent) and (event.request_id, event.index) == (name, index)
+    ]
+
+
+def finishes(events: list[Event]) -> list[FinishEvent]:
+    return [event for event in events if isinstance(event, FinishEvent)]

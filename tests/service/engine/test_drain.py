@@ -1,0 +1,101 @@
+"""AsyncEngine stops: running requests may finish or are aborted, and nothing is left."""
+
+import asyncio
+import random
+
+import pytest
+
+from model.inference.engine.config import EngineConfig
+from model.inference.engine.events import (
+    FinishReason,
+)
+from service.engine.admission import Load
+from service.engine.async_engine import AsyncEngine
+from service.engine.submission import EngineStopped
+from tests.service.engine.harness import (
+    SPELLING,
+    GatedEngine,
+    all_rows,
+    finishes,
+    generation,
+    rest,
+    run,
+    running,
+    tiny,
+)
+from tests.service.serving import PATIENCE
+
+
+def test_a_drain_lets_the_running_ones_finish() -> None:
+    async def test() -> None:
+        async with running(tiny(slots=1)) as (owner, _):
+            submissions = [owner.submit([generation(name, 30)]) for name in "abc"]
+            stopping = asyncio.ensure_future(owner.stop(PATIENCE))
+            for submission in submissions:
+                (end,) = finishes(await rest(submission))
+                assert end.reason is FinishReason.LENGTH
+            await stopping
+            with pytest.raises(EngineStopped, match="shutting down"):
+                owner.submit([generation("late")])
+
+    run(test)
+
+
+def test_a_short_drain_aborts_the_rest_and_tells_them(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def test() -> None:
+        engine = GatedEngine(SPELLING, EngineConfig(slots=1))
+        async with running(engine) as (owner, _):
+            submissions = [owner.submit([generation(name, 8000)]) for name in "ab"]
+            await submissions[0].take()
+            await owner.stop(0.01)
+            for submission in submissions:
+                (end,) = finishes(await rest(submission))
+                assert end.reason is FinishReason.ABORT
+            assert owner.open_sequences == 0
+
+    run(test)
+    assert caplog.messages == ["aborting 2 sequences at shutdown"]
+
+
+def test_stopping_an_idle_engine_is_quick_quiet_and_can_be_repeated(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def test() -> None:
+        async with running(tiny()) as (owner, _):
+            await owner.stop(0)
+            await owner.stop(0)
+
+    run(test)
+    assert caplog.messages == []
+
+
+@pytest.mark.slow
+def test_ten_thousand_requests_leave_no_task_and_no_record() -> None:
+    """Of every shape, some aborted: each is answered, and the event loop is as it was before."""
+
+    async def one(owner: AsyncEngine, number: int) -> None:
+        rng = random.Random(number)
+        name = f"{number:05}" + "x" * rng.randrange(60)
+        if number % 5 == 0:
+            submission, sequences = owner.submit([all_rows(name, rng.randint(1, 40))]), 1
+        else:
+            sequences = rng.randint(1, 3)
+            submission = owner.submit([generation(name, rng.randint(1, 6), n=sequences)])
+        if number % 7 == 0:
+            submission.abort()
+        assert len(finishes(await rest(submission))) == sequences
+        assert submission.finished
+
+    async def test() -> None:
+        async with running(tiny(slots=16), max_queue=1000, max_queue_tokens=10**6) as (owner, _):
+            tasks = len(asyncio.all_tasks())
+            for first in range(0, 10_000, 100):
+                await asyncio.gather(*(one(owner, first + i) for i in range(100)))
+            assert len(asyncio.all_tasks()) == tasks
+            assert owner.open_sequences == 0
+            assert not owner._open
+            assert owner.admission._open == Load()
+
+    asyncio.run(test())

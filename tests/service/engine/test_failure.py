@@ -1,0 +1,113 @@
+"""AsyncEngine fails: everybody is told, nothing computed is lost, and a hanging step is seen."""
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+
+from model.inference.engine.config import EngineConfig
+from model.inference.engine.engine import Engine
+from model.inference.engine.events import (
+    StepResult,
+)
+from service.engine.admission import AdmissionController
+from service.engine.async_engine import AsyncEngine
+from service.engine.driver import LocalDriver
+from service.engine.submission import EngineStopped, Submission
+from tests.service.engine.harness import (
+    LIMITS,
+    TINY,
+    all_rows,
+    generation,
+    rest,
+    run,
+    running,
+    tiny,
+    token_ids,
+)
+from tests.service.serving import PATIENCE
+
+
+class BrokenEngine(Engine):
+    """Its scheduler has a bug that shows at the fourth step."""
+
+    steps = 0
+
+    def step(self) -> StepResult:
+        self.steps += 1
+        if self.steps == 4:
+            raise ZeroDivisionError("a secret of the engine")
+        return super().step()
+
+
+def test_a_step_that_hangs_is_seen() -> None:
+    async def test() -> None:
+        engine = tiny()
+        async with running(engine, stall_timeout=0.05) as (owner, _):
+            assert owner.stalled() is None, "nothing to do is no stall"
+            engine.gate.clear()
+            submission = owner.submit([generation("a")])
+            while owner.stalled() is None:
+                await asyncio.sleep(0.01)
+            engine.gate.set()
+            await rest(submission)
+            assert owner.stalled() is None
+
+    run(test)
+
+
+def test_a_failure_of_the_engine_is_told_to_everyone(logged_errors: list[str]) -> None:
+    async def test() -> None:
+        engine = BrokenEngine(TINY, EngineConfig(slots=2))
+        owner = AsyncEngine(
+            LocalDriver(engine),
+            AdmissionController(engine.model_config, 2, LIMITS),
+            stall_timeout=PATIENCE,
+            on_step=lambda report: None,
+        )
+        # Running, waiting for a slot, and with nothing taken yet.
+        submissions = [owner.submit([generation(name, 50)]) for name in "ab"]
+        submissions.append(owner.submit([all_rows("c", 9)]))
+        reservation = owner.reserve([all_rows("rows", 9)])
+        told = await asyncio.gather(*map(rest, submissions), return_exceptions=True)
+        assert [type(one) for one in told] == [EngineStopped] * 3
+        assert owner.failure is not None
+        assert (owner.open_sequences, owner.open_elements) == (1, 9 * 257), "of the reservation"
+        attempts: list[Callable[[], Submission]] = [
+            lambda: owner.submit([generation("late")]),
+            reservation.submit_next,
+        ]
+        for attempt in attempts:
+            with pytest.raises(EngineStopped) as caught:
+                attempt()
+            assert "secret" not in str(caught.value), "why is for the log alone"
+        reservation.release()
+        assert owner.open_elements == 0
+        await owner.stop(PATIENCE)
+
+    run(test)
+    assert len(logged_errors) == 1
+    assert "a secret of the engine" in logged_errors[0]
+    logged_errors.clear()
+
+
+def test_what_was_computed_before_a_failure_is_not_lost(logged_errors: list[str]) -> None:
+    async def test() -> None:
+        engine = BrokenEngine(TINY, EngineConfig(slots=2))
+        owner = AsyncEngine(
+            LocalDriver(engine),
+            AdmissionController(engine.model_config, 2, LIMITS),
+            stall_timeout=PATIENCE,
+            on_step=lambda report: None,
+        )
+        submission = owner.submit([generation("a", 50)])
+        while owner.failure is None:
+            await asyncio.sleep(0)
+        events = await submission.take()
+        assert len(token_ids(events, "a")) >= 2
+        with pytest.raises(EngineStopped):
+            await submission.take()
+        await owner.stop(PATIENCE)
+
+    run(test)
+    logged_errors.clear()
