@@ -39,7 +39,7 @@ from tests.model.inference.engine.harness import (
     random_prompt,
     small_gpt,
 )
-from tests.model.inference.engine.test_engine import failing_gpt
+from tests.model.inference.engine.test_engine_failures import failing_gpt
 from tests.model.inference.kernels.late import LateDecoder, LateDevice
 from tests.profiles import examples
 

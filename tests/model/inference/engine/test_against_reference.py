@@ -1,0 +1,181 @@
+"""Engine: what it answers is what `inference/reference.py` says, whatever else it is doing."""
+
+import dataclasses
+import random
+
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+
+from model.inference.engine.events import FinishReason, OutputsChunk
+from model.inference.engine.requests import (
+    GenerationRequest,
+    Logits,
+    OutputsRequest,
+    Request,
+    ScoreRequest,
+)
+from model.transformer.gpt import GPT
+from tests.model.factories import FAMILIES
+from tests.model.inference.engine.harness import (
+    Driven,
+    Outcome,
+    assert_is_reference,
+    constraint_is_complete,
+    generation,
+    outputs_request,
+    params,
+    random_params,
+    random_prompt,
+    run,
+    score_request,
+    small_gpt,
+)
+
+
+def logits_of(gpt: GPT, tokens: list[int]) -> Tensor:
+    """The plain forward's logits (T, V)."""
+    with torch.inference_mode():
+        return gpt(torch.tensor([tokens])).logits[0]
+
+
+def check_generation(gpt: GPT, request: GenerationRequest, index: int, outcome: Outcome) -> None:
+    """Tokens, logprobs, reason and counts of one sequence, finished or aborted."""
+    prompt, sampling, end = list(request.token_ids), request.params, outcome.ended
+    tokens = outcome.token_ids
+    if end.reason is FinishReason.ABORT:  # what was there until then
+        if tokens:
+            cut = dataclasses.replace(sampling, max_tokens=len(tokens), min_tokens=0)
+            if not sampling.min_tokens:
+                assert_is_reference(gpt, prompt, cut, index, tokens)
+    else:
+        assert_is_reference(gpt, prompt, sampling, index, tokens)
+        stopped = tokens[-1] in sampling.stop_token_ids
+        whole = constraint_is_complete(sampling, tokens)
+        assert end.reason is (FinishReason.STOP if stopped or whole else FinishReason.LENGTH)
+        assert end.stop_token_id == (tokens[-1] if stopped else None)
+        assert stopped or whole or len(tokens) == sampling.max_tokens
+        assert not set(tokens[:-1]) & sampling.stop_token_ids
+    assert (end.prompt_tokens, end.completion_tokens) == (len(prompt), len(tokens))
+    assert end.error is None
+    logprobs = logits_of(gpt, prompt + tokens).log_softmax(dim=-1)
+    for i, event in enumerate(outcome.tokens):
+        assert (event.chosen is not None) == (sampling.logprobs is not None)
+        assert len(event.top) <= (sampling.logprobs or 0)
+        if sampling.logprobs_stage == "raw":
+            row = logprobs[len(prompt) + i - 1]
+            for token in (*((event.chosen,) if event.chosen else ()), *event.top):
+                assert token.logprob == pytest.approx(float(row[token.token_id]), abs=2e-3)
+
+
+def check_rows(gpt: GPT, request: OutputsRequest, outcome: Outcome) -> None:
+    expected = logits_of(gpt, list(request.token_ids))[list(request.positions)]
+    assert isinstance(request.output, Logits)
+    if request.output.columns is not None:
+        expected = expected[:, list(request.output.columns)]
+    positions = outcome.positions
+    if outcome.ended.reason is FinishReason.ABORT:
+        assert tuple(positions) == request.positions[: len(positions)]
+    else:
+        assert outcome.ended.reason is FinishReason.STOP
+        assert tuple(positions) == request.positions
+    assert outcome.ended.completion_tokens == 0
+    if positions:
+        rows = torch.cat([torch.from_numpy(event.rows) for event in outcome.rows])
+        assert rows.dtype == torch.float32
+        assert_close(rows, expected[: len(positions)], atol=2e-3, rtol=1e-3)
+
+
+def check_score(gpt: GPT, request: ScoreRequest, index: int, outcome: Outcome) -> None:
+    continuation = request.continuations[index] if request.continuations else ()
+    text = [*request.token_ids, *continuation]
+    start = len(request.token_ids) if continuation else 0
+    assert [token.token_id for token in outcome.prompt] == text[start:]
+    logprobs = logits_of(gpt, text).double().log_softmax(dim=-1)
+    for position, token in enumerate(outcome.prompt, start=start):
+        for one in (*((token.chosen,) if token.chosen else ()), *token.top):
+            expected = logprobs[position - 1, one.token_id].item()
+            assert one.logprob == pytest.approx(expected, abs=2e-3)
+
+
+def random_request(rng: random.Random, name: str, gpt: GPT, shared: list[int]) -> Request:
+    """Any request that fits; half of the prompts start with a piece of `shared`."""
+    context, vocab_size = gpt.config.context_length, gpt.config.vocab_size
+    length = rng.randint(1, context - 1)
+    prompt = random_prompt(rng, length, vocab_size)
+    if rng.random() < 0.5:
+        common = rng.randint(0, length)
+        prompt[:common] = shared[:common]
+    if rng.random() < 0.25:
+        positions = sorted(rng.sample(range(length), rng.randint(1, length)))
+        columns = tuple(random_prompt(rng, 3, vocab_size)) if rng.random() < 0.5 else None
+        return outputs_request(name, prompt, positions, columns=columns)
+    if rng.random() < 0.1:
+        room = context - length
+        continuations = [random_prompt(rng, rng.randint(1, room), vocab_size) for _ in range(2)]
+        return score_request(name, prompt, *continuations[: rng.randint(0, 2)], top=2)
+    sampling = random_params(rng, rng.randint(1, min(20, context - length)), vocab_size)
+    return generation(name, prompt, n=rng.choice([1, 1, 1, 2, 3]), sampling=sampling)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("family", FAMILIES)
+def test_any_mix_is_what_the_reference_says(family: str, seed: int) -> None:
+    """Random prompts, lengths, arrival times, n, samplers and aborts on a random engine."""
+    rng = random.Random(f"{family} {seed}")
+    gpt = small_gpt(**FAMILIES[family], context_length=rng.choice([50, 100, 128]))
+    driven = Driven(
+        gpt, slots=rng.randint(1, 6), prefill_chunk=32 * rng.randint(1, 4), prefix_reuse=seed < 2
+    )
+    shared = random_prompt(rng, gpt.config.context_length)
+    requests = {name: random_request(rng, name, gpt, shared) for name in "abcdefghij"}
+    for request in requests.values():
+        driven.add(request)
+        for _ in range(rng.choice([0, 0, 1, 5])):
+            for event in driven.step().events:
+                if isinstance(event, OutputsChunk):
+                    driven.engine.grant(event.request_id)
+        if rng.random() < 0.15:
+            name = rng.choice([*requests])
+            driven.abort(name, rng.choice([None, 0, 1]))
+    outcomes = driven.drain()
+    assert outcomes.keys() == driven.accepted
+    for (name, index), outcome in outcomes.items():
+        request = requests[name]
+        if isinstance(request, GenerationRequest):
+            check_generation(gpt, request, index, outcome)
+        elif isinstance(request, OutputsRequest):
+            check_rows(gpt, request, outcome)
+        elif outcome.ended.reason is FinishReason.STOP:
+            check_score(gpt, request, index, outcome)
+
+
+def test_greedy_text_fills_the_context_to_its_end(gpt: GPT) -> None:
+    for length in (1, 31, 32, 33, 127):
+        prompt = random_prompt(random.Random(length), length)
+        request = generation("a", prompt, max_tokens=128 - length)
+        outcome = run(gpt, request)["a", 0]
+        assert len(outcome.tokens) == 128 - length
+        assert_is_reference(gpt, prompt, request.params, 0, outcome.token_ids)
+
+
+def test_the_n_of_a_prompt_are_n_different_texts(gpt: GPT) -> None:
+    request = generation("a", range(40), n=4, seed=7, temperature=3.0, max_tokens=12)
+    outcomes = run(gpt, request)
+    texts = [outcomes["a", index].token_ids for index in range(4)]
+    assert len({tuple(text) for text in texts}) == 4
+    for index, text in enumerate(texts):
+        assert_is_reference(gpt, list(range(40)), request.params, index, text)
+
+
+def test_a_finished_request_leaves_nothing_in_the_next_one(gpt: GPT) -> None:
+    """One slot, used again and again for shorter and longer texts."""
+    driven = Driven(gpt, slots=1)
+    rng = random.Random(0)
+    for i, length in enumerate([100, 3, 70, 33, 5, 96]):
+        prompt = random_prompt(rng, length)
+        driven.add(generation(str(i), prompt, max_tokens=10))
+        driven.drain()
+        outcome = driven.outcomes[str(i), 0]
+        assert_is_reference(gpt, prompt, params(10), 0, outcome.token_ids)

@@ -1,0 +1,126 @@
+"""Engine: aborts, deadlines and stop tokens end a request in every state."""
+
+import dataclasses
+import random
+
+import pytest
+
+from model.inference.engine.events import FinishEvent, FinishReason
+from model.transformer.gpt import GPT
+from tests.model.inference.engine.harness import (
+    Driven,
+    FakeClock,
+    counts,
+    generation,
+    outputs_request,
+    params,
+    random_prompt,
+    run,
+)
+
+
+def busy(gpt: GPT, clock: FakeClock | None = None, deadline: float | None = None) -> Driven:
+    """Two slots: 'decode' is running, 'prefill' has a chunk to go, 'queued' waits."""
+    driven = Driven(gpt, clock, slots=2, prefill_chunk=32)
+    driven.add(generation("decode", [1], max_tokens=100, deadline=deadline))
+    driven.step()
+    driven.add(generation("prefill", [2] * 90, deadline=deadline))
+    driven.add(generation("queued", [3], deadline=deadline))
+    driven.step()
+    assert counts(driven.engine) == (1, 2, 2, 2)
+    return driven
+
+
+@pytest.mark.parametrize("name", ["decode", "prefill", "queued"])
+def test_an_abort_ends_a_request_at_once(gpt: GPT, name: str) -> None:
+    driven = busy(gpt)
+    driven.abort(name)
+    end = driven.outcomes[name, 0].ended
+    assert end.reason is FinishReason.ABORT
+    assert end.completion_tokens == (2 if name == "decode" else 0)
+    driven.engine.check_integrity()
+    driven.step()  # ... and its slot is free in the next step
+    queued = driven.outcomes.get(("queued", 0))
+    assert (name == "prefill") == (queued is not None and bool(queued.tokens))
+    driven.drain()
+    others = {key[0]: outcome.ended.reason for key, outcome in driven.outcomes.items()}
+    del others[name]
+    assert set(others.values()) == {FinishReason.LENGTH}
+    assert driven.engine.abort(name) == []  # twice is once
+
+
+def test_an_abort_of_one_leaves_its_siblings(gpt: GPT) -> None:
+    driven = Driven(gpt, slots=2)
+    driven.add(generation("a", [1] * 40, n=4, max_tokens=6))
+    driven.step()
+    driven.step()
+    for index in (1, 3):
+        driven.abort("a", index)
+    assert driven.engine.abort("a", 1) == []
+    assert driven.engine.abort("a", 9) == []
+    assert driven.engine.abort("b") == []
+    outcomes = driven.drain()
+    reasons = [outcomes["a", index].ended.reason.value for index in range(4)]
+    assert reasons == ["length", "abort", "length", "abort"]
+    assert outcomes["a", 0].token_ids == outcomes["a", 2].token_ids  # greedy
+
+
+def test_a_deadline_ends_a_request_in_every_state(gpt: GPT) -> None:
+    clock = FakeClock()
+    driven = busy(gpt, clock, deadline=110.0)
+    driven.add(generation("patient", [4], deadline=120.0))
+    driven.add(generation("endless", [5]))
+    assert driven.engine.next_deadline() == 110.0
+    clock.now = 109.9
+    driven.step()
+    assert driven.unfinished >= {("decode", 0), ("prefill", 0), ("queued", 0)}
+    clock.now = 110.0
+    result = driven.step()
+    expired = [e for e in result.events if isinstance(e, FinishEvent)]
+    assert {event.request_id for event in expired} == {"decode", "prefill", "queued"}
+    assert {event.reason for event in expired} == {FinishReason.TIMEOUT}
+    assert {event.times.finished for event in expired} == {110.0}
+    assert result.prefilled_tokens == 1  # the slots were free at once
+    assert driven.engine.stats().running == 2
+    assert driven.engine.next_deadline() == 120.0
+    driven.drain()
+    assert driven.engine.next_deadline() is None
+    assert driven.outcomes["patient", 0].ended.reason is FinishReason.LENGTH
+
+
+def test_a_deadline_ends_all_siblings_and_a_paused_reader(gpt: GPT) -> None:
+    clock = FakeClock()
+    driven = Driven(gpt, clock)
+    driven.engine._scheduler.rows_budget = 1
+    driven.add(generation("a", [1], n=3, max_tokens=100, deadline=101.0))
+    driven.add(outputs_request("rows", [2] * 128, deadline=102.0))
+    for _ in range(5):
+        driven.step()
+    clock.now = 103.0
+    driven.step()
+    assert driven.unfinished == set()
+    reasons = [outcome.ended.reason for outcome in driven.outcomes.values()]
+    assert reasons == [FinishReason.TIMEOUT] * 4
+    assert not driven.engine.has_work()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_stop_token_ends_the_text_and_belongs_to_it(gpt: GPT, temperature: float) -> None:
+    prompt = random_prompt(random.Random(5), 20)
+    free = params(30, temperature=temperature, seed=4)
+    text = run(gpt, generation("a", prompt, sampling=free))["a", 0].token_ids
+    stop = text[10]
+    stopping = dataclasses.replace(free, stop_token_ids=frozenset({stop}))
+    outcome = run(gpt, generation("a", prompt, sampling=stopping))["a", 0]
+    assert outcome.token_ids == text[: text.index(stop) + 1]
+    assert outcome.ended.reason is FinishReason.STOP
+    assert outcome.ended.stop_token_id == stop
+
+
+def test_a_stop_token_that_is_also_the_last_is_a_stop(gpt: GPT) -> None:
+    text = run(gpt, generation("a", [1, 2], max_tokens=4))["a", 0].token_ids
+    last = frozenset({text[-1]})
+    first = text.index(text[-1])
+    outcome = run(gpt, generation("a", [1, 2], max_tokens=first + 1, stop_token_ids=last))["a", 0]
+    assert outcome.token_ids == text[: first + 1]
+    assert outcome.ended.reason is FinishReason.STOP
