@@ -16,10 +16,9 @@ faster.
 from dataclasses import dataclass
 from typing import Literal
 
-from torch import nn
-
 from model.benchmark.machine import Machine
 from model.transformer.gpt import GPT
+from model.transformer.size import attention_operations, count_elements
 
 INT8_ROW_BYTES = 8
 """A row of int8 weights has a scale and a sum besides."""
@@ -68,23 +67,16 @@ class Limit:
 
 def size_of(gpt: GPT) -> ModelSize:
     config = gpt.config
-    matrices = [
-        module.weight
-        for block in gpt.blocks
-        for module in block.modules()
-        if isinstance(module, nn.Linear)
-    ]
-    embeddings = [module for module in gpt.modules() if isinstance(module, nn.Embedding)]
+    elements = count_elements(config)
     return ModelSize(
-        block_matrices=sum(matrix.numel() for matrix in matrices),
-        block_rows=sum(len(matrix) for matrix in matrices),
+        block_matrices=elements.block_matrices,
+        block_rows=elements.block_rows,
         head=config.vocab_size * config.d_model,
         head_rows=config.vocab_size,
-        vectors=sum(p.numel() for p in gpt.parameters() if p.dim() == 1),
-        looked_up=sum(embedding.embedding_dim for embedding in embeddings),
+        vectors=elements.vectors,
+        looked_up=elements.looked_up,
         kv_width=2 * config.n_layer * config.kv_width,
-        # The dot product with a key, and the addition of a value.
-        attended=2 * 2 * config.n_layer * config.n_head * config.head_dim,
+        attended=attention_operations(config),
         item_bytes=gpt.token_embedding.weight.element_size(),
     )
 

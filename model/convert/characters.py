@@ -2,8 +2,8 @@
 
 The id of a character is its rank, unchanged: the pattern cuts a text into characters, and a piece
 that is a token as a whole is never merged, so a character of several bytes needs no steps between.
-tiktoken asks for all 256 bytes; those that are no character of the vocabulary get the ranks behind
-the last id (see `Tokenizer`), where nothing can be sampled and a text that needs one is refused.
+tiktoken needs all 256 bytes; those that are not characters of the vocabulary get the ranks after
+the last id (see `Tokenizer`): they are never sampled, and a text that needs one is rejected.
 """
 
 from pathlib import Path
@@ -22,7 +22,7 @@ def read_meta(path: Path) -> ForeignTokenizer:
     meta = read_plain_pickle(path)
     stoi = meta.get("stoi") if isinstance(meta, dict) else None
     if not isinstance(stoi, dict):
-        raise ConvertError(f"{path} holds no dictionary with 'stoi', from characters to ids")
+        raise ConvertError(f"{path} has no dictionary 'stoi' from characters to ids")
     itos = meta.get("itos")
     if itos is not None and itos != {token_id: text for text, token_id in stoi.items()}:
         raise ConvertError(f"{path}: 'itos' is not 'stoi' the other way round")

@@ -33,7 +33,7 @@ def export_model(
 ) -> None:
     """Write the checkpoint at `destination`, a folder or, as GGUF, a file; whole or not at all.
 
-    `dtype` is the numbers that are written, "auto" the stored ones; `pre` is for GGUF (see
+    `dtype` is that of the written weights, "auto" that of the stored ones; `pre` is for GGUF (see
     `write_gguf`). Raises ConvertError and CheckpointError.
     """
     if destination.exists():
@@ -43,8 +43,8 @@ def export_model(
         family = folder_family_of(info.config, info.tokenizer.pattern)
     else:
         family = family_of(info.config)
-    numbers = _stored(checkpoint) if dtype == "auto" else getattr(torch, dtype)
-    gpt = load_weights(info, device=torch.device("cpu"), dtype=numbers)
+    stored = _stored_dtype(checkpoint) if dtype == "auto" else getattr(torch, dtype)
+    gpt = load_weights(info, device=torch.device("cpu"), dtype=stored)
     destination.parent.mkdir(parents=True, exist_ok=True)
     aside = Path(tempfile.mkdtemp(prefix=f".{destination.name}.", dir=destination.parent))
     try:
@@ -59,7 +59,7 @@ def export_model(
         shutil.rmtree(aside, ignore_errors=True)
 
 
-def _stored(checkpoint: Path) -> torch.dtype:
-    """The numbers of a checkpoint's weights: the same in all of them, as saving makes them."""
+def _stored_dtype(checkpoint: Path) -> torch.dtype:
+    """The dtype of a checkpoint's weights: saving gives all of them the same."""
     with safe_open(checkpoint / WEIGHTS, framework="pt") as file:
         return file.get_tensor(next(iter(file.keys()))).dtype

@@ -1,8 +1,8 @@
 """Which of other people's architectures computes what a checkpoint's model computes.
 
 GPT-2, Llama, Qwen2 (Llama with biases on query, key and value) and Qwen3 (with QK-norm) are what
-other programs have; a shape that is none of them is refused by the key of the configuration that
-stands in the way. Biases that are not there are exported as zeros where an architecture wants them.
+other programs have; any other shape is rejected, naming the key of the configuration that has no
+counterpart. Missing biases are exported as zeros where an architecture needs them.
 
 transformers gives a Qwen2 model Qwen2's own way to cut texts, whatever the folder says: so with
 another vocabulary that shape is exported as Llama, with biases of zeros on the output projection.
@@ -18,9 +18,9 @@ GPT2, LLAMA, QWEN2, QWEN3 = "gpt2", "llama", "qwen2", "qwen3"
 def family_of(config: GPTConfig) -> str:
     """The architecture of that name. Raises ConvertError."""
     if config.value_embeddings:
-        _refuse("value_embeddings", True, "no other architecture adds embeddings to values")
+        _reject("value_embeddings", True, "no other architecture adds embeddings to values")
     if config.norm_position == "post":
-        _refuse("norm_position", "post", "GPT-2 and Llama normalise before each sublayer")
+        _reject("norm_position", "post", "GPT-2 and Llama normalise before each sublayer")
     if config.norm == "layernorm":
         return _gpt2(config)
     return _llama(config)
@@ -36,30 +36,30 @@ def folder_family_of(config: GPTConfig, pattern: str) -> str:
 
 def _gpt2(config: GPTConfig) -> str:
     if config.positions == "rotary":
-        _refuse(
+        _reject(
             "positions", "rotary", "with norm 'layernorm' it is GPT-2's shape, which learns them"
         )
     if config.activation == "swiglu":
-        _refuse("activation", "swiglu", "GPT-2's feed-forward has no gate")
+        _reject("activation", "swiglu", "GPT-2's feed-forward has no gate")
     if config.qk_norm:
-        _refuse("qk_norm", True, "GPT-2 does not normalise queries and keys")
+        _reject("qk_norm", True, "GPT-2 does not normalise queries and keys")
     if config.n_kv_head != config.n_head:
-        _refuse("n_kv_head", config.n_kv_head, f"GPT-2 has as many as n_head, {config.n_head}")
+        _reject("n_kv_head", config.n_kv_head, f"GPT-2 has as many as n_head, {config.n_head}")
     if config.n_head * config.head_dim != config.d_model:
-        _refuse("head_dim", config.head_dim, "GPT-2's heads share d_model equally")
+        _reject("head_dim", config.head_dim, "GPT-2's heads share d_model equally")
     return GPT2
 
 
 def _llama(config: GPTConfig) -> str:
     if config.positions != "rotary":
-        _refuse(
+        _reject(
             "positions", config.positions, "with norm 'rmsnorm' it is Llama's, which are rotary"
         )
     if config.activation != "swiglu":
-        _refuse("activation", config.activation, "Llama's feed-forward is swiglu")
+        _reject("activation", config.activation, "Llama's feed-forward is swiglu")
     if config.qk_norm:
         if config.bias:
-            _refuse("bias", True, "with qk_norm it is Qwen3's shape, whose feed-forward has none")
+            _reject("bias", True, "with qk_norm it is Qwen3's shape, whose feed-forward has none")
         return QWEN3
     if config.qkv_bias and not config.bias:
         return QWEN2
@@ -68,11 +68,11 @@ def _llama(config: GPTConfig) -> str:
 
 def _plain_llama(config: GPTConfig) -> str:
     if config.d_model % config.n_head:
-        _refuse(
-            "n_head", config.n_head, f"Llama wants d_model {config.d_model} to be divisible by it"
+        _reject(
+            "n_head", config.n_head, f"Llama needs d_model {config.d_model} to be divisible by it"
         )
     return LLAMA
 
 
-def _refuse(key: str, value: object, reason: str) -> None:
-    raise ConvertError(f"{key} is {value!r}: {reason}; there is no architecture to export it as")
+def _reject(key: str, value: object, reason: str) -> None:
+    raise ConvertError(f"{key} is {value!r}: {reason}; it cannot be exported")

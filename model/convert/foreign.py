@@ -1,8 +1,8 @@
-"""What every reader of a foreign format gives, and the shelf from which it takes its tensors.
+"""What every reader of a foreign format gives, and how it takes its tensors.
 
 A reader (`nanogpt.py`, `huggingface.py`, `litgpt.py`) turns names and shapes into ours and says
-where the model comes from. Nothing is taken on trust: `TensorShelf` names a tensor that is
-missing, has another shape, holds other numbers than floats, or is left over at the end.
+where the model comes from. Nothing is trusted: `StateDictReader` names a tensor that is
+missing, has another shape, is not of a float dtype, or is left over at the end.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -60,7 +60,7 @@ class ForeignModel:
     facts: Mapping[str, Any] = field(default_factory=dict)  # of the source, for the card
 
 
-class TensorShelf:
+class StateDictReader:
     """The tensors of one file or folder, by name; each is taken once."""
 
     def __init__(self, where: str, names: Iterable[str], read: Callable[[str], Tensor]) -> None:
@@ -89,16 +89,16 @@ class TensorShelf:
             )
         if tensor.dtype not in FLOATS:
             raise ConvertError(
-                f"{self._where}: {name} holds {str(tensor.dtype).removeprefix('torch.')}; weights "
-                f"of {', '.join(FLOATS.values())} can be imported, quantized ones cannot"
+                f"{self._where}: {name} is {str(tensor.dtype).removeprefix('torch.')}; weights "
+                f"in {', '.join(FLOATS.values())} can be imported, quantized ones cannot"
             )
         if not torch.isfinite(tensor).all():
-            raise ConvertError(f"{self._where}: {name} holds NaN or infinite numbers")
+            raise ConvertError(f"{self._where}: {name} has NaN or infinite values")
         self.dtypes.add(tensor.dtype)
         return tensor
 
-    def leave(self, *suffixes: str) -> None:
-        """Tensors that are no weights (masks, tables) and are not wanted."""
+    def ignore(self, *suffixes: str) -> None:
+        """Leave out tensors that are not weights: masks and tables."""
         self._taken |= {name for name in self._names if name.endswith(suffixes)}
 
     def finish(self) -> None:
@@ -110,7 +110,7 @@ class TensorShelf:
             )
 
     def dtype(self) -> torch.dtype:
-        """The numbers of all that was taken; float32 where they differ or are wider."""
+        """The dtype of the tensors taken; float32 where they differ or are wider."""
         if len(self.dtypes) == 1 and torch.float64 not in self.dtypes:
             return next(iter(self.dtypes))
         return torch.float32
@@ -150,7 +150,7 @@ class Settings:
         """Whether the key is there, be it null."""
         return name in self._values
 
-    def refuse_unless(self, name: str, neutral: Sequence[Any], reason: str) -> None:
+    def reject_unless(self, name: str, neutral: Sequence[Any], reason: str) -> None:
         """Raise ConvertError where a key asks for something that no GPTConfig says."""
         value = self._values.get(name)
         if value is not None and value not in neutral:

@@ -1,6 +1,6 @@
 """GGUF, llama.cpp's file format, by the `gguf` package (the extra `gguf`).
 
-Matrices in the numbers of the checkpoint, norms, biases and positions in float32, as llama.cpp's
+Matrices in the dtype of the checkpoint, norms, biases and positions in float32, as llama.cpp's
 own converter writes them, with the vocabulary as byte-level BPE. llama.cpp turns neighbouring
 channels in its "llama" and halves in its "qwen2" and "qwen3": rows of query and key are reordered
 for the former.
@@ -118,8 +118,8 @@ def write_gguf(path: Path, info: CheckpointInfo, gpt: GPT, family: str, pre: str
     for name, tensor in weights.items():
         values = _values(name, tensor, gpt, family)
         matrix = values.ndim == 2 and not name.endswith("wpe.weight")
-        numbers = kind if matrix else gguf.GGMLQuantizationType.F32
-        writer.add_tensor(gguf_name(name), gguf.quants.quantize(values, numbers), raw_dtype=numbers)
+        stored = kind if matrix else gguf.GGMLQuantizationType.F32
+        writer.add_tensor(gguf_name(name), gguf.quants.quantize(values, stored), raw_dtype=stored)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -157,7 +157,7 @@ def _pre_tokenizer(tokenizer: Tokenizer, named: str | None) -> str:
     known = PRE_TOKENIZERS.get(tokenizer.pattern)
     if known is None and named is None:
         raise ConvertError(
-            "llama.cpp has no name for the way in which this checkpoint cuts texts "
+            "llama.cpp has no name for this checkpoint's split pattern "
             f"({tokenizer.pattern[:50]}...). --pre qwen2 (or another of its names) writes the file "
             "all the same: there, ids of a text then differ in places from those here"
         )
@@ -168,14 +168,14 @@ def _merges(tokenizer: Tokenizer) -> list[str]:
     """The merges, as lines. Raises ConvertError where they do not say all of the vocabulary."""
     if tokenizer.ordinary < len(tokenizer.ranks):
         raise ConvertError(
-            f"{len(tokenizer.ranks) - tokenizer.ordinary} of the 256 bytes are no tokens of this "
+            f"{len(tokenizer.ranks) - tokenizer.ordinary} of the 256 bytes are not tokens of this "
             "vocabulary, and llama.cpp needs them all; export it with --to hf"
         )
     merges, alone = merges_of(tokenizer.ranks)
     if alone:
         raise ConvertError(
-            f"no merges lead to {len(alone)} tokens, the first is {alone[0]!r}; llama.cpp would "
-            "never find them. Export it with --to hf"
+            f"no merges form {len(alone)} tokens, the first is {alone[0]!r}; llama.cpp would "
+            "never use them. Export it with --to hf"
         )
     if not merges:
         raise ConvertError(

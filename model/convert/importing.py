@@ -56,8 +56,8 @@ def import_model(
     """Read the model at `source` and save it as a new checkpoint at `destination`.
 
     `tokenizer` names a vocabulary where the source has none or another one is right: a published
-    encoding, a ranks file, a `meta.pkl` or a `tokenizer.json`. `dtype` is the numbers that are
-    stored, "auto" those of the source. `context_length` shortens the model's context. `say` is
+    encoding, a ranks file, a `meta.pkl` or a `tokenizer.json`. `dtype` is that of the stored
+    weights, "auto" that of the source. `context_length` shortens the model's context. `say` is
     told what was found. Raises ConvertError, and CheckpointError when `destination` exists.
     """
     if destination.exists():
@@ -68,9 +68,9 @@ def import_model(
     config, weights = _fitted(model, vocabulary, context_length)
     for note in vocabulary.notes:
         say(note)
-    numbers = model.dtype if dtype == "auto" else getattr(torch, dtype)
+    stored = model.dtype if dtype == "auto" else getattr(torch, dtype)
     gpt = empty_gpt(config, torch.device("meta"))
-    _check(weights, {name: t.shape for name, t in gpt.state_dict().items()}, numbers)
+    _check(weights, {name: t.shape for name, t in gpt.state_dict().items()}, stored)
     gpt.load_state_dict(weights, assign=True)
     facts = {
         "name": source.resolve().name,
@@ -92,9 +92,9 @@ def import_model(
             created=datetime.now(UTC).isoformat(timespec="seconds"),
         ),
         card=write_import_card(
-            destination.name, model, config, vocabulary, FLOATS[numbers], gpt.parameter_count()
+            destination.name, model, config, vocabulary, FLOATS[stored], gpt.parameter_count()
         ),
-        dtype=numbers,
+        dtype=stored,
         chat_template=vocabulary.chat_template,
     )
 
@@ -107,7 +107,7 @@ def _read(source: Path, context_length: int | None) -> tuple[ForeignModel, Path]
         else:
             return read_nanogpt(source), source.parent
     if not source.is_dir():
-        raise ConvertError(f"there is neither a file nor a folder {source}")
+        raise ConvertError(f"there is no file or folder {source}")
     if (source / litgpt.WEIGHTS).is_file():
         return read_litgpt(source, context_length=context_length), source
     if (source / NANOGPT).is_file():
@@ -118,8 +118,8 @@ def _read(source: Path, context_length: int | None) -> tuple[ForeignModel, Path]
         return read_huggingface(source, context_length=context_length), source
     held = ", ".join(sorted(path.name for path in source.iterdir())[:8]) or "nothing"
     raise ConvertError(
-        f"{source} holds no model that is known here: nanoGPT's {NANOGPT}, LitGPT's "
-        f"{litgpt.WEIGHTS} or Hugging Face's {huggingface.CONFIG}; it holds {held}"
+        f"{source} holds no known model: expected nanoGPT's {NANOGPT}, LitGPT's "
+        f"{litgpt.WEIGHTS} or Hugging Face's {huggingface.CONFIG}; found {held}"
     )
 
 
@@ -216,7 +216,7 @@ def _with_all_biases(
 
 
 def _check(
-    weights: Mapping[str, Tensor], shapes: Mapping[str, torch.Size], numbers: torch.dtype
+    weights: Mapping[str, Tensor], shapes: Mapping[str, torch.Size], stored: torch.dtype
 ) -> None:
     """Raise ConvertError unless these are the weights of the model that is to be saved."""
     found = {name: tensor.shape for name, tensor in weights.items()}
@@ -227,10 +227,10 @@ def _check(
             f"{len(wrong)} tensors do not fit the model, the first is {name}: it has the shape "
             f"{found.get(name)}, expected {shapes.get(name)}"
         )
-    limit = torch.finfo(numbers).max
+    limit = torch.finfo(stored).max
     for name, tensor in weights.items():
-        if tensor.dtype != numbers and (largest := float(tensor.abs().max())) > limit:
+        if tensor.dtype != stored and (largest := float(tensor.abs().max())) > limit:
             raise ConvertError(
-                f"{name} holds {largest:.3g}, more than {FLOATS[numbers]} can say; choose another "
+                f"{name} holds {largest:.3g}, more than {FLOATS[stored]} can hold; choose another "
                 "--dtype"
             )

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from model.convert.foreign import ConvertError, ForeignModel, Settings, TensorShelf
+from model.convert.foreign import ConvertError, ForeignModel, Settings, StateDictReader
 from model.convert.pt_file import read_pt
 from model.transformer.config import ConfigError, GPTConfig, gpt2_shape
 
@@ -57,20 +57,20 @@ def read_litgpt(folder: Path, *, context_length: int | None) -> ForeignModel:
     where = str(folder / CONFIG)
     values = _read_yaml(folder / CONFIG)
     settings = Settings(where, values)
-    _refuse_unknown(settings, values, where)
+    _reject_unknown(settings, values, where)
     found = read_pt(folder / WEIGHTS, keep='{"model": state_dict}')
     state = found["model"] if isinstance(found.get("model"), dict) else found
     tensors = {name.removeprefix("_orig_mod."): value for name, value in state.items()}
     for name, value in tensors.items():
         if not isinstance(value, Tensor):
-            raise ConvertError(f"{folder / WEIGHTS}: {name!r} is no tensor")
-    shelf = TensorShelf(str(folder / WEIGHTS), tensors, tensors.__getitem__)
+            raise ConvertError(f"{folder / WEIGHTS}: {name!r} is not a tensor")
+    reader = StateDictReader(str(folder / WEIGHTS), tensors, tensors.__getitem__)
     try:
         config = _config(settings, context_length)
     except ConfigError as error:
         raise ConvertError(f"{where}: {error}") from error
-    weights = _weights(shelf, config, settings)
-    shelf.finish()
+    weights = _weights(reader, config, settings)
+    reader.finish()
     if torch.equal(weights["head.weight"], weights["token_embedding.weight"]):
         del weights["head.weight"]
         config = replace(config, tied_head=True)
@@ -78,7 +78,7 @@ def read_litgpt(folder: Path, *, context_length: int | None) -> ForeignModel:
         kind="LitGPT",
         config=config,
         weights=weights,
-        dtype=shelf.dtype(),
+        dtype=reader.dtype(),
         facts={"name": settings.get("name", "")},
     )
 
@@ -96,25 +96,27 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     except FileNotFoundError as error:
         raise ConvertError(f"there is no file {path}; it says what {WEIGHTS} is") from error
     except (yaml.YAMLError, ValueError) as error:
-        raise ConvertError(f"{path} is no YAML: {' '.join(str(error).split())}") from error
+        raise ConvertError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
     if not isinstance(values, dict):
-        raise ConvertError(f"{path} holds no keys and values")
+        raise ConvertError(f"{path} is not a mapping of keys to values")
     return values
 
 
-def _refuse_unknown(settings: Settings, values: Mapping[str, Any], where: str) -> None:
+def _reject_unknown(settings: Settings, values: Mapping[str, Any], where: str) -> None:
     for name, neutral in NEUTRAL.items():
-        settings.refuse_unless(name, neutral, "that is not computed here")
+        settings.reject_unless(name, neutral, "not supported here")
     if "parallel_residual" not in values:
-        raise ConvertError(f"{where} lacks parallel_residual, and LitGPT's default is not computed")
+        raise ConvertError(
+            f"{where} lacks parallel_residual, and LitGPT's default is not supported"
+        )
     for name in sorted(set(values) - READ - set(NEUTRAL)):
-        settings.refuse_unless(name, (False, 0), "that key is not known here")
+        settings.reject_unless(name, (False, 0), "unknown key")
 
 
 def _config(settings: Settings, context_length: int | None) -> GPTConfig:
-    settings.refuse_unless("norm_class_name", ("RMSNorm", "LayerNorm"), "that norm is not known")
-    settings.refuse_unless("mlp_class_name", ("LLaMAMLP", "GptNeoxMLP"), "that MLP is not known")
-    settings.refuse_unless("gelu_approximate", ("none", "tanh"), "that GELU is not known")
+    settings.reject_unless("norm_class_name", ("RMSNorm", "LayerNorm"), "unknown norm")
+    settings.reject_unless("mlp_class_name", ("LLaMAMLP", "GptNeoxMLP"), "unknown MLP")
+    settings.reject_unless("gelu_approximate", ("none", "tanh"), "unknown GELU")
     layer_norm = settings.get("norm_class_name", "LayerNorm") == "LayerNorm"
     gated = settings.get("mlp_class_name", "GptNeoxMLP") == "LLaMAMLP"
     exact = settings.get("gelu_approximate", "none") == "none"
@@ -124,8 +126,10 @@ def _config(settings: Settings, context_length: int | None) -> GPTConfig:
         settings.integer("head_size", default=max(1, width // n_head)),
     )
     if settings.number("rotary_percentage", 0.25) != 1:
-        settings.refuse_unless("rotary_percentage", (), "whole heads are turned here")
-        raise ConvertError("rotary_percentage is not there and 0.25; whole heads are turned here")
+        settings.reject_unless("rotary_percentage", (), "only rotation of whole heads is supported")
+        raise ConvertError(
+            "rotary_percentage is missing, so 0.25; only rotation of whole heads is supported"
+        )
     window = settings.get("sliding_window_size")
     if window is not None and window < min(context, context_length or context):
         raise ConvertError(
@@ -161,28 +165,28 @@ def _config(settings: Settings, context_length: int | None) -> GPTConfig:
     )
 
 
-def _weights(shelf: TensorShelf, config: GPTConfig, settings: Settings) -> dict[str, Tensor]:
+def _weights(reader: StateDictReader, config: GPTConfig, settings: Settings) -> dict[str, Tensor]:
     width, rows, wide = config.d_model, config.vocab_size, config.n_head * config.head_dim
     biased = settings.flag("bias", True)
     weights = {
-        "token_embedding.weight": shelf.take("transformer.wte.weight", rows, width),
-        "head.weight": shelf.take("lm_head.weight", rows, width),
+        "token_embedding.weight": reader.take("transformer.wte.weight", rows, width),
+        "head.weight": reader.take("lm_head.weight", rows, width),
     }
 
     def linear(ours: str, theirs: list[str], inside: int, outside: int, bias: bool) -> None:
         """One matrix of ours from one of theirs, or from several of the same size."""
         weights[f"{ours}.weight"] = torch.cat(
-            [shelf.take(f"{name}.weight", outside, inside) for name in theirs]
+            [reader.take(f"{name}.weight", outside, inside) for name in theirs]
         )
         if bias:
             weights[f"{ours}.bias"] = torch.cat(
-                [shelf.take(f"{name}.bias", outside) for name in theirs]
+                [reader.take(f"{name}.bias", outside) for name in theirs]
             )
 
     def norm(ours: str, theirs: str, size: int = width) -> None:
-        weights[f"{ours}.weight"] = shelf.take(f"{theirs}.weight", size)
+        weights[f"{ours}.weight"] = reader.take(f"{theirs}.weight", size)
         if config.norm == "layernorm":
-            weights[f"{ours}.bias"] = shelf.take(f"{theirs}.bias", size)
+            weights[f"{ours}.bias"] = reader.take(f"{theirs}.bias", size)
 
     norm("final_norm", "transformer.ln_f")
     up = ["fc_1", "fc_2"] if config.activation == "swiglu" else ["fc"]
@@ -190,7 +194,7 @@ def _weights(shelf: TensorShelf, config: GPTConfig, settings: Settings) -> dict[
         there, here = f"transformer.h.{layer}", f"blocks.{layer}"
         norm(f"{here}.attention_norm", f"{there}.norm_1")
         norm(f"{here}.mlp_norm", f"{there}.norm_2")
-        old = f"{there}.attn.attn.weight" in shelf
+        old = f"{there}.attn.attn.weight" in reader
         fused = f"{there}.attn.attn" if old else f"{there}.attn.qkv"
         linear(f"{here}.qkv", [fused], width, config.qkv_width, config.qkv_bias)
         if old:

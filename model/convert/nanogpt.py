@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from model.convert.foreign import ConvertError, ForeignModel, Settings, TensorShelf
+from model.convert.foreign import ConvertError, ForeignModel, Settings, StateDictReader
 from model.convert.pt_file import read_pt
 from model.transformer.config import ConfigError, GPTConfig, gpt2_shape
 
@@ -26,18 +26,18 @@ def read_nanogpt(path: Path) -> ForeignModel:
     state, arguments = checkpoint.get("model"), checkpoint.get("model_args")
     if not isinstance(state, dict) or not isinstance(arguments, dict):
         raise ConvertError(
-            f"{path} is no checkpoint of nanoGPT: it holds {sorted(map(str, checkpoint))[:8]}, "
+            f"{path} is not a checkpoint of nanoGPT: it holds {sorted(map(str, checkpoint))[:8]}, "
             "expected 'model' and 'model_args'"
         )
     settings = Settings(f"model_args of {path}", arguments)
-    shelf = _shelf(str(path), state)
-    tied = not _differ(state, shelf)
+    reader = _reader(str(path), state)
+    tied = not _differ(state, reader)
     try:
         config = _config(settings, tied=tied)
     except ConfigError as error:
         raise ConvertError(f"model_args of {path}: {error}") from error
-    weights = _weights(shelf, config)
-    shelf.finish()
+    weights = _weights(reader, config)
+    reader.finish()
     training = checkpoint.get("config")
     training = training if isinstance(training, dict) else {}
     step = checkpoint.get("iter_num")
@@ -46,7 +46,7 @@ def read_nanogpt(path: Path) -> ForeignModel:
         kind="nanoGPT",
         config=config,
         weights=weights,
-        dtype=shelf.dtype(),
+        dtype=reader.dtype(),
         step=step,
         tokens=step * _tokens_per_step(training),
         val_loss=_loss(checkpoint.get("best_val_loss")),
@@ -54,23 +54,23 @@ def read_nanogpt(path: Path) -> ForeignModel:
     )
 
 
-def _shelf(where: str, state: dict[Any, Any]) -> TensorShelf:
+def _reader(where: str, state: dict[Any, Any]) -> StateDictReader:
     """The state's tensors by their names without prefixes."""
     tensors: dict[str, Tensor] = {}
     for name, tensor in state.items():
         if not isinstance(name, str) or not isinstance(tensor, Tensor):
-            raise ConvertError(f"{where}: {name!r} of 'model' is no tensor")
+            raise ConvertError(f"{where}: {name!r} of 'model' is not a tensor")
         while name.startswith(PREFIXES):
             name = name[name.index(".") + 1 :]
         if name in tensors:
             raise ConvertError(f"{where} holds {name} twice, with and without a prefix")
         tensors[name] = tensor
-    shelf = TensorShelf(where, tensors, tensors.__getitem__)
-    shelf.leave(".attn.bias")  # the causal mask, in old versions
-    return shelf
+    reader = StateDictReader(where, tensors, tensors.__getitem__)
+    reader.ignore(".attn.bias")  # the causal mask, in old versions
+    return reader
 
 
-def _differ(state: dict[Any, Any], shelf: TensorShelf) -> bool:
+def _differ(state: dict[Any, Any], reader: StateDictReader) -> bool:
     """Whether the head is a matrix of its own: nanoGPT itself stores the tied one twice."""
     by_end = {str(name).rpartition("transformer.wte.")[2]: value for name, value in state.items()
               if str(name).endswith("transformer.wte.weight")}  # fmt: skip
@@ -97,11 +97,11 @@ def _config(settings: Settings, *, tied: bool) -> GPTConfig:
     )
 
 
-def _weights(shelf: TensorShelf, config: GPTConfig) -> dict[str, Tensor]:
+def _weights(reader: StateDictReader, config: GPTConfig) -> dict[str, Tensor]:
     width, rows = config.d_model, config.vocab_size
     weights = {
-        "token_embedding.weight": shelf.take("transformer.wte.weight", rows, width),
-        "position_embedding.weight": shelf.take(
+        "token_embedding.weight": reader.take("transformer.wte.weight", rows, width),
+        "position_embedding.weight": reader.take(
             "transformer.wpe.weight", config.context_length, width
         ),
     }
@@ -117,14 +117,14 @@ def _weights(shelf: TensorShelf, config: GPTConfig) -> dict[str, Tensor]:
             f"{there}.mlp.c_proj": (f"{here}.mlp_down", (width, config.d_ff)),
         }
     for there, (here, shape) in modules.items():
-        weights[f"{here}.weight"] = shelf.take(f"{there}.weight", *shape)
+        weights[f"{here}.weight"] = reader.take(f"{there}.weight", *shape)
         if config.bias:
-            weights[f"{here}.bias"] = shelf.take(f"{there}.bias", shape[0])
+            weights[f"{here}.bias"] = reader.take(f"{there}.bias", shape[0])
     head = "lm_head.weight"
     if not config.tied_head:
-        weights["head.weight"] = shelf.take(head, rows, width)
-    elif head in shelf:
-        shelf.take(head, rows, width)  # the embedding once more
+        weights["head.weight"] = reader.take(head, rows, width)
+    elif head in reader:
+        reader.take(head, rows, width)  # the embedding once more
     return weights
 
 

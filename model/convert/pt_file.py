@@ -30,13 +30,13 @@ def read_pt(path: Path, *, keep: str) -> dict[str, Any]:
         raise ConvertError(f"there is no file {path}") from error
     except pickle.UnpicklingError as error:
         raise ConvertError(
-            f"{path} holds {_foreign_object(str(error))}, and to read that would run code; where "
-            f"it was made, load it and save what is needed: torch.save({keep}, {path.name!r})"
+            f"{path} holds {_foreign_object(str(error))}, and to read that would run code. "
+            f"Load it where it was made and save what is needed: torch.save({keep}, {path.name!r})"
         ) from error
     except Exception as error:  # torch stumbles over damaged bytes in many ways
         raise ConvertError(
-            f"{path} ({path.stat().st_size:,} bytes) cannot be read: it is cut short, damaged or "
-            f"no file of torch.save's zip format ({type(error).__name__}); files from before "
+            f"{path} ({path.stat().st_size:,} bytes) cannot be read: it is truncated, damaged or "
+            f"not in torch.save's zip format ({type(error).__name__}); files from before "
             f"torch 1.6 have to be saved anew: torch.save({keep}, {path.name!r})"
         ) from error
     if not isinstance(found, dict):
@@ -58,7 +58,7 @@ def read_plain_pickle(path: Path) -> Any:
         raise
     except Exception as error:  # as many kinds as there are ways to break a pickle
         raise ConvertError(
-            f"{path} is no pickle of plain values: {type(error).__name__}: {error}"
+            f"{path} is not a pickle of plain values: {type(error).__name__}: {error}"
         ) from error
 
 

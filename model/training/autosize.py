@@ -43,10 +43,11 @@ from model.training.events import Noticed, Reporter
 from model.training.optim.optimizers import Optimizers, initialise
 from model.training.presets import Recipe
 from model.training.resolve import resolve_config
-from model.training.step.flops import flops_per_token, matrix_parameters
+from model.training.step.flops import flops_per_token
 from model.training.step.forward import Forward, training_placement
 from model.transformer.config import GPTConfig
 from model.transformer.gpt import GPT
+from model.transformer.size import count_elements
 
 TOKENS_PER_PARAMETER = 0.9
 """Of the block matrices."""
@@ -246,7 +247,7 @@ def measure(candidate: Candidate, placement: Placement, seconds: float) -> float
 
 def flops_and_params(candidate: Candidate) -> FlopsAndParams:
     model = candidate.model
-    return FlopsAndParams(flops_per_token(model), matrix_parameters(model))
+    return FlopsAndParams(flops_per_token(model), count_elements(model).block_matrices)
 
 
 def fill_in(config: TrainingConfig, size: Size, tokens: float | None = None) -> TrainingConfig:

@@ -24,7 +24,7 @@ from model.training.run.counters import Counters
 from model.training.run.errors import saving
 from model.training.sample_writer import TEMPERATURE, SampleWriter
 from model.transformer.gpt import GPT
-from model.transformer.lora import parameters_without_adapters
+from model.transformer.size import parameter_count
 
 
 class CheckpointWriter:
@@ -106,7 +106,7 @@ class CheckpointWriter:
             CardFacts(
                 name=f"{run.name}, {run.directory.checkpoint(counters.step).name}",
                 config=run.model,
-                parameters=parameters_without_adapters(self._gpt),
+                parameters=parameter_count(run.model),
                 recipe=run.recipe,
                 data=run.text.record,
                 command=run.command,

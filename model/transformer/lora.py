@@ -109,12 +109,6 @@ def is_adapted(gpt: GPT) -> bool:
     return any(isinstance(module, LoraLinear) for module in gpt.modules())
 
 
-def parameters_without_adapters(gpt: GPT) -> int:
-    """Learned numbers of the model that merging gives."""
-    named = gpt.named_parameters()
-    return sum(each.numel() for name, each in named if not name.endswith(NARROW))
-
-
 def trained_weights(gpt: GPT) -> dict[str, Tensor]:
     """The weights that training changes, by name: all of them, or those of the adapters alone."""
     weights = gpt.state_dict()

@@ -1,32 +1,73 @@
-"""Size: learned numbers of a GPT, counted from its shape without making one."""
+"""Size: the elements of a GPT's tensors, counted from its shape without building it.
+
+The one place where parameters are counted by formula: for the memory of a server, the arithmetic of
+a training step (`model/training/step/flops.py`), a run's summary, and what a benchmark reads
+(`model/benchmark/work.py`). Tests compare every count with the tensors of real models. Does not
+count adapters.
+"""
+
+from dataclasses import dataclass
 
 from model.transformer.config import GPTConfig
 from model.transformer.gpt import VALUE_GATE_WIDTH
 
 
-def parameter_count(config: GPTConfig) -> int:
-    """Learned numbers of a model of this shape, without making one."""
-    norm = config.d_model * (2 if config.norm == "layernorm" and config.bias else 1)
-    up = config.d_ff * (2 if config.activation == "swiglu" else 1)
+@dataclass(frozen=True, slots=True)
+class Elements:
+    """Elements of the parameters of a GPT, each counted once.
+
+    block_matrices   of the matrices of all blocks; block_rows are the rows of these
+    vectors          of norms and biases
+    embeddings       of the tables of tokens, learned positions and value embeddings, with padding
+    head             of the head's own matrix, with padding; 0 where it is the token embedding
+    looked_up        of the rows of all these tables that one token takes
+    """
+
+    block_matrices: int
+    block_rows: int
+    vectors: int
+    embeddings: int
+    head: int
+    looked_up: int
+
+
+def count_elements(config: GPTConfig) -> Elements:
+    """The elements of a model of this shape."""
+    # Blocks: query, key and value; attention's output; feed-forward up and down.
     heads = config.n_head * config.head_dim
-    block = (
-        2 * norm
-        + config.qkv_width * (config.d_model + config.qkv_bias)
-        + 2 * config.head_dim * config.qk_norm
-        + config.d_model * (heads + config.bias)
-        + up * (config.d_model + config.bias)
-        + config.d_model * (config.d_ff + config.bias)
-    )
+    up = config.d_ff * (2 if config.activation == "swiglu" else 1)
+    width = config.d_model
+    block_matrices = config.qkv_width * width + width * heads + up * width + width * config.d_ff
+    block_rows = config.qkv_width + width + up + width
+    # Value embeddings: in some blocks a table, and a gate of one row for each key/value head.
     valued = sum(config.has_value_embedding(layer) for layer in range(config.n_layer))
-    value_embedding = (
-        config.padded_vocab_size * config.kv_width
-        + min(VALUE_GATE_WIDTH, config.d_model) * config.n_kv_head
+    gate = min(VALUE_GATE_WIDTH, width) * config.n_kv_head
+    # Vectors: two norms a block and one at the end, biases, norms of queries and keys.
+    norm = width * (2 if config.norm == "layernorm" and config.bias else 1)
+    biases = config.qkv_width * config.qkv_bias + (2 * width + up) * config.bias
+    vectors = 2 * norm + biases + 2 * config.head_dim * config.qk_norm
+    # Tables.
+    learned = config.positions == "learned"
+    table = config.padded_vocab_size * width
+    return Elements(
+        block_matrices=config.n_layer * block_matrices + valued * gate,
+        block_rows=config.n_layer * block_rows + valued * config.n_kv_head,
+        vectors=config.n_layer * vectors + norm * (config.norm_position == "pre"),
+        embeddings=table
+        + valued * config.padded_vocab_size * config.kv_width
+        + config.context_length * width * learned,
+        head=0 if config.tied_head else table,
+        looked_up=width + valued * config.kv_width + width * learned,
     )
-    embeddings = config.padded_vocab_size * (1 if config.tied_head else 2)
-    embeddings += config.context_length * (config.positions == "learned")
-    return (
-        config.n_layer * block
-        + valued * value_embedding
-        + embeddings * config.d_model
-        + norm * (config.norm_position == "pre")
-    )
+
+
+def parameter_count(config: GPTConfig) -> int:
+    """Parameters of a model of this shape; a tied head counts once, padded rows count."""
+    elements = count_elements(config)
+    return elements.block_matrices + elements.vectors + elements.embeddings + elements.head
+
+
+def attention_operations(config: GPTConfig) -> int:
+    """Multiplications and additions in all layers for one query and one position that it sees: the
+    dot product with a key, and the addition of a value."""
+    return 2 * 2 * config.n_layer * config.n_head * config.head_dim

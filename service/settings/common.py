@@ -55,7 +55,7 @@ DType = Annotated[
     ),
 ]
 StoredDType = Annotated[
-    DTypeName, Field(description="numbers to store weights in; auto is those of the source")
+    DTypeName, Field(description="dtype of the stored weights; auto is that of the source")
 ]
 Kernels = Annotated[
     KernelChoice,

@@ -69,38 +69,38 @@ class InspectSettings(BaseSettings):
 
 
 class ImportSettings(BaseSettings):
-    """Make a checkpoint of a model trained elsewhere: nanoGPT, Hugging Face or LitGPT."""
+    """Import a model trained elsewhere (nanoGPT, Hugging Face, LitGPT) as a checkpoint."""
 
     model_config = settings_of("import")
 
     source: CliPositionalArg[Path] = Field(
-        description="nanoGPT's ckpt.pt, or a folder of Hugging Face, LitGPT or nanoGPT"
+        description="nanoGPT's ckpt.pt, or a folder in the format of any of the three"
     )
     destination: CliPositionalArg[Path] = Field(description="checkpoint directory to write")
     tokenizer: str | None = Field(
         None,
-        description="vocabulary, if the source has none or another one is right: gpt2, "
-        "cl100k_base, o200k_base, a ranks file, nanoGPT's meta.pkl or a tokenizer.json",
+        description="vocabulary to use instead of the source's: gpt2, cl100k_base, o200k_base, a "
+        "ranks file, nanoGPT's meta.pkl or a tokenizer.json",
     )
     dtype: StoredDType = "auto"
     context_length: int | None = Field(
-        None, ge=1, description="positions to keep; if not given all that the source has"
+        None, ge=1, description="positions to keep; all unless given"
     )
     skip_normalizer: bool = Field(
         False,
-        description="import a tokenizer that changes texts first, without that: texts that it "
-        "would change get other ids than in the source",
+        description="leave out the source tokenizer's normalizer: texts that it would change get "
+        "other ids than in the source",
     )
 
 
 class ExportSettings(BaseSettings):
-    """Write a checkpoint in a format that other programs read: Hugging Face's or llama.cpp's."""
+    """Export a checkpoint for other programs: Hugging Face transformers or llama.cpp."""
 
     model_config = settings_of("export")
 
     checkpoint: CliPositionalArg[Path] = Field(description="checkpoint directory")
     destination: CliPositionalArg[Path] = Field(
-        description="folder to write, or file of the format gguf"
+        description="folder to write, or file with --to gguf"
     )
     to: Literal["hf", "gguf"] = Field(
         "hf", description="hf is a folder for transformers, gguf a file for llama.cpp"
@@ -108,8 +108,8 @@ class ExportSettings(BaseSettings):
     dtype: StoredDType = "auto"
     pre: str | None = Field(
         None,
-        description="for gguf: llama.cpp's name of the way to cut texts, where it has none that "
-        "is this checkpoint's",
+        description="for gguf: the llama.cpp split pattern to name, where it has no name for this "
+        "checkpoint's",
     )
 
 

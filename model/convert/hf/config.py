@@ -18,7 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from model.convert.foreign import ConvertError, ForeignModel, Settings, TensorShelf
+from model.convert.foreign import ConvertError, ForeignModel, Settings, StateDictReader
 from model.transformer.config import Activation, ConfigError, GPTConfig, gpt2_shape
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
@@ -36,32 +36,32 @@ ROTARY_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 
 
 def read_huggingface(folder: Path, *, context_length: int | None) -> ForeignModel:
-    """Read a folder that `save_pretrained` wrote. `context_length`, where given, is what the model
-    is wanted for: a sliding window that is no shorter makes no difference. Raises ConvertError."""
+    """Read a folder that `save_pretrained` wrote. `context_length`, where given, is the context
+    that will be used: a sliding window at least as long is the same. Raises ConvertError."""
     where = str(folder / CONFIG)
     settings = Settings(where, read_object(folder / CONFIG))
     model_type = settings.get("model_type")
-    settings.refuse_unless(
+    settings.reject_unless(
         "quantization_config", (), "quantized weights cannot be imported; save them in full"
     )
-    shelf = open_shelf(folder)
+    reader = open_state_dict(folder)
     try:
         if model_type == "gpt2":
-            config, weights = _gpt2(settings, shelf)
+            config, weights = _gpt2(settings, reader)
         elif model_type in ROTARY_TYPES:
-            config, weights = _rotary(model_type, settings, shelf, context_length)
+            config, weights = _rotary(model_type, settings, reader, context_length)
         else:
             raise ConvertError(
                 f"{where}: model_type is {model_type!r}; known are gpt2, {', '.join(ROTARY_TYPES)}"
             )
     except ConfigError as error:
         raise ConvertError(f"{where}: {error}") from error
-    shelf.finish()
+    reader.finish()
     return ForeignModel(
         kind=f"Hugging Face {model_type}",
         config=config,
         weights=weights,
-        dtype=shelf.dtype(),
+        dtype=reader.dtype(),
         facts={"architectures": settings.get("architectures", [])},
     )
 
@@ -73,13 +73,13 @@ def read_object(path: Path) -> dict[str, Any]:
     except FileNotFoundError as error:
         raise ConvertError(f"there is no file {path}") from error
     except (ValueError, RecursionError) as error:
-        raise ConvertError(f"{path} is no JSON: {error}") from error
+        raise ConvertError(f"{path} is not JSON: {error}") from error
     if not isinstance(found, dict):
-        raise ConvertError(f"{path} is no JSON object")
+        raise ConvertError(f"{path} is not a JSON object")
     return found
 
 
-def open_shelf(folder: Path) -> TensorShelf:
+def open_state_dict(folder: Path) -> StateDictReader:
     """The tensors of `model.safetensors`, or of the shards that the index names."""
     if (folder / WEIGHTS).is_file():
         files = {WEIGHTS: None}
@@ -101,7 +101,7 @@ def open_shelf(folder: Path) -> TensorShelf:
     found: dict[str, Any] = {}
     for file in files:
         opened = _open(folder / file)
-        for name in opened.keys():  # noqa: SIM118  # no dictionary: it has no iterator
+        for name in opened.keys():  # noqa: SIM118  # it has no iterator
             if homes is None or homes.get(name) == file:
                 found[name] = opened
     if homes is not None and (absent := sorted(set(homes) - set(found))):
@@ -109,7 +109,7 @@ def open_shelf(folder: Path) -> TensorShelf:
             f"{folder / INDEX} names {len(absent)} tensors that their files do not hold, the "
             f"first is {absent[0]}"
         )
-    return TensorShelf(str(folder), found, lambda name: _tensor(folder, found[name], name))
+    return StateDictReader(str(folder), found, lambda name: _tensor(folder, found[name], name))
 
 
 def _open(path: Path) -> Any:
@@ -118,7 +118,7 @@ def _open(path: Path) -> Any:
     except FileNotFoundError as error:
         raise ConvertError(f"there is no file {path}") from error
     except (SafetensorError, OSError) as error:
-        raise ConvertError(f"{path} is no whole safetensors file: {error}") from error
+        raise ConvertError(f"{path} is not a complete safetensors file: {error}") from error
 
 
 def _tensor(folder: Path, opened: Any, name: str) -> Tensor:
@@ -128,18 +128,18 @@ def _tensor(folder: Path, opened: Any, name: str) -> Tensor:
         raise ConvertError(f"{folder}: {name} cannot be read: {error}") from error
 
 
-def _gpt2(settings: Settings, shelf: TensorShelf) -> tuple[GPTConfig, dict[str, Tensor]]:
+def _gpt2(settings: Settings, reader: StateDictReader) -> tuple[GPTConfig, dict[str, Tensor]]:
     activation = settings.get("activation_function", "gelu_new")
     if activation not in GPT2_ACTIVATIONS:
-        settings.refuse_unless(
+        settings.reject_unless(
             "activation_function", (), f"known are {', '.join(GPT2_ACTIVATIONS)}"
         )
     for name in ("scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn"):
-        settings.refuse_unless(name, (False,), "attention scaled that way is not computed here")
-    settings.refuse_unless("scale_attn_weights", (True,), "attention is always scaled here")
-    settings.refuse_unless("add_cross_attention", (False,), "there is no cross-attention here")
+        settings.reject_unless(name, (False,), "not supported here")
+    settings.reject_unless("scale_attn_weights", (True,), "attention is always scaled here")
+    settings.reject_unless("add_cross_attention", (False,), "cross-attention is not supported")
     width = settings.integer("n_embd")
-    shelf.leave(".attn.bias", ".attn.masked_bias")  # the causal mask
+    reader.ignore(".attn.bias", ".attn.masked_bias")  # the causal mask
     config = gpt2_shape(
         vocab_size=settings.integer("vocab_size"),
         context_length=settings.integer("n_positions", "n_ctx"),
@@ -151,15 +151,15 @@ def _gpt2(settings: Settings, shelf: TensorShelf) -> tuple[GPTConfig, dict[str, 
         activation=GPT2_ACTIVATIONS[activation],
         tied_head=settings.flag("tie_word_embeddings", True),
     )
-    prefix = "transformer." if "transformer.wte.weight" in shelf else ""
-    return config, _gpt2_weights(shelf, config, prefix)
+    prefix = "transformer." if "transformer.wte.weight" in reader else ""
+    return config, _gpt2_weights(reader, config, prefix)
 
 
-def _gpt2_weights(shelf: TensorShelf, config: GPTConfig, prefix: str) -> dict[str, Tensor]:
+def _gpt2_weights(reader: StateDictReader, config: GPTConfig, prefix: str) -> dict[str, Tensor]:
     width, rows = config.d_model, config.vocab_size
     weights = {
-        "token_embedding.weight": shelf.take(f"{prefix}wte.weight", rows, width),
-        "position_embedding.weight": shelf.take(
+        "token_embedding.weight": reader.take(f"{prefix}wte.weight", rows, width),
+        "position_embedding.weight": reader.take(
             f"{prefix}wpe.weight", config.context_length, width
         ),
     }
@@ -175,27 +175,27 @@ def _gpt2_weights(shelf: TensorShelf, config: GPTConfig, prefix: str) -> dict[st
             f"{there}.mlp.c_proj": (f"{here}.mlp_down", config.d_ff, width),
         }
     for there, here in norms.items():
-        weights[f"{here}.weight"] = shelf.take(f"{there}.weight", width)
-        weights[f"{here}.bias"] = shelf.take(f"{there}.bias", width)
+        weights[f"{here}.weight"] = reader.take(f"{there}.weight", width)
+        weights[f"{here}.bias"] = reader.take(f"{there}.bias", width)
     for there, (here, inside, outside) in matrices.items():
-        weights[f"{here}.weight"] = shelf.take(f"{there}.weight", inside, outside).T
-        weights[f"{here}.bias"] = shelf.take(f"{there}.bias", outside)
-    return weights | _head(shelf, config, weights["token_embedding.weight"])
+        weights[f"{here}.weight"] = reader.take(f"{there}.weight", inside, outside).T
+        weights[f"{here}.bias"] = reader.take(f"{there}.bias", outside)
+    return weights | _head(reader, config, weights["token_embedding.weight"])
 
 
 def _rotary(
-    model_type: str, settings: Settings, shelf: TensorShelf, context_length: int | None
+    model_type: str, settings: Settings, reader: StateDictReader, context_length: int | None
 ) -> tuple[GPTConfig, dict[str, Tensor]]:
-    settings.refuse_unless(
+    settings.reject_unless(
         "hidden_act", ("silu", "swish"), "the gate of Llama's shape is SiLU here"
     )
     width, n_head = settings.integer("hidden_size"), settings.integer("num_attention_heads")
     context = settings.integer("max_position_embeddings")
-    _refuse_window(model_type, settings, min(context, context_length or context))
+    _reject_window(model_type, settings, min(context, context_length or context))
     # attention_bias is on all four projections, in Qwen2 on three whatever it says.
     on_all = settings.flag("attention_bias", False) and model_type in ("llama", "qwen3")
     mlp_bias = settings.flag("mlp_bias", False) and model_type == "llama"
-    shelf.leave(".rotary_emb.inv_freq")
+    reader.ignore(".rotary_emb.inv_freq")
     config = gpt2_shape(
         vocab_size=settings.integer("vocab_size"),
         context_length=context,
@@ -217,20 +217,20 @@ def _rotary(
         qk_norm=model_type == "qwen3",
         tied_head=settings.flag("tie_word_embeddings", False),
     )
-    prefix = "" if "embed_tokens.weight" in shelf else "model."
-    return config, _rotary_weights(shelf, config, prefix, out_bias=on_all, mlp_bias=mlp_bias)
+    prefix = "" if "embed_tokens.weight" in reader else "model."
+    return config, _rotary_weights(reader, config, prefix, out_bias=on_all, mlp_bias=mlp_bias)
 
 
 def _rotary_weights(
-    shelf: TensorShelf, config: GPTConfig, prefix: str, *, out_bias: bool, mlp_bias: bool
+    reader: StateDictReader, config: GPTConfig, prefix: str, *, out_bias: bool, mlp_bias: bool
 ) -> dict[str, Tensor]:
     width, hidden = config.d_model, config.d_ff
     wide = config.n_head * config.head_dim
     weights = {
-        "token_embedding.weight": shelf.take(
+        "token_embedding.weight": reader.take(
             f"{prefix}embed_tokens.weight", config.vocab_size, width
         ),
-        "final_norm.weight": shelf.take(f"{prefix}norm.weight", width),
+        "final_norm.weight": reader.take(f"{prefix}norm.weight", width),
     }
     for layer in range(config.n_layer):
         there, here = f"{prefix}layers.{layer}", f"blocks.{layer}"
@@ -243,33 +243,33 @@ def _rotary_weights(
         ):
             names = [(f"{there}.{module}.{part}", rows) for part, rows in parts]
             weights[f"{here}.{ours}.weight"] = torch.cat(
-                [shelf.take(f"{name}.weight", rows, inside) for name, rows in names]
+                [reader.take(f"{name}.weight", rows, inside) for name, rows in names]
             )
             if biased:
                 weights[f"{here}.{ours}.bias"] = torch.cat(
-                    [shelf.take(f"{name}.bias", rows) for name, rows in names]
+                    [reader.take(f"{name}.bias", rows) for name, rows in names]
                 )
         weights |= {
-            f"{here}.attention_norm.weight": shelf.take(f"{there}.input_layernorm.weight", width),
-            f"{here}.mlp_norm.weight": shelf.take(
+            f"{here}.attention_norm.weight": reader.take(f"{there}.input_layernorm.weight", width),
+            f"{here}.mlp_norm.weight": reader.take(
                 f"{there}.post_attention_layernorm.weight", width
             ),
         }
         if config.qk_norm:
             for ours, part in (("query_norm", "q_norm"), ("key_norm", "k_norm")):
-                weights[f"{here}.{ours}.weight"] = shelf.take(
+                weights[f"{here}.{ours}.weight"] = reader.take(
                     f"{there}.self_attn.{part}.weight", config.head_dim
                 )
-    return weights | _head(shelf, config, weights["token_embedding.weight"])
+    return weights | _head(reader, config, weights["token_embedding.weight"])
 
 
-def _head(shelf: TensorShelf, config: GPTConfig, embedding: Tensor) -> dict[str, Tensor]:
+def _head(reader: StateDictReader, config: GPTConfig, embedding: Tensor) -> dict[str, Tensor]:
     """The head's matrix; of a tied head, stored once more, that it is the same."""
     name = "lm_head.weight"
     if not config.tied_head:
-        return {"head.weight": shelf.take(name, config.vocab_size, config.d_model)}
-    if name in shelf:
-        again = shelf.take(name, config.vocab_size, config.d_model)
+        return {"head.weight": reader.take(name, config.vocab_size, config.d_model)}
+    if name in reader:
+        again = reader.take(name, config.vocab_size, config.d_model)
         if not torch.equal(again, embedding):
             raise ConvertError(
                 f"{name} differs from the embedding, and tie_word_embeddings says that they are "
@@ -285,23 +285,25 @@ def _rope_theta(settings: Settings) -> float:
         if found is None:
             continue
         if not isinstance(found, dict):
-            settings.refuse_unless(name, (), "expected an object")
+            settings.reject_unless(name, (), "expected an object")
         kind = found.get("rope_type", found.get("type", "default"))
         if kind != "default":
-            settings.refuse_unless(
-                name, (), f"rotary positions of the type {kind!r} are not computed here"
-            )
+            settings.reject_unless(name, (), f"rotary positions of type {kind!r} are not supported")
         if found.get("partial_rotary_factor", 1.0) != 1.0 or any(
             isinstance(value, dict) for value in found.values()
         ):
-            settings.refuse_unless(name, (), "whole heads are turned here, in every layer alike")
+            settings.reject_unless(
+                name, (), "only rotation of whole heads, the same in every layer, is supported"
+            )
         if isinstance(theta := found.get("rope_theta"), int | float):
             return float(theta)
-    settings.refuse_unless("partial_rotary_factor", (1, 1.0), "whole heads are turned here")
+    settings.reject_unless(
+        "partial_rotary_factor", (1, 1.0), "only rotation of whole heads is supported"
+    )
     return settings.number("rope_theta", 10_000.0)
 
 
-def _refuse_window(model_type: str, settings: Settings, context_length: int) -> None:
+def _reject_window(model_type: str, settings: Settings, context_length: int) -> None:
     """Raise ConvertError where a layer would not see all that stands before a position."""
     if model_type == "llama" or (
         model_type != "mistral" and not settings.flag("use_sliding_window", False)

@@ -57,7 +57,7 @@ def write_folder(
     save_file(weights, folder / WEIGHTS, metadata={"format": "pt"})
     if tokenizer.ordinary < len(tokenizer.ranks):
         say(
-            f"{len(tokenizer.ranks) - tokenizer.ordinary} of the 256 bytes are no tokens: a text "
+            f"{len(tokenizer.ranks) - tokenizer.ordinary} of the 256 bytes are not tokens: a text "
             "that needs one is refused here, and loses those characters there without a word"
         )
 
@@ -178,7 +178,7 @@ def rotary_weights(gpt: GPT, family: str) -> dict[str, Tensor]:
 
 
 def _own(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Each tensor in memory of its own, as safetensors wants them."""
+    """Each tensor in memory of its own, as safetensors needs them."""
     return {name: torch.clone(t, memory_format=torch.contiguous_format)
             for name, t in weights.items()}  # fmt: skip
 

@@ -61,7 +61,7 @@ def read_tokenizer(path: Path, *, skip_normalizer: bool) -> ForeignTokenizer:
     ranks |= {byte: size + index for index, byte in enumerate(missing)}
     if missing and model.get("byte_fallback") is not True and model.get("unk_token"):
         raise ConvertError(
-            f"{path}: {len(missing)} of the 256 bytes are no tokens and become "
+            f"{path}: {len(missing)} of the 256 bytes are not tokens and become "
             f"{model['unk_token']!r} there; here every text is encoded without loss"
         )
     _check_merges(model, ranks, pattern, path)
@@ -105,7 +105,7 @@ def _model(document: Mapping[str, Any], path: Path) -> dict[str, Any]:
         raise ConvertError(f"{path}: the model is {kind}; only byte-level BPE can be imported")
     for name in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"):
         if model.get(name):
-            raise ConvertError(f"{path}: {name} is {model[name]!r}; there is nothing like it here")
+            raise ConvertError(f"{path}: {name} is {model[name]!r}; not supported here")
     if model.get("byte_fallback") is True:
         raise ConvertError(
             f"{path} is SentencePiece's kind of BPE (byte_fallback): its tokens are characters, "
@@ -129,7 +129,7 @@ def _added_tokens(document: Mapping[str, Any], path: Path) -> dict[str, int]:
     for token in document.get("added_tokens") or ():
         name, token_id = token.get("content"), token.get("id")
         if not isinstance(name, str) or not name or type(token_id) is not int or token_id < 0:
-            raise ConvertError(f"{path}: {token!r} is no added token")
+            raise ConvertError(f"{path}: {token!r} is not a valid added token")
         if token_id in found.values():
             raise ConvertError(f"{path}: two added tokens have the id {token_id}")
         found[name] = token_id
@@ -145,8 +145,8 @@ def _ordinary(vocabulary: Mapping[str, int], added: set[str], path: Path) -> dic
             continue
         if not name or not bytes_of.keys() >= set(name):
             raise ConvertError(
-                f"{path}: the token {name!r} ({token_id}) is not written in bytes: this is no "
-                "byte-level vocabulary"
+                f"{path}: the token {name!r} ({token_id}) is not written in bytes: this is "
+                "not a byte-level vocabulary"
             )
         found[bytes(map(bytes_of.__getitem__, name))] = token_id
     return found
@@ -185,7 +185,7 @@ def _pattern(document: Mapping[str, Any], path: Path) -> str:
         raise ConvertError(f"{path} cuts texts by a Split that is {split.get('behavior')}")
     source = split.get("pattern")
     if not isinstance(source, dict) or not isinstance(source.get("Regex"), str):
-        raise ConvertError(f"{path} cuts texts at {source!r}, which is no regular expression")
+        raise ConvertError(f"{path} cuts texts at {source!r}, which is not a regular expression")
     return from_oniguruma(source["Regex"])
 
 
@@ -229,13 +229,13 @@ def _check_merges(
         pair_of = last_pair(token, ranks)
         if pair_of is None and model.get("ignore_merges") is not True:
             raise ConvertError(
-                f"{path}: no merges lead to the token {token!r}; as a rank it would be used where "
+                f"{path}: no merges form the token {token!r}; as a rank it would be used where "
                 "it is a whole word"
             )
         if pair_of is not None and pair_of not in pairs:
             raise ConvertError(
                 f"{path}: the token {token!r} would be merged from {pair_of[0]!r} and "
-                f"{pair_of[1]!r}, which is none of its merges"
+                f"{pair_of[1]!r}, which is not one of its merges"
             )
 
 

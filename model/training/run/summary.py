@@ -13,8 +13,6 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from model.data.prepare import RUN
 from model.training.config import TrainingConfig, TrainingError
 from model.training.presets import PresetError, Recipe, preset
@@ -22,7 +20,7 @@ from model.training.run.counters import Counters
 from model.training.run.directory import METRICS, SAMPLES, RunDirectory
 from model.training.stopping.length import resolve_length
 from model.transformer.config import GPTConfig
-from model.transformer.gpt import GPT
+from model.transformer.size import parameter_count
 
 _SAMPLE = re.compile(r"^=== step (\d+)$", flags=re.MULTILINE)
 
@@ -79,7 +77,7 @@ def summarise(path: Path) -> RunSummary:
         path=path,
         preset=config.preset,
         base=base,
-        parameters=_parameters(model),
+        parameters=parameter_count(model),
         settings=settings,
         changes=_changes(config, settings, model, shape=base is None),
         finished=done >= 1,
@@ -176,11 +174,6 @@ def _adapters(config: TrainingConfig) -> dict[str, Any]:
         "lora_alpha": config.lora_alpha or config.lora,
         "lora_targets": list(config.lora_targets),
     }
-
-
-def _parameters(model: GPTConfig) -> int:
-    with torch.device("meta"):  # takes no memory
-        return GPT(model).parameter_count()
 
 
 def _last_written(path: Path) -> float:

@@ -120,7 +120,7 @@ def test_the_series_shape_of_neox(tmp_path: Path) -> None:
         ({"rope_adjustments": {"factor": 8}}, "rope_adjustments is "),
         ({"final_logit_softcapping": 30.0}, "final_logit_softcapping is 30.0"),
         ({"mlp_class_name": "GemmaMLP"}, "mlp_class_name is 'GemmaMLP'"),
-        ({"something_new": 3}, "something_new is 3; that key is not known here"),
+        ({"something_new": 3}, "something_new is 3; unknown key"),
         ({"sliding_window_size": 16}, "sliding_window_size is 16; .* --context-length 16"),
         ({"n_layer": 1}, r"has 7 tensors .* transformer\.h\.1\.attn\.proj\.weight"),
         ({"norm_qk": True}, r"lacks the tensor transformer\.h\.0\.attn\.norm_q\.weight"),
@@ -137,7 +137,7 @@ def test_what_is_not_computed_is_refused(
 
 def test_a_configuration_that_is_none(tmp_path: Path) -> None:
     folder = save(tmp_path / "lit", {})
-    for text, sentence in (("[1", "is no YAML"), ("- 1", "holds no keys and values")):
+    for text, sentence in (("[1", "is not YAML"), ("- 1", "is not a mapping of keys to values")):
         (folder / "model_config.yaml").write_text(text, encoding="utf-8")
         with pytest.raises(ConvertError, match=rf"model_config\.yaml {sentence}"):
             import_model(folder, tmp_path / "ours")

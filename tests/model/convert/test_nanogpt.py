@@ -116,7 +116,7 @@ def test_rows_beyond_the_vocabulary_are_padding(tmp_path: Path) -> None:
     [
         ({"config": argparse.Namespace(lr=1)}, r"holds argparse\.Namespace, .* torch\.save\("),
         ({"config": Path("x")}, r"holds pathlib\.\S+, and to read that would run code"),
-        ({"model_args": None}, "is no checkpoint of nanoGPT: it holds"),
+        ({"model_args": None}, "is not a checkpoint of nanoGPT: it holds"),
         ({"model_args": {"n_layer": 2}}, "model_args of .* lacks vocab_size"),
     ],
 )
@@ -178,7 +178,7 @@ class Exploding:
     [
         (pickle.dumps(Exploding()), "it names .*, and to build that would run code"),
         (b"", "EOFError"),
-        (pickle.dumps([1]), "holds no dictionary with 'stoi'"),
+        (pickle.dumps([1]), "has no dictionary 'stoi'"),
         (pickle.dumps({"stoi": {"ab": 0}}), "'ab' is not one character"),
         (pickle.dumps({"stoi": {"a": 0, "b": 2}}), "the ids of the 2 characters are not"),
         (pickle.dumps({"stoi": {"a": 0}, "itos": {0: "b"}}), "'itos' is not 'stoi' the other way"),

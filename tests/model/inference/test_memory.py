@@ -22,9 +22,7 @@ from model.inference.memory import (
     slots_for,
     working_bytes,
 )
-from model.training.presets import PRESETS
 from model.transformer.config import BLOCK, gpt2_shape
-from model.transformer.gpt import GPT
 from model.transformer.size import parameter_count
 from tests.model.factories import FAMILIES, tiny_config
 
@@ -35,23 +33,6 @@ SMALL = gpt2_shape(
 ONE = slot_bytes(SMALL, 2)
 EACH = ONE + working_bytes(SMALL, 2)
 CARD = Available("cuda:0", 8 * GIB, 6 * GIB)
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.parametrize("changes", [{}, {"tied_head": False}, {"vocab_size": 41, "d_model": 48}])
-def test_parameters_are_counted_without_a_model(name: str, changes: dict[str, Any]) -> None:
-    config = tiny_config(**{**FAMILIES[name], **changes})
-    assert parameter_count(config) == GPT(config).parameter_count()
-
-
-@pytest.mark.parametrize("name", PRESETS)
-def test_presets_are_counted(name: str) -> None:
-    config = PRESETS[name].config(512, n_layer=2)
-    assert parameter_count(config) == GPT(config).parameter_count()
-
-
-def test_gpt_2_has_124_million() -> None:
-    assert parameter_count(SMALL) - (SMALL.padded_vocab_size - 50_257) * 768 == 124_439_808
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -17,9 +17,9 @@ from model.transformer.lora import (
     is_adapted,
     load_trained_weights,
     merge_into,
-    parameters_without_adapters,
     trained_weights,
 )
+from model.transformer.size import parameter_count
 from tests.model.factories import FAMILIES, random_ids, tiny_config, tiny_gpt
 from tests.profiles import examples
 
@@ -101,7 +101,7 @@ def test_what_training_changes_is_given_and_taken_back() -> None:
     plain, one, other = tiny_gpt(), adapted(tiny_gpt(), b=0.1), adapted(tiny_gpt())
     assert not is_adapted(plain)
     assert set(trained_weights(plain)) == set(plain.state_dict())
-    assert parameters_without_adapters(one) == plain.parameter_count() < one.parameter_count()
+    assert parameter_count(one.config) == plain.parameter_count() < one.parameter_count()
     ids = random_ids(1, 8)
     load_trained_weights(other, trained_weights(one))
     assert torch.equal(other(ids).logits, one(ids).logits)

@@ -42,14 +42,14 @@ def test_there_and_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (("import", "nowhere", "ours"), "import: there is neither a file nor a folder nowhere"),
+        (("import", "nowhere", "ours"), "import: there is no file or folder nowhere"),
         (("import", "own", "own"), "import: own exists; checkpoints are never overwritten"),
         (("export", "nowhere", "x"), "export: there is no checkpoint directory at nowhere"),
         (("export", "own", "own"), "export: own exists; nothing is overwritten"),
         (
             ("export", "own", "x"),
             "export: norm_position is 'post': GPT-2 and Llama normalise before each sublayer; "
-            "there is no architecture to export it as",
+            "it cannot be exported",
         ),
     ],
 )

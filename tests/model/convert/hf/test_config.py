@@ -137,9 +137,9 @@ def test_numbers_are_stored_as_in_the_source(dtype: str, tmp_path: Path) -> None
         ({"model_type": "bert"}, "model_type is 'bert'; known are gpt2, llama"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; "),
         ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}},
-         "rotary positions of the type 'llama3'"),
+         "rotary positions of type 'llama3'"),
         ({"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2}},
-         "rotary positions of the type 'linear'"),
+         "rotary positions of type 'linear'"),
         ({"partial_rotary_factor": 0.5, "rope_parameters": None}, "partial_rotary_factor is 0.5"),
         ({"quantization_config": {"bits": 4}}, "quantized weights cannot be imported"),
         ({"num_hidden_layers": None}, "lacks num_hidden_layers"),
@@ -186,9 +186,9 @@ def test_what_gpt2_has_and_we_have_not(
 @pytest.mark.parametrize(
     ("damage", "sentence"),
     [
-        (lambda raw: raw[:-100], "is no whole safetensors file"),
-        (lambda raw: b"", "is no whole safetensors file"),
-        (lambda raw: b"nothing of the kind" * 99, "is no whole safetensors file"),
+        (lambda raw: raw[:-100], "is not a complete safetensors file"),
+        (lambda raw: b"", "is not a complete safetensors file"),
+        (lambda raw: b"nothing of the kind" * 99, "is not a complete safetensors file"),
     ],
 )
 def test_damaged_files_are_named(
@@ -204,8 +204,8 @@ def test_damaged_files_are_named(
 @pytest.mark.parametrize(
     ("value", "sentence"),
     [
-        (torch.full((32,), torch.nan), r"model\.norm\.weight holds NaN"),
-        (torch.ones(32, dtype=torch.int8), r"model\.norm\.weight holds int8; .* quantized"),
+        (torch.full((32,), torch.nan), r"model\.norm\.weight has NaN"),
+        (torch.ones(32, dtype=torch.int8), r"model\.norm\.weight is int8; .* quantized"),
     ],
 )
 def test_numbers_that_are_none(
@@ -233,11 +233,9 @@ def test_what_is_no_model_is_refused(llama_folder: Path, tmp_path: Path) -> None
     with pytest.raises(CheckpointError, match="ours exists; checkpoints are never overwritten"):
         import_model(llama_folder, tmp_path / "ours")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(
-        ConvertError, match=r"holds no model that is known here: .*; it holds nothing"
-    ):
+    with pytest.raises(ConvertError, match=r"holds no known model: .*; found nothing"):
         import_model(tmp_path / "empty", tmp_path / "again")
-    with pytest.raises(ConvertError, match="there is neither a file nor a folder"):
+    with pytest.raises(ConvertError, match="there is no file or folder"):
         import_model(tmp_path / "nowhere", tmp_path / "again")
     folder = copy(llama_folder, tmp_path / "bare")
     (folder / "tokenizer.json").unlink()

@@ -105,7 +105,7 @@ def change_model(**changes: Any) -> Callable[[dict[str, Any]], None]:
     ("damage", "sentence"),
     [
         (swap_merges, "comes later than its id says"),
-        (drop_merge, "would be merged from .*, which is none of its merges"),
+        (drop_merge, "would be merged from .*, which is not one of its merges"),
         (change(normalizer={"type": "Lowercase"}), "normalizer Lowercase.* --skip-normalizer"),
         (change(pre_tokenizer=None), "cuts texts by None"),
         (change(pre_tokenizer={"type": "Metaspace"}), "cuts texts by Metaspace"),

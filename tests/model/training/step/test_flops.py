@@ -7,10 +7,11 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from model.device import Placement
-from model.training.step.flops import Meter, flops_per_token, matrix_parameters
+from model.training.step.flops import Meter, flops_per_token
 from model.training.step.forward import Forward
 from model.transformer.config import MODERN, ORIGINAL, GPTConfig, gpt2_shape
 from model.transformer.gpt import GPT
+from model.transformer.size import count_elements
 
 PLACEMENT = Placement(torch.device("cpu"), torch.bfloat16, 1)  # whose attention torch can count
 SHAPES: list[dict[str, Any]] = [
@@ -49,7 +50,7 @@ def test_gpt2_small_is_as_published() -> None:
     config = gpt2_shape(vocab_size=50_257, context_length=1024, n_layer=12, n_head=12, d_model=768)
     attention = 12 * 12 * 768 * (1024 + 1) / 2
     assert flops_per_token(config) - attention == pytest.approx(6 * 123.65e6, rel=0.001)
-    assert matrix_parameters(config) == 12 * 12 * 768**2
+    assert count_elements(config).block_matrices == 12 * 12 * 768**2
 
 
 def test_the_share_is_of_the_rate_that_was_measured() -> None:

@@ -1,0 +1,64 @@
+"""Counting without building, against the tensors of real models."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from model.training.presets import PRESETS
+from model.transformer.config import MODERN, GPTConfig, gpt2_shape
+from model.transformer.gpt import GPT
+from model.transformer.size import Elements, count_elements, parameter_count
+from tests.model.factories import FAMILIES, tiny_config
+
+CHANGES: list[dict[str, Any]] = [
+    {},
+    {"tied_head": False},
+    {"vocab_size": 41, "d_model": 48},
+    {**MODERN, "n_layer": 5, "bias": True, "qkv_bias": True},
+    {"norm": "layernorm", "bias": False, "qkv_bias": True, "norm_position": "post"},
+]
+
+
+def elements_of(gpt: GPT) -> Elements:
+    """Every tensor of a model, by the module that it belongs to."""
+    matrices = [
+        module.weight
+        for block in gpt.blocks
+        for module in block.modules()
+        if isinstance(module, nn.Linear)
+    ]
+    tables = [module for module in gpt.modules() if isinstance(module, nn.Embedding)]
+    return Elements(
+        block_matrices=sum(matrix.numel() for matrix in matrices),
+        block_rows=sum(len(matrix) for matrix in matrices),
+        vectors=sum(p.numel() for p in gpt.parameters() if p.dim() == 1),
+        embeddings=sum(table.weight.numel() for table in tables),
+        head=0 if gpt.config.tied_head else gpt.head.weight.numel(),
+        looked_up=sum(table.embedding_dim for table in tables),
+    )
+
+
+def check(config: GPTConfig) -> None:
+    with torch.device("meta"):  # shapes alone: nothing is allocated
+        gpt = GPT(config)
+    assert count_elements(config) == elements_of(gpt)
+    assert parameter_count(config) == gpt.parameter_count()
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("changes", CHANGES)
+def test_the_elements_of_every_family_are_counted(name: str, changes: dict[str, Any]) -> None:
+    check(tiny_config(**{**FAMILIES[name], **changes}))
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_the_elements_of_every_preset_are_counted(name: str) -> None:
+    check(PRESETS[name].config(512))
+
+
+def test_gpt_2_has_124_million() -> None:
+    config = gpt2_shape(vocab_size=50_257, context_length=1024, n_layer=12, n_head=12, d_model=768)
+    padding = (config.padded_vocab_size - 50_257) * 768
+    assert parameter_count(config) - padding == 124_439_808
