@@ -104,16 +104,16 @@ class MatcherClock:
         return TimedMatcher(self.constraint.matcher(), self)
 
 
-class TimedLookAhead:
+class TimedMaskWorker:
     """Masks beside the model, with the time that handing over and waiting take."""
 
-    def __init__(self, look_ahead: MaskWorker, clock: MatcherClock) -> None:
-        self._look_ahead = look_ahead
+    def __init__(self, worker: MaskWorker, clock: MatcherClock) -> None:
+        self._worker = worker
         self._clock = clock
 
     def begin(self, matchers: Sequence[TokenMatcher]) -> Callable[[], None]:
         with self._clock:
-            wait = self._look_ahead.begin(matchers)
+            wait = self._worker.begin(matchers)
 
         def timed() -> None:
             with self._clock:
@@ -122,7 +122,7 @@ class TimedLookAhead:
         return timed
 
     def close(self) -> None:
-        self._look_ahead.close()
+        self._worker.close()
 
 
 def engine_decoding(
@@ -146,10 +146,10 @@ def engine_decoding(
 
 
 def steps(
-    gpt: GPT, sequences: int, constraint: MatcherClock | None = None, *, ahead: bool = False
+    gpt: GPT, sequences: int, constraint: MatcherClock | None = None, *, in_background: bool = False
 ) -> tuple[float, float]:
     """Median microseconds of a step, and of its matchers."""
-    masks = TimedLookAhead(MaskWorker(), constraint) if ahead and constraint else None
+    masks = TimedMaskWorker(MaskWorker(), constraint) if in_background and constraint else None
     engine = engine_decoding(gpt, sequences, constraint, masks)
     whole, matching = [], []
     for _ in range(STEPS):
@@ -168,7 +168,7 @@ class Cost:
     """Of steps in which all sequences have a constraint, with masks beside the model or not."""
 
     sequences: int
-    ahead: bool
+    in_background: bool
     free_us: float
     constrained_us: float
     matching_us: float
@@ -189,16 +189,16 @@ def costs_of_steps(gpt: GPT, constraint: MatcherClock, sequences: int) -> list[C
     constrained: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
     for _ in range(ROUNDS):
         free.append(steps(gpt, sequences)[0])
-        for ahead, measured in constrained.items():
-            measured.append(steps(gpt, sequences, constraint, ahead=ahead))
+        for in_background, measured in constrained.items():
+            measured.append(steps(gpt, sequences, constraint, in_background=in_background))
     return [
         Cost(
             sequences,
-            ahead,
+            in_background,
             statistics.median(free),
             *(statistics.median(column) for column in zip(*measured, strict=True)),
         )
-        for ahead, measured in constrained.items()
+        for in_background, measured in constrained.items()
     ]
 
 
@@ -253,7 +253,7 @@ def main() -> None:
     print(f"{info.name}, {gpt.parameter_count():,} parameters, {arguments.dtype}; {where}\n")
     print("sequences  masks    free us  JSON us  matchers us  share  JSON / free")
     for cost in costs:
-        masks = "beside" if cost.ahead else "before"
+        masks = "beside" if cost.in_background else "before"
         print(
             f"{cost.sequences:9}  {masks} {cost.free_us:9.0f} {cost.constrained_us:8.0f} "
             f"{cost.matching_us:12.0f} {cost.share:6.1%} {cost.ratio:12.2f}"
@@ -267,8 +267,12 @@ def main() -> None:
     print(
         json.dumps(
             {
-                "matcher_share": {cost.sequences: cost.share for cost in costs if cost.ahead},
-                "json_over_free": {cost.sequences: cost.ratio for cost in costs if cost.ahead},
+                "matcher_share": {
+                    cost.sequences: cost.share for cost in costs if cost.in_background
+                },
+                "json_over_free": {
+                    cost.sequences: cost.ratio for cost in costs if cost.in_background
+                },
                 "mask_us": {size: times[len(times) // 2] for size, times in times_of_masks.items()},
             }
         )

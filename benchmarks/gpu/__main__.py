@@ -4,7 +4,7 @@
 
 The checks are those of `truth.py`. Then whole steps of the engine, sampling
 included, with GPT-2's shapes and random weights in bfloat16: decode with steps that are recorded
-and launched ahead, recorded and none ahead, called one by one, batch-invariant, and in plain torch;
+with overlap, recorded without overlap, called one by one, batch-invariant, and in plain torch;
 the kernels of a step; prefill; `transformers` generating with a compiled static cache; streams over
 HTTP, the engine in a thread and in a process of its own; steps of training; and a model trained
 from text to checkpoint, for eight minutes at most. Rates are shares of what the same card reads and

@@ -29,7 +29,7 @@ from model.transformer.gpt import GPT
 
 VARIANTS: dict[str, DecoderMaker] = {
     "graphs": GraphDecoder,
-    "none ahead": partial(GraphDecoder, ahead=False),
+    "no overlap": partial(GraphDecoder, overlap=False),
     "one by one": partial(GraphDecoder, capture=DirectCalls()),
     "batch-invariant": partial(GraphDecoder, batch_invariant=True),
     "torch": PlainDecoder,
@@ -78,7 +78,7 @@ def kernels(plan: Plan) -> Iterator[Finding]:
     how many run, and which take longest. The rest is what starting them costs, and the host."""
     name, shape = next(iter(plan.shapes.items()))
     gpt = plan.gpt(shape)
-    for variant in ("graphs", "none ahead", "one by one"):
+    for variant in ("graphs", "no overlap", "one by one"):
         for batch in plan.profiled:
             seconds, watched = _watched_steps(plan, gpt, VARIANTS[variant], batch)
             busy = sum(each.microseconds for each in watched) / 1e6

@@ -1,7 +1,7 @@
 """What has to be true on a GPU before its speed means anything.
 
 Everything is held to the CPU or to the same device without recordings: logits, greedy texts,
-replayed steps under changing company, steps launched ahead, the same bits alone and in company, and
+replayed steps under changing company, overlapped steps, the same bits alone and in company, and
 memory that does not grow. Each check yields findings; one that does not hold is a failure.
 """
 
@@ -167,7 +167,7 @@ class Counted(GraphDecoder):
         super().__init__(gpt, cache, **wishes)
         self._behind = behind
 
-    def launch_behind(
+    def launch_next(
         self,
         rows: Sequence[int],
         slots: Sequence[int],
@@ -175,10 +175,10 @@ class Counted(GraphDecoder):
         sampling: SamplingRows,
     ) -> Collect:
         self._behind.append(len(rows))
-        return super().launch_behind(rows, slots, positions, sampling)
+        return super().launch_next(rows, slots, positions, sampling)
 
 
-def ahead(device: torch.device, size: Size) -> Iterator[Finding]:
+def overlap(device: torch.device, size: Size) -> Iterator[Finding]:
     """Steps launched before the tokens of those in front of them are known, against the same steps
     that wait: the same tokens. Sequences end by their length, so that all steps have the same rows;
     batch-invariant some are aborted, too, and their rows are company in a step that is under
@@ -189,7 +189,7 @@ def ahead(device: torch.device, size: Size) -> Iterator[Finding]:
             behind: list[int] = []
             ways: tuple[DecoderMaker, ...] = (
                 partial(Counted, behind, batch_invariant=invariant),
-                partial(GraphDecoder, batch_invariant=invariant, ahead=False),
+                partial(GraphDecoder, batch_invariant=invariant, overlap=False),
             )
             found, expected = (
                 _mixed(gpt, make, ids, size, "none", kinds=SAMPLED, ends_early=invariant)
@@ -197,12 +197,12 @@ def ahead(device: torch.device, size: Size) -> Iterator[Finding]:
             )
             same = sum(one == other for one, other in zip(found, expected, strict=True))
             yield Finding(
-                "ahead",
+                "overlap",
                 f"{str(dtype).removeprefix('torch.')}, "
                 f"{'batch-invariant, some aborted' if invariant else 'of any size'}",
                 f"{same} of {len(found)} sequences have the tokens of steps that wait; "
-                f"{len(behind)} steps were launched ahead",
-                {"same": same, "of": len(found), "ahead": len(behind)},
+                f"{len(behind)} steps were launched early",
+                {"same": same, "of": len(found), "overlapped": len(behind)},
                 same == len(found) and bool(behind),
             )
 
@@ -263,7 +263,7 @@ def memory(device: torch.device, size: Size) -> Iterator[Finding]:
     )
 
 
-CHECKS = (logits, random_weights, greedy, replay, ahead, invariance, memory)
+CHECKS = (logits, random_weights, greedy, replay, overlap, invariance, memory)
 
 
 def _bundled(device: torch.device, dtype: torch.dtype) -> tuple[Tokenizer, GPT, torch.Tensor]:

@@ -75,9 +75,9 @@ class Timeline:
 
 
 class WatchedDecoder:
-    """A decoder whose calls are on a timeline: one after the other, none ahead."""
+    """A decoder whose calls are on a timeline: one after the other, without overlap."""
 
-    ahead = None
+    launcher = None
 
     def __init__(self, decoder: Decoder, timeline: Timeline) -> None:
         self.has_threads = decoder.has_threads

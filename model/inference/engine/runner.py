@@ -19,7 +19,7 @@ from torch import Tensor
 from model.device import one_thread
 from model.inference.constraints.protocol import BackgroundMasks
 from model.inference.engine.ngram import Draft
-from model.inference.engine.overlap import StepsAhead
+from model.inference.engine.overlap import OverlapScheduler
 from model.inference.engine.requests import AttentionWeights, HiddenStates, Logits, OutputsRequest
 from model.inference.engine.scheduler import PrefillChunk, StepPlan
 from model.inference.engine.sequence import Sequence
@@ -99,7 +99,7 @@ class Runner:
         self._make_decoder = make_decoder
         self._decoder = make_decoder(gpt, self.cache)
         self._sampling = SamplingState(slots)
-        self._ahead = StepsAhead(self._decoder.ahead, self._sampling)
+        self._overlap = OverlapScheduler(self._decoder.launcher, self._sampling)
         self._masks = masks
 
     @property
@@ -123,7 +123,7 @@ class Runner:
         """Compute with other weights from now on; the cache's contents mean nothing to them."""
         self._decoder.close()
         self._decoder = self._make_decoder(gpt, self.cache)
-        self._ahead = StepsAhead(self._decoder.ahead, self._sampling)
+        self._overlap = OverlapScheduler(self._decoder.launcher, self._sampling)
         self.gpt = gpt
 
     def close(self) -> None:
@@ -134,8 +134,9 @@ class Runner:
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepOutput:
-        flight = self._ahead.begin(plan)
-        rest = plan if flight is None else replace(plan, decode=())
+        """Compute a plan: the decode may be in flight already, or be launched by this call."""
+        in_flight = self._overlap.begin(plan)
+        rest = plan if in_flight is None else replace(plan, decode=())
         output = StepOutput()
         wait_for_masks = self._ask_matchers(rest.decode)
         try:
@@ -145,16 +146,16 @@ class Runner:
                 wait_for_masks()
         if to_sample.sequences:
             self._sample(to_sample, plan.drafts, output)
-        if flight is not None:
-            output.sampled |= flight.collect(plan.decode)
+        if in_flight is not None:
+            output.sampled |= in_flight.collect(plan.decode)
         return output
 
     def _ask_matchers(self, sequences: tuple[Sequence, ...]) -> Callable[[], None] | None:
-        """Have the masks of those that decode computed beside what the caller computes, who then
-        waits by what is returned; None where nobody has a mask, or nobody looks ahead."""
+        """Have the masks of decoding sequences computed in the background. Returns what waits for
+        them; None without masks, or without a worker."""
         if self._masks is None:
             return None
-        matchers = [one.matcher for one in sequences if one.matcher is not None]
+        matchers = [s.matcher for s in sequences if s.matcher is not None]
         return self._masks.begin(matchers) if matchers else None
 
     def _compute(self, plan: StepPlan, output: StepOutput) -> _LogitsToSample:

@@ -64,9 +64,9 @@ class StepPlan:
         return bool(self.prefill or self.decode)
 
     @property
-    def following(self) -> tuple[Sequence, ...]:
-        """Those of `decode` who decode in the next step too, unless they end before, as far as that
-        is known before their tokens are: in a step that only decodes, and where drafts are off."""
+    def continuing(self) -> tuple[Sequence, ...]:
+        """Those of `decode` that will decode in the next step too, unless their next token ends
+        them. Empty where that cannot be said: with prompts in the step, or drafts."""
         if self.prefill or any(sequence.drafter is not None for sequence in self.decode):
             return ()
         return tuple(sequence for sequence in self.decode if sequence.tokens_left > 1)

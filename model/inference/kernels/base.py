@@ -62,7 +62,7 @@ class Launcher(Protocol):
     ) -> Collect:
         """Launch the step of these tokens: `Decoder.decode`, then `sample` of its logits."""
 
-    def launch_behind(
+    def launch_next(
         self,
         rows: Sequence[int],
         slots: Sequence[int],
@@ -84,8 +84,8 @@ class Decoder(Protocol):
     then either can stand for the other in the cache."""
 
     @property
-    def ahead(self) -> Launcher | None:
-        """What launches its steps before the tokens of those before them are known, if it can."""
+    def launcher(self) -> Launcher | None:
+        """Launches a step before the tokens of the step before are known; None if it cannot."""
 
     def prefill(self, piece: Piece) -> Prefilled:
         """Compute positions of a prompt into their slot."""

@@ -32,7 +32,7 @@ def test_every_part_runs() -> None:
         "random",
         "greedy",
         "replay",
-        "ahead",
+        "overlap",
         "invariance",
         "memory",
     }

@@ -176,7 +176,7 @@ class NativeDecoder:
     and must not be replaced while this lives."""
 
     has_threads = True
-    ahead = None
+    launcher = None
 
     def __init__(
         self,

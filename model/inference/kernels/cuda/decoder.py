@@ -87,10 +87,10 @@ class GraphDecoder:
         cache: KVCache,
         *,
         batch_invariant: bool = False,
-        ahead: bool = True,
+        overlap: bool = True,
         capture: Capture | None = None,
     ) -> None:
-        """`ahead`: whether it offers to launch steps; off, each waits for the one before it."""
+        """`overlap`: whether a step may be launched before the tokens of the last are read."""
         device = gpt.token_embedding.weight.device
         self.batch_invariant = batch_invariant
         self._prefill = TorchPrefill(
@@ -104,7 +104,7 @@ class GraphDecoder:
         self._key_buckets = buckets(SHORTEST, cache.slot_length)
         if batch_invariant:
             self._row_buckets, self._key_buckets = (self._rows,), (cache.slot_length,)
-        self._ahead = ahead
+        self._overlap = overlap
         self._where = Sent(self._rows, 4, device)
         self._how = Sent(self._rows, FIELDS, device)
         self._logits = torch.zeros(self._rows, gpt.config.vocab_size, device=device)
@@ -112,8 +112,8 @@ class GraphDecoder:
         self._recorded: OrderedDict[Key, Compute] = OrderedDict()
 
     @property
-    def ahead(self) -> Launcher | None:
-        return self if self._ahead else None
+    def launcher(self) -> Launcher | None:
+        return self if self._overlap else None
 
     def prefill(self, piece: Piece) -> Prefilled:
         return self._prefill(piece)
@@ -139,7 +139,7 @@ class GraphDecoder:
         return self._begin_sample(sampling)
 
     @torch.inference_mode()
-    def launch_behind(
+    def launch_next(
         self,
         rows: Sequence[int],
         slots: Sequence[int],
@@ -240,7 +240,7 @@ class GraphDecoder:
         self._tokens.device[:rows] = sample_rows(logits, logits, self._how.device[:rows], kind)
 
     def _take_sampled(self, rows: int) -> None:
-        """The recorded part of `launch_behind`, from `_tokens` into `_where`. A row that got no
+        """The recorded part of `launch_next`, from `_tokens` into `_where`. A row that got no
         token goes on with any: its sequence has ended, and nobody looks at what follows."""
         where = self._where.device[:rows]
         # From one column into another: to do it twice is to do it once.

@@ -29,7 +29,7 @@ class PlainDecoder:
 
     has_threads = False
     prefill_matches_decode = False
-    ahead = None
+    launcher = None
 
     def __init__(self, gpt: GPT, cache: KVCache) -> None:
         self._gpt = gpt

@@ -25,7 +25,7 @@ SOURCES = (
 
 
 @pytest.fixture
-def look_ahead() -> Iterator[MaskWorker]:
+def worker() -> Iterator[MaskWorker]:
     looking = MaskWorker()
     yield looking
     looking.close()
@@ -50,13 +50,13 @@ def texts(**config: Any) -> dict[tuple[str, int], Outcome]:
     return run(gpt, *constrained, free, slots=ENOUGH + 1, **config)
 
 
-def test_it_changes_no_token_and_no_end(look_ahead: MaskWorker) -> None:
+def test_it_changes_no_token_and_no_end(worker: MaskWorker) -> None:
     def told(outcomes: dict[tuple[str, int], Outcome]) -> dict[tuple[str, int], Any]:
         return {
             key: (one.token_ids, one.ended.reason, one.ended.error) for key, one in outcomes.items()
         }
 
-    assert told(texts(masks=look_ahead)) == told(texts())
+    assert told(texts(masks=worker)) == told(texts())
 
 
 class Witness:
@@ -78,20 +78,20 @@ class Witness:
         """Whatever follows, everything may."""
 
 
-def test_many_are_asked_by_the_thread_and_few_by_nobody(look_ahead: MaskWorker) -> None:
+def test_many_are_asked_by_the_thread_and_few_by_nobody(worker: MaskWorker) -> None:
     many, few = ([Witness() for _ in range(count)] for count in (ENOUGH, ENOUGH - 1))
-    look_ahead.begin(many)()
-    look_ahead.begin(few)()
+    worker.begin(many)()
+    worker.begin(few)()
     assert [one.asked_by for one in many] == [["logitd-masks"]] * len(many)
     assert not any(one.asked_by for one in few)
 
 
-def test_what_fails_is_left_to_who_asks_again(look_ahead: MaskWorker) -> None:
+def test_what_fails_is_left_to_who_asks_again(worker: MaskWorker) -> None:
     failing = [Witness(error) for error in (ConstraintError("no"), RuntimeError("a bug"))]
     rest = [Witness() for _ in range(ENOUGH)]
-    look_ahead.begin([*failing, *rest])()
+    worker.begin([*failing, *rest])()
     assert all(one.asked_by == ["logitd-masks"] for one in rest)
-    look_ahead.begin(rest)()
+    worker.begin(rest)()
     assert all(len(one.asked_by) == 2 for one in rest)
 
 
@@ -110,13 +110,13 @@ class Shared:
 
 
 def test_a_step_that_fails_waits_for_those_that_are_asked(
-    look_ahead: MaskWorker, monkeypatch: pytest.MonkeyPatch
+    worker: MaskWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else the thread would work on matchers of sequences that are gone, and the next step would
     take its word for another."""
     gpt, shared = small_gpt(), Shared()
     constraint: TokenConstraint = shared
-    driven = Driven(gpt, masks=look_ahead, slots=2 * ENOUGH)
+    driven = Driven(gpt, masks=worker, slots=2 * ENOUGH)
     driven.add(generation("a", [1, 2], n=ENOUGH, constraint=constraint, max_tokens=90))
     while driven.step().decoded_sequences < ENOUGH:
         assert driven.engine.has_work()
@@ -132,7 +132,7 @@ def test_a_step_that_fails_waits_for_those_that_are_asked(
     for index in range(ENOUGH):
         assert outcomes["a", index].ended.error == "the model failed: RuntimeError: out of luck"
         assert len(outcomes["b", index].token_ids) == 9
-    assert look_ahead._looked.empty()
+    assert worker._done.empty()
 
 
 def test_closing_ends_the_thread() -> None:

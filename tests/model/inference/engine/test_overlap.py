@@ -1,4 +1,4 @@
-"""Steps ahead change when a step is computed, and nothing of what anybody is told.
+"""Overlap changes when a step is computed, and nothing of what anybody is told.
 
 Engines whose decoder launches steps, on a device that does everything as late as it may, beside
 the same engines with a decoder that does not. Both play the same commands, and every step of one is
@@ -51,9 +51,9 @@ OLD, NEW = tiny_gpt(CONFIG, seed=1), tiny_gpt(CONFIG, seed=2)
 class Launching(LateDecoder):
     """A late decoder that counts what it is asked for."""
 
-    def __init__(self, gpt: GPT, cache: KVCache, **wishes: Any) -> None:
-        super().__init__(LateDevice(), gpt, cache, **wishes)
-        self.decoded = self.launched = self.launched_behind = 0
+    def __init__(self, gpt: GPT, cache: KVCache, **options: Any) -> None:
+        super().__init__(LateDevice(), gpt, cache, **options)
+        self.decoded = self.launched = self.launched_next = 0
 
     def decode(
         self, token_ids: Sequence[int], slots: Sequence[int], positions: Sequence[int]
@@ -71,15 +71,15 @@ class Launching(LateDecoder):
         self.launched += 1
         return super().launch(token_ids, slots, positions, sampling)
 
-    def launch_behind(
+    def launch_next(
         self,
         rows: Sequence[int],
         slots: Sequence[int],
         positions: Sequence[int],
         sampling: SamplingRows,
     ) -> Collect:
-        self.launched_behind += 1
-        return super().launch_behind(rows, slots, positions, sampling)
+        self.launched_next += 1
+        return super().launch_next(rows, slots, positions, sampling)
 
 
 def launching(driven: Driven) -> Launching:
@@ -163,16 +163,16 @@ plays = st.lists(st.one_of(asks, steps, steps, others), min_size=2, max_size=25)
 
 
 class Played:
-    """An engine that plays commands, and all that it says meanwhile."""
+    """An engine that plays commands, and all that it tells meanwhile."""
 
     def __init__(
-        self, gpt: GPT = OLD, make: DecoderMaker | None = None, *, slots: int = 3, **wishes: Any
+        self, gpt: GPT = OLD, make: DecoderMaker | None = None, *, slots: int = 3, **options: Any
     ) -> None:
-        make = make or partial(Launching, **({"batch_invariant": True} | wishes))
+        make = make or partial(Launching, **({"batch_invariant": True} | options))
         self.clock = FakeClock()
         self.driven = Driven(gpt, self.clock, make_decoder=make, slots=slots)
         self.asked: list[Any] = []
-        self.said: list[Any] = []
+        self.told: list[Any] = []
 
     def play(self, commands: Sequence[Ask | Command]) -> list[Any]:
         for command in commands:
@@ -182,7 +182,7 @@ class Played:
                 self.driven.add(request)
             else:
                 self.obey(*command)
-            self.said.append(self.driven.engine.has_work())
+            self.told.append(self.driven.engine.has_work())
         for request in self.asked:
             for _ in range(10):
                 self.driven.engine.grant(request.request_id)
@@ -192,7 +192,7 @@ class Played:
         assert not self.driven.unfinished
         assert self.driven.engine.stats().slots_used == 0
         self.driven.engine.close()
-        return self.said
+        return self.told
 
     def obey(self, what: str, number: int, index: int) -> None:
         engine = self.driven.engine
@@ -208,22 +208,22 @@ class Played:
                 self.clock.now += number
             case "swap":
                 engine.swap_weights(NEW if number else OLD)
-                self.said.append(engine.swapping())
+                self.told.append(engine.swapping())
             case "grant":
                 engine.grant(str(number))
 
     def step(self) -> None:
         result = self.driven.step()
-        self.said.append(replace(result, events=()))
+        self.told.append(replace(result, events=()))
         self.say(result.events)
-        self.said += [self.driven.engine.stats(), self.driven.engine.has_work()]
+        self.told += [self.driven.engine.stats(), self.driven.engine.has_work()]
 
     def say(self, events: Sequence[Event]) -> None:
         for event in events:
             if isinstance(event, OutputsChunk):
-                self.said.append((event.request_id, event.positions, event.rows.tolist()))
+                self.told.append((event.request_id, event.positions, event.rows.tolist()))
             else:
-                self.said.append(event)
+                self.told.append(event)
 
 
 @settings(max_examples=examples(150))
@@ -231,8 +231,8 @@ class Played:
 def test_every_step_says_what_it_says_without(commands: list[Ask | Command], slots: int) -> None:
     """Requests of every kind, aborts, deadlines, new weights, at any moment. Batch-invariant: a row
     of somebody who has ended may be company in a step that is in flight, and must change no bit."""
-    ahead = Played(slots=slots).play(commands)
-    assert ahead == Played(slots=slots, ahead=False).play(commands)
+    overlapped = Played(slots=slots).play(commands)
+    assert overlapped == Played(slots=slots, overlap=False).play(commands)
 
 
 @settings(max_examples=examples(75))
@@ -264,8 +264,8 @@ def test_a_decoder_that_raises_fails_the_step_that_it_fails_without(
     """What is raised by a launch is raised when its tokens are due, and not before: those of the
     step in front of it are there. Sequences end by their length, so the forwards are the same."""
     said = []
-    for ahead in (True, False):
-        make = partial(GraphDecoder, batch_invariant=True, ahead=ahead)
+    for overlap in (True, False):
+        make = partial(GraphDecoder, batch_invariant=True, overlap=overlap)
         played = Played(failing_gpt(OLD, *fails_at), make)
         said.append(ask_in_turn(played, prompts, waits))
     assert said[0] == said[1]
@@ -315,7 +315,7 @@ def test_all_steps_but_the_first_are_in_flight_when_they_are_due() -> None:
     assert device.idle(), "there is nothing behind the last token"
     assert not driven.engine.has_work()
     decoder = launching(driven)
-    assert (decoder.decoded, decoder.launched, decoder.launched_behind) == (0, 1, 8)
+    assert (decoder.decoded, decoder.launched, decoder.launched_next) == (0, 1, 8)
 
 
 def test_a_prompt_that_comes_meanwhile_is_computed_beside_what_is_in_flight() -> None:
@@ -324,17 +324,17 @@ def test_a_prompt_that_comes_meanwhile_is_computed_beside_what_is_in_flight() ->
     driven.add(generation("early", [1, 2, 3], max_tokens=30))
     for _ in range(5):
         driven.step()
-    forwards = (decoder.launched, decoder.launched_behind)
+    forwards = (decoder.launched, decoder.launched_next)
     driven.add(generation("late", [4, 5, 6], max_tokens=5))
     events = driven.step().events
     assert [event.request_id for event in events if isinstance(event, TokenEvent)] == [
         "late",
         "early",
     ]
-    assert (decoder.launched, decoder.launched_behind) == forwards, "nothing is computed again"
+    assert (decoder.launched, decoder.launched_next) == forwards, "nothing is computed again"
     for _ in range(3):
         assert driven.step().decoded_sequences == 2
-    assert (decoder.launched, decoder.launched_behind) == (forwards[0] + 1, forwards[1] + 3)
+    assert (decoder.launched, decoder.launched_next) == (forwards[0] + 1, forwards[1] + 3)
     assert decoder.decoded == 0
 
 
@@ -384,7 +384,7 @@ def test_numbers_that_are_not_finite_end_their_sequence_alone() -> None:
         "the model computed logits that are not finite for this sequence"
     )
     assert outcomes["beside", 0].token_ids == others
-    assert launching(driven).launched_behind > 5
+    assert launching(driven).launched_next > 5
 
 
 def test_new_weights_come_while_a_step_of_the_old_is_in_flight() -> None:
@@ -432,7 +432,7 @@ def test_everybody_in_flight_goes_and_there_is_nothing_to_do() -> None:
 
 
 @pytest.mark.parametrize(
-    "wish",
+    "sampling",
     [
         {"logprobs": 0},
         {"repetition_penalty": 1.1},
@@ -440,12 +440,12 @@ def test_everybody_in_flight_goes_and_there_is_nothing_to_do() -> None:
         {"min_tokens": 2},
         {"constraint": Steps(VOCABULARY)},
     ],
-    ids=lambda wish: next(iter(wish)),
+    ids=lambda sampling: next(iter(sampling)),
 )
-def test_no_step_is_ahead_of_one_whose_rows_ask_for_more(wish: dict[str, Any]) -> None:
+def test_no_step_overlaps_one_whose_rows_need_processing(sampling: dict[str, Any]) -> None:
     driven = Played().driven
     driven.add(generation("plain", [1, 2], max_tokens=12))
-    driven.add(generation("asks", [3, 4], max_tokens=5, **wish))
+    driven.add(generation("asks", [3, 4], max_tokens=5, **sampling))
     driven.step()
     for _ in range(4):
         driven.step()
@@ -456,7 +456,7 @@ def test_no_step_is_ahead_of_one_whose_rows_ask_for_more(wish: dict[str, Any]) -
     assert not decoder.late.idle()
 
 
-def test_drafts_and_steps_ahead_exclude_each_other() -> None:
+def test_drafts_and_overlap_exclude_each_other() -> None:
     make = partial(Launching, batch_invariant=True)
     driven = Driven(OLD, make_decoder=make, speculate="ngram")
     driven.add(generation("a", [1, 2, 3], max_tokens=9))

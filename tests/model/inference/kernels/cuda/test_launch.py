@@ -131,7 +131,7 @@ def test_steps_behind_one_another_sample_what_single_steps_sample(
             at = {slot: at[slot] + 1 for slot in stay}
             sampling = sampling_of([way[slot] for slot in stay], [at[slot] + 1 for slot in stay])
             sampled_in = [rows.index(slot) for slot in stay]
-            behind = stay, ahead.launch_behind(sampled_in, stay, [at[s] for s in stay], sampling)
+            behind = stay, ahead.launch_next(sampled_in, stay, [at[s] for s in stay], sampling)
         for slot, token_id in zip(under_way[0], under_way[1](), strict=True):
             assert token_id is not None
             texts[slot].append(token_id)
@@ -149,13 +149,13 @@ def test_launching_waits_for_nothing_and_collecting_for_one_step() -> None:
     device, slots = decoder.late, [0, 4]
     first = decoder.launch([3, 7], slots, [2, 2], sampling_of([GREEDY] * 2, [3, 3]))
     of_the_first = device.given
-    second = decoder.launch_behind([0, 1], slots, [3, 3], sampling_of([GREEDY] * 2, [4, 4]))
+    second = decoder.launch_next([0, 1], slots, [3, 3], sampling_of([GREEDY] * 2, [4, 4]))
     assert device.done == 0
     found = first()
     assert device.done == of_the_first
     again = first()
     assert device.done == of_the_first
-    third = decoder.launch_behind([0, 1], slots, [4, 4], sampling_of([GREEDY] * 2, [5, 5]))
+    third = decoder.launch_next([0, 1], slots, [4, 4], sampling_of([GREEDY] * 2, [5, 5]))
     assert device.done == of_the_first, "there is a buffer for it: it need not wait"
     rest = [found, second(), third()]
     assert again == found
@@ -178,9 +178,9 @@ def test_a_row_without_a_token_spoils_no_other(device: str, make: Make) -> None:
     for _ in range(3):
         step(alone, expected, {2: GREEDY})
     first = decoder.launch([3, 7], [1, 2], [2, 3], sampling_of([GREEDY] * 2, [3, 4]))
-    second = decoder.launch_behind([0, 1], [1, 2], [3, 4], sampling_of([GREEDY] * 2, [4, 5]))
+    second = decoder.launch_next([0, 1], [1, 2], [3, 4], sampling_of([GREEDY] * 2, [4, 5]))
     found = [first()]
-    third = decoder.launch_behind([1], [2], [5], sampling_of([GREEDY], [6]))
+    third = decoder.launch_next([1], [2], [5], sampling_of([GREEDY], [6]))
     found += [second(), third()]
     assert found[0][0] is None
     assert [found[0][1], found[1][1], found[2][0]] == expected[2][4:]
@@ -200,7 +200,7 @@ def test_the_step_behind_is_recorded_once_for_each_number_of_rows() -> None:
     collect = decoder.launch([2] * 4, slots, [2] * 4, sampling([3] * 4))
     assert counting.recorded == 2  # a forward, a sample
     for position in range(3, 9):
-        behind = decoder.launch_behind(slots, slots, [position] * 4, sampling([position + 1] * 4))
+        behind = decoder.launch_next(slots, slots, [position] * 4, sampling([position + 1] * 4))
         collect()
         collect = behind
     assert counting.recorded == 3
@@ -211,7 +211,7 @@ def test_nothing_runs_in_what_is_let_go_of() -> None:
     decoder = begun(late, {0: [1, 2, 3]})
     assert isinstance(decoder, LateDecoder)
     decoder.launch([3], [0], [2], sampling_of([GREEDY], [3]))
-    decoder.launch_behind([0], [0], [3], sampling_of([GREEDY], [4]))
+    decoder.launch_next([0], [0], [3], sampling_of([GREEDY], [4]))
     assert not decoder.late.idle()
     decoder.close()
     assert decoder.late.idle()
@@ -221,6 +221,6 @@ def test_nothing_runs_in_what_is_let_go_of() -> None:
 def test_a_decoder_offers_to_launch_unless_told_otherwise() -> None:
     gpt = tiny_gpt(CONFIG)
     decoder = GraphDecoder(gpt, new_cache(gpt, 1))
-    assert decoder.ahead is decoder
-    assert GraphDecoder(gpt, new_cache(gpt, 1), ahead=False).ahead is None
-    assert PlainDecoder(gpt, new_cache(gpt, 1)).ahead is None
+    assert decoder.launcher is decoder
+    assert GraphDecoder(gpt, new_cache(gpt, 1), overlap=False).launcher is None
+    assert PlainDecoder(gpt, new_cache(gpt, 1)).launcher is None

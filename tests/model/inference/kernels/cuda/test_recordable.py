@@ -78,7 +78,7 @@ def test_steps_and_sampling_read_nothing_back(
         for how in (GREEDY, PLAIN, FILTERED):
             sampling = sampling_rows([how] * rows)
             first = decoder.launch([1] * rows, slots, [6] * rows, sampling)
-            decoder.launch_behind(slots, slots, [7] * rows, sampling)
+            decoder.launch_next(slots, slots, [7] * rows, sampling)
             assert first() == [0] * rows
             assert decoder.sample(logits, logits, sampling) == [0] * rows
     decoder.decode([1, 2, 3], [0, 0, 1], [5, 6, 5])  # a draft's rows
