@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from model.benchmark.stages import Stage
 from model.inference.engine.runner import DecoderMaker
-from model.inference.kernels.base import Decoder, Piece, Prefilled
+from model.inference.kernels.base import Decoder, Prefilled, PrefillInput
 from model.inference.kernels.cpu.decoder import NativeDecoder
 from model.inference.kv_cache import KVCache
 from model.inference.sampling.sample import SamplingRows
@@ -99,7 +99,7 @@ class WatchedDecoder:
         if self._native is not None:
             self._native.time_stages(wanted)
 
-    def prefill(self, piece: Piece) -> Prefilled:
+    def prefill(self, piece: PrefillInput) -> Prefilled:
         if self.prefills_natively:
             self._timeline.mark("scheduling" if self._timeline.empty else "tensors")
         found = self._decoder.prefill(piece)

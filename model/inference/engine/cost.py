@@ -18,8 +18,8 @@ from model.inference.engine.requests import (
 from model.transformer.config import GPTConfig
 
 
-def row_width(request: OutputsRequest, config: GPTConfig) -> int:
-    """Elements computed at one position. Chosen columns of logits are cut out of a whole row."""
+def position_elements(request: OutputsRequest, config: GPTConfig) -> int:
+    """Elements computed at one position. Chosen columns of logits are cut out of all of them."""
     match request.output:
         case Logits():
             return config.vocab_size
@@ -34,7 +34,7 @@ def output_elements(request: Request, config: GPTConfig) -> int:
     such."""
     match request:
         case OutputsRequest(positions=positions):
-            return len(positions) * row_width(request, config)
+            return len(positions) * position_elements(request, config)
         case GenerationRequest(prompt_logprobs=None):
             return 0
         case ScoreRequest(continuations=continuations) if continuations:

@@ -17,7 +17,7 @@ from functools import partial
 
 from model.inference.constraints.protocol import BackgroundMasks, TokenMatcher
 from model.inference.engine.config import EngineConfig
-from model.inference.engine.cost import row_width
+from model.inference.engine.cost import position_elements
 from model.inference.engine.events import (
     EngineStats,
     Event,
@@ -61,11 +61,11 @@ class Engine:
         self._runner = Runner(gpt, config.slots, make_decoder, masks)
         self._scheduler = Scheduler(
             config,
-            partial(row_width, config=gpt.config),
+            partial(position_elements, config=gpt.config),
             share_decoded=self._runner.prefill_matches_decode,
         )
         self._sequences: dict[str, list[Sequence]] = {}  # unfinished, by request
-        self._first_deadline = math.inf  # nobody's is earlier
+        self._first_deadline = math.inf  # no deadline is earlier
         self._next_weights: GPT | None = None
 
     @property
@@ -101,13 +101,13 @@ class Engine:
         reason: FinishReason = FinishReason.ABORT,
     ) -> list[Event]:
         """End a request, or one of its sequences. Its slot is free at the next step. An id that
-        is unknown, or finished meanwhile, is no error: the two may cross. `reason` is STOP when the
-        caller found in the text what ends it."""
+        is unknown, or finished meanwhile, is not an error: the two may cross. `reason` is STOP when
+        the caller found in the text what ends it."""
         ended = [s for s in self._sequences.get(request_id, []) if index in (None, s.index)]
         return [self._finish(sequence, reason) for sequence in ended]
 
     def grant(self, request_id: str) -> None:
-        """The reader of a OutputsRequest took a piece: one more may be computed."""
+        """The reader of an OutputsRequest took a chunk: one more may be computed."""
         for sequence in self._sequences.get(request_id, []):
             sequence.credit += 1
 
@@ -139,15 +139,19 @@ class Engine:
 
     def step(self) -> StepResult:
         """Admit, prefill a chunk, decode all running sequences, sample."""
+        # 1) End what is past its deadline, so that its slot is free for this step.
         events = self._expire()
+        # 2) Choose the work: which sequences to admit, which prompts to go on with.
         plan = self._scheduler.plan(self.clock())
         if plan:
             try:
+                # 3) Compute it.
                 output = self._runner.run(plan)
-            except Exception as error:  # the model failed: those who were computed are told
+            except Exception as error:  # the model failed: the sequences of the plan are told
                 events += self._fail(plan, error)
             else:
-                self._book(plan, output, events)
+                # 4) Account for the results: states, events, and the end of sequences.
+                self._account(plan, output, events)
         return StepResult(
             events=tuple(events),
             prefilled_tokens=sum(chunk.end - chunk.start for chunk in plan.prefill),
@@ -167,7 +171,7 @@ class Engine:
         )
 
     def close(self) -> None:
-        """End what computes; nothing may be asked of the engine afterwards."""
+        """End the threads that compute; the engine must not be used afterwards."""
         self._runner.close()
 
     def check_integrity(self) -> None:
@@ -201,8 +205,8 @@ class Engine:
                 if (deadline := sequence.request.deadline) is not None:
                     yield sequence, deadline
 
-    def _book(self, plan: StepPlan, output: StepOutput, events: list[Event]) -> None:
-        """Take in the results of a step; what there is to tell of them is added to `events`."""
+    def _account(self, plan: StepPlan, output: StepOutput, events: list[Event]) -> None:
+        """Account for the results of a step; their events are added to `events`."""
         now = self.clock()
         for sequence in plan.decode:
             sequence.computed += 1
@@ -211,9 +215,9 @@ class Engine:
             self._scheduler.prefilled(chunk, now)
             if sequence in output.scores:
                 events.append(self._prompt_event(chunk, output.scores[sequence]))
-            if (rows := output.rows.get(sequence)) is not None:
+            if (outputs := output.outputs.get(sequence)) is not None:
                 sequence.credit -= 1
-                events.append(OutputsChunk(sequence.request_id, rows.positions, rows.values))
+                events.append(OutputsChunk(sequence.request_id, outputs.positions, outputs.values))
             if chunk.completes_prompt and sequence.generation is None:
                 events.append(self._finish(sequence, FinishReason.STOP))
         for sequence, result in output.sampled.items():

@@ -14,7 +14,7 @@ for all of them is the scheduler's business.
 Token ids only. Not here: whether a guess was right (`model/inference/engine/engine.py`).
 """
 
-from collections.abc import Sequence as Numbers
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 SHORTEST, LONGEST = 2, 4
@@ -166,15 +166,15 @@ def worthwhile(rate: float, sequences: int) -> int:
     return count
 
 
-def shares(wanted: Numbers[int], room: int) -> list[int]:
-    """How many of `wanted` each may have so that they are at most `room` together: as even as it
-    goes, the first ones first."""
-    if sum(wanted) <= room:
-        return list(wanted)
-    granted = [0] * len(wanted)
-    while room:
-        for index, number in enumerate(wanted):
-            if granted[index] < number and room:
+def split_evenly(counts: Sequence[int], total: int) -> list[int]:
+    """The counts, lowered as evenly as possible until they are `total` at most together; the first
+    ones get what is left over."""
+    if sum(counts) <= total:
+        return list(counts)
+    granted = [0] * len(counts)
+    while total:
+        for index, count in enumerate(counts):
+            if granted[index] < count and total:
                 granted[index] += 1
-                room -= 1
+                total -= 1
     return granted

@@ -24,7 +24,7 @@ from model.inference.engine.requests import AttentionWeights, HiddenStates, Logi
 from model.inference.engine.scheduler import PrefillChunk, StepPlan
 from model.inference.engine.sequence import Sequence
 from model.inference.errors import ConstraintError
-from model.inference.kernels.base import Decoder, Piece, Prefilled, WantedWeights
+from model.inference.kernels.base import AttentionSelection, Decoder, Prefilled, PrefillInput
 from model.inference.kernels.eager.decoder import PlainDecoder
 from model.inference.kv_cache import KVCache
 from model.inference.sampling.results import (
@@ -43,8 +43,8 @@ NO_DRAFTS: Mapping[Sequence, Draft] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
-    """What a OutputsRequest wants of some positions: a NumPy array (len(positions), ...),
+class Outputs:
+    """What an OutputsRequest asks for at some positions: a NumPy array (len(positions), ...),
     float32."""
 
     positions: tuple[int, ...]
@@ -66,7 +66,7 @@ class StepOutput:
 
     sampled: dict[Sequence, SampleResult] = field(default_factory=dict)
     verified: dict[Sequence, list[SampleResult]] = field(default_factory=dict)
-    rows: dict[Sequence, Rows] = field(default_factory=dict)
+    outputs: dict[Sequence, Outputs] = field(default_factory=dict)
     scores: dict[Sequence, Scores] = field(default_factory=dict)
 
 
@@ -164,10 +164,10 @@ class Runner:
         ends: list[Tensor] = []  # of prompts: their last hidden states, each (1, d_model)
         for chunk in plan.prefill:
             sequence = chunk.sequence
-            if sequence.rows is not None:
-                handed_out = self._rows(chunk, sequence.rows)
-                if handed_out.positions:
-                    output.rows[sequence] = handed_out
+            if sequence.outputs is not None:
+                outputs = self._outputs(chunk, sequence.outputs)
+                if outputs.positions:
+                    output.outputs[sequence] = outputs
                 continue
             hidden = self.prefill(chunk).hidden  # (T, d_model)
             if sequence.scores_from is not None and chunk.end > sequence.scores_from:
@@ -220,7 +220,11 @@ class Runner:
             output.sampled = dict(zip(sequences, results, strict=True))
 
     def prefill(
-        self, chunk: PrefillChunk, *, states: bool = False, weights: WantedWeights | None = None
+        self,
+        chunk: PrefillChunk,
+        *,
+        states: bool = False,
+        weights: AttentionSelection | None = None,
     ) -> Prefilled:
         """Compute a chunk into its slot."""
         sequence, start = chunk.sequence, chunk.start
@@ -228,7 +232,7 @@ class Runner:
         if chunk.copy_from is not None:
             self.cache.copy_prefix(chunk.copy_from, sequence.slot, start)
         token_ids = sequence.tokens[start : chunk.end]
-        return self._decoder.prefill(Piece(token_ids, sequence.slot, start, states, weights))
+        return self._decoder.prefill(PrefillInput(token_ids, sequence.slot, start, states, weights))
 
     def decode(
         self, sequences: tuple[Sequence, ...], drafts: Mapping[Sequence, Draft] = NO_DRAFTS
@@ -237,42 +241,42 @@ class Runner:
         each token, a row each: (B + drafted, V)."""
         return self._decoder.decode(*_rows_to_decode(sequences, drafts))
 
-    def _rows(self, chunk: PrefillChunk, request: OutputsRequest) -> Rows:
-        """Compute a chunk, and the rows that are wanted of it."""
+    def _outputs(self, chunk: PrefillChunk, request: OutputsRequest) -> Outputs:
+        """Compute a chunk, and the outputs that are asked for in it."""
         positions = tuple(p for p in request.positions if chunk.start <= p < chunk.end)
         offsets = [position - chunk.start for position in positions]
         match request.output:
-            case Logits() as wanted:
+            case Logits() as asked:
                 hidden = self.prefill(chunk).hidden[offsets]  # (P, d_model)
-                values = self._wanted_logits(chunk.sequence, wanted, positions, hidden)
+                values = self._logits(chunk.sequence, asked, positions, hidden)
             case HiddenStates(layers=layers):
                 states = self.prefill(chunk, states=True).states
                 assert states is not None
                 values = states[list(layers)][:, offsets].transpose(0, 1)  # (P, layers, d_model)
             case AttentionWeights(layers=layers, heads=heads):
-                wanted_weights = WantedWeights(layers, heads, len(request.token_ids))
-                weights = self.prefill(chunk, weights=wanted_weights).weights
+                selection = AttentionSelection(layers, heads, len(request.token_ids))
+                weights = self.prefill(chunk, weights=selection).weights
                 assert weights is not None
                 values = weights[offsets]  # (P, layers, heads, T)
-        return Rows(positions, values.float().cpu().numpy())
+        return Outputs(positions, values.float().cpu().numpy())
 
-    def _wanted_logits(
-        self, sequence: Sequence, wanted: Logits, positions: tuple[int, ...], hidden: Tensor
+    def _logits(
+        self, sequence: Sequence, asked: Logits, positions: tuple[int, ...], hidden: Tensor
     ) -> Tensor:
         """Logits (P, columns) of final hidden states (P, d_model)."""
         logits = self._decoder.head(hidden)
-        if wanted.processing is not None:
+        if asked.processing is not None:
             contexts = [
                 RowContext(
-                    wanted.processing,
+                    asked.processing,
                     sequence.index,
                     sequence.tokens[: position + 1],
-                    _prompt_part(position + 1, wanted.completion_start),
+                    _prompt_part(position + 1, asked.completion_start),
                 )
                 for position in positions
             ]
             logits = process(logits, contexts)
-        return logits if wanted.columns is None else logits[:, list(wanted.columns)]
+        return logits if asked.columns is None else logits[:, list(asked.columns)]
 
     def _scores(self, chunk: PrefillChunk, hidden: Tensor, scores_from: int) -> Scores:
         """Logprobs of the tokens after the chunk's positions, block by block."""

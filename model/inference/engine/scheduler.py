@@ -5,15 +5,13 @@ shared by as many prompts as fit, and decodes every running sequence once; so a 
 a running sequence by one chunk at most, and never starves it. What was admitted can always finish:
 there is no preemption. Knows tokens and slots, not tensors.
 
-Rows that are handed out have a price of their own, in numbers (`price.py`): a step computes
-ROWS_BUDGET of them at most, and after a step that computed many, sequences that decode have the
-engine to themselves for REST times as long as that step took. So a large reply takes a bounded part
-of the memory, and, what it costs besides included, about doubles the time between their tokens at
-most.
+Outputs (logits, hidden states, attention weights) cost elements (`cost.py`). A step computes
+OUTPUT_ELEMENTS of them at most. After a step with LARGE_OUTPUT or more, no other step with as many
+runs beside decoding for OUTPUT_COOLDOWN times as long as that step took. So a large reply takes a
+bounded part of the memory and about doubles the time between the tokens of others at most.
 
-Where drafts are on, a decode step also gets the tokens that are guessed to follow (`draft.py`), as
-long as it has few rows. A sequence with a constraint has none: what it allows somewhere depends on
-every token before.
+Where drafts are on, a decode step also verifies drafted tokens (`ngram.py`), as long as it has few
+rows. A sequence with a constraint has none: its mask depends on every token before.
 """
 
 import bisect
@@ -21,20 +19,20 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from model.inference.engine.config import EngineConfig
-from model.inference.engine.ngram import Draft, Drafter, shares
+from model.inference.engine.ngram import Draft, Drafter, split_evenly
 from model.inference.engine.requests import OutputsRequest
 from model.inference.engine.sequence import Sequence, State
 from model.inference.engine.slots import SlotPool
 from model.inference.options import DRAFTED_ROWS
 from model.transformer.config import BLOCK
 
-ROWS_BUDGET = 2**21
-"""Numbers of rows in one step; a single block of positions may have more."""
-MANY_ROWS = 2**20
-"""A step with as many numbers is followed by a rest for the sake of those who decode."""
-REST = 2
-"""By itself that makes the time between two tokens at most 1 + 1 / REST times as long; the writing
-of a reply takes from the same processors."""
+OUTPUT_ELEMENTS = 2**21
+"""Elements of outputs in one step; a single block of positions may have more."""
+LARGE_OUTPUT = 2**20
+"""Elements of a step after which the running sequences decode alone for a while."""
+OUTPUT_COOLDOWN = 2
+"""That while, in times of the step. By itself it makes the time between two tokens at most
+1 + 1 / OUTPUT_COOLDOWN times as long; writing the reply takes from the same processors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,50 +73,50 @@ class StepPlan:
 class Scheduler:
     """Queue, running set and slots; turns them into one `StepPlan` after another.
 
-    `row_width` says how many numbers a request's row at one position is; `share_decoded`, whether
-    what a sequence generated can be shared like its prompt.
+    `position_elements` says how many elements a request's output at one position has;
+    `share_decoded`, whether what a sequence generated can be shared like its prompt.
     """
 
     def __init__(
         self,
         config: EngineConfig,
-        row_width: Callable[[OutputsRequest], int],
+        position_elements: Callable[[OutputsRequest], int],
         *,
         share_decoded: bool = False,
     ) -> None:
         self.config = config
         self._share_decoded = share_decoded
-        self.rows_budget = ROWS_BUDGET
-        self._row_width = row_width
+        self.output_elements = OUTPUT_ELEMENTS
+        self._position_elements = position_elements
         self.slots = SlotPool(config.slots)
         self.waiting: list[Sequence] = []  # in order of admission to come
         self.running: list[Sequence] = []  # in order of admission
         self.only_started = False
-        """While set, nobody is admitted but siblings of those who were: the weights are about to
+        """While set, only siblings of admitted sequences are admitted: the weights are about to
         change, and a request is answered by one set of weights."""
         self._step = 0
         self._planned_at = 0.0
-        self._planned_numbers = 0  # of rows, in the present step
-        self._rows_rest_until = 0.0
+        self._reserved_elements = 0  # of outputs, in the present step
+        self._output_cooldown_until = 0.0
 
     def enqueue(self, sequence: Sequence) -> None:
         """Queue behind all of the same or a lower priority number."""
         bisect.insort(self.waiting, sequence, key=lambda queued: queued.request.priority)
 
     def has_work(self) -> bool:
-        """Whether the next plan would hold anything: somebody can compute, or can be admitted."""
+        """Whether the next plan would have work: a sequence can compute, or can be admitted."""
         can_admit = self._next() is not None and self.slots.used < self.slots.total
         return can_admit or any(sequence.may_compute for sequence in self.running)
 
     def plan(self, now: float) -> StepPlan:
         """Admit what fits and choose the work of the next step."""
         self._step += 1
-        self._planned_at, self._planned_numbers = now, 0
+        self._planned_at, self._reserved_elements = now, 0
         self._admit(now)
         decode = tuple(s for s in self.running if s.state is State.DECODE)
-        rows_rest = bool(decode) and now < self._rows_rest_until
+        cooldown = bool(decode) and now < self._output_cooldown_until
         return StepPlan(
-            prefill=tuple(self._prefill_chunks(rows_rest)),
+            prefill=tuple(self._prefill_chunks(cooldown)),
             decode=decode,
             drafts=self._drafts(decode) if self.config.speculate == "ngram" else {},
         )
@@ -131,19 +129,20 @@ class Scheduler:
             self.running.remove(sequence)
             assert sequence.slot is not None
             if self._share_decoded and sequence.state is State.DECODE:
-                self.slots.keep(sequence.slot, _whole_blocks(sequence.tokens[: sequence.computed]))
+                computed = sequence.tokens[: sequence.computed]
+                self.slots.set_contents(sequence.slot, _whole_blocks(computed))
             self.slots.release(sequence.slot, self._step)
             sequence.slot = None
         sequence.state = State.FINISHED
 
     def prefilled(self, chunk: PrefillChunk, now: float) -> None:
-        """Book a computed chunk; its whole blocks can be shared from now on."""
+        """Account for a computed chunk; its whole blocks can be shared from now on."""
         sequence = chunk.sequence
         assert sequence.slot is not None
         sequence.computed = chunk.end
-        if self._planned_numbers >= MANY_ROWS:
-            self._rows_rest_until = now + REST * (now - self._planned_at)
-        self.slots.keep(sequence.slot, _whole_blocks(sequence.tokens[: chunk.end]))
+        if self._reserved_elements >= LARGE_OUTPUT:
+            self._output_cooldown_until = now + OUTPUT_COOLDOWN * (now - self._planned_at)
+        self.slots.set_contents(sequence.slot, _whole_blocks(sequence.tokens[: chunk.end]))
         if chunk.completes_prompt:
             sequence.state = State.DECODE
             sequence.prefilled = now
@@ -151,28 +150,28 @@ class Scheduler:
                 sequence.drafter = Drafter(sequence.tokens)
 
     def check_integrity(self) -> None:
-        """Every slot has one owner or none, and nobody runs without one (for tests)."""
-        held = [sequence.slot for sequence in self.running]
-        assert len(held) == len(set(held)), f"a slot is shared: {held}"
-        assert set(held) == self.slots.owned(), f"{held} held, {self.slots.owned()} owned"
+        """Every slot has one owner or none, and no sequence runs without one (for tests)."""
+        slots = [sequence.slot for sequence in self.running]
+        assert len(slots) == len(set(slots)), f"a slot is shared: {slots}"
+        assert set(slots) == self.slots.owned(), f"{slots} in use, {self.slots.owned()} owned"
         assert all(s.state in (State.PREFILL, State.DECODE) for s in self.running)
         assert all(s.state is State.WAITING and s.slot is None for s in self.waiting)
 
     def _drafts(self, decode: tuple[Sequence, ...]) -> dict[Sequence, Draft]:
-        """What is guessed to follow those who decode, within the rows that a step may have. The
-        last token that one may generate needs no row behind it."""
-        room = DRAFTED_ROWS - len(decode)
-        if room <= 0:
+        """Drafts for the decoding sequences, within the rows that a step may have. The last token
+        that a sequence may generate needs no row after it."""
+        rows_left = DRAFTED_ROWS - len(decode)
+        if rows_left <= 0:
             return {}
         drafts: dict[Sequence, Draft] = {}
         for sequence in decode:
             drafter = sequence.drafter
-            if drafter is not None and (draft := drafter.guess(room, len(decode))) is not None:
+            if drafter is not None and (draft := drafter.guess(rows_left, len(decode))) is not None:
                 del draft.token_ids[sequence.tokens_left - 1 :]
                 drafts[sequence] = draft
         if not drafts:
             return drafts
-        counts = shares([len(draft.token_ids) for draft in drafts.values()], room)
+        counts = split_evenly([len(draft.token_ids) for draft in drafts.values()], rows_left)
         for draft, count in zip(drafts.values(), counts, strict=True):
             del draft.token_ids[count:]
         return {sequence: draft for sequence, draft in drafts.items() if draft.token_ids}
@@ -196,9 +195,9 @@ class Scheduler:
         return next((s for s in self.waiting if s.group.started or not self.only_started), None)
 
     def _sibling_computes_more(self, sequence: Sequence, length: int) -> bool:
-        """Whether one of the same prompt is still computing blocks that this one will then copy,
-        more than the `length` there now. Nothing is lost by waiting: prompts are computed in this
-        order anyway."""
+        """Whether a sequence of the same prompt is still computing blocks that this one will then
+        copy, more than the `length` shared now. Nothing is lost by waiting: prompts are computed in
+        this order anyway."""
         shareable, running = sequence.first_needed // BLOCK * BLOCK, self.running
         return (
             self._reuses_prefix(sequence)
@@ -216,53 +215,91 @@ class Scheduler:
     def _reuses_prefix(self, sequence: Sequence) -> bool:
         return self.config.prefix_reuse and sequence.request.prefix_reuse
 
-    def _prefill_chunks(self, rows_rest: bool) -> list[PrefillChunk]:
+    def _prefill_chunks(self, cooldown: bool) -> list[PrefillChunk]:
+        """The prompts of the step, in order of admission, within `prefill_chunk` positions."""
         chunks = []
         budget = self.config.prefill_chunk
         for sequence in self.running:
             if sequence.state is State.PREFILL and sequence.may_compute and budget:
-                chunk = self._chunk(sequence, budget, rows_rest)
+                chunk = self._chunk(sequence, budget, cooldown)
                 if chunk is not None:
+                    self._reserve(chunk)
                     budget -= -(-(chunk.end - chunk.start) // BLOCK) * BLOCK
                     chunks.append(chunk)
         return chunks
 
-    def _chunk(self, sequence: Sequence, budget: int, rows_rest: bool) -> PrefillChunk | None:
-        """The next positions of a prompt; None where its rows have no place in this step."""
+    def _chunk(self, sequence: Sequence, budget: int, cooldown: bool) -> PrefillChunk | None:
+        """The next positions of a prompt; None where its outputs do not fit into this step. Changes
+        nothing: `_reserve` does."""
+        # 1) It begins after what is computed, or after a prefix that another slot has.
         copy_from, start = None, sequence.computed
         if start == 0:
             source, start = self._shared_prefix(sequence)
             copy_from = source if start else None
+        # 2) It ends with the budget of positions or with the prompt,
         end = min(start + budget, sequence.prompt_length)
-        if sequence.rows is not None:
-            end = self._book_rows(sequence.rows, start, end, rows_rest)
-            if end == start:
+        # 3) or earlier, where its outputs would have too many elements.
+        request = sequence.outputs
+        if request is not None:
+            affordable = affordable_end(
+                request.positions,
+                start,
+                end,
+                elements_each=self._position_elements(request),
+                elements_left=self.output_elements - self._reserved_elements,
+                must_progress=self._reserved_elements == 0,
+            )
+            if affordable is None:
                 return None
-        if sequence.computed == 0:
-            assert sequence.slot is not None
-            sequence.computed = sequence.cached = start
-            # Chunks run in the order planned here: from now on the row holds the prefix alone.
-            self.slots.keep(sequence.slot, sequence.tokens[:start])
+            end = affordable
+            if cooldown and self._elements(request, start, end) >= LARGE_OUTPUT:
+                return None
         return PrefillChunk(sequence, start, end, copy_from)
 
-    def _book_rows(self, request: OutputsRequest, start: int, end: int, rest: bool) -> int:
-        """Where a chunk that begins at `start` ends so that the rows in it can be afforded, whole
-        blocks from `start`, and count these. `start` itself when none can."""
-        width, positions, request_end = self._row_width(request), request.positions, end
-        first, behind = bisect.bisect_left(positions, start), bisect.bisect_left(positions, end)
-        affordable = max(0, self.rows_budget - self._planned_numbers) // width
-        if behind - first > affordable:
-            end = positions[first + affordable] // BLOCK * BLOCK
-            if end <= start:
-                if self._planned_numbers:
-                    return start
-                end = min(start + BLOCK, request_end)  # a step's only rows may be dearer
-            behind = bisect.bisect_left(positions, end)
-        numbers = (behind - first) * width
-        if rest and numbers >= MANY_ROWS:
-            return start
-        self._planned_numbers += numbers
+    def _reserve(self, chunk: PrefillChunk) -> None:
+        """Charge a chunk's outputs to the step; before a prompt's first chunk, declare that its
+        slot holds the copied prefix."""
+        sequence = chunk.sequence
+        if sequence.outputs is not None:
+            self._reserved_elements += self._elements(sequence.outputs, chunk.start, chunk.end)
+        if sequence.computed == 0:
+            assert sequence.slot is not None
+            sequence.computed = sequence.cached = chunk.start
+            # Chunks run in the order planned here: from now on the slot holds the prefix alone.
+            self.slots.set_contents(sequence.slot, sequence.tokens[: chunk.start])
+
+    def _elements(self, request: OutputsRequest, start: int, end: int) -> int:
+        """Elements of a request's outputs at positions [start, end)."""
+        count = _count_between(request.positions, start, end)
+        return count * self._position_elements(request)
+
+
+def affordable_end(
+    positions: tuple[int, ...],
+    start: int,
+    end: int,
+    *,
+    elements_each: int,
+    elements_left: int,
+    must_progress: bool,
+) -> int | None:
+    """Where a chunk that could be [start, end) ends so that its outputs, `elements_each` at each of
+    some `positions`, fit into `elements_left`: whole blocks from `start`. None where not even one
+    block fits, unless it must make progress: a step's only outputs may be one block that is too
+    large, or they could never be computed."""
+    affordable = max(0, elements_left) // elements_each
+    if _count_between(positions, start, end) <= affordable:
         return end
+    first_too_many = positions[bisect.bisect_left(positions, start) + affordable]
+    shorter = first_too_many // BLOCK * BLOCK
+    if shorter > start:
+        return shorter
+    return min(start + BLOCK, end) if must_progress else None
+
+
+def _count_between(positions: tuple[int, ...], start: int, end: int) -> int:
+    """How many of ascending positions are in [start, end)."""
+    return bisect.bisect_left(positions, end) - bisect.bisect_left(positions, start)
 
 
 def _whole_blocks(token_ids: list[int]) -> list[int]:

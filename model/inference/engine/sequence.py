@@ -1,4 +1,4 @@
-"""Sequence: one running generation, or one prompt whose numbers are being computed.
+"""Sequence: one running generation, or one prompt whose outputs are being computed.
 
 Its tokens, how many of them are in the cache, and what moments it has passed. Mutable, owned by
 the engine alone. Decides nothing: see `scheduler.py`.
@@ -12,14 +12,14 @@ from model.inference.engine.events import FinishEvent, FinishReason, SequenceTim
 from model.inference.engine.ngram import Drafter
 from model.inference.engine.requests import GenerationRequest, OutputsRequest, Request, ScoreRequest
 
-ROWS_CREDIT = 2
-"""Pieces of rows that may be on their way to a reader at once."""
+CHUNKS_IN_FLIGHT = 2
+"""Chunks of outputs that may be on their way to a reader at once."""
 
 
 class State(Enum):
     WAITING = "waiting"  # in the queue, without a slot
     PREFILL = "prefill"  # has a slot; part of the prompt is still to be computed
-    DECODE = "decode"  # prompt computed, one token a step, and those drafted that were right
+    DECODE = "decode"  # prompt computed, one token a step, and drafted tokens that were right
     FINISHED = "finished"
 
 
@@ -50,8 +50,8 @@ class Sequence:
     slot: int | None = None
     computed: int = 0  # leading tokens whose keys and values are in the cache
     cached: int = 0  # of these, copied from another slot at the start
-    credit: int = ROWS_CREDIT
-    drafter: Drafter | None = None  # while it decodes, if drafts are verified for it
+    credit: int = CHUNKS_IN_FLIGHT
+    drafter: Drafter | None = None  # while it decodes, if its drafts are verified
     admitted: float | None = None
     prefilled: float | None = None
 
@@ -80,12 +80,12 @@ class Sequence:
 
     @property
     def constraint(self) -> TokenConstraint | None:
-        """What its text has to be, if that was asked for."""
+        """The constraint of its request, if it has one."""
         return None if self.generation is None else self.generation.params.constraint
 
     @property
-    def rows(self) -> OutputsRequest | None:
-        """The request, if it asks for rows."""
+    def outputs(self) -> OutputsRequest | None:
+        """The request, if it asks for outputs."""
         return self.request if isinstance(self.request, OutputsRequest) else None
 
     @property
@@ -102,13 +102,13 @@ class Sequence:
 
     @property
     def scores_first(self) -> bool:
-        """Whether its first token is told among the scored ones, although nothing predicts it."""
+        """Whether its first token is among the scored ones, although nothing predicts it."""
         request = self.request
         return not (isinstance(request, ScoreRequest) and request.continuations)
 
     @property
     def scored_top(self) -> int:
-        """How many of the likeliest are told in the place of each scored token."""
+        """How many of the likeliest are given in the place of each scored token."""
         match self.request:
             case ScoreRequest(top=top):
                 return top
@@ -121,14 +121,14 @@ class Sequence:
     def first_needed(self) -> int:
         """The first prompt position whose hidden state is asked for; those before it may be
         copied from another slot."""
-        if self.rows is not None:
-            return self.rows.positions[0]
+        if self.outputs is not None:
+            return self.outputs.positions[0]
         return self.prompt_length - 1 if self.scores_from is None else self.scores_from
 
     @property
     def may_compute(self) -> bool:
-        """False while the reader of its rows is behind."""
-        return self.rows is None or self.credit > 0
+        """False while the reader of its outputs is behind."""
+        return self.outputs is None or self.credit > 0
 
     def finish_event(
         self,

@@ -1,9 +1,9 @@
-"""SlotPool: who owns which row of the KV cache, and what each row still holds.
+"""SlotPool: which sequence owns which slot of the KV cache, and which tokens each slot holds.
 
-A slot is one contiguous row of the cache. A finished slot keeps its contents: `longest_prefix`
-finds, among all slots, the one that shares the most whole blocks with a new prompt. Only blocks
-count that are the bits which prefill computes for the same prefix: the scheduler says which.
-Bookkeeping alone: the tensors are in `model/inference/kv_cache.py`, copying is the runner's.
+A slot has the keys and values of one sequence. A released slot keeps its contents: `longest_prefix`
+finds, among all slots, the one that shares the most whole blocks with a new prompt. A block may be
+shared only if prefill would compute the same bits for the same prefix: the scheduler says which.
+Accounting alone: the tensors are in `model/inference/kv_cache.py`, copying is the runner's.
 """
 
 from collections.abc import Sequence as TokenIds
@@ -36,17 +36,17 @@ class SlotPool:
         return sum(slot.owned for slot in self._slots)
 
     def longest_prefix(self, token_ids: TokenIds[int]) -> tuple[int, int]:
-        """The slot that holds most of a prompt's leading blocks, and how many tokens that is.
+        """The slot with the most of a prompt's leading blocks, and how many tokens these are.
 
         At most len(token_ids) - 1 tokens: the last one has to be computed to get its logits.
         (0, 0) when nothing is shared.
         """
-        wanted = _blocks(token_ids[: len(token_ids) - 1])
+        prompt = _blocks(token_ids[: len(token_ids) - 1])
         best, best_length = 0, 0
         for index, slot in enumerate(self._slots):
             shared = 0
-            for block, held in zip(wanted, slot.blocks, strict=False):
-                if block != held:
+            for block, cached in zip(prompt, slot.blocks, strict=False):
+                if block != cached:
                     break
                 shared += 1
             if shared > best_length:
@@ -55,7 +55,8 @@ class SlotPool:
 
     def acquire(self, step: int, preferred: int | None = None) -> int | None:
         """Take a free slot: `preferred` if it is free, else the least recently used. None when
-        all are owned. The slot's old contents count until `keep` says otherwise."""
+        all are owned. The slot's contents stay until
+        `set_contents`."""
         free = [index for index, slot in enumerate(self._slots) if not slot.owned]
         if not free:
             return None
@@ -68,7 +69,7 @@ class SlotPool:
         self._slots[index].last_used = step
         return index
 
-    def keep(self, index: int, token_ids: TokenIds[int]) -> None:
+    def set_contents(self, index: int, token_ids: TokenIds[int]) -> None:
         """Declare that a slot now holds exactly these tokens (whole blocks)."""
         assert len(token_ids) % BLOCK == 0
         self._slots[index].blocks = _blocks(token_ids)

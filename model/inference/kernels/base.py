@@ -15,7 +15,7 @@ from model.inference.sampling.sample import SamplingRows
 
 
 @dataclass(frozen=True, slots=True)
-class WantedWeights:
+class AttentionSelection:
     """Attention weights of some layers and heads, each row with room for `length` keys."""
 
     layers: Sequence[int]
@@ -24,7 +24,7 @@ class WantedWeights:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class PrefillInput:
     """Tokens of a prompt for a slot that holds the positions before `start`, a multiple of BLOCK;
     and what is wanted besides their final hidden states."""
 
@@ -32,7 +32,7 @@ class Piece:
     slot: int
     start: int
     states: bool = False
-    weights: WantedWeights | None = None
+    weights: AttentionSelection | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,7 @@ class Decoder(Protocol):
     def launcher(self) -> Launcher | None:
         """Launches a step before the tokens of the step before are known; None if it cannot."""
 
-    def prefill(self, piece: Piece) -> Prefilled:
+    def prefill(self, piece: PrefillInput) -> Prefilled:
         """Compute positions of a prompt into their slot."""
 
     def decode(

@@ -8,7 +8,7 @@ computed; this is how it is computed where it is served.
 import torch
 from torch import Tensor
 
-from model.inference.kernels.base import Piece, WantedWeights
+from model.inference.kernels.base import AttentionSelection, PrefillInput
 from model.inference.kernels.select import choose_decode_path
 from model.inference.kv_cache import KVCache
 from model.inference.options import KernelChoice, Quantization
@@ -39,10 +39,12 @@ def forward_as_served(
     threads = torch.get_num_threads()
     path = choose_decode_path(gpt, kernels=kernels, quantize=quantize, threads=threads)
     decoder = path.make_decoder(gpt, KVCache(config, 1, device=weight.device, dtype=weight.dtype))
-    everything = WantedWeights(range(config.n_layer), range(config.n_head), length)
+    everything = AttentionSelection(range(config.n_layer), range(config.n_head), length)
     try:
         weights_wanted = everything if attentions else None
-        found = decoder.prefill(Piece(token_ids.tolist(), 0, 0, hidden_states, weights_wanted))
+        found = decoder.prefill(
+            PrefillInput(token_ids.tolist(), 0, 0, hidden_states, weights_wanted)
+        )
         logits = decoder.head(found.hidden)
     finally:
         decoder.close()

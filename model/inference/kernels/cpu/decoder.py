@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from model.inference.kernels.base import Piece, Prefilled
+from model.inference.kernels.base import Prefilled, PrefillInput
 from model.inference.kernels.cpu.quantize import quantize_rows
 from model.inference.kernels.eager.prefill import TorchPrefill
 from model.inference.kv_cache import KVCache
@@ -248,7 +248,7 @@ class NativeDecoder:
         self._library.logitd_decode(self._handle, *self._where, count, self._logits.data_ptr())
         return self._logits[:count]
 
-    def prefill(self, piece: Piece) -> Prefilled:
+    def prefill(self, piece: PrefillInput) -> Prefilled:
         if not self.prefill_matches_decode:
             return self._torch_prefill(piece, crowded=self.crowded)
         config, count, weights = self._config, len(piece.token_ids), piece.weights

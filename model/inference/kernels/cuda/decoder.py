@@ -41,7 +41,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from model.inference.kernels.base import Collect, Launcher, Piece, Prefilled
+from model.inference.kernels.base import Collect, Launcher, Prefilled, PrefillInput
 from model.inference.kernels.cuda.capture import Capture, Compute, capture_for
 from model.inference.kernels.cuda.pinned import Received, Sent
 from model.inference.kernels.cuda.sample import (
@@ -115,7 +115,7 @@ class GraphDecoder:
     def launcher(self) -> Launcher | None:
         return self if self._overlap else None
 
-    def prefill(self, piece: Piece) -> Prefilled:
+    def prefill(self, piece: PrefillInput) -> Prefilled:
         return self._prefill(piece)
 
     @torch.inference_mode()

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from model.inference.kernels.base import Piece, Prefilled
+from model.inference.kernels.base import Prefilled, PrefillInput
 from model.inference.kernels.eager.prefill import TorchPrefill
 from model.inference.kv_cache import KVCache
 from model.inference.sampling.sample import SamplingRows, sample_tokens
@@ -37,7 +37,7 @@ class PlainDecoder:
         self._device = gpt.token_embedding.weight.device
         self._prefill = TorchPrefill(gpt, cache)
 
-    def prefill(self, piece: Piece) -> Prefilled:
+    def prefill(self, piece: PrefillInput) -> Prefilled:
         return self._prefill(piece)
 
     def decode(

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from model.inference.kernels.base import Piece, Prefilled
+from model.inference.kernels.base import Prefilled, PrefillInput
 from model.inference.kernels.eager.contention import Crowding
 from model.inference.kv_cache import KVCache
 from model.transformer.attention import Attend, AttentionRecorder
@@ -38,7 +38,7 @@ class TorchPrefill:
         self._at_once = at_once
         self._crowding = Crowding(gpt)
 
-    def __call__(self, piece: Piece, *, crowded: bool = False) -> Prefilled:
+    def __call__(self, piece: PrefillInput, *, crowded: bool = False) -> Prefilled:
         """`crowded`: others are known to hold the cores."""
         start, weights = piece.start, piece.weights
         assert start % BLOCK == 0

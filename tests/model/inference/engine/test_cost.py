@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from model.inference.engine.cost import output_elements, row_width
+from model.inference.engine.cost import output_elements, position_elements
 from model.inference.engine.requests import (
     AttentionWeights,
     HiddenStates,
@@ -116,6 +116,8 @@ def test_the_engine_books_steps_by_the_same_price(wanted: Any, missing: int, blo
     """A step has room for two blocks; where the budget is one number short, for one."""
     request = rows(wanted, tuple(range(2 * BLOCK)))
     driven = Driven(GPT, prefill_chunk=2 * BLOCK)
-    driven.engine._scheduler.rows_budget = 2 * BLOCK * row_width(request, SHAPE) - missing
+    driven.engine._scheduler.output_elements = (
+        2 * BLOCK * position_elements(request, SHAPE) - missing
+    )
     driven.add(request)
     assert driven.step().prefilled_tokens == blocks * BLOCK

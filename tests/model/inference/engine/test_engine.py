@@ -6,7 +6,7 @@ import random
 import pytest
 
 from model.inference.engine.events import FinishEvent, FinishReason, OutputsChunk, TokenEvent
-from model.inference.engine.sequence import ROWS_CREDIT
+from model.inference.engine.sequence import CHUNKS_IN_FLIGHT
 from model.transformer.gpt import GPT
 from tests.model.inference.engine.harness import (
     Driven,
@@ -114,7 +114,7 @@ def test_stats(gpt: GPT) -> None:
 
 def test_rows_come_in_pieces_as_they_are_granted(gpt: GPT) -> None:
     driven = Driven(gpt, prefill_chunk=128)
-    driven.engine._scheduler.rows_budget = 1  # pieces of one block
+    driven.engine._scheduler.output_elements = 1  # pieces of one block
     request = outputs_request("rows", random_prompt(random.Random(0), 120))
     driven.add(request)
     driven.add(generation("other", [3], max_tokens=20))
@@ -123,12 +123,12 @@ def test_rows_come_in_pieces_as_they_are_granted(gpt: GPT) -> None:
     assert driven.outcomes["other", 0].ended.reason is FinishReason.LENGTH
     pieces = driven.outcomes["rows", 0].rows
     assert [event.positions for event in pieces] == [tuple(range(32)), tuple(range(32, 64))]
-    assert len(pieces) == ROWS_CREDIT
+    assert len(pieces) == CHUNKS_IN_FLIGHT
     driven.engine.grant("rows")
     assert driven.engine.has_work()
     driven.step()
     assert not driven.engine.has_work()
-    assert len(pieces) == ROWS_CREDIT + 1
+    assert len(pieces) == CHUNKS_IN_FLIGHT + 1
     driven.engine.grant("rows")
     driven.drain()
     check_rows(gpt, request, driven.outcomes["rows", 0])
@@ -140,7 +140,7 @@ def test_a_grant_for_nobody_is_harmless(gpt: GPT) -> None:
 
 def test_a_granted_row_does_not_wait_for_others(gpt: GPT) -> None:
     driven = Driven(gpt, slots=3, prefill_chunk=64)
-    driven.engine._scheduler.rows_budget = 1
+    driven.engine._scheduler.output_elements = 1
     for name in ("slow", "quick"):
         driven.add(outputs_request(name, random_prompt(random.Random(0), 128)))
     while driven.engine.has_work():

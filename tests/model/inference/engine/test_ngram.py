@@ -15,7 +15,7 @@ from model.inference.engine.ngram import (
     Draft,
     Drafter,
     Repeats,
-    shares,
+    split_evenly,
     worthwhile,
 )
 
@@ -188,7 +188,7 @@ def test_a_text_of_dice_has_few_wrong_rows(alphabet: int, sequences: int) -> Non
 
 @given(st.lists(st.integers(0, 9), max_size=12), st.integers(0, 20))
 def test_shares_are_even_and_within_the_room(wanted: list[int], room: int) -> None:
-    granted = shares(wanted, room)
+    granted = split_evenly(wanted, room)
     assert sum(granted) == min(room, sum(wanted))
     assert len(granted) == len(wanted)
     for index, (number, asked) in enumerate(zip(granted, wanted, strict=True)):

@@ -242,7 +242,7 @@ def test_the_likeliest_of_each_place() -> None:
         ([257], (), 0, "prompt"),
         ([1], ((1,), ()), 0, "continuations"),
         ([1], ((257,),), 0, "continuations"),
-        ([1] * 100, ((1,), (2,) * 29), 0, "prompt"),
+        ([1] * 100, ((1,), (2,) * 29), 0, "continuations"),
         ([1], (), 258, "logprobs"),
         ([1], (), -1, "logprobs"),
     ],

@@ -134,9 +134,9 @@ def test_one_run_serves_prefill_decode_and_rows() -> None:
     logprobs = expected[1, 79].log_softmax(dim=-1)
     for token in sampled.top:
         assert abs(token.logprob - float(logprobs[token.token_id])) < 2e-3
-    assert output.rows.keys() == {rows}
-    assert output.rows[rows].positions == wanted
-    values = torch.from_numpy(output.rows[rows].values)
+    assert output.outputs.keys() == {rows}
+    assert output.outputs[rows].positions == wanted
+    values = torch.from_numpy(output.outputs[rows].values)
     assert_close(values, expected[2, list(wanted)][:, [5, 0, 256]], atol=2e-3, rtol=1e-3)
 
 

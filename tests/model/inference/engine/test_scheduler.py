@@ -14,13 +14,19 @@ import pytest
 
 from model.inference.engine.config import EngineConfig
 from model.inference.engine.requests import Request
-from model.inference.engine.scheduler import MANY_ROWS, REST, PrefillChunk, Scheduler, StepPlan
-from model.inference.engine.sequence import ROWS_CREDIT, Group, Sequence, State
+from model.inference.engine.scheduler import (
+    LARGE_OUTPUT,
+    OUTPUT_COOLDOWN,
+    PrefillChunk,
+    Scheduler,
+    StepPlan,
+)
+from model.inference.engine.sequence import CHUNKS_IN_FLIGHT, Group, Sequence, State
 from model.transformer.config import BLOCK
 from tests.model.inference.engine.harness import generation, outputs_request
 
 CHUNK = 64
-ROWS_BUDGET = 32
+OUTPUT_ELEMENTS = 32
 
 
 @dataclass(frozen=True)
@@ -40,9 +46,9 @@ class Simulation:
     ) -> None:
         self.scheduler = Scheduler(
             EngineConfig(slots=slots, prefill_chunk=prefill_chunk, prefix_reuse=prefix_reuse),
-            row_width=lambda request: 1,
+            position_elements=lambda request: 1,
         )
-        self.scheduler.rows_budget = ROWS_BUDGET
+        self.scheduler.output_elements = OUTPUT_ELEMENTS
         self.cells: list[dict[int, Cell]] = [{} for _ in range(slots)]
         self.admitted: list[Sequence] = []
         self.now = 0.0
@@ -70,7 +76,7 @@ class Simulation:
             self.decode(sequence)
         for chunk in plan.prefill:
             self.scheduler.prefilled(chunk, self.now)
-            if chunk.sequence.rows is not None:
+            if chunk.sequence.outputs is not None:
                 self.hand_out(chunk)
             elif chunk.completes_prompt:
                 self.append(chunk.sequence)
@@ -90,7 +96,7 @@ class Simulation:
             assert chunk.start < chunk.end
             assert chunk.end % BLOCK == 0 or chunk.completes_prompt
         rows = sum(map(rows_in, plan.prefill))
-        assert rows <= ROWS_BUDGET
+        assert rows <= OUTPUT_ELEMENTS
         # Who is served is who came first of those that may compute, and there is no need to stop
         # serving before the budget is spent, nor to pass over anybody but for the rows' own budget.
         able = [s for s in self.scheduler.running if s.state is State.PREFILL and s.may_compute]
@@ -99,9 +105,9 @@ class Simulation:
         if spent < self.scheduler.config.prefill_chunk:
             passed_over = [s for s in able if s not in served]
             assert not passed_over or rows
-            assert all(s.rows is not None for s in passed_over)
+            assert all(s.outputs is not None for s in passed_over)
         for chunk in plan.prefill[:-1]:
-            whole = chunk.completes_prompt or chunk.sequence.rows is not None
+            whole = chunk.completes_prompt or chunk.sequence.outputs is not None
             assert whole, "a later prompt was served while an earlier one could have gone on"
 
     def prefill(self, chunk: PrefillChunk) -> None:
@@ -183,7 +189,7 @@ class Simulation:
 
 def rows_in(chunk: PrefillChunk) -> int:
     """Rows that a chunk hands out."""
-    request = chunk.sequence.rows
+    request = chunk.sequence.outputs
     return sum(chunk.start <= p < chunk.end for p in request.positions) if request else 0
 
 
@@ -389,12 +395,12 @@ def test_a_slow_reader_pauses_itself_alone() -> None:
     (other,) = simulation.add(generation("other", [2] * 70, max_tokens=5))
     while simulation.scheduler.has_work():
         simulation.step()
-    assert rows.computed == ROWS_CREDIT * ROWS_BUDGET
+    assert rows.computed == CHUNKS_IN_FLIGHT * OUTPUT_ELEMENTS
     assert states([rows, other]) == [State.PREFILL, State.FINISHED]
     rows.credit += 1
     assert simulation.scheduler.has_work()
     simulation.step()
-    assert rows.computed == (ROWS_CREDIT + 1) * ROWS_BUDGET
+    assert rows.computed == (CHUNKS_IN_FLIGHT + 1) * OUTPUT_ELEMENTS
     assert not simulation.scheduler.has_work()
     rows.credit += 100
     simulation.drain()
@@ -404,7 +410,7 @@ def test_a_slow_reader_pauses_itself_alone() -> None:
 def test_few_rows_fit_beside_many() -> None:
     """Somebody who wants one row does not wait for a large reply to end."""
     simulation = Simulation(slots=2, prefill_chunk=128)
-    simulation.scheduler.rows_budget = 40
+    simulation.scheduler.output_elements = 40
     simulation.add(outputs_request("large", [1] * 320, range(320)))
     simulation.add(outputs_request("small", [2] * 64, [63]))
     plan = simulation.scheduler.plan(1.0)
@@ -420,7 +426,7 @@ def test_a_row_that_is_not_wanted_costs_nothing() -> None:
     assert [(c.start, c.end) for c in simulation.step().prefill] == [(0, 250)]
 
 
-@pytest.mark.parametrize("width", [MANY_ROWS, MANY_ROWS // BLOCK])
+@pytest.mark.parametrize("width", [LARGE_OUTPUT, LARGE_OUTPUT // BLOCK])
 def test_who_decodes_rests_from_many_rows_as_long_as_they_took(width: int) -> None:
     scheduler = Scheduler(EngineConfig(slots=2, prefill_chunk=CHUNK), lambda request: width)
     decoding = Sequence(Group(generation("decoding", [1], max_tokens=99)), 0, 0.0)
@@ -428,11 +434,13 @@ def test_who_decodes_rests_from_many_rows_as_long_as_they_took(width: int) -> No
     rows.credit = 100
     for sequence in (decoding, rows):
         scheduler.enqueue(sequence)
-    plan = scheduler.plan(10.0)  # the rows' first block, then REST times 3 s without them
+    plan = scheduler.plan(
+        10.0
+    )  # the rows' first block, then OUTPUT_COOLDOWN times 3 s without them
     assert [chunk.end for chunk in plan.prefill] == [1, 32]
     for chunk in plan.prefill:
         scheduler.prefilled(chunk, 13.0)
-    assert REST == 2
+    assert OUTPUT_COOLDOWN == 2
     assert [scheduler.plan(now).prefill for now in (13.0, 16.0, 18.9)] == [(), (), ()]
     (second,) = scheduler.plan(19.0).prefill
     assert second.start == 32
@@ -458,7 +466,7 @@ def test_pieces_without_rows_need_no_credit() -> None:
     (rows,) = simulation.add(outputs_request("rows", [1] * 300, [3, 299]))
     simulation.drain()
     assert rows.state is State.FINISHED
-    assert rows.credit == ROWS_CREDIT - 2
+    assert rows.credit == CHUNKS_IN_FLIGHT - 2
 
 
 def test_waiting_behind_paused_readers_is_no_work() -> None:

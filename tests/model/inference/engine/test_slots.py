@@ -51,20 +51,20 @@ def test_a_slot_is_released_once() -> None:
 
 def test_only_whole_blocks_are_kept() -> None:
     with pytest.raises(AssertionError):
-        SlotPool(1).keep(0, [1] * (BLOCK + 1))
+        SlotPool(1).set_contents(0, [1] * (BLOCK + 1))
 
 
 def test_contents_outlive_their_owner_until_they_are_forgotten() -> None:
     pool = SlotPool(2)
     index = pool.acquire(step=1)
     assert index is not None
-    pool.keep(index, A + B)
+    pool.set_contents(index, A + B)
     assert pool.longest_prefix(A + B + [9]) == (index, 64)
     pool.release(index, step=2)
     assert pool.longest_prefix(A + B + [9]) == (index, 64)
     pool.acquire(step=3, preferred=index)  # the next owner has not written yet
     assert pool.longest_prefix(A + B + [9]) == (index, 64)
-    pool.keep(index, A)
+    pool.set_contents(index, A)
     assert pool.longest_prefix(A + B + [9]) == (index, 32)
     pool.forget()
     assert pool.longest_prefix(A + B + [9]) == (0, 0)
@@ -73,7 +73,7 @@ def test_contents_outlive_their_owner_until_they_are_forgotten() -> None:
 def test_the_last_token_is_never_shared() -> None:
     """It has to be computed: its logits are what the prompt is for."""
     pool = SlotPool(1)
-    pool.keep(0, A + B)
+    pool.set_contents(0, A + B)
     assert pool.longest_prefix(A + B) == (0, 32)
     assert pool.longest_prefix([*A, *B, 5]) == (0, 64)
     assert pool.longest_prefix(A) == (0, 0)
@@ -83,7 +83,7 @@ def test_the_last_token_is_never_shared() -> None:
 def test_the_longest_prefix_wins() -> None:
     pool = SlotPool(4)
     for index, held in enumerate(([], A, A + B, B + A)):
-        pool.keep(index, held)
+        pool.set_contents(index, held)
     assert pool.longest_prefix(A + B + C) == (2, 64)
     assert pool.longest_prefix(A + C + C) == (1, 32)
     assert pool.longest_prefix(B + C + C) == (3, 32)
@@ -103,7 +103,7 @@ def test_the_longest_prefix_is_the_longest(
     prompt = [*chain(*pieces)]
     pool = SlotPool(len(contents))
     for index, held in enumerate(contents):
-        pool.keep(index, held)
+        pool.set_contents(index, held)
     index, length = pool.longest_prefix(prompt)
     shareable = [
         end

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from model.inference.kernels.base import Piece, Prefilled
+from model.inference.kernels.base import Prefilled, PrefillInput
 from model.inference.kernels.cuda import pinned
 from model.inference.kernels.cuda.capture import Compute
 from model.inference.kernels.cuda.decoder import GraphDecoder
@@ -96,7 +96,7 @@ class LateDecoder(GraphDecoder):
         cache.clear_behind = clear  # type: ignore[method-assign]
         cache.copy_prefix = copy  # type: ignore[method-assign]
 
-    def prefill(self, piece: Piece) -> Prefilled:
+    def prefill(self, piece: PrefillInput) -> Prefilled:
         self.late.finish()
         return super().prefill(piece)
 

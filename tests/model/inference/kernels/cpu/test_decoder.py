@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.testing import assert_close
 
-from model.inference.kernels.base import Decoder, Piece, WantedWeights
+from model.inference.kernels.base import AttentionSelection, Decoder, PrefillInput
 from model.inference.kernels.cpu.decoder import PREFILL_ROWS, NativeDecoder, matrices, unsupported
 from model.inference.kernels.cpu.quantize import quantize_rows
 from model.inference.kernels.eager.decoder import PlainDecoder
@@ -181,7 +181,7 @@ def prefilled(decoder: Decoder, slot: int, ids: list[int], cuts: list[int]) -> T
     ends = [*cuts, len(ids)]
     with torch.inference_mode():
         parts = [
-            decoder.prefill(Piece(ids[start:end], slot, start)).hidden
+            decoder.prefill(PrefillInput(ids[start:end], slot, start)).hidden
             for start, end in zip([0, *cuts], ends, strict=True)
         ]
     return torch.cat(parts).float()
@@ -196,17 +196,17 @@ def test_a_prompt_is_what_the_twin_makes_of_it(
     caches = new_cache(gpt), new_cache(gpt)
     native = NativeDecoder(library, gpt, caches[0], threads=threads)
     plain = PlainDecoder(gpt, caches[1])
-    weights = WantedWeights(layers=(2, 0), heads=(3, 1), length=length + 5)
+    weights = AttentionSelection(layers=(2, 0), heads=(3, 1), length=length + 5)
     with torch.inference_mode():
-        found = native.prefill(Piece(ids, 2, 0, states=True, weights=weights))
-        expected = plain.prefill(Piece(ids, 2, 0, states=True, weights=weights))
+        found = native.prefill(PrefillInput(ids, 2, 0, states=True, weights=weights))
+        expected = plain.prefill(PrefillInput(ids, 2, 0, states=True, weights=weights))
     assert_close(found.hidden, expected.hidden, atol=1e-4, rtol=1e-3)
     assert_close(found.states, expected.states, atol=1e-4, rtol=1e-3)
     assert_close(found.weights, expected.weights, atol=1e-5, rtol=1e-3)
     for name in ("keys", "values"):
         ours, theirs = (getattr(cache, name)[:, 2, :, :length] for cache in caches)
         assert_close(ours, theirs, atol=1e-4, rtol=1e-3)
-    alone = native.prefill(Piece(ids, 2, 0))
+    alone = native.prefill(PrefillInput(ids, 2, 0))
     assert torch.equal(alone.hidden, found.hidden), "watching changes nothing"
     assert alone.states is None
     assert alone.weights is None
@@ -242,11 +242,11 @@ def test_a_prompt_longer_than_the_buffers_goes_through_in_pieces(
     length = PREFILL_ROWS + 70
     gpt = tiny_gpt(native_config("gpt2", context_length=length))
     native = NativeDecoder(library, gpt, new_cache(gpt), threads=threads)
-    text, weights = random_ids(length).tolist(), WantedWeights((1,), (0, 2), length)
-    whole = native.prefill(Piece(text, 0, 0, states=True, weights=weights))
+    text, weights = random_ids(length).tolist(), AttentionSelection((1,), (0, 2), length)
+    whole = native.prefill(PrefillInput(text, 0, 0, states=True, weights=weights))
     assert torch.equal(prefilled(native, 1, text, [32, 64]), whole.hidden)
     expected = PlainDecoder(gpt, new_cache(gpt)).prefill(
-        Piece(text, 0, 0, states=True, weights=weights)
+        PrefillInput(text, 0, 0, states=True, weights=weights)
     )
     assert_close(whole.states, expected.states, atol=1e-4, rtol=1e-3)
     assert_close(whole.weights, expected.weights, atol=1e-5, rtol=1e-3)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from model.inference.engine.runner import DecoderMaker
-from model.inference.kernels.base import Piece, WantedWeights
+from model.inference.kernels.base import AttentionSelection, PrefillInput
 from model.inference.kernels.cuda import pinned
 from model.inference.kernels.cuda.decoder import GraphDecoder
 from model.inference.kernels.eager.decoder import PlainDecoder
@@ -88,12 +88,12 @@ def test_steps_and_sampling_read_nothing_back(
 @pytest.mark.parametrize("family", FAMILIES)
 def test_prompts_ask_for_no_number(make: DecoderMaker, family: str) -> None:
     decoder = on_meta(make, torch.bfloat16, family)
-    wanted: Sequence[tuple[bool, WantedWeights | None]]
-    wanted = [(False, None), (True, None), (False, WantedWeights((0, 1), (0, 1), 40))]
+    wanted: Sequence[tuple[bool, AttentionSelection | None]]
+    wanted = [(False, None), (True, None), (False, AttentionSelection((0, 1), (0, 1), 40))]
     with torch.inference_mode():
         for slot, (states, weights) in enumerate(wanted):
             for start, end in ((0, 32), (32, 40)):
-                piece = Piece([1] * (end - start), slot, start, states, weights)
+                piece = PrefillInput([1] * (end - start), slot, start, states, weights)
                 hidden = decoder.prefill(piece).hidden
                 assert (len(hidden), hidden.device) == (end - start, META)
         assert decoder.head(hidden[-1:]).dtype == torch.float32
