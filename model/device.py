@@ -98,7 +98,7 @@ def keep_freed_memory() -> None:
         set_option(M_TRIM_THRESHOLD, 2 * KEPT_BYTES)
 
 
-def sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """A tensor of the CPU on a device, without waiting for what the device has yet to do."""
     if device.type == "cuda":
         return tensor.pin_memory().to(device, non_blocking=True)

@@ -32,7 +32,7 @@ from model.checkpoint.hashed_file import HashedFile
 from model.checkpoint.weights_file import StoredTensor, WeightsFileError, read_header, read_numbers
 from model.text.chat_template import ChatTemplate, ChatTemplateError
 from model.text.tokenizer import END_OF_TEXT, Tokenizer, TokenizerError
-from model.transformer.arena import settle_empty
+from model.transformer.arena import allocate_in_arena
 from model.transformer.config import ConfigError, GPTConfig
 from model.transformer.gpt import GPT
 
@@ -258,7 +258,7 @@ def _take_memory(gpt: GPT, device: torch.device) -> None:
     """Move a GPT from the meta device to one where it can be given weights."""
     dtype = gpt.token_embedding.weight.dtype
     if device.type == "cpu":
-        settle_empty(gpt)
+        allocate_in_arena(gpt)
     else:
         gpt.to_empty(device=device)
     gpt.reset_tables()

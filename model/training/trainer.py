@@ -23,7 +23,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from model.data.batches import Batches, noise_seed
-from model.device import describe, sent, use_threads
+from model.device import describe, to_device, use_threads
 from model.training.config import TrainingConfig, TrainingError
 from model.training.distributed.fsdp import clip_gradients, shard_model, unsummed_gradients
 from model.training.distributed.ranks import ALONE, Ranks, process_group
@@ -215,7 +215,7 @@ class Trainer:
         for first in rank_batch.batches(self.counters.step):
             inputs, targets = self.batches.batch(first, rank_batch.batch_size)  # (B, T) each
             torch.manual_seed(noise_seed(recipe.seed, first))
-            part_loss = self.loss(sent(inputs, device), sent(targets, device))
+            part_loss = self.loss(to_device(inputs, device), to_device(targets, device))
             (part_loss / rank_batch.parts).backward()
             loss += part_loss.detach() / rank_batch.parts
         # 2) Those of all processes together, and the update.

@@ -32,8 +32,8 @@ class Arena:
 
     @classmethod
     def around(cls, tensors: Sequence[Tensor]) -> "Arena | None":
-        """The full arena in which tensors lie, one behind the other as one places them; None where
-        they do not."""
+        """The full arena in which tensors lie, one behind the other as `place` puts them; None
+        where they do not."""
         memory, start = tensors[0].untyped_storage(), tensors[0].data_ptr()
         end = start
         for tensor in tensors:
@@ -67,10 +67,10 @@ def room_for(tensor: Tensor, dtype: torch.dtype | None = None) -> int:
     return -(-size // LINE) * LINE + GAP
 
 
-def settle(module: nn.Module) -> Arena:
+def move_to_arena(module: nn.Module) -> Arena:
     """Move the parameters of a module into an arena, where they stay the module's own: there is no
-    second copy. In the order in which they were made, which is that of the forward. Those that lie
-    in one already stay where they are."""
+    second copy. In the order in which they were made, which is that of the forward. Does nothing
+    where they are in one already."""
     parameters = list(module.parameters())
     arena = Arena.around(parameters)
     if arena is None:
@@ -80,9 +80,9 @@ def settle(module: nn.Module) -> Arena:
     return arena
 
 
-def settle_empty(module: nn.Module) -> None:
-    """Give the parameters of a module on the meta device memory in an arena, zeroed, as `settle`
-    would place them. They are new ones, without gradients."""
+def allocate_in_arena(module: nn.Module) -> None:
+    """Give the parameters of a module on the meta device memory in an arena, zeroed, where
+    `move_to_arena` would place them. They are new ones, without gradients."""
     arena = Arena(sum(map(room_for, module.parameters())))
     placed = {
         parameter: nn.Parameter(arena.make_room(parameter), requires_grad=False)

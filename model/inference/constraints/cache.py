@@ -35,7 +35,7 @@ class ConstraintCache:
         """The constraint, if it is there and its lexer can still learn."""
         if (constraint := self._kept.get(source)) is None:
             return None
-        if constraint.worn:
+        if constraint.lexer_exhausted:
             self._forget(source)
             return None
         self._kept.move_to_end(source)

@@ -196,7 +196,7 @@ class Constraint:
         self.seconds = seconds  # that compiling took
         self.size = len(source.text)
         """Bytes of memory that compiling took, about; whoever has measured it puts it here."""
-        self.worn = False
+        self.lexer_exhausted = False
         """Whether its lexer has come to the limit of what it may learn."""
 
     @property
@@ -261,7 +261,7 @@ class Matcher:
         """Come to the same place with a lexer of its own. What others have made a shared one learn
         counts against its limits, and must not end a sequence that alone would have gone on. Raises
         the error where that would not help, or take long."""
-        self._constraint.worn = True
+        self._constraint.lexer_exhausted = True
         if self._alone or self._constraint.seconds > QUICK_SECONDS:
             raise error
         self._alone = True

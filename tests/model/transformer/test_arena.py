@@ -7,7 +7,15 @@ import pytest
 import torch
 
 from model.checkpoint.checkpoint import empty_gpt
-from model.transformer.arena import GAP, LINE, PAGE, Arena, room_for, settle, settle_empty
+from model.transformer.arena import (
+    GAP,
+    LINE,
+    PAGE,
+    Arena,
+    allocate_in_arena,
+    move_to_arena,
+    room_for,
+)
 from tests.model.factories import random_ids, tiny_config, tiny_gpt
 
 LARGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
@@ -17,7 +25,7 @@ def test_a_module_keeps_its_values_and_lives_in_the_arena() -> None:
     gpt = tiny_gpt()
     ids = random_ids(1, 20)
     before, state = gpt(ids).logits, {k: v.clone() for k, v in gpt.state_dict().items()}
-    arena = settle(gpt)
+    arena = move_to_arena(gpt)
     assert torch.equal(gpt(ids).logits, before)
     assert all(torch.equal(value, state[name]) for name, value in gpt.state_dict().items())
     addresses = [parameter.data_ptr() for parameter in gpt.parameters()]
@@ -30,7 +38,7 @@ def test_a_module_keeps_its_values_and_lives_in_the_arena() -> None:
 
 def test_tied_weights_are_there_once() -> None:
     gpt = tiny_gpt(tiny_config(tied_head=True))
-    settle(gpt)
+    move_to_arena(gpt)
     assert len({parameter.data_ptr() for parameter in gpt.parameters()}) == len(
         list(gpt.parameters())
     )
@@ -48,11 +56,11 @@ def test_there_are_zeros_behind_each_tensor() -> None:
 
 def test_memory_for_a_module_is_where_settling_would_put_it() -> None:
     gpt = empty_gpt(tiny_config(), torch.device("meta")).to(torch.bfloat16)
-    settle_empty(gpt)
+    allocate_in_arena(gpt)
     addresses = [parameter.data_ptr() for parameter in gpt.parameters()]
     assert not any(parameter.any() for parameter in gpt.parameters())
     settled = tiny_gpt().to(torch.bfloat16)
-    settle(settled)
+    move_to_arena(settled)
     assert [address - addresses[0] for address in addresses] == [
         parameter.data_ptr() - next(settled.parameters()).data_ptr()
         for parameter in settled.parameters()
@@ -61,15 +69,15 @@ def test_memory_for_a_module_is_where_settling_would_put_it() -> None:
 
 def test_what_lies_in_an_arena_stays_and_what_moved_out_moves_in() -> None:
     gpt = tiny_gpt()
-    first = settle(gpt)
+    first = move_to_arena(gpt)
     addresses = [parameter.data_ptr() for parameter in gpt.parameters()]
-    again = settle(gpt)
+    again = move_to_arena(gpt)
     assert [parameter.data_ptr() for parameter in gpt.parameters()] == addresses
     assert again._room.data_ptr() == first._room.data_ptr()
     assert again._room.numel() == first._room.numel()
     outside = gpt.token_embedding.weight
     outside.data = outside.data.clone()
-    settle(gpt)
+    move_to_arena(gpt)
     moved = [parameter.data_ptr() for parameter in gpt.parameters()]
     assert not set(moved) & set(addresses)
     assert moved[0] % PAGE == 0

@@ -177,7 +177,7 @@ def test_a_worn_constraint_is_compiled_again() -> None:
     async def test() -> None:
         async with bench() as b:
             first = await b.constraints.compiled(GOOD)
-            first.worn = True
+            first.lexer_exhausted = True
             assert b.constraints.cached(GOOD) is None
             assert b.kept == 0
             again = await b.constraints.compiled(GOOD)

@@ -270,7 +270,7 @@ def test_a_source_is_compiled_once_for_all_that_follow() -> None:
     assert isinstance(first, Constraint)
     assert first.size == 77
     assert constraints.of(SOURCE, 77) is first
-    first.worn = True
+    first.lexer_exhausted = True
     assert constraints.of(SOURCE, 77) is not first
 
 

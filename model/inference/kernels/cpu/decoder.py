@@ -33,7 +33,7 @@ from model.inference.kernels.eager.prefill import TorchPrefill
 from model.inference.kv_cache import KVCache
 from model.inference.options import DRAFTED_ROWS
 from model.inference.sampling.sample import SAMPLING_ROW, SamplingRows
-from model.transformer.arena import Arena, room_for, settle
+from model.transformer.arena import Arena, move_to_arena, room_for
 from model.transformer.config import GPTConfig
 from model.transformer.gpt import GPT, VALUE_GATE_WIDTH, Block, rotary_tables, sinusoidal_table
 
@@ -200,12 +200,12 @@ class NativeDecoder:
             c_void_p, POINTER(c_int32), c_int32, c_int32, c_int32, POINTER(_Record), c_void_p
         )  # fmt: skip
         library.logitd_sample.argtypes = (c_void_p, c_void_p, c_int32)
-        library.logitd_crowded.argtypes = (c_void_p,)
+        library.logitd_contended.argtypes = (c_void_p,)
         library.logitd_decode.argtypes = (c_void_p, *(POINTER(c_int32),) * 3, c_int32, c_void_p)
         library.logitd_time_stages.argtypes = (c_void_p, c_void_p)
         library.logitd_stage_names.restype = c_char_p
         self._library = library
-        self._kept: list[Tensor | Arena] = [settle(gpt)]
+        self._kept: list[Tensor | Arena] = [move_to_arena(gpt)]
         self._int8 = None
         if quantized:
             # One behind the other, as the weights themselves: what is read is one stream.
@@ -230,8 +230,8 @@ class NativeDecoder:
         self._nanoseconds = (c_int64 * len(self._stages))()
 
     @property
-    def crowded(self) -> bool:
-        return bool(self._library.logitd_crowded(self._handle))
+    def contended(self) -> bool:
+        return bool(self._library.logitd_contended(self._handle))
 
     def decode(
         self, token_ids: Sequence[int], slots: Sequence[int], positions: Sequence[int]
@@ -250,7 +250,7 @@ class NativeDecoder:
 
     def prefill(self, piece: PrefillInput) -> Prefilled:
         if not self.prefill_matches_decode:
-            return self._torch_prefill(piece, crowded=self.crowded)
+            return self._torch_prefill(piece, contended=self.contended)
         config, count, weights = self._config, len(piece.token_ids), piece.weights
         hidden = torch.empty(count, config.d_model)
         kept_states = (

@@ -43,7 +43,7 @@ from torch import Tensor
 
 from model.inference.kernels.base import Collect, Launcher, Prefilled, PrefillInput
 from model.inference.kernels.cuda.capture import Capture, Compute, capture_for
-from model.inference.kernels.cuda.pinned import Received, Sent
+from model.inference.kernels.cuda.pinned import PinnedDownload, PinnedUpload
 from model.inference.kernels.cuda.sample import (
     FIELDS,
     NO_TOKEN,
@@ -105,10 +105,10 @@ class GraphDecoder:
         if batch_invariant:
             self._row_buckets, self._key_buckets = (self._rows,), (cache.slot_length,)
         self._overlap = overlap
-        self._where = Sent(self._rows, 4, device)
-        self._how = Sent(self._rows, FIELDS, device)
+        self._where = PinnedUpload(self._rows, 4, device)
+        self._how = PinnedUpload(self._rows, FIELDS, device)
         self._logits = torch.zeros(self._rows, gpt.config.vocab_size, device=device)
-        self._tokens = Received(self._rows, device)
+        self._tokens = PinnedDownload(self._rows, device)
         self._recorded: OrderedDict[Key, Compute] = OrderedDict()
 
     @property
@@ -193,7 +193,7 @@ class GraphDecoder:
         in_place = self._reads_in_place(slots)
         unknown = [0] * count
         where = (token_ids or unknown, slots, positions, sampled_in or unknown)
-        self._where.send(np.array(where).T, rows)
+        self._where.upload(np.array(where).T, rows)
         if sampled_in is not None:
             self._run((rows,), lambda: self._take_sampled(rows))
         self._run((rows, keys, in_place), lambda: self._forward(rows, keys, in_place))
@@ -202,10 +202,10 @@ class GraphDecoder:
         """Start sampling the logits that the last forward leaves; returns what waits for the
         tokens."""
         kind, rows = self._kind(sampling), bucket(self._row_buckets, len(sampling))
-        self._how.send(pack(sampling), rows)
+        self._how.upload(pack(sampling), rows)
         self._run((rows, kind), lambda: self._sample_recorded(rows, kind))
-        fetched = self._tokens.fetch(len(sampling))
-        return lambda: _usable(fetched.numbers())
+        download = self._tokens.begin(len(sampling))
+        return lambda: _usable(download.values())
 
     def _kind(self, sampling: SamplingRows) -> SamplingKind:
         return SamplingKind.FILTERED if self.batch_invariant else kind_of(sampling)

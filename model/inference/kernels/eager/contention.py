@@ -1,10 +1,11 @@
-"""Crowding: fewer threads for torch's operations while other processes hold the cores.
+"""CPU contention: fewer threads for torch's operations while other processes hold the cores.
 
 Torch's threads meet after every operation. When one has lost its core to another process, all wait
 for it, a slice of the scheduler's at a time: measured, a prompt took 6 to 12 times as long beside a
 process that spun on one of two cores. One thread takes twice as long and waits for nobody. So
-`Crowding` watches how much of its time the calling thread was off its core, and where that is much
-lets it compute alone for a while, then tries again; for longer each time that it did not help.
+`ContentionMonitor` watches how much of its time the calling thread was off its core. Where that is
+a large share, the thread computes alone for a while, then tries again; for longer each time that it
+did not help.
 
 When threads are changed is a matter of timing, so it must not change a bit. Torch divides products
 over threads by output on the machines where this was looked at; where it does not, for the products
@@ -23,15 +24,16 @@ from model.device import one_thread
 from model.transformer.gpt import GPT, Block
 
 LOST = 0.4
-"""Share of its time for which a thread is off its core when it is late. Alone it is 0.1 or less."""
+"""Share of its time off its core from which a thread is late. Without contention it is 0.1 or
+less."""
 LATE = 0.002
-"""Seconds below which nothing is late: the system's own interruptions."""
+"""Seconds off its core below which it is not late: the system's own interruptions."""
 SHORTEST, LONGEST = 0.1, 1.6
 """Seconds alone, the first time and when it did not help."""
 
 
-class Crowding:
-    """How crowded the cores are, as the thread that drives a model's prefill sees it."""
+class ContentionMonitor:
+    """How contended the cores are, seen from the thread that drives a model's prefill."""
 
     def __init__(
         self,
@@ -47,13 +49,13 @@ class Crowding:
         self._keeps_bits: dict[int, bool] = {}
 
     @contextmanager
-    def watched(self, rows: int, crowded: bool = False) -> Iterator[None]:
-        """Around torch operations on `rows` positions: with all threads, or alone for now, which is
-        also so when the caller knows that it is `crowded`."""
+    def watched(self, rows: int, contended: bool = False) -> Iterator[None]:
+        """Around torch operations on `rows` positions: with all threads, or alone for now; also
+        alone where the caller knows that the cores are `contended`."""
         began = self._clock()
         if torch.get_num_threads() == 1 or self._gpt.token_embedding.weight.device.type != "cpu":
             yield
-        elif (crowded or began < self._alone_until) and self._may_change(rows):
+        elif (contended or began < self._alone_until) and self._may_change(rows):
             with one_thread():
                 yield
         else:

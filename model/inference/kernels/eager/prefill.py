@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from model.inference.kernels.base import Prefilled, PrefillInput
-from model.inference.kernels.eager.contention import Crowding
+from model.inference.kernels.eager.contention import ContentionMonitor
 from model.inference.kv_cache import KVCache
 from model.transformer.attention import Attend, AttentionRecorder
 from model.transformer.config import BLOCK
@@ -36,10 +36,10 @@ class TorchPrefill:
         self._cache = cache
         self._blockwise = blockwise
         self._at_once = at_once
-        self._crowding = Crowding(gpt)
+        self._contention = ContentionMonitor(gpt)
 
-    def __call__(self, piece: PrefillInput, *, crowded: bool = False) -> Prefilled:
-        """`crowded`: others are known to hold the cores."""
+    def __call__(self, piece: PrefillInput, *, contended: bool = False) -> Prefilled:
+        """`contended`: other processes are known to hold the cores."""
         start, weights = piece.start, piece.weights
         assert start % BLOCK == 0
         device, length = self._gpt.token_embedding.weight.device, len(piece.token_ids)
@@ -59,7 +59,7 @@ class TorchPrefill:
             part = slice(offset, offset + width)
             kept: list[Tensor] | None = [] if piece.states else None
             attend = self._attend(piece.slot, start + offset, recorder)
-            with self._crowding.watched(width, crowded):
+            with self._contention.watched(width, contended):
                 hidden = self._gpt.transform(ids[:, part], positions[:, part], attend, kept)
             parts.append(hidden)
             if kept is not None:

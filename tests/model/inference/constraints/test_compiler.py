@@ -254,7 +254,7 @@ def test_what_others_made_a_lexer_learn_ends_nobody(monkeypatch: pytest.MonkeyPa
     alone = [steps(compiler.compile(source), seed) for seed in range(30)]
     shared = compiler.compile(source)
     assert [steps(shared, seed) for seed in range(30)] == alone
-    assert shared.worn, "the limit was never reached"
+    assert shared.lexer_exhausted, "the limit was never reached"
 
 
 def test_what_takes_long_to_compile_is_not_compiled_again_while_others_wait(
@@ -272,7 +272,7 @@ def test_what_takes_long_to_compile_is_not_compiled_again_while_others_wait(
 
     with pytest.raises(ConstraintError, match="too many states"):
         walks()
-    assert shared.worn
+    assert shared.lexer_exhausted
 
 
 def test_a_limit_that_a_text_reaches_by_itself_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

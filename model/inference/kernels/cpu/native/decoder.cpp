@@ -12,7 +12,7 @@ void* logitd_decoder_new(const ModelWeights* weights, const Cache* cache, std::i
 
 void logitd_decoder_delete(void* decoder) { delete static_cast<Decoder*>(decoder); }
 
-std::int32_t logitd_crowded(void* decoder) { return static_cast<Decoder*>(decoder)->crowded(); }
+std::int32_t logitd_contended(void* decoder) { return static_cast<Decoder*>(decoder)->contended(); }
 
 void logitd_decode(void* decoder, const std::int32_t* tokens, const std::int32_t* slots,
                    const std::int32_t* positions, std::int32_t count, float* logits) {
@@ -43,11 +43,12 @@ void logitd_time_stages(void* decoder, std::int64_t* total) {
 
 // For tests: until when, in microseconds, a thread computes alone after it has waited `count` times,
 // each from `since` to `until`.
-std::int64_t logitd_patience(const std::int64_t* since, const std::int64_t* until, std::int32_t count) {
-  Patience patience;
-  auto at = [](std::int64_t us) { return Patience::Time(std::chrono::microseconds(us)); };
-  for (int i = 0; i < count; i++) patience.waited(at(since[i]), at(until[i]));
-  auto alone = patience.alone_until().time_since_epoch();
+std::int64_t logitd_contention_alone_until(const std::int64_t* since, const std::int64_t* until,
+                                           std::int32_t count) {
+  ContentionMonitor monitor;
+  auto at = [](std::int64_t us) { return ContentionMonitor::Time(std::chrono::microseconds(us)); };
+  for (int i = 0; i < count; i++) monitor.waited(at(since[i]), at(until[i]));
+  auto alone = monitor.alone_until().time_since_epoch();
   return std::chrono::duration_cast<std::chrono::microseconds>(alone).count();
 }
 

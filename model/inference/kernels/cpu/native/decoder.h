@@ -1,8 +1,8 @@
 // Decoder: tokens through a whole GPT, one of each of several sequences or many that follow one
 // another, in one call; and the sampling of the next ones.
 //
-// The forward of model/transformer/gpt.py, stage by stage over a shared pool of threads: norms and conversions by
-// row, matrices by pieces of weight rows, attention by key head and by sequence or some rows of one.
+// The forward of model/transformer/gpt.py, stage by stage over a shared pool of threads: norms and
+// conversions by row, matrices by some weight rows at a time, attention by key head and by sequence or some rows of one.
 // The residual stream is float32 whatever the weights are. What a row computes depends on its token,
 // its position and what its slot holds before it, so a prompt's rows are the bits that decoding the
 // same tokens one by one would give. The plain twin is model/inference/kernels/eager/decoder.py.
@@ -120,7 +120,7 @@ class Decoder {
     pool_.rest();
   }
 
-  bool crowded() const { return pool_.crowded(); }
+  bool contended() const { return pool_.contended(); }
 
   void time_stages(std::int64_t* total) { clocks_.add_to(total); }
 
@@ -265,18 +265,18 @@ class Decoder {
   // sequence that has several wait until all are written, then look back some at a time.
   template <class Cell>
   void attention(int layer) {
-    pool_.lanes((int(starts_.size()) - 1) * w_.n_kv_head, [&](int piece) {
-      int first = starts_[piece / w_.n_kv_head], last = starts_[piece / w_.n_kv_head + 1];
-      int head = piece % w_.n_kv_head;
+    pool_.lanes((int(starts_.size()) - 1) * w_.n_kv_head, [&](int item) {
+      int first = starts_[item / w_.n_kv_head], last = starts_[item / w_.n_kv_head + 1];
+      int head = item % w_.n_kv_head;
       for (int row = first; row < last; row++) write<Cell>(layer, row, head);
       if (attends_at_once(first, last)) look_back<Cell>(layer, first, head, last);
     });
     if (spans_.empty()) return;
     // The later ones see more: they are begun first, so that the threads end together.
-    int pieces = int(spans_.size()) * w_.n_kv_head;
-    pool_.loop(pieces, [&](int piece) {
-      const Span& span = spans_[spans_.size() - 1 - piece / w_.n_kv_head];
-      look_back_together<Cell>(layer, span, piece % w_.n_kv_head);
+    int items = int(spans_.size()) * w_.n_kv_head;
+    pool_.loop(items, [&](int item) {
+      const Span& span = spans_[spans_.size() - 1 - item / w_.n_kv_head];
+      look_back_together<Cell>(layer, span, item % w_.n_kv_head);
     });
   }
 

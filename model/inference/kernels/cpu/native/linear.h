@@ -8,7 +8,7 @@
 // weights of 768 columns in bfloat16, GB/s of weights and GFLOP/s: 1 row 43 and 43, 8 rows 41 and 325
 // (one row after the other: 22 and 177), 32 rows 18 and 590.
 //
-// The many rows of a prompt meet a piece of the weights that stays in the cache. Measured there on a
+// The many rows of a prompt meet an item of the weights that stays in the cache. Measured there on a
 // slower day, 256 rows, 768 columns, GFLOP/s: bfloat16 415, float32 180, int8 650, with oneDNN's
 // bfloat16 at 400 and MKL's float32 at 165. Each product is accumulated in the same order in all three.
 #pragma once
@@ -49,7 +49,7 @@ constexpr int STREAM_ROWS = 8;
 constexpr std::size_t STREAM_BYTES = 6144;  // of activations
 constexpr int TILE = 4;
 constexpr int LARGE_TILE = 5;
-constexpr int TALL_PIECE = TILE * LARGE_TILE;
+constexpr int TALL_ITEM = TILE * LARGE_TILE;
 constexpr int TALL_ROWS = 32;  // from more activation rows on, weights are used from the cache
 
 template <class Format>
@@ -226,14 +226,14 @@ class Product {
 // `out` to the next.
 inline void linear(Pool& pool, const Matrix& matrix, const Inputs& inputs, float* out, int pitch,
                    bool add) {
-  // Pieces of some 32 KB of weights, so that the threads end together, or what stays in the cache for
-  // many rows; whole tiles. In lanes: measured a tenth to a fifth faster than taking every other piece.
+  // Items of some 32 KB of weights, so that the threads end together, or what stays in the cache for
+  // many rows; whole tiles. In lanes: measured a tenth to a fifth faster than taking every other item.
   int row_bytes = matrix.width * (matrix.kind == KIND_F32 ? 4 : matrix.kind == KIND_BF16 ? 2 : 1);
-  int per_piece = std::max(TILE, 32768 / row_bytes / TILE * TILE);
-  if (inputs.count > TALL_ROWS) per_piece = TALL_PIECE;
-  int pieces = (matrix.rows + per_piece - 1) / per_piece;
-  pool.lanes(pieces, [&](int piece) {
-    int first = piece * per_piece, last = std::min(first + per_piece, int(matrix.rows));
+  int per_item = std::max(TILE, 32768 / row_bytes / TILE * TILE);
+  if (inputs.count > TALL_ROWS) per_item = TALL_ITEM;
+  int items = (matrix.rows + per_item - 1) / per_item;
+  pool.lanes(items, [&](int item) {
+    int first = item * per_item, last = std::min(first + per_item, int(matrix.rows));
     switch (matrix.kind) {
       case KIND_F32: return Product<F32>(matrix, inputs, out, pitch, add).rows(first, last);
       case KIND_BF16: return Product<B16>(matrix, inputs, out, pitch, add).rows(first, last);

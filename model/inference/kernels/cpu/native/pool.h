@@ -1,13 +1,30 @@
 // Pool: the compute threads, and a loop that they share.
 //
-// A loop's pieces are claimed one by one, and a loop is over when all its pieces are done, not when
-// all threads have come by: a thread that the operating system has taken off its core delays at most
-// the piece that it holds, and one that wakes late finds what is left. Which thread computes a piece
-// never changes its result. Threads wait by spinning for as long as a step's own pauses last, then
-// asleep.
+// A loop's items are claimed one by one, and a loop is over when all its items are done, not when every
+// thread has taken part: a thread that the operating system has taken off its core delays at most the item
+// that it is at, and one that wakes late finds what is left. Which thread computes an item never changes
+// its result. Threads wait by spinning for as long as the pauses within a step last, then asleep.
+//
+// One caller, any number of workers. A loop is described by `run_`, `context_` and `count_`, and handed out
+// by `cursor_`, one word that has the loop's serial number above and its next item below:
+//
+//   state of cursor_            who changes it                      meaning
+//   (serial, MASK)              the caller, before it writes the    closed: MASK is beyond every count, so
+//                               description of loop `serial`        a worker that looks now finds no item
+//   (serial, 0)                 the caller, with release, after     open: whoever reads this sees the whole
+//                               the description is written          description
+//   (serial, i) -> (serial,     whoever claims item i, by           item i is that thread's alone; the last
+//   i + 1), i < count           compare-and-exchange                claim leaves (serial, count): exhausted
+//
+// A worker may read the description of one loop and be held up until the next loop is being written. Its
+// compare-and-exchange then fails, since the serial number has changed, and what it read is thrown away: so
+// a mixture of two descriptions is never run. (This is a seqlock whose readers commit by the exchange.) The
+// caller leaves `loop` when `done_` has reached the count. Every item adds to `done_` with release after it
+// ran, and the caller reads it with acquire: so it sees all results, and no worker is inside an item when
+// the next loop is written.
 //
 // A worker that is late has lost its core to another process: then the caller may compute alone for a
-// while (patience.h).
+// while (contention.h).
 #pragma once
 
 #include <algorithm>
@@ -17,7 +34,7 @@
 #include <thread>
 #include <vector>
 
-#include "patience.h"
+#include "contention.h"
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -49,10 +66,10 @@ class Pool {
   Pool(const Pool&) = delete;
   Pool& operator=(const Pool&) = delete;
 
-  // Let the workers look for pieces, from here until `rest`.
+  // Let the workers look for items, from here until `rest`.
   void begin() {
     if (workers_.empty()) return;
-    alone_ = crowded();
+    alone_ = contended();
     if (alone_) return;
     active_.store(true, std::memory_order_release);
     if (asleep_.load() > 0) {
@@ -61,46 +78,50 @@ class Pool {
     }
   }
 
-  // Whether workers were late of late, so that the caller computes alone.
-  bool crowded() const { return Clock::now() < patience_.alone_until(); }
+  // Whether workers were late recently, so that the caller computes alone.
+  bool contended() const { return Clock::now() < monitor_.alone_until(); }
 
   void rest() { active_.store(false, std::memory_order_release); }
 
-  // Call piece(i) for each i in [0, count), on any thread, and return when all have returned.
-  template <class Piece>
-  void loop(int count, const Piece& piece) {
+  // Call item(i) for each i in [0, count), on any thread, and return when all have returned.
+  template <class WorkItem>
+  void loop(int count, const WorkItem& item) {
     if (count == 1 || alone_ || workers_.empty()) {
-      for (int i = 0; i < count; i++) piece(i);
+      for (int i = 0; i < count; i++) item(i);
       return;
     }
-    // Closed while the loop's description is written: a worker that read half of it cannot claim.
+    // 1) Close. The fence keeps the description below from being seen before the cursor is closed: a
+    //    worker that read any of it finds the new serial number at its exchange, and claims nothing.
     std::uint64_t serial = (cursor_.load(std::memory_order_relaxed) >> BITS) + 1;
     cursor_.store((serial << BITS) | MASK, std::memory_order_relaxed);
     std::atomic_thread_fence(std::memory_order_release);
-    run_.store([](const void* context, int i) { (*static_cast<const Piece*>(context))(i); },
+    // 2) Describe. All items of the loop before are done, so `done_` is no longer counted in.
+    run_.store([](const void* context, int i) { (*static_cast<const WorkItem*>(context))(i); },
                std::memory_order_relaxed);
-    context_.store(&piece, std::memory_order_relaxed);
+    context_.store(&item, std::memory_order_relaxed);
     count_.store(count, std::memory_order_relaxed);
     done_.store(0, std::memory_order_relaxed);
+    // 3) Open. Release: whoever loads this cursor with acquire sees the description.
     cursor_.store(serial << BITS, std::memory_order_release);
+    // 4) Take part, then wait for the items that others hold.
     while (claim()) {
     }
     wait(count);
   }
 
-  // Like `loop`, and a thread's pieces lie one behind the other for as long as it has some of its own;
-  // then it helps with those of others. So what a thread reads is one stream. (Where threads took from
-  // two lanes in turns, the streams broke off when they were not equally fast: a fifth slower.)
-  template <class Piece>
-  void lanes(int count, const Piece& piece) {
+  // Like `loop`, but a thread's items are consecutive for as long as it has some of its own; then it
+  // helps with those of others. So what a thread reads is one stream. (Where threads took from two lanes
+  // in turns, the streams broke off when they were not equally fast: a fifth slower.)
+  template <class WorkItem>
+  void lanes(int count, const WorkItem& item) {
     const int lanes = threads(), per_lane = (count + lanes - 1) / lanes;
     for (int lane = 0; lane < lanes; lane++)
-      next_[lane].piece.store(lane * per_lane, std::memory_order_relaxed);
+      next_[lane].item.store(lane * per_lane, std::memory_order_relaxed);
     loop(lanes, [&](int own) {
       for (int lane = own; lane < own + lanes; lane++) {
         const int end = std::min(count, (lane % lanes + 1) * per_lane);
-        std::atomic<int>& next = next_[lane % lanes].piece;
-        for (int i; (i = next.fetch_add(1, std::memory_order_relaxed)) < end;) piece(i);
+        std::atomic<int>& next = next_[lane % lanes].item;
+        for (int i; (i = next.fetch_add(1, std::memory_order_relaxed)) < end;) item(i);
       }
     });
   }
@@ -109,40 +130,45 @@ class Pool {
 
  private:
   using Clock = std::chrono::steady_clock;
-  static constexpr int BITS = 24;  // of the cursor: the next piece; above them the loop's number
+  static constexpr int BITS = 24;  // of the cursor: the next item; above them the serial number
   static constexpr std::uint64_t MASK = (std::uint64_t(1) << BITS) - 1;
   static constexpr auto SPIN = std::chrono::microseconds(200);
 
-  // Until all pieces are done.
+  // Wait until all items are done.
   void wait(int count) {
     Clock::time_point since;
     for (int turn = 0; done_.load(std::memory_order_acquire) < count; turn++) {
       if (turn == 1000) since = Clock::now();
-      // Whoever holds the last piece may be off its core; give it ours rather than spin for long.
+      // The thread with the last item may be off its core; give it ours rather than spin for long.
       if (turn < 20000) relax(); else std::this_thread::yield();
     }
     if (since == Clock::time_point()) return;  // a short wait
-    patience_.waited(since, Clock::now());
+    monitor_.waited(since, Clock::now());
   }
 
-  // Claim one piece of the present loop and run it. False when there is none. The claim fails when
-  // the loop has changed meanwhile, so what was read of it is never used for another.
+  // Claim one item of the present loop and run it. False when there is none.
   bool claim() {
+    // Acquire pairs with the caller's release in `loop`: an open cursor comes with its description.
     std::uint64_t cursor = cursor_.load(std::memory_order_acquire);
     for (;;) {
-      int piece = int(cursor & MASK);
+      int item = int(cursor & MASK);
       auto run = run_.load(std::memory_order_relaxed);
       const void* context = context_.load(std::memory_order_relaxed);
-      if (piece >= count_.load(std::memory_order_relaxed)) return false;
+      if (item >= count_.load(std::memory_order_relaxed)) return false;  // closed or exhausted
+      // The three loads may be of a later loop than the cursor. The fence pairs with the one in `loop`:
+      // if any is, the exchange sees the later cursor and fails.
       std::atomic_thread_fence(std::memory_order_acquire);
       if (cursor_.compare_exchange_weak(cursor, cursor + 1, std::memory_order_acq_rel)) {
-        run(context, piece);
+        run(context, item);
+        // Release: the caller, which reads `done_` with acquire, sees what the item wrote.
         done_.fetch_add(1, std::memory_order_release);
         return true;
       }
+      // Another thread was faster, or the loop has changed: `cursor` is now what it found there.
     }
   }
 
+  // A worker's life: claim while the caller is in a step; spin a while after; then sleep.
   void work() {
     auto idle_since = Clock::now();
     for (int turn = 0; !stopping_.load(std::memory_order_relaxed); turn++) {
@@ -159,6 +185,10 @@ class Pool {
     }
   }
 
+  // Sleep until `begin` or the destructor changes `woken_`; one that changed since `seen` was read ends the
+  // wait at once. `begin` may still look at `asleep_` just before this counts itself and while its own store
+  // of `active_` is not visible here: then this worker sleeps through one step, the others do its share, and
+  // the next `begin` wakes it. A fence in every step would cost more than that rare one.
   void sleep() {
     int seen = woken_.load();
     asleep_.fetch_add(1);
@@ -167,18 +197,18 @@ class Pool {
   }
 
   struct alignas(64) Lane {
-    std::atomic<int> piece;
+    std::atomic<int> item;
   };
 
-  std::vector<Lane> next_;  // the next piece of each lane
+  std::vector<Lane> next_;  // the next item of each lane
   std::vector<std::thread> workers_;
   bool alone_ = false;  // from `begin` to `rest`
-  Patience patience_;
-  alignas(64) std::atomic<std::uint64_t> cursor_{MASK};
+  ContentionMonitor monitor_;
+  alignas(64) std::atomic<std::uint64_t> cursor_{MASK};  // closed
   std::atomic<void (*)(const void*, int)> run_{nullptr};
   std::atomic<const void*> context_{nullptr};
   std::atomic<int> count_{0};
-  alignas(64) std::atomic<int> done_{0};
+  alignas(64) std::atomic<int> done_{0};  // items of the present loop that have returned
   alignas(64) std::atomic<bool> active_{false};
   std::atomic<bool> stopping_{false};
   std::atomic<int> asleep_{0};

@@ -15,7 +15,12 @@ import torch
 from model.device import use_threads
 from model.inference.kernels.cpu.decoder import NativeDecoder
 from model.inference.kernels.eager import contention as crowding_module
-from model.inference.kernels.eager.contention import LONGEST, SHORTEST, Crowding, threads_keep_bits
+from model.inference.kernels.eager.contention import (
+    LONGEST,
+    SHORTEST,
+    ContentionMonitor,
+    threads_keep_bits,
+)
 from model.inference.kv_cache import KVCache
 from tests.model.factories import tiny_config, tiny_gpt
 
@@ -42,57 +47,59 @@ def two_threads() -> Iterator[None]:
     use_threads(before)
 
 
-def watching(machine: Machine) -> Crowding:
-    return Crowding(GPT, clock=lambda: machine.now, on_core=lambda: machine.on_core)
+def watching(machine: Machine) -> ContentionMonitor:
+    return ContentionMonitor(GPT, clock=lambda: machine.now, on_core=lambda: machine.on_core)
 
 
-def threads_of(crowding: Crowding, machine: Machine, lost: float, crowded: bool = False) -> int:
+def threads_of(
+    monitor: ContentionMonitor, machine: Machine, lost: float, contended: bool = False
+) -> int:
     """Threads that an operation of 50 ms has, of which its thread was off its core for a share."""
-    with crowding.watched(32, crowded):
+    with monitor.watched(32, contended):
         machine.spend(0.05, lost)
         return torch.get_num_threads()
 
 
 def test_who_is_late_computes_alone_for_a_while_and_tries_again() -> None:
     machine = Machine()
-    crowding = watching(machine)
-    assert threads_of(crowding, machine, lost=0.1) == 2
-    assert threads_of(crowding, machine, lost=0.6) == 2, "it was late, which is known afterwards"
+    monitor = watching(machine)
+    assert threads_of(monitor, machine, lost=0.1) == 2
+    assert threads_of(monitor, machine, lost=0.6) == 2, "it was late, which is known afterwards"
     alone_since = machine.now
-    while threads_of(crowding, machine, lost=0.0) == 1:
+    while threads_of(monitor, machine, lost=0.0) == 1:
         assert torch.get_num_threads() == 2, "the threads are back outside"
     assert SHORTEST <= machine.now - alone_since < SHORTEST + 0.11
-    assert threads_of(crowding, machine, lost=0.1) == 2, "it helped"
+    assert threads_of(monitor, machine, lost=0.1) == 2, "it helped"
 
 
 def test_it_waits_longer_each_time_that_it_did_not_help() -> None:
     machine = Machine()
-    crowding = watching(machine)
+    monitor = watching(machine)
     waits = []
     for _ in range(8):
-        assert threads_of(crowding, machine, lost=0.6) == 2
+        assert threads_of(monitor, machine, lost=0.6) == 2
         since = machine.now
-        while machine.now < crowding._alone_until:
-            assert threads_of(crowding, machine, lost=0.0) == 1
+        while machine.now < monitor._alone_until:
+            assert threads_of(monitor, machine, lost=0.0) == 1
         waits.append(round((machine.now - since) / SHORTEST))
     assert waits == [1, 2, 4, 8, 16, 16, 16, 16]
     assert LONGEST == 16 * SHORTEST
     machine.spend(2 * LONGEST)
-    threads_of(crowding, machine, lost=0.6)
-    assert crowding._alone_until - machine.now == pytest.approx(SHORTEST), "it begins anew"
+    threads_of(monitor, machine, lost=0.6)
+    assert monitor._alone_until - machine.now == pytest.approx(SHORTEST), "it begins anew"
 
 
 def test_what_the_decoder_found_is_believed() -> None:
     machine = Machine()
-    assert threads_of(watching(machine), machine, lost=0.0, crowded=True) == 1
+    assert threads_of(watching(machine), machine, lost=0.0, contended=True) == 1
 
 
 def test_short_interruptions_are_nobodys_fault() -> None:
     machine = Machine()
-    crowding = watching(machine)
-    with crowding.watched(32):
+    monitor = watching(machine)
+    with monitor.watched(32):
         machine.spend(0.0015, lost=0.9)
-    assert threads_of(crowding, machine, lost=0.0) == 2
+    assert threads_of(monitor, machine, lost=0.0) == 2
 
 
 def test_where_threads_change_bits_they_are_left_as_they_are(
@@ -107,7 +114,7 @@ def test_where_threads_change_bits_they_are_left_as_they_are(
     monkeypatch.setattr(crowding_module, "F", Functional)
     assert not threads_keep_bits(GPT, 32)
     machine = Machine()
-    assert threads_of(watching(machine), machine, lost=0.0, crowded=True) == 2
+    assert threads_of(watching(machine), machine, lost=0.0, contended=True) == 2
 
 
 @contextmanager
@@ -151,9 +158,9 @@ def test_native_threads_notice_and_compute_the_same(library: ctypes.CDLL) -> Non
         while seen != {False, True} and time.monotonic() < until:
             for step, logits in zip(steps, expected, strict=True):
                 assert torch.equal(two.decode(*step), logits)
-                seen.add(two.crowded)
+                seen.add(two.contended)
     assert seen == {False, True}
-    assert not one.crowded
+    assert not one.contended
     one.close()
     two.close()
 
@@ -161,11 +168,11 @@ def test_native_threads_notice_and_compute_the_same(library: ctypes.CDLL) -> Non
 def alone_until(library: ctypes.CDLL, waits: list[tuple[float, float]]) -> float:
     """Milliseconds at which a thread of the native pool that waited for others, each time from
     when for how long, has the others compute again; 0 if it never did without them."""
-    library.logitd_patience.restype = ctypes.c_int64
+    library.logitd_contention_alone_until.restype = ctypes.c_int64
     since = [round(1000 * start) for start, _ in waits]
     until = [round(1000 * (start + length)) for start, length in waits]
     numbers = ctypes.c_int64 * len(waits)
-    found: int = library.logitd_patience(numbers(*since), numbers(*until), len(waits))
+    found: int = library.logitd_contention_alone_until(numbers(*since), numbers(*until), len(waits))
     return found / 1000
 
 
