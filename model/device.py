@@ -1,7 +1,7 @@
-"""Device, dtype and threads: where and in which numbers a model runs on this machine.
+"""Device, dtype and threads: where and in which dtype a model runs on this machine.
 
 Turns the words of a command line ("auto", "cpu", "cuda:1", "bfloat16", 0 threads) into torch's
-objects, or refuses with the reason; and says what the processor can do. Does not move anything
+objects, or rejects them with the reason; and says what the processor can do. Does not move anything
 there, and does not know what the dtype "auto" is: that depends on what decodes
 (`model/inference/kernels/select.py`).
 """
@@ -28,7 +28,7 @@ BFLOAT16_INSTRUCTIONS = {
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 """Of mallopt(3)."""
 KEPT_BYTES = 32 * 2**20
-"""Pieces up to this size are taken again when they were freed: the largest that the C library
+"""Freed memory up to this size is reused instead of returned: the largest that the C library
 allows, and larger than what a step computes with."""
 CONTAINER_LIMITS = (
     Path("/sys/fs/cgroup/memory.max"),
@@ -43,7 +43,7 @@ class DeviceError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where a model lives and in which numbers it computes."""
+    """Where a model lives and in which dtype it computes."""
 
     device: torch.device
     dtype: torch.dtype
@@ -71,7 +71,7 @@ def choose_device(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise DeviceError(f"{name!r} is no device; try auto, cpu, cuda or cuda:0") from error
+        raise DeviceError(f"{name!r} is not a device; try auto, cpu, cuda or cuda:0") from error
     if device.type not in ("cpu", "cuda"):
         raise DeviceError(f"device {name!r} is not supported; cpu and cuda are")
     if device.type == "cuda":
@@ -134,11 +134,11 @@ def machine_memory(limits: tuple[Path, ...] = CONTAINER_LIMITS) -> int:
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for path in limits:
         try:
-            said = path.read_text(encoding="ascii").strip()
+            limit = path.read_text(encoding="ascii").strip()
         except OSError:
             continue
-        if said.isdecimal():  # else "max": there is no limit
-            total = min(total, int(said))
+        if limit.isdecimal():  # else "max": there is no limit
+            total = min(total, int(limit))
     return total
 
 
@@ -154,7 +154,9 @@ def processor_features() -> frozenset[str]:
 
 def bfloat16_instructions(features: Collection[str]) -> str | None:
     """What a processor of these features multiplies bfloat16 with, or None."""
-    return next((name for each, name in BFLOAT16_INSTRUCTIONS.items() if each in features), None)
+    return next(
+        (name for feature, name in BFLOAT16_INSTRUCTIONS.items() if feature in features), None
+    )
 
 
 def describe(device: torch.device) -> str:

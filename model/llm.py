@@ -156,7 +156,7 @@ class LLM:
                 threads=threads,
                 kernels=kernels,
                 quantize=quantize,
-                say=log,
+                log=log,
             )
             use_threads(opened.placement.threads)
             config = EngineConfig(

@@ -67,7 +67,7 @@ def measure_engine(
     workload: Workload,
     *,
     quantized: bool = False,
-    say: Callable[[str], None] = lambda line: None,
+    log: Callable[[str], None] = lambda line: None,
 ) -> EngineFigures:
     """All cases of a workload through one engine, which has slots for its largest batch.
     `quantized`: its decoder computes with int8 weights. Raises MeasuringError."""
@@ -78,11 +78,11 @@ def measure_engine(
         full_steps(engine, requests(workload, 1, WARM_UP))
         prefill = []
         for prompts in workload.prefill_counts:
-            say(f"engine: prefill, {prompts} at once")
+            log(f"engine: prefill, {prompts} at once")
             prefill.append(_prefill(engine, workload, prompts, size))
         decode = []
         for batch in workload.batches:
-            say(f"engine: decode, {batch} at once")
+            log(f"engine: decode, {batch} at once")
             decode.append(_decode(engine, workload, batch, size, quantized))
     finally:
         engine.close()

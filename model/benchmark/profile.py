@@ -87,7 +87,7 @@ def profile_engine(
     workload: Workload,
     *,
     quantized: bool = False,
-    say: Callable[[str], None] = lambda line: None,
+    log: Callable[[str], None] = lambda line: None,
 ) -> tuple[Profile, ...]:
     """A prompt, then a decode step of each batch size, through one engine. Raises ProfileError and
     MeasuringError."""
@@ -102,10 +102,10 @@ def profile_engine(
     engine = Engine(gpt, config, make_decoder=watch.make_decoder)
     try:
         run_watched(engine, watch, requests(workload, 1, WARM_UP))
-        say("profile: prefill")
+        log("profile: prefill")
         profiles = [_prefill(engine, watch, workload, gpt)]
         for batch in workload.batches:
-            say(f"profile: decode, {batch} at once")
+            log(f"profile: decode, {batch} at once")
             profiles.append(_decode(engine, watch, workload, gpt, batch, quantized))
     finally:
         engine.close()

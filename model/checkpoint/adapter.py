@@ -99,7 +99,7 @@ def read_adapter(path: Path) -> Adapter:
         raw = (path / WEIGHTS).read_bytes()
     except (OSError, ValueError) as error:
         raise CheckpointError(
-            f"{path} is no adapter, which has a {CONFIG} and {WEIGHTS}: {error}"
+            f"{path} is not an adapter, which has a {CONFIG} and {WEIGHTS}: {error}"
         ) from error
     if not isinstance(document, dict) or document.get("kind") != "adapter":
         raise CheckpointError(f"{path / CONFIG} does not say that it is an adapter's")
@@ -122,7 +122,7 @@ def read_adapter(path: Path) -> Adapter:
             chat_template=document.get("chat_template"),
         )
     except (KeyError, TypeError, LoraError, SafetensorError) as error:
-        raise CheckpointError(f"{path} is no whole adapter: {error!r}") from error
+        raise CheckpointError(f"{path} is not a complete adapter: {error!r}") from error
 
 
 def merge(base: Path, adapter: Path, path: Path, *, save_dtype: FloatName) -> CheckpointInfo:

@@ -191,7 +191,7 @@ def read_checkpoint(path: Path) -> CheckpointInfo:
             f"{path}: the tokenizer has {tokenizer.vocab_size} ids, the model {config.vocab_size}"
         )
     if not isinstance(files.get(WEIGHTS), str):
-        raise CheckpointError(f"{path / CONFIG} names no sha256 of {WEIGHTS}")
+        raise CheckpointError(f"{path / CONFIG} does not give the sha256 of {WEIGHTS}")
     resolved = path.resolve()  # `best` and `latest` are links: name what they point to
     return CheckpointInfo(
         path=path,
@@ -222,7 +222,7 @@ def load_weights(info: CheckpointInfo, *, device: torch.device, dtype: torch.dty
     try:
         file = HashedFile(info.path / WEIGHTS)
     except FileNotFoundError as error:
-        raise CheckpointError(f"{info.path} holds no {WEIGHTS}") from error
+        raise CheckpointError(f"{info.path} has no {WEIGHTS}") from error
     with file:
         try:
             gpt = _read_gpt(file, info, device, dtype)
@@ -250,7 +250,7 @@ def _read_gpt(
         if file.take(1):
             raise WeightsFileError("there is more behind the last of its tensors")
     except WeightsFileError as error:
-        raise CheckpointError(f"{where} is no whole safetensors file: {error}") from error
+        raise CheckpointError(f"{where} is not a complete safetensors file: {error}") from error
     return gpt
 
 
@@ -326,12 +326,12 @@ def _read_document(path: Path) -> dict[str, Any]:
         document = json.loads((path / CONFIG).read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise CheckpointError(
-            f"{path} holds no {CONFIG}; a checkpoint has {CONFIG}, {WEIGHTS} and {RANKS}"
+            f"{path} has no {CONFIG}; a checkpoint has {CONFIG}, {WEIGHTS} and {RANKS}"
         ) from error
     except ValueError as error:
-        raise CheckpointError(f"{path / CONFIG} is no JSON: {error}") from error
+        raise CheckpointError(f"{path / CONFIG} is not valid JSON: {error}") from error
     if not isinstance(document, dict):
-        raise CheckpointError(f"{path / CONFIG} is no JSON object")
+        raise CheckpointError(f"{path / CONFIG} is not a JSON object")
     if document.get("kind") == "adapter":
         raise CheckpointError(
             f"{path} holds an adapter, not a whole model: `logitd merge BASE {path} DEST` makes a "
@@ -372,7 +372,7 @@ def _chat_template(source: Any, path: Path) -> ChatTemplate | None:
     if source is None:
         return None
     if not isinstance(source, str):
-        raise CheckpointError(f"{path / CONFIG}: chat_template is no string")
+        raise CheckpointError(f"{path / CONFIG}: chat_template is not a string")
     try:
         return ChatTemplate(source)
     except ChatTemplateError as error:
@@ -396,7 +396,7 @@ def _verified_bytes(path: Path, name: str, files: Mapping[str, str]) -> bytes:
     try:
         raw = (path / name).read_bytes()
     except FileNotFoundError as error:
-        raise CheckpointError(f"{path} holds no {name}") from error
+        raise CheckpointError(f"{path} has no {name}") from error
     _verify(path, name, _sha256(raw), len(raw), files)
     return raw
 

@@ -39,7 +39,7 @@ DTYPES: Mapping[str, torch.dtype] = {
 
 
 class WeightsFileError(ValueError):
-    """A file that is no whole safetensors file; the message says what is wrong with it."""
+    """A file that is not a complete safetensors file; the message says what is wrong with it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,9 +77,9 @@ def read_header(file: HashedFile) -> tuple[StoredTensor, ...]:
     try:
         document = json.loads(raw)
     except (ValueError, RecursionError) as error:
-        raise WeightsFileError(f"its header is no JSON: {error}") from error
+        raise WeightsFileError(f"its header is not valid JSON: {error}") from error
     if not isinstance(document, dict):
-        raise WeightsFileError("its header is no JSON object")
+        raise WeightsFileError("its header is not a JSON object")
     document.pop("__metadata__", None)
     tensors = [_stored(name, entry) for name, entry in document.items()]
     tensors.sort(key=lambda tensor: (tensor.start, tensor.end))

@@ -29,7 +29,7 @@ def export_model(
     to: TO,
     dtype: DTypeName = "auto",
     pre: str | None = None,
-    say: Callable[[str], None] = lambda line: None,
+    log: Callable[[str], None] = lambda line: None,
 ) -> None:
     """Write the checkpoint at `destination`, a folder or, as GGUF, a file; whole or not at all.
 
@@ -49,7 +49,7 @@ def export_model(
     aside = Path(tempfile.mkdtemp(prefix=f".{destination.name}.", dir=destination.parent))
     try:
         if to == "hf":
-            write_folder(aside, info, gpt, family, say)
+            write_folder(aside, info, gpt, family, log)
             aside.chmod(0o755)  # mkdtemp made it private
             aside.rename(destination)
         else:

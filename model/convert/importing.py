@@ -51,23 +51,23 @@ def import_model(
     dtype: DTypeName = "auto",
     context_length: int | None = None,
     skip_normalizer: bool = False,
-    say: Callable[[str], None] = lambda line: None,
+    log: Callable[[str], None] = lambda line: None,
 ) -> CheckpointInfo:
     """Read the model at `source` and save it as a new checkpoint at `destination`.
 
     `tokenizer` names a vocabulary where the source has none or another one is right: a published
     encoding, a ranks file, a `meta.pkl` or a `tokenizer.json`. `dtype` is that of the stored
-    weights, "auto" that of the source. `context_length` shortens the model's context. `say` is
+    weights, "auto" that of the source. `context_length` shortens the model's context. `log` is
     told what was found. Raises ConvertError, and CheckpointError when `destination` exists.
     """
     if destination.exists():
         raise CheckpointError(f"{destination} exists; checkpoints are never overwritten")
     model, folder = _read(source, context_length)
-    say(f"{source} is a model of {model.kind}")
+    log(f"{source} is a model of {model.kind}")
     vocabulary = _vocabulary(tokenizer, folder, model, skip_normalizer)
     config, weights = _fitted(model, vocabulary, context_length)
     for note in vocabulary.notes:
-        say(note)
+        log(note)
     stored = model.dtype if dtype == "auto" else getattr(torch, dtype)
     gpt = empty_gpt(config, torch.device("meta"))
     _check(weights, {name: t.shape for name, t in gpt.state_dict().items()}, stored)

@@ -68,11 +68,11 @@ def text_loss(
     dtype: TrainingDType = "auto",
     threads: int = 0,
     quantize: Quantization = "none",
-    say: Callable[[str], None] = lambda line: None,
+    log: Callable[[str], None] = lambda line: None,
 ) -> TextLoss:
     """The loss of the checkpoint at `path` on the texts of `data`, or on its own held-out text.
 
-    `stride` is the context length unless given; `say` is told when kernels are being built. Leaves
+    `stride` is the context length unless given; `log` is told when kernels are being built. Leaves
     the caller's thread count as it was. Raises CheckpointError, DeviceError, KernelError and
     DataError.
     """
@@ -86,7 +86,7 @@ def text_loss(
         threads=threads,
         kernels="auto" if decodes else "torch",
         quantize=quantize,
-        say=say,
+        log=log,
     )
     checkpoint, before = loaded.checkpoint, torch.get_num_threads()
     use_threads(placement.threads)

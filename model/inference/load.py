@@ -1,7 +1,7 @@
-"""Opening: from a checkpoint and a few wishes to a model that is ready to decode.
+"""Load a checkpoint: from a folder and some options to a model that is ready to decode.
 
-The order matters: the shape is read first, because it decides which numbers are fastest; then the
-weights, in those numbers; then comes the decoder. Makes no engine and no cache.
+The order matters: the shape is read first, because the fastest dtype depends on it; then the
+weights, in that dtype; then the decoder is chosen. Makes no engine and no cache.
 """
 
 import ctypes
@@ -44,17 +44,17 @@ def load_model(
     kernels: KernelChoice,
     quantize: Quantization,
     batch_invariant: bool = False,
-    say: Callable[[str], None],
+    log: Callable[[str], None],
 ) -> LoadedModel:
     """Read a checkpoint and choose how it is computed; what this process frees is kept from then on
     (`keep_freed_memory`). Torch's threads are left to `use_threads`, in the thread that computes.
 
-    `say` is told when native kernels are being built. Raises CheckpointError, DeviceError (weights
+    `log` is told when native kernels are being built. Raises CheckpointError, DeviceError (weights
     that do not fit are refused before they are read) and KernelError.
     """
     keep_freed_memory()
     checkpoint = read_checkpoint(path)
-    choice = choose_dtype(dtype, checkpoint.config, choose_device(device), kernels=kernels, say=say)
+    choice = choose_dtype(dtype, checkpoint.config, choose_device(device), kernels=kernels, log=log)
     placement = choose_placement(device, choice.name, threads)
     check_weights_fit(checkpoint.config, placement.dtype.itemsize, available(placement.device))
     if placement.device.type == "cuda":
@@ -66,7 +66,7 @@ def load_model(
         quantize=quantize,
         threads=placement.threads,
         batch_invariant=batch_invariant,
-        say=say,
+        log=log,
     )
     return LoadedModel(checkpoint, gpt, placement, choice, decode_path)
 

@@ -218,7 +218,9 @@ def _check_source(source: str) -> None:
     if not source.strip():
         raise ChatTemplateError("the chat template is empty")
     if _has_surrogates(source):
-        raise ChatTemplateError("the chat template holds half a surrogate pair, which is no text")
+        raise ChatTemplateError(
+            "the chat template contains half a surrogate pair, which is not text"
+        )
 
 
 def _hidden(messages: Sequence[Message], special_tokens: Iterable[str]) -> Hidden:
@@ -252,7 +254,7 @@ def _split(text: str, special_tokens: Mapping[str, int], shown: Mapping[int, int
 
 def _checked(text: str) -> str:
     if _has_surrogates(text):  # of the template's own making
-        raise ChatTemplateError("the chat template wrote half a surrogate pair, which is no text")
+        raise ChatTemplateError("the chat template wrote half a surrogate pair, which is not text")
     return text
 
 

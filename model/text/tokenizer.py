@@ -54,7 +54,7 @@ class Tokenizer:
     token is encoded as plain text, unless its id is asked for.
 
     tiktoken needs a rank for each of the 256 bytes, and other people's vocabularies may lack some:
-    such bytes have the ranks from `vocab_size` on, which are no ids. A text that needs one of them
+    such bytes have the ranks from `vocab_size` on, which are not ids. A text that needs one of them
     is refused, so nobody meets a token that the model does not have. `end_of_text_name` is the
     special token that ends a document.
     """
@@ -86,7 +86,7 @@ class Tokenizer:
             )
         except ValueError as error:
             raise TokenizerError(
-                f"the split pattern {pattern[:60]!r} is no regular expression: {error}"
+                f"the split pattern {pattern[:60]!r} is not a regular expression: {error}"
             ) from error
         # Ids of a published encoding may have gaps; a gap has no bytes.
         self._bytes = [b""] * self.vocab_size
@@ -140,7 +140,7 @@ class Tokenizer:
         )
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of ids; bytes that are no UTF-8 become U+FFFD."""
+        """The text of ids; bytes that are not UTF-8 become U+FFFD."""
         return self.decode_bytes(token_ids).decode("utf-8", errors="replace")
 
     def decode_bytes(self, token_ids: Sequence[int]) -> bytes:
@@ -166,7 +166,7 @@ class Tokenizer:
         """Where each id of an encoded text lies in it. A token that holds some bytes of a character
         touches that character, so neighbours may share one.
 
-        Found from the bytes alone: tiktoken's own offsets raise on what is no whole text.
+        Found from the bytes alone: tiktoken's own offsets raise on incomplete text.
         """
         spans, begun = [], 0  # characters whose first byte has come
         for token in map(self.token_bytes, token_ids):

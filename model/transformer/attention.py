@@ -94,7 +94,7 @@ def attend_blocks(
 
 def causal_bias(length: int, keys: int, like: Tensor) -> Tensor:
     """What is added to the scores of the last `length` of `keys` positions (length, keys): -inf for
-    keys behind a query. In the numbers and on the device of `like`, as kernels take it."""
+    keys behind a query. In the dtype and on the device of `like`, as kernels take it."""
     hidden = torch.ones(length, keys, dtype=torch.bool, device=like.device).triu(keys - length + 1)
     return like.new_zeros(length, keys).masked_fill_(hidden, -math.inf)
 

@@ -115,7 +115,7 @@ class GPTConfig:
 
     @property
     def kv_width(self) -> int:
-        """Numbers in one position's keys of one layer (its values have as many)."""
+        """Elements of one position's keys of one layer (its values have as many)."""
         return self.n_kv_head * self.head_dim
 
     def maps(self) -> dict[Target, tuple[int, ...]]:
@@ -150,7 +150,7 @@ class GPTConfig:
 
 
 def _check_kind(name: str, value: Any, kind: Any) -> None:
-    """Raise ConfigError unless a JSON value is of a field's kind (a bool is no number)."""
+    """Raise ConfigError unless a JSON value is of a field's kind (a bool is not a number)."""
     if get_origin(kind) is Literal:
         if value not in get_args(kind):
             raise ConfigError(f"{name} is {value!r}; it must be one of {list(get_args(kind))}")

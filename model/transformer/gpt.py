@@ -127,7 +127,7 @@ class GPT(nn.Module):
         return F.linear(x, weight)[..., : self.config.vocab_size]
 
     def reset_tables(self) -> None:
-        """(Re)compute the constant position tables; they are no part of a checkpoint."""
+        """(Re)compute the constant position tables; they are not part of a checkpoint."""
         config, device = self.config, self.token_embedding.weight.device
         if device.type == "meta":  # shapes alone are wanted: the tables come with a real device
             return
@@ -159,7 +159,7 @@ class GPT(nn.Module):
                 projection.weight.div_(math.sqrt(2 * self.config.n_layer))
 
     def parameter_count(self) -> int:
-        """Learned numbers; a tied head counts once, padded rows count."""
+        """Parameters; a tied head counts once, padded rows count."""
         return sum(parameter.numel() for parameter in self.parameters())
 
 
@@ -295,10 +295,10 @@ def _zero_padding(output: GPTOutput, positions: Tensor, lengths: Tensor) -> GPTO
 
 
 def _full_precision(x: Tensor, weight: Tensor) -> Tensor:
-    """x (..., C) times weight (V, C), transposed, of narrow numbers: (..., V) in float32.
+    """x (..., C) times weight (V, C), transposed, in a narrow dtype: (..., V) in float32.
 
     Rounded to bfloat16, the two likeliest tokens of one position in a hundred became equals. A GPU
-    multiplies narrow numbers, adds up in float32, and is told to leave it at that; a CPU's torch
+    multiplies narrow dtypes, adds up in float32, and is told to leave it at that; a CPU's torch
     has no such product.
     """
     if x.is_cuda:

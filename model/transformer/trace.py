@@ -1,7 +1,7 @@
 """Trace: the shape and size of everything a forward pass computes, in the order it is computed.
 
-For people who want to see what happens between a text and its logits. Keeps numbers about the
-tensors, not the tensors; for those, ask `GPT.forward` or the HTTP endpoints.
+For people who want to see what happens between a text and its logits. Keeps figures about the
+tensors, not the tensors; for those, use `GPT.forward` or the HTTP endpoints.
 """
 
 from collections.abc import Sequence

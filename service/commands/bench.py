@@ -83,7 +83,7 @@ def _prepare(settings: BenchSettings) -> tuple[CheckpointInfo, Placement, Worklo
     checkpoint = read_checkpoint(settings.checkpoint)
     device = choose_device(settings.device)
     dtype = choose_dtype(
-        settings.dtype, checkpoint.config, device, kernels=settings.kernels, say=_say
+        settings.dtype, checkpoint.config, device, kernels=settings.kernels, log=_log
     )
     placement = choose_placement(settings.device, dtype.name, settings.threads)
     use_threads(placement.threads)
@@ -103,7 +103,7 @@ def _profile(settings: BenchSettings) -> Profiled:
     if settings.url is not None:
         raise WorkloadError("url names a server, and profile asks none: leave one out")
     checkpoint, placement, workload = _prepare(settings)
-    _say("the machine")
+    _log("the machine")
     before = measure_machine(placement)
     parameters, profiles = 0, dict[str, tuple[Profile, ...]]()
     for kernels in _decoders(settings):
@@ -111,9 +111,9 @@ def _profile(settings: BenchSettings) -> Profiled:
         parameters = gpt.parameter_count()
         if path.name not in profiles:  # where there are no native kernels both are torch
             profiles[path.name] = profile_engine(
-                gpt, path.make_decoder, workload, quantized=settings.quantize != "none", say=_say
+                gpt, path.make_decoder, workload, quantized=settings.quantize != "none", log=_log
             )
-    _say("the machine, once more")
+    _log("the machine, once more")
     return Profiled(
         date=datetime.now(UTC).isoformat(timespec="seconds"),
         surroundings=surroundings(placement),
@@ -139,7 +139,7 @@ def _measure(settings: BenchSettings) -> Measured:
         if settings.skip_http:
             raise WorkloadError("url names a server, and skip_http asks none: leave one out")
         asyncio.run(_check_server(settings.url, workload))
-    _say("the machine")
+    _log("the machine")
     before = measure_machine(placement)
     here = surroundings(placement)
     parameters, decoding, engine = _engine(settings, checkpoint, placement, workload)
@@ -151,7 +151,7 @@ def _measure(settings: BenchSettings) -> Measured:
             asyncio.Runner(loop_factory=auto_loop_factory()) as runner,
         ):
             http = runner.run(_http(url, workload, checkpoint, here, decoding))
-    _say("the machine, once more")
+    _log("the machine, once more")
     return Measured(
         date=datetime.now(UTC).isoformat(timespec="seconds"),
         surroundings=here,
@@ -176,7 +176,7 @@ def _engine(
     the memory."""
     gpt, path = _loaded(settings, checkpoint, placement, settings.kernels)
     figures = measure_engine(
-        gpt, path.make_decoder, workload, quantized=settings.quantize != "none", say=_say
+        gpt, path.make_decoder, workload, quantized=settings.quantize != "none", log=_log
     )
     return gpt.parameter_count(), path.name, figures
 
@@ -189,10 +189,10 @@ def _loaded(
 ) -> tuple[GPT, DecodePath]:
     gpt = load_weights(checkpoint, device=placement.device, dtype=placement.dtype)
     path = choose_decode_path(
-        gpt, kernels=kernels, quantize=settings.quantize, threads=placement.threads, say=_say
+        gpt, kernels=kernels, quantize=settings.quantize, threads=placement.threads, log=_log
     )
     if path.note is not None:
-        _say(f"decoding in plain torch, which is slower: {path.note}")
+        _log(f"decoding in plain torch, which is slower: {path.note}")
     return gpt, path
 
 
@@ -202,7 +202,7 @@ def _server(settings: BenchSettings, placement: Placement, workload: Workload) -
     if settings.url is not None:
         yield settings.url
         return
-    _say("starting a server")
+    _log("starting a server")
     with started_server(
         *("--checkpoint", str(settings.checkpoint.resolve())),
         *("--device", str(placement.device), "--dtype", placement.dtype_name),
@@ -225,10 +225,10 @@ async def _http(
         info = await client.info()
         fitting = _fitting(workload, info)
         if _is_remote(url) or not url.startswith("http://"):
-            figures = await measure_server(asking(client), fitting, _say)
+            figures = await measure_server(asking(client), fitting, _log)
         else:
             with closing(LeanClient(url)) as ask:
-                figures = await measure_server(ask, fitting, _say)
+                figures = await measure_server(ask, fitting, _log)
     return HttpMeasured(url, info, _unlike(info, checkpoint, here, decoding), figures)
 
 
@@ -282,6 +282,6 @@ def _unlike(
     )
 
 
-def _say(line: str) -> None:
+def _log(line: str) -> None:
     """Progress, beside what is printed at the end."""
     print(f"bench: {line}", file=sys.stderr, flush=True)

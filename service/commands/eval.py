@@ -24,7 +24,7 @@ def run(settings: EvalSettings) -> int:
             dtype=settings.dtype,
             threads=settings.threads,
             quantize=settings.quantize,
-            say=lambda line: print(f"logitd eval: {line}", file=sys.stderr),
+            log=lambda line: print(f"logitd eval: {line}", file=sys.stderr),
         )
     except (CheckpointError, DeviceError, KernelError, DataError, TrainingError) as error:
         print(f"logitd eval: {error}", file=sys.stderr)

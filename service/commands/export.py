@@ -16,7 +16,7 @@ def run(settings: ExportSettings) -> int:
             to=settings.to,
             dtype=settings.dtype,
             pre=settings.pre,
-            say=print,
+            log=print,
         )
     except (ConvertError, CheckpointError, OSError) as error:
         print(f"logitd export: {error}", file=sys.stderr)

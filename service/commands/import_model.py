@@ -17,7 +17,7 @@ def run(settings: ImportSettings) -> int:
             dtype=settings.dtype,
             context_length=settings.context_length,
             skip_normalizer=settings.skip_normalizer,
-            say=print,
+            log=print,
         )
     except (ConvertError, CheckpointError, OSError) as error:
         print(f"logitd import: {error}", file=sys.stderr)

@@ -113,7 +113,7 @@ class Constraints:
         finally:
             del self._compiling[source]
         constraint.size = max(size, len(source.text))
-        self._cache.keep(constraint)
+        self._cache.put(constraint)
         self._metrics.constraints_kept.set(len(self._cache))
         return constraint
 

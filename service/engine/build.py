@@ -90,7 +90,7 @@ def _build(settings: ServeSettings) -> BuiltEngine:
         kernels=settings.kernels,
         quantize=settings.quantize,
         batch_invariant=settings.batch_invariant,
-        say=logger.info,
+        log=logger.info,
     )
     path = model.decode_path
     if path.note is not None:

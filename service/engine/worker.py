@@ -76,7 +76,7 @@ class SourceCompiler:
         except ConstraintError as error:
             return Uncompiled(source.kind, self._vocab_size, str(error))
         constraint.size = size
-        self._cache.keep(constraint)
+        self._cache.put(constraint)
         return constraint
 
 

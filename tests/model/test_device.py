@@ -43,7 +43,7 @@ def test_a_cuda_device_is_described_for_people() -> None:
 
 @pytest.mark.parametrize("name", ["", "gpu", "CPU", "cuda:x", "cuda:-1", "cuda:"])
 def test_what_is_no_device(name: str) -> None:
-    sentence = f"{name!r} is no device; try auto, cpu, cuda or cuda:0"
+    sentence = f"{name!r} is not a device; try auto, cpu, cuda or cuda:0"
     with pytest.raises(DeviceError, match=f"^{re.escape(sentence)}$"):
         choose_placement(name)
 

@@ -34,7 +34,7 @@ CLASSES = {
 
 
 def write_folder(
-    folder: Path, info: CheckpointInfo, gpt: GPT, family: str, say: Callable[[str], None]
+    folder: Path, info: CheckpointInfo, gpt: GPT, family: str, log: Callable[[str], None]
 ) -> None:
     """Write the five files into an empty folder. Raises ConvertError."""
     tokenizer = info.tokenizer
@@ -56,7 +56,7 @@ def write_folder(
     _write_json(folder / TOKENIZER_CONFIG, _tokenizer_config(info))
     save_file(weights, folder / WEIGHTS, metadata={"format": "pt"})
     if tokenizer.ordinary < len(tokenizer.ranks):
-        say(
+        log(
             f"{len(tokenizer.ranks) - tokenizer.ordinary} of the 256 bytes are not tokens: a text "
             "that needs one is refused here, and loses those characters there without a word"
         )

@@ -113,7 +113,7 @@ class Compiler:
                 encoder={
                     token: rank
                     for token, rank in tokenizer.ranks.items()
-                    if rank < tokenizer.ordinary  # the rest are no ids
+                    if rank < tokenizer.ordinary  # the rest are not ids
                 },
                 special_tokens={},
                 pattern=tokenizer.pattern,

@@ -55,7 +55,7 @@ class Checker:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        """Let the process be there, so that its start is no part of a check. Raises
+        """Let the process be there, so that its start is not part of a check. Raises
         ConstraintsUnavailable when it does not answer."""
         if self._process is not None and self._process.poll() is None:
             return
@@ -121,7 +121,7 @@ def main() -> None:
     """The process: answers until its input ends, or it has grown."""
     compiler = Compiler(_tokenizer(json.loads(sys.stdin.buffer.readline())))
     _limit()
-    _say({"ready": True})
+    _answer({"ready": True})
     first = _peak()
     for line in sys.stdin.buffer:
         before, error = _peak(), None
@@ -130,7 +130,7 @@ def main() -> None:
         except ConstraintError as refused:
             error = str(refused)
         grown = _peak() - first > GROWN_BYTES
-        _say({"error": error, "bytes": _peak() - before, "ends": grown})
+        _answer({"error": error, "bytes": _peak() - before, "ends": grown})
         if grown:
             return
 
@@ -174,7 +174,7 @@ def _peak() -> int:
     return 0 if sys.platform == "win32" else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
-def _say(answer: Any) -> None:
+def _answer(answer: Any) -> None:
     sys.stdout.buffer.write(_line(answer))
     sys.stdout.buffer.flush()
 

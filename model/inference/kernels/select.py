@@ -1,7 +1,7 @@
-"""Choose: which numbers a model computes in and which decoder runs it on this machine, and why.
+"""Choose the dtype that a model computes in and the decoder that runs it on this machine.
 
-From what is asked for and what there is, never from a measurement at start-up: the same
-configuration always computes the same bits.
+Both follow from the settings and from the hardware, never from a measurement at start-up: the same
+configuration always computes the same bits. Each choice comes with its reason, for people.
 """
 
 import ctypes
@@ -25,12 +25,12 @@ from model.transformer.gpt import GPT
 
 
 class KernelError(ValueError):
-    """What was asked for cannot be had on this machine."""
+    """This machine cannot compute as asked; the message says why, and what to change."""
 
 
 @dataclass(frozen=True, slots=True)
 class DTypeChoice:
-    """The numbers that a model computes in, and why these, in words that can follow the name."""
+    """The dtype that a model computes in, and the reason, in words that can follow the name."""
 
     name: FloatName
     why: str
@@ -41,7 +41,7 @@ class DecodePath:
     """How decode steps are computed.
 
     name   for people: "native (AVX-512 BF16)", "CUDA graphs" or "torch"
-    note   why it is torch although nobody asked for that, or None
+    note   why it is torch although that was not asked for, or None
     """
 
     make_decoder: Callable[[GPT, KVCache], Decoder]
@@ -55,22 +55,24 @@ def choose_dtype(
     device: torch.device,
     *,
     kernels: KernelChoice = "auto",
-    say: Callable[[str], None] = lambda line: None,
+    log: Callable[[str], None] = lambda line: None,
 ) -> DTypeChoice:
-    """What was asked for; for "auto" the fastest numbers that the machine has of its own and that
-    lose nothing to see (`auto_dtype`). `say` is told when kernels are being built for that."""
+    """The dtype that was asked for; for "auto" the fastest one that the hardware multiplies and
+    that loses nothing one could notice (`auto_dtype`). `log` gets a line when kernels are built."""
     if asked != "auto":
         return DTypeChoice(asked, "as asked")
     multiplies, obstacle = bfloat16_instructions(processor_features()), None
     if device.type == "cpu" and multiplies is not None:
-        found = _native(config, device, torch.bfloat16, kernels, say)
-        obstacle = found if isinstance(found, str) else None
+        try:
+            _native(config, device, torch.bfloat16, kernels, log)
+        except KernelsUnavailable as error:
+            obstacle = str(error)
     return auto_dtype(device.type, multiplies, obstacle)
 
 
 def auto_dtype(device_type: str, multiplies: str | None, obstacle: str | None) -> DTypeChoice:
-    """What "auto" is, by the kind of device, what its processor multiplies bfloat16 with, and what
-    keeps the native decoder from running the model.
+    """What "auto" is, by the kind of device, the instructions that multiply bfloat16 there, and the
+    reason why the native decoder cannot run the model, if there is one.
 
     Without native decoding it is float32 on a CPU: there a decode step of plain torch rounds the
     residual stream as well.
@@ -91,13 +93,13 @@ def choose_decode_path(
     quantize: Quantization = "none",
     threads: int,
     batch_invariant: bool = False,
-    say: Callable[[str], None] = lambda line: None,
+    log: Callable[[str], None] = lambda line: None,
 ) -> DecodePath:
     """On a CPU the native decoder where it covers the model and can be built, else torch; on CUDA
     recorded steps, unless `kernels` is torch. `batch_invariant` is for CUDA: what a CPU computes
     is so in any case.
 
-    Raises KernelError where `kernels`, `quantize` or `batch_invariant` leave no such way out.
+    Raises KernelError where `kernels`, `quantize` or `batch_invariant` rule out what is left.
     """
     if kernels == "torch" and quantize != "none":
         raise KernelError(
@@ -106,24 +108,17 @@ def choose_decode_path(
     weight = gpt.token_embedding.weight
     if weight.device.type == "cuda" and kernels != "native" and quantize == "none":
         return cuda_path(kernels, batch_invariant=batch_invariant)
-    found = _native(gpt.config, weight.device, weight.dtype, kernels, say)
-    if not isinstance(found, str):
-        library, quantized = found, quantize == "int8"
-        prefills = prefills_natively(
-            weight.dtype, quantized=quantized, features=processor_features()
-        )
-
-        def make(gpt: GPT, cache: KVCache) -> Decoder:
-            return NativeDecoder(
-                library, gpt, cache, threads=threads, quantized=quantized, prefills=prefills
-            )
-
-        return DecodePath(make, f"native ({instructions()}{', int8' if quantized else ''})")
-    if kernels == "native" or quantize != "none":
-        asked = "kernels is native" if kernels == "native" else f"quantize is {quantize}"
-        raise KernelError(f"{asked}, but there are no native kernels for this: {found}")
-    unasked = kernels != "torch" and weight.device.type == "cpu"
-    return DecodePath(PlainDecoder, "torch", found if unasked else None)
+    try:
+        library = _native(gpt.config, weight.device, weight.dtype, kernels, log)
+    except KernelsUnavailable as error:
+        if kernels == "native" or quantize != "none":
+            asked = "kernels is native" if kernels == "native" else f"quantize is {quantize}"
+            raise KernelError(
+                f"{asked}, but there are no native kernels for this: {error}"
+            ) from error
+        unasked = kernels != "torch" and weight.device.type == "cpu"
+        return DecodePath(PlainDecoder, "torch", str(error) if unasked else None)
+    return _native_path(library, weight.dtype, quantized=quantize == "int8", threads=threads)
 
 
 def cuda_path(kernels: KernelChoice, *, batch_invariant: bool) -> DecodePath:
@@ -154,20 +149,31 @@ def instructions() -> str:
     return names[0] if names else "portable"
 
 
+def _native_path(
+    library: ctypes.CDLL, dtype: torch.dtype, *, quantized: bool, threads: int
+) -> DecodePath:
+    """Decoding by the native kernels; prompts too, where the processor is fast enough at that."""
+    prefills = prefills_natively(dtype, quantized=quantized, features=processor_features())
+
+    def make(gpt: GPT, cache: KVCache) -> Decoder:
+        return NativeDecoder(
+            library, gpt, cache, threads=threads, quantized=quantized, prefills=prefills
+        )
+
+    return DecodePath(make, f"native ({instructions()}{', int8' if quantized else ''})")
+
+
 def _native(
     config: GPTConfig,
     device: torch.device,
     dtype: torch.dtype,
     kernels: KernelChoice,
-    say: Callable[[str], None],
-) -> ctypes.CDLL | str:
-    """The native kernels for a model of this shape, or why there are none for it."""
+    log: Callable[[str], None],
+) -> ctypes.CDLL:
+    """The native kernels for a model of this shape. Raises KernelsUnavailable."""
     if kernels == "torch":
-        return "kernels is torch"
+        raise KernelsUnavailable("kernels is torch")
     reason = not_covered(config, device, dtype)
     if reason is not None:
-        return reason
-    try:
-        return load_library(say)
-    except KernelsUnavailable as error:
-        return str(error)
+        raise KernelsUnavailable(reason)
+    return load_library(log)

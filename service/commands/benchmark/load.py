@@ -113,18 +113,18 @@ class HttpFigures:
 
 
 async def measure_server(
-    ask: Ask, workload: Workload, say: Callable[[str], None] = lambda line: None
+    ask: Ask, workload: Workload, log: Callable[[str], None] = lambda line: None
 ) -> HttpFigures:
     """All cases of a workload, one after the other. Whoever asks should try nothing again and have
     connections for the largest batch."""
     await run_streams(ask, workload.prompts(1, WARM_UP), workload.tokens)
     prefill = []
     for prompts in workload.prefill_counts:
-        say(f"HTTP: prefill, {prompts} at once")
+        log(f"HTTP: prefill, {prompts} at once")
         prefill.append(await _prefill(ask, workload, prompts))
     decode = []
     for batch in workload.batches:
-        say(f"HTTP: decode, {batch} at once")
+        log(f"HTTP: decode, {batch} at once")
         decode.append(await _decode(ask, workload, batch))
     return HttpFigures(tuple(prefill), tuple(decode))
 

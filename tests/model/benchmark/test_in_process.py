@@ -76,9 +76,9 @@ def test_a_sequence_that_ends_otherwise_is_an_error(gpt: GPT) -> None:
 
 def test_all_cases_are_measured(gpt: GPT) -> None:
     asked = workload(4, 40, batches=(1, 4), rounds=2)
-    said: list[str] = []
-    figures = measure_engine(gpt, PlainDecoder, asked, say=said.append)
-    assert len(said) == 4
+    lines: list[str] = []
+    figures = measure_engine(gpt, PlainDecoder, asked, log=lines.append)
+    assert len(lines) == 4
     assert [one.prompts for one in figures.prefill] == [1, 4]
     assert [one.batch for one in figures.decode] == [1, 4]
     size = size_of(gpt)

@@ -93,7 +93,7 @@ def test_an_adapter_is_no_checkpoint_and_a_checkpoint_no_adapter(
 ) -> None:
     with pytest.raises(CheckpointError, match=r"holds an adapter, .* `logitd merge BASE"):
         read_checkpoint(adapter)
-    with pytest.raises(CheckpointError, match="is no adapter"):
+    with pytest.raises(CheckpointError, match="is not an adapter"):
         read_adapter(base)
     with pytest.raises(CheckpointError, match="holds an adapter"):
         merge(adapter, adapter, tmp_path / "merged", save_dtype="float32")
@@ -126,8 +126,8 @@ def test_damaged_weights_are_refused(adapter: Path) -> None:
         ({"format_version": 2}, "has format_version 2; of adapters this logitd reads 1"),
         ({"kind": "model"}, "does not say that it is an adapter's"),
         ({"rank": 0}, "rank is 0"),
-        ({"targets": None}, "no whole adapter"),
-        ({"training": {"step": 1}}, "no whole adapter"),
+        ({"targets": None}, "is not a complete adapter"),
+        ({"training": {"step": 1}}, "is not a complete adapter"),
     ],
 )
 def test_a_description_that_is_wrong_is_refused(

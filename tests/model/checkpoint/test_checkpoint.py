@@ -359,14 +359,14 @@ def test_no_directory(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", [WEIGHTS, RANKS])
 def test_a_missing_file(saved: Path, name: str) -> None:
     (saved / name).unlink()
-    refuse(saved, f"{{path}} holds no {name}")
+    refuse(saved, f"{{path}} has no {name}")
 
 
 def test_a_missing_config(saved: Path) -> None:
     (saved / CONFIG).unlink()
     refuse(
         saved,
-        "{path} holds no config.json; "
+        "{path} has no config.json; "
         "a checkpoint has config.json, model.safetensors and tokenizer.tiktoken",
     )
 
@@ -397,7 +397,7 @@ def test_a_truncated_file(saved: Path) -> None:
 def test_a_file_truncated_before_it_was_hashed(saved: Path, size: int) -> None:
     os.truncate(saved / WEIGHTS, size)
     rehash(saved)
-    refuse(saved, "{path}/model.safetensors is no whole safetensors file: ...")
+    refuse(saved, "{path}/model.safetensors is not a complete safetensors file: ...")
 
 
 def test_bytes_behind_the_last_tensor(saved: Path) -> None:
@@ -406,7 +406,7 @@ def test_bytes_behind_the_last_tensor(saved: Path) -> None:
     rehash(saved)
     refuse(
         saved,
-        "{path}/model.safetensors is no whole safetensors file: "
+        "{path}/model.safetensors is not a complete safetensors file: "
         "there is more behind the last of its tensors",
     )
 
@@ -458,10 +458,10 @@ def test_an_unknown_format_version(saved: Path, version: object) -> None:
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        (b"", "{path}/config.json is no JSON: ..."),
-        (b'{"format_version": 1', "{path}/config.json is no JSON: ..."),
-        (b"\xff\xfe", "{path}/config.json is no JSON: ..."),
-        (b"[1]", "{path}/config.json is no JSON object"),
+        (b"", "{path}/config.json is not valid JSON: ..."),
+        (b'{"format_version": 1', "{path}/config.json is not valid JSON: ..."),
+        (b"\xff\xfe", "{path}/config.json is not valid JSON: ..."),
+        (b"[1]", "{path}/config.json is not a JSON object"),
     ],
 )
 def test_bad_json(saved: Path, text: bytes, sentence: str) -> None:
@@ -521,12 +521,12 @@ def test_a_missing_section(saved: Path, section: str) -> None:
             "tokenizer",
             {"pattern": "("},
             "the tokenizer of {path} cannot be read: "
-            "the split pattern '(' is no regular expression: ...",
+            "the split pattern '(' is not a regular expression: ...",
         ),
         (
             "tokenizer",
             {"chat_template": 5},
-            "{path}/config.json: chat_template is no string",
+            "{path}/config.json: chat_template is not a string",
         ),
         (
             "tokenizer",
@@ -543,7 +543,11 @@ def test_a_missing_section(saved: Path, section: str) -> None:
             {RANKS: "0" * 64},
             "{path}/tokenizer.tiktoken (...) has sha256 ..., config.json says 000000000000...: ...",
         ),
-        ("files", {WEIGHTS: None}, "{path}/config.json names no sha256 of model.safetensors"),
+        (
+            "files",
+            {WEIGHTS: None},
+            "{path}/config.json does not give the sha256 of model.safetensors",
+        ),
     ],
 )
 def test_a_wrong_config(
@@ -570,7 +574,7 @@ def test_bad_ranks(saved: Path) -> None:
 def test_a_training_record_of_wrong_kinds_is_refused(
     checkpoint_path: Path, tmp_path: Path, name: str, value: object
 ) -> None:
-    """A step that is no number used to load, and broke whatever printed it later."""
+    """A step that is not a number used to load, and broke whatever printed it later."""
     copy = tmp_path / "copy"
     shutil.copytree(checkpoint_path, copy)
     document = json.loads((copy / "config.json").read_text())

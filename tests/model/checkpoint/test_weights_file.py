@@ -86,10 +86,10 @@ def entry(start: Any = 0, end: Any = 8, shape: Any = (2,), dtype: Any = "F32") -
 @pytest.mark.parametrize(
     ("header", "sentence"),
     [
-        (b"{", "its header is no JSON: "),
-        (b"\xff", "its header is no JSON: "),
-        (b"[" * 100_000, "its header is no JSON: "),
-        ([1], "its header is no JSON object"),
+        (b"{", "its header is not valid JSON: "),
+        (b"\xff", "its header is not valid JSON: "),
+        (b"[" * 100_000, "its header is not valid JSON: "),
+        ([1], "its header is not a JSON object"),
         ({"w": 5}, "its header has '5' for w; expected dtype, shape and two data_offsets"),
         ({"w": {"dtype": "F32", "shape": [2]}}, "its header has .* for w; expected"),
         ({"w": entry() | {"data_offsets": [0]}}, "its header has .* for w; expected"),

@@ -128,9 +128,9 @@ def test_characters_go_and_come_back(tmp_path: Path) -> None:
     tokenizer = character_tokenizer({"a": 0, "é": 1, "😀": 2, "\n": 3, " ": 4}, "here")
     gpt = tiny_gpt(tiny_config(vocab_size=5, n_layer=1))
     save_tiny_checkpoint(tmp_path / "ours", gpt=gpt, tokenizer=tokenizer)
-    said: list[str] = []
-    export_model(tmp_path / "ours", tmp_path / "theirs", to="hf", say=said.append)
-    assert "253 of the 256 bytes are not tokens" in said[0]
+    lines: list[str] = []
+    export_model(tmp_path / "ours", tmp_path / "theirs", to="hf", log=lines.append)
+    assert "253 of the 256 bytes are not tokens" in lines[0]
     theirs = AutoTokenizer.from_pretrained(tmp_path / "theirs")
     assert theirs("é 😀a\n")["input_ids"] == [1, 4, 2, 0, 3]
     import_model(tmp_path / "theirs", tmp_path / "again")

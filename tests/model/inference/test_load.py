@@ -31,7 +31,7 @@ def covered(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def opened(path: Path, **wishes: Any) -> LoadedModel:
     usual: dict[str, Any] = {"device": "cpu", "dtype": "auto", "threads": 1, "kernels": "auto",
-                             "quantize": "none", "say": lambda line: None}  # fmt: skip
+                             "quantize": "none", "log": lambda line: None}  # fmt: skip
     return load_model(path, **(usual | wishes))
 
 
@@ -60,7 +60,7 @@ def test_plain_torch_computes_in_float32_unless_told_otherwise(covered: Path) ->
 @pytest.mark.parametrize(
     ("wishes", "error", "message"),
     [
-        ({"device": "abacus"}, DeviceError, "'abacus' is no device"),
+        ({"device": "abacus"}, DeviceError, "'abacus' is not a device"),
         ({"kernels": "native", "dtype": "float16"}, KernelError, "the model is in float16"),
         ({"kernels": "torch", "quantize": "int8"}, KernelError, "set kernels to auto"),
     ],

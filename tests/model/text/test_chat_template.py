@@ -259,7 +259,7 @@ def test_a_template_can_look_into_a_message() -> None:
         assert render(source, "No", special_tokens=special_tokens) == ["No"]
 
 
-# What is no template
+# What is not a template
 
 
 @pytest.mark.parametrize(
@@ -281,7 +281,7 @@ def test_a_template_can_look_into_a_message() -> None:
     ],
     ids=lambda value: str(value)[:20],
 )
-def test_what_is_no_template_is_refused_at_once(source: str, said: str) -> None:
+def test_what_is_not_a_template_is_refused_at_once(source: str, said: str) -> None:
     with pytest.raises(ChatTemplateError, match=said.replace("(", r"\(")):
         ChatTemplate(source)
 

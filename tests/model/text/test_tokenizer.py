@@ -314,7 +314,7 @@ def with_special(**special_tokens: int) -> Callable[[], Tokenizer]:
         (with_special(one=-1), r"special tokens \{'one': -1\} share an id .*"),
         (
             lambda: Tokenizer(ranks=RANKS, pattern=r"(\p{L}+", special_tokens={}),
-            r"the split pattern '\(\\\\p\{L\}\+' is no regular expression: .*",
+            r"the split pattern '\(\\\\p\{L\}\+' is not a regular expression: .*",
         ),
     ],
     ids=["no-byte", "gap", "same-rank", "collision", "same-special", "negative", "pattern"],

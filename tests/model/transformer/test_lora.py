@@ -127,9 +127,7 @@ def test_impossible_adapters_are_refused(wrong: dict[str, Any], message: str) ->
 def test_a_rank_that_is_not_low_is_refused_with_the_size() -> None:
     config = tiny_config(n_kv_head=1)  # keys of 8 rows
     adapt(tiny_gpt(config), LoraShape(8, 1.0, TARGETS), torch.Generator())
-    with pytest.raises(
-        LoraError, match="a rank of 9 is no low one for qkv: a map of it has 8 rows"
-    ):
+    with pytest.raises(LoraError, match="a rank of 9 is not low for qkv: a map of it has 8 rows"):
         adapt(tiny_gpt(config), LoraShape(9, 1.0, TARGETS), torch.Generator())
 
 

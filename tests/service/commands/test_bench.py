@@ -211,7 +211,7 @@ def test_streams_that_fail_are_shown_and_exit_1(
         ({"url": "ftp://nowhere"}, "base_url is 'ftp://nowhere'"),
         ({"url": "http://127.0.0.1:1"}, "no connection to http://127.0.0.1:1"),
         ({"kernels": "torch", "quantize": "int8"}, "quantize is int8, which the native kernels"),
-        ({"device": "tpu"}, "'tpu' is no device"),
+        ({"device": "tpu"}, "'tpu' is not a device"),
     ],
 )  # fmt: skip
 def test_what_cannot_run_is_refused(

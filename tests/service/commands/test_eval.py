@@ -78,7 +78,7 @@ def test_a_person_reads_the_same(
         (["nowhere"], "there is no checkpoint directory at nowhere"),
         (["CHECKPOINT", "--data", "nowhere.txt"], "nowhere.txt is no file"),
         (["CHECKPOINT"], "lies in no run directory"),
-        (["CHECKPOINT", "--device", "tpu"], "is no device"),
+        (["CHECKPOINT", "--device", "tpu"], "is not a device"),
     ],
 )
 def test_what_cannot_be_measured_exits_1(

@@ -142,7 +142,7 @@ def test_a_prompt_that_cannot_be_continued_exits_1_with_a_sentence(
     [
         (("--checkpoint", "nowhere"), "there is no checkpoint directory at nowhere"),
         (("--device", "tpu"), "'tpu'"),
-        (("--device", "abacus"), "'abacus' is no device; try auto, cpu, cuda or cuda:0"),
+        (("--device", "abacus"), "'abacus' is not a device; try auto, cpu, cuda or cuda:0"),
         (("--kernels", "native"), "kernels is native, but there are no native kernels for this"),
         (("--quantize", "int8"), "quantize is int8, but there are no native kernels for this"),
     ],

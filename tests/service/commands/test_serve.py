@@ -40,7 +40,7 @@ def test_the_banner_says_what_is_served_and_where(process: ServedProcess) -> Non
         "parameters": "52,512",
         "device": rows["device"],
         "dtype": rows["dtype"],
-        "decoding": "torch (head_dim is 8, no multiple of 16 up to 256)",
+        "decoding": "torch (head_dim is 8, not a multiple of 16 up to 256)",
         "context": "128 tokens",
         "slots": "3 sequences at once, 0 MiB of keys and values",
         "keys": "none: whoever can connect is answered",

@@ -137,7 +137,7 @@ def test_kinds_with_the_same_text_are_different() -> None:
 
 
 def test_the_least_recently_used_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cache, "MAX_KEPT", 3)
+    monkeypatch.setattr(cache, "MAX_CONSTRAINTS", 3)
 
     async def test() -> None:
         async with bench() as b:
@@ -165,7 +165,7 @@ def test_what_is_kept_is_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch) -> No
             b.checker.size = 0  # nothing takes less than its text
             for i in range(200):
                 await b.constraints.compiled(literal(i))
-            assert b.kept == cache.MAX_KEPT
+            assert b.kept == cache.MAX_CONSTRAINTS
             monkeypatch.setattr(cache, "MAX_BYTES", 3 * len("text 0"))
             await b.constraints.compiled(literal(200))
             assert b.kept == 2

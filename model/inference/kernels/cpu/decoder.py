@@ -45,8 +45,8 @@ PREFILL_ROWS = 256
 """Positions of a prompt that go through the model together. No bit depends on it; there are
 buffers for so many."""
 FAST_PRODUCTS = {"float32": "avx512f", "bfloat16": "avx512_bf16", "int8": "avx512_vnni"}
-"""The feature that the products of many rows need to be at least as fast as torch's: 32 registers
-of 16 numbers, and dot products of narrow ones."""
+"""The processor feature that products of many rows need to be at least as fast as torch's: 32
+registers of 16 floats, and dot products of narrow dtypes."""
 
 
 class _Norm(Structure):
@@ -155,13 +155,13 @@ def unsupported(gpt: GPT) -> str | None:
 
 
 def not_covered(config: GPTConfig, device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why the native decoder cannot run a model of this shape there; None when it can."""
+    """Why the native decoder cannot run a model of this shape on a device; None when it can."""
     if device.type != "cpu":
         return f"the model is on {device}"
     if dtype not in (torch.float32, torch.bfloat16):
         return f"the model is in {str(dtype).removeprefix('torch.')}"
     if config.head_dim % LANES or config.head_dim > MAX_HEAD_DIM:
-        return f"head_dim is {config.head_dim}, no multiple of {LANES} up to {MAX_HEAD_DIM}"
+        return f"head_dim is {config.head_dim}, not a multiple of {LANES} up to {MAX_HEAD_DIM}"
     return None
 
 
@@ -205,7 +205,7 @@ class NativeDecoder:
         library.logitd_time_stages.argtypes = (c_void_p, c_void_p)
         library.logitd_stage_names.restype = c_char_p
         self._library = library
-        self._kept: list[Tensor | Arena] = [move_to_arena(gpt)]
+        self._alive: list[Tensor | Arena] = [move_to_arena(gpt)]
         self._int8 = None
         if quantized:
             # One behind the other, as the weights themselves: what is read is one stream.
@@ -219,7 +219,7 @@ class NativeDecoder:
         described = _Cache(
             cache.keys.data_ptr(), cache.values.data_ptr(), cache.slots, cache.slot_length
         )
-        self._kept += [cache.keys, cache.values]
+        self._alive += [cache.keys, cache.values]
         rows = max(cache.slots, DRAFTED_ROWS)
         room = max(rows, PREFILL_ROWS) if prefills else rows
         self._handle = library.logitd_decoder_new(byref(model), byref(described), room, threads)
@@ -241,10 +241,10 @@ class NativeDecoder:
         count = len(token_ids)
         if count > len(self._logits):
             raise ValueError(
-                f"{count} rows are asked for, this decoder has room for {len(self._logits)}"
+                f"{count} rows are asked for, and this decoder has buffers for {len(self._logits)}"
             )
-        for numbers, given in zip(self._where, (token_ids, slots, positions), strict=True):
-            numbers[:count] = list(given)
+        for argument, values in zip(self._where, (token_ids, slots, positions), strict=True):
+            argument[:count] = list(values)
         self._library.logitd_decode(self._handle, *self._where, count, self._logits.data_ptr())
         return self._logits[:count]
 
@@ -253,19 +253,17 @@ class NativeDecoder:
             return self._torch_prefill(piece, contended=self.contended)
         config, count, weights = self._config, len(piece.token_ids), piece.weights
         hidden = torch.empty(count, config.d_model)
-        kept_states = (
-            torch.empty(config.n_layer + 1, count, config.d_model) if piece.states else None
-        )
-        kept_weights = None
+        states = torch.empty(config.n_layer + 1, count, config.d_model) if piece.states else None
+        attention = None
         record = _Record(count=count)
-        if kept_states is not None:
-            record.states = kept_states.data_ptr()
+        if states is not None:
+            record.states = states.data_ptr()
         if weights is not None:
             shape = count, len(weights.layers), len(weights.heads), weights.length
-            kept_weights = torch.zeros(shape)
-            layers = places(weights.layers, config.n_layer)
-            heads = places(weights.heads, config.n_head)
-            record.weights = kept_weights.data_ptr()
+            attention = torch.zeros(shape)
+            layers = output_indices(weights.layers, config.n_layer)
+            heads = output_indices(weights.heads, config.n_head)
+            record.weights = attention.data_ptr()
             record.layer_places, record.head_places = map(ctypes.addressof, (layers, heads))
             _, record.layers, record.heads, record.length = shape
         token_ids = (c_int32 * count)(*piece.token_ids)
@@ -273,7 +271,7 @@ class NativeDecoder:
             self._handle, token_ids, piece.slot, piece.start, count, byref(record),
             hidden.data_ptr(),
         )  # fmt: skip
-        return Prefilled(hidden, kept_states, kept_weights)
+        return Prefilled(hidden, states, attention)
 
     def head(self, hidden: Tensor) -> Tensor:
         count, rows = len(hidden), hidden.float().contiguous()
@@ -293,15 +291,15 @@ class NativeDecoder:
         self._library.logitd_sample(self._handle, rows.address, count)
         return [None if token_id < 0 else token_id for token_id in rows.token_ids[:count].tolist()]
 
-    def time_stages(self, wanted: bool) -> None:
-        """Whether the stages of what follows are timed. Costs a look at a clock for each of them;
+    def time_stages(self, enabled: bool) -> None:
+        """Time the stages of what follows, or stop timing them. Costs a look at a clock for each;
         the results are the same bits."""
-        total = self._nanoseconds if wanted else None
+        total = self._nanoseconds if enabled else None
         self._library.logitd_time_stages(self._handle, total)
 
     def take_stage_seconds(self) -> dict[str, float]:
-        """Seconds of each stage of native/clocks.h that was timed since this was last asked, the
-        waiting for the last thread in each."""
+        """Seconds of each stage of native/clocks.h since the last call, with the wait for the last
+        thread in each."""
         taken = {name: 1e-9 * ns for name, ns in zip(self._stages, self._nanoseconds, strict=True)}
         for index in range(len(self._stages)):
             self._nanoseconds[index] = 0
@@ -414,7 +412,7 @@ class NativeDecoder:
     def _keep(self, tensor: Tensor) -> int:
         """The address of a tensor that lives as long as this does."""
         assert tensor.is_contiguous()
-        self._kept.append(tensor)
+        self._alive.append(tensor)
         return tensor.data_ptr()
 
 
@@ -433,9 +431,9 @@ def head_matrix(gpt: GPT) -> Tensor:
     return head[: gpt.config.vocab_size]
 
 
-def places(chosen: Sequence[int], count: int) -> ctypes.Array[c_int32]:
-    """For each of `count` things its place among the chosen, or -1."""
-    found = (c_int32 * count)(*([-1] * count))
-    for place, index in enumerate(chosen):
-        found[index] = place
-    return found
+def output_indices(chosen: Sequence[int], count: int) -> ctypes.Array[c_int32]:
+    """For each of `count` layers or heads its index among the chosen ones, or -1."""
+    indices = (c_int32 * count)(*([-1] * count))
+    for position, index in enumerate(chosen):
+        indices[index] = position
+    return indices

@@ -30,9 +30,9 @@ class KernelsUnavailable(RuntimeError):
 
 
 def load_library(
-    say: Callable[[str], None] = lambda line: None, *, processor: str = "native"
+    log: Callable[[str], None] = lambda line: None, *, processor: str = "native"
 ) -> ctypes.CDLL:
-    """The compiled kernels. `say` is told when they are being built, which takes a moment.
+    """The compiled kernels. `log` is told when they are being built, which takes a moment.
     `processor` is the compiler's name for one that this machine can stand in for, such as
     x86-64-v3.
 
@@ -45,7 +45,7 @@ def load_library(
     if not target.exists():
         with _building_alone(target.parent):
             if not target.exists():  # another process may have built it while this one waited
-                say("building the native kernels for this processor, once")
+                log("building the native kernels for this processor, once")
                 _build(compiler, flags, target)
     try:
         return ctypes.CDLL(str(target))
@@ -54,12 +54,12 @@ def load_library(
 
 
 def _compiler() -> str:
-    wanted = os.environ.get("CXX")
-    for name in (wanted,) if wanted else COMPILERS:
+    chosen = os.environ.get("CXX")
+    for name in (chosen,) if chosen else COMPILERS:
         if path := shutil.which(name):
             return path
     raise KernelsUnavailable(
-        f"no C++ compiler was found ({wanted or ', '.join(COMPILERS)}); install one, or name it in "
+        f"no C++ compiler was found ({chosen or ', '.join(COMPILERS)}); install one, or name it in "
         "CXX"
     )
 
@@ -75,7 +75,10 @@ def _cache_folder() -> Path:
         # A library is code: only our own folder may give it.
         if os.access(folder, os.W_OK) and folder.stat().st_uid == os.getuid():
             return folder
-    raise KernelsUnavailable("no folder to keep the built kernels in can be written")
+    raise KernelsUnavailable(
+        "no folder can be written to keep the built kernels in: neither the user's cache nor the "
+        "temporary folder"
+    )
 
 
 def _fingerprint(compiler: str, flags: tuple[str, ...]) -> str:
@@ -123,5 +126,5 @@ def _build(compiler: str, flags: tuple[str, ...], target: Path) -> None:
             raise KernelsUnavailable(f"the compiler did not finish: {error}") from error
         if result.returncode:
             first = next((line for line in result.stderr.splitlines() if "error" in line), "")
-            raise KernelsUnavailable(f"the compiler refused the kernels: {first[:300]}")
+            raise KernelsUnavailable(f"the compiler rejected the kernels: {first[:300]}")
         built.replace(target)

@@ -1,11 +1,11 @@
 """PlainDecoder: prompts and decode steps in stock torch, wherever torch runs; the others' twin.
 
 Rows of a step are padded to a multiple of ROW_GROUP: so the arithmetic of a row does not depend on
-how many are computed beside it. Measured on the matrix products of CPUs: the bits of a row differ
+how many others are in the batch. Measured on the matrix products of CPUs: the bits of a row differ
 between 1, 2 to 3, and 4 or more rows, and are one class from 4 rows up in multiples of 4. Only
 products smaller than those of real models are outside of this: in float32 with fewer than 12
-columns and an inner width that is no multiple of 4, in bfloat16 with rows * columns * inner width
-up to 4096, where torch changes kernels.
+columns and an inner width that is not a multiple of 4, in bfloat16 with rows * columns * inner
+width up to 4096, where torch changes kernels.
 """
 
 from collections.abc import Sequence

@@ -203,7 +203,7 @@ class Played:
             case "abort":
                 events = engine.abort(str(number), None if index < 0 else index)
                 self.driven.record(events)
-                self.say(events)
+                self.note(events)
             case "wait":
                 self.clock.now += number
             case "swap":
@@ -215,10 +215,10 @@ class Played:
     def step(self) -> None:
         result = self.driven.step()
         self.told.append(replace(result, events=()))
-        self.say(result.events)
+        self.note(result.events)
         self.told += [self.driven.engine.stats(), self.driven.engine.has_work()]
 
-    def say(self, events: Sequence[Event]) -> None:
+    def note(self, events: Sequence[Event]) -> None:
         for event in events:
             if isinstance(event, OutputsChunk):
                 self.told.append((event.request_id, event.positions, event.rows.tolist()))

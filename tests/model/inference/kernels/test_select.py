@@ -124,7 +124,7 @@ def test_what_is_asked_for_is_taken(name: Any) -> None:
     ("gpt", "note"),
     [
         (tiny_gpt(tiny_config(head_dim=16)).half(), "the model is in float16"),
-        (tiny_gpt(), "head_dim is 8, no multiple of 16 up to 256"),
+        (tiny_gpt(), "head_dim is 8, not a multiple of 16 up to 256"),
     ],
 )
 def test_torch_decodes_what_the_kernels_do_not_cover_and_that_is_said(gpt: GPT, note: str) -> None:

@@ -258,7 +258,7 @@ def test_a_prompt_longer_than_the_buffers_goes_through_in_pieces(
 def test_what_an_earlier_text_left_behind_is_not_seen(
     library: ctypes.CDLL, dtype: torch.dtype
 ) -> None:
-    """Not even where it is no number: keys are read a few at a time and in whole parts."""
+    """Not even where it is not a number: keys are read a few at a time and in whole parts."""
     gpt = tiny_gpt(native_config("llama", head_dim=48)).to(dtype)
     cache, text = new_cache(gpt), random_ids(45).tolist()
     native = NativeDecoder(library, gpt, cache, threads=2)
@@ -441,7 +441,7 @@ def test_int8_weights_are_one_stream(library: ctypes.CDLL) -> None:
     """Each in an arena of its own, most of them had no large page."""
     gpt = tiny_gpt(native_config("gpt2", d_model=64, d_ff=256))
     native = NativeDecoder(library, gpt, new_cache(gpt), threads=1, quantized=True)
-    kept = [one for one in native._kept if isinstance(one, Tensor) and one.dtype == torch.int8]
+    kept = [one for one in native._alive if isinstance(one, Tensor) and one.dtype == torch.int8]
     native.close()
     assert [one.shape for one in kept] == [one.shape for one in matrices(gpt)]
     assert kept[0].data_ptr() % PAGE == 0

@@ -40,22 +40,22 @@ def compiler() -> None:
 
 @pytest.mark.usefixtures("compiler")
 def test_it_is_built_once(cache: Path, sources: Path) -> None:
-    said: list[str] = []
-    assert load_library(said.append).answer() == 42
-    assert len(said) == 1
+    lines: list[str] = []
+    assert load_library(lines.append).answer() == 42
+    assert len(lines) == 1
     (built,) = cache.iterdir()
     written = built.stat().st_mtime_ns
-    assert load_library(said.append).answer() == 42
-    assert len(said) == 1
+    assert load_library(lines.append).answer() == 42
+    assert len(lines) == 1
     assert built.stat().st_mtime_ns == written
     (sources / "decoder.cpp").write_text('extern "C" int answer() { return 43; }\n')
-    assert load_library(said.append).answer() == 43
-    assert len(said) == 2
+    assert load_library(lines.append).answer() == 43
+    assert len(lines) == 2
 
 
 @pytest.mark.usefixtures("compiler", "cache", "sources")
 def test_who_comes_while_it_is_built_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    building, build, said = threading.Event(), library._build, list[str]()
+    building, build, lines = threading.Event(), library._build, list[str]()
 
     def slowly(*given: Any) -> None:
         building.set()
@@ -64,17 +64,17 @@ def test_who_comes_while_it_is_built_waits_for_it(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(library, "_build", slowly)
     with ThreadPoolExecutor(2) as pool:
-        first = pool.submit(load_library, said.append)
+        first = pool.submit(load_library, lines.append)
         assert building.wait(60)
-        second = pool.submit(load_library, said.append)
+        second = pool.submit(load_library, lines.append)
         assert [first.result().answer(), second.result().answer()] == [42, 42]
-    assert len(said) == 1
+    assert len(lines) == 1
 
 
 @pytest.mark.usefixtures("compiler", "cache")
 def test_what_does_not_compile_is_told(sources: Path) -> None:
-    (sources / "decoder.cpp").write_text("this is no C++\n")
-    with pytest.raises(KernelsUnavailable, match=r"the compiler refused the kernels: .*error"):
+    (sources / "decoder.cpp").write_text("this is not C++\n")
+    with pytest.raises(KernelsUnavailable, match=r"the compiler rejected the kernels: .*error"):
         load_library()
 
 
