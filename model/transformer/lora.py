@@ -3,7 +3,7 @@
 A matrix W gets two narrow ones: what is computed is x W' + (alpha / rank) x A' B', with A drawn and
 B zero, so an adapted model begins as the model it adapts. Only A and B are trained: of W neither a
 gradient nor an optimizer state is made. Afterwards the product is added to W (`merge_into`) and
-nothing is left of it but other weights. A fused matrix is several maps side by side
+nothing is left of it but other numbers. A fused matrix is several maps side by side
 (`GPTConfig.maps`), and each has its A: queries, keys and values are adapted apart.
 
 Source: Hu et al., LoRA: Low-Rank Adaptation of Large Language Models (2021). Without its dropout,
