@@ -27,7 +27,7 @@ DOCUMENTS = [
     ),
 ]
 COLUMNS = 110
-TO_BE_WRAPPED = {"README.md", "ARCHITECTURE.md"}
+TO_BE_WRAPPED = {"README.md"}
 PLACES = r"`((?:model|service|logitd|benchmarks|tests|checkpoints)/[\w./-]*)`"
 COMMAND_LINE = r"^ *(?:\.venv/bin/)?logitd ([a-z]+)(.*)$"
 
