@@ -22,7 +22,7 @@ from benchmarks.arguments import new_parser
 from model.benchmark.workload import Workload, choose_workload
 from model.checkpoint.checkpoint import read_checkpoint
 from service.commands.benchmark.load import DecodeLoad, measure_server
-from service.commands.benchmark.raw_client import LeanClient
+from service.commands.benchmark.raw_client import RawClient
 from service.commands.benchmark.server import started_server
 
 PLACES = ("thread", "process")
@@ -47,7 +47,7 @@ def served_twice(*flags: str) -> Iterator[dict[str, str]]:
 async def decode(url: str, workload: Workload) -> DecodeLoad:
     """The load of one batch of streams, which is asked for again where the first had ended before
     the last began: beside other work that happens."""
-    ask = LeanClient(url)
+    ask = RawClient(url)
     try:
         for _ in range(ATTEMPTS):
             (load,) = (await measure_server(ask, workload)).decode

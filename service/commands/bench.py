@@ -42,7 +42,7 @@ from model.transformer.gpt import GPT
 from service.client import AsyncClient, Info, LogitdError
 from service.commands.benchmark.load import asking, measure_server
 from service.commands.benchmark.profile_report import profile_lines, profile_summary
-from service.commands.benchmark.raw_client import LeanClient
+from service.commands.benchmark.raw_client import RawClient
 from service.commands.benchmark.report import HttpMeasured, Measured, Profiled, lines, summary
 from service.commands.benchmark.server import ServerError, started_server
 from service.settings.tools import BenchSettings
@@ -227,7 +227,7 @@ async def _http(
         if _is_remote(url) or not url.startswith("http://"):
             figures = await measure_server(asking(client), fitting, _log)
         else:
-            with closing(LeanClient(url)) as ask:
+            with closing(RawClient(url)) as ask:
                 figures = await measure_server(ask, fitting, _log)
     return HttpMeasured(url, info, _unlike(info, checkpoint, here, decoding), figures)
 

@@ -1,7 +1,7 @@
 """Load: streams that a server is asked for at once, and when their tokens came.
 
-Reads each stream as it comes; refusals are not tried again, so that they are seen. Who asks is an
-`Ask`: `AsyncClient` as anybody would (`asking`), or `lean.py`, which takes a fraction of the time.
+Reads each stream as it comes; rejections are not retried, so that they are seen. An `Ask` sends the
+requests: `AsyncClient` as anybody would (`asking`), or `raw_client.py` in a fraction of the time.
 Either is Python on the machine that runs this: where that is the server's own it takes processor
 time from it, which is part of what is measured, and `client_cpu` says how much.
 

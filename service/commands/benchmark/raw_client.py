@@ -1,12 +1,12 @@
-"""Lean client: streams of /generate over plain HTTP, of which the tokens are counted.
+"""RawClient: streams of /generate over plain HTTP, whose tokens it counts and does not read.
 
-`AsyncClient` gives chunks as programs want them, and Python takes longer for that than the server
-takes to write them. Where both run on the same processors that is a load on what is measured. Here
-httptools, whose parser is C, takes the reply apart, and of an event nothing is read but its ids.
-What is asked, and how errors are called, is as with `AsyncClient`.
+`AsyncClient` parses each chunk into dataclasses, which takes Python longer than the server takes to
+write it. Where both run on the same processors, that slows what is measured. Here httptools, whose
+parser is C, parses the reply, and of an event we count the ids. Requests and errors are those of
+`AsyncClient`.
 
-Not here: TLS, proxies, further tries. A server on another machine is asked by `AsyncClient`, whose
-time is not the server's.
+Does not cover TLS, proxies and retries. A server on another machine is asked by `AsyncClient`,
+whose time is not the server's.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ SILENT_SECONDS = 600.0
 """A stream that brings nothing for as long has failed."""
 
 
-class LeanClient:
+class RawClient:
     """Asks the server at a `http://` URL, with the API key of LOGITD_API_KEY if there is one. An
     `Ask` of `service/commands/benchmark/load.py`. Belongs to one event loop; `close` ends it."""
 

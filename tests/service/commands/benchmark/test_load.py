@@ -25,7 +25,7 @@ from service.commands.benchmark.load import (
     measure_server,
     run_streams,
 )
-from service.commands.benchmark.raw_client import LeanClient
+from service.commands.benchmark.raw_client import RawClient
 from tests.model.factories import VOCAB_SIZE
 from tests.service.client.scripted import events, scripted
 from tests.service.serving import PATIENCE, Serving, occupy, serving
@@ -39,7 +39,7 @@ async def usual(url: str) -> AsyncIterator[Ask]:
 
 @asynccontextmanager
 async def lean(url: str) -> AsyncIterator[Ask]:
-    with closing(LeanClient(url)) as ask:
+    with closing(RawClient(url)) as ask:
         yield ask
 
 
