@@ -27,7 +27,7 @@ class Batches:
 
     def __init__(self, shard: Shard, *, window: int, seed: int) -> None:
         if shard.count < window + 1:
-            raise ValueError(f"{shard.count} tokens hold no window of {window} + 1")
+            raise ValueError(f"{shard.count} tokens do not fill a window of {window} + 1")
         self.windows = (shard.count - 1) // window  # in one pass
         self._shard = shard
         self._window = window

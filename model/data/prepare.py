@@ -18,14 +18,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from model.data.reuse import Written, adopt
+from model.data.reuse import Written, reuse_shards
 from model.data.shards import Shard, ShardWriter, open_shard
 from model.data.sources.document import Text, TextError
 from model.data.split import Side, are_many, sides
 from model.data.vocabulary import (
     check,
     learn,
-    ready_made,
+    published_vocabulary,
     require_end_of_text,
     tokenizer_sha256,
 )
@@ -72,7 +72,7 @@ def prepare_text(
     elif vocabulary == "own":
         tokenizer = learn(_training_pieces(text, fraction, many=many), vocab_size)
     else:
-        tokenizer = ready_made(vocabulary)
+        tokenizer = published_vocabulary(vocabulary)
     identity = tokenizer_sha256(tokenizer)
     writers: dict[Side, ShardWriter] = {
         side: ShardWriter(
@@ -84,7 +84,7 @@ def prepare_text(
     }
     with writers["train"], writers["val"]:
         if text.shards:
-            written = adopt(text.shards, tokenizer, fraction, writers)
+            written = reuse_shards(text.shards, tokenizer, fraction, writers)
         else:
             written = _tokenise(text, tokenizer, fraction, writers, many=many)
     train = open_shard(folder / "train.tokens", identity)
@@ -163,7 +163,7 @@ def _tokenizer_of_shards(text: Text, vocabulary: str) -> Tokenizer:
             f"{text.name} is tokenised already, so no vocabulary can be learned from it: name the "
             f"tokenizer that wrote it, for example --tokenizer {beside}"
         )
-    return ready_made(vocabulary)
+    return published_vocabulary(vocabulary)
 
 
 def read_prepared(folder: Path) -> PreparedText:

@@ -1,8 +1,9 @@
-"""Adopt: train on shards that another run has tokenised, without tokenising again.
+"""Reuse: train on shards that another run has tokenised, without tokenising again.
 
-A shard named val.tokens is validated on whole and the others are trained on, as in the run that
-wrote them. Without one, documents (what END_OF_TEXT ends) are held out as of a text: many whole,
-by the sha256 of their ids, of few the end of each. Every id is looked at before it is trained on.
+A shard named val.tokens is validation text, the others are training text, as in the run that wrote
+them. Without one, documents (each ends with END_OF_TEXT) are held out as those of a text are: of
+many, whole ones by the sha256 of their ids; of few, the end of each. Every id is checked first.
+Does not read text (`model/data/prepare.py`).
 """
 
 import hashlib
@@ -22,7 +23,7 @@ from model.data.windows import byte_lengths
 from model.text.tokenizer import Tokenizer
 
 CHUNK = 2**20
-"""Ids that are held in memory at a time."""
+"""Ids in memory at a time."""
 
 VALIDATION = "val.tokens"
 
@@ -31,20 +32,20 @@ Ids = npt.NDArray[Any]  # (count,), uint16 or uint32
 
 @dataclass(frozen=True)
 class Written:
-    """What is known of a text when it has been written to shards."""
+    """What is known of a text once it is written to shards."""
 
     sha256: str  # of its content
     documents: int
     bits: Mapping[Side, float] | None  # information content, where the source is known exactly
 
 
-def adopt(
+def reuse_shards(
     paths: Sequence[Path],
     tokenizer: Tokenizer,
     val_fraction: float,
     writers: Mapping[Side, ShardWriter],
 ) -> Written:
-    """Copy ready-made shards. Raises ShardError for ids or files that cannot be trained on."""
+    """Copy the ids of shards. Raises ShardError for ids or files that cannot be trained on."""
     shards = [open_shard(path, tokenizer_sha256(tokenizer)) for path in paths]
     end_of_text = tokenizer.end_of_text
     assert end_of_text is not None
@@ -85,7 +86,7 @@ def _check_ids(shard: Shard, vocab_size: int) -> None:
 
 
 def _document_ends(shard: Shard, end_of_text: int) -> list[int]:
-    """0, and where each document ends: behind its END_OF_TEXT, or at the end of the shard."""
+    """0, and where each document ends: after its END_OF_TEXT, or at the end of the shard."""
     ends, first = [0], 0
     for ids in _chunks(shard.tokens):
         ends += (first + 1 + np.flatnonzero(ids == end_of_text)).tolist()
@@ -96,12 +97,12 @@ def _document_ends(shard: Shard, end_of_text: int) -> list[int]:
 
 
 def _chunks(ids: Ids) -> Iterator[Ids]:
-    for at in range(0, len(ids), CHUNK):
-        yield ids[at : at + CHUNK]
+    for start in range(0, len(ids), CHUNK):
+        yield ids[start : start + CHUNK]
 
 
 def _lot(ids: Ids) -> int:
-    """The number that a document has drawn by its ids."""
+    """The number that decides the side of a document, from its ids."""
     digest = hashlib.sha256()
     for part in _chunks(ids):
         digest.update(part.astype("<u4").tobytes())

@@ -1,10 +1,9 @@
 """Split: which side a piece of text is on, training or validation. No document is on both.
 
-Of many documents some are held out whole. Which ones, the sha256 of a document decides: so adding
-documents moves none, and two that say the same, under whatever names, fall on the same side. (The
-documents of Python's own text are drawn by their names, which stay while their content changes
-from one Python to the next.) Of few documents the end of each is held out, the same end of two
-that say the same.
+Of many documents some are held out whole. The sha256 of a document decides which, so adding
+documents does not move others, and documents of the same content are on the same side. (For the
+documents of Python's own text the name decides, because their content changes from one Python to
+the next.) Of few documents the end of each is held out. Does not tokenise.
 """
 
 import hashlib
@@ -17,11 +16,11 @@ from model.data.sources.document import Document
 Side = Literal["train", "val"]
 
 MANY = 20
-"""From so many documents on, whole documents are held out; below, the end of each."""
+"""With so many documents or more, whole ones are held out; with fewer, the end of each."""
 
 
 def are_many(documents: Iterable[Document]) -> bool:
-    """Whether whole documents are held out of these. Looks at no more of them than is needed."""
+    """Whether whole documents are held out of these. Reads no more of them than it needs."""
     return sum(1 for _ in islice(documents, MANY)) == MANY
 
 
@@ -49,7 +48,7 @@ def sides(document: Document, val_fraction: float, *, many: bool) -> Iterator[tu
 
 
 def whole_side(lot: int, val_fraction: float) -> Side:
-    """The side of a document that has drawn a lot below 2^64."""
+    """The side of a document with this number below 2^64."""
     return "val" if lot < val_fraction * 2**64 else "train"
 
 
@@ -60,7 +59,7 @@ def first_held_out(documents: Iterable[Document]) -> list[Document]:
 
 
 def lot(document: Document) -> int:
-    """A number below 2^64 that a document has drawn, by its name or by reading its content."""
+    """A number below 2^64 that decides the side of a document, from its name or its content."""
     if document.drawn_by_name:
         return lot_of(document.name.encode())
     digest = hashlib.sha256()
@@ -74,7 +73,7 @@ def lot_of(raw: bytes) -> int:
 
 
 def _line_end(raw: bytes, at: int) -> int:
-    """The first place at or after `at` behind a line's end, or at least between characters."""
+    """The first position from `at` on that follows a line break, or else one between characters."""
     if newline := raw.find(b"\n", at) + 1:
         return newline
     while at < len(raw) and raw[at] & 0xC0 == 0x80:

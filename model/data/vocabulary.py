@@ -1,7 +1,7 @@
-"""Vocabulary: the tokenizer of a training run, learned from its text or taken ready-made.
+"""Vocabulary: the tokenizer of a training run, learned from its text or published.
 
 Learning is byte-level BPE by rustbpe (an optional dependency: only training needs it); the result
-is an ordinary `model.tokenizer.Tokenizer`. Does not read documents or write tokens.
+is an ordinary `Tokenizer` (`model/text/tokenizer.py`). Does not read documents or write tokens.
 """
 
 import hashlib
@@ -34,7 +34,7 @@ def learn(pieces: Iterable[str], vocab_size: int) -> Tokenizer:
     except ImportError as error:
         raise DataError(
             "learning a vocabulary needs rustbpe, which is not installed; install it "
-            "(pip install 'logitd[train]') or take a ready tokenizer, e.g. --tokenizer gpt2"
+            "(pip install 'logitd[train]') or use a published one, for example --tokenizer gpt2"
         ) from error
     trainer = rustbpe.Tokenizer()
     trainer.train_from_iterator(_bounded(pieces), vocab_size - 1, pattern=SPLIT_PATTERN)
@@ -42,7 +42,7 @@ def learn(pieces: Iterable[str], vocab_size: int) -> Tokenizer:
     return Tokenizer(ranks=ranks, pattern=SPLIT_PATTERN, special_tokens={END_OF_TEXT: len(ranks)})
 
 
-def ready_made(name: str) -> Tokenizer:
+def published_vocabulary(name: str) -> Tokenizer:
     """A published encoding by name, or a ranks file by path."""
     try:
         tokenizer = published_tokenizer(name)
@@ -58,7 +58,7 @@ def require_end_of_text(tokenizer: Tokenizer, name: str) -> None:
 
 
 def check(tokenizer: Tokenizer, piece: str) -> None:
-    """Raise unless encoding and decoding gives a text back: a pattern may drop characters."""
+    """Raise unless decoding gives the encoded text back: a split pattern may drop characters."""
     if tokenizer.decode(tokenizer.encode(piece)) != piece:
         raise TextError(
             f"the tokenizer does not give back the text that begins {piece[:40]!r}: its split "
@@ -67,7 +67,7 @@ def check(tokenizer: Tokenizer, piece: str) -> None:
 
 
 def tokenizer_sha256(tokenizer: Tokenizer) -> bytes:
-    """What identifies a vocabulary: ranks, pattern and special tokens."""
+    """The identity of a vocabulary: a hash of ranks, pattern and special tokens."""
     digest = hashlib.sha256(tokenizer.pattern.encode())
     for token, rank in sorted(tokenizer.ranks.items(), key=lambda item: item[1]):
         digest.update(b"%d %s\n" % (rank, token.hex().encode()))

@@ -95,7 +95,7 @@ def _documents(path: Path, at_most: int | None) -> list[Document]:
         if at_most is not None and size >= at_most:
             break
     if not found:
-        raise TextError(f"{path} holds no text: its files are empty")
+        raise TextError(f"{path} has no text: its files are empty")
     return found
 
 

@@ -1,17 +1,17 @@
 """Fine-tuning: a run that begins with the weights of a checkpoint instead of random ones.
 
-Shape and vocabulary are the checkpoint's, and what contradicts them is refused with both numbers.
-Its position tables are the only thing that may change: with rotary or sinusoidal positions they are
-computed, so the context may be another; learned ones are weights. Dropout has no weights either.
+Shape and vocabulary are the checkpoint's; what contradicts them is rejected with both values. Two
+things may change, because no weight depends on them: dropout, and the context length where
+positions are rotary or sinusoidal (learned positions are weights).
 
-The recipe is the preset's, but for
+The recipe is the preset's, except for what is given on the command line and
 
   *_lr      a tenth of the preset's: the weights are good already, and large steps would undo that
-  warmup    a twentieth of the steps: the optimizers begin without memory
-  with --lora, AdamW for the adapters, at LORA_RATE and without weight decay, whatever the preset
-  has: Muon's steps are as large for a matrix that is zero as for any other
+  warmup    a twentieth of the steps: the optimizers begin without momentum
+  --lora    AdamW for the adapters, at LORA_RATE and without weight decay: Muon's steps are as large
+            for a matrix that is zero as for any other
 
-and for everything that is given on the command line.
+Does not train, and does not write adapters (`model/checkpoint/adapter.py`).
 """
 
 from collections.abc import Mapping

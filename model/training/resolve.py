@@ -48,7 +48,7 @@ from model.transformer.lora import LoraShape
 class Resolution:
     """What the configuration of a new run comes to before its text is read.
 
-    shape        arguments of `gpt2_shape`: the model, but for the size of its vocabulary
+    shape        arguments of `gpt2_shape`: the model without the size of its vocabulary
     base_model   the model of a fine-tuned run, which has its checkpoint's vocabulary
     """
 

@@ -36,7 +36,7 @@ from model.transformer.config import GPTConfig
 
 def setup_run(config: TrainingConfig, ranks: Ranks, report: Reporter) -> ResolvedRun:
     """A new run in a directory of its own, or with `resume` one that exists. Every process calls
-    it, and all return the same run but for what each of them computes of it."""
+    it, and all return the same run; each knows which part of it to compute."""
     if config.shard == "on" and ranks.size == 1:
         raise TrainingError(
             "shard on was given, but there is one process, which has the whole model: start "

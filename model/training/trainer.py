@@ -46,7 +46,7 @@ from model.training.stopping.signals import StopSignals
 
 Reason = Literal["finished", "time is up", "no improvement", "interrupted"]
 REASONS: tuple[Reason, ...] = get_args(Reason)
-"""In rising order: of what several processes have, the last counts."""
+"""In rising order: where processes have different ones, the last counts."""
 
 
 @dataclass(frozen=True)
@@ -62,8 +62,8 @@ class TrainingResult:
     val_loss: float
     val_bits_per_byte: float
     reason: Reason
-    rank: int = 0  # of the process that says so; the first speaks for all
-    adapter_of: Path | None = None  # the checkpoint that it goes with, where it is no whole one
+    rank: int = 0  # of the process that returns it; rank 0 is the main one
+    adapter_of: Path | None = None  # the base of an adapter
 
 
 def train(config: TrainingConfig, report: Reporter = silent) -> TrainingResult:
@@ -76,7 +76,7 @@ def train(config: TrainingConfig, report: Reporter = silent) -> TrainingResult:
     threads = torch.get_num_threads()
     with process_group() as ranks, _random_state(ranks, config), warnings.catch_warnings():
         # Autocast gives the norms of queries and keys bfloat16 inputs and float32 weights, and
-        # torch says that this takes its unfused path.
+        # torch warns that this takes its unfused path.
         warnings.filterwarnings("ignore", "Mismatch dtype between input and weight")
         report = report if ranks.is_main else silent
         try:
@@ -89,14 +89,14 @@ def train(config: TrainingConfig, report: Reporter = silent) -> TrainingResult:
                     trainer.load()
                 with ranks.connected():
                     result = trainer.fit()
-            ranks.barrier()  # the first has written all
+            ranks.barrier()  # until the main process has written everything
             return result
         finally:
             use_threads(threads)
 
 
 def _random_state(ranks: Ranks, config: TrainingConfig) -> AbstractContextManager[None]:
-    """Gives the caller's random state back at the end."""
+    """Restores the caller's random state at the end."""
     device = ranks.device(config.device)
     return torch.random.fork_rng([device] if device.type == "cuda" else [])
 
@@ -135,7 +135,7 @@ class Trainer:
         self.began = time.monotonic()
 
     def load(self) -> None:
-        """Take up the run's saved state; a run that was killed before it first saved begins."""
+        """Load the saved state of a resumed run, if it was not killed before it first saved."""
         state = self.run.directory.state
         if state.exists():
             self.counters, before, reports = load_state(
@@ -266,7 +266,7 @@ class Trainer:
         return {"log": self.log.state(), "health": self.divergence.state()}
 
     def _log(self) -> None:
-        """Report and record the steps since the last report. The loss is looked at only here."""
+        """Report and record the steps since the last report. The loss is read only here."""
         if not self.log.steps:
             return
         figures, counters = self.log.take(), self.counters
@@ -299,7 +299,7 @@ class Trainer:
             self.divergence.observe(Observation(self.counters.step, loss, smoothed, norm))
 
     def _reason_to_stop(self, signals: StopSignals) -> Reason | None:
-        """Decided by the first process, or by a signal to any, and the same for all."""
+        """The same for all: the main process decides, or a signal to any of them."""
         own = self._own_reason(signals)
         code, seconds = self.ranks.all_reduce_max(
             [

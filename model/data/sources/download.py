@@ -83,9 +83,9 @@ def _checked(url: str) -> httpx.URL:
     try:
         address = httpx.URL(url)
     except httpx.InvalidURL as error:
-        raise TextError(f"{url} is no address: {error}") from error
+        raise TextError(f"{url} is not an address: {error}") from error
     if not address.host:
-        raise TextError(f"{url} is no address: it names no server")
+        raise TextError(f"{url} is not an address: it does not name a server")
     if address.userinfo:
         raise TextError(
             f"the address of a text on {address.host} holds a user name or a password, which would "
@@ -183,7 +183,7 @@ class _Utf8Check:
         except UnicodeDecodeError as error:
             raise TextError(
                 f"{self._name} is not UTF-8 (byte 0x{error.object[error.start]:02x}: "
-                f"{error.reason}): it is no text that can be trained on"
+                f"{error.reason}): it is not text that can be trained on"
             ) from error
 
 

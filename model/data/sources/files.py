@@ -5,7 +5,7 @@
   other names    UTF-8 text, the file is one document
 
 Each but Parquet may be compressed with gzip; that is seen by its first bytes, so a file whose name
-ends in .gz and one that was packed under another name are read alike. What is no text is refused
+ends in .gz and one that was packed under another name are read alike. What is not text is rejected
 by name. Does not follow addresses (`download.py`).
 """
 
@@ -37,12 +37,12 @@ def named_files(name: str) -> list[Path]:
         below = (file for file in path.rglob("*") if file.is_file())
         files = [file for file in below if not _is_hidden(file.relative_to(path))]
         if not files:
-            raise TextError(f"the folder {name} holds no files")
+            raise TextError(f"the folder {name} has no files")
     else:
         files = [Path(match) for match in glob.glob(name, recursive=True)]
         files = [file for file in files if file.is_file()]
         if not files:
-            raise TextError(f"{name} is no file, no folder and no glob that matches a file")
+            raise TextError(f"{name} is not a file, a folder or a glob that matches a file")
     return sorted(files)
 
 

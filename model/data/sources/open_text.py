@@ -75,7 +75,7 @@ def open_text(
 
 
 def _check_field(field: str, words: list[str], files: list[Path]) -> None:
-    """Refuse a field of records where there are no records."""
+    """Reject --text-field where the text does not come in records."""
     if field != "text" and not any(map(holds_records, files)):
         raise TextError(
             f"--text-field {field} goes with JSON lines (*.jsonl) and Parquet "

@@ -27,8 +27,7 @@ def python_text(stdlib: Path) -> Text:
     documents = [*_topics(stdlib), *_sources(stdlib)]
     if not documents:
         raise TextError(
-            f"{stdlib} holds no Python sources (a frozen or stripped Python): name a text with "
-            "--data"
+            f"{stdlib} has no Python sources (a frozen or stripped Python): name a text with --data"
         )
     version = sys.version.split()[0]
     return Text(

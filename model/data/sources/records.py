@@ -1,6 +1,6 @@
 """Records: JSON lines and Parquet, a document in each, read one after the other.
 
-Covers which field is the text and what is refused, by line or row. An empty text is no document
+Covers which field is the text and what is rejected, by line or row. An empty text is not a document
 and is passed over, as an empty file is; so is an empty line. Parquet needs pyarrow (an optional
 dependency).
 """
@@ -73,7 +73,7 @@ def _field(place: str, line: str, field: str) -> str:
         record = json.loads(line.removeprefix("\ufeff").rstrip("\r\n"))
     except json.JSONDecodeError as error:
         what = error.msg.removesuffix(" at")
-        raise TextError(f"{place} is no JSON: {what} at column {error.colno}") from error
+        raise TextError(f"{place} is not JSON: {what} at column {error.colno}") from error
     except ValueError as error:  # a number of too many digits
         raise TextError(f"{place} cannot be read: {error}") from error
     except RecursionError as error:

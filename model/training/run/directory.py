@@ -9,8 +9,9 @@
   latest, best     links to the newest checkpoint and to the one with the lowest validation loss
   state/state.pt   the trainer's own state, for an exact resume
 
-Everything is written aside and renamed, so a kill at any moment leaves a directory that can be
-served and resumed. Of several processes only the first writes. Knows files, not training.
+Everything is written under another name and renamed, so a kill at any moment leaves a directory
+that can be served and resumed. Of several processes only the main one writes. Does not decide what
+is written or when.
 """
 
 import json
@@ -43,11 +44,11 @@ class RunDirectory:
 
     @classmethod
     def create(cls, path: Path) -> "RunDirectory":
-        """A new run. Refuses a directory that holds anything already."""
+        """A new run. Rejects a directory that is not empty."""
         if path.exists() and (not path.is_dir() or any(path.iterdir())):
             if path.is_dir() and not (path / RUN).exists():
                 raise TrainingError(
-                    f"{path} exists already and holds no {RUN}: if it is what a run left that was "
+                    f"{path} exists already and has no {RUN}: if it is what a run left that was "
                     "killed while it prepared its text, remove it, else choose another --out"
                 )
             raise TrainingError(
@@ -57,14 +58,14 @@ class RunDirectory:
         return cls(path)
 
     def discard(self) -> None:
-        """Remove a run that never began."""
+        """Remove a run that did not begin."""
         shutil.rmtree(self.path)
 
     @classmethod
     def open(cls, path: Path) -> "RunDirectory":
-        """A run that was begun before."""
+        """A run that exists."""
         if not (path / RUN).is_file():
-            raise TrainingError(f"there is nothing to resume: {path} holds no {RUN}")
+            raise TrainingError(f"there is nothing to resume: {path} has no {RUN}")
         return cls(path)
 
     def write_description(self, description: RunDescription) -> None:
@@ -114,25 +115,25 @@ class RunDirectory:
             file.write(json.dumps(record) + "\n")
 
     def metrics(self) -> list[dict[str, Any]]:
-        """All whole lines of the metrics."""
+        """All complete lines of the metrics."""
         path = self.path / METRICS
         if not path.is_file():
             return []
         lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-        return [json.loads(each) for each in lines if each.endswith("\n")]
+        return [json.loads(line) for line in lines if line.endswith("\n")]
 
     def append_sample(self, step: int, prompt: str, text: str) -> None:
         with (self.path / SAMPLES).open("a", encoding="utf-8") as file:
             file.write(f"=== step {step}\n{prompt}{text}\n\n")
 
     def rewind(self, step: int) -> None:
-        """Forget what happened after the state of `step` was saved: it will happen again, in the
-        same way. Removes what a kill left half done."""
+        """Remove what was written after the state of `step` was saved, as it will be written again
+        in the same way, and what a kill left half done."""
         self._sweep()
         kept = [record for record in self.metrics() if record["step"] <= step]
-        _replace(self.path / METRICS, "".join(json.dumps(each) + "\n" for each in kept))
+        _replace(self.path / METRICS, "".join(json.dumps(record) + "\n" for record in kept))
         self._cut_samples(step if step in self.checkpoints() else step - 1)
-        self.link_newest_and_best(last=step)  # before what they point to goes
+        self.link_newest_and_best(last=step)  # before their targets are removed
         for later, path in self.checkpoints().items():
             if later > step:
                 _remove(path)
@@ -170,7 +171,7 @@ class RunDirectory:
         self._link(self.best, min(scores, key=scores.__getitem__) if scores else None)
 
     def _link(self, link: Path, step: int | None) -> None:
-        """Move a link in one stroke."""
+        """Move a link atomically."""
         if step is None:
             link.unlink(missing_ok=True)
             return
@@ -190,7 +191,7 @@ def sync(path: Path) -> None:
 
 
 def _remove(path: Path) -> None:
-    """Remove a checkpoint in one stroke: a folder that is there is whole."""
+    """Remove a checkpoint; a folder of its name is always complete."""
     aside = path.with_name(f".{path.name}.gone")
     path.rename(aside)
     shutil.rmtree(aside)

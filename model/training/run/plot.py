@@ -1,7 +1,7 @@
 """Plot: the curves of a run as a picture, from its metrics.
 
-Needs matplotlib, an optional dependency: without it `draw` says so and the run goes on. Uses no
-display and no global figure.
+Needs matplotlib, an optional dependency: without it `draw` returns False and the run goes on. Uses
+neither a display nor a global figure.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,8 +10,8 @@ from typing import Any
 
 
 def draw(metrics: Sequence[Mapping[str, Any]], path: Path, title: str) -> bool:
-    """Draw losses, bits per byte and learning rate, one below the other. False: there is no
-    matplotlib."""
+    """Draw losses, bits per byte and learning rate, one below the other. Returns whether
+    matplotlib is there to do it."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -29,11 +29,11 @@ def draw(metrics: Sequence[Mapping[str, Any]], path: Path, title: str) -> bool:
     loss.legend(loc="upper right")
     loss.grid(alpha=0.3)
     loss.set_title(title)
-    # The untrained model's would press all others to the ground.
-    trained = [each for each in evals if each["step"]] or evals
+    # Without the untrained model, whose value would flatten all others.
+    trained = [record for record in evals if record["step"]] or evals
     bits.plot(*_columns(trained, "val_bits_per_byte"), color="tab:green", marker=".")
     if trained:
-        best = min(trained, key=lambda each: float(each["val_bits_per_byte"]))
+        best = min(trained, key=lambda record: float(record["val_bits_per_byte"]))
         value = best["val_bits_per_byte"]
         bits.axhline(value, color="tab:green", linestyle=":", label=f"best: {value:.4f}")
         bits.legend(loc="upper right")
@@ -49,4 +49,4 @@ def draw(metrics: Sequence[Mapping[str, Any]], path: Path, title: str) -> bool:
 
 
 def _columns(records: Sequence[Mapping[str, Any]], name: str) -> tuple[list[int], list[float]]:
-    return [each["step"] for each in records], [each[name] for each in records]
+    return [record["step"] for record in records], [record[name] for record in records]

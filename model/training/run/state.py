@@ -1,13 +1,13 @@
 """State: everything that a run needs to go on exactly where it stopped.
 
-One file, `state/state.pt`: float32 weights (with adapters theirs alone), the states of all
-optimizers, the step and its counters, and of the reports the sums of what was not yet told and the
-best of what was. Neither the data position nor a random state is in it: batches and the noise of
-dropout are functions of the seed and the step (`model/data/batches.py`). Written aside, synced
-and renamed; read with `weights_only=True`, so reading never executes code. Does not cover
+One file, `state/state.pt`: float32 weights (only those of adapters, with adapters), the states of
+all optimizers, the counters, and the state of the step log and the divergence monitor. Neither a
+position in the data nor a random state is in it: batches and the noise of dropout are functions of
+the seed and the step (`model/data/batches.py`). It is written under another name, synced and
+renamed, and read with `weights_only=True`, so reading never executes code. Does not cover
 checkpoints (`model/checkpoint/checkpoint.py`): those are for serving.
 
-Bit for bit is promised where the recorded environment is the same (torch, instruction set,
+A resumed run has the same bits where the recorded environment is the same (torch, instruction set,
 threads, device, dtype, processes, sharded or not); `differences` says where it is not.
 """
 
@@ -77,10 +77,10 @@ def save_state(
     reports: Mapping[str, Any],
     ranks: Ranks = ALONE,
 ) -> None:
-    """Replace the state file, whole or not at all. Raises OSError when it cannot be written.
+    """Replace the state file, atomically. Raises OSError when it cannot be written.
 
-    Of several processes the first writes. All have to call it, because of a sharded model each has
-    a part.
+    Of several processes the main one writes. All have to call it: each has a part of a sharded
+    model.
     """
     document = {
         "version": VERSION,
@@ -113,7 +113,7 @@ def _write(document: Mapping[str, Any], file: BinaryIO) -> None:
     try:
         torch.save(document, file)
     except RuntimeError as error:
-        # torch's writer puts an error of its own in front of the file's.
+        # torch's writer raises an error of its own with the file's as its context.
         cause = error.__context__
         raise (cause if isinstance(cause, OSError) else OSError(str(error))) from error
 
@@ -121,8 +121,8 @@ def _write(document: Mapping[str, Any], file: BinaryIO) -> None:
 def load_state(
     path: Path, *, gpt: GPT, optimizers: Optimizers
 ) -> tuple[Counters, Environment, dict[str, Any]]:
-    """Restore weights and optimizers; returns the counters, where it was saved, and what
-    it keeps of the run's reports."""
+    """Restore weights and optimizers. Returns the counters, the environment that it was saved in,
+    and the state of the run's reports."""
     document = read_state(path, mapped=is_sharded(gpt))
     try:
         scatter_weights(gpt, document["weights"])
@@ -137,14 +137,14 @@ def load_state(
 
 
 def read_state(path: Path, *, mapped: bool = False) -> dict[str, Any]:
-    """The file's contents, or a sentence about what is wrong with it. `mapped` leaves tensors on
-    the disk: for those who want a number."""
+    """The file's contents. Raises TrainingError with what is wrong with it. `mapped` leaves tensors
+    on the disk, for callers that read a counter."""
     try:
         document = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except FileNotFoundError as error:
         raise TrainingError(f"there is nothing to resume: {path} does not exist") from error
     except (OSError, RuntimeError, EOFError, KeyError, pickle.UnpicklingError) as error:
-        raise TrainingError(f"{path} is no whole training state: {error}") from error
+        raise TrainingError(f"{path} is not a complete training state: {error}") from error
     version = document.get("version") if isinstance(document, dict) else None
     if version != VERSION:
         raise TrainingError(f"{path} has version {version!r}; this logitd reads {VERSION}")

@@ -1,7 +1,7 @@
-"""Log: the figures of the steps since the last report.
+"""StepLog: the figures of the steps since the last report.
 
-Losses are kept on the device and looked at only when a report is due, so that steps need not wait
-for each other.
+Losses stay on the device and are read only when a report is due, so that a step does not wait for
+the one before it. Does not write or print anything.
 """
 
 import time
@@ -66,7 +66,7 @@ class StepLog:
         self._since = time.monotonic() - state["seconds"]
 
     def start(self) -> None:
-        """Start the clock, unless it runs: what happens between steps is no training time."""
+        """Start the clock, unless it runs: time between steps does not count as training."""
         if not self.steps:
             self._since = time.monotonic()
 
@@ -86,7 +86,7 @@ class StepLog:
         return figures
 
     def figures(self) -> Figures | None:
-        """The same, but they stay to be taken. None: there was no step."""
+        """The same without taking them. None: there was no step."""
         if not self.steps:
             return None
         loss = float(self._loss) / self.steps  # waits for the device

@@ -1,7 +1,7 @@
 """Summary: how a training run went, read from its directory.
 
-Of runs that go on, were interrupted or are finished; what is damaged is left out and told. Reads
-run.json, metrics.jsonl and samples.txt, never the state or a checkpoint, and changes nothing.
+Covers runs that go on, were interrupted or are finished. Damaged lines are left out, with a note.
+Reads run.json, metrics.jsonl and samples.txt, never the state or a checkpoint, and writes nothing.
 """
 
 import json
@@ -27,7 +27,7 @@ _SAMPLE = re.compile(r"^=== step (\d+)$", flags=re.MULTILINE)
 
 @dataclass(frozen=True, kw_only=True)
 class RunSummary:
-    """A run, as far as it is written down. None: that has not happened yet, or is not known."""
+    """A run, as far as its files tell. None: that has not happened yet, or is not known."""
 
     path: Path
     preset: str
@@ -58,16 +58,16 @@ def is_run(path: Path) -> bool:
 
 
 def summarise(path: Path) -> RunSummary:
-    """What the run directory at `path` tells. Raises TrainingError where it tells nothing."""
+    """Summarise the run directory at `path`. Raises TrainingError where it is not one."""
     if not is_run(path):
-        raise TrainingError(f"{path} is no run directory: it holds no {RUN}")
+        raise TrainingError(f"{path} is not a run directory: it has no {RUN}")
     description = RunDirectory(path).read_description()
     config, recipe, model = description.config, description.recipe, description.model
     records, notes = _metrics(path / METRICS)
-    train = [each for each in records if each["kind"] == "train"]
-    evals = [each for each in records if each["kind"] == "eval"]
+    train = [record for record in records if record["kind"] == "train"]
+    evals = [record for record in records if record["kind"] == "eval"]
     last: Mapping[str, Any] = records[-1] if records else {"step": 0, "seconds": 0.0}
-    best = min(evals, key=lambda each: float(each["val_loss"]), default=None)
+    best = min(evals, key=lambda record: float(record["val_loss"]), default=None)
     length = resolve_length(config, recipe)
     done = length.done(Counters(step=last["step"], seconds=last["seconds"]))
     sampled_at, samples = _samples(path / SAMPLES)
@@ -93,7 +93,7 @@ def summarise(path: Path) -> RunSummary:
         best_val_loss=None if best is None else best["val_loss"],
         best_bits_per_byte=None if best is None else best["val_bits_per_byte"],
         tokens_per_second=(
-            statistics.median(each["tokens_per_second"] for each in train) if train else None
+            statistics.median(record["tokens_per_second"] for record in train) if train else None
         ),
         sampled_at=sampled_at,
         samples=samples,
@@ -105,11 +105,13 @@ def differences(runs: Sequence[RunSummary]) -> dict[str, tuple[Any, ...]]:
     """The settings that are not the same in all runs, with the value of each."""
     names = dict.fromkeys(name for run in runs for name in run.settings)
     values = {name: tuple(run.settings.get(name) for run in runs) for name in names}
-    return {name: each for name, each in values.items() if any(one != each[0] for one in each)}
+    return {
+        name: of_runs for name, of_runs in values.items() if any(v != of_runs[0] for v in of_runs)
+    }
 
 
 def _metrics(path: Path) -> tuple[list[dict[str, Any]], tuple[str, ...]]:
-    """The records that can be read, and a sentence for what cannot."""
+    """The records that can be read, and notes on those that cannot."""
     lines = path.read_bytes().splitlines(keepends=True) if path.is_file() else []
     records, damaged = [], []
     for number, line in enumerate(lines, start=1):
@@ -148,7 +150,7 @@ def _samples(path: Path) -> tuple[int | None, tuple[str, ...]]:
 def _changes(
     config: TrainingConfig, settings: Mapping[str, Any], model: GPTConfig, *, shape: bool
 ) -> dict[str, tuple[Any, Any]]:
-    """What differs from the preset; of the shape only where it is the preset's at all."""
+    """What differs from the preset; the shape is compared only where the preset gave it."""
     try:
         start = preset(config.preset)
         built = start.config(model.vocab_size).to_dict() if shape else {}

@@ -1,9 +1,9 @@
-"""Interrupt: Ctrl-C as a wish, not as an accident.
+"""Signals: Ctrl-C asks a run to stop instead of breaking it off.
 
 While `StopSignals` is entered, the first SIGINT or SIGTERM only sets a flag, so that a step is
-never torn in two; the second of either is an ordinary KeyboardInterrupt. SIGTERM is what a cluster
-sends before it takes a machine away. Outside the main thread signals cannot be caught, and nothing
-is changed.
+always finished; the second of either raises KeyboardInterrupt. SIGTERM is what a cluster sends
+before it takes a machine away. Outside the main thread signals cannot be caught, and nothing is
+changed. Does not stop anything itself: the trainer reads the flag.
 """
 
 import signal
@@ -14,7 +14,7 @@ from typing import Any
 
 
 class StopSignals:
-    """A context manager whose `asked` tells whether somebody wants the run to stop."""
+    """A context manager whose `asked` says whether the run is to stop."""
 
     def __init__(self, on_first: Callable[[], None]) -> None:
         self.asked = False

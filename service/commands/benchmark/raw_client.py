@@ -38,7 +38,7 @@ class RawClient:
         self._settings = settings_of(url, None, None, 0, None)
         split = urlsplit(self._settings.base_url)
         if split.scheme != "http" or split.hostname is None:
-            raise ValueError(f"{url} is no http:// URL; another one is asked by AsyncClient")
+            raise ValueError(f"{url} is not an http:// URL; use AsyncClient for others")
         self._host, self._port = split.hostname, split.port or 80
         self._authority, self._path = split.netloc, split.path
         self._idle: list[_Connection] = []
@@ -176,7 +176,7 @@ class _Reply:
                 return
             count = sum(len(choice["token_ids"]) for choice in event["choices"])
         except (ValueError, LookupError, TypeError):
-            message = "an event of the stream cannot be read: it holds no choices with token ids"
+            message = "an event of the stream cannot be read: it has no choices with token ids"
             self.fail(MalformedReplyError(message, self._request_id))
             return
         self._tokens += count
@@ -221,7 +221,7 @@ class _Connection(asyncio.Protocol):
         try:
             reply.parser.feed_data(data)
         except httptools.HttpParserError as error:
-            reply.lost(f"this is no HTTP: {error}")
+            reply.lost(f"this is not HTTP: {error}")
             self.close()
         reply.wake()
 

@@ -64,7 +64,7 @@ def test_passes_differ_in_order_and_offset() -> None:
 
 
 def test_a_text_shorter_than_a_window_is_refused() -> None:
-    with pytest.raises(ValueError, match="16 tokens hold no window"):
+    with pytest.raises(ValueError, match="16 tokens do not fill a window"):
         Batches(_shard(16), window=16, seed=0)
     assert Batches(_shard(17), window=16, seed=0).batch(0, 3)[0].shape == (3, 16)
 

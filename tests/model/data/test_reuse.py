@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from model.data import reuse as module
-from model.data.reuse import Written, adopt
+from model.data.reuse import Written, reuse_shards
 from model.data.shards import HEADER, ShardError, ShardWriter, open_shard
 from model.data.split import MANY
 from model.data.vocabulary import tokenizer_sha256
@@ -34,14 +34,14 @@ def writer(path: Path, tokenizer: Tokenizer = TOKENIZER) -> ShardWriter:
     return ShardWriter(path, vocab_size=tokenizer.vocab_size, tokenizer_sha256=sha256)
 
 
-def adopted(
+def reused(
     folder: Path, *paths: Path, fraction: float = 0.2
 ) -> tuple[list[bytes], list[bytes], Written]:
     """The documents of both sides."""
     folder.mkdir(exist_ok=True)
     names = {"train": folder / "train.tokens", "val": folder / "val.tokens"}
     with writer(names["train"]) as train, writer(names["val"]) as val:
-        written = adopt(paths, TOKENIZER, fraction, {"train": train, "val": val})
+        written = reuse_shards(paths, TOKENIZER, fraction, {"train": train, "val": val})
     shards = [open_shard(path, tokenizer_sha256(TOKENIZER)) for path in names.values()]
     sides = []
     for shard in shards:
@@ -68,7 +68,7 @@ def test_no_document_is_lost_cut_or_on_both_sides(
     path = write(folder / "a.tokens", documents, ended=ended or documents[-1] == b"")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "CHUNK", chunk)
-        train, val, written = adopted(folder / "out", path)
+        train, val, written = reused(folder / "out", path)
     together = [each for side in (train, val) for each in side]
     assert sorted(filter(None, together)) == sorted(filter(None, documents))
     whole = documents if ended else documents[:-1]  # one without an end is another document
@@ -81,7 +81,7 @@ def test_no_document_is_lost_cut_or_on_both_sides(
 
 def test_of_few_documents_the_end_of_each_is_held_out(tmp_path: Path) -> None:
     path = write(tmp_path / "a.tokens", [b"a" * 79, b"b" * 9])
-    train, val, written = adopted(tmp_path / "out", path)
+    train, val, written = reused(tmp_path / "out", path)
     assert train == [b"a" * 64, b"b" * 8, b""]
     assert val == [b"a" * 15, b"b", b""]
     assert (written.documents, written.bits) == (2, None)
@@ -91,7 +91,7 @@ def test_a_split_that_is_made_stays(tmp_path: Path) -> None:
     train = write(tmp_path / "train.tokens", [b"a", b"b"])
     more = write(tmp_path / "more.tokens", [b"c"])
     val = write(tmp_path / "val.tokens", [b"d", b"e"])
-    assert adopted(tmp_path / "out", train, val, more)[:2] == (
+    assert reused(tmp_path / "out", train, val, more)[:2] == (
         [b"a", b"b", b"c", b""],
         [b"d", b"e", b""],
     )
@@ -101,7 +101,7 @@ def test_another_tokenizers_shard_is_refused_with_both(tmp_path: Path) -> None:
     with writer(tmp_path / "a.tokens", OTHER) as shard:
         shard.append([1, 2], 2)
     with pytest.raises(ShardError, match="written by another tokenizer") as caught:
-        adopted(tmp_path / "out", tmp_path / "a.tokens")
+        reused(tmp_path / "out", tmp_path / "a.tokens")
     for tokenizer in (TOKENIZER, OTHER):
         assert tokenizer_sha256(tokenizer).hex()[:12] in str(caught.value)
 
@@ -118,4 +118,4 @@ def test_an_id_outside_the_vocabulary_is_refused_with_its_place(
     path.write_bytes(raw)
     with pytest.raises(ShardError, match=r"token 4,321 of .*a\.tokens has the id 50000, which is "
                        r"outside the vocabulary of 257 ids \(0 to 256\)"):  # fmt: skip
-        adopted(tmp_path / "out", path)
+        reused(tmp_path / "out", path)

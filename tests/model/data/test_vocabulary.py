@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from model.data.errors import DataError
-from model.data.vocabulary import SMALLEST, check, learn, ready_made, tokenizer_sha256
+from model.data.vocabulary import SMALLEST, check, learn, published_vocabulary, tokenizer_sha256
 from model.text.tokenizer import END_OF_TEXT, SPLIT_PATTERN, Tokenizer
 from tests.model.conftest import story
 
@@ -89,13 +89,13 @@ def test_a_long_run_of_spaces_is_no_danger() -> None:
 
 def test_a_ranks_file_is_taken_and_what_is_none_is_refused(tmp_path: Path) -> None:
     LEARNED.write_ranks(tmp_path / "own.tiktoken")
-    tokenizer = ready_made(str(tmp_path / "own.tiktoken"))
+    tokenizer = published_vocabulary(str(tmp_path / "own.tiktoken"))
     assert tokenizer_sha256(tokenizer) == tokenizer_sha256(LEARNED)
     with pytest.raises(DataError, match="neither 'own' nor one of gpt2"):
-        ready_made("no-such-thing")
+        published_vocabulary("no-such-thing")
     (tmp_path / "bad.tiktoken").write_text("not ranks at all\n")
     with pytest.raises(DataError, match=r"line 1 of bad\.tiktoken"):
-        ready_made(str(tmp_path / "bad.tiktoken"))
+        published_vocabulary(str(tmp_path / "bad.tiktoken"))
 
 
 def test_the_hash_tells_vocabularies_apart() -> None:

@@ -94,7 +94,7 @@ def test_a_named_text_may_be_packed_or_in_lines(checkpoint: CheckpointInfo, tmp_
         ),
         (b"x\xff" * MIN_TOKENS, r"text.txt is not UTF-8 \(byte 0xff"),
         (b"", "its files are empty"),
-        (None, "text.txt is no file"),
+        (None, "text.txt is not a file"),
     ],
 )
 def test_a_named_text_that_will_not_do_is_refused(

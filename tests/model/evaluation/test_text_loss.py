@@ -119,7 +119,7 @@ def test_what_cannot_be_measured_is_refused(tiny: Path, short: Path, tmp_path: P
         text_loss(tiny, [str(short)], stride=65)
     with pytest.raises(TextError, match="lies in no run directory"):
         text_loss(tiny)
-    with pytest.raises(TextError, match=r"nowhere\.txt is no file"):
+    with pytest.raises(TextError, match=r"nowhere\.txt is not a file"):
         text_loss(tiny, [str(tmp_path / "nowhere.txt")])
 
 

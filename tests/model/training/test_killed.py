@@ -128,7 +128,7 @@ def _check_kill(change: int, kill: Kill) -> bool:
     """False: it was before the run began, which is told."""
     killed, straight = kill(change)
     if not (killed / "run.json").exists():
-        with pytest.raises(TrainingError, match=r"holds no run\.json"):
+        with pytest.raises(TrainingError, match=r"has no run\.json"):
             train(TrainingConfig(out=killed, resume=True))
         return False
     _resume_and_compare(killed, straight)

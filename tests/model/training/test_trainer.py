@@ -400,7 +400,7 @@ def test_a_bad_chat_template_is_refused_before_anything_is_done(
     [
         ({"preset": "huge"}, PresetError, "unknown preset 'huge'"),
         ({"n_head": 3}, ConfigError, "d_model 32 is not divisible by n_head 3"),
-        ({"data": ("nowhere.txt",)}, TextError, "nowhere.txt is no file"),
+        ({"data": ("nowhere.txt",)}, TextError, "nowhere.txt is not a file"),
         ({"context_length": 50_000}, TextError, "a window takes 50001"),
         ({"tokenizer": "gpt3", "vocab_size": None}, DataError, "neither 'own' nor"),
     ],

@@ -76,7 +76,7 @@ def test_a_person_reads_the_same(
     ("arguments", "message"),
     [
         (["nowhere"], "there is no checkpoint directory at nowhere"),
-        (["CHECKPOINT", "--data", "nowhere.txt"], "nowhere.txt is no file"),
+        (["CHECKPOINT", "--data", "nowhere.txt"], "nowhere.txt is not a file"),
         (["CHECKPOINT"], "lies in no run directory"),
         (["CHECKPOINT", "--device", "tpu"], "is not a device"),
     ],

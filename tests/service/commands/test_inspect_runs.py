@@ -93,4 +93,4 @@ def test_json_has_all_of_it(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_checkpoint_beside_a_run_exits_1(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["inspect", "slow", "slow/best"]) == 1
-    assert "slow/best is no run directory" in capsys.readouterr().err
+    assert "slow/best is not a run directory" in capsys.readouterr().err

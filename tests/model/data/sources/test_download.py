@@ -88,7 +88,7 @@ class Handler(BaseHTTPRequestHandler):
         self.close_connection = True
 
     def log_message(self, format: str, *args: object) -> None:
-        pass  # the test's output is no server's log
+        pass  # keep the server's log out of the test's output
 
 
 @pytest.fixture
@@ -264,8 +264,8 @@ def test_a_server_that_says_nothing_is_not_waited_for(
 @pytest.mark.parametrize(
     ("url", "message"),
     [
-        ("http://", "is no address"),
-        ("http://host:port/a.txt", "is no address"),
+        ("http://", "is not an address"),
+        ("http://host:port/a.txt", "is not an address"),
         ("https://me:secret@host/a.txt", "a text on host holds a user name or a password"),
     ],
 )

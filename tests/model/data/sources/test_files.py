@@ -34,9 +34,9 @@ def test_files_folders_and_globs_give_each_file_once_in_order(tmp_path: Path) ->
 
 
 def test_what_names_nothing_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(TextError, match="no file, no folder and no glob"):
+    with pytest.raises(TextError, match="is not a file, a folder or a glob that matches"):
         named_files(str(tmp_path / "*.txt"))
-    with pytest.raises(TextError, match="holds no files"):
+    with pytest.raises(TextError, match="has no files"):
         named_files(str(tmp_path))
 
 

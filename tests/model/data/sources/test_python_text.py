@@ -28,5 +28,5 @@ def test_a_python_without_topics_still_has_sources_and_one_without_both_is_refus
     (tmp_path / "_sysconfigdata__linux.py").write_text("PREFIX = '/somewhere'\n")
     assert [document.name for document in python_text(tmp_path).documents] == ["module.py"]
     (tmp_path / "module.py").unlink()
-    with pytest.raises(TextError, match="holds no Python sources"):
+    with pytest.raises(TextError, match="has no Python sources"):
         python_text(tmp_path)

@@ -63,7 +63,7 @@ def test_another_field_can_be_named_and_a_byte_order_mark_is_passed_over(tmp_pat
     [
         (
             '{"text": "cut',
-            r"a\.jsonl, line 2 is no JSON: Unterminated string starting at column 10",
+            r"a\.jsonl, line 2 is not JSON: Unterminated string starting at column 10",
         ),
         ('["a"]', "line 2 is an array; each line must be an object with a text in 'text'"),
         ("null", "line 2 is null"),

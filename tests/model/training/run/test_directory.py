@@ -64,7 +64,7 @@ def test_nothing_is_overwritten_and_nothing_is_resumed_from_nowhere(tmp_path: Pa
     _run(tmp_path / "run", {})
     with pytest.raises(TrainingError, match="exists already: resume it with --resume"):
         RunDirectory.create(tmp_path / "run")
-    with pytest.raises(TrainingError, match=r"holds no run\.json"):
+    with pytest.raises(TrainingError, match=r"has no run\.json"):
         RunDirectory.open(tmp_path / "elsewhere")
     RunDirectory.create(tmp_path / "a" / "b")
     (tmp_path / "run" / "run.json").write_text("{")

@@ -72,7 +72,7 @@ def test_missing_cut_and_foreign_states_are_refused(tmp_path: Path) -> None:
     whole = path.read_bytes()
     for damaged in (whole[: len(whole) // 2], b"", b"garbage"):
         path.write_bytes(damaged)
-        with pytest.raises(TrainingError, match="is no whole training state"):
+        with pytest.raises(TrainingError, match="is not a complete training state"):
             read_state(path)
     torch.save({"version": 99}, path)
     with pytest.raises(TrainingError, match="has version 99"):

@@ -122,7 +122,7 @@ def test_damage_in_the_middle_is_told(copy: Path) -> None:
 
 
 def test_what_is_no_run_is_refused(copy: Path, tmp_path: Path) -> None:
-    with pytest.raises(TrainingError, match=r"is no run directory: it holds no run\.json"):
+    with pytest.raises(TrainingError, match=r"is not a run directory: it has no run\.json"):
         summarise(tmp_path / "nowhere")
     (copy / "run.json").write_text('{"config": {}, "recipe": {}}')
     with pytest.raises(TrainingError, match="does not describe a run"):
