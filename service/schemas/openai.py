@@ -2,7 +2,7 @@
 
 Fields that /generate has too are taken from there, with their bounds and descriptions; null means
 the default in every optional one, as OpenAI's clients send it. Fields of OpenAI's that are not
-supported are accepted when they ask for nothing, and otherwise refused by name. Replies have the
+supported are accepted when they ask for nothing, and otherwise rejected by name. Replies have the
 shape that the official clients read.
 """
 
@@ -33,7 +33,7 @@ COMPLETION_TOKENS = 16
 def native(name: str) -> Any:
     """A field as /generate has it, but for null, which stands for its default."""
     field = GenerateRequest.model_fields[name]
-    bounds = {key: bound for one in field.metadata for key, bound in asdict(one).items()}
+    bounds = {key: value for bound in field.metadata for key, value in asdict(bound).items()}
     return Field(None, description=field.description, **bounds)
 
 
@@ -47,9 +47,9 @@ def only(*neutral: Any) -> BeforeValidator:
     return BeforeValidator(check)
 
 
-def refused() -> Any:
+def unsupported() -> Any:
     """A field of OpenAI's that is here because clients send it without asking for anything."""
-    return Field(None, description="Not supported: refused unless it asks for nothing.")
+    return Field(None, description="Not supported: rejected unless it asks for nothing.")
 
 
 Seed = Annotated[
@@ -68,7 +68,7 @@ User = Annotated[
 
 
 class StreamOptions(RequestBody):
-    """What a stream tells besides its choices."""
+    """What a stream gives besides its choices."""
 
     include_usage: bool | None = Field(
         None, description="A last chunk with the usage; in the others `usage` is null."
@@ -76,7 +76,7 @@ class StreamOptions(RequestBody):
     continuous_usage_stats: bool | None = Field(
         None, description="The usage so far in every chunk."
     )
-    include_obfuscation: Annotated[Any, only(False)] = refused()
+    include_obfuscation: Annotated[Any, only(False)] = unsupported()
 
 
 class JsonSchemaFormat(RequestBody):
@@ -106,53 +106,14 @@ class ResponseFormat(RequestBody):
         return schema
 
 
-# POST /v1/completions
-
-
-class CompletionRequest(PromptBody):
-    """Continue one or many prompts, in OpenAI's shape."""
-
-    examples: ClassVar[Examples] = {
-        "The same text each time": {
-            "prompt": "def main():",
-            "max_tokens": 40,
-            "temperature": 0.8,
-            "seed": 1,
-        },
-        "The logprobs of a given text, nothing generated": {
-            "prompt": "import os",
-            "max_tokens": 0,
-            "echo": True,
-            "logprobs": 1,
-        },
-        "A stream that tells its usage": {
-            "prompt": "class",
-            "stream": True,
-            "stream_options": {"include_usage": True},
-        },
-    }
+class SamplingBody(RequestBody):
+    """The fields that both endpoints have: OpenAI's, then ours."""
 
     model: ModelName = None
-    max_tokens: int | None = Field(
-        None,
-        ge=0,
-        lt=2**31,
-        description=f"Tokens to generate at most. Absent: {COMPLETION_TOKENS}. 0 with `echo` "
-        "gives the prompt and its logprobs alone.",
-    )
     temperature: float | None = native("temperature")
     top_p: float | None = native("top_p")
-    n: int | None = native("n")
     stream: bool | None = native("stream")
     stream_options: StreamOptions | None = Field(None, description="With `stream` alone.")
-    echo: bool | None = Field(None, description="Put the prompt in front of the text.")
-    logprobs: int | None = Field(
-        None,
-        ge=0,
-        lt=2**31,
-        description="Logprob of each token, and of the k likeliest; with `echo` of the prompt's "
-        "tokens too, where the first has none.",
-    )
     logit_bias: dict[str, float] | None = native("logit_bias")
     stop: Text | Annotated[list[Text], Field(fail_fast=True)] | None = native("stop")
     seed: Seed = None
@@ -174,8 +135,51 @@ class CompletionRequest(PromptBody):
     priority: int | None = native("priority")
     timeout: Timeout = None
 
+
+# POST /v1/completions
+
+
+class CompletionRequest(SamplingBody, PromptBody):
+    """Continue one or many prompts, in OpenAI's shape."""
+
+    examples: ClassVar[Examples] = {
+        "The same text each time": {
+            "prompt": "def main():",
+            "max_tokens": 40,
+            "temperature": 0.8,
+            "seed": 1,
+        },
+        "The logprobs of a given text, nothing generated": {
+            "prompt": "import os",
+            "max_tokens": 0,
+            "echo": True,
+            "logprobs": 1,
+        },
+        "A stream with its usage": {
+            "prompt": "class",
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        },
+    }
+
+    max_tokens: int | None = Field(
+        None,
+        ge=0,
+        lt=2**31,
+        description=f"Tokens to generate at most. Absent: {COMPLETION_TOKENS}. 0 with `echo` "
+        "gives the prompt and its logprobs alone.",
+    )
+    n: int | None = native("n")
+    echo: bool | None = Field(None, description="Begin the text with the prompt.")
+    logprobs: int | None = Field(
+        None,
+        ge=0,
+        lt=2**31,
+        description="Logprob of each token, and of the k likeliest; with `echo` of the prompt's "
+        "tokens too, where the first has none.",
+    )
     best_of: int | None = Field(None, ge=1, description="Not supported: `n` or null only.")
-    suffix: Annotated[Any, only("")] = refused()
+    suffix: Annotated[Any, only("")] = unsupported()
 
     @field_validator("best_of")
     @classmethod
@@ -260,14 +264,25 @@ class Message(RequestBody):
     ] = Field(description="A text, or text parts, which are joined by line breaks.")
     name: Text | None = Field(None, description="For a template that tells speakers apart.")
 
-    annotations: Annotated[Any, only([])] = refused()
-    audio: Annotated[Any, only()] = refused()
-    function_call: Annotated[Any, only()] = refused()
-    refusal: Annotated[Any, only("")] = refused()
-    tool_calls: Annotated[Any, only([])] = refused()
+    annotations: Annotated[Any, only([])] = unsupported()
+    audio: Annotated[Any, only()] = unsupported()
+    function_call: Annotated[Any, only()] = unsupported()
+    refusal: Annotated[Any, only("")] = unsupported()
+    tool_calls: Annotated[Any, only([])] = unsupported()
 
 
-class ChatRequest(RequestBody):
+class Conversation(RequestBody):
+    """What is to be answered."""
+
+    messages: list[Message] = Field(
+        min_length=1,
+        max_length=MAX_MESSAGES,
+        fail_fast=True,
+        description="The conversation so far.",
+    )
+
+
+class ChatRequest(SamplingBody, Conversation):
     """Answer in a conversation, in OpenAI's shape. The checkpoint needs a chat template."""
 
     examples: ClassVar[Examples] = {
@@ -288,67 +303,35 @@ class ChatRequest(RequestBody):
         },
     }
 
-    messages: list[Message] = Field(
-        min_length=1,
-        max_length=MAX_MESSAGES,
-        fail_fast=True,
-        description="The conversation so far.",
-    )
-    model: ModelName = None
     max_completion_tokens: int | None = native("max_tokens")
     max_tokens: int | None = Field(
         None, ge=1, lt=2**31, description="The older name of max_completion_tokens."
     )
-    temperature: float | None = native("temperature")
-    top_p: float | None = native("top_p")
     n: int | None = Field(None, ge=1, le=4096, description="Answers.")
-    stream: bool | None = native("stream")
-    stream_options: StreamOptions | None = Field(None, description="With `stream` alone.")
     logprobs: bool | None = Field(None, description="Logprob of each token of the answer.")
     top_logprobs: int | None = Field(
         None, ge=0, le=20, description="With `logprobs`: of the k likeliest, too."
     )
-    logit_bias: dict[str, float] | None = native("logit_bias")
-    stop: Text | Annotated[list[Text], Field(fail_fast=True)] | None = native("stop")
-    seed: Seed = None
-    presence_penalty: float | None = native("presence_penalty")
-    frequency_penalty: float | None = native("frequency_penalty")
-    response_format: ResponseFormat | None = Field(
-        None, description="Text, any JSON object, or JSON that fits a schema."
-    )
-    user: User = None
-
-    top_k: int | None = native("top_k")
-    min_p: float | None = native("min_p")
-    repetition_penalty: float | None = native("repetition_penalty")
-    allowed_token_ids: ChosenIds | None = native("allowed_token_ids")
-    stop_token_ids: list[TokenId] | None = native("stop_token_ids")
-    ignore_eos: bool | None = native("ignore_eos")
-    min_tokens: int | None = native("min_tokens")
-    logprobs_stage: Literal["raw", "processed"] | None = native("logprobs_stage")
-    priority: int | None = native("priority")
-    timeout: Timeout = None
-
-    audio: Annotated[Any, only()] = refused()
-    function_call: Annotated[Any, only("none")] = refused()
-    functions: Annotated[Any, only([])] = refused()
-    metadata: Annotated[Any, only({})] = refused()
-    modalities: Annotated[Any, only(["text"])] = refused()
-    moderation: Annotated[Any, only()] = refused()
+    audio: Annotated[Any, only()] = unsupported()
+    function_call: Annotated[Any, only("none")] = unsupported()
+    functions: Annotated[Any, only([])] = unsupported()
+    metadata: Annotated[Any, only({})] = unsupported()
+    modalities: Annotated[Any, only(["text"])] = unsupported()
+    moderation: Annotated[Any, only()] = unsupported()
     # Without tools it says nothing, whatever it says.
-    parallel_tool_calls: Annotated[Any, only(True, False)] = refused()
-    prediction: Annotated[Any, only()] = refused()
-    prompt_cache_key: Annotated[Any, only()] = refused()
-    prompt_cache_options: Annotated[Any, only()] = refused()
-    prompt_cache_retention: Annotated[Any, only()] = refused()
-    reasoning_effort: Annotated[Any, only("none")] = refused()
-    safety_identifier: Annotated[Any, only()] = refused()
-    service_tier: Annotated[Any, only("auto", "default")] = refused()
-    store: Annotated[Any, only(False)] = refused()
-    tool_choice: Annotated[Any, only("none")] = refused()
-    tools: Annotated[Any, only([])] = refused()
-    verbosity: Annotated[Any, only("medium")] = refused()
-    web_search_options: Annotated[Any, only()] = refused()
+    parallel_tool_calls: Annotated[Any, only(True, False)] = unsupported()
+    prediction: Annotated[Any, only()] = unsupported()
+    prompt_cache_key: Annotated[Any, only()] = unsupported()
+    prompt_cache_options: Annotated[Any, only()] = unsupported()
+    prompt_cache_retention: Annotated[Any, only()] = unsupported()
+    reasoning_effort: Annotated[Any, only("none")] = unsupported()
+    safety_identifier: Annotated[Any, only()] = unsupported()
+    service_tier: Annotated[Any, only("auto", "default")] = unsupported()
+    store: Annotated[Any, only(False)] = unsupported()
+    tool_choice: Annotated[Any, only("none")] = unsupported()
+    tools: Annotated[Any, only([])] = unsupported()
+    verbosity: Annotated[Any, only("medium")] = unsupported()
+    web_search_options: Annotated[Any, only()] = unsupported()
 
 
 class TopLogprob(ReplyBody):
