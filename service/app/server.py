@@ -1,6 +1,6 @@
 """Server: uvicorn around the application, and what a signal means.
 
-SIGTERM or SIGINT: readiness turns 503 and new requests are refused, the running ones get
+SIGTERM or SIGINT: readiness turns 503 and new requests are rejected, the running ones get
 `drain_timeout` seconds, what is left is aborted with an error of its own, and the process exits
 with 0. A second signal quits at once, with 128 and its number.
 """

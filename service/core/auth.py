@@ -48,11 +48,11 @@ class ApiKeys:
     def name_of(self, presented: bytes) -> str | None:
         """The name of a key, None if it is not one of these. Takes as long for any other key: every
         digest is compared to its end."""
-        digest, found = sha256(presented).digest(), None
+        digest, match = sha256(presented).digest(), None
         for name, known in self.digests.items():
             if hmac.compare_digest(digest, known):
-                found = name
-        return found
+                match = name
+        return match
 
 
 class ApiKeyCheck:
@@ -83,7 +83,8 @@ class ApiKeyCheck:
 def is_public(path: str, public: Collection[str]) -> bool:
     """Whether a path answers without a key: /health and each of `public`, with what is below."""
     return any(
-        path == one or (one != "/" and path.startswith(f"{one}/")) for one in ("/health", *public)
+        path == prefix or (prefix != "/" and path.startswith(f"{prefix}/"))
+        for prefix in ("/health", *public)
     )
 
 
@@ -118,14 +119,14 @@ def _in_file(file: Path | None) -> list[tuple[str, str]]:
     except OSError as error:
         raise ApiKeyError(f"the API key file {file} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise ApiKeyError(f"the API key file {file} is no text in UTF-8") from error
+        raise ApiKeyError(f"the API key file {file} is not UTF-8 text") from error
     entries = [
         (f"line {number} of the API key file {file}", line.strip())
         for number, line in enumerate(lines, start=1)
         if line.strip() and not line.lstrip().startswith("#")
     ]
     if not entries:
-        raise ApiKeyError(f"the API key file {file} holds no key; a line of it is NAME=KEY")
+        raise ApiKeyError(f"the API key file {file} has no keys; write one NAME=KEY on each line")
     return entries
 
 

@@ -2,7 +2,7 @@
 
 Most replies are written while they are computed. Two kinds are held: arrays in which positions are
 an inner axis (hidden states, attention weights), and lists of logprobs. Both are counted in
-elements: numbers of an output, as float32. Belongs to the event loop.
+elements of an output, as float32. Belongs to the event loop.
 """
 
 from service.core.errors import bad_request, queue_full

@@ -73,8 +73,8 @@ class WakeupThrottle(Generic[Item]):
             self._loop.call_soon(self._pause, began)
 
     def _pause(self, began: float) -> None:
-        """Begin a pause. It follows the processor's time: a wait for the interpreter, while the
-        thread makes a step above all, is no part of the delivery."""
+        """Begin a pause. It follows the processor's time: a wait for the interpreter, above all
+        while the thread makes a step, does not count."""
         pause = min(PAUSE_FACTOR * (time.thread_time() - began), MAX_PAUSE)
         self._quiet_until = time.monotonic() + pause
         if self._timer is None:

@@ -102,7 +102,7 @@ class ChatFormat:
         if not self._body.logprobs:
             return None
         if shown and isinstance(native["stop_reason"], int):
-            shown = shown[:-1]  # the special token that ended the answer is no part of it
+            shown = shown[:-1]  # the special token that ended the answer does not belong to it
         return chat_logprobs(self._tokenizer, shown)
 
 

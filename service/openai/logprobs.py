@@ -1,14 +1,14 @@
 """Tokens and their logprobs as OpenAI writes them, from those of /generate.
 
 Tokens are named by their text. A name must tell one token from every other, because logprobs are
-looked up by it: bytes that are no UTF-8, a special token that reads like an ordinary one, and a
+looked up by it: bytes that are not UTF-8, a special token that reads like an ordinary one, and a
 text that reads like such a name are `bytes:\\xe2\\x82`; an id without bytes is `token_id:100256`.
 
 Which tokens belong to a text. A token is listed as soon as the text that is shown reaches it, so
 lists and text of a stream grow together. Where a stop string cut the text, the tokens that begin
 behind the cut are not listed, and the one that the cut goes through is listed whole. A token's
-place is the number of characters that were whole before it: the tokens of one character have the
-same place.
+offset is the number of characters that were complete before it: the tokens of one character have
+the same offset.
 
 Values are the engine's, in float64, and always finite: a sequence whose logits are not ends with
 an error instead, and what the filters of `processed` drop is in no list.
@@ -39,10 +39,10 @@ def token_name(tokenizer: Tokenizer, token_id: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class PlacedToken:
-    """A token of a native reply, with the place in the text where it begins."""
+    """A token of a native reply, with the offset in the text where it begins."""
 
     token: dict[str, Any]
-    place: int
+    offset: int
 
 
 class ShownTokens:
@@ -83,7 +83,7 @@ class ShownTokens:
 
     def _reached(self) -> int:
         """How many of the tokens that are held begin in the text shown."""
-        return sum(one.place < self._shown for one in self._held)
+        return sum(token.offset < self._shown for token in self._held)
 
     def _take(self, count: int) -> list[PlacedToken]:
         taken, self._held = self._held[:count], self._held[count:]
@@ -95,19 +95,19 @@ class ShownTokens:
 def completion_logprobs(tokenizer: Tokenizer, placed: list[PlacedToken]) -> dict[str, Any]:
     """The four lists of /v1/completions. The token itself is always among the likeliest, and its
     value there is the same double as in `token_logprobs`."""
-    tokens, values, tops, places = [], [], [], []
-    for one in placed:
-        name, value = token_name(tokenizer, one.token["id"]), one.token["logprob"]
-        top = {token_name(tokenizer, t["id"]): t["logprob"] for t in one.token["top"]}
+    tokens, values, tops, offsets = [], [], [], []
+    for shown in placed:
+        name, value = token_name(tokenizer, shown.token["id"]), shown.token["logprob"]
+        top = {token_name(tokenizer, t["id"]): t["logprob"] for t in shown.token["top"]}
         tokens.append(name)
         values.append(value)
         tops.append(None if value is None else {**top, name: value})
-        places.append(one.place)
+        offsets.append(shown.offset)
     return {
         "tokens": tokens,
         "token_logprobs": values,
         "top_logprobs": tops,
-        "text_offset": places,
+        "text_offset": offsets,
     }
 
 
@@ -115,10 +115,10 @@ def chat_logprobs(tokenizer: Tokenizer, placed: list[PlacedToken]) -> dict[str, 
     """The member `logprobs` of a choice of /v1/chat/completions."""
     content = [
         {
-            **_named(tokenizer, one.token),
-            "top_logprobs": [_named(tokenizer, top) for top in one.token["top"]],
+            **_named(tokenizer, shown.token),
+            "top_logprobs": [_named(tokenizer, top) for top in shown.token["top"]],
         }
-        for one in placed
+        for shown in placed
     ]
     return {"content": content, "refusal": None}
 

@@ -1,6 +1,6 @@
-"""A request's body: read within its limit, strictly, while its client is there.
+"""Parse: a request's body is read within its limit and parsed strictly, while its client is there.
 
-What a body means is not known here (`requests.py`).
+Not here: what its fields mean (`resolve.py`).
 """
 
 import asyncio
@@ -21,7 +21,7 @@ Result = TypeVar("Result")
 def body_of(model: type[Body]) -> Callable[[Request], Awaitable[Body]]:
     """A dependency that reads a request's JSON into `model`.
 
-    pydantic reads the raw bytes: unlike the usual way through Python objects, that refuses NaN,
+    pydantic reads the raw bytes: unlike the usual way through Python objects, that rejects NaN,
     Infinity, 1e999, lone surrogates and bodies that are not UTF-8.
     """
 
@@ -70,9 +70,10 @@ async def unless_gone(request: Request, work: Coroutine[Any, Any, Result]) -> Re
 
 
 async def _bounded_body(request: Request) -> bytes:
-    """The body, read no further than the limit; not at all where it says that it is longer."""
+    """The body, read up to the limit; not at all where its declared length is above it."""
     limit: int = request.app.state.service.settings.max_body_bytes
-    if int(request.headers.get("content-length", "0")) > limit:  # the parser took it for a number
+    # The HTTP parser has accepted the header as a number.
+    if int(request.headers.get("content-length", "0")) > limit:
         raise body_too_large(limit)
     chunks, size = [], 0
     try:

@@ -18,7 +18,7 @@ from model.text.tokenizer import Tokenizer
 CHECKPOINT_HEADERS = tuple(
     f"X-Logitd-{name}" for name in ("Name", "Step", "Val-Loss", "Weights-Sha256")
 )
-"""The headers of a reply whose body is no JSON."""
+"""The headers of a reply whose body is not JSON."""
 HEADER_SAFE = "".join(chr(code) for code in range(0x21, 0x7F) if chr(code) != "%")
 
 
@@ -42,7 +42,7 @@ def checkpoint_name(checkpoint: CheckpointInfo) -> dict[str, Any]:
 
 
 def checkpoint_headers(checkpoint: CheckpointInfo) -> dict[str, str]:
-    """The same for replies whose body is no JSON. What is null has no header; what a header cannot
+    """The same for replies whose body is not JSON. What is null has no header; what a header cannot
     hold (a directory may have any name) is percent-encoded."""
     return {
         f"X-Logitd-{name.replace('_', '-').title()}": quote(str(value), safe=HEADER_SAFE)
@@ -75,7 +75,7 @@ def scored_json(tokenizer: Tokenizer, token: PromptToken | TokenEvent) -> dict[s
         **token_json(tokenizer, token.token_id),
         "logprob": None if chosen is None else chosen.logprob,
         "rank": None if chosen is None else chosen.rank,
-        "top": [logprob_json(tokenizer, one) for one in token.top],
+        "top": [logprob_json(tokenizer, likely) for likely in token.top],
     }
 
 
@@ -88,7 +88,7 @@ class Completion:
     """One choice on its way from tokens to text.
 
     A stop token is among `token_ids` and not in the text. A stop text is not in the text; the token
-    that completes it is the last of `token_ids`. With `echo` the prompt is in front of all three.
+    that completes it is the last of `token_ids`. With `echo` all three begin with the prompt.
     """
 
     def __init__(

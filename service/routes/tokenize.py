@@ -1,6 +1,6 @@
 """POST /tokenize, POST /detokenize and GET /tokenizer_info: the vocabulary, without the model.
 
-Texts become ids with their bytes and places, ids become text; nothing is computed or queued. The
+Texts become ids with their bytes and offsets, ids become text; nothing is computed or queued. The
 replies are also what evaluation programs with a "remote tokenizer" read. Texts may be longer than
 the model's context; the limits are those of a body and of a reply.
 """
@@ -52,7 +52,7 @@ async def tokenize(body: TokenizeBody, served: Ready, state: State, request: Req
     the text that it touches. Of a list of texts the same, one by one, in `prompts`."""
     served.check_model(body.model)
     texts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
-    work = _aside(state, sum(map(len, texts)), lambda: _tokenized(body, texts, served))
+    work = _in_thread(state, sum(map(len, texts)), lambda: _tokenized(body, texts, served))
     return Response(await unless_gone(request, work), media_type="application/json")
 
 
@@ -66,12 +66,12 @@ async def tokenize(body: TokenizeBody, served: Ready, state: State, request: Req
 async def detokenize(
     body: DetokenizeBody, served: Ready, state: State, request: Request
 ) -> Response:
-    """The text of ids and its bytes, which are the truth where they are no UTF-8. Of a list of
+    """The text of ids and its bytes, which are the truth where they are not UTF-8. Of a list of
     lists the same, one by one, in `prompts`."""
     served.check_model(body.model)
     nested = bool(body.tokens) and isinstance(body.tokens[0], list)
     lists: Any = body.tokens if nested else [body.tokens]
-    work = _aside(state, sum(map(len, lists)), lambda: _detokenized(lists, nested, served))
+    work = _in_thread(state, sum(map(len, lists)), lambda: _detokenized(lists, nested, served))
     return Response(await unless_gone(request, work), media_type="application/json")
 
 
@@ -101,8 +101,8 @@ def tokenizer_info(served: Ready) -> TokenizerInfo:
     )
 
 
-async def _aside(state: ServiceState, size: int, work: Callable[[], bytes]) -> bytes:
-    """Do `work` beside the event loop. What is long is done one at a time: for a moment it takes
+async def _in_thread(state: ServiceState, size: int, work: Callable[[], bytes]) -> bytes:
+    """Do `work` off the event loop. Long texts are done one at a time: for a moment it takes
     memory many times its size, and other endpoints need threads too."""
     if size <= THREAD_CHARACTERS:
         return await asyncio.to_thread(work)

@@ -1,8 +1,8 @@
 """Schemas: the bodies of requests and replies, as pydantic models.
 
-They validate what comes in, strictly: no unknown field, no NaN, no number in quotes. For what goes
-out they are the documentation that /docs shows, and the tests hold every reply to them; the
-replies themselves are written as plain dicts, which is several times faster.
+Requests are validated strictly: no unknown field, no NaN, no number in quotes. For replies the
+models are the documentation that /docs shows, and the tests hold every reply to them; the replies
+themselves are written as plain dicts, which is several times faster.
 """
 
 import json
@@ -215,7 +215,7 @@ class GenerateRequest(PromptBody):
         lt=2**31,
         description="Raw logprob of each token of the prompt, and of the k likeliest in its place.",
     )
-    echo: bool = Field(False, description="Put the prompt in front of text, token_ids and tokens.")
+    echo: bool = Field(False, description="Begin text, token_ids and tokens with the prompt.")
     priority: int = Field(
         0, ge=-100, le=100, description="Lower is admitted earlier; equals as they arrive."
     )
@@ -260,9 +260,9 @@ class GenerateRequest(PromptBody):
         if choice is None:
             return None
         if not all(choice) or not choice:
-            raise ValueError("choice must hold at least one text, and none that is empty")
+            raise ValueError("choice must have at least one text, and none that is empty")
         if len(set(choice)) < len(choice):
-            raise ValueError("choice holds a text twice")
+            raise ValueError("choice has a text twice")
         length = sum(map(len, choice))
         if len(choice) > MAX_CHOICES or length > MAX_CONSTRAINT:
             raise ValueError(
@@ -278,9 +278,9 @@ class GenerateRequest(PromptBody):
         if len(texts) > MAX_STOP_TEXTS:
             raise ValueError(f"stop has {len(texts)} texts; {MAX_STOP_TEXTS} are allowed")
         if any(not text for text in texts):
-            raise ValueError("stop holds an empty text, which would end every completion at once")
+            raise ValueError("stop has an empty text, which would end every completion at once")
         if any(len(text) > 1024 for text in texts):
-            raise ValueError("stop holds a text of more than 1024 characters")
+            raise ValueError("stop has a text of more than 1024 characters")
         return stop
 
     @property
@@ -297,7 +297,7 @@ class CheckpointName(ReplyBody):
 
 class TopToken(ReplyBody):
     id: int
-    text: str = Field(description="For people; bytes that are no UTF-8 show as U+FFFD.")
+    text: str = Field(description="For people; bytes that are not UTF-8 show as U+FFFD.")
     bytes: list[int]
     logprob: float
     rank: int = Field(description="1 is the likeliest.")
@@ -374,15 +374,15 @@ class Health(ReplyBody):
 
 
 class QuantizationInfo(ReplyBody):
-    """What rounding the weights costs, measured when they were loaded; the numbers are null where
-    there was no text to measure on."""
+    """What quantizing the weights costs, measured when they were loaded; the figures are null where
+    no text was found to measure on."""
 
     kind: str
     relative_loss: float | None = Field(
-        description="Bits per byte that rounding adds, as a share of those without it."
+        description="Bits per byte that quantization adds, as a share of those without it."
     )
     bits_per_byte: float | None
-    exact_bits_per_byte: float | None = Field(description="The same without rounding.")
+    exact_bits_per_byte: float | None = Field(description="The same without quantization.")
     tokens: int | None
     text: str = Field(description="What it was measured on, or why it was not.")
 
@@ -404,7 +404,7 @@ class Info(ReplyBody):
         description="Where drafts come from, tokens that a decode step verifies: `ngram`, from the "
         "text itself, or `none`. Answers do not depend on it."
     )
-    dtype: str = Field(description="The numbers that are computed in.")
+    dtype: str = Field(description="The dtype of the computation.")
     quantization: QuantizationInfo | None = Field(description="null without --quantize.")
     threads: int
     slots: int

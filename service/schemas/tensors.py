@@ -1,8 +1,9 @@
-"""Schemas of the endpoints that give numbers: /logits, /probs, /score, /hidden_states, /attention.
+"""Schemas of the endpoints that give outputs of the model: /logits, /probs, /score, /hidden_states,
+/attention.
 
-Bodies and replies as in `schemas.py`, whose rules they follow. `Processing` is what /generate would
-do to the logits before it samples, as fields of their own, because `top_k` here also says how much
-of a reply is listed.
+Bodies and replies follow the rules of `generate.py`. `Processing` is what /generate would do to the
+logits before it samples, as fields of their own, because `top_k` here also says how much of a reply
+is listed.
 """
 
 from typing import Annotated, ClassVar, Literal
@@ -41,8 +42,8 @@ HalfOrFull = Literal["float32", "float16"]
 DType = Annotated[
     Literal["float32", "float16", "bfloat16"],
     Field(
-        description="Numbers of the reply (bfloat16: safetensors only); computed is in those of "
-        "the server."
+        description="The dtype of the reply (bfloat16: safetensors only); the server computes in "
+        "its own."
     ),
 ]
 

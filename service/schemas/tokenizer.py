@@ -50,16 +50,14 @@ class TokenizeRequest(RequestBody):
         description="Whether each token is described. Absent: when there are at most "
         f"{MAX_PIECES} together, and `pieces` of the reply is null when there are more.",
     )
-    add_special_tokens: bool = Field(
-        False, description="Only false: nothing is put in front of a text."
-    )
+    add_special_tokens: bool = Field(False, description="Only false: no token is added to a text.")
     model: ModelName = None
 
     @field_validator("prompt", mode="before")
     @classmethod
     def _only_texts(cls, prompt: Any) -> Any:
         texts = prompt if isinstance(prompt, list) else [prompt]
-        if not 1 <= len(texts) <= MAX_PROMPTS or not all(isinstance(one, str) for one in texts):
+        if not 1 <= len(texts) <= MAX_PROMPTS or not all(isinstance(text, str) for text in texts):
             raise ValueError(
                 f"this endpoint takes a text or a list of 1 to {MAX_PROMPTS} texts; token ids are "
                 "what /detokenize takes"
@@ -68,18 +66,18 @@ class TokenizeRequest(RequestBody):
 
     @field_validator("add_special_tokens")
     @classmethod
-    def _nothing_in_front(cls, add_special_tokens: bool) -> bool:
+    def _nothing_added(cls, add_special_tokens: bool) -> bool:
         if add_special_tokens:
             raise ValueError(
-                "add_special_tokens is true, but this vocabulary puts no token in front of a text; "
-                "write the name of a special token into the text where it shall stand"
+                "add_special_tokens is true, but this vocabulary adds no token to a text; write "
+                "the name of a special token into the text where it belongs"
             )
         return add_special_tokens
 
 
 class Piece(ReplyBody):
     id: int
-    text: str = Field(description="For people; bytes that are no UTF-8 show as U+FFFD.")
+    text: str = Field(description="For people; bytes that are not UTF-8 show as U+FFFD.")
     bytes: list[int]
     start: int = Field(description="The first character that the token touches.")
     end: int = Field(description="The one after the last: a token may hold half a character.")
@@ -130,7 +128,7 @@ class DetokenizeReply(ReplyBody):
     created: int
     model: str
     checkpoint: CheckpointName
-    prompt: str = Field(description="The text; bytes that are no UTF-8 show as U+FFFD.")
+    prompt: str = Field(description="The text; bytes that are not UTF-8 show as U+FFFD.")
     bytes: list[int]
 
 
@@ -154,7 +152,7 @@ class TokenizerInfo(ReplyBody):
     vocab_size: int
     eos_token: str | None = Field(description="The token that ends a text, by name.")
     eos_token_id: int | None
-    bos_token: str | None = Field(description="null: nothing is put in front of a text.")
+    bos_token: str | None = Field(description="null: a text does not begin with a special token.")
     pad_token: str | None
     chat_template: str | None
     pattern: str = Field(description="The regular expression that cuts a text before merging.")

@@ -50,8 +50,8 @@ Device = Annotated[
 DType = Annotated[
     DTypeName,
     Field(
-        description="numbers to compute in; auto is bfloat16 on CUDA, and on a CPU that multiplies "
-        "it where decoding is native, else float32"
+        description="dtype of the computation; auto is bfloat16 on CUDA, and on a CPU that "
+        "multiplies it where decoding is native, else float32"
     ),
 ]
 StoredDType = Annotated[
@@ -61,12 +61,12 @@ Kernels = Annotated[
     KernelChoice,
     Field(
         description="how decode steps are computed on a CPU: native is built for this processor, "
-        "torch needs no compiler; auto is native where it can be had"
+        "torch needs no compiler; auto is native where it is available"
     ),
 ]
 Quantize = Annotated[
     Quantization,
-    Field(description="int8 rounds the matrices to 8 bits when loading"),
+    Field(description="int8 quantizes the matrices to 8 bits when loading"),
 ]
 Threads = Annotated[
     int, Field(ge=0, le=1024, description="compute threads; 0 is one per available processor")

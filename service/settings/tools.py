@@ -32,7 +32,10 @@ BatchSizes = Annotated[
     NoDecode,
     BeforeValidator(split_list),
     AfterValidator(_distinct),
-    Field(min_length=1, description="how many sequences decode together, with commas between them"),
+    Field(
+        min_length=1,
+        description="how many sequences decode together; several numbers are separated by commas",
+    ),
 ]
 
 
@@ -143,5 +146,5 @@ class BenchSettings(BaseSettings):
     url: str | None = Field(
         None,
         description="load a server that runs already instead of starting one; its API key, if it "
-        "wants one, comes from LOGITD_API_KEY",
+        "needs one, comes from LOGITD_API_KEY",
     )

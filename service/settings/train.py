@@ -44,7 +44,7 @@ class EvalSettings(BaseSettings):
     device: Device = "auto"
     dtype: TrainingDType = Field(
         "auto",
-        description="numbers to compute in, as in training; auto is bfloat16 where the device "
+        description="dtype of the computation, as in training; auto is bfloat16 where the device "
         "multiplies it",
     )
     threads: Threads = 0
@@ -64,4 +64,4 @@ class MergeSettings(BaseSettings):
         description="adapter directory: one that `logitd train --lora` wrote"
     )
     dest: CliPositionalArg[Path] = Field(description="checkpoint directory to write")
-    save_dtype: SaveDType = Field("float32", description="numbers of the checkpoint's weights")
+    save_dtype: SaveDType = Field("float32", description="dtype of the checkpoint's weights")

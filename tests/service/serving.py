@@ -23,7 +23,7 @@ from service.engine.driver import LocalDriver
 from service.settings.serve import ServeSettings
 from tests.service.spelling import long_prompt
 
-PATIENCE = 60.0
+TEST_TIMEOUT = 60.0
 """Seconds after which something that should happen at once counts as never; machines are busy."""
 
 
@@ -74,7 +74,7 @@ class Serving:
         raw = socket.socket()
         if receive_buffer is not None:
             raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
-        raw.settimeout(PATIENCE)
+        raw.settimeout(TEST_TIMEOUT)
         raw.connect(("127.0.0.1", self.port))
         return raw
 
@@ -118,13 +118,13 @@ def serving_app(app: Any) -> Iterator[Serving]:
     thread = threading.Thread(target=server.run, name="uvicorn")
     thread.start()
     try:
-        assert server.listening.wait(PATIENCE)
+        assert server.listening.wait(TEST_TIMEOUT)
         running = Serving(app, server, server.loop)
         with running.client:
             yield running
     finally:
         server.should_exit = True
-        thread.join(PATIENCE)
+        thread.join(TEST_TIMEOUT)
         assert not thread.is_alive(), "the server does not stop"
 
 
@@ -133,7 +133,7 @@ def serving(checkpoint: Path, **settings: Any) -> Iterator[Serving]:
     """Serve a checkpoint; ready when the block begins."""
     with serving_app(create_app(serve_settings(checkpoint, **settings))) as running:
         settled = asyncio.run_coroutine_threadsafe(running.state.settled.wait(), running.loop)
-        settled.result(PATIENCE)
+        settled.result(TEST_TIMEOUT)
         assert running.state.status() == ("ok", None)
         yield running
 
@@ -153,7 +153,7 @@ def engine_of(server: Serving) -> Engine:
 
 
 def client(url: str) -> httpx.Client:
-    return httpx.Client(base_url=url, trust_env=False, timeout=PATIENCE)
+    return httpx.Client(base_url=url, trust_env=False, timeout=TEST_TIMEOUT)
 
 
 def occupy(server: Serving, stack: ExitStack) -> None:
@@ -164,11 +164,11 @@ def occupy(server: Serving, stack: ExitStack) -> None:
     eventually(lambda: server.sample("logitd_kv_slots_used") == 1)
 
 
-def eventually(condition: Callable[[], bool], patience: float = PATIENCE) -> None:
+def eventually(condition: Callable[[], bool], timeout: float = TEST_TIMEOUT) -> None:
     """Wait for something that has no event of its own, because it is seen from outside."""
-    end = time.monotonic() + patience
+    end = time.monotonic() + timeout
     while not condition():
-        assert time.monotonic() < end, f"not within {patience} s"
+        assert time.monotonic() < end, f"not within {timeout} s"
         time.sleep(0.002)
 
 

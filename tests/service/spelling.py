@@ -4,7 +4,7 @@ Weights instead of a mock: the embeddings of the letters are orthogonal, the blo
 the head's row of a letter is the embedding of the letter before it. So the completion of any
 prompt can be written down, stop strings can be placed, and characters of two, three and four bytes
 arrive byte by byte. After the last letter comes END_OF_TEXT, then the first letter again; every id
-that is no letter is followed by the first letter.
+that is not a letter is followed by the first letter.
 """
 
 from pathlib import Path
@@ -39,7 +39,7 @@ def spelling_gpt() -> GPT:
         )
     ).requires_grad_(False)
     letters = _orthogonal_rows()
-    gpt.token_embedding.weight.copy_(letters[RING.index(END_OF_TEXT_ID)])  # what is no letter
+    gpt.token_embedding.weight.copy_(letters[RING.index(END_OF_TEXT_ID)])  # what is not a letter
     # A little noise between those that are not next, so that their order is the same everywhere.
     gpt.head.weight.copy_(torch.randn(gpt.head.weight.shape, generator=_generator()) * 1e-3)
     for place, token_id in enumerate(RING):

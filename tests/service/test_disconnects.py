@@ -16,7 +16,7 @@ import orjson
 import pytest
 
 from tests.service.serving import (
-    PATIENCE,
+    TEST_TIMEOUT,
     Serving,
     events,
     eventually,
@@ -214,7 +214,7 @@ def test_a_storm_of_clients_that_leave_at_any_time(server: Serving) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(PATIENCE)
+        thread.join(TEST_TIMEOUT)
     server.wait_idle()
     ended = sum(server.finished(reason) for reason in ("stop", "length", "abort"))
     assert server.sample("logitd_sequence_seconds_count") == ended
@@ -258,7 +258,7 @@ def test_a_reader_that_stops_is_given_up_and_nobody_else(
 
 def test_a_reader_that_pauses_gets_everything(spelling_path: Path) -> None:
     """Slower than the engine, never slower than the timeout: the rows wait for it."""
-    with serving(spelling_path, slots=2, slow_reader_timeout=PATIENCE) as server:
+    with serving(spelling_path, slots=2, slow_reader_timeout=TEST_TIMEOUT) as server:
         body = {"prompt": long_prompt(4000), "positions": "all"}
         with server.connect(receive_buffer=4096) as raw:
             raw.sendall(request_bytes("/logits", body, "Connection: close"))
@@ -275,7 +275,9 @@ def test_a_reader_that_pauses_gets_everything(spelling_path: Path) -> None:
 
 def test_streams_go_on_beside_a_reader_that_stopped(spelling_path: Path) -> None:
     with ExitStack() as stack:
-        server = stack.enter_context(serving(spelling_path, slots=2, slow_reader_timeout=PATIENCE))
+        server = stack.enter_context(
+            serving(spelling_path, slots=2, slow_reader_timeout=TEST_TIMEOUT)
+        )
         stack.enter_context(begin(server, "/logits", WHOLE, receive_buffer=4096))
         eventually(lambda: server.sample("logitd_prefill_tokens_total") > 256)
         response = server.post(

@@ -7,11 +7,11 @@ from typing import Any
 from langchain_core.messages import AIMessage, HumanMessage, SystemMessage
 from langchain_openai import ChatOpenAI, OpenAI
 
-from tests.service.serving import PATIENCE, Serving
+from tests.service.serving import TEST_TIMEOUT, Serving
 
 
 def settings(server: Serving, **more: Any) -> dict[str, Any]:
-    return {"base_url": f"{server.url}/v1", "api_key": "x", "timeout": PATIENCE, **more}
+    return {"base_url": f"{server.url}/v1", "api_key": "x", "timeout": TEST_TIMEOUT, **more}
 
 
 def test_text_invoke_and_stream(server: Serving) -> None:

@@ -15,17 +15,17 @@ from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionMessageParam
 
 from model.transformer.gpt import GPT
-from tests.service.serving import PATIENCE, Serving, engine_of, occupy, serving
+from tests.service.serving import TEST_TIMEOUT, Serving, engine_of, occupy, serving
 
 MESSAGES: list[ChatCompletionMessageParam] = [{"role": "user", "content": "What is é?"}]
 
 
 def client(server: Serving, **settings: Any) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="x", timeout=PATIENCE, **settings)
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="x", timeout=TEST_TIMEOUT, **settings)
 
 
 def async_client(server: Serving) -> openai.AsyncOpenAI:
-    return openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="x", timeout=PATIENCE)
+    return openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="x", timeout=TEST_TIMEOUT)
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def chatty(chatter: Serving) -> Iterator[openai.OpenAI]:
 @pytest.fixture
 def narrow(spelling_path: Path) -> Iterator[Serving]:
     """One slot and no queue."""
-    with serving(spelling_path, slots=1, max_queue=0, slow_reader_timeout=PATIENCE) as running:
+    with serving(spelling_path, slots=1, max_queue=0, slow_reader_timeout=TEST_TIMEOUT) as running:
         yield running
 
 

@@ -13,7 +13,7 @@ import pytest
 from service.responses import sse
 from service.schemas.generate import ErrorReply
 from tests.service.serving import (
-    PATIENCE,
+    TEST_TIMEOUT,
     Serving,
     client,
     dechunked,
@@ -56,7 +56,7 @@ LARGE: dict[str, tuple[Any, int]] = {
 @pytest.fixture
 def server(spelling_path: Path) -> Iterator[Serving]:
     """One slot, and a queue of two."""
-    with serving(spelling_path, slots=1, max_queue=2, slow_reader_timeout=PATIENCE) as running:
+    with serving(spelling_path, slots=1, max_queue=2, slow_reader_timeout=TEST_TIMEOUT) as running:
         yield running
 
 
@@ -74,7 +74,7 @@ class Poster:
         self._thread.start()
 
     def response(self) -> httpx.Response:
-        self._thread.join(PATIENCE)
+        self._thread.join(TEST_TIMEOUT)
         assert self._response is not None
         return self._response
 
@@ -122,7 +122,7 @@ def test_prompts_that_come_later_in_a_reply_have_their_room_from_the_start(
 ) -> None:
     """Once a reply has begun, a full queue cannot break it off any more."""
     with (
-        serving(spelling_path, slots=2, max_queue=1, slow_reader_timeout=PATIENCE) as server,
+        serving(spelling_path, slots=2, max_queue=1, slow_reader_timeout=TEST_TIMEOUT) as server,
         server.connect(receive_buffer=4096) as raw,
     ):
         body = {"prompt": [long_prompt(4000), "a", "b"], "positions": "all", "token_ids": [98, 99]}
@@ -144,7 +144,7 @@ def numbers_server(spelling_path: Path) -> Iterator[Serving]:
         spelling_path,
         slots=4,
         max_queue_elements=8000 * 257 + ELEMENTS_LEFT,
-        slow_reader_timeout=PATIENCE,
+        slow_reader_timeout=TEST_TIMEOUT,
     ) as running:
         yield running
 
@@ -207,7 +207,7 @@ def test_numbers_are_free_again_when_their_client_has_left(spelling_path: Path) 
     """Running, waiting behind others of the same reply, or in the queue."""
     whole = {"prompt": long_prompt(8000), "positions": "all"}
     limits = {"max_queue_elements": 7 * 8000 * 257 + ELEMENTS_LEFT}
-    with serving(spelling_path, slots=2, slow_reader_timeout=PATIENCE, **limits) as server:
+    with serving(spelling_path, slots=2, slow_reader_timeout=TEST_TIMEOUT, **limits) as server:
 
         def ask(stack: ExitStack, body: Any, prompts_by_then: int) -> None:
             raw = stack.enter_context(server.connect(receive_buffer=4096))

@@ -1,8 +1,8 @@
-"""Arrays: the forms in which a reply carries numbers, written piece by piece.
+"""Encoding: the forms in which a reply carries arrays, written part by part.
 
 .npy (format version 1.0), safetensors (its header of names, types and offsets, then the bytes) and
-nested JSON lists. Shapes are known before the numbers, so headers are written first and nothing is
-held back. No pydantic, no engine: arrays in, bytes out.
+nested JSON lists. Shapes are known before the elements, so headers are written first and nothing is
+held back. Knows neither pydantic nor the engine: arrays in, bytes out.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -21,9 +21,9 @@ SAFETENSORS_NAMES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "in
 ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "int64": 8}
 
 PART_BYTES = 2**18
-"""What is given to the socket at once: the event loop and the engine get their turns between."""
-JSON_NUMBERS = 2**14
-"""Numbers that are turned into JSON at once."""
+"""What is given to the socket at once: the event loop and the engine run in between."""
+JSON_ELEMENTS = 2**14
+"""Elements that are turned into JSON at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class TensorSpec:
 
 
 def npy_header(shape: tuple[int, ...], dtype: DType) -> bytes:
-    """The header of an .npy file whose numbers follow in C order, little-endian."""
+    """The header of an .npy file whose elements follow in C order, little-endian."""
     descr = np.dtype(dtype).newbyteorder("<").str
     text = f"{{'descr': '{descr}', 'fortran_order': False, 'shape': {shape}, }}"
     padding = -(10 + len(text) + 1) % 64
@@ -83,12 +83,12 @@ def byte_parts(values: Array) -> Iterator[bytes]:
 
 def json_parts(values: Array) -> Iterator[bytes]:
     """An array as nested JSON lists, a part at a time; what is not finite becomes null."""
-    if values.ndim == 1 or values.size <= JSON_NUMBERS:
+    if values.ndim == 1 or values.size <= JSON_ELEMENTS:
         yield orjson.dumps(np.ascontiguousarray(values), option=orjson.OPT_SERIALIZE_NUMPY)
         return
     separator = b"["
-    for one in values:
-        parts = json_parts(one)
+    for inner in values:
+        parts = json_parts(inner)
         yield separator + next(parts)
         yield from parts
         separator = b","

@@ -1,4 +1,4 @@
-"""Tensor files: the safetensors form of replies with numbers of one or many prompts.
+"""Tensor files: the safetensors form of replies for one or many prompts.
 
 First `token_ids` and `positions` of each prompt, whole; then, prompt by prompt, what was asked for,
 which the caller writes. With several prompts every name ends in its prompt's index: `logits.0`. The

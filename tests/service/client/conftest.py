@@ -10,7 +10,7 @@ import pytest
 
 from logitd import AsyncClient, Client
 from tests.service.client.driven import driven
-from tests.service.serving import PATIENCE
+from tests.service.serving import TEST_TIMEOUT
 
 Connect = Callable[..., Client]
 """Makes a client of a URL, and of further arguments of `Client`."""
@@ -24,7 +24,7 @@ def connect(request: pytest.FixtureRequest) -> Iterator[Connect]:
         runner = stack.enter_context(asyncio.Runner())
 
         def make(url: str, **options: Any) -> Client:
-            options = {"timeout": PATIENCE, **options}
+            options = {"timeout": TEST_TIMEOUT, **options}
             if request.param == "Client":
                 http = stack.enter_context(httpx.Client(trust_env=False))
                 return Client(url, **{"http": http, **options})

@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from tests.service.serving import PATIENCE
+from tests.service.serving import TEST_TIMEOUT
 
 SSE = "Content-Type: text/event-stream"
 
@@ -53,7 +53,7 @@ class ScriptedServer:
                 one.shutdown(socket.SHUT_RDWR)
             one.close()
         for thread in self._threads:
-            thread.join(PATIENCE)
+            thread.join(TEST_TIMEOUT)
 
     def header(self, name: str, request: int = 0) -> str | None:
         """A header of a request."""

@@ -30,7 +30,7 @@ from service.client import transport
 from tests.service.client.conftest import Connect
 from tests.service.client.scripted import Script, events, refusal, reply, scripted
 from tests.service.client.test_streaming import CHUNKS, TAIL, chunk
-from tests.service.serving import PATIENCE
+from tests.service.serving import TEST_TIMEOUT
 
 KEY = "sk-0123456789abcdef"
 VERSION = reply(200, {"version": "9"})
@@ -169,7 +169,7 @@ def test_an_error_within_a_stream_ends_it(connect: Connect) -> None:
         with connect(server.url).stream("a") as stream:
             with pytest.raises(DeadlineExceededError, match="late") as caught:
                 list(stream)
-            assert server.left.wait(PATIENCE), "nothing more is read"
+            assert server.left.wait(TEST_TIMEOUT), "nothing more is read"
         assert (caught.value.status, caught.value.code) == (504, "c")
         assert caught.value.request_id == server.header("X-Request-ID") == stream.request_id
 
@@ -178,7 +178,7 @@ def test_an_event_that_cannot_be_read_ends_a_stream(connect: Connect) -> None:
     with scripted(Script(events({"a": 1}, end=False, whole=False), "hold")) as server:
         with pytest.raises(MalformedReplyError, match="id is missing"):
             list(connect(server.url).stream("a"))
-        assert server.left.wait(PATIENCE)
+        assert server.left.wait(TEST_TIMEOUT)
 
 
 # Silence
@@ -189,7 +189,7 @@ def test_no_answer_in_time(connect: Connect, name: str) -> None:
     with scripted(Script(b"", "hold"), VERSION) as server:
         with pytest.raises(APITimeoutError, match=f"did not answer within {SOON} s"):
             SENT[name](connect(server.url, timeout=SOON))
-        assert server.left.wait(PATIENCE), "the connection is closed, and the request with it"
+        assert server.left.wait(TEST_TIMEOUT), "the connection is closed, and the request with it"
         assert len(server.requests) == 1
 
 
@@ -198,14 +198,14 @@ def test_an_answer_that_stands_still(connect: Connect) -> None:
     with scripted(Script(begun, "hold")) as server:
         with pytest.raises(APITimeoutError, match=f"stood still for {SOON} s after 77 bytes"):
             connect(server.url, timeout=SOON).logits("a")
-        assert server.left.wait(PATIENCE)
+        assert server.left.wait(TEST_TIMEOUT)
 
 
 def test_a_stream_that_stands_still(connect: Connect) -> None:
     with scripted(Script(events(*CHUNKS[:2], end=False, whole=False), "hold")) as server:
         with pytest.raises(APITimeoutError, match=f"stood still for {SOON} s after 3 tokens"):
             list(connect(server.url, timeout=SOON).stream("a"))
-        assert server.left.wait(PATIENCE)
+        assert server.left.wait(TEST_TIMEOUT)
 
 
 def test_too_many_calls_at_once() -> None:
@@ -215,7 +215,7 @@ def test_too_many_calls_at_once() -> None:
         async def main() -> None:
             limits = httpx.Limits(max_connections=1)
             async with httpx.AsyncClient(trust_env=False, limits=limits) as http:
-                patient = AsyncClient(server.url, http=http, timeout=PATIENCE)
+                patient = AsyncClient(server.url, http=http, timeout=TEST_TIMEOUT)
                 hasty = AsyncClient(server.url, http=http, timeout=SOON)
                 task = asyncio.create_task(patient.version())
                 while not server.requests:
@@ -255,7 +255,7 @@ def test_a_large_refusal_is_not_read_to_its_end(connect: Connect) -> None:
     with scripted(Script(begun, "hold")) as server:
         with pytest.raises(APIStatusError, match="500 Internal Server Error, and not in logitd's"):
             connect(server.url).version()
-        assert server.left.wait(PATIENCE)
+        assert server.left.wait(TEST_TIMEOUT)
 
 
 # Proxies

@@ -24,7 +24,7 @@ from logitd import (
 from service.client.transport import Exchange
 from tests.service.client.conftest import Connect
 from tests.service.serving import (
-    PATIENCE,
+    TEST_TIMEOUT,
     Serving,
     eventually,
     request_bytes,
@@ -44,7 +44,7 @@ LONG: dict[str, Any] = {"prompt": "a", "ignore_eos": True}
 def narrow(spelling_path: Path) -> Any:
     """One slot, no queue, small bodies: a server that soon refuses."""
     settings = {"slots": 1, "max_queue": 0, "max_body_bytes": 1024}
-    with serving(spelling_path, slow_reader_timeout=PATIENCE, **settings) as running:
+    with serving(spelling_path, slow_reader_timeout=TEST_TIMEOUT, **settings) as running:
         yield running
 
 
@@ -166,7 +166,7 @@ def occupy(server: Serving, stack: ExitStack) -> Callable[[], None]:
 
 
 def test_a_full_queue(spelling_path: Path, connect: Connect) -> None:
-    with serving(spelling_path, slots=1, max_queue=0, slow_reader_timeout=PATIENCE) as server:
+    with serving(spelling_path, slots=1, max_queue=0, slow_reader_timeout=TEST_TIMEOUT) as server:
 
         def answered(status: int) -> float:
             return server.sample(
@@ -193,7 +193,7 @@ def test_a_queue_that_empties(
 ) -> None:
     """The slot is let go when the first refusal has been heard."""
     with (
-        serving(spelling_path, slots=1, max_queue=0, slow_reader_timeout=PATIENCE) as server,
+        serving(spelling_path, slots=1, max_queue=0, slow_reader_timeout=TEST_TIMEOUT) as server,
         ExitStack() as stack,
     ):
         leave = occupy(server, stack)

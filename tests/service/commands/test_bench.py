@@ -16,7 +16,7 @@ from model.benchmark import machine
 from model.inference.kernels.cpu.library import KernelsUnavailable, load_library
 from service.cli import run
 from tests.model.factories import save_tiny_checkpoint, tiny_config, tiny_gpt
-from tests.service.serving import PATIENCE, Serving, serving
+from tests.service.serving import TEST_TIMEOUT, Serving, serving
 
 SMALL: dict[str, object] = {
     "threads": 1, "batches": "1,3", "prompt-tokens": 20, "tokens": 12, "rounds": 1,
@@ -295,7 +295,7 @@ def test_ctrl_c_ends_the_server_too(checkpoint_path: Path) -> None:
             said += line
         (server,) = children(process.pid)
         process.send_signal(signal.SIGINT)
-        assert process.wait(PATIENCE) == 130
+        assert process.wait(TEST_TIMEOUT) == 130
         assert err.read().endswith("logitd bench: stopped\n")
         assert out.read() == ""
     assert not Path(f"/proc/{server}").exists()

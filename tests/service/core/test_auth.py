@@ -337,8 +337,8 @@ def test_keys_that_cannot_be_used_are_refused_without_a_word_of_them(listed: str
 def test_lines_of_a_file_that_cannot_be_used_are_named(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     for text, problem in {
-        "# none yet\n\n": f"the API key file {file} holds no key",
-        "": f"the API key file {file} holds no key",
+        "# none yet\n\n": f"the API key file {file} has no keys; write one NAME=KEY on each line",
+        "": f"the API key file {file} has no keys; write one NAME=KEY on each line",
         f"# a\ncarol={'c' * 9}\nbob\n": f"line 3 of the API key file {file} is not of the form",
         f"carol={CI}\n": f"line 1 of the API key file {file} has the same key as entry 2 of the",
         f"alice={'x' * 8}": f"line 1 of the API key file {file} has the same name as entry 1 of",
@@ -349,7 +349,7 @@ def test_lines_of_a_file_that_cannot_be_used_are_named(tmp_path: Path) -> None:
         assert str(caught.value).startswith(problem)
         assert ALICE not in str(caught.value)
     file.write_bytes(b"alice=\xff\xff\xff\xff\xff\xff\xff\xff")
-    with pytest.raises(ApiKeyError, match="is no text in UTF-8"):
+    with pytest.raises(ApiKeyError, match="is not UTF-8 text"):
         read_api_keys(None, file)
     with pytest.raises(ApiKeyError, match="cannot be read: No such file or directory"):
         read_api_keys(None, tmp_path / "missing")

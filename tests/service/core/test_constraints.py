@@ -19,7 +19,7 @@ from service.core.metrics import Metrics
 from service.engine.build import Unavailable
 from tests.model.factories import byte_tokenizer
 from tests.model.inference.constraints.test_sandbox import SLOW
-from tests.service.serving import PATIENCE, eventually
+from tests.service.serving import TEST_TIMEOUT, eventually
 
 TOKENIZER = byte_tokenizer()
 COMPILER = Compiler(TOKENIZER)
@@ -39,7 +39,7 @@ class CountingChecker(Checker):
 
     def check(self, source: Source) -> int:
         self.checked.append(source)
-        assert self.gate.wait(PATIENCE)
+        assert self.gate.wait(TEST_TIMEOUT)
         size = super().check(source)
         return size if self.size is None else self.size
 
@@ -64,7 +64,7 @@ class Bench:
     """Constraints, and what they did."""
 
     def __init__(
-        self, compiler: Compiler | Unavailable = COMPILER, timeout: float = PATIENCE
+        self, compiler: Compiler | Unavailable = COMPILER, timeout: float = TEST_TIMEOUT
     ) -> None:
         self.checker = CountingChecker()
         self.metrics = Metrics()
@@ -85,12 +85,12 @@ class Bench:
 
 
 def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    asyncio.run(asyncio.wait_for(test(), PATIENCE))
+    asyncio.run(asyncio.wait_for(test(), TEST_TIMEOUT))
 
 
 @asynccontextmanager
 async def bench(
-    compiler: Compiler | Unavailable = COMPILER, timeout: float = PATIENCE
+    compiler: Compiler | Unavailable = COMPILER, timeout: float = TEST_TIMEOUT
 ) -> AsyncIterator[Bench]:
     made = Bench(compiler, timeout)
     try:

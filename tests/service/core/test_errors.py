@@ -120,7 +120,7 @@ def test_our_own_bug_tells_the_request_id_and_nothing_else() -> None:
         ('{"prompt": "a", "stop": [5]}', "stop",
          "stop must be a string or a list of strings (64 at most)"),
         ('{"prompt": "a", "stop": ""}', "stop",
-         "stop holds an empty text, which would end every completion at once"),
+         "stop has an empty text, which would end every completion at once"),
         ('{"prompt": "a", "temperature": NaN}', "temperature",
          "temperature: Input should be a finite number"),
         ('{"prompt": "a", "top_p": 0}', "top_p", "top_p: Input should be greater than 0"),

@@ -26,7 +26,7 @@ from service.engine.async_engine import AsyncEngine
 from service.engine.driver import LocalDriver, StepReport
 from service.engine.submission import Submission
 from tests.model.factories import tiny_gpt
-from tests.service.serving import PATIENCE
+from tests.service.serving import TEST_TIMEOUT
 from tests.service.spelling import long_prompt, spelling_gpt
 
 TINY = tiny_gpt()
@@ -48,7 +48,7 @@ class GatedEngine(Engine):
         self.steps = 0
 
     def step(self) -> StepResult:
-        assert self.gate.wait(PATIENCE)
+        assert self.gate.wait(TEST_TIMEOUT)
         self.steps += 1
         return super().step()
 
@@ -61,12 +61,12 @@ class PermittedEngine(Engine):
         self.permits = threading.Semaphore(0)
 
     def step(self) -> StepResult:
-        assert self.permits.acquire(timeout=PATIENCE)
+        assert self.permits.acquire(timeout=TEST_TIMEOUT)
         return super().step()
 
 
 def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    asyncio.run(asyncio.wait_for(test(), PATIENCE))
+    asyncio.run(asyncio.wait_for(test(), TEST_TIMEOUT))
 
 
 @asynccontextmanager
@@ -75,8 +75,8 @@ async def running(
     max_queue: int = 100,
     max_queue_tokens: int = 10_000,
     max_queue_elements: int = 10**7,
-    stall_timeout: float = PATIENCE,
-    drain_timeout: float = PATIENCE,
+    stall_timeout: float = TEST_TIMEOUT,
+    drain_timeout: float = TEST_TIMEOUT,
 ) -> AsyncIterator[tuple[AsyncEngine, list[StepReport]]]:
     reports: list[StepReport] = []
     limits = QueueLimits(

@@ -24,9 +24,9 @@ def test_weights_are_read_with_one_thread_and_the_rest_are_the_engines(
     seen: list[int] = []
     torch.set_num_threads(2)
 
-    def watched(*arguments: Any, **wishes: Any) -> LoadedModel:
+    def watched(*arguments: Any, **flags: Any) -> LoadedModel:
         seen.append(torch.get_num_threads())
-        return opening.load_model(*arguments, **wishes)
+        return opening.load_model(*arguments, **flags)
 
     monkeypatch.setattr("service.engine.build.load_model", watched)
     settings = ServeSettings(checkpoint=checkpoint_path, threads=3, kernels="torch")
@@ -42,13 +42,13 @@ def test_weights_are_read_with_one_thread_and_the_rest_are_the_engines(
 def test_bytes_of_keys_and_values_become_slots(checkpoint_path: Path) -> None:
     """Two slots and a half are two; less than one is refused, and a share of a GPU here as well."""
     before = torch.get_num_threads()
-    wishes: dict[str, Any] = {"checkpoint": checkpoint_path, "device": "cpu", "kernels": "torch",
+    flags: dict[str, Any] = {"checkpoint": checkpoint_path, "device": "cpu", "kernels": "torch",
                               "dtype": "float32", "threads": before}  # fmt: skip
-    one = building._build(ServeSettings(slots=1, **wishes)).engine.kv_cache_bytes
-    engine = building._build(ServeSettings(kv_cache_bytes=5 * one // 2, **wishes)).engine
+    one = building._build(ServeSettings(slots=1, **flags)).engine.kv_cache_bytes
+    engine = building._build(ServeSettings(kv_cache_bytes=5 * one // 2, **flags)).engine
     assert (engine.slots, engine.kv_cache_bytes) == (2, 2 * one)
     with pytest.raises(DeviceError, match=r"^kv_cache_bytes is"):
-        building._build(ServeSettings(kv_cache_bytes=one - 1, **wishes))
+        building._build(ServeSettings(kv_cache_bytes=one - 1, **flags))
     with pytest.raises(DeviceError, match=r"^gpu_memory_utilization is a share of a GPU"):
-        building._build(ServeSettings(gpu_memory_utilization=0.9, **wishes))
-    assert building._build(ServeSettings(**wishes)).engine.slots == EngineConfig().slots
+        building._build(ServeSettings(gpu_memory_utilization=0.9, **flags))
+    assert building._build(ServeSettings(**flags)).engine.slots == EngineConfig().slots

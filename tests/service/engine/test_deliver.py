@@ -26,7 +26,7 @@ from tests.service.engine.harness import (
     tiny,
     token_ids,
 )
-from tests.service.serving import PATIENCE
+from tests.service.serving import TEST_TIMEOUT
 
 
 def test_every_request_gets_its_own_events_and_one_end() -> None:
@@ -99,7 +99,7 @@ def test_a_slow_taker_gets_fewer_larger_pieces() -> None:
 def test_tokens_wait_for_each_other_while_the_loop_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of a prompt do not, and bring along what has waited; nor does the last of all."""
     monkeypatch.setattr("service.engine.wakeup.PAUSE_FACTOR", 1e9)
-    monkeypatch.setattr("service.engine.wakeup.MAX_PAUSE", PATIENCE)
+    monkeypatch.setattr("service.engine.wakeup.MAX_PAUSE", TEST_TIMEOUT)
 
     async def test() -> None:
         engine = PermittedEngine(TINY, EngineConfig(slots=4))
@@ -167,7 +167,7 @@ def test_a_taker_that_is_cancelled_is_cancelled() -> None:
         async with running(engine) as (owner, reports):
             engine.gate.clear()
             submission = owner.submit([generation("a", 100)])
-            taking = asyncio.ensure_future(submission.take(timeout=PATIENCE))
+            taking = asyncio.ensure_future(submission.take(timeout=TEST_TIMEOUT))
             await asyncio.sleep(0)
             engine.gate.set()
             while not reports:  # the delivery and the cancellation meet in one turn of the loop

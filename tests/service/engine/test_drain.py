@@ -23,14 +23,14 @@ from tests.service.engine.harness import (
     running,
     tiny,
 )
-from tests.service.serving import PATIENCE
+from tests.service.serving import TEST_TIMEOUT
 
 
 def test_a_drain_lets_the_running_ones_finish() -> None:
     async def test() -> None:
         async with running(tiny(slots=1)) as (owner, _):
             submissions = [owner.submit([generation(name, 30)]) for name in "abc"]
-            stopping = asyncio.ensure_future(owner.stop(PATIENCE))
+            stopping = asyncio.ensure_future(owner.stop(TEST_TIMEOUT))
             for submission in submissions:
                 (end,) = finishes(await rest(submission))
                 assert end.reason is FinishReason.LENGTH

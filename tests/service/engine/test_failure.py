@@ -25,7 +25,7 @@ from tests.service.engine.harness import (
     tiny,
     token_ids,
 )
-from tests.service.serving import PATIENCE
+from tests.service.serving import TEST_TIMEOUT
 
 
 class BrokenEngine(Engine):
@@ -44,7 +44,7 @@ def test_a_step_that_hangs_is_seen() -> None:
     async def test() -> None:
         engine = tiny()
         async with running(engine, stall_timeout=0.05) as (owner, _):
-            assert owner.stalled() is None, "nothing to do is no stall"
+            assert owner.stalled() is None, "nothing to do is not a stall"
             engine.gate.clear()
             submission = owner.submit([generation("a")])
             while owner.stalled() is None:
@@ -62,7 +62,7 @@ def test_a_failure_of_the_engine_is_told_to_everyone(logged_errors: list[str]) -
         owner = AsyncEngine(
             LocalDriver(engine),
             AdmissionController(engine.model_config, 2, LIMITS),
-            stall_timeout=PATIENCE,
+            stall_timeout=TEST_TIMEOUT,
             on_step=lambda report: None,
         )
         # Running, waiting for a slot, and with nothing taken yet.
@@ -83,7 +83,7 @@ def test_a_failure_of_the_engine_is_told_to_everyone(logged_errors: list[str]) -
             assert "secret" not in str(caught.value), "why is for the log alone"
         reservation.release()
         assert owner.open_elements == 0
-        await owner.stop(PATIENCE)
+        await owner.stop(TEST_TIMEOUT)
 
     run(test)
     assert len(logged_errors) == 1
@@ -97,7 +97,7 @@ def test_what_was_computed_before_a_failure_is_not_lost(logged_errors: list[str]
         owner = AsyncEngine(
             LocalDriver(engine),
             AdmissionController(engine.model_config, 2, LIMITS),
-            stall_timeout=PATIENCE,
+            stall_timeout=TEST_TIMEOUT,
             on_step=lambda report: None,
         )
         submission = owner.submit([generation("a", 50)])
@@ -107,7 +107,7 @@ def test_what_was_computed_before_a_failure_is_not_lost(logged_errors: list[str]
         assert len(token_ids(events, "a")) >= 2
         with pytest.raises(EngineStopped):
             await submission.take()
-        await owner.stop(PATIENCE)
+        await owner.stop(TEST_TIMEOUT)
 
     run(test)
     logged_errors.clear()

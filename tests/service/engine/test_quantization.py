@@ -135,7 +135,7 @@ def test_the_sentence() -> None:
     ("content", "settings", "message"),
     [
         ("short", INT8, "has 6 tokens; to measure a loss takes more than 1,024"),
-        (None, INT8, "is no file, no folder and no glob that matches a file"),
+        (None, INT8, "is not a file, a folder or a glob that matches a file"),
         ("x" * 2000, {}, "quantize is none: set quantize to int8, or leave the text out"),
     ],
 )

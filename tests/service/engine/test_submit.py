@@ -25,7 +25,7 @@ from tests.service.engine.harness import (
     scores,
     tiny,
 )
-from tests.service.serving import PATIENCE
+from tests.service.serving import TEST_TIMEOUT
 
 
 def test_what_the_model_cannot_compute_is_refused_before_it_is_queued() -> None:
@@ -192,7 +192,7 @@ def test_a_drain_waits_for_a_reservation() -> None:
         async with running(tiny()) as (owner, _):
             reservation = owner.reserve([all_rows("a", 9), all_rows("b", 9)])
             await rest(reservation.submit_next())
-            stopping = asyncio.ensure_future(owner.stop(PATIENCE))
+            stopping = asyncio.ensure_future(owner.stop(TEST_TIMEOUT))
             await asyncio.sleep(0)
             with pytest.raises(EngineStopped):
                 owner.submit([generation("late")])

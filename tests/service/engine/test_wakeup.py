@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from service.engine.wakeup import MAX_PAUSE, MIN_TIMER, PAUSE_FACTOR, WakeupThrottle
-from tests.service.serving import PATIENCE
+from tests.service.serving import TEST_TIMEOUT
 
 
 class Timer:
@@ -218,4 +218,4 @@ def test_between_two_threads_every_item_comes_once_and_in_order(seed: int) -> No
         thread.join()
         assert delivered == list(range(count))
 
-    asyncio.run(asyncio.wait_for(test(), PATIENCE))
+    asyncio.run(asyncio.wait_for(test(), TEST_TIMEOUT))

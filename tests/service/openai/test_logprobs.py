@@ -110,7 +110,9 @@ def grown(
             text += choice["text"]
             placed.extend(shown.push(choice))
             for each in placed:
-                assert each.place < len(text) or choice["finish_reason"], "text and tokens together"
+                assert each.offset < len(text) or choice["finish_reason"], (
+                    "text and tokens together"
+                )
 
     one.push_prompt([PromptToken(byte, TokenLogprob(byte, -1.0, 1)) for byte in echo])
     for place, token_id in enumerate(token_ids):
@@ -123,7 +125,7 @@ def grown(
 
 
 def listed(placed: list[PlacedToken]) -> list[tuple[int, int]]:
-    return [(one.token["id"], one.place) for one in placed]
+    return [(one.token["id"], one.offset) for one in placed]
 
 
 def test_the_tokens_of_a_character_are_in_the_same_place() -> None:
@@ -193,14 +195,14 @@ def test_looked_at_at_any_time_it_is_the_same(
     whole = grown(token_ids, *stop, echo=echo)
     assert grown(token_ids, *stop, echo=echo, looks=tuple(looks)) == whole
     text, placed = whole
-    places = [one.place for one in placed]
-    assert places == sorted(places)
+    offsets = [one.offset for one in placed]
+    assert offsets == sorted(offsets)
     everything = [*echo, *token_ids]
     assert [one.token["id"] for one in placed] == everything[: len(placed)]
     if not stop:
         assert len(placed) == len(everything)
     elif len(placed) < len(everything):
-        assert all(place < len(text) for place in places), "only those that begin in the text"
+        assert all(place < len(text) for place in offsets), "only those that begin in the text"
 
 
 # The lists

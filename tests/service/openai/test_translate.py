@@ -137,7 +137,7 @@ def test_options_of_a_stream_need_one() -> None:
 def test_what_the_native_request_refuses_keeps_its_sentence() -> None:
     for call in (completion, chat):
         error = refused(call, stop=["a", ""])
-        assert (error.param, "stop holds an empty text" in error.message) == ("stop", True)
+        assert (error.param, "stop has an empty text" in error.message) == ("stop", True)
 
 
 def test_a_response_format_is_a_schema() -> None:

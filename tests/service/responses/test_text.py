@@ -135,7 +135,7 @@ def test_a_stop_text_can_be_completed_by_the_end_of_the_bytes() -> None:
 
 
 def test_a_stop_token_is_among_the_ids_and_not_in_the_text() -> None:
-    one = completion("a<")  # the token's name could complete it, but is no text
+    one = completion("a<")  # the token's name could complete it, but is not text
     one.push(token(ord("a")))
     one.push(token(END_OF_TEXT_ID))
     one.finish(finish(FinishReason.STOP, stop_token_id=END_OF_TEXT_ID))

@@ -14,7 +14,7 @@ from service.schemas.generate import ErrorReply
 from service.schemas.openai import ChatReply
 from tests.model.factories import save_tiny_checkpoint
 from tests.profiles import examples
-from tests.service.serving import PATIENCE, Serving, events, serving
+from tests.service.serving import TEST_TIMEOUT, Serving, events, serving
 from tests.service.spelling import spelling_gpt
 
 PATH = "/v1/chat/completions"
@@ -80,7 +80,7 @@ def parrot(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
         chat_template="{% if messages | length > 5 %}{{ raise_exception('too many: '"
         " + messages[0].content) }}{% endif %}{{ messages[-1].content }}",
     ).path
-    with serving(path, slots=1, max_queue=0, slow_reader_timeout=PATIENCE) as running:
+    with serving(path, slots=1, max_queue=0, slow_reader_timeout=TEST_TIMEOUT) as running:
         yield running
 
 

@@ -1,4 +1,4 @@
-"""POST /v1/completions: OpenAI's shape to the letter, the numbers of /generate and of the model."""
+"""POST /v1/completions: OpenAI's shape to the letter, the values of /generate and of the model."""
 
 import json
 import math

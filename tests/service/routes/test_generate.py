@@ -1,4 +1,5 @@
-"""POST /generate: the numbers of the reference, in one reply or in a stream of exact bytes."""
+"""POST /generate: the tokens and logprobs of the reference, in one reply or in exact bytes of a
+stream."""
 
 import re
 from collections.abc import Sequence

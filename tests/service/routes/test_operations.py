@@ -24,7 +24,7 @@ from service.engine.async_engine import AsyncEngine
 from service.engine.driver import LocalDriver
 from service.schemas.generate import ErrorReply, Health, Info, Version
 from tests.service.serving import (
-    PATIENCE,
+    TEST_TIMEOUT,
     Serving,
     events,
     eventually,
@@ -116,7 +116,7 @@ def test_while_draining_new_requests_are_refused_and_running_ones_finish(
     spelling_path: Path,
 ) -> None:
     with (
-        serving(spelling_path, slots=2, drain_timeout=PATIENCE) as server,
+        serving(spelling_path, slots=2, drain_timeout=TEST_TIMEOUT) as server,
         server.client.stream(
             "POST", "/generate", json={"prompt": "a", "stream": True, "ignore_eos": True,
                                        "max_tokens": 2000}
@@ -135,7 +135,7 @@ def test_while_draining_new_requests_are_refused_and_running_ones_finish(
         assert not drain.done(), "the stream was to outlast this"
         *_, last = events(received + b"".join(pieces))
         assert last["usage"]["completion_tokens"] == 2000
-        drain.result(PATIENCE)
+        drain.result(TEST_TIMEOUT)
 
 
 def test_an_engine_that_failed_is_no_longer_ready_and_not_alive(
@@ -156,12 +156,12 @@ def test_an_engine_that_failed_is_no_longer_ready_and_not_alive(
             engine = AsyncEngine(
                 driver,
                 AdmissionController(driver.model_config, driver.slots, limits),
-                stall_timeout=PATIENCE,
+                stall_timeout=TEST_TIMEOUT,
                 on_step=state.on_step,
             )
             state.served = replace(server.served, engine=engine)
 
-        asyncio.run_coroutine_threadsafe(swap(), server.loop).result(PATIENCE)
+        asyncio.run_coroutine_threadsafe(swap(), server.loop).result(TEST_TIMEOUT)
         for body in ({"prompt": "a"}, {"prompt": "b"}):
             response = server.post("/generate", body)
             assert response.status_code == 503

@@ -24,7 +24,7 @@ from service.schemas.tokenizer import (
 )
 from tests.model.factories import save_tiny_checkpoint, tiny_config, tiny_gpt
 from tests.service.serving import (
-    PATIENCE,
+    TEST_TIMEOUT,
     Serving,
     client,
     eventually,
@@ -213,7 +213,7 @@ class Poster:
         self._thread.start()
 
     def status(self) -> int:
-        self._thread.join(PATIENCE)
+        self._thread.join(TEST_TIMEOUT)
         return self.responses[0].status_code
 
 
@@ -226,13 +226,13 @@ LONG_WORK: dict[str, Any] = {
 @pytest.mark.parametrize("path", LONG_WORK)
 def test_long_texts_wait_for_one_another_and_for_nobody_else(merging: Serving, path: str) -> None:
     lock = merging.state.long_texts
-    asyncio.run_coroutine_threadsafe(lock.acquire(), merging.loop).result(PATIENCE)
+    asyncio.run_coroutine_threadsafe(lock.acquire(), merging.loop).result(TEST_TIMEOUT)
     try:
         waiting = Poster(merging, path, LONG_WORK[path])
         assert merging.json("/tokenize", {"prompt": "the"})["count"] == 1
         assert merging.generate("a", max_tokens=1, seed=1)["choices"]
         with pytest.raises(AssertionError, match="not within"):
-            eventually(lambda: waiting.responses != [], patience=1.0)
+            eventually(lambda: waiting.responses != [], timeout=1.0)
     finally:
         merging.loop.call_soon_threadsafe(lock.release)
     assert waiting.status() == 200
@@ -242,7 +242,7 @@ def test_a_client_that_leaves_while_it_waits(merging: Serving) -> None:
     lock = merging.state.long_texts
     gone = {"endpoint": "/tokenize", "status": "499"}
     before = merging.sample("logitd_http_requests_total", **gone)
-    asyncio.run_coroutine_threadsafe(lock.acquire(), merging.loop).result(PATIENCE)
+    asyncio.run_coroutine_threadsafe(lock.acquire(), merging.loop).result(TEST_TIMEOUT)
     try:
         with merging.connect() as raw:
             raw.sendall(request_bytes("/tokenize", LONG_WORK["/tokenize"]))
@@ -330,7 +330,11 @@ def test_only_texts_are_tokenized(merging: Serving, prompt: Any) -> None:
     ("fields", "param", "message"),
     [
         ({"prompt": None}, "prompt", "this endpoint takes a text"),
-        ({"add_special_tokens": True}, "add_special_tokens", "puts no token in front of a text"),
+        (
+            {"add_special_tokens": True},
+            "add_special_tokens",
+            "this vocabulary adds no token to a text",
+        ),
         ({"add_special_tokens": 0}, "add_special_tokens", "valid boolean"),
         ({"special_tokens": "both"}, "special_tokens", "'ids' or 'text'"),
         ({"pieces": "yes"}, "pieces", "valid boolean"),

@@ -28,13 +28,13 @@ from service.commands.benchmark.load import (
 from service.commands.benchmark.raw_client import RawClient
 from tests.model.factories import VOCAB_SIZE
 from tests.service.client.scripted import events, scripted
-from tests.service.serving import PATIENCE, Serving, occupy, serving
+from tests.service.serving import TEST_TIMEOUT, Serving, occupy, serving
 
 
 @asynccontextmanager
 async def usual(url: str) -> AsyncIterator[Ask]:
     async with httpx.AsyncClient(trust_env=False) as http:
-        yield asking(AsyncClient(url, max_retries=0, timeout=PATIENCE, http=http))
+        yield asking(AsyncClient(url, max_retries=0, timeout=TEST_TIMEOUT, http=http))
 
 
 @asynccontextmanager
@@ -139,7 +139,7 @@ def test_a_workload_is_run_whole(server: Serving, client: Asked) -> None:
 def test_a_full_queue_is_a_failure_of_the_stream_that_met_it(
     spelling_path: Path, client: Asked
 ) -> None:
-    full = {"slots": 1, "max_queue": 0, "slow_reader_timeout": PATIENCE}
+    full = {"slots": 1, "max_queue": 0, "slow_reader_timeout": TEST_TIMEOUT}
     with serving(spelling_path, **full) as running, ExitStack() as stack:
         occupy(running, stack)
         records = streams(running.url, [[97], [98]], 5, client)

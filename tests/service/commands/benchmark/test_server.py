@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from service.commands.benchmark.server import ServerError, started_server
-from tests.service.serving import PATIENCE, client
+from tests.service.serving import TEST_TIMEOUT, client
 
 
 def flags(checkpoint: Path) -> tuple[str, ...]:
@@ -105,7 +105,7 @@ def test_a_signal_ends_both(checkpoint_path: Path, number: signal.Signals, code:
         pid = int(out.readline().split()[0])
         assert alive(pid)
         process.send_signal(number)
-        assert process.wait(PATIENCE) == code
+        assert process.wait(TEST_TIMEOUT) == code
     assert not alive(pid)
 
 
@@ -118,5 +118,5 @@ def test_an_ignored_hangup_stays_ignored(checkpoint_path: Path) -> None:
         assert ignored == "True"
         assert alive(int(pid))
         process.terminate()
-        assert process.wait(PATIENCE) == 128 + signal.SIGTERM
+        assert process.wait(TEST_TIMEOUT) == 128 + signal.SIGTERM
     assert not alive(int(pid))

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from service.responses.tensors.encoding import (
-    JSON_NUMBERS,
+    JSON_ELEMENTS,
     PART_BYTES,
     DType,
     TensorSpec,
@@ -113,7 +113,7 @@ def test_json_comes_in_parts(shape: tuple[int, ...]) -> None:
     assert orjson.loads(b"".join(parts)) == array.tolist() or np.array_equal(
         np.array(orjson.loads(b"".join(parts)), dtype=np.float32).reshape(shape), array
     )
-    assert max(map(len, parts)) <= 25 * max(JSON_NUMBERS, shape[-1])
+    assert max(map(len, parts)) <= 25 * max(JSON_ELEMENTS, shape[-1])
 
 
 def test_what_is_not_finite_is_null_in_json() -> None:

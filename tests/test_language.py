@@ -1,0 +1,110 @@
+"""Expressions that the project does not use: for each there is a plainer one, or the field's term.
+
+Reads strings, docstrings, comments, names and Markdown, as text. A room is a folder or a file; its
+list grows until all rooms have every expression. Not here: spelling, and the rules of CONTRIBUTING
+that need a reader.
+"""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+INSTEAD = {
+    r"\bcompany\b": "other requests in the batch; batch invariance",
+    r"\bobey(s|ed)?\b": "handle",
+    r"\bpatien(ce|t)\b": "timeout (early stopping has a patience)",
+    r"(?<!there\x20)\b(is|are|was|were) no (?!longer|more|less|larger|earlier|later|better)":
+        "is not a, has no, does not",
+    r"\b(holds?|names) no\b": "has no, does not name",
+    r"\bin front of\b": "before",
+    r"\bnumbers (of|to)\b": "elements of, values of, figures of; dtype",
+    r"\bwish(es)?\b": "request, settings",
+    r"\bspoken\b": "describe, format",
+    r"\bbeside the event loop\b": "off the event loop, in a thread",
+}  # fmt: skip
+"""What not to write, and what says it better."""
+EVERYTHING = frozenset(INSTEAD)
+
+ROOMS = {
+    "service/__init__.py": EVERYTHING,
+    "service/README.md": EVERYTHING,
+    "service/app": EVERYTHING,
+    "service/cli.py": EVERYTHING,
+    "service/core": EVERYTHING,
+    "service/engine": EVERYTHING,
+    "service/log.py": EVERYTHING,
+    "service/openai": EVERYTHING,
+    "service/requests": EVERYTHING,
+    "service/responses": EVERYTHING,
+    "service/routes": EVERYTHING,
+    "service/schemas": EVERYTHING,
+    "service/settings": EVERYTHING - {r"\bpatien(ce|t)\b"},  # the recipe's early stopping
+    "tests/service/app": EVERYTHING,
+    "tests/service/core": EVERYTHING,
+    "tests/service/engine": EVERYTHING,
+    "tests/service/openai": EVERYTHING,
+    "tests/service/requests": EVERYTHING,
+    "tests/service/responses": EVERYTHING,
+    "tests/service/routes": EVERYTHING,
+    "tests/service/schemas": EVERYTHING,
+}
+"""The expressions that each room is free of."""
+SUFFIXES = {".py", ".md", ".html", ".js", ".css", ".h", ".cpp"}
+
+
+def files(room: str) -> Iterator[Path]:
+    """The texts of a room."""
+    path = ROOT / room
+    for file in [path] if path.is_file() else sorted(path.rglob("*")):
+        if file.suffix in SUFFIXES and file.is_file():
+            yield file
+
+
+def occurrences(file: Path, expressions: frozenset[str]) -> Iterator[str]:
+    """Where expressions stand in a file, also across the end of a line, and what to write."""
+    text = file.read_text(encoding="utf-8")
+    for expression in sorted(expressions):
+        pattern = expression.replace(" ", r"\s+(?:#\s+)?")
+        for match in re.finditer(pattern, text, re.IGNORECASE):
+            line = text.count("\n", 0, match.start()) + 1
+            said = " ".join(match[0].split())
+            yield f"{file.relative_to(ROOT)}:{line}: {said!r}; rather: {INSTEAD[expression]}"
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_plain_words_are_used(room: str) -> None:
+    texts = list(files(room))
+    assert texts, "the room exists"
+    assert [line for file in texts for line in occurrences(file, ROOMS[room])] == []
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ('"""A token in any company."""', 1),
+        ("# This is no\n# field.", 1),
+        ("a = 1\nb = 'the one in\nfront of it'", 2),
+        ("def obey(): ...", 1),
+    ],
+)
+def test_the_rule_can_fail(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, line: int
+) -> None:
+    monkeypatch.setattr("tests.test_language.ROOT", tmp_path)
+    file = tmp_path / "a.py"
+    file.write_text(text)
+    (found,) = occurrences(file, EVERYTHING)
+    assert found.startswith(f"a.py:{line}: ")
+
+
+@pytest.mark.parametrize(
+    "text", ["there is no room", "it is no longer held", "a string has no end", "is not a number"]
+)
+def test_plain_english_is_left_alone(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "a.py"
+    file.write_text(text)
+    assert list(occurrences(file, EVERYTHING)) == []
