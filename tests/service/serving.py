@@ -140,8 +140,12 @@ def serving(checkpoint: Path, **settings: Any) -> Iterator[Serving]:
 
 def serve_settings(checkpoint: Path, **settings: Any) -> ServeSettings:
     """Decoding in plain torch: many tests do something while a long generation runs, and the native
-    decoder is through with it before they have begun. It has tests of its own."""
-    values: dict[str, Any] = {"threads": 1, "drain_timeout": 0.0, "kernels": "torch", **settings}
+    decoder is through with it before they have begun. It has tests of its own. That a
+    constraint is too large takes seconds of computing to find out, and a busy machine has few."""
+    values: dict[str, Any] = {
+        "threads": 1, "drain_timeout": 0.0, "kernels": "torch", "constraint_timeout": TEST_TIMEOUT,
+        **settings,
+    }  # fmt: skip
     return ServeSettings(_env_file=None, checkpoint=checkpoint, device="cpu", **values)
 
 

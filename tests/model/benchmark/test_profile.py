@@ -121,15 +121,20 @@ def test_a_stage_is_what_it_is_called(
     decoder: DecoderMaker, largest: Stage, changed: dict[str, Any]
 ) -> None:
     """A model nearly all of which is one stage. Their weights are left as they are made: it is the
-    time that matters."""
+    time that matters. On a busy machine a pause may fall into another stage, so that there are five
+    attempts; under a wrong name the stage would never be the largest."""
     config = tiny_config(**{"head_dim": 16, **changed})
     gpt = GPT(config).eval().requires_grad_(False)
     prompt = config.context_length - 60 if largest == "attention" else 4
     asked = workload(batches=(3,), prompt_tokens=prompt, vocab_size=200, prefill_chunk=32_000)
-    _, profile = profile_engine(gpt, decoder, asked)
-    found = seconds(profile)
-    inside = {stage: found[stage] for stage in ROWS | PRODUCTS}
-    assert max(inside, key=lambda stage: inside[stage]) == largest
+    found = set[Stage]()
+    for _ in range(5):
+        _, profile = profile_engine(gpt, decoder, asked)
+        inside = {name: took for name, took in seconds(profile).items() if name in ROWS | PRODUCTS}
+        found.add(max(inside, key=lambda stage: inside[stage]))
+        if largest in found:
+            break
+    assert largest in found
 
 
 def test_another_device_is_refused() -> None:
