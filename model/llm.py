@@ -86,7 +86,7 @@ logger = logging.getLogger("logitd")
 
 
 class LoadError(Exception):
-    """A checkpoint that cannot be opened as asked; the message says why and what to do."""
+    """A checkpoint that cannot be loaded as asked; the message says why and what to do."""
 
 
 class GenerationError(Exception):
@@ -149,7 +149,7 @@ class LLM:
         log: Callable[[str], None] = logger.info,
     ) -> None:
         try:
-            opened = load_model(
+            loaded = load_model(
                 Path(checkpoint),
                 device=device,
                 dtype=dtype,
@@ -158,14 +158,14 @@ class LLM:
                 quantize=quantize,
                 log=log,
             )
-            use_threads(opened.placement.threads)
+            use_threads(loaded.placement.threads)
             config = EngineConfig(
-                slots=choose_slots(opened, SlotBudget(slots), default=EngineConfig().slots)
+                slots=choose_slots(loaded, SlotBudget(slots), default=EngineConfig().slots)
             )
         except (CheckpointError, DeviceError, KernelError, InvalidRequest) as error:
             raise LoadError(str(error)) from error
-        self.checkpoint = opened.checkpoint
-        self._engine = Engine(opened.gpt, config, make_decoder=opened.decode_path.make_decoder)
+        self.checkpoint = loaded.checkpoint
+        self._engine = Engine(loaded.gpt, config, make_decoder=loaded.decode_path.make_decoder)
         self._ids = itertools.count()
         self._mailboxes: dict[str, deque[Event]] = {}  # of unfinished requests
 

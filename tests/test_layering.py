@@ -44,7 +44,7 @@ ROOMS: dict[str, set[str]] = {
         "model.inference.options",
         "model.inference.sampling",
     },
-    "model.inference.memory": {"model.device", "model.transformer"},
+    "model.inference.memory": {"model.device", "model.inference.options", "model.transformer"},
     "model.inference.load": {
         "model.checkpoint",
         "model.device",

@@ -71,16 +71,16 @@ def load_model(
     return LoadedModel(checkpoint, gpt, placement, choice, decode_path)
 
 
-def choose_slots(opened: LoadedModel, wish: SlotBudget, default: int) -> int:
-    """How many slots the KV cache of a model gets; `default` where nothing is wished for. Raises
+def choose_slots(loaded: LoadedModel, budget: SlotBudget, default: int) -> int:
+    """How many slots the KV cache of a model gets; `default` where the budget is empty. Raises
     DeviceError where they do not fit beside the weights."""
-    device, item_bytes = opened.placement.device, opened.placement.dtype.itemsize
-    there = available(device, weight_bytes=opened.gpt.parameter_count() * item_bytes)
+    device, item_bytes = loaded.placement.device, loaded.placement.dtype.itemsize
+    memory = available(device, weight_bytes=loaded.gpt.parameter_count() * item_bytes)
     return slots_for(
-        wish,
-        opened.checkpoint.config,
+        budget,
+        loaded.checkpoint.config,
         item_bytes,
-        there,
+        memory,
         default=default,
         gpu=device.type == "cuda",
     )

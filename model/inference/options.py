@@ -1,5 +1,7 @@
-"""How a model can be served, by the names that the command line gives. Without torch."""
+"""How a model can be served, by the names and texts that the command line takes. Without torch."""
 
+import re
+from dataclasses import dataclass
 from typing import Literal
 
 KernelChoice = Literal["auto", "native", "torch"]
@@ -7,3 +9,44 @@ Quantization = Literal["none", "int8"]
 Speculation = Literal["none", "ngram"]
 DRAFTED_ROWS = 16
 """Rows of a decode step up to which drafts are added to it; with more, each costs what it saves."""
+UNITS = {
+    "": 1, "b": 1,
+    "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
+    "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
+}  # fmt: skip
+"""Of an amount of memory, in bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryShare:
+    """A share of a device's memory: on a GPU of all of it, with the weights and what other
+    processes take; on a CPU of what the weights leave free."""
+
+    fraction: float
+
+    def __str__(self) -> str:
+        return f"{100 * self.fraction:g}%"
+
+
+MemorySize = int | MemoryShare
+"""Bytes, or a share of a device."""
+
+
+def parse_memory(text: str) -> MemorySize:
+    """An amount of memory as people write it: "8GiB", "500 MB", "1000000" or "80%". Raises
+    ValueError, whose message says what can be written."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*|%)", text.strip().lower())
+    if match is None or (match[2] != "%" and match[2] not in UNITS):
+        raise ValueError(
+            f"{text!r} is not an amount of memory: give bytes (8GiB, 500MB) or a share (80%)"
+        )
+    number = float(match[1])
+    if match[2] == "%":
+        if not 0 < number <= 100:
+            raise ValueError(f"{text} is not a share of the memory: give above 0%, at most 100%")
+        return MemoryShare(number / 100)
+    unit = UNITS[match[2]]
+    size = int(match[1]) * unit if match[1].isdigit() else int(number * unit)
+    if size < 1:
+        raise ValueError(f"{text} is less than a byte: give bytes (8GiB, 500MB) or a share (80%)")
+    return size

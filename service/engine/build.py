@@ -18,6 +18,7 @@ from model.inference.errors import InvalidRequest
 from model.inference.kernels.select import KernelError
 from model.inference.load import LoadedModel, choose_slots, load_model, release_memory
 from model.inference.memory import SlotBudget
+from model.inference.options import parse_memory
 from model.text.tokenizer import Tokenizer
 from service.engine.quantization import QuantizationCost, measure_quantization
 from service.settings.serve import ServeSettings
@@ -96,7 +97,8 @@ def _build(settings: ServeSettings) -> BuiltEngine:
     if path.note is not None:
         logger.warning("decoding in plain torch, which is slower: %s", path.note)
     quantization = measure_quantization(model, settings.quantize, settings.validation_text)
-    budget = SlotBudget(settings.slots, settings.kv_cache_bytes, settings.gpu_memory_utilization)
+    memory = None if settings.kv_cache_memory is None else parse_memory(settings.kv_cache_memory)
+    budget = SlotBudget(settings.slots, memory)
     config = EngineConfig(
         slots=choose_slots(model, budget, EngineConfig().slots),
         prefill_chunk=settings.prefill_chunk,

@@ -15,7 +15,7 @@ from pydantic import (
 from pydantic_settings import BaseSettings, NoDecode
 
 from model.inference.engine.config import EngineConfig
-from model.inference.options import Speculation
+from model.inference.options import Speculation, parse_memory
 from service.settings.common import (
     BUNDLED_CHECKPOINT,
     CheckpointPath,
@@ -53,6 +53,15 @@ Origins = Annotated[
         "browser, separated by commas; * is any"
     ),
 ]
+
+
+def _memory(text: str) -> str:
+    parse_memory(text)
+    return text
+
+
+MemoryText = Annotated[str, AfterValidator(_memory)]
+"""An amount of memory, as `parse_memory` reads it."""
 
 
 PublicPaths = Annotated[
@@ -94,17 +103,13 @@ class ServeSettings(BaseSettings):
         ge=1,
         le=4096,
         description=f"sequences in the KV cache at once; if not given {EngineConfig().slots}, or "
-        "as many as --kv-cache-bytes or --gpu-memory-utilization allow",
+        "as many as fit into --kv-cache-memory",
     )
-    kv_cache_bytes: int | None = Field(
-        None, ge=1, description="size of the KV cache: as many slots as fit, up to 4096"
-    )
-    gpu_memory_utilization: float | None = Field(
+    kv_cache_memory: MemoryText | None = Field(
         None,
-        gt=0,
-        le=1,
-        description="share of a GPU's memory to use, including the weights and other processes: "
-        "as many slots as fit, up to 4096",
+        description="memory of the KV cache, instead of a number of slots: bytes (8GiB), or a "
+        "share (80%): of a GPU's memory, weights and other processes included, or of what the "
+        "weights leave free on a CPU. As many slots as fit, up to 4096",
     )
     prefill_chunk: int = Field(
         EngineConfig().prefill_chunk,
@@ -172,11 +177,9 @@ class ServeSettings(BaseSettings):
     cors_origins: Origins = ()
     log_level: LogLevel = Field("info", description="least severe log lines to print")
 
-    @field_validator("kv_cache_bytes", "gpu_memory_utilization")
+    @field_validator("kv_cache_memory")
     @classmethod
-    def _one_way_to_set_slots(cls, value: float | None, info: ValidationInfo) -> float | None:
-        if value is not None:
-            for other in ("slots", "kv_cache_bytes"):
-                if info.data.get(other) is not None:
-                    raise ValueError(f"it sets the number of slots, and so does {other}; give one")
+    def _one_way_to_set_slots(cls, value: str | None, info: ValidationInfo) -> str | None:
+        if value is not None and info.data.get("slots") is not None:
+            raise ValueError("it sets the number of slots, and so does slots; give one")
         return value

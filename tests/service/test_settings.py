@@ -67,16 +67,16 @@ def test_defaults_of_the_engine_stand_in_the_engine() -> None:
 @pytest.mark.parametrize(
     ("flags", "field"),
     [
-        (("--slots", "4", "--kv-cache-bytes", "1000"), "kv_cache_bytes"),
-        (("--slots", "4", "--gpu-memory-utilization", "0.5"), "gpu_memory_utilization"),
-        (("--kv-cache-bytes", "9", "--gpu-memory-utilization", "0.5"), "gpu_memory_utilization"),
+        (("--slots", "4", "--kv-cache-memory", "1000"), "kv_cache_memory"),
+        (("--slots", "4", "--kv-cache-memory", "50%"), "kv_cache_memory"),
     ],
 )
 def test_the_number_of_slots_is_set_once(flags: tuple[str, ...], field: str) -> None:
     with pytest.raises(ValidationError, match="it sets the number of slots, and so does") as caught:
         serve(*flags)
     assert [error["loc"] for error in caught.value.errors()] == [(field,)]
-    assert getattr(serve(*flags[:2]), flags[0][2:].replace("-", "_")) == int(flags[1])
+    assert serve(*flags[:2]).slots == 4
+    assert serve(*flags[2:]).kv_cache_memory == flags[3]
 
 
 def test_by_default_any_request_for_a_gpt_2s_logits_can_be_queued() -> None:
@@ -98,7 +98,8 @@ def test_the_default_address_is_reachable_from_this_machine_alone() -> None:
      ("slow_reader_timeout", math.nan), ("drain_timeout", -1), ("drain_timeout", math.inf),
      ("drain_timeout", math.nan), ("dtype", "int8"), ("speculate", "yes"),
      ("log_level", "loud"), ("threads", -1), ("slots", 4097),
-     ("kv_cache_bytes", 0), ("gpu_memory_utilization", 0), ("gpu_memory_utilization", 1.01)],
+     ("kv_cache_memory", "0"), ("kv_cache_memory", "0%"), ("kv_cache_memory", "101%"),
+     ("kv_cache_memory", "8 elephants")],
 )  # fmt: skip
 def test_impossible_values_are_refused(field: str, value: object) -> None:
     with pytest.raises(ValidationError) as caught:

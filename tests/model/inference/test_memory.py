@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from model.device import DeviceError, machine_memory
 from model.inference.kv_cache import KVCache
 from model.inference.memory import (
-    MOST_SLOTS,
+    MAX_SLOTS,
     Available,
     SlotBudget,
     available,
@@ -22,6 +22,7 @@ from model.inference.memory import (
     slots_for,
     working_bytes,
 )
+from model.inference.options import MemoryShare, parse_memory
 from model.transformer.config import BLOCK, gpt2_shape
 from model.transformer.size import parameter_count
 from tests.model.factories import FAMILIES, tiny_config
@@ -49,8 +50,8 @@ def test_a_slot_of_gpt_2_in_16_bits() -> None:
     assert format_bytes(EACH) == "41.3 MiB"
 
 
-def slots(there: Available = CARD, *, gpu: bool = True, **wish: Any) -> int:
-    return slots_for(SlotBudget(**wish), SMALL, 2, there, default=16, gpu=gpu)
+def slots(available: Available = CARD, /, *, gpu: bool = True, **budget: Any) -> int:
+    return slots_for(SlotBudget(**budget), SMALL, 2, available, default=16, gpu=gpu)
 
 
 def test_a_number_of_slots_is_that_number() -> None:
@@ -64,31 +65,31 @@ def test_a_number_of_slots_is_that_number() -> None:
     used=st.floats(0, 1),
 )
 def test_a_share_of_a_gpu_is_filled_and_not_exceeded(share: float, total: int, used: float) -> None:
-    there = Available("cuda:0", total, total - int(used * total))
-    room = share * total - (there.total - there.free)
+    memory = Available("cuda:0", total, total - int(used * total))
+    room = share * total - (memory.total - memory.free)
     if room < EACH - 1:
-        with pytest.raises(DeviceError, match=r"^gpu_memory_utilization is .*raise it"):
-            slots(there, gpu_memory_utilization=share)
+        with pytest.raises(DeviceError, match=r"^kv_cache_memory is .*raise it"):
+            slots(memory, memory=MemoryShare(share))
     elif room >= EACH:
-        found = slots(there, gpu_memory_utilization=share)
-        assert found * EACH <= room
-        assert found == MOST_SLOTS or (found + 1) * EACH > room - 1
+        count = slots(memory, memory=MemoryShare(share))
+        assert count * EACH <= room
+        assert count == MAX_SLOTS or (count + 1) * EACH > room - 1
 
 
 @given(wanted=st.integers(1, 2**34))
 def test_bytes_are_kept_to(wanted: int) -> None:
-    there = Available("cuda:0", 2**40, 2**40)
+    memory = Available("cuda:0", 2**40, 2**40)
     if wanted < ONE:
-        with pytest.raises(DeviceError, match=r"^kv_cache_bytes is .*one slot of 1024 positions"):
-            slots(there, kv_cache_bytes=wanted)
+        with pytest.raises(DeviceError, match=r"^kv_cache_memory is .*one slot of 1024 positions"):
+            slots(memory, memory=wanted)
     else:
-        assert slots(there, kv_cache_bytes=wanted) == min(MOST_SLOTS, wanted // ONE)
+        assert slots(memory, memory=wanted) == min(MAX_SLOTS, wanted // ONE)
 
 
 def test_what_does_not_fit_is_refused_with_the_numbers() -> None:
     message = (
         "200 slots take 8.1 GiB (41.3 MiB each), cuda:0 has 6.0 GiB free of 8.0 GiB beside the "
-        "weights: 148 fit. Ask for fewer (slots, kv_cache_bytes)"
+        "weights: 148 fit. Lower slots or kv_cache_memory"
     )
     with pytest.raises(DeviceError) as caught:
         slots(slots=200)
@@ -97,16 +98,60 @@ def test_what_does_not_fit_is_refused_with_the_numbers() -> None:
     with pytest.raises(DeviceError, match=r"^149 slots take"):
         slots(slots=149)
     with pytest.raises(DeviceError, match="slots take"):
-        slots(kv_cache_bytes=200 * ONE)
+        slots(memory=200 * ONE)
 
 
-def test_a_cpu_has_no_share_and_needs_no_copies() -> None:
-    there = Available("this machine", 8 * GIB, 6 * GIB)
-    assert slots(there, gpu=False, slots=170) == 170  # 5.98 GiB
+def test_a_cpu_needs_no_copies_and_shares_what_the_weights_leave() -> None:
+    memory = Available("this machine", 8 * GIB, 6 * GIB)
+    assert slots(memory, gpu=False, slots=170) == 170  # 5.98 GiB
     with pytest.raises(DeviceError, match=r"^171 slots take 6.0 GiB \(36.0 MiB each\)"):
-        slots(there, gpu=False, slots=171)
-    with pytest.raises(DeviceError, match="the device is this machine: ask for"):
-        slots(there, gpu=False, gpu_memory_utilization=0.9)
+        slots(memory, gpu=False, slots=171)
+    assert slots(memory, gpu=False, memory=MemoryShare(1)) == 170
+    assert slots(memory, gpu=False, memory=MemoryShare(0.5)) == 85
+    with pytest.raises(DeviceError) as caught:
+        slots(memory, gpu=False, memory=MemoryShare(0.005))
+    assert str(caught.value) == (
+        "kv_cache_memory is 0.5%: 30.7 MiB of the 6.0 GiB that the weights leave of this machine, "
+        "and one slot takes 36.0 MiB: raise it, or free some"
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("1000000", 10**6),
+        ("8GiB", 8 * GIB),
+        ("8 gib", 8 * GIB),
+        ("1.5GiB", 3 * GIB // 2),
+        ("500MB", 5 * 10**8),
+        ("64 KiB", 2**16),
+        ("9007199254740993", 2**53 + 1),
+        ("80%", MemoryShare(0.8)),
+        (" 12.5 % ", MemoryShare(0.125)),
+        ("100%", MemoryShare(1)),
+    ],
+)
+def test_an_amount_of_memory_is_read(text: str, size: int | MemoryShare) -> None:
+    assert parse_memory(text) == size
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "'' is not an amount of memory: give bytes \\(8GiB, 500MB\\) or a share \\(80%\\)"),
+        ("8 elephants", "'8 elephants' is not an amount of memory"),
+        ("-1", "'-1' is not an amount"),
+        ("1e9", "'1e9' is not an amount"),
+        ("nan%", "'nan%' is not an amount"),
+        ("0", "0 is less than a byte"),
+        ("0.5B", "0.5B is less than a byte"),
+        ("0%", "0% is not a share of the memory: give above 0%, at most 100%"),
+        ("100.1%", "100.1% is not a share"),
+    ],
+)
+def test_another_text_is_not_an_amount_of_memory(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{message}"):
+        parse_memory(text)
 
 
 def test_weights_that_do_not_fit_are_refused() -> None:
@@ -125,19 +170,19 @@ def test_this_machine_has_memory(tmp_path: Path) -> None:
     whole = machine_memory(())
     assert 2**26 < machine_memory() <= whole
     limit = tmp_path / "memory.max"
-    for said, expected in (("max\n", whole), ("1048576\n", 2**20), (f"{2**63}\n", whole)):
-        limit.write_text(said)
+    for text, expected in (("max\n", whole), ("1048576\n", 2**20), (f"{2**63}\n", whole)):
+        limit.write_text(text)
         assert machine_memory((tmp_path / "none", limit)) == expected
-    there = available(torch.device("cpu"), weight_bytes=100)
-    assert there.free == there.total - 100
+    memory = available(torch.device("cpu"), weight_bytes=100)
+    assert memory.free == memory.total - 100
     assert available(torch.device("cpu"), weight_bytes=2**60).free == 0
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_gpu_has_memory() -> None:
-    there = available(torch.device("cuda"))
-    assert 0 < there.free <= there.total
-    assert not math.isclose(there.total, 0)
+    memory = available(torch.device("cuda"))
+    assert 0 < memory.free <= memory.total
+    assert not math.isclose(memory.total, 0)
 
 
 def test_bytes_for_people() -> None:

@@ -40,15 +40,15 @@ def test_weights_are_read_with_one_thread_and_the_rest_are_the_engines(
 
 
 def test_bytes_of_keys_and_values_become_slots(checkpoint_path: Path) -> None:
-    """Two slots and a half are two; less than one is refused, and a share of a GPU here as well."""
+    """Two slots and a half are two; less than one is rejected, and so is too small a share."""
     before = torch.get_num_threads()
     flags: dict[str, Any] = {"checkpoint": checkpoint_path, "device": "cpu", "kernels": "torch",
                               "dtype": "float32", "threads": before}  # fmt: skip
     one = building._build(ServeSettings(slots=1, **flags)).engine.kv_cache_bytes
-    engine = building._build(ServeSettings(kv_cache_bytes=5 * one // 2, **flags)).engine
+    engine = building._build(ServeSettings(kv_cache_memory=str(5 * one // 2), **flags)).engine
     assert (engine.slots, engine.kv_cache_bytes) == (2, 2 * one)
-    with pytest.raises(DeviceError, match=r"^kv_cache_bytes is"):
-        building._build(ServeSettings(kv_cache_bytes=one - 1, **flags))
-    with pytest.raises(DeviceError, match=r"^gpu_memory_utilization is a share of a GPU"):
-        building._build(ServeSettings(gpu_memory_utilization=0.9, **flags))
+    with pytest.raises(DeviceError, match=r"^kv_cache_memory is"):
+        building._build(ServeSettings(kv_cache_memory=str(one - 1), **flags))
+    with pytest.raises(DeviceError, match=r"^kv_cache_memory is 0.0001%: .* of the .* that the"):
+        building._build(ServeSettings(kv_cache_memory="0.0001%", **flags))
     assert building._build(ServeSettings(**flags)).engine.slots == EngineConfig().slots
