@@ -48,7 +48,7 @@ from model.data.windows import ValidationWindows
 from model.device import keep_freed_memory
 from model.training.autosize import SIZES, Size, choose
 from model.training.config import TrainingConfig
-from model.training.events import silent
+from model.training.events import ignore_events
 from model.training.optim.optimizers import kind_of
 from model.training.presets import preset
 from model.training.step.forward import Forward, training_placement
@@ -122,7 +122,7 @@ class Results:
 
 def choose_size(minutes: float, threads: int) -> Size:
     """The size that `logitd train --minutes` takes on this machine."""
-    chosen = choose(TrainingConfig(minutes=minutes, threads=threads), 1, silent)
+    chosen = choose(TrainingConfig(minutes=minutes, threads=threads), 1, ignore_events)
     wanted = (chosen.n_layer, chosen.d_model)
     return next(size for size in SIZES if (size.n_layer, size.d_model) == wanted)
 

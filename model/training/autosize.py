@@ -39,7 +39,7 @@ import torch
 from model.data.vocabulary import SMALLEST
 from model.device import Placement, use_threads
 from model.training.config import TrainingConfig, TrainingError
-from model.training.events import Noticed, Reporter
+from model.training.events import EventHandler, Noticed
 from model.training.optim.optimizers import Optimizers, initialise
 from model.training.presets import Recipe
 from model.training.resolve import resolve_config
@@ -149,7 +149,7 @@ class Choice:
     measured: Mapping[Size, float]
 
 
-def choose(config: TrainingConfig, processes: int, report: Reporter) -> TrainingConfig:
+def choose(config: TrainingConfig, processes: int, report: EventHandler) -> TrainingConfig:
     """The configuration with a model and a length that suit its minutes, where nothing else was
     given that decides them. Values that were given stay. Raises TrainingError for several
     processes: one of them cannot measure what they do together."""

@@ -17,7 +17,7 @@ from model.checkpoint.adapter import save_adapter
 from model.checkpoint.checkpoint import TrainingRecord, save_checkpoint
 from model.device import describe
 from model.training.distributed.fsdp import gather_weights
-from model.training.events import Reporter, Saved
+from model.training.events import EventHandler, Saved
 from model.training.resolve import ResolvedRun
 from model.training.run.card import CardFacts, write_card
 from model.training.run.counters import Counters
@@ -30,7 +30,7 @@ from model.transformer.size import parameter_count
 class CheckpointWriter:
     """Writes a model in training to the directory of its run."""
 
-    def __init__(self, run: ResolvedRun, gpt: GPT, report: Reporter) -> None:
+    def __init__(self, run: ResolvedRun, gpt: GPT, report: EventHandler) -> None:
         self._run, self._gpt, self._report = run, gpt, report
 
     def exists(self, step: int) -> bool:

@@ -88,7 +88,7 @@ class TrainingConfig(BaseModel):
         None, gt=0, description="adapters count alpha / rank times (default: the rank, so once)"
     )
     lora_targets: tuple[Target, ...] = Field(
-        TARGETS, description="which matrices of each block get adapters"
+        TARGETS, description="matrices of each block that get adapters"
     )
     resume: bool = Field(
         False, description="go on with the run in the run directory, exactly where it stopped"
@@ -136,7 +136,7 @@ class TrainingConfig(BaseModel):
     norm_position: NormPosition | None = Field(
         None, description="before each sublayer or after the residual sum"
     )
-    positions: Positions | None = Field(None, description="how positions are told")
+    positions: Positions | None = Field(None, description="how positions are encoded")
     rope_theta: float | None = Field(None, gt=1, description="base of rotary positions")
     activation: Activation | None = Field(None, description="of the feed-forward")
     bias: bool | None = Field(None, description="biases in norms and projections")
@@ -150,7 +150,7 @@ class TrainingConfig(BaseModel):
     batch_size: int | None = Field(None, ge=1, description="sequences in a forward pass")
     accumulate: int | None = Field(None, ge=1, description="forward passes in a step")
     optimizer: Optimizer | None = Field(
-        None, description="of the block matrices; the rest is AdamW's in any case"
+        None, description="of the block matrices; AdamW updates everything else"
     )
     init: Init | None = Field(
         None, description="initial weights: GPT-2's, or with zero-initialised projections"
@@ -173,17 +173,17 @@ class TrainingConfig(BaseModel):
     weight_decay: float | None = Field(None, ge=0, description="decoupled decay of matrices")
     clip: float | None = Field(None, ge=0, description="largest gradient norm (0: no limit)")
     dtype: TrainingDType | None = Field(
-        None, description="numbers of the forward pass; the weights stay float32"
+        None, description="dtype of the forward pass; the weights stay float32"
     )
     compile: Compile = Field(
         "auto",
         description="torch.compile the forward and backward pass: auto does so on CUDA, and on a "
-        "CPU in runs of about a quarter of an hour or more, as it takes a minute to begin with",
+        "CPU in runs of about a quarter of an hour or more, because compiling takes a minute",
     )
     shard: Shard = Field(
         "auto",
         description="divide the model, its gradients and optimizer states among the processes "
-        "(FSDP), which costs traffic: auto does so where a process has no room for a copy",
+        "(FSDP), at the cost of communication: auto does so where memory is too small for copies",
     )
     seed: int | None = Field(
         None, ge=0, lt=2**63, description="of initial weights, batches and dropout"
@@ -208,7 +208,7 @@ class TrainingConfig(BaseModel):
     keep: int | None = Field(
         None, ge=1, description="newest checkpoints that are kept; the best is kept besides"
     )
-    save_dtype: SaveDType | None = Field(None, description="numbers of the checkpoint's weights")
+    save_dtype: SaveDType | None = Field(None, description="dtype of the checkpoint's weights")
     tensorboard: bool = Field(
         False, description="write the curves and samples for TensorBoard as well, into the run"
     )
@@ -230,10 +230,10 @@ RESUMABLE = frozenset(
         *("resume", "out", "minutes", "device", "threads", "shard", "steps", "log_every"),
         *("eval_every", "eval_batches", "patience", "sample_every", "sample_tokens", "prompts"),
         *("checkpoint_every", "keep", "save_dtype", "data_licence", "chat_template", "tensorboard"),
-        "from_checkpoint",  # it may have moved; that it is the same is seen by its weights
+        "from_checkpoint",  # it may have moved; the hash of its weights shows that it is the same
     )
 )
-"""What may be given anew when a run is resumed; anything else would make it another run."""
+"""Fields that may change when a run is resumed; any other would make it another run."""
 
 
 class TrainingError(RuntimeError):
@@ -241,22 +241,22 @@ class TrainingError(RuntimeError):
 
 
 def run_name(config: TrainingConfig) -> str:
-    """What to call a run: its preset, or its minutes where they were given without one."""
+    """The name of a run: its preset, or its minutes where they were given without one."""
     if config.minutes is not None and "preset" not in config.model_fields_set:
         return f"{config.minutes:g}-minutes"
     return config.preset
 
 
 def command(config: TrainingConfig) -> str:
-    """The command line that says the same; where it runs and writes is left out."""
+    """The command line of a configuration, without where it runs and writes."""
     words = ["logitd", "train", "--preset", config.preset]
     for name, field in TrainingConfig.model_fields.items():
         value = getattr(config, name)
         if value == field.default or name in _NOT_IN_COMMAND:
             continue
         flag = "--from" if name == "from_checkpoint" else "--" + name.replace("_", "-")
-        for each in value if isinstance(value, tuple) else (value,):
-            words += [flag, _quoted(str(each).lower() if isinstance(each, bool) else str(each))]
+        for item in value if isinstance(value, tuple) else (value,):
+            words += [flag, _quoted(str(item).lower() if isinstance(item, bool) else str(item))]
     return " ".join(words)
 
 

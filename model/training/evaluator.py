@@ -13,7 +13,7 @@ from torch import Tensor
 
 from model.data.windows import ValidationWindows
 from model.training.distributed.fsdp import is_sharded
-from model.training.events import Evaluated, Noticed, Reporter
+from model.training.events import Evaluated, EventHandler, Noticed
 from model.training.resolve import ResolvedRun
 from model.training.run import plot
 from model.training.run.counters import Counters
@@ -26,7 +26,7 @@ class Evaluator:
     """Evaluates a model in training. `forward` maps ids (B, T) to logits (B, T, V)."""
 
     def __init__(
-        self, run: ResolvedRun, gpt: GPT, forward: Callable[[Tensor], Tensor], report: Reporter
+        self, run: ResolvedRun, gpt: GPT, forward: Callable[[Tensor], Tensor], report: EventHandler
     ) -> None:
         self.history: list[dict[str, Any]] = []  # records of metrics.jsonl, oldest first
         self._run, self._gpt, self._forward, self._report = run, gpt, forward, report

@@ -1,7 +1,7 @@
-"""What the trainer tells while it works: one small dataclass for each thing that happens.
+"""Events: what happens in a run, one small dataclass for each kind.
 
-`train` hands them to a `Reporter`, in order, from the thread that trains. How they are drawn is
-the caller's business; `line` is a plain one-line form of each. Holds no logic of training.
+`train` hands them to an `EventHandler`, in order, from the thread that trains. The caller decides
+how to show them; `line` gives each as a line of text. Does not print anything.
 """
 
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ from model.data.sources.progress import Downloaded, Downloading
 
 @dataclass(frozen=True)
 class Prepared:
-    """The text is tokenised; the record is what every checkpoint will say of it."""
+    """The text is tokenised. `data` is what every checkpoint will say of it."""
 
     data: Mapping[str, Any]
     vocab_size: int
@@ -46,8 +46,8 @@ class Progress:
     learning_rate: float  # as a share of the peak
     gradient_norm: float
     tokens_per_second: float
-    matrix_share: float  # of the machine's matrix rate that goes into training
-    seconds: float  # since the run began, earlier sittings included
+    matrix_share: float  # of the machine's rate of matrix products
+    seconds: float  # since the run began, in all sittings
     seconds_left: float
 
 
@@ -74,7 +74,7 @@ class Saved:
 
 @dataclass(frozen=True)
 class Noticed:
-    """Something that a person may want to know; the run goes on."""
+    """A message for the person who trains; the run goes on."""
 
     message: str
 
@@ -84,14 +84,14 @@ Event = (
 )
 
 
-class Reporter(Protocol):
+class EventHandler(Protocol):
     """Takes the trainer's events."""
 
     def __call__(self, event: Event, /) -> None: ...
 
 
-def silent(event: Event, /) -> None:
-    """The reporter that says nothing."""
+def ignore_events(event: Event, /) -> None:
+    """The handler that does nothing."""
 
 
 def line(event: Event) -> str:
@@ -101,8 +101,8 @@ def line(event: Event) -> str:
             share = "" if total is None else f" of {total / 1e6:,.1f} MB, {done / total:.0%}"
             return f"downloading {url}: {done / 1e6:,.1f}{share or ' MB'}"
         case Downloaded(url, size, path, from_cache):
-            whence = "was downloaded before to" if from_cache else "downloaded to"
-            return f"{url}: {size:,} bytes, {whence} {path}"
+            action = "was downloaded before to" if from_cache else "downloaded to"
+            return f"{url}: {size:,} bytes, {action} {path}"
         case Prepared(data, vocab_size):
             return (
                 f"text: {data['name']}, {data['bytes']:,} bytes, {data['train_tokens']:,} + "
@@ -110,11 +110,11 @@ def line(event: Event) -> str:
             )
         case Started():
             length = "until the time is up" if event.steps is None else f"to step {event.steps:,}"
-            each = f" in each of {event.processes} processes" if event.processes > 1 else ""
-            each += " that share the model" if event.sharded else ""
+            processes = f" in each of {event.processes} processes" if event.processes > 1 else ""
+            processes += " that share the model" if event.sharded else ""
             return (
                 f"training {event.parameters:,} parameters from step {event.step:,} {length} on "
-                f"{event.device}, {event.dtype}, {event.threads} threads{each}, in {event.run}"
+                f"{event.device}, {event.dtype}, {event.threads} threads{processes}, in {event.run}"
             )
         case Progress():
             return (

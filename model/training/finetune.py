@@ -29,7 +29,7 @@ from model.checkpoint.checkpoint import (
 )
 from model.data.prepare import RUN
 from model.training.config import SHAPE_FIELDS, TrainingError
-from model.training.events import Noticed, Reporter
+from model.training.events import EventHandler, Noticed
 from model.training.optim.optimizers import initialise
 from model.training.presets import Recipe
 from model.transformer.config import TARGETS, ConfigError, GPTConfig
@@ -106,7 +106,7 @@ def initial_model(
     recipe: Recipe,
     base: Base | None,
     lora: LoraShape | None,
-    report: Reporter,
+    report: EventHandler,
 ) -> GPT:
     """The model of a run before its first step, in float32: of random weights, or of the base's,
     with adapters where these are asked for."""

@@ -17,7 +17,7 @@ from typing import Any
 from model.training.checkpoint_writer import CheckpointWriter
 from model.training.distributed.fsdp import is_sharded, local, without_backward
 from model.training.evaluator import Evaluator
-from model.training.events import Reporter
+from model.training.events import EventHandler
 from model.training.optim.optimizers import Optimizers
 from model.training.resolve import ResolvedRun
 from model.training.run.counters import Counters
@@ -41,7 +41,7 @@ class RunRecorder:
     """Evaluates and saves a model in training; changes nothing of it."""
 
     def __init__(
-        self, run: ResolvedRun, gpt: GPT, optimizers: Optimizers, report: Reporter
+        self, run: ResolvedRun, gpt: GPT, optimizers: Optimizers, report: EventHandler
     ) -> None:
         forward = without_backward(gpt, Forward(gpt, run.placement, dropout=0.0))
         self._run, self._gpt, self._optimizers = run, gpt, optimizers

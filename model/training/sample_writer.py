@@ -10,7 +10,7 @@ from torch import Tensor
 
 from model.training.distributed.fsdp import is_sharded
 from model.training.distributed.ranks import ALONE
-from model.training.events import Reporter, Sampled
+from model.training.events import EventHandler, Sampled
 from model.training.resolve import ResolvedRun
 from model.training.run.errors import saving
 from model.training.run.samples import sample_text
@@ -26,7 +26,7 @@ class SampleWriter:
     """Samples from a model in training. `forward` maps ids (B, T) to logits (B, T, V)."""
 
     def __init__(
-        self, run: ResolvedRun, gpt: GPT, forward: Callable[[Tensor], Tensor], report: Reporter
+        self, run: ResolvedRun, gpt: GPT, forward: Callable[[Tensor], Tensor], report: EventHandler
     ) -> None:
         self.latest: list[tuple[str, str]] = []  # prompts, and what the model wrote after each
         self.step: int | None = None  # at which it did

@@ -16,7 +16,7 @@ from model.text.chat_template import ChatTemplate, ChatTemplateError
 from model.training.autosize import choose
 from model.training.config import TrainingConfig, TrainingError, run_name
 from model.training.distributed.ranks import Ranks
-from model.training.events import Prepared, Reporter
+from model.training.events import EventHandler, Prepared
 from model.training.finetune import Base, open_base, reopen_base
 from model.training.resolve import (
     Resolution,
@@ -34,7 +34,7 @@ from model.training.run.state import read_state
 from model.transformer.config import GPTConfig
 
 
-def setup_run(config: TrainingConfig, ranks: Ranks, report: Reporter) -> ResolvedRun:
+def setup_run(config: TrainingConfig, ranks: Ranks, report: EventHandler) -> ResolvedRun:
     """A new run in a directory of its own, or with `resume` one that exists. Every process calls
     it, and all return the same run; each knows which part of it to compute."""
     if config.shard == "on" and ranks.size == 1:
@@ -50,7 +50,7 @@ def setup_run(config: TrainingConfig, ranks: Ranks, report: Reporter) -> Resolve
     return agree_on_sharding(run)
 
 
-def _create(config: TrainingConfig, ranks: Ranks, report: Reporter) -> ResolvedRun:
+def _create(config: TrainingConfig, ranks: Ranks, report: EventHandler) -> ResolvedRun:
     """A new run. On an error it leaves no directory behind."""
     # 1) Decide all that needs no text.
     config = choose(config, ranks.size, report)
@@ -91,7 +91,7 @@ def _create(config: TrainingConfig, ranks: Ranks, report: Reporter) -> ResolvedR
     )
 
 
-def _resume(config: TrainingConfig, ranks: Ranks, report: Reporter) -> ResolvedRun:
+def _resume(config: TrainingConfig, ranks: Ranks, report: EventHandler) -> ResolvedRun:
     """A run that exists, back at its saved state. The whole of a resume, in order:
 
     1. Read run.json, and change in it what was given anew (here).

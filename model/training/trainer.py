@@ -27,7 +27,7 @@ from model.device import describe, to_device, use_threads
 from model.training.config import TrainingConfig, TrainingError
 from model.training.distributed.fsdp import clip_gradients, shard_model, unsummed_gradients
 from model.training.distributed.ranks import ALONE, Ranks, process_group
-from model.training.events import Noticed, Progress, Reporter, Started, silent
+from model.training.events import EventHandler, Noticed, Progress, Started, ignore_events
 from model.training.finetune import initial_model
 from model.training.optim.optimizers import Optimizers, lr_scale
 from model.training.recorder import Due, RunRecorder
@@ -66,7 +66,7 @@ class TrainingResult:
     adapter_of: Path | None = None  # the base of an adapter
 
 
-def train(config: TrainingConfig, report: Reporter = silent) -> TrainingResult:
+def train(config: TrainingConfig, report: EventHandler = ignore_events) -> TrainingResult:
     """Train, or with `resume` go on training, and return where it ended.
 
     Raises TrainingError (texts, options, runs, divergence), PresetError, ConfigError and
@@ -78,7 +78,7 @@ def train(config: TrainingConfig, report: Reporter = silent) -> TrainingResult:
         # Autocast gives the norms of queries and keys bfloat16 inputs and float32 weights, and
         # torch warns that this takes its unfused path.
         warnings.filterwarnings("ignore", "Mismatch dtype between input and weight")
-        report = report if ranks.is_main else silent
+        report = report if ranks.is_main else ignore_events
         try:
             if config.tensorboard:
                 require_tensorboard()
@@ -104,7 +104,7 @@ def _random_state(ranks: Ranks, config: TrainingConfig) -> AbstractContextManage
 class Trainer:
     """One run in progress: the model, its optimizers, and how far they are."""
 
-    def __init__(self, run: ResolvedRun, report: Reporter) -> None:
+    def __init__(self, run: ResolvedRun, report: EventHandler) -> None:
         recipe, placement, ranks = run.recipe, run.placement, run.ranks
         self.run, self.report, self.ranks = run, report, ranks
         use_threads(placement.threads)

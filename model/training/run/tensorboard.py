@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from model.training.config import TrainingError
-from model.training.events import Evaluated, Event, Progress, Reporter, Sampled, Started
+from model.training.events import Evaluated, Event, EventHandler, Progress, Sampled, Started
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -22,7 +22,7 @@ FOLDER = "tensorboard"
 class TensorBoard:
     """Writes events, and hands each on."""
 
-    def __init__(self, report: Reporter) -> None:
+    def __init__(self, report: EventHandler) -> None:
         self._report = report
         self._writer: SummaryWriter | None = None
         self._sampled: tuple[int, int] = (-1, 0)  # step, samples of it
@@ -80,7 +80,7 @@ def require_tensorboard() -> "type[SummaryWriter]":
 
 
 @contextmanager
-def with_tensorboard(wanted: bool, report: Reporter) -> Iterator[Reporter]:
+def with_tensorboard(wanted: bool, report: EventHandler) -> Iterator[EventHandler]:
     """The reporter of a run, with TensorBoard's files beside it where they are wanted."""
     if not wanted:
         yield report

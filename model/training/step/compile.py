@@ -35,15 +35,15 @@ Notice = Callable[[str], None]
 
 
 class CompiledLoss:
-    """A loss through `torch.compile`, or eager when compiling fails: a missing C compiler is
-    common, and no reason not to train. `notice` is told of both.
+    """A loss through `torch.compile`, or eager where compiling fails, because a machine without a C
+    compiler can train too. `notice` is called with a message in both cases.
 
-    The first call compiles: forward and backward once for nothing, before the call that counts, and
-    gradients that were there are gone. A fault of training itself comes again in that call, and is
+    The first call compiles: it runs forward and backward once before the call that counts, and
+    drops gradients that were there. An error of training itself occurs again in that call, and is
     raised.
 
     `peers` are processes of which none computes without the others. There the first call would
-    never end if some went on eagerly, so they try their compilers apart, and if one of them fails,
+    never end if some went on eagerly. So each tries its compiler by itself first, and if one fails,
     all are eager.
     """
 
@@ -69,7 +69,7 @@ class CompiledLoss:
         self._notice("compiling the training step, which can take a minute or two")
         compiled: Loss = torch.compile(self._forward.loss, backend=self._backend)
         several = self._peers.size > 1
-        failure = self._try_apart(token_ids.device) if several else None
+        failure = self._try_alone(token_ids.device) if several else None
         if failure is None:
             failure = self._try(compiled, token_ids, targets)
             if several and failure is not None:
@@ -95,12 +95,12 @@ class CompiledLoss:
                 parameter.grad = None
         return None
 
-    def _try_apart(self, device: torch.device) -> str | None:
+    def _try_alone(self, device: torch.device) -> str | None:
         """Compile what no other process has a part in; why that failed here or elsewhere."""
         failure = None
         try:
-            numbers = torch.ones(8, device=device, requires_grad=True)
-            torch.compile(_small, backend=self._backend)(numbers).backward()
+            values = torch.ones(8, device=device, requires_grad=True)
+            torch.compile(_small, backend=self._backend)(values).backward()
         except RuntimeError as error:
             failure = _why(error)
         if any(self._peers.all_reduce_max([failure is not None])):
@@ -108,8 +108,8 @@ class CompiledLoss:
         return None
 
 
-def _small(numbers: Tensor) -> Tensor:
-    return (2 * numbers.sin()).sum()
+def _small(values: Tensor) -> Tensor:
+    return (2 * values.sin()).sum()
 
 
 def _why(error: RuntimeError) -> str:

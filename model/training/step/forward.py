@@ -1,10 +1,10 @@
-"""Forward: the logits and the loss of training, in the numbers and with the attention that are
+"""Forward: the logits and the loss of training, in the dtype and with the attention that are
 fastest here.
 
-Weights stay float32; in bfloat16 the matrix products run under autocast. On a CPU in bfloat16
-attention is that of `model/training/step/matrix_attention.py`, whose price is memory for the
-weights of every head and layer, so long windows stay with torch's fused kernel. Whether the loss is
-compiled is decided in `model/training/step/compile.py`. Does not know the KV cache.
+Weights stay float32; in bfloat16 the matrix products run under autocast. On a CPU in bfloat16,
+attention is computed by `model/training/step/matrix_attention.py`. That costs memory for the
+attention weights of every head and layer, so long windows use torch's fused kernel. Does not decide
+whether the loss is compiled (`model/training/step/compile.py`), and has no KV cache.
 
 Shapes: B sequences, T positions, V = vocab_size.
 """
@@ -20,7 +20,7 @@ from model.transformer.attention import Attend, CausalAttend
 from model.transformer.gpt import GPT
 
 LONGEST = 1024
-"""Window up to which the attention weights may be held for the backward pass."""
+"""Window up to which attention weights are kept for the backward pass."""
 
 
 class Forward:
@@ -36,8 +36,8 @@ class Forward:
             return self._gpt.logits(self._hidden(token_ids))
 
     def loss(self, token_ids: Tensor, targets: Tensor) -> Tensor:
-        """The mean loss (nats per token) of targets (B, T), with gradients; the logits are never
-        held whole."""
+        """The mean loss (nats per token) of targets (B, T), with gradients; the logits of a
+        batch are never in memory at once."""
         gpt = self._gpt
         with self._autocast():
             hidden = self._hidden(token_ids)  # (B, T, C)
@@ -50,7 +50,7 @@ class Forward:
         )
 
     def parameters(self) -> list[Tensor]:
-        """What the loss has gradients to."""
+        """The parameters that the loss has gradients for."""
         return [parameter for parameter in self._gpt.parameters() if parameter.requires_grad]
 
     def _hidden(self, token_ids: Tensor) -> Tensor:
@@ -65,8 +65,8 @@ class Forward:
 
 
 def training_placement(device: str, dtype: TrainingDType, threads: int) -> Placement:
-    """Resolve "auto": bfloat16 where the device multiplies it natively, as it is several times
-    faster there, else float32."""
+    """Resolve "auto": bfloat16 where the device multiplies it natively, which is several times
+    faster, else float32."""
     placement = choose_placement(device, "float32", threads)
     if dtype == "auto":
         dtype = "bfloat16" if native_bfloat16(placement.device) else "float32"

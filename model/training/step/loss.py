@@ -1,12 +1,12 @@
-"""Loss: cross-entropy of the head's predictions, a piece of the positions at a time.
+"""Loss: cross-entropy of the head's predictions, a chunk of the positions at a time.
 
-The logits of a batch are the largest thing that a step computes: B * T * V numbers, three times
-over in float32 when `F.cross_entropy` and its backward pass are done with them. Here a piece of
-rows is multiplied by the head, turned into its loss and at once into its gradients, and forgotten:
-what is kept is as large as the hidden states and the head themselves.
+The logits of a batch are the largest tensor of a step: B * T * V elements, of which
+`F.cross_entropy` and its backward pass hold three in float32. Here a chunk of rows is multiplied by
+the head, turned into its loss and at once into its gradients, and dropped. What is kept is as large
+as the hidden states and the head.
 
-Covers the mean loss, of a head without bias and without dropout, and one backward pass. Evaluation
-does not come here: it wants no gradients (`model/training/step/validate.py`).
+Covers the mean loss, of a head without bias and without dropout, and one backward pass. Does not
+cover evaluation, which needs no gradients (`model/training/step/validate.py`).
 
 Shapes: N = B * T positions, C = d_model, V = vocab_size.
 """
@@ -18,12 +18,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-PIECE_NUMBERS = {"cpu": 2**21, "cuda": 2**28}
-"""Logits of a piece. On a CPU 8 MB in float32, which is near to a processor's cache and is memory
-that it takes again for the next piece; on a GPU 1 GB, as each piece goes over the gradient of the
-whole head. The latter is chosen, not measured."""
-FEWEST_ROWS = 512
-"""Of a piece, whatever the vocabulary: the gradient of the whole head is added up once for each."""
+CHUNK_LOGITS = {"cpu": 2**21, "cuda": 2**28}
+"""Logits of a chunk. On a CPU 8 MB in float32: near the size of a processor's cache, and the next
+chunk uses the same memory. On a GPU 1 GB, because each chunk adds to the gradient of the whole
+head. The latter is chosen, not measured."""
+MIN_ROWS = 512
+"""Of a chunk, whatever the vocabulary: each adds to the gradient of the whole head."""
 
 
 def cross_entropy(
@@ -39,13 +39,13 @@ def cross_entropy(
     As `F.cross_entropy` of `F.linear(hidden, head)[..., :vocab_size]` computed in `dtype` and
     widened to float32. Rows of the head from `vocab_size` on take no part and get no gradient.
     """
-    loss: Tensor = _PiecewiseCrossEntropy.apply(  # type: ignore[no-untyped-call]
+    loss: Tensor = _ChunkedCrossEntropy.apply(  # type: ignore[no-untyped-call]
         hidden.flatten(0, 1), head, targets.flatten(), vocab_size, dtype
     )
     return loss
 
 
-class _PiecewiseCrossEntropy(torch.autograd.Function):
+class _ChunkedCrossEntropy(torch.autograd.Function):
     """The gradient of the logits is softmax - onehot, over N: known as soon as they are."""
 
     @staticmethod
@@ -62,18 +62,18 @@ class _PiecewiseCrossEntropy(torch.autograd.Function):
         total = torch.zeros((), device=hidden.device)
         hidden_gradient = torch.empty_like(narrow)
         head_gradient = torch.zeros(head.shape, device=head.device)  # float32: a sum of many
-        rows = max(FEWEST_ROWS, PIECE_NUMBERS[hidden.device.type] // vocab_size)
+        rows = max(MIN_ROWS, CHUNK_LOGITS[hidden.device.type] // vocab_size)
         for first in range(0, count, rows):
-            piece = narrow[first : first + rows]
-            wanted = targets[first : first + rows, None]  # (n, 1)
-            logits = F.linear(piece, weight).float()  # (n, V)
+            chunk = narrow[first : first + rows]
+            chosen = targets[first : first + rows, None]  # (n, 1)
+            logits = F.linear(chunk, weight).float()  # (n, V)
             normaliser = logits.logsumexp(dim=-1, keepdim=True)
-            total += (normaliser - logits.gather(1, wanted)).sum()
+            total += (normaliser - logits.gather(1, chosen)).sum()
             gradient = logits.sub_(normaliser).exp_()
-            gradient.scatter_add_(1, wanted, gradient.new_full((), -1.0).expand(wanted.shape))
+            gradient.scatter_add_(1, chosen, gradient.new_full((), -1.0).expand(chosen.shape))
             gradient = gradient.div_(count).to(dtype)
             torch.mm(gradient, weight, out=hidden_gradient[first : first + rows])
-            head_gradient[:vocab_size] += gradient.T @ piece
+            head_gradient[:vocab_size] += gradient.T @ chunk
         ctx.save_for_backward(hidden_gradient, head_gradient)
         ctx.dtypes = hidden.dtype, head.dtype
         return total / count

@@ -1,12 +1,13 @@
-"""Evaluation: the loss on fixed windows of the validation tokens.
+"""Validation: the loss on fixed windows of the validation tokens.
 
-Two units. Nats per token is what training lowers, and depends on the vocabulary. Bits per byte does
-not: the nats of all predicted tokens, over the bytes of text that they stand for, over ln 2. A
-document's end is a token like any other to predict, and stands for no byte.
+It has two units. Nats per token is what training lowers, and depends on the vocabulary. Bits per
+byte does not: the nats of all predicted tokens, over the bytes of their text, over ln 2. The end of
+a document is predicted like any token, and has zero bytes.
 
-Draws no random numbers and leaves the model as it was, so it cannot disturb training. With several
-processes each computes its share of the batches; the sums are added up batch by batch in one order,
-so the result is the same bits whatever their number.
+Draws no random numbers and leaves the model as it was, so it does not disturb training. Of several
+processes each computes some of the batches. The sums are added up batch by batch in one order, so
+the result is the same bits whatever their number. Does not choose the windows
+(`model/data/windows.py`).
 """
 
 import math
@@ -24,7 +25,7 @@ from model.transformer.gpt import GPT
 
 @dataclass(frozen=True)
 class ValidationLoss:
-    """Loss over `tokens` predicted tokens that stand for `text_bytes` bytes."""
+    """Mean loss over `tokens` predicted tokens of `text_bytes` bytes of text."""
 
     loss: float  # nats per token
     tokens: int
@@ -36,7 +37,7 @@ class ValidationLoss:
 
     @property
     def perplexity(self) -> float:
-        """Of a token: how many equally likely ones would be as hard to guess."""
+        """How many equally likely tokens would be as hard to guess."""
         return math.exp(self.loss)
 
 
@@ -54,8 +55,8 @@ def validate(
 ) -> ValidationLoss:
     """The mean loss over all windows. `forward` maps ids (B, T) to logits (B, T, V).
 
-    With several ranks each has to call this; all get the same. `sharded`: none can compute
-    without the others, as each has a part of the model.
+    Of several ranks each has to call this, and all get the same. `sharded`: each has a part of the
+    model, so none can compute without the others.
     """
     training = gpt.training
     gpt.eval()
@@ -63,7 +64,7 @@ def validate(
     device = gpt.token_embedding.weight.device
     try:
         with torch.no_grad():
-            for index in _share(len(windows), ranks, sharded):
+            for index in _own_batches(len(windows), ranks, sharded):
                 inputs, targets = windows.batch(min(index, len(windows) - 1))
                 logits = forward(inputs.to(device)).float()  # (B, T, V)
                 loss = F.cross_entropy(
@@ -73,7 +74,7 @@ def validate(
                     ignore_index=UNCOUNTED,
                 )
                 if index >= len(windows):
-                    continue  # computed for the sake of the others
+                    continue  # computed because the others need its part of the model
                 counted = targets[targets != UNCOUNTED].numpy()
                 text_bytes = int(windows.byte_lengths[counted].sum())
                 sums[index] = torch.tensor(
@@ -85,7 +86,7 @@ def validate(
     return ValidationLoss(loss=nats / tokens, tokens=int(tokens), text_bytes=int(text_bytes))
 
 
-def _share(batches: int, ranks: Ranks, sharded: bool) -> range:
-    """The batches of one process; `sharded`, as many for each, so some may be beyond the last."""
+def _own_batches(batches: int, ranks: Ranks, sharded: bool) -> range:
+    """The batches of one process. `sharded`: as many for each, so some may be beyond the last."""
     end = -(-batches // ranks.size) * ranks.size if sharded else batches
     return range(ranks.rank, end, ranks.size)

@@ -22,7 +22,7 @@ from model.training.autosize import (
     search,
 )
 from model.training.config import TrainingConfig, TrainingError, command, run_name
-from model.training.events import Event, Noticed, silent
+from model.training.events import Event, Noticed, ignore_events
 from model.training.trainer import train
 
 DEMANDS = {size: flops_and_params(resolve_candidate(TrainingConfig(), size)) for size in SIZES}
@@ -117,12 +117,12 @@ def test_measuring_ends_before_it_takes_more_than_its_share() -> None:
     ],
 )
 def test_whoever_names_a_preset_a_size_or_a_base_keeps_it(config: TrainingConfig) -> None:
-    assert choose(config, 1, silent) is config
+    assert choose(config, 1, ignore_events) is config
 
 
 def test_several_processes_have_to_name_a_preset() -> None:
     with pytest.raises(TrainingError, match="there are 2: name one with --preset"):
-        choose(TrainingConfig(minutes=5), 2, silent)
+        choose(TrainingConfig(minutes=5), 2, ignore_events)
 
 
 def test_values_that_are_given_stay() -> None:

@@ -16,7 +16,7 @@ from model.data.sources.document import TextError
 from model.data.sources.download import Download, cache_folder, download
 from model.data.sources.open_text import open_text
 from model.data.sources.progress import Downloaded, Downloading
-from model.training.events import Event, line, silent
+from model.training.events import Event, ignore_events, line
 
 STORY = "Es war einmal ein König.\n" * 4000
 
@@ -111,7 +111,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def get(url: str, max_mb: int = 1) -> Download:
-    return download(url, max_mb=max_mb, report=silent)
+    return download(url, max_mb=max_mb, report=ignore_events)
 
 
 def test_a_text_is_fetched_once_and_kept_under_its_address(server: Server, cache: Path) -> None:

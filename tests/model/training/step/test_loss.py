@@ -47,8 +47,8 @@ def test_it_is_cross_entropy_whatever_the_pieces(
 ) -> None:
     hidden, head, targets = _inputs(batch, length, width, vocab_size + padding, vocab_size, scale)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loss_module, "FEWEST_ROWS", rows)
-        patch.setattr(loss_module, "PIECE_NUMBERS", {"cpu": 1})
+        patch.setattr(loss_module, "MIN_ROWS", rows)
+        patch.setattr(loss_module, "CHUNK_LOGITS", {"cpu": 1})
         mine, theirs = _both(hidden, head, targets, vocab_size, torch.float32)
     for own, other in zip(mine, theirs, strict=True):
         torch.testing.assert_close(own, other, atol=1e-5, rtol=1e-4)
