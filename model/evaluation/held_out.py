@@ -88,15 +88,15 @@ def _text(
 def _documents(path: Path, at_most: int | None) -> list[Document]:
     """The first documents at a path, as many as are looked at."""
     documents = documents_of_all(each_once(named_files(str(path))), "text")
-    found, size = [], 0
+    chosen, size = [], 0
     for document in documents:
-        found.append(document)
+        chosen.append(document)
         size += document.size or 0
         if at_most is not None and size >= at_most:
             break
-    if not found:
+    if not chosen:
         raise TextError(f"{path} has no text: its files are empty")
-    return found
+    return chosen
 
 
 def _tokenised(documents: Iterable[Document], tokenizer: Tokenizer, limit: int | None) -> Shard:

@@ -123,7 +123,7 @@ def initial_model(
         gpt.load_state_dict(source.state_dict())
     if lora is not None:
         adapt(gpt, lora, generator)
-        trained = sum(each.numel() for each in trained_weights(gpt).values())
+        trained = sum(tensor.numel() for tensor in trained_weights(gpt).values())
         report(
             Noticed(
                 f"adapters of rank {lora.rank}: {trained:,} of {gpt.parameter_count():,} "

@@ -272,5 +272,5 @@ _ALL = (
     ),
 )
 
-PRESETS: Mapping[str, Preset] = MappingProxyType({each.name: each for each in _ALL})
+PRESETS: Mapping[str, Preset] = MappingProxyType({preset.name: preset for preset in _ALL})
 """Every preset by its name."""

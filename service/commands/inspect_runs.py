@@ -17,8 +17,8 @@ from model.training.run.summary import RunSummary, differences
 def show_runs(runs: Sequence[RunSummary], *, as_json: bool) -> None:
     """Print one run in full, or a table of several and what differs in their settings."""
     if as_json:
-        found = [_document(run) for run in runs]
-        print(json.dumps(found[0] if len(found) == 1 else found, allow_nan=False))
+        summaries = [_document(run) for run in runs]
+        print(json.dumps(summaries[0] if len(summaries) == 1 else summaries, allow_nan=False))
         return
     console = Console(highlight=False)
     if len(runs) == 1:
@@ -73,7 +73,7 @@ def _comparison(runs: Sequence[RunSummary]) -> Table:
     """A row for each run."""
     names = ("run", "preset", "parameters", "steps", "tokens", "minutes", "best bits/byte")
     table = Table(
-        *(Column(each, overflow="fold") for each in (*names, "tokens/s", "state")), title="runs"
+        *(Column(name, overflow="fold") for name in (*names, "tokens/s", "state")), title="runs"
     )
     for name, run in zip(_names(runs), runs, strict=True):
         table.add_row(

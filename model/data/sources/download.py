@@ -64,14 +64,14 @@ def download(url: str, *, max_mb: int, report: Report) -> Download:
     address = _checked(url)
     path = _place(address)
     if path.is_file():
-        found = Download(url, path, _sha256(path), path.stat().st_size)
-        report(Downloaded(url, found.size, path, from_cache=True))
-        return found
+        cached = Download(url, path, _sha256(path), path.stat().st_size)
+        report(Downloaded(url, cached.size, path, from_cache=True))
+        return cached
     with _teaching(url), _aside(path) as file:
         sha256 = _fetch(address, file, max_mb * MB, report)
-    found = Download(url, path, sha256, path.stat().st_size)
-    report(Downloaded(url, found.size, path, from_cache=False))
-    return found
+    fetched = Download(url, path, sha256, path.stat().st_size)
+    report(Downloaded(url, fetched.size, path, from_cache=False))
+    return fetched
 
 
 def cache_folder() -> Path:

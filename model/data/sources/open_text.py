@@ -57,10 +57,10 @@ def open_text(
     if any(file.suffix == SHARD for file in files):
         return _tokenised(words, files, licence)
     downloads = [download(url, max_mb=max_download_mb, report=report) for url in addresses]
-    _check_field(text_field, words, [*files, *(each.path for each in downloads)])
+    _check_field(text_field, words, [*files, *(file.path for file in downloads)])
     documents = Documents(
-        *(partial(iter, each.documents) for each in built_in),
-        *(partial(documents_of, each.path, each.url, text_field) for each in downloads),
+        *(partial(iter, text.documents) for text in built_in),
+        *(partial(documents_of, file.path, file.url, text_field) for file in downloads),
         partial(documents_of_all, files, text_field),
     )
     if next(iter(documents), None) is None:
@@ -68,9 +68,9 @@ def open_text(
     stated = [licence] if files or downloads else []
     return Text(
         name=_name(words),
-        licence="; ".join([*(each.licence for each in built_in), *stated]),
+        licence="; ".join([*(text.licence for text in built_in), *stated]),
         documents=documents,
-        downloads=[each.record() for each in downloads],
+        downloads=[file.record() for file in downloads],
     )
 
 

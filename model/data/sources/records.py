@@ -21,12 +21,12 @@ def json_documents(file: TextIO, name: str, field: str) -> Iterator[Document]:
     number = 0
     while line := file.readline(LONGEST_LINE + 1):
         number += 1
-        place = f"{name}, line {number}"
+        where = f"{name}, line {number}"
         if len(line) > LONGEST_LINE:
-            raise TextError(f"{place} is longer than {LONGEST_LINE:,} characters: is this JSONL?")
+            raise TextError(f"{where} is longer than {LONGEST_LINE:,} characters: is this JSONL?")
         if line.isspace():
             continue
-        yield from _document(place, _field(place, line, field))
+        yield from _document(where, _field(where, line, field))
 
 
 def parquet_documents(path: Path, name: str, field: str) -> Iterator[Document]:
@@ -46,10 +46,10 @@ def parquet_documents(path: Path, name: str, field: str) -> Iterator[Document]:
             for group in range(file.num_row_groups):
                 for text in file.read_row_group(group, columns=[field]).column(field).to_pylist():
                     number += 1
-                    place = f"{name}, row {number}"
+                    where = f"{name}, row {number}"
                     if text is None:
-                        raise TextError(f"{place}: the field {field!r} is null; it must be a text")
-                    yield from _document(place, text)
+                        raise TextError(f"{where}: the field {field!r} is null; it must be a text")
+                    yield from _document(where, text)
     except (OSError, arrow.ArrowException) as error:
         raise TextError(f"{name} cannot be read as Parquet: {error}") from error
 
@@ -68,40 +68,40 @@ def _check_column(schema: Any, arrow: Any, name: str, field: str) -> None:
         raise TextError(f"{name}: the column {field!r} is of type {kind}; it must be strings")
 
 
-def _field(place: str, line: str, field: str) -> str:
+def _field(where: str, line: str, field: str) -> str:
     try:
         record = json.loads(line.removeprefix("\ufeff").rstrip("\r\n"))
     except json.JSONDecodeError as error:
         what = error.msg.removesuffix(" at")
-        raise TextError(f"{place} is not JSON: {what} at column {error.colno}") from error
+        raise TextError(f"{where} is not JSON: {what} at column {error.colno}") from error
     except ValueError as error:  # a number of too many digits
-        raise TextError(f"{place} cannot be read: {error}") from error
+        raise TextError(f"{where} cannot be read: {error}") from error
     except RecursionError as error:
-        raise TextError(f"{place} is JSON nested too deeply to be read") from error
+        raise TextError(f"{where} is JSON nested too deeply to be read") from error
     if not isinstance(record, dict):
         raise TextError(
-            f"{place} is {_kind(record)}; each line must be an object with a text in {field!r}"
+            f"{where} is {_kind(record)}; each line must be an object with a text in {field!r}"
         )
     if field not in record:
         known = ", ".join(map(repr, list(record)[:8])) or "none"
         raise TextError(
-            f"{place} has no field {field!r}; its fields are {known}: name another with "
+            f"{where} has no field {field!r}; its fields are {known}: name another with "
             "--text-field"
         )
     text = record[field]
     if not isinstance(text, str):
-        raise TextError(f"{place}: the field {field!r} is {_kind(text)}; it must be a string")
+        raise TextError(f"{where}: the field {field!r} is {_kind(text)}; it must be a string")
     return text
 
 
-def _document(place: str, text: str) -> Iterator[Document]:
+def _document(where: str, text: str) -> Iterator[Document]:
     if not text:
         return
     try:
-        document = text_document(place, text)
+        document = text_document(where, text)
     except UnicodeEncodeError as error:
         raise TextError(
-            f"{place}: character {error.start} is half a surrogate pair "
+            f"{where}: character {error.start} is half a surrogate pair "
             f"({text[error.start]!r}), which no UTF-8 can hold"
         ) from error
     yield document

@@ -111,8 +111,8 @@ def _training_rows(facts: CardFacts) -> list[tuple[str, str]]:
         ("time", f"{facts.seconds / 60:.1f} minutes"),
         ("machine", facts.machine),
     ]
-    if speeds := [each for each in facts.metrics if each["kind"] == "train"]:
-        rows.append(("speed", _speed(speeds)))
+    if reports := [record for record in facts.metrics if record["kind"] == "train"]:
+        rows.append(("speed", _speed(reports)))
     if evals:
         last = evals[-1]
         rows += [
@@ -125,8 +125,8 @@ def _training_rows(facts: CardFacts) -> list[tuple[str, str]]:
 
 def _speed(records: Sequence[Mapping[str, Any]]) -> str:
     """The medians of the run's reports; runs from before the share was measured have none."""
-    text = f"{median(each['tokens_per_second'] for each in records):,.0f} tokens per second"
-    if shares := [each["matrix_share"] for each in records if "matrix_share" in each]:
+    text = f"{median(record['tokens_per_second'] for record in records):,.0f} tokens per second"
+    if shares := [record["matrix_share"] for record in records if "matrix_share" in record]:
         text += f", {median(shares):.0%} of the machine's rate of matrix products"
     return text
 
@@ -138,8 +138,8 @@ def _curve(evals: Sequence[Mapping[str, Any]]) -> str:
         shown.append(evals[-1])
     lines = ["| step | validation loss | bits per byte |", "|---:|---:|---:|"]
     lines += [
-        f"| {each['step']:,} | {each['val_loss']:.4f} | {each['val_bits_per_byte']:.4f} |"
-        for each in shown
+        f"| {record['step']:,} | {record['val_loss']:.4f} | {record['val_bits_per_byte']:.4f} |"
+        for record in shown
     ]
     return "\n".join(lines)
 

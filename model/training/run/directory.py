@@ -89,12 +89,12 @@ class RunDirectory:
 
     def checkpoints(self) -> dict[int, Path]:
         """Checkpoints by step, oldest first."""
-        found = {
+        by_step = {
             int(match[1]): child
             for child in self.path.iterdir()
             if (match := _STEP.fullmatch(child.name)) and child.is_dir()
         }
-        return dict(sorted(found.items()))
+        return dict(sorted(by_step.items()))
 
     def linked_step(self, link: Path) -> int | None:
         """The step that `latest` or `best` points to, if that checkpoint is there."""
