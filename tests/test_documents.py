@@ -27,7 +27,6 @@ DOCUMENTS = [
     ),
 ]
 COLUMNS = 110
-TO_BE_WRAPPED = {"README.md"}
 PLACES = r"`((?:model|service|logitd|benchmarks|tests|checkpoints)/[\w./-]*)`"
 COMMAND_LINE = r"^ *(?:\.venv/bin/)?logitd ([a-z]+)(.*)$"
 
@@ -118,14 +117,18 @@ def known_flags() -> set[str]:
 @each_document
 def test_lines_fit_a_window(document: Path) -> None:
     """Tables and links excepted, which cannot be broken."""
-    if document.relative_to(ROOT).as_posix() in TO_BE_WRAPPED:
-        return
     long = [
         f"line {number}: {len(line)} columns"
         for number, line in enumerate(document.read_text(encoding="utf-8").splitlines(), start=1)
         if len(line) > COLUMNS and not line.startswith("|") and not re.search(r"\]\(|://", line)
     ]
     assert long == []
+
+
+@pytest.mark.parametrize(("name", "lines"), [("README.md", 150), ("ARCHITECTURE.md", 200)])
+def test_the_first_pages_are_short(name: str, lines: int) -> None:
+    """What is longer belongs to the folder that it describes."""
+    assert len((ROOT / name).read_text(encoding="utf-8").splitlines()) <= lines
 
 
 @each_document
