@@ -20,7 +20,7 @@ INSTEAD = {
     r"(?<!there\x20)\b(is|are|was|were) no (?!longer|more|less|larger|earlier|later|better)":
         "is not a, has no, does not",
     r"\b(holds?|names) no\b": "has no, does not name",
-    r"\bin front of\b": "before",
+    r"\bin front\b": "before",
     r"\bnumbers (of|to)\b": "elements of, values of, figures of; dtype",
     r"\bwish(es)?\b": "request, settings",
     r"\bspoken\b": "describe, format",

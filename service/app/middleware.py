@@ -70,9 +70,9 @@ class RequestLog:
             else:
                 await self._app(scope, receive, send_named)
         finally:
-            self._book(scope, status, 1e3 * (time.perf_counter() - started))
+            self._count(scope, status, 1e3 * (time.perf_counter() - started))
 
-    def _book(self, scope: Scope, status: int, milliseconds: float) -> None:
+    def _count(self, scope: Scope, status: int, milliseconds: float) -> None:
         """Count a request that has ended, and write its line."""
         endpoint, caller = endpoint_label(scope["path"]), scope.get(CALLER)
         self._metrics.observe_request(endpoint, status or 500, caller)

@@ -142,8 +142,8 @@ class Metrics:
     def serving(
         self, checkpoint: CheckpointInfo, slots: int, open_elements: Callable[[], float]
     ) -> None:
-        """Requests are served. `open_elements` is asked at each scrape: room is also reserved and
-        given up without a step."""
+        """Requests are served. `open_elements` is called at each scrape: elements are also
+        reserved and released without a step."""
         self.checkpoint.clear()
         self.checkpoint.labels(
             checkpoint.name, str(checkpoint.training.step), checkpoint.weights_sha256
@@ -153,13 +153,13 @@ class Metrics:
         self.ready.set(1)
 
     def observe_request(self, endpoint: str, status: int, caller: str | None) -> None:
-        """Book one HTTP request; `caller` is None where no keys are asked for."""
+        """Count one HTTP request; `caller` is None where no keys are asked for."""
         self.requests.labels(endpoint, str(status)).inc()
         if caller is not None:
             self.key_requests.labels(caller).inc()
 
     def observe_step(self, report: StepReport) -> None:
-        """Book one step. Tokens count from its end, not from when somebody saw them."""
+        """Count one step. Tokens count from its end, not from when they were delivered."""
         self.running.set(report.stats.running)
         self.waiting.set(report.stats.waiting)
         self.slots_used.set(report.stats.slots_used)

@@ -176,7 +176,7 @@ class AdmissionController:
         total = sum(loads, Load())
         self.check_capacity(total)
         self._open += total
-        self._empty.clear()
+        self._note_empty()
         return loads
 
     def admit_reserved(self, request: Request) -> Load:
@@ -227,7 +227,7 @@ class AdmissionController:
 
     def _reserve(self, load: Load) -> None:
         self._reserved += load
-        self._empty.clear()
+        self._note_empty()
 
     def _release(self, load: Load) -> None:
         self._reserved -= load
@@ -236,6 +236,8 @@ class AdmissionController:
     def _note_empty(self) -> None:
         if self.is_empty:
             self._empty.set()
+        else:
+            self._empty.clear()
 
 
 class _Pace:

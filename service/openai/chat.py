@@ -64,7 +64,7 @@ class ChatFormat:
         self._body = body
         self._tokens: dict[int, ShownTokens] = {}  # of the choices that have begun
 
-    def whole(self, reply: dict[str, Any]) -> dict[str, Any]:
+    def reply(self, reply: dict[str, Any]) -> dict[str, Any]:
         choices = [
             {
                 "index": native["index"],
@@ -76,7 +76,7 @@ class ChatFormat:
         ]
         return {**self._head, "choices": choices, "usage": usage(reply["usage"])}
 
-    def parts(self, chunk: dict[str, Any], counts: dict[str, int]) -> Iterator[dict[str, Any]]:
+    def chunks(self, chunk: dict[str, Any], counts: dict[str, int]) -> Iterator[dict[str, Any]]:
         """The role, the text as it grows, the reason of the end: a chunk each."""
         options = self._body.stream_options
         chunk_head = {**self._head, "object": "chat.completion.chunk"}

@@ -37,14 +37,14 @@ class CompletionFormat:
         self._body = body
         self._choices: dict[int, _Growing] = {}
 
-    def whole(self, reply: dict[str, Any]) -> dict[str, Any]:
+    def reply(self, reply: dict[str, Any]) -> dict[str, Any]:
         return {
             **self._head,
             "choices": [self._choice(choice) for choice in reply["choices"]],
             "usage": self._usage(reply["usage"]),
         }
 
-    def parts(self, chunk: dict[str, Any], counts: dict[str, int]) -> Iterator[dict[str, Any]]:
+    def chunks(self, chunk: dict[str, Any], counts: dict[str, int]) -> Iterator[dict[str, Any]]:
         """A chunk for each choice that has something new: clients look at the first alone."""
         options = self._body.stream_options
         for native in chunk["choices"]:

@@ -35,11 +35,11 @@ from service.schemas.generate import GenerateRequest
 class ResponseFormat(Protocol):
     """How an endpoint writes a generation. Called in the order of the events; may keep state."""
 
-    def whole(self, reply: dict[str, Any]) -> dict[str, Any]:
+    def reply(self, reply: dict[str, Any]) -> dict[str, Any]:
         """The reply, from that of /generate."""
         ...
 
-    def parts(self, chunk: dict[str, Any], counts: dict[str, int]) -> Iterable[dict[str, Any]]:
+    def chunks(self, chunk: dict[str, Any], counts: dict[str, int]) -> Iterable[dict[str, Any]]:
         """The chunks of a stream, from one of /generate. `counts` are the prompt, completion and
         total tokens so far."""
         ...
@@ -48,10 +48,10 @@ class ResponseFormat(Protocol):
 class NativeFormat:
     """The format of /generate itself."""
 
-    def whole(self, reply: dict[str, Any]) -> dict[str, Any]:
+    def reply(self, reply: dict[str, Any]) -> dict[str, Any]:
         return reply
 
-    def parts(self, chunk: dict[str, Any], counts: dict[str, int]) -> Iterable[dict[str, Any]]:
+    def chunks(self, chunk: dict[str, Any], counts: dict[str, int]) -> Iterable[dict[str, Any]]:
         return (chunk,)
 
 
@@ -116,7 +116,7 @@ class Generation:
         finally:
             self.submission.abort()
         choices = [completion.take() for completion in self._completions.values()]
-        return self._format.whole(
+        return self._format.reply(
             {**self._head, "choices": choices, **self._take_scores(), **self._tail()}
         )
 
@@ -146,7 +146,7 @@ class Generation:
             "completion_tokens": generated,
             "total_tokens": self._prompt_tokens + generated,
         }
-        return b"".join(map(sse.event, self._format.parts({**self._head, **chunk}, counts)))
+        return b"".join(map(sse.event, self._format.chunks({**self._head, **chunk}, counts)))
 
     async def _advance(self, timeout: float | None) -> bool:
         """Take in the events since the last call. False when there were none in `timeout`."""

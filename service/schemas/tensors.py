@@ -166,14 +166,14 @@ class PromptLogits(ReplyBody):
     top: list[list[TopLogit]] | None = Field(description="With top_k, instead of logits.")
 
 
-class TensorReply(ReplyBody):
+class OutputReply(ReplyBody):
     id: str
     created: int
     model: str
     checkpoint: CheckpointName
 
 
-class LogitsReply(TensorReply):
+class LogitsReply(OutputReply):
     stage: Stage
     dtype: HalfOrFull
     prompts: list[PromptLogits]
@@ -250,7 +250,7 @@ class PromptProbs(ReplyBody):
     )
 
 
-class ProbsReply(TensorReply):
+class ProbsReply(OutputReply):
     stage: Stage
     prompts: list[PromptProbs]
 
@@ -315,7 +315,7 @@ class ScoreUsage(ReplyBody):
     cached_tokens: int
 
 
-class ScoreReply(TensorReply):
+class ScoreReply(OutputReply):
     prompts: list[PromptScores]
     usage: ScoreUsage
 
@@ -354,7 +354,7 @@ class PromptHiddenStates(ReplyBody):
     hidden_states: list[list[list[float]]] = Field(description="(layers, positions, d_model)")
 
 
-class HiddenStatesReply(TensorReply):
+class HiddenStatesReply(OutputReply):
     dtype: HalfOrFull
     prompts: list[PromptHiddenStates]
 
@@ -394,6 +394,6 @@ class PromptAttention(ReplyBody):
     )
 
 
-class AttentionReply(TensorReply):
+class AttentionReply(OutputReply):
     dtype: HalfOrFull
     prompts: list[PromptAttention]

@@ -23,7 +23,7 @@ MAX_PIECES = 2**14
 
 
 class TokenizeRequest(RequestBody):
-    """Turn texts into token ids. Nothing is put in front."""
+    """Turn texts into token ids. No token is added."""
 
     examples: ClassVar[Examples] = {
         "Each token with the characters that it touches": {"prompt": "naïve 😀"},

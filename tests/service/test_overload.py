@@ -37,7 +37,7 @@ POSTS: dict[str, Any] = {
 }
 
 ELEMENTS_LEFT = 10 * 257
-"""Numbers that the queue still holds beside those of `occupy`: ten rows of logits."""
+"""Elements that the queue still holds besides those of `occupy`: ten rows of logits."""
 LARGE: dict[str, tuple[Any, int]] = {
     "/logits": ({"prompt": "l" * 11, "positions": "all", "token_ids": [1]}, 11 * 257),
     "/probs": ({"prompt": ["p"] * 11}, 11 * 257),
@@ -138,7 +138,7 @@ def test_prompts_that_come_later_in_a_reply_have_their_room_from_the_start(
 
 
 @pytest.fixture
-def numbers_server(spelling_path: Path) -> Iterator[Serving]:
+def elements_server(spelling_path: Path) -> Iterator[Serving]:
     """Room for the elements of `occupy` and ELEMENTS_LEFT, for sequences without end."""
     with serving(
         spelling_path,
@@ -149,10 +149,10 @@ def numbers_server(spelling_path: Path) -> Iterator[Serving]:
         yield running
 
 
-def test_a_queue_that_is_full_of_numbers_refuses_rows_and_nothing_else(
-    numbers_server: Serving,
+def test_a_queue_full_of_elements_rejects_outputs_and_nothing_else(
+    elements_server: Serving,
 ) -> None:
-    server = numbers_server
+    server = elements_server
     with ExitStack() as stack:
         occupy(server, stack)
         assert server.sample("logitd_queue_elements") == 8000 * 257
@@ -184,7 +184,7 @@ def test_a_queue_that_is_full_of_numbers_refuses_rows_and_nothing_else(
     server.wait_idle()
 
 
-def test_what_the_queue_never_holds_is_refused_for_good(numbers_server: Serving) -> None:
+def test_what_the_queue_never_holds_is_refused_for_good(elements_server: Serving) -> None:
     """As it would be refused for ever: with 400, which nobody tries again."""
     limit = 8000 * 257 + ELEMENTS_LEFT
     for path, body, elements in (
@@ -192,7 +192,7 @@ def test_what_the_queue_never_holds_is_refused_for_good(numbers_server: Serving)
         ("/logits", {"prompt": [long_prompt(4006)] * 2, "positions": "all"}, 8012 * 257),
         ("/score", {"prompt": long_prompt(8012)}, 8011 * 257),
     ):
-        response = numbers_server.post(path, body)
+        response = elements_server.post(path, body)
         assert response.status_code == 400
         error = ErrorReply.model_validate(response.json()).error
         assert error.message == (
@@ -200,10 +200,10 @@ def test_what_the_queue_never_holds_is_refused_for_good(numbers_server: Serving)
             f"never holds more than {limit}. Ask for fewer prompts or positions at once, or raise "
             "--max-queue-elements"
         )
-    numbers_server.wait_idle()
+    elements_server.wait_idle()
 
 
-def test_numbers_are_free_again_when_their_client_has_left(spelling_path: Path) -> None:
+def test_elements_are_free_again_when_their_client_has_left(spelling_path: Path) -> None:
     """Running, waiting behind others of the same reply, or in the queue."""
     whole = {"prompt": long_prompt(8000), "positions": "all"}
     limits = {"max_queue_elements": 7 * 8000 * 257 + ELEMENTS_LEFT}
@@ -225,10 +225,10 @@ def test_numbers_are_free_again_when_their_client_has_left(spelling_path: Path) 
         assert server.post("/logits", LARGE["/logits"][0]).status_code == 200
 
 
-def test_numbers_are_free_again_after_an_error(
-    numbers_server: Serving, monkeypatch: pytest.MonkeyPatch, logged_errors: list[str]
+def test_elements_are_free_again_after_an_error(
+    elements_server: Serving, monkeypatch: pytest.MonkeyPatch, logged_errors: list[str]
 ) -> None:
-    server = numbers_server
+    server = elements_server
 
     def fail(*_: Any) -> None:
         raise RuntimeError("no memory left")

@@ -152,6 +152,8 @@ def test_waiting_until_it_is_empty() -> None:
     async def test() -> None:
         admission = controller(1, 10)
         await admission.wait_empty()
+        admission.admit([])
+        await admission.wait_empty()
         with admission.hold(1, "prompt"):
             waiting = asyncio.create_task(admission.wait_empty())
             await asyncio.sleep(0)

@@ -28,10 +28,10 @@ def test_a_choice_that_says_nothing_new_gets_no_chunk(checkpoint_path: Path) -> 
     body = CompletionRequest(prompt="a", n=2, stream=True, logprobs=1)
     written = CompletionFormat(body, [(97,)], read_checkpoint(checkpoint_path))
     held = {"choices": [choice(""), choice("", index=1)]}
-    assert list(written.parts(held, COUNTS)) == []
-    told = list(written.parts({"choices": [choice("", index=1), choice("b")]}, COUNTS))
+    assert list(written.chunks(held, COUNTS)) == []
+    told = list(written.chunks({"choices": [choice("", index=1), choice("b")]}, COUNTS))
     assert [part["choices"][0]["text"] for part in told] == ["b"]
-    (last,) = written.parts({"choices": [choice("", "length", index=1)]}, COUNTS)
+    (last,) = written.chunks({"choices": [choice("", "length", index=1)]}, COUNTS)
     assert last["choices"][0]["finish_reason"] == "length"
     end = {"choices": [], "usage": COUNTS | {"cached_tokens": 0}}
-    assert list(written.parts(end, COUNTS)) == [], "nobody asked for the usage"
+    assert list(written.chunks(end, COUNTS)) == [], "nobody asked for the usage"
