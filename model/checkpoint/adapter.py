@@ -7,7 +7,7 @@
                         float32
   README.md             the card
 
-An adapter is a few numbers beside a checkpoint that it cannot do without, and is served only when
+An adapter is a few weights for a checkpoint that it cannot do without, and is served only when
 `merge` has made a whole checkpoint of both. The arithmetic is in `model/transformer/lora.py`.
 """
 

@@ -29,7 +29,7 @@ from torch.overrides import TorchFunctionMode
 
 from model.checkpoint.atomic_folder import atomic_folder
 from model.checkpoint.hashed_file import HashedFile
-from model.checkpoint.weights_file import StoredTensor, WeightsFileError, read_header, read_numbers
+from model.checkpoint.weights_file import StoredTensor, WeightsFileError, read_elements, read_header
 from model.text.chat_template import ChatTemplate, ChatTemplateError
 from model.text.tokenizer import END_OF_TEXT, Tokenizer, TokenizerError
 from model.transformer.arena import allocate_in_arena
@@ -109,7 +109,7 @@ def save_checkpoint(
 ) -> CheckpointInfo:
     """Write a new checkpoint directory at `path`, whole or not at all.
 
-    `weights` are a GPT's `state_dict`, `dtype` the numbers on disk (bfloat16 halves the size),
+    `weights` are a GPT's `state_dict`, `dtype` the dtype on disk (bfloat16 halves the size),
     `chat_template` the source of one.
     Raises CheckpointError when `path` exists (a checkpoint never changes once written), or when
     the template does not compile.
@@ -246,7 +246,7 @@ def _read_gpt(
         _take_memory(gpt, device)
         weights = gpt.state_dict()
         for tensor in stored:
-            read_numbers(file, tensor, weights[tensor.name], partial(_check_finite, where, tensor))
+            read_elements(file, tensor, weights[tensor.name], partial(_check_finite, where, tensor))
         if file.take(1):
             raise WeightsFileError("there is more behind the last of its tensors")
     except WeightsFileError as error:
@@ -307,14 +307,16 @@ def _check_weights(
                 f"{where}: {tensor.name} has shape {tensor.shape}, the configuration says {shape}"
             )
         if not tensor.dtype.is_floating_point:
-            raise CheckpointError(f"{where}: {tensor.name} holds {tensor.dtype}, no real numbers")
+            raise CheckpointError(
+                f"{where}: {tensor.name} has the dtype {tensor.dtype}; real numbers are needed"
+            )
 
 
-def _check_finite(where: Path, tensor: StoredTensor, numbers: Tensor) -> None:
+def _check_finite(where: Path, tensor: StoredTensor, elements: Tensor) -> None:
     # The extremes alone: torch.isfinite of all of them takes twenty times as long.
-    if not all(math.isfinite(extreme) for extreme in torch.aminmax(numbers)):
+    if not all(math.isfinite(extreme) for extreme in torch.aminmax(elements)):
         raise CheckpointError(
-            f"{where}: {tensor.name} holds NaN or infinite numbers; "
+            f"{where}: {tensor.name} has NaN or infinite elements; "
             "its training diverged, or the file was damaged before it was hashed"
         )
 

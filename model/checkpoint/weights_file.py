@@ -52,12 +52,12 @@ class StoredTensor:
     start: int
 
     @property
-    def numbers(self) -> int:
+    def elements(self) -> int:
         return math.prod(self.shape)
 
     @property
     def end(self) -> int:
-        return self.start + self.numbers * self.dtype.itemsize
+        return self.start + self.elements * self.dtype.itemsize
 
 
 def read_header(file: HashedFile) -> tuple[StoredTensor, ...]:
@@ -93,24 +93,24 @@ def read_header(file: HashedFile) -> tuple[StoredTensor, ...]:
     return tuple(tensors)
 
 
-def read_numbers(
+def read_elements(
     file: HashedFile,
     tensor: StoredTensor,
     into: Tensor,  # of its shape, contiguous; of any dtype, on any device
     see: Callable[[Tensor], None],
 ) -> None:
-    """Read the numbers of the tensor that follows. `see` is shown each piece of them before it is
+    """Read the elements of the tensor that follows. `see` gets each part of them before it is
     copied. Raises WeightsFileError where the file ends."""
     flat, done, width = into.view(-1), 0, tensor.dtype.itemsize
-    while done < tensor.numbers:
-        wanted = min(PIECE // width, tensor.numbers - done)
-        raw = file.take(wanted * width)
-        if len(raw) < wanted * width:
+    while done < tensor.elements:
+        count = min(PIECE // width, tensor.elements - done)
+        raw = file.take(count * width)
+        if len(raw) < count * width:
             raise WeightsFileError(f"it ends within {tensor.name}")
-        piece = torch.frombuffer(raw, dtype=tensor.dtype)
-        see(piece)
-        flat[done : done + wanted].copy_(piece)
-        done += wanted
+        part = torch.frombuffer(raw, dtype=tensor.dtype)
+        see(part)
+        flat[done : done + count].copy_(part)
+        done += count
 
 
 def _stored(name: str, entry: Any) -> StoredTensor:
@@ -137,6 +137,6 @@ def _stored(name: str, entry: Any) -> StoredTensor:
     if tensor.end != end:
         raise WeightsFileError(
             f"{name}, {shape} of {dtype}, lies at {start:,} to {end:,}: it takes "
-            f"{tensor.numbers} times {tensor.dtype.itemsize} bytes"
+            f"{tensor.elements} times {tensor.dtype.itemsize} bytes"
         )
     return tensor

@@ -50,7 +50,7 @@ _DEADLINE = "the deadline"
 _TIMED = "timed items"
 
 Message = Mapping[str, str]
-Piece = str | int
+Part = str | int
 """A text, to be encoded as plain text, or the id of a special token."""
 
 
@@ -81,10 +81,10 @@ class ChatTemplate:
             raise
         except Exception as error:  # nested too deeply for Jinja, or for Python
             raise ChatTemplateError(
-                f"the chat template does not compile: {_said(error)}"
+                f"the chat template does not compile: {_message(error)}"
             ) from error
 
-    def render(self, messages: Sequence[Message], tokenizer: Tokenizer) -> list[Piece]:
+    def render(self, messages: Sequence[Message], tokenizer: Tokenizer) -> list[Part]:
         """The prompt of a conversation that the assistant is to continue.
 
         `role` is taken as it is, so it must come from a closed set; every other text of a message
@@ -121,7 +121,7 @@ class ChatTemplate:
             raise
         except Exception as error:  # anything that an expression can do wrong
             raise ChatTemplateError(
-                f"the chat template failed on these messages: {_said(error)}"
+                f"the chat template failed on these messages: {_message(error)}"
             ) from error
         return "".join(parts)
 
@@ -239,17 +239,17 @@ def _handled(message: Message, hidden: Hidden) -> Message:
     }
 
 
-def _split(text: str, special_tokens: Mapping[str, int], shown: Mapping[int, int]) -> list[Piece]:
+def _split(text: str, special_tokens: Mapping[str, int], shown: Mapping[int, int]) -> list[Part]:
     """Text between special tokens, with what was hidden shown again, and the ids of those."""
     names = sorted((name for name in special_tokens if name), key=len, reverse=True)
     parts = re.split(f"({'|'.join(map(re.escape, names))})", text) if names else [text]
-    pieces: list[Piece] = []
-    for place, part in enumerate(parts):
-        if place % 2:
-            pieces.append(special_tokens[part])
+    split: list[Part] = []
+    for index, part in enumerate(parts):
+        if index % 2:  # re.split puts what matched between the texts
+            split.append(special_tokens[part])
         elif part:
-            pieces.append(_checked(part.translate(shown)))
-    return pieces
+            split.append(_checked(part.translate(shown)))
+    return split
 
 
 def _checked(text: str) -> str:
@@ -262,6 +262,6 @@ def _has_surrogates(text: str) -> bool:
     return any("\ud800" <= character <= "\udfff" for character in set(text))
 
 
-def _said(error: Exception) -> str:
+def _message(error: Exception) -> str:
     """An exception in a few words."""
     return f"{type(error).__name__}: {str(error)[:200]}"

@@ -48,9 +48,11 @@ def _answering(plain: Callable[..., Any]) -> Callable[..., Any]:
     """A method of str that answers as what the text says."""
 
     def method(self: "MessageText", *args: Any, **kwargs: Any) -> Any:
-        said = tuple(_said(one) for one in args)
-        answer = plain(self._said, *said, **{name: _said(one) for name, one in kwargs.items()})
-        return _kept(answer, self._hidden)
+        said = tuple(_said(argument) for argument in args)
+        answer = plain(
+            self._said, *said, **{name: _said(argument) for name, argument in kwargs.items()}
+        )
+        return _hidden_again(answer, self._hidden)
 
     return method
 
@@ -117,12 +119,12 @@ def _said(argument: Any) -> Any:
     return tuple(map(_said, argument)) if isinstance(argument, tuple) else argument
 
 
-def _kept(answer: Any, hidden: Hidden) -> Any:
+def _hidden_again(answer: Any, hidden: Hidden) -> Any:
     """An answer, its strings hidden."""
     if isinstance(answer, str):
         return MessageText(answer, hidden)
     if isinstance(answer, (list, tuple)):
-        return type(answer)(_kept(one, hidden) for one in answer)
+        return type(answer)(_hidden_again(item, hidden) for item in answer)
     return answer
 
 

@@ -55,8 +55,8 @@ class Tokenizer:
 
     tiktoken needs a rank for each of the 256 bytes, and other people's vocabularies may lack some:
     such bytes have the ranks from `vocab_size` on, which are not ids. A text that needs one of them
-    is refused, so nobody meets a token that the model does not have. `end_of_text_name` is the
-    special token that ends a document.
+    is rejected, so that no caller gets a token that the model does not have. `end_of_text_name` is
+    the special token that ends a document.
     """
 
     def __init__(
@@ -164,7 +164,7 @@ class Tokenizer:
 
     def spans(self, token_ids: Iterable[int]) -> list[TokenSpan]:
         """Where each id of an encoded text lies in it. A token that holds some bytes of a character
-        touches that character, so neighbours may share one.
+        touches that character, so two tokens may share one.
 
         Found from the bytes alone: tiktoken's own offsets raise on incomplete text.
         """

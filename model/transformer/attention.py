@@ -115,7 +115,8 @@ def attend_piece(
     # Told as grouped heads, most kernels would not take a bias.
     queries = q.reshape(key_heads, -1, q.shape[2], width)
     keys, values = (
-        each[:, None].expand(key_heads, queries.shape[1], length, width) for each in (keys, values)
+        cells[:, None].expand(key_heads, queries.shape[1], length, width)
+        for cells in (keys, values)
     )
     out = F.scaled_dot_product_attention(
         queries, keys, values, attn_mask=bias, is_causal=bias is None

@@ -137,7 +137,7 @@ def merge_into(gpt: GPT, shape: LoraShape, weights: Mapping[str, Tensor]) -> Non
         for target in shape.targets:
             matrix, heights = getattr(block, target).weight, list(maps[target])  # (R, C)
             name = f"blocks.{layer}.{target}"
-            a, b = (left.pop(f"{name}.{each}", None) for each in NARROW)
+            a, b = (left.pop(f"{name}.{part}", None) for part in NARROW)
             wanted = ((len(heights), shape.rank, matrix.shape[1]), (len(matrix), shape.rank))
             found = tuple(None if each is None else tuple(each.shape) for each in (a, b))
             if a is None or b is None or found != wanted:

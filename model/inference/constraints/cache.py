@@ -1,6 +1,6 @@
 """ConstraintCache: compiled constraints, the most recently used ones, within a count and a size.
 
-Belongs to whoever compiles (`constraints` on the event loop, `engine_worker` where the engine has a
+Belongs to the side that compiles (the server, or the worker where the engine has a
 process of its own); one thread.
 """
 

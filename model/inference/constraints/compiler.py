@@ -145,7 +145,7 @@ class Compiler:
         )
         if matcher.is_error():
             words = _readable(matcher.get_error())
-            # Of what is written here around an expression or choices, nobody has to know.
+            # The grammar that is built here around an expression or choices is left out.
             raise ConstraintError(words if source.kind == "grammar" else LOCATION.sub("", words))
         return matcher
 
@@ -195,7 +195,7 @@ class Constraint:
         self.allowed = allowed  # what may come first
         self.seconds = seconds  # that compiling took
         self.size = len(source.text)
-        """Bytes of memory that compiling took, about; whoever has measured it puts it here."""
+        """Bytes of memory that compiling took, about; set by the caller that measured it."""
         self.lexer_exhausted = False
         """Whether its lexer has come to the limit of what it may learn."""
 
@@ -258,7 +258,7 @@ class Matcher:
             raise ConstraintError(_readable(self._state.get_error()))
 
     def _start_again(self, error: ConstraintError) -> None:
-        """Come to the same place with a lexer of its own. What others have made a shared one learn
+        """Come to the same state with a lexer of its own. What others have made a shared one learn
         counts against its limits, and must not end a sequence that alone would have gone on. Raises
         the error where that would not help, or take long."""
         self._constraint.lexer_exhausted = True

@@ -50,7 +50,7 @@ def enforceable(schema: Any) -> Any:
     """The schema as the compiler takes it to mean what it says. Raises ConstraintError for what
     would not be honoured; what a keyword may hold is the compiler's to check."""
     if isinstance(schema, list):
-        return [enforceable(one) for one in schema]
+        return [enforceable(item) for item in schema]
     if not isinstance(schema, Mapping):
         return schema
     _check_keywords(schema)
@@ -64,10 +64,10 @@ def _value(key: str, value: Any) -> Any:
         _check_text(value)
         return value
     if key in BY_NAME and isinstance(value, Mapping):
-        named = {name: enforceable(one) for name, one in value.items()}
+        named = {name: enforceable(schema) for name, schema in value.items()}
         if key != "patternProperties":
             return named
-        return {_pattern(pattern): one for pattern, one in named.items()}
+        return {_pattern(pattern): schema for pattern, schema in named.items()}
     if key == "pattern" and isinstance(value, str):
         return _pattern(value)
     return value if key in ANNOTATIONS or key.startswith("x-") else enforceable(value)
@@ -94,8 +94,8 @@ def _check_count(schema: Mapping[str, Any]) -> None:
 def _check_text(value: Any) -> None:
     """Refuse characters of a string, anywhere in a value, that cannot be written."""
     if isinstance(value, list):
-        for one in value:
-            _check_text(one)
+        for item in value:
+            _check_text(item)
     elif isinstance(value, Mapping):
         _check_text(list(value.values()))
     elif isinstance(value, str):

@@ -65,7 +65,7 @@ class Checker:
             cwd=ROOT,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,  # what it says when it crashes is for nobody
+            stderr=subprocess.DEVNULL,  # what it writes when it crashes is not read
             start_new_session=True,  # Ctrl-C is not for it
         )
         if self._ask(self._vocabulary) is None:
@@ -169,8 +169,8 @@ def _peak() -> int:
     """The most bytes of memory that this process has had; 0 where nothing tells."""
     status = Path("/proc/self/status")
     if status.exists():  # getrusage begins with what the process had that started this one
-        found = re.search(r"VmHWM:\s*(\d+) kB", status.read_text())
-        return 1024 * int(found[1]) if found else 0
+        match = re.search(r"VmHWM:\s*(\d+) kB", status.read_text())
+        return 1024 * int(match[1]) if match else 0
     return 0 if sys.platform == "win32" else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 

@@ -79,7 +79,7 @@ class Engine:
     def add(self, request: Request, arrived: float | None = None) -> None:
         """Accept a request, or raise InvalidRequest. It is computed by the steps that follow.
 
-        `arrived` is when it came to whoever queued it, on the engine's clock; now, if not given.
+        `arrived` is when the caller got it, on the engine's clock; now, if not given.
         """
         check_request(request, self.model_config)
         if request.request_id in self._sequences:

@@ -1,4 +1,4 @@
-"""Draft: what may come next in a text, guessed from the text itself.
+"""Drafts: tokens that may come next in a text, guessed from the text itself.
 
 Where a text repeats itself, what followed the last time is a good guess at what follows now (prompt
 lookup decoding: Saxena, 2023; LLMA: Yang et al., 2023). A decode step verifies a guess: each token
@@ -6,10 +6,10 @@ of it is one row more, and each that is right is one step less. A wrong guess co
 nothing else, because every token is still sampled as without drafts: nothing here can change an
 answer.
 
-So a row has to be worth its price. Each sequence keeps record of how often guesses were right, by
-how long the repetition was that they came from, and guesses as many tokens as are likely enough to
-be right together; where none is, it tries a single one from time to time. How many rows a step has
-for all of them is the scheduler's business.
+So a row has to be worth its cost. Each sequence keeps a record of how often its guesses were right,
+by the length of the repetition that they came from, and drafts as many tokens as are likely enough
+to be right together; where none is, it tries a single one from time to time. How many rows a step
+has for all drafts is decided by the scheduler.
 
 Token ids only. Not here: whether a guess was right (`model/inference/engine/engine.py`).
 """
@@ -19,10 +19,10 @@ from dataclasses import dataclass
 
 SHORTEST, LONGEST = 2, 4
 """Tokens that have to be repeated before what followed them is guessed again."""
-LOOKS = 16
-"""Places of a text that are compared with its end, the latest first."""
+CANDIDATES = 16
+"""Earlier occurrences that are compared with the end of a text, the latest first."""
 TOKEN_BITS = 32
-"""A pair of token ids is kept as one number, which is looked up sooner than a tuple."""
+"""A pair of token ids is one integer, which is looked up faster than a tuple."""
 MOST_TOKENS = 7
 """Of one draft. With the row of the last token that makes 8, which the native products read their
 weights once for (`STREAM_ROWS` in kernels/cpu/native/linear.h)."""
@@ -32,19 +32,19 @@ right once in 1 + FIXED_ROWS times; with more sequences more often, down to wher
 a step costs. Less than measured of any model: a doubtful guess is not made."""
 FIRST_RATES = {2: 0.3, 3: 0.4, 4: 0.5}
 """How often guesses are taken to be right at first, by the tokens that were repeated."""
-NEWS = 0.3
-"""How much one token's verification moves its rate."""
-PATIENCE = 64
+RATE_STEP = 0.3
+"""How far one verified token moves its rate."""
+RETRY_TOKENS = 64
 """Tokens between two attempts where guesses are wrong: at most 1.6 % of the rows."""
-QUIET = 4
-"""Tokens between two looks at a text that repeated nothing, while a guess would be doubtful: most
-of what a look costs is that its memory is out of the caches, which the weights went through."""
+SEARCH_INTERVAL = 4
+"""Tokens between two searches of a text that repeated nothing, while a guess would be doubtful: the
+cost of a search is mostly cache misses, since a forward pass leaves the CPU caches cold."""
 
 
 @dataclass(slots=True)
 class Draft:
-    """Tokens guessed to follow a sequence, how many repeated ones they were guessed from, and, when
-    verified, how many were of use."""
+    """Tokens guessed to follow a sequence, the length of the repetition that they come from, and,
+    when verified, how many were accepted."""
 
     token_ids: list[int]
     repeated: int
@@ -52,11 +52,11 @@ class Draft:
 
 
 class Repeats:
-    """Where a growing text had before what it ends with now.
+    """Earlier occurrences of what a growing text ends with now.
 
     The ends of each pair of tokens are chained, the latest first, and a longer run is sought among
     the latest ends of the pair that closes it. So a token that repeats nothing costs one look into
-    one table, however long the text is, and one that does at most LOOKS places more. Each token is
+    one table, however long the text is, and one that does at most CANDIDATES more. Each token is
     entered once, when it is first needed. `tokens` may grow at its end between two calls, and not
     change otherwise.
     """
@@ -71,19 +71,19 @@ class Repeats:
     def find(self) -> tuple[int, int]:
         """The length of the longest run, of SHORTEST to LONGEST tokens, that the text ends with and
         had before, and the position after its most recent occurrence; (0, 0) when there is none.
-        Of the pair that the text ends with, its LOOKS last occurrences are looked at."""
+        Of the pair that the text ends with, its CANDIDATES last occurrences are looked at."""
         self._enter()
-        end, length, found = self._before[-1], 0, 0
+        end, length, best = self._before[-1], 0, 0
         if not end:
-            return length, found
-        for _ in range(LOOKS):
+            return length, best
+        for _ in range(CANDIDATES):
             repeated = self._repeated(end)
             if repeated > length:
-                length, found = repeated, end
+                length, best = repeated, end
             end = self._before[end]
             if not end or length == LONGEST:
                 break
-        return length, found
+        return length, best
 
     def continuation(self, start: int, count: int) -> list[int]:
         """`count` tokens that follow if the text goes on as it did from `start` on."""
@@ -131,7 +131,7 @@ class Drafter:
         length, start = self._repeats.find()
         if not length:
             if doubtful:
-                self._attempt_at = len(self._tokens) + QUIET
+                self._attempt_at = len(self._tokens) + SEARCH_INTERVAL
             return None
         count = worthwhile(self._rates[length], sequences) or int(may_attempt)
         if not count:
@@ -142,13 +142,13 @@ class Drafter:
         """Enter a verified draft into the record; the text holds what came of it."""
         rate = self._rates[draft.repeated]
         for _ in range(draft.accepted):
-            rate += (1 - rate) * NEWS
+            rate += (1 - rate) * RATE_STEP
         if draft.accepted < len(draft.token_ids):
-            rate -= rate * NEWS
+            rate -= rate * RATE_STEP
         self._rates[draft.repeated] = rate
         self._best = max(self._rates.values())
         if not draft.accepted:
-            self._attempt_at = len(self._tokens) + PATIENCE
+            self._attempt_at = len(self._tokens) + RETRY_TOKENS
 
 
 def needed_rate(sequences: int) -> float:

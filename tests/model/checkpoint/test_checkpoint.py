@@ -435,7 +435,7 @@ def test_a_number_that_is_none(saved: Path, number: float) -> None:
     edit_weights(saved, lambda weights: weights["blocks.2.mlp_up.weight"][3, 5].fill_(number))
     refuse(
         saved,
-        "{path}/model.safetensors: blocks.2.mlp_up.weight holds NaN or infinite numbers; "
+        "{path}/model.safetensors: blocks.2.mlp_up.weight has NaN or infinite elements; "
         "its training diverged, or the file was damaged before it was hashed",
     )
 
@@ -445,7 +445,8 @@ def test_integers_for_weights(saved: Path) -> None:
     edit_weights(saved, lambda weights: weights.update({"final_norm.weight": whole}))
     refuse(
         saved,
-        "{path}/model.safetensors: final_norm.weight holds torch.int64, no real numbers",
+        "{path}/model.safetensors: final_norm.weight has the dtype torch.int64; real numbers are "
+        "needed",
     )
 
 

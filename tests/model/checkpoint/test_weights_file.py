@@ -16,8 +16,8 @@ from model.checkpoint.weights_file import (
     DTYPES,
     LARGEST_HEADER,
     WeightsFileError,
+    read_elements,
     read_header,
-    read_numbers,
 )
 
 
@@ -27,7 +27,7 @@ def read(path: Path, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
         weights = {}
         for tensor in read_header(file):
             weights[tensor.name] = torch.empty(tensor.shape, dtype=dtype or tensor.dtype)
-            read_numbers(file, tensor, weights[tensor.name], lambda numbers: None)
+            read_elements(file, tensor, weights[tensor.name], lambda numbers: None)
         assert not file.take(1)
     return weights
 
@@ -68,7 +68,7 @@ def test_every_number_is_shown_once_as_it_is_stored(tmp_path: Path) -> None:
     with HashedFile(tmp_path / "file") as file:
         (tensor,) = read_header(file)
         into = torch.empty(tensor.shape, dtype=torch.bfloat16)
-        read_numbers(file, tensor, into, lambda numbers: seen.append(numbers.clone()))
+        read_elements(file, tensor, into, lambda numbers: seen.append(numbers.clone()))
     assert torch.equal(torch.cat(seen), weight)
 
 

@@ -1,1 +1,1 @@
-"""The CUDA decoder: recorded steps, sampling on the device, transfers that nobody waits for."""
+"""The CUDA decoder: recorded steps, sampling on the device, transfers without waiting."""

@@ -3,7 +3,7 @@
 What is recorded reads and writes tensors that stay where they are, has the same shapes each time
 and never asks the device for a number. `CudaGraphs` makes a CUDA graph of it: hundreds of kernels
 start by one call. `DirectCalls` just calls it again, on any device: the same work, without the
-gain, so that whoever records is tested where there is no GPU.
+gain, so that code which records can be tested without a GPU.
 """
 
 from collections.abc import Callable

@@ -164,7 +164,7 @@ class GraphDecoder:
     def close(self) -> None:
         """Let go of the recordings and their memory, once nothing runs in it any more. Nothing may
         be decoded afterwards."""
-        with suppress(RuntimeError):  # of a step whose tokens nobody is going to ask for
+        with suppress(RuntimeError):  # of a step whose tokens will not be collected
             self._tokens.wait()
         self._recorded.clear()
 
@@ -184,7 +184,9 @@ class GraphDecoder:
         """Start a forward on known tokens, or on those sampled last, by their rows."""
         count = len(slots)
         if count > self._rows:
-            raise ValueError(f"{count} rows are asked for, this decoder has room for {self._rows}")
+            raise ValueError(
+                f"{count} rows are asked for, and this decoder has buffers for {self._rows}"
+            )
         for slot, position in dict(zip(slots, positions, strict=True)).items():  # the last of each
             self._cache.clear_behind(slot, position + 1)
             self._cache.wrote(slot, position + 1)
@@ -241,7 +243,7 @@ class GraphDecoder:
 
     def _take_sampled(self, rows: int) -> None:
         """The recorded part of `launch_next`, from `_tokens` into `_where`. A row that got no
-        token goes on with any: its sequence has ended, and nobody looks at what follows."""
+        token goes on with any: its sequence has ended, and what follows is discarded."""
         where = self._where.device[:rows]
         # From one column into another: to do it twice is to do it once.
         where[:, _TOKEN] = self._tokens.device[where[:, _SAMPLED_IN]].clamp(min=0)
@@ -303,7 +305,7 @@ class SlotsAttend:
         if self._in_place:
             queries = self._placed(queries)  # (S, K, G, D)
         else:
-            keys, values = (each.index_select(0, self._slots) for each in (keys, values))
+            keys, values = (cells.index_select(0, self._slots) for cells in (keys, values))
         out = F.scaled_dot_product_attention(queries, keys, values, attn_mask=self._mask)
         if self._in_place:
             out = out.index_select(0, self._slots)  # (B, K, G, D)

@@ -2,7 +2,7 @@
 
 Torch's threads meet after every operation. When one has lost its core to another process, all wait
 for it, a slice of the scheduler's at a time: measured, a prompt took 6 to 12 times as long beside a
-process that spun on one of two cores. One thread takes twice as long and waits for nobody. So
+process that spun on one of two cores. One thread takes twice as long and waits for no other. So
 `ContentionMonitor` watches how much of its time the calling thread was off its core. Where that is
 a large share, the thread computes alone for a while, then tries again; for longer each time that it
 did not help.

@@ -45,10 +45,10 @@ class PlainDecoder:
     ) -> Tensor:
         padding = [0] * (-len(token_ids) % ROW_GROUP)
         ids = torch.tensor([*token_ids, *padding], device=self._device)
-        places = torch.tensor([*positions, *padding], device=self._device)
+        position_ids = torch.tensor([*positions, *padding], device=self._device)
         attend = self._cache.decode(slots, positions)
         hidden = self._gpt.transform(
-            ids[:, None], places[:, None], attend
+            ids[:, None], position_ids[:, None], attend
         )  # (B padded, 1, d_model)
         return self._gpt.logits(hidden[:, 0])[: len(token_ids)]
 

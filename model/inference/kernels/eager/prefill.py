@@ -4,7 +4,7 @@ Runs in whole blocks of 32 positions at multiples of 32, so that the arithmetic 
 its position only. Whoever computes prompts in another way
 (`model/inference/kernels/cpu/decoder.py`) takes and gives the same.
 
-Shapes: T positions of a piece.
+Shapes: T positions of a chunk.
 """
 
 from collections.abc import Iterable
@@ -23,9 +23,8 @@ from model.transformer.gpt import GPT
 class TorchPrefill:
     """Prompts of a GPT into the slots of its cache, one torch operation after the other.
 
-    `blockwise`: a block at a time, for company to change nothing where the kernel of a product
-    depends on the number of rows (a GPU). `at_once`: attention too in one operation, which is for
-    speed there.
+    `blockwise`: a block at a time, for batch invariance where the kernel of a product depends on
+    the number of rows (a GPU). `at_once`: attention too in one operation, for speed there.
     """
 
     def __init__(
@@ -38,15 +37,15 @@ class TorchPrefill:
         self._at_once = at_once
         self._contention = ContentionMonitor(gpt)
 
-    def __call__(self, piece: PrefillInput, *, contended: bool = False) -> Prefilled:
+    def __call__(self, chunk: PrefillInput, *, contended: bool = False) -> Prefilled:
         """`contended`: other processes are known to hold the cores."""
-        start, weights = piece.start, piece.weights
+        start, weights = chunk.start, chunk.weights
         assert start % BLOCK == 0
-        device, length = self._gpt.token_embedding.weight.device, len(piece.token_ids)
+        device, length = self._gpt.token_embedding.weight.device, len(chunk.token_ids)
         padding = -length % BLOCK
         # The padding's keys lie behind every position that is ever looked at before it is
         # overwritten; its own results are dropped.
-        ids = torch.tensor([[*piece.token_ids, *[0] * padding]], device=device)
+        ids = torch.tensor([[*chunk.token_ids, *[0] * padding]], device=device)
         positions = torch.arange(start, start + length + padding, device=device)
         positions = positions.clamp(max=self._gpt.config.context_length - 1)[None]
         recorder = None
@@ -57,8 +56,8 @@ class TorchPrefill:
         collected: list[list[Tensor]] = []
         for offset in range(0, length + padding, width):
             part = slice(offset, offset + width)
-            kept: list[Tensor] | None = [] if piece.states else None
-            attend = self._attend(piece.slot, start + offset, recorder)
+            kept: list[Tensor] | None = [] if chunk.states else None
+            attend = self._attend(chunk.slot, start + offset, recorder)
             with self._contention.watched(width, contended):
                 hidden = self._gpt.transform(ids[:, part], positions[:, part], attend, kept)
             parts.append(hidden)
@@ -67,7 +66,7 @@ class TorchPrefill:
         layers = [_joined(layer)[0, :length] for layer in zip(*collected, strict=True)]
         return Prefilled(
             hidden=_joined(parts)[0, :length],
-            states=torch.stack(layers) if piece.states else None,
+            states=torch.stack(layers) if chunk.states else None,
             weights=None if recorder is None else recorder.rows()[:length],
         )
 

@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from model.inference.engine.ngram import (
+    CANDIDATES,
     LONGEST,
-    LOOKS,
     MOST_TOKENS,
-    PATIENCE,
+    RETRY_TOKENS,
     SHORTEST,
     Draft,
     Drafter,
@@ -27,7 +27,7 @@ def searched(tokens: list[int]) -> tuple[int, int]:
     first."""
     ends = [end for end in range(len(tokens) - 1, 1, -1) if tokens[end - 2 : end] == tokens[-2:]]
     for length in range(LONGEST, SHORTEST - 1, -1):
-        for end in ends[:LOOKS]:
+        for end in ends[:CANDIDATES]:
             if length <= end and tokens[end - length : end] == tokens[-length:]:
                 return length, end
     return 0, 0
@@ -124,7 +124,7 @@ def test_wrong_guesses_are_made_from_time_to_time(sequences: int, early: list[in
             steps.append(step)
             assert len(draft.token_ids) == 1
             drafter.learn(draft)
-    assert steps == [*early, *range(early[-1] + PATIENCE + 1, 400, PATIENCE + 1)]
+    assert steps == [*early, *range(early[-1] + RETRY_TOKENS + 1, 400, RETRY_TOKENS + 1)]
 
 
 def test_each_length_of_a_repetition_has_a_record_of_its_own() -> None:
@@ -147,7 +147,7 @@ def test_right_guesses_follow_an_attempt_at_once() -> None:
     for _ in range(10):
         drafter.learn(Draft([2], 4))
     assert drafter.guess(9, 1) is None
-    text += [1] * PATIENCE
+    text += [1] * RETRY_TOKENS
     for count in (1, 1, 1, 2):
         draft = drafter.guess(9, 1)
         assert draft == Draft([1] * count, 4)

@@ -1,4 +1,4 @@
-// Clocks: how long the stages of a step take, for whoever asks; while nobody does, a look at a pointer
+// Clocks: how long the stages of a step take, where that is asked for; else they cost a look at a pointer
 // per stage.
 //
 // Read by the thread that calls, when a stage is over for all threads: so a stage's time holds the

@@ -288,7 +288,9 @@ def test_more_rows_than_there_is_room_for_are_refused(library: ctypes.CDLL) -> N
     gpt = tiny_gpt(native_config("gpt2"))
     native = NativeDecoder(library, gpt, new_cache(gpt), threads=1)
     count = DRAFTED_ROWS + 1
-    with pytest.raises(ValueError, match=r"17 rows are asked for, this decoder has room for 16"):
+    with pytest.raises(
+        ValueError, match=r"17 rows are asked for, and this decoder has buffers for 16"
+    ):
         native.decode([1] * count, [0] * count, list(range(count)))
     native.close()
 

@@ -287,7 +287,9 @@ def test_more_rows_than_there_is_room_for_are_refused() -> None:
     gpt = tiny_gpt()
     decoder = GraphDecoder(gpt, new_cache(gpt, 2))
     rows = DRAFTED_ROWS + 1
-    with pytest.raises(ValueError, match=r"^17 rows are asked for, this decoder has room for 16$"):
+    with pytest.raises(
+        ValueError, match=r"^17 rows are asked for, and this decoder has buffers for 16$"
+    ):
         decoder.decode([0] * rows, [0] * rows, list(range(rows)))
 
 
