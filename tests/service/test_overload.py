@@ -10,6 +10,8 @@ import httpx
 import orjson
 import pytest
 
+from model.inference.constraints.compiler import Source
+from model.inference.constraints.sandbox import Checker
 from service.responses import sse
 from service.schemas.generate import ErrorReply
 from tests.service.serving import (
@@ -103,6 +105,56 @@ def test_a_full_queue_refuses_and_what_was_accepted_is_answered(server: Serving)
     for path, body in POSTS.items():
         assert server.post(path, body).status_code == 200
     assert answered(server, 429) == 2
+
+
+def test_a_full_queue_is_reported_before_a_text_is_encoded(
+    server: Serving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Encoding takes time, and a client that is told to come back shall not cost any."""
+    encoded: list[str] = []
+
+    def encode(text: str, *_: Any, **__: Any) -> list[int]:
+        encoded.append(text)
+        return list(text.encode())
+
+    with ExitStack() as stack:
+        occupy(server, stack)
+        accepted = Poster(server, "/generate", {"prompt": "a", "n": 2, "max_tokens": 5})
+        eventually(lambda: server.sample("logitd_num_sequences_waiting") == 2)
+        monkeypatch.setattr("service.requests.encode.encode_text", encode)
+        for path, body in POSTS.items():
+            queue_full(server.post(path, body))
+        assert encoded == []
+    assert accepted.response().status_code == 200
+    assert server.post("/logits", {"prompt": "a"}).status_code == 200
+    assert encoded == ["a"]
+    server.wait_idle()
+
+
+def test_a_request_keeps_its_place_while_its_constraint_is_compiled(
+    server: Serving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those who come meanwhile are turned away, and it is not."""
+    compiling, go_on = threading.Event(), threading.Event()
+    check = Checker.check
+
+    def slow_check(checker: Checker, source: Source) -> int:
+        compiling.set()
+        assert go_on.wait(TEST_TIMEOUT)
+        return check(checker, source)
+
+    monkeypatch.setattr(Checker, "check", slow_check)
+    with ExitStack() as stack:
+        occupy(server, stack)
+        body = {"prompt": "a", "n": 2, "max_tokens": 5, "regex": "[a-z]{3}"}
+        accepted = Poster(server, "/generate", body)
+        assert compiling.wait(TEST_TIMEOUT)
+        queue_full(server.post("/generate", POSTS["/generate"]))
+        go_on.set()
+        eventually(lambda: server.sample("logitd_num_sequences_waiting") == 2)
+    choices = accepted.response().json()["choices"]
+    assert [len(choice["text"]) for choice in choices] == [3, 3]
+    server.wait_idle()
 
 
 def test_a_request_is_accepted_whole_or_not_at_all(server: Serving) -> None:
