@@ -204,6 +204,23 @@ def test_a_conversation_goes_on_from_its_own_answers(name: str, native: DecoderM
         text += outcome.token_ids
 
 
+def test_the_block_of_an_answers_last_token_is_not_shared(native: DecoderMaker) -> None:
+    """The last token of an answer was sampled, and its keys and values were never computed. Where
+    it fills a block, sharing that block would let the next prompt attend to what is not there: it
+    would have 64 cached tokens for 32, and other logprobs."""
+    gpt, prompt = shape("gpt2", head_dim=16), random_prompt(random.Random(5), 40, 257)
+    driven = Driven(gpt, make_decoder=native, slots=1)
+    driven.add(generation("first", prompt, max_tokens=2 * BLOCK - len(prompt)))
+    answer = driven.drain()["first", 0].token_ids
+    request = generation("second", [*prompt, *answer, 7, 8, 9], logprobs=2)
+    driven.add(request)
+    outcome = driven.drain()["second", 0]
+    assert outcome.ended.cached_tokens == BLOCK
+    fresh = Driven(gpt, make_decoder=native, slots=1, prefix_reuse=False)
+    fresh.add(request)
+    assert bits(outcome) == bits(fresh.drain()["second", 0])
+
+
 def test_where_phases_differ_answers_are_not_shared() -> None:
     gpt, prompt = shape("gpt2"), random_prompt(random.Random(4), 10, 257)
     driven = Driven(gpt, slots=1)

@@ -42,12 +42,19 @@ class Simulation:
     """A scheduler, and the cache that its plans write."""
 
     def __init__(
-        self, slots: int, *, prefill_chunk: int = CHUNK, prefix_reuse: bool = True
+        self,
+        slots: int,
+        *,
+        prefill_chunk: int = CHUNK,
+        prefix_reuse: bool = True,
+        share_decoded: bool = False,
     ) -> None:
         self.scheduler = Scheduler(
             EngineConfig(slots=slots, prefill_chunk=prefill_chunk, prefix_reuse=prefix_reuse),
             position_elements=lambda request: 1,
+            share_decoded=share_decoded,
         )
+        self.share_decoded = share_decoded
         self.scheduler.output_elements = OUTPUT_ELEMENTS
         self.cells: list[dict[int, Cell]] = [{} for _ in range(slots)]
         self.admitted: list[Sequence] = []
@@ -144,27 +151,32 @@ class Simulation:
         for position in range(end):
             assert cells[position].tokens == tuple(sequence.tokens[: position + 1])
             if position < sequence.prompt_length:
-                assert cells[position].prefilled
+                assert cells[position].prefilled or self.share_decoded
 
     def best_prefix(self, sequence: Sequence) -> int:
         """The most whole blocks that any row holds from before this step, short of the first
-        position asked for."""
+        position asked for. Blocks that were decoded count, if at all, once their sequence ended."""
         if not self.scheduler.config.prefix_reuse:
             return 0
+        decoding = {
+            s.slot: s.prompt_length for s in self.scheduler.running if s.state is State.DECODE
+        }
 
-        def shared(cell: Cell | None, position: int) -> bool:
+        def shared(slot: int, position: int) -> bool:
+            cell = self.cells[slot].get(position)
+            ended = slot not in decoding or position < decoding[slot]
             return (
                 cell is not None
-                and cell.prefilled
+                and (cell.prefilled or (self.share_decoded and ended))
                 and cell.step < self.now
                 and cell.tokens == tuple(sequence.tokens[: position + 1])
             )
 
         return max(
             end
-            for cells in self.cells
+            for slot in range(len(self.cells))
             for end in range(0, sequence.first_needed + 1, BLOCK)
-            if all(shared(cells.get(position), position) for position in range(end))
+            if all(shared(slot, position) for position in range(end))
         )
 
     def hand_out(self, chunk: PrefillChunk) -> None:
@@ -293,6 +305,19 @@ def test_what_was_decoded_is_not_shared() -> None:
     simulation.drain()
     assert len(first.tokens) == 142
     assert second.cached == 32
+
+
+@pytest.mark.parametrize(("max_tokens", "cached"), [(24, 32), (25, 64), (55, 64), (56, 64)])
+def test_what_was_decoded_is_shared_but_for_the_last_token(max_tokens: int, cached: int) -> None:
+    """The last token was sampled and never computed: where it fills a block, that block would be
+    shared without the keys and values of its last position."""
+    simulation = Simulation(slots=2, share_decoded=True)
+    (first,) = simulation.add(generation("a", blocks(1, rest=8), max_tokens=max_tokens))
+    simulation.drain()
+    (second,) = simulation.add(generation("b", [*first.tokens, 5]))
+    simulation.drain()
+    assert len(first.tokens) == 40 + max_tokens
+    assert second.cached == cached
 
 
 def test_reuse_can_be_switched_off() -> None:
