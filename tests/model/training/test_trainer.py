@@ -74,6 +74,11 @@ def _losses(run: Path) -> list[tuple[str, int, float]]:
     ]
 
 
+def _gradient_norms(run: Path) -> list[float]:
+    records = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    return [each["gradient_norm"] for each in records if each["kind"] == "train"]
+
+
 class StopAt:
     """A reporter that presses Ctrl-C when a step is reported."""
 
@@ -261,6 +266,21 @@ def test_accumulating_is_a_bigger_batch(configure: Configure, tmp_path: Path) ->
         for result in (big, parts)
     ]
     assert losses[0] == pytest.approx(losses[1], rel=1e-3)
+
+
+@pytest.mark.usefixtures("no_picture")
+def test_accumulated_gradients_are_averaged(configure: Configure, tmp_path: Path) -> None:
+    """Summed instead, they would be `accumulate` times too large. Losses hardly tell, because AdamW
+    and Muon do not feel the scale of a gradient: the recorded norm does, which `clip` bounds."""
+    shared = {"optimizer": "adamw", "steps": 3, "log_every": 1, "clip": 1000.0}
+    big = train(configure(out=tmp_path / "big", batch_size=8, **shared))
+    parts = train(configure(out=tmp_path / "parts", batch_size=4, accumulate=2, **shared))
+    norms = [_gradient_norms(result.run) for result in (big, parts)]
+    assert len(norms[0]) == 3
+    assert norms[1] == pytest.approx(norms[0], rel=1e-3)
+    weights = [read_state(result.run / "state" / "state.pt")["weights"] for result in (big, parts)]
+    for name, weight in weights[0].items():
+        assert torch.allclose(weights[1][name], weight, rtol=0, atol=1e-4), name
 
 
 @pytest.mark.usefixtures("no_picture")
