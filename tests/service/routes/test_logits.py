@@ -346,6 +346,19 @@ def test_a_large_reply_is_written_in_pieces(speller: Serving, accept: str) -> No
         assert np.array(prompt["logits"]).shape == (1500, 257)
 
 
+def test_the_largest_of_several_chunks_in_safetensors_are_those_of_json(speller: Serving) -> None:
+    """The rows of every chunk follow those of the chunk before. Written from the first row again,
+    the last chunk's would take the place of the first one's, with -1 and -inf behind them."""
+    length = 6 * EngineConfig().prefill_chunk
+    fields = {"prompt": long_prompt(length), "positions": "all", "top_k": 3}
+    found = tensors(speller, **fields)
+    (prompt,) = prompts(speller, **fields)
+    assert found["top_ids"].shape == found["top_logits"].shape == (length, 3)
+    assert found["top_ids"].tolist() == [[one["id"] for one in top] for top in prompt["top"]]
+    values = [[one["logit"] for one in top] for top in prompt["top"]]
+    assert np.array_equal(found["top_logits"].numpy(), np.array(values, dtype=np.float32))
+
+
 def test_a_client_that_leaves_in_the_middle_frees_the_slot(speller: Serving) -> None:
     aborted = speller.finished("abort")
     with speller.connect() as raw:
