@@ -42,6 +42,7 @@ def test_one_stop_string_is_found_however_the_text_is_cut(
 
 
 @given(TEXT, st.lists(STOP, max_size=4), st.lists(st.integers(0, 30)))
+@example("a", ["ab"], [])  # all of the stop string but its last character
 def test_no_more_is_held_back_than_could_begin_a_stop_string(
     text: str, stops: list[str], places: list[int]
 ) -> None:

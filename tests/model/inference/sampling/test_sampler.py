@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -157,6 +157,15 @@ logit_rows = st.lists(numbers, min_size=VOCAB, max_size=VOCAB)
 
 # Against the definitions
 
+BEST_STOPS = [float(i == 3) for i in range(VOCAB)]
+"""Logits whose largest is that of stop token 3."""
+
+
+def may_just_end(temperature: float) -> RowContext:
+    """A row with exactly `min_tokens` generated tokens: from here on stop token 3 is allowed."""
+    stopping = params(temperature=temperature, stop_token_ids=frozenset({3}), min_tokens=1)
+    return row(stopping, (0,), 1)
+
 
 def log_softmax(logits: Sequence[float]) -> list[float]:
     largest = max(logits)
@@ -169,6 +178,7 @@ def support(logits: Sequence[float], sampling: SamplingParams) -> set[int]:
 
 
 @given(logit_rows, rows(temperature=st.just(0.0)))
+@example(BEST_STOPS, may_just_end(temperature=0.0))
 def test_greedy_takes_the_best_of_the_definition(logits: list[float], one: RowContext) -> None:
     expected = defined(logits, one)
     token_id = sample_one(logits, one).token_id
@@ -186,6 +196,7 @@ def test_greedy_takes_the_lowest_id_among_equals(logits: list[int]) -> None:
 
 
 @given(logit_rows, rows(temperature=st.floats(0.05, 50)))
+@example(BEST_STOPS, may_just_end(temperature=1.0))
 def test_what_is_left_is_what_the_definition_leaves(logits: list[float], one: RowContext) -> None:
     base = defined(logits, one)
     sharp = max(abs(x) for x in base if x > -math.inf) / one.params.temperature
