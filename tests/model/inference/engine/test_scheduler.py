@@ -530,9 +530,13 @@ class Mix:
     rng: random.Random
     simulation: Simulation
     open: list[Sequence] = field(default_factory=list)
+    generated: list[Sequence] = field(default_factory=list)
     count: int = 0
 
     def prompt(self) -> list[int]:
+        if self.simulation.share_decoded and self.generated and self.rng.random() < 0.4:
+            before = self.rng.choice(self.generated).tokens
+            return before + [0] * self.rng.randrange(1, BLOCK)
         whole = [self.rng.randrange(2) for _ in range(self.rng.randrange(5))]
         return blocks(*whole, rest=self.rng.randrange(BLOCK)) or [0]
 
@@ -548,7 +552,9 @@ class Mix:
             n = self.rng.choice([1, 1, 1, 2, 4])
             max_tokens = self.rng.randint(1, 40)
             request = generation(name, prompt, n=n, max_tokens=max_tokens)
-            self.open += self.simulation.add(request, n)
+            sequences = self.simulation.add(request, n)
+            self.open += sequences
+            self.generated += sequences
 
     def act(self) -> None:
         chance = self.rng.random()
@@ -563,14 +569,17 @@ class Mix:
         self.open = [s for s in self.open if s.state is not State.FINISHED]
 
 
+@pytest.mark.parametrize("share_decoded", [False, True])
 @pytest.mark.parametrize("seed", range(30))
-def test_random_mixes(seed: int) -> None:
-    """Every rule of `Simulation.step` holds in every step, and everybody ends."""
+def test_random_mixes(seed: int, share_decoded: bool) -> None:
+    """Every rule of `Simulation.step` holds in every step, and everybody ends. Where what was
+    decoded is shared, some prompts go on from what others have generated."""
     rng = random.Random(seed)
     simulation = Simulation(
         slots=rng.randint(1, 6),
         prefill_chunk=BLOCK * rng.randint(1, 5),
         prefix_reuse=rng.random() < 0.9,
+        share_decoded=share_decoded,
     )
     mix = Mix(rng, simulation)
     for _ in range(150):
