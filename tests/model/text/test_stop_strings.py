@@ -64,6 +64,7 @@ def test_no_more_is_held_back_than_could_begin_a_stop_string(
 
 
 @given(TEXT, st.lists(STOP, min_size=1, max_size=4))
+@example("ab", ["ab", "b€"])
 def test_of_several_the_first_to_be_complete_ends_the_text(text: str, stops: list[str]) -> None:
     shown, found = feed(stops, list(text))
     ends = [text.find(stop) + len(stop) for stop in stops if stop in text]
