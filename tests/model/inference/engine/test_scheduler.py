@@ -534,10 +534,12 @@ class Mix:
     count: int = 0
 
     def prompt(self) -> list[int]:
-        if self.simulation.share_decoded and self.generated and self.rng.random() < 0.4:
-            before = self.rng.choice(self.generated).tokens
-            return before + [0] * self.rng.randrange(1, BLOCK)
+        ended = [s for s in self.generated if s.state is State.FINISHED]
+        if self.simulation.share_decoded and ended and self.rng.random() < 0.7:
+            return ended[-1].tokens + [0] * self.rng.randint(1, BLOCK)
         whole = [self.rng.randrange(2) for _ in range(self.rng.randrange(5))]
+        if self.simulation.share_decoded:  # a few tokens reach beyond the end of the block
+            return blocks(*whole, rest=BLOCK - self.rng.randint(1, 4))
         return blocks(*whole, rest=self.rng.randrange(BLOCK)) or [0]
 
     def add(self) -> None:
@@ -550,7 +552,7 @@ class Mix:
             self.open += self.simulation.add(outputs_request(name, prompt, positions))
         else:
             n = self.rng.choice([1, 1, 1, 2, 4])
-            max_tokens = self.rng.randint(1, 40)
+            max_tokens = self.rng.randint(1, 6 if self.simulation.share_decoded else 40)
             request = generation(name, prompt, n=n, max_tokens=max_tokens)
             sequences = self.simulation.add(request, n)
             self.open += sequences
