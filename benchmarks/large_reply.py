@@ -151,7 +151,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = save_synthetic(Path(folder) / "wide", config)
         with served(checkpoint.path, arguments.threads) as (url, pid):
-            ask(url, "application/x-npy")  # what is allocated once is no part of a reply
+            ask(url, "application/x-npy")  # what is allocated once does not belong to a reply
             results = [
                 measure(url, pid, accept)
                 for accept in ("application/x-npy", "application/vnd.safetensors",

@@ -10,7 +10,7 @@ each in turns, on native kernels, from the first token on: prompts are computed 
     ordinary  code, temperature 1: short runs come again, what follows them mostly does not
     noise     prompts of random ids, at a temperature at which nothing repeats
 
-A shape that is no checkpoint has random weights; with these, greedy text repeats one token, and
+A shape without a checkpoint has random weights; with these, greedy text repeats one token, and
 there is no ordinary text. The answers of both are held to be the same. Run it on a machine that
 does nothing else; the last line is JSON.
 """

@@ -1,7 +1,7 @@
 """What has to be true on a GPU before its speed means anything.
 
 Everything is held to the CPU or to the same device without recordings: logits, greedy texts,
-replayed steps under changing company, overlapped steps, the same bits alone and in company, and
+replayed steps in changing batches, overlapped steps, the same bits alone and in any batch, and
 memory that does not grow. Each check yields findings; one that does not hold is a failure.
 """
 
@@ -161,10 +161,10 @@ def replay(device: torch.device, size: Size) -> Iterator[Finding]:
 
 
 class Counted(GraphDecoder):
-    """Keeps record of the steps that are launched behind others: their numbers of rows."""
+    """Keeps record of the steps that are launched behind others: the row count of each."""
 
-    def __init__(self, behind: list[int], gpt: GPT, cache: KVCache, **wishes: Any) -> None:
-        super().__init__(gpt, cache, **wishes)
+    def __init__(self, behind: list[int], gpt: GPT, cache: KVCache, **options: Any) -> None:
+        super().__init__(gpt, cache, **options)
         self._behind = behind
 
     def launch_next(
@@ -179,9 +179,9 @@ class Counted(GraphDecoder):
 
 
 def overlap(device: torch.device, size: Size) -> Iterator[Finding]:
-    """Steps launched before the tokens of those in front of them are known, against the same steps
+    """Steps launched before the tokens of those before them are known, against the same steps
     that wait: the same tokens. Sequences end by their length, so that all steps have the same rows;
-    batch-invariant some are aborted, too, and their rows are company in a step that is under
+    batch-invariant some are aborted, too, and their rows are in a step that is under
     way."""
     for dtype in TOLERANCES:
         _, gpt, ids = _bundled(device, dtype)
@@ -208,7 +208,7 @@ def overlap(device: torch.device, size: Size) -> Iterator[Finding]:
 
 
 def invariance(device: torch.device, size: Size) -> Iterator[Finding]:
-    """Batch-invariant: the same bits alone and in company; and how often without it."""
+    """Batch-invariant: the same bits alone and in a batch; and how often without it."""
     for dtype in TOLERANCES:
         _, gpt, ids = _bundled(device, dtype)
         for invariant in (True, False):
@@ -218,10 +218,11 @@ def invariance(device: torch.device, size: Size) -> Iterator[Finding]:
                 _request(str(i), _piece(rng, ids, 150), size.tokens, logprobs=2, seed=i)
                 for i in range(size.requests)
             ]
-            company = _run(gpt, make, asked)
+            together = _run(gpt, make, asked)
             checked = asked[:: max(1, len(asked) // 16)]
             same = sum(
-                _run(gpt, make, [one])[one.request_id] == company[one.request_id] for one in checked
+                _run(gpt, make, [one])[one.request_id] == together[one.request_id]
+                for one in checked
             )
             yield Finding(
                 "invariance",
@@ -253,7 +254,7 @@ def memory(device: torch.device, size: Size) -> Iterator[Finding]:
         grown = _held_bytes(device) - warm
     finally:
         engine.close()
-    allowed = 0 if device.type == "cuda" else 64 * 2**20  # a process's peak is no exact figure
+    allowed = 0 if device.type == "cuda" else 64 * 2**20  # a process's peak is not exact
     yield Finding(
         "memory",
         f"{steps:,} steps, {rounds} times the same load",
@@ -300,9 +301,9 @@ def _piece(rng: random.Random, ids: torch.Tensor, longest: int) -> list[int]:
     return piece
 
 
-def _request(name: str, token_ids: Sequence[int], tokens: int, **wishes: Any) -> GenerationRequest:
-    wishes = {"seed": 0} | wishes
-    params = SamplingParams(max_tokens=tokens, **wishes)
+def _request(name: str, token_ids: Sequence[int], tokens: int, **options: Any) -> GenerationRequest:
+    options = {"seed": 0} | options
+    params = SamplingParams(max_tokens=tokens, **options)
     return GenerationRequest(request_id=name, token_ids=tuple(token_ids), params=params)
 
 
@@ -347,8 +348,8 @@ def _mixed(
         for number in range(size.requests):
             name = str(number)
             found[name] = []
-            wishes = dict(rng.choice(kinds))
-            asked = _request(name, _piece(rng, ids, 200), rng.randint(1, size.tokens), **wishes)
+            options = dict(rng.choice(kinds))
+            asked = _request(name, _piece(rng, ids, 200), rng.randint(1, size.tokens), **options)
             engine.add(replace(asked, params=replace(asked.params, seed=number)))
             for _ in range(rng.randrange(6)):
                 step()

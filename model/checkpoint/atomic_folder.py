@@ -1,6 +1,6 @@
-"""Whole folders: written aside, synced and renamed, so that one that is there is whole.
+"""Atomic folder: written under another name, synced and renamed, so that it is complete or absent.
 
-Knows nothing of what is in them (`model/checkpoint/checkpoint.py`, `model/checkpoint/adapter.py`).
+Knows nothing of the contents (`model/checkpoint/checkpoint.py`, `model/checkpoint/adapter.py`).
 """
 
 import os

@@ -216,7 +216,7 @@ def load_weights(info: CheckpointInfo, *, device: torch.device, dtype: torch.dty
     """The model of a checkpoint that `read_checkpoint` has read: for those who choose the dtype by
     its shape. On a CPU its weights lie in an arena (`model/transformer/arena.py`).
 
-    Each piece of the file becomes numbers of that dtype as it is read, and what was read is hashed:
+    Each piece of the file is converted to that dtype as it is read, and what was read is hashed:
     the model is given away only when the hash is right.
     """
     try:

@@ -118,7 +118,7 @@ def _read(source: Path, context_length: int | None) -> tuple[ForeignModel, Path]
         return read_huggingface(source, context_length=context_length), source
     held = ", ".join(sorted(path.name for path in source.iterdir())[:8]) or "nothing"
     raise ConvertError(
-        f"{source} holds no known model: expected nanoGPT's {NANOGPT}, LitGPT's "
+        f"{source} is not a model that can be imported: expected nanoGPT's {NANOGPT}, LitGPT's "
         f"{litgpt.WEIGHTS} or Hugging Face's {huggingface.CONFIG}; found {held}"
     )
 
@@ -143,7 +143,7 @@ def _vocabulary(
         found = read_tokenizer(folder / TOKENIZER, skip_normalizer=skip_normalizer)
         return read_template(found, folder)
     raise ConvertError(
-        f"{folder} holds no vocabulary ({META} or {TOKENIZER}) for its {model.config.vocab_size:,} "
+        f"{folder} has no vocabulary ({META} or {TOKENIZER}) for its {model.config.vocab_size:,} "
         "ids; name one with --tokenizer: gpt2, a ranks file, nanoGPT's meta.pkl or a tokenizer.json"
     )
 

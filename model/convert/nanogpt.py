@@ -16,7 +16,7 @@ from model.convert.pt_file import read_pt
 from model.transformer.config import ConfigError, GPTConfig, gpt2_shape
 
 PREFIXES = ("_orig_mod.", "module.")
-"""What torch.compile and DistributedDataParallel put in front of names."""
+"""What torch.compile and DistributedDataParallel prepend to names."""
 
 
 def read_nanogpt(path: Path) -> ForeignModel:

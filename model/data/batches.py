@@ -64,7 +64,7 @@ class RankBatch:
     parts: int  # batches of a step, all processes together
 
     def batches(self, step: int) -> range:
-        """The first sequence numbers of this process's batches."""
+        """The number of the first sequence in each of this process's batches."""
         start = step * self.total + self.first
         return range(start, start + self.batch_size * self.passes, self.batch_size)
 

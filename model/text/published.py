@@ -1,4 +1,4 @@
-"""Ready-made vocabularies: a published encoding by its name, or a ranks file by its path.
+"""Published vocabularies: a published encoding by its name, or a ranks file by its path.
 
 A ranks file says neither how text is cut nor which special tokens there are: published ones are
 known by their hash. Does not learn a vocabulary (`model/data/vocabulary.py`) and does not read

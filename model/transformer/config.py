@@ -1,8 +1,8 @@
 """GPTConfig: the shape of a model, as it stands in a checkpoint's `config.json`.
 
 Covers the three families that one forward computes (see `model/transformer/gpt.py`): GPT-2, the
-original Transformer decoder, and the modern shape. Says what is impossible and why. Holds no
-weights, does not import torch, and knows nothing of training or of names such as "gpt2-124m"
+original Transformer decoder, and the modern shape. Says what is impossible and why. Does not
+hold weights or import torch, and knows nothing of training or of names such as "gpt2-124m"
 (`model/training/presets.py`).
 """
 

@@ -64,7 +64,7 @@ class Answer:
         try:
             return json.loads(self.body)
         except (ValueError, RecursionError) as error:
-            message = f"the reply is {self.content_type or 'of no content type'}, and no JSON"
+            message = f"the reply is {self.content_type or 'of no content type'}, and not JSON"
             raise WrongShape(message) from error
 
 

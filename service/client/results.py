@@ -306,7 +306,7 @@ class Tokenized:
 
 @dataclass(frozen=True, slots=True)
 class Detokenized:
-    """The text of token ids, and its bytes, which are the truth where they are no UTF-8."""
+    """The text of token ids, and its bytes, which are the truth where they are not UTF-8."""
 
     id: str
     created: int

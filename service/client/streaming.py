@@ -195,7 +195,7 @@ class StreamState:
         try:
             return json.loads(data)
         except (ValueError, RecursionError) as error:
-            raise self._malformed("it is no JSON") from error
+            raise self._malformed("it is not JSON") from error
 
     def _scored_prompts(self) -> tuple[ScoredPrompt, ...] | None:
         scored = tuple(

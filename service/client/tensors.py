@@ -36,11 +36,13 @@ class TensorFile:
     def __init__(self, content: bytearray) -> None:
         size = int.from_bytes(content[:8], "little")
         if len(content) < 8 or size > len(content) - 8:
-            raise WrongShape(f"the reply has {len(content)} bytes and is no safetensors file")
+            raise WrongShape(f"the reply has {len(content)} bytes and is not a safetensors file")
         try:
             header = json.loads(content[8 : 8 + size])
         except (ValueError, RecursionError) as error:
-            raise WrongShape("the reply is no safetensors file: its header is no JSON") from error
+            raise WrongShape(
+                "the reply is not a safetensors file: its header is not JSON"
+            ) from error
         self._header: dict[str, Any] = read(dict[str, Any], header, "the header")
         self._data = memoryview(content)[8 + size :]
 
@@ -55,7 +57,7 @@ class TensorFile:
         try:
             array = flat.reshape(place.shape)
         except (ValueError, OverflowError) as error:  # no array has such a shape, not even empty
-            raise WrongShape(f"{name}.shape is no shape") from error
+            raise WrongShape(f"{name}.shape is not a shape") from error
         return _widened(array) if place.dtype == "BF16" else array
 
     def _numbers(self, name: str, place: TensorPlace, dtype: np.dtype[Any]) -> Array:
@@ -86,7 +88,7 @@ class TensorFile:
             loss = None if val_loss == "None" else float(val_loss)
             return Checkpoint(name, int(step), loss, weights_sha256)
         except ValueError as error:
-            raise WrongShape("checkpoint_step or checkpoint_val_loss is no number") from error
+            raise WrongShape("checkpoint_step or checkpoint_val_loss is not a number") from error
 
     def _metadata(self, name: str) -> str:
         metadata = read(dict[str, str], self._header.get("__metadata__", {}), "__metadata__")

@@ -86,7 +86,7 @@ def settings_of(
     if timeout is not None and not timeout > 0:
         raise ValueError(f"timeout is {timeout}; it is a number of seconds above 0, or None")
     if max_retries < 0:
-        raise ValueError(f"max_retries is {max_retries}; 0 is no second try")
+        raise ValueError(f"max_retries is {max_retries}; 0 means one try")
     own = "" if http is None else str(http.base_url)
     url = base_url or own or os.environ.get("LOGITD_BASE_URL") or DEFAULT_BASE_URL
     key = api_key or os.environ.get("LOGITD_API_KEY") or None
@@ -102,7 +102,7 @@ def _checked(base_url: str) -> str:
     try:
         url = httpx.URL(base_url)
     except httpx.InvalidURL as error:
-        raise ValueError(f"base_url is no URL: {error}") from None
+        raise ValueError(f"base_url is not a URL: {error}") from None
     if url.userinfo:  # not repeated: it may hold a password
         raise ValueError(
             "base_url holds a user name or a password; leave them out, and give http= an "

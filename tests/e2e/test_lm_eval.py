@@ -95,11 +95,11 @@ def continuation_logprob(model: tuple[Tokenizer, GPT], context: str, continuatio
 
 def rolling_logprob(model: tuple[Tokenizer, GPT], text: str) -> float:
     """Every token once, in windows that follow each other, the first after an end of text; what a
-    window lacks in front is filled from the one before."""
+    window lacks at its beginning is filled from the one before."""
     tokenizer, gpt = model
     assert tokenizer.end_of_text is not None
     ids = tokenizer.encode(text)
-    size = WINDOW - 2  # one token is kept for the one that is generated, one for what is in front
+    size = WINDOW - 2  # one token is kept for the one that is generated, one for what precedes
     total = 0.0
     for start in range(0, len(ids), size):
         end = min(start + size, len(ids))

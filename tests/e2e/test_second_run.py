@@ -28,5 +28,5 @@ def answers(checkpoint: Path, *, at_once: int) -> list[Any]:
 
 
 def test_a_second_run_gives_the_same_answers(checkpoint_path: Path) -> None:
-    """Alone one after the other, then in another process in whatever company the threads make."""
+    """Alone one after the other, then in another process in whatever batches the threads make."""
     assert answers(checkpoint_path, at_once=1) == answers(checkpoint_path, at_once=8)

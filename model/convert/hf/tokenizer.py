@@ -6,7 +6,7 @@ several cuts one after the other, and normalizers, because texts would get other
 is then tried on a text, against the `tokenizers` library where it is installed, else against the
 definition of BPE.
 
-Where special tokens stand in front (as in vocabularies that `BpeTrainer` learned), ids cannot stay:
+Where special tokens come first (as in vocabularies that `BpeTrainer` learned), ids cannot stay:
 ordinary ones come first here. Then `ForeignTokenizer.order` says which id was which.
 """
 

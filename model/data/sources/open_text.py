@@ -1,4 +1,4 @@
-"""Opening: from the words of `--data` to a text.
+"""Open text: from the words of `--data` to documents.
 
   builtin:python         the text that this Python carries; what is read without any word
   builtin:stories        generated stories, 5 MB; builtin:stories:20mb for another size

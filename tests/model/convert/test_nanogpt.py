@@ -86,7 +86,7 @@ def test_the_characters_are_found_where_the_data_is(tmp_path: Path) -> None:
     training = {"dataset": "plays", "gradient_accumulation_steps": 2, "batch_size": 3,
                 "block_size": 32}  # fmt: skip
     save(tmp_path / "out" / "ckpt.pt", small(len(STOI)), config=training)
-    with pytest.raises(ConvertError, match="holds no vocabulary"):
+    with pytest.raises(ConvertError, match="has no vocabulary"):
         import_model(tmp_path / "out", tmp_path / "ours")
     save_meta(tmp_path / "data" / "plays" / "meta.pkl")
     info = import_model(tmp_path / "out", tmp_path / "ours")
@@ -138,7 +138,7 @@ def test_a_wrong_shape_and_a_tensor_too_many(tmp_path: Path) -> None:
         save(tmp_path / "ckpt.pt", model, changes=change)
         with pytest.raises(ConvertError, match=sentence):
             import_model(tmp_path / "ckpt.pt", tmp_path / "ours")
-    # The causal mask of old versions is no weight; a head of its own is kept.
+    # The causal mask of old versions is not a weight; a head of its own is kept.
     changed = {"transformer.h.0.attn.bias": torch.ones(1), "lm_head.weight": torch.zeros(64, 32)}
     save(tmp_path / "ckpt.pt", model, changes=changed)
     save_meta(tmp_path / "meta.pkl")

@@ -29,10 +29,10 @@ def covered(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_checkpoint(tmp_path_factory.mktemp("checkpoints") / "covered", gpt=gpt).path
 
 
-def opened(path: Path, **wishes: Any) -> LoadedModel:
+def opened(path: Path, **options: Any) -> LoadedModel:
     usual: dict[str, Any] = {"device": "cpu", "dtype": "auto", "threads": 1, "kernels": "auto",
                              "quantize": "none", "log": lambda line: None}  # fmt: skip
-    return load_model(path, **(usual | wishes))
+    return load_model(path, **(usual | options))
 
 
 def test_the_numbers_fit_the_decoder(covered: Path) -> None:
@@ -58,7 +58,7 @@ def test_plain_torch_computes_in_float32_unless_told_otherwise(covered: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("wishes", "error", "message"),
+    ("options", "error", "message"),
     [
         ({"device": "abacus"}, DeviceError, "'abacus' is not a device"),
         ({"kernels": "native", "dtype": "float16"}, KernelError, "the model is in float16"),
@@ -66,10 +66,10 @@ def test_plain_torch_computes_in_float32_unless_told_otherwise(covered: Path) ->
     ],
 )
 def test_what_cannot_be_had_is_refused(
-    covered: Path, wishes: dict[str, Any], error: type[Exception], message: str
+    covered: Path, options: dict[str, Any], error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
-        opened(covered, **wishes)
+        opened(covered, **options)
 
 
 def test_a_checkpoint_that_is_not_there(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Activations: both spellings agree, and the one of inference keeps a row's bits in any company."""
+"""Activations: both spellings agree, and the one of inference keeps a row's bits in any batch."""
 
 from collections.abc import Iterator
 from typing import get_args

@@ -1,4 +1,4 @@
-"""Trace: every stage of a forward, in order, with the shapes and numbers of the forward itself."""
+"""Trace: every stage of a forward, in order, with the shapes and sizes of the forward itself."""
 
 import pytest
 import torch

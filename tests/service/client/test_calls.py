@@ -90,7 +90,7 @@ def test_what_json_cannot_say_is_refused(value: Any, error: type[Exception]) -> 
 
 @given(st.text() | st.lists(st.text()))
 def test_texts_arrive_as_they_are(prompt: Any) -> None:
-    """A lone surrogate is no text; the service says so."""
+    """A lone surrogate is not text; the service says so."""
     body = calls.generate(prompt, {}).request.body
     assert body is not None
     assert GenerateRequest.model_validate_json(body).prompt == prompt
@@ -130,7 +130,7 @@ def test_an_answer_of_something_else_is_said_to_be_that(name: str) -> None:
         CALLS[name].result(answer(b"<html>Log in here</html>", content_type="text/html"))
     assert caught.value.request_id == "id-1"
     assert caught.value.message.startswith(CALLS[name].request.path + " gave no reply that this ")
-    assert caught.value.message.endswith(("text/html, and no JSON", "is no safetensors file"))
+    assert caught.value.message.endswith(("text/html, and not JSON", "is not a safetensors file"))
 
 
 @given(JSON, st.binary())

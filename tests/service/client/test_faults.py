@@ -215,9 +215,9 @@ def test_too_many_calls_at_once() -> None:
         async def main() -> None:
             limits = httpx.Limits(max_connections=1)
             async with httpx.AsyncClient(trust_env=False, limits=limits) as http:
-                patient = AsyncClient(server.url, http=http, timeout=TEST_TIMEOUT)
+                client = AsyncClient(server.url, http=http, timeout=TEST_TIMEOUT)
                 hasty = AsyncClient(server.url, http=http, timeout=SOON)
-                task = asyncio.create_task(patient.version())
+                task = asyncio.create_task(client.version())
                 while not server.requests:
                     await asyncio.sleep(0.002)
                 with pytest.raises(APITimeoutError, match="too many calls at once"):
@@ -270,7 +270,7 @@ def test_the_page_of_a_proxy(connect: Connect) -> None:
         with pytest.raises(APIStatusError, match="403 Forbidden, and not in logitd's") as caught:
             client.generate("a")
         assert (caught.value.status, caught.value.type) == (403, None)
-        with pytest.raises(MalformedReplyError, match=r"/generate gave .* text/html, and no JSON"):
+        with pytest.raises(MalformedReplyError, match=r"/generate gave .* text/html, and not JSON"):
             client.generate("a")
         with pytest.raises(APIStatusError, match="302 Found"):
             client.generate("a")

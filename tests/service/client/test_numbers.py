@@ -1,4 +1,4 @@
-"""Logits, hidden states, attention, probs and scores by both clients: the numbers of the endpoints
+"""Logits, hidden states, attention, probs and scores by both clients: the values of the endpoints
 and of the model itself, to the bit.
 """
 

@@ -183,8 +183,8 @@ def test_a_full_queue(spelling_path: Path, connect: Connect) -> None:
             with pytest.raises(QueueFullError), client.stream("a"):
                 pass
             assert answered(429) == 2
-            patient = connect(server.url, max_retries=1)
-            refused(QueueFullError, lambda: patient.generate("a"))
+            retrying = connect(server.url, max_retries=1)
+            refused(QueueFullError, lambda: retrying.generate("a"))
             assert answered(429) == 4, "one more try, and no more"
 
 

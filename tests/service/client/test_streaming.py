@@ -165,8 +165,8 @@ def test_an_error_comes_after_what_came_before_it() -> None:
 @pytest.mark.parametrize(
     ("stream", "message"),
     [
-        (b"data: {\n\n", "it is no JSON"),
-        (b"data: " + b"[" * 100_000 + b"\n\n", "it is no JSON"),
+        (b"data: {\n\n", "it is not JSON"),
+        (b"data: " + b"[" * 100_000 + b"\n\n", "it is not JSON"),
         (b"data: []\n\n", "the reply is a list; it should be an object"),
         (sse.event({}), "id is missing"),
         (sse.event(chunk({"index": 0})), "choices.0.prompt_index is missing"),

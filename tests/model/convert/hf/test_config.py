@@ -233,13 +233,15 @@ def test_what_is_no_model_is_refused(llama_folder: Path, tmp_path: Path) -> None
     with pytest.raises(CheckpointError, match="ours exists; checkpoints are never overwritten"):
         import_model(llama_folder, tmp_path / "ours")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ConvertError, match=r"holds no known model: .*; found nothing"):
+    with pytest.raises(
+        ConvertError, match=r"is not a model that can be imported: .*; found nothing"
+    ):
         import_model(tmp_path / "empty", tmp_path / "again")
     with pytest.raises(ConvertError, match="there is no file or folder"):
         import_model(tmp_path / "nowhere", tmp_path / "again")
     folder = copy(llama_folder, tmp_path / "bare")
     (folder / "tokenizer.json").unlink()
-    with pytest.raises(ConvertError, match=r"holds no vocabulary .* --tokenizer"):
+    with pytest.raises(ConvertError, match=r"has no vocabulary .* --tokenizer"):
         import_model(folder, tmp_path / "again")
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     with pytest.raises(ConvertError, match=r"neither model\.safetensors .* save_pretrained"):

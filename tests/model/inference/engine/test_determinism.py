@@ -1,4 +1,4 @@
-"""The batch changes nothing: a request's tokens and logprobs are the same bits in any company.
+"""The batch changes nothing: a request's tokens and logprobs are the same bits in any batch.
 
 Each of a pool of requests is computed alone on an engine of its own. Then random mixes of them run
 together, in random order, arriving at random steps, on engines of other sizes, with a cold or a
@@ -131,10 +131,10 @@ def together(
         speculate=rng.choice(["none", "ngram"]),
     )
     mix = rng.sample(pool, rng.randint(2, min(32, len(pool))))
-    patience = rng.choice([0.0, 0.3, 0.7])
+    pause = rng.choice([0.0, 0.3, 0.7])
     for request in mix:
         driven.add(request)
-        while rng.random() < patience and driven.engine.has_work():
+        while rng.random() < pause and driven.engine.has_work():
             for event in driven.step().events:
                 if isinstance(event, OutputsChunk):
                     driven.engine.grant(event.request_id)
@@ -150,7 +150,7 @@ def differences(
     max_tokens: int = 8,
     make_decoder: DecoderMaker = PlainDecoder,
 ) -> int:
-    """Sequences that came out otherwise in company than alone."""
+    """Sequences that came out otherwise in a batch than alone."""
     rng = random.Random(str(seed))
     pool = pool_of_requests(rng, gpt, pool_size, max_tokens)
     expected = alone(gpt, pool, make_decoder)

@@ -68,7 +68,7 @@ def test_an_abort_of_one_leaves_its_siblings(gpt: GPT) -> None:
 def test_a_deadline_ends_a_request_in_every_state(gpt: GPT) -> None:
     clock = FakeClock()
     driven = busy(gpt, clock, deadline=110.0)
-    driven.add(generation("patient", [4], deadline=120.0))
+    driven.add(generation("unhurried", [4], deadline=120.0))
     driven.add(generation("endless", [5]))
     assert driven.engine.next_deadline() == 110.0
     clock.now = 109.9
@@ -85,7 +85,7 @@ def test_a_deadline_ends_a_request_in_every_state(gpt: GPT) -> None:
     assert driven.engine.next_deadline() == 120.0
     driven.drain()
     assert driven.engine.next_deadline() is None
-    assert driven.outcomes["patient", 0].ended.reason is FinishReason.LENGTH
+    assert driven.outcomes["unhurried", 0].ended.reason is FinishReason.LENGTH
 
 
 def test_a_deadline_ends_all_siblings_and_a_paused_reader(gpt: GPT) -> None:

@@ -50,7 +50,7 @@ prompts = st.builds(
     rest=st.integers(0, 40),
     last=st.integers(0, 3),
 )
-patience = st.none() | st.integers(0, 5)
+timeouts = st.none() | st.integers(0, 5)
 
 
 class EngineMachine(RuleBasedStateMachine):
@@ -92,7 +92,7 @@ class EngineMachine(RuleBasedStateMachine):
         steps=st.none() | st.integers(1, 8),
         scored=st.none() | st.integers(0, 2),
         priority=st.integers(-1, 1),
-        seconds=patience,
+        seconds=timeouts,
     )
     def submit_generation(
         self,
@@ -125,7 +125,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.asked |= {(name, index): max_tokens for index in range(n)}
         self.steps |= {(name, index): steps for index in range(n)}
 
-    @rule(prompt=prompts, data=st.data(), seconds=patience)
+    @rule(prompt=prompts, data=st.data(), seconds=timeouts)
     def submit_rows(self, prompt: list[int], data: st.DataObject, seconds: int | None) -> None:
         positions = sorted(data.draw(st.sets(st.integers(0, len(prompt) - 1), min_size=1)))
         name = self.name()

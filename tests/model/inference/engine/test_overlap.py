@@ -108,10 +108,10 @@ class Ask:
     n: int
     max_tokens: int
     seed: int
-    patience: int | None
+    timeout: int | None
 
     def request(self, name: str, now: float) -> Any:
-        deadline = None if self.patience is None else now + self.patience
+        deadline = None if self.timeout is None else now + self.timeout
         if self.kind == "rows":
             return outputs_request(name, self.prompt, deadline=deadline)
         rng = random.Random(self.seed)
@@ -150,7 +150,7 @@ asks = st.builds(
     n=st.sampled_from([1, 1, 1, 2, 3]),
     max_tokens=st.integers(1, 20),
     seed=st.integers(0, 2**32),
-    patience=st.sampled_from([None, None, None, 1, 4]),
+    timeout=st.sampled_from([None, None, None, 1, 4]),
 )
 steps = st.tuples(st.just("step"), st.integers(1, 6), st.just(0))
 others = st.one_of(
@@ -181,7 +181,7 @@ class Played:
                 self.asked.append(request)
                 self.driven.add(request)
             else:
-                self.obey(*command)
+                self.apply(*command)
             self.told.append(self.driven.engine.has_work())
         for request in self.asked:
             for _ in range(10):
@@ -194,7 +194,7 @@ class Played:
         self.driven.engine.close()
         return self.told
 
-    def obey(self, what: str, number: int, index: int) -> None:
+    def apply(self, what: str, number: int, index: int) -> None:
         engine = self.driven.engine
         match what:
             case "step":
@@ -230,7 +230,7 @@ class Played:
 @given(commands=plays, slots=st.integers(1, 4))
 def test_every_step_says_what_it_says_without(commands: list[Ask | Command], slots: int) -> None:
     """Requests of every kind, aborts, deadlines, new weights, at any moment. Batch-invariant: a row
-    of somebody who has ended may be company in a step that is in flight, and must change no bit."""
+    of somebody who has ended may be in a step that is in flight, and must change no bit."""
     overlapped = Played(slots=slots).play(commands)
     assert overlapped == Played(slots=slots, overlap=False).play(commands)
 
@@ -262,7 +262,7 @@ def test_a_decoder_that_raises_fails_the_step_that_it_fails_without(
     prompts: list[list[int]], waits: list[int], fails_at: set[int]
 ) -> None:
     """What is raised by a launch is raised when its tokens are due, and not before: those of the
-    step in front of it are there. Sequences end by their length, so the forwards are the same."""
+    step before it are there. Sequences end by their length, so the forwards are the same."""
     said = []
     for overlap in (True, False):
         make = partial(GraphDecoder, batch_invariant=True, overlap=overlap)
@@ -296,12 +296,12 @@ def ask_in_turn(played: "Played", prompts: list[list[int]], waits: list[int]) ->
     """Prompts that come some steps after one another, and what was said until all have ended."""
     for number, (prompt, wait) in enumerate(zip(prompts, waits, strict=False)):
         played.driven.add(generation(str(number), prompt, max_tokens=3 + 2 * number))
-        played.obey("step", wait, 0)
+        played.apply("step", wait, 0)
     return played.play([])
 
 
 def test_all_steps_but_the_first_are_in_flight_when_they_are_due() -> None:
-    """And none of them is waited for before the one in front of it was told."""
+    """And none of them is waited for before the previous one was told."""
     driven = Played().driven
     device = launching(driven).late
     driven.add(generation("a", [1, 2, 3], max_tokens=10))

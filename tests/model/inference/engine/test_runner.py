@@ -87,13 +87,13 @@ def test_company_does_not_change_a_decoded_rows_bits(gpt: GPT, dtype: torch.dtyp
         everybody.append(one)
 
     @torch.inference_mode()
-    def logits(company: Many[int]) -> Tensor:
-        return runner.decode(tuple(everybody[i] for i in company))
+    def logits(batch: Many[int]) -> Tensor:
+        return runner.decode(tuple(everybody[i] for i in batch))
 
     alone = torch.cat([logits([i]) for i in range(slots)])
     for count in (2, 3, 4, 5, 7, 8, 12, 13, 31, 33):
-        company = torch.randperm(slots, generator=torch.Generator().manual_seed(count))[:count]
-        assert torch.equal(logits(company.tolist()), alone[company]), count
+        batch = torch.randperm(slots, generator=torch.Generator().manual_seed(count))[:count]
+        assert torch.equal(logits(batch.tolist()), alone[batch]), count
 
 
 def test_one_run_serves_prefill_decode_and_rows() -> None:

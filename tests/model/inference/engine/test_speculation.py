@@ -117,7 +117,7 @@ def both(gpt: GPT, *requests: GenerationRequest, **config: Any) -> tuple[Driven,
     "seed", [0, *(pytest.param(one, marks=pytest.mark.slow) for one in (1, 2))]
 )
 def test_drafts_change_no_bit(family: str, dtype: torch.dtype, seed: int) -> None:
-    """Greedy and sampled, with every parameter, alone and in company that comes and goes."""
+    """Greedy and sampled, with every parameter, alone and beside others that come and go."""
     gpt, rng = family_gpt(family, dtype), random.Random(f"{family} {seed}")
     requests = [repetitive_request(rng, str(i), gpt, 40) for i in range(8)]
     alone = {}

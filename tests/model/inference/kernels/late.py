@@ -78,9 +78,9 @@ class LateBuffer(Buffer):
 class LateDecoder(GraphDecoder):
     """A graph decoder whose steps are done late."""
 
-    def __init__(self, late: LateDevice, gpt: GPT, cache: KVCache, **wishes: Any) -> None:
+    def __init__(self, late: LateDevice, gpt: GPT, cache: KVCache, **options: Any) -> None:
         with late_buffers(late):
-            super().__init__(gpt, cache, capture=late, **wishes)
+            super().__init__(gpt, cache, capture=late, **options)
         self.late = late
         clear_behind, copy_prefix = cache.clear_behind, cache.copy_prefix
 

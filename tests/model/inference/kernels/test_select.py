@@ -176,9 +176,9 @@ def test_what_a_gpu_gets() -> None:
     gpt = tiny_gpt(COVERED).to("cuda")
     assert choose_decode_path(gpt, threads=1).name == "CUDA graphs"
     assert choose_decode_path(gpt, threads=1, kernels="torch").name == "torch"
-    for wishes in ({"kernels": "native"}, {"quantize": "int8"}):
+    for options in ({"kernels": "native"}, {"quantize": "int8"}):
         with pytest.raises(KernelError, match="the model is on cuda"):
-            choose_decode_path(gpt, threads=1, **wishes)  # type: ignore[arg-type]
+            choose_decode_path(gpt, threads=1, **options)  # type: ignore[arg-type]
 
 
 def logits(gpt: GPT, ids: Tensor) -> Tensor:

@@ -177,7 +177,7 @@ class _Found:
     held: int
     same_logits: bool
     losses: list[float]
-    kept: int  # numbers of the optimizers' states
+    kept: int  # elements of the optimizers' states
     weights: dict[str, Tensor]
     same_back: bool
 

@@ -115,10 +115,10 @@ def test_a_compiled_run_that_is_stopped_and_resumed_ends_in_the_same_bits(
     """By torch's own compiler, and with what `auto` was resolved to: the second half would compute
     in other bits if it were decided anew."""
     monkeypatch.setattr("model.training.step.compile.LONG_OPERATIONS", 1.0)
-    wishes: dict[str, Any] = {"dropout": 0.1, "steps": 8, "eval_every": 4, "checkpoint_every": 4}
+    options: dict[str, Any] = {"dropout": 0.1, "steps": 8, "eval_every": 4, "checkpoint_every": 4}
     whole, halves = tmp_path / "whole", tmp_path / "halves"
-    train(configure(out=whole, **wishes))
-    _train_until(4, configure(out=halves, **wishes))
+    train(configure(out=whole, **options))
+    _train_until(4, configure(out=halves, **options))
     assert RunDirectory(halves).read_description().config.compile == "on"
     monkeypatch.undo()
     notices: list[str] = []

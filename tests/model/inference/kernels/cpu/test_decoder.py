@@ -219,7 +219,7 @@ def test_a_prompt_is_the_bits_of_decoding_it(
     library: ctypes.CDLL, family: str, kind: str, threads: int
 ) -> None:
     """Whatever the chunks; more rows than tiles, and than a sequence's rows attend together. Odd
-    numbers of vectors in a head as well, of which the last is half a part of narrow numbers."""
+    vector counts in a head, the last of them half filled in the narrow dtypes."""
     overrides: dict[str, int] = {"d_model": 520, "d_ff": 530} if family == "modern" else {}
     overrides |= {"n_layer": 2, "head_dim": 48 if family == "llama" else 16}
     gpt = tiny_gpt(native_config(family, **overrides))

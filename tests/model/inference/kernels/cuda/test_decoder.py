@@ -83,10 +83,10 @@ def new_cache(gpt: GPT, slots: int) -> KVCache:
 class Pair:
     """A graph decoder and a plain one, each over a cache of its own, driven alike."""
 
-    def __init__(self, gpt: GPT, slots: int, **wishes: Any) -> None:
+    def __init__(self, gpt: GPT, slots: int, **options: Any) -> None:
         self.gpt = gpt
         self.caches = new_cache(gpt, slots), new_cache(gpt, slots)
-        self.graph = GraphDecoder(gpt, self.caches[0], **wishes)
+        self.graph = GraphDecoder(gpt, self.caches[0], **options)
         self.plain = PlainDecoder(gpt, self.caches[1])
 
     @torch.inference_mode()

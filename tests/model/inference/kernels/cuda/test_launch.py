@@ -38,8 +38,8 @@ GPT_OF_ALL = tiny_gpt(CONFIG)
 Make = Callable[..., GraphDecoder]
 
 
-def late(gpt: GPT, cache: KVCache, **wishes: Any) -> LateDecoder:
-    return LateDecoder(LateDevice(), gpt, cache, **wishes)
+def late(gpt: GPT, cache: KVCache, **options: Any) -> LateDecoder:
+    return LateDecoder(LateDevice(), gpt, cache, **options)
 
 
 MAKERS: list[Any] = [

@@ -54,11 +54,11 @@ def nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pinned, "Buffer", NoBuffer)
 
 
-def on_meta(make: DecoderMaker, dtype: torch.dtype, family: str, **wishes: Any) -> Any:
+def on_meta(make: DecoderMaker, dtype: torch.dtype, family: str, **options: Any) -> Any:
     """A decoder of a model without numbers, whose tables of positions are there all the same."""
     gpt = GPT(tiny_config(**{**FAMILIES[family], "context_length": 256})).to(META).to(dtype).eval()
     cache = KVCache(gpt.config, SLOTS, device=META, dtype=dtype)
-    return make(gpt, cache, **wishes)
+    return make(gpt, cache, **options)
 
 
 @pytest.mark.parametrize("batch_invariant", [False, True])

@@ -66,17 +66,17 @@ def test_samples_what_its_twin_samples(
 @settings(max_examples=examples(100))
 @given(
     several=st.lists(ways(), min_size=1, max_size=6),
-    company=st.lists(ways(), min_size=1, max_size=6),
+    others=st.lists(ways(), min_size=1, max_size=6),
     seed=st.integers(0, 2**31),
 )
 def test_company_and_a_wider_kind_change_no_token(
-    several: list[SamplingRow], company: list[SamplingRow], seed: int
+    several: list[SamplingRow], others: list[SamplingRow], seed: int
 ) -> None:
     """Rows without filters among rows with them, and greedy ones among random ones."""
-    logits = rows(len(several) + len(company), 65, seed, 4)
+    logits = rows(len(several) + len(others), 65, seed, 4)
     own, computed = logits[: len(several)], torch.zeros_like(logits)
     alone = sampled(own, computed[: len(several)], several)
-    assert sampled(logits, computed, [*several, *company])[: len(several)] == alone
+    assert sampled(logits, computed, [*several, *others])[: len(several)] == alone
     packed = torch.from_numpy(pack(sampling_rows(several)))
     for kind in SamplingKind:
         if kind >= kind_of(sampling_rows(several)):
@@ -131,7 +131,7 @@ def test_a_row_whose_every_id_is_forbidden_ends_in_bounds() -> None:
 def test_what_is_dropped_is_not_sampled_at_the_edges_of_the_interval(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Uniform numbers of 0 and next to 1 find the first and the last id of any weight."""
+    """Uniform draws of 0 and next to 1 find the first and the last id of any weight."""
     logits = torch.tensor([[-math.inf, 0.0, -math.inf, 0.0, -math.inf]])
     for number, expected in ((0.0, 1), (0.5, 3), (1 - 2**-53, 3), (1.0, 3)):
         monkeypatch.setattr(
