@@ -71,6 +71,7 @@ UV_COMPILE := uv pip compile --quiet --universal --python-version 3.11 --generat
 
 # requirements-dev.lock has two parts, so that nobody installs the forty packages of `make test-slow`
 # for `make test`: they would take a minute, and transformers imports those of them that it finds.
+# The second part repeats a package that the first has under a condition alone (colorama on Windows).
 lock:  ## write the requirements*.lock files anew (needs uv)
 	echo '$(TORCH)+cpu' > build-torch.in
 	cat requirements-dev.lock > build-all.lock
@@ -79,7 +80,7 @@ lock:  ## write the requirements*.lock files anew (needs uv)
 	$(UV_COMPILE) -c build-all.lock -o build-runtime.lock
 	grep -v build-all.lock build-runtime.lock > requirements.lock
 	{ grep -v build-all.lock build-dev.lock; echo '$(SLOW_PART)'; \
-	  awk 'NR == FNR { known[$$1] = 1; next } /^[^ ]/ { new = /^[^#]/ && !known[$$1] } new' \
+	  awk 'NR == FNR { known[$$0] = 1; next } /^[^ ]/ { new = /^[^#]/ && !known[$$0] } new' \
 	    build-dev.lock build-all.lock; } > requirements-dev.lock
 	rm build-torch.in build-*.lock
 
