@@ -64,7 +64,7 @@ def occurrences(file: Path, expressions: frozenset[str]) -> Iterator[str]:
 def test_plain_words_are_used(room: str) -> None:
     texts = [file for file in files(room) if file != Path(__file__)]
     assert texts, "the room exists"
-    found = []
+    found: list[str] = []
     for file in texts:
         early_stopping = str(file.relative_to(ROOT)) in EARLY_STOPPING
         found += occurrences(file, EVERYTHING - ({PATIENCE} if early_stopping else set()))
