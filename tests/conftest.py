@@ -22,3 +22,8 @@ def one_thread() -> None:
 def checkpoint_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A saved tiny checkpoint (random weights, byte vocabulary). Read it, do not change it."""
     return save_tiny_checkpoint(tmp_path_factory.mktemp("checkpoints") / "tiny").path
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with what takes minutes: at the end one worker would wait for the other."""
+    items.sort(key=lambda item: item.get_closest_marker("first") is None)

@@ -499,6 +499,7 @@ def test_decoder_8x64_as_its_preset_has_it(tmp_path: Path) -> None:
     assert result.val_loss < _unigram_entropy(result.run) - 0.5
 
 
+@pytest.mark.first
 @pytest.mark.slow
 def test_the_default_recipe_learns_the_built_in_text(tmp_path: Path) -> None:
     """`logitd train` with no arguments but the place, and one thread for the reason above."""
