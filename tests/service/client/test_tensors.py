@@ -133,7 +133,7 @@ def test_what_is_missing_is_named() -> None:
         found = file({"__metadata__": {k: v for k, v in METADATA.items() if k != name}})
         with pytest.raises(WrongShape, match=f"^__metadata__.{name} is missing$"):
             _ = (found.stage, found.checkpoint)
-    with pytest.raises(WrongShape, match="no number"):
+    with pytest.raises(WrongShape, match="not a number"):
         _ = file({"__metadata__": METADATA | {"checkpoint_step": "x"}}).checkpoint
 
 

@@ -70,8 +70,8 @@ def test_what_is_given_goes_before_the_environment_and_that_before_the_default(
         ("http://", "http:// or https://"),
         ("http://host/?a=b", "http:// or https://"),
         ("http://host/#a", "http:// or https://"),
-        ("http://host:port", "no URL"),
-        ("http://\n", "no URL"),
+        ("http://host:port", "not a URL"),
+        ("http://\n", "not a URL"),
     ],
 )
 def test_an_address_that_is_none(url: str, complaint: str) -> None:
