@@ -212,3 +212,21 @@ def test_the_container_leaves_time_to_drain() -> None:
     compose = yaml.safe_load((ROOT / "docker-compose.yml").read_text(encoding="utf-8"))
     grace = int(compose["services"]["logitd"]["stop_grace_period"].removesuffix("s"))
     assert grace > ServeSettings.model_fields["drain_timeout"].default + 5
+
+
+def test_sources_name_files_that_exist() -> None:
+    """After the folders were regrouped, seven docstrings sent their reader to files of before."""
+    folders = ("model", "service", "logitd", "benchmarks", "tests")
+    sources = (path for folder in folders for path in (ROOT / folder).rglob("*"))
+    paths = [
+        f"/{path.relative_to(ROOT)}" for path in sources if path.suffix in {".py", ".h", ".cpp"}
+    ]
+    stale = [
+        f"{path[1:]} names {name}"
+        for path in paths
+        for name in re.findall(
+            r"`([\w/.]+\.(?:py|h|cpp))`", (ROOT / path[1:]).read_text(encoding="utf-8")
+        )
+        if not any(other.endswith(f"/{name}") for other in paths)
+    ]
+    assert stale == []

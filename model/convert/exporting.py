@@ -1,7 +1,7 @@
 """Export: from a checkpoint to a Hugging Face folder or a GGUF file.
 
 Writes aside and renames, as saving does. Padded rows are dropped. Which architecture it becomes is
-said by `family.py`; what none computes is refused. Formats: `hf_export.py`, `gguf_file.py`.
+said by `family.py`; what none computes is refused. Formats: `hf/export.py`, `gguf_file.py`.
 """
 
 import shutil

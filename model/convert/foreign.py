@@ -1,6 +1,6 @@
 """What every reader of a foreign format gives, and how it takes its tensors.
 
-A reader (`nanogpt.py`, `huggingface.py`, `litgpt.py`) turns names and shapes into ours and says
+A reader (`nanogpt.py`, `hf/config.py`, `litgpt.py`) turns names and shapes into ours and says
 where the model comes from. Nothing is trusted: `StateDictReader` names a tensor that is
 missing, has another shape, is not of a float dtype, or is left over at the end.
 """

@@ -3,7 +3,7 @@
 Recognises what a path holds, lets its reader take it in, brings the rows of embedding and head into
 the order of the vocabulary, and saves. Rows that belong to no token are padding. What was read is
 held against the shapes of the model that is saved, by name. Formats: nanoGPT's `ckpt.pt`
-(`nanogpt.py`), Hugging Face folders (`huggingface.py`), LitGPT's (`litgpt.py`).
+(`nanogpt.py`), Hugging Face folders (`hf/config.py`), LitGPT's (`litgpt.py`).
 """
 
 from collections.abc import Callable, Mapping

@@ -1,7 +1,7 @@
 """Schemas of the endpoints that need the vocabulary alone: /tokenize, /detokenize and
 /tokenizer_info.
 
-Bodies and replies as in `schemas.py`, whose rules they follow.
+Bodies and replies as in `generate.py`, whose rules they follow.
 """
 
 from typing import Annotated, Any, ClassVar, Literal

@@ -2,7 +2,7 @@
 
 Says in this project's terms what shape a configuration has, in its old and its new form, and
 refuses what no `GPTConfig` says; then takes the tensors by name. Knows both ways of storing
-(`model.safetensors`, or shards with an index). Does not read tokenizers (`hf_tokenizer.py`), nor
+(`model.safetensors`, or shards with an index). Does not read tokenizers (`hf/tokenizer.py`), nor
 weights in pickles.
 
 Layouts: GPT-2's Conv1D matrices are (in, out) and are transposed; rotary heads are halves, as

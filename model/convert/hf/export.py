@@ -2,7 +2,7 @@
 
 `config.json`, `generation_config.json`, `model.safetensors`, `tokenizer.json` and
 `tokenizer_config.json`, written without transformers. Names, layouts and defaults are those that
-`huggingface.py` reads. Sinusoidal positions become GPT-2's learned ones: they are added alike.
+`hf/config.py` reads. Sinusoidal positions become GPT-2's learned ones: they are added alike.
 """
 
 import json

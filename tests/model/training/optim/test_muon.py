@@ -30,7 +30,7 @@ def _fill(parameters: list[nn.Parameter], step: int) -> None:
 
 
 def _step(optimizer: Muon, dtype: torch.dtype) -> None:
-    """Of whole matrices; divided ones are tested with their processes (test_sharding.py)."""
+    """Of whole matrices; divided ones are tested with their processes (test_fsdp.py)."""
     (group,) = optimizer.param_groups
     muon.step(optimizer, dtype, {each: shard_of(each) for each in group["params"]}, ALONE)
 
