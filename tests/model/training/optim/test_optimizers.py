@@ -12,6 +12,7 @@ from torch.optim import Muon
 
 from model.training.optim.optimizers import Optimizers, initialise, kind_of, lr_scale
 from model.training.presets import PRESETS
+from model.training.step.forward import native_bfloat16
 from model.transformer.config import MODERN, gpt2_shape
 from model.transformer.gpt import GPT
 
@@ -67,7 +68,12 @@ def test_blocks_begin_as_the_identity_and_draws_come_from_the_generator_alone() 
 
 
 def test_muon_orthogonalises_query_key_and_value_each_for_itself() -> None:
-    """The fused matrix moves as three torch Muons on three matrices would move it."""
+    """The fused matrix moves as three torch Muons on three matrices would move it.
+
+    To the bit where the processor multiplies bfloat16. Where it does not, the update is computed in
+    float32 and torch's in bfloat16: they differ by a few hundredths of a step, while one matrix
+    orthogonalised instead of three would differ by more than a tenth.
+    """
     gpt = _gpt()
     torch.nn.init.normal_(gpt.blocks[0].attention_out.weight, std=0.1)  # type: ignore[union-attr,arg-type]
     fused = gpt.get_parameter("blocks.0.qkv.weight")
@@ -82,7 +88,9 @@ def test_muon_orthogonalises_query_key_and_value_each_for_itself() -> None:
         oracle.step()
         optimizers.step(1.0)
         assert fused.grad is None
-    assert torch.equal(fused, torch.cat([*parts]))
+    same_bits = native_bfloat16(torch.device("cpu"))
+    tolerance = 0.0 if same_bits else 0.05 * RECIPE.matrix_lr
+    torch.testing.assert_close(fused, torch.cat([*parts]), rtol=0, atol=tolerance)
 
 
 @pytest.mark.parametrize("optimizer", ["muon", "adamw"])
