@@ -3,7 +3,7 @@
   config.json         format_version, model, tokenizer (with a chat template, if there is one),
                       training record, sha256 of the other files
   model.safetensors   weights; a tied head is not stored twice
-  tokenizer.tiktoken  the vocabulary's ranks
+  tokenizer.tiktoken  the vocabulary's ranks; not there for a model of token ids alone
   README.md           the model card (free text; not hashed, so that people may edit it)
 
 Saving is atomic: everything is written into a folder aside, synced, and renamed. Loading verifies
@@ -31,7 +31,7 @@ from model.checkpoint.atomic_folder import atomic_folder
 from model.checkpoint.hashed_file import HashedFile
 from model.checkpoint.weights_file import StoredTensor, WeightsFileError, read_elements, read_header
 from model.text.chat_template import ChatTemplate, ChatTemplateError
-from model.text.tokenizer import END_OF_TEXT, Tokenizer, TokenizerError
+from model.text.tokenizer import END_OF_TEXT, KINDS, Tokenizer, TokenizerError
 from model.transformer.arena import allocate_in_arena
 from model.transformer.config import ConfigError, GPTConfig
 from model.transformer.gpt import GPT
@@ -126,20 +126,20 @@ def save_checkpoint(
             name: tensor.detach().to("cpu", dtype).contiguous() for name, tensor in weights.items()
         }
         save_file(stored, aside / WEIGHTS)
-        tokenizer.write_ranks(aside / RANKS)
+        hashed = [WEIGHTS]
+        if tokenizer.has_text:
+            tokenizer.write_ranks(aside / RANKS)
+            hashed.append(RANKS)
         (aside / CARD).write_text(card, encoding="utf-8")
         document = {
             "format_version": FORMAT_VERSION,
             "model": config.to_dict(),
             "tokenizer": {
-                "pattern": tokenizer.pattern,
-                "special_tokens": tokenizer.special_tokens,
-                "vocab_size": tokenizer.vocab_size,
-                **_end_of_text(tokenizer),
+                **tokenizer.description(),
                 **({} if chat_template is None else {"chat_template": chat_template}),
             },
             "training": training.to_dict(),
-            "files": {name: _sha256((aside / name).read_bytes()) for name in (WEIGHTS, RANKS)},
+            "files": {name: _sha256((aside / name).read_bytes()) for name in hashed},
         }
         (aside / CONFIG).write_text(
             json.dumps(document, indent=2, allow_nan=False) + "\n", encoding="utf-8"
@@ -158,32 +158,8 @@ def read_checkpoint(path: Path) -> CheckpointInfo:
         config = GPTConfig.from_dict(config_part)
     except ConfigError as error:
         raise CheckpointError(f"{path / CONFIG}: {error}") from error
-    pattern, special_tokens = tokenizer_part.get("pattern"), tokenizer_part.get("special_tokens")
-    if not (
-        isinstance(pattern, str)
-        and isinstance(special_tokens, dict)
-        and all(type(token_id) is int for token_id in special_tokens.values())
-    ):
-        raise CheckpointError(
-            f"{path / CONFIG}: the tokenizer needs a 'pattern' (a string) and 'special_tokens' "
-            "(an object of names and integer ids)"
-        )
-    vocab_size, ends = tokenizer_part.get("vocab_size"), tokenizer_part.get("end_of_text")
-    if type(vocab_size) is not int or not isinstance(ends, str | NoneType):
-        raise CheckpointError(
-            f"{path / CONFIG}: the tokenizer's vocab_size is {vocab_size!r} and its end_of_text "
-            f"{ends!r}; expected an integer and, if it is there, the name of a special token"
-        )
-    raw = _verified_bytes(path, RANKS, files)
     try:
-        tokenizer = Tokenizer.parse_ranks(
-            raw,
-            name=RANKS,
-            pattern=pattern,
-            special_tokens=special_tokens,
-            vocab_size=vocab_size,
-            end_of_text_name=END_OF_TEXT if ends is None else ends,
-        )
+        tokenizer = _tokenizer(tokenizer_part, files, path)
     except TokenizerError as error:
         raise CheckpointError(f"the tokenizer of {path} cannot be read: {error}") from error
     if tokenizer.vocab_size != config.vocab_size:
@@ -381,10 +357,41 @@ def _chat_template(source: Any, path: Path) -> ChatTemplate | None:
         raise CheckpointError(f"{path / CONFIG}: {error}") from error
 
 
-def _end_of_text(tokenizer: Tokenizer) -> dict[str, str]:
-    """The key that names a special token which ends a document, where that is not the usual one."""
-    name = tokenizer.end_of_text_name
-    return {} if name == END_OF_TEXT else {"end_of_text": name}
+def _tokenizer(section: Mapping[str, Any], files: Mapping[str, str], path: Path) -> Tokenizer:
+    """The tokenizer of a section `Tokenizer.description` wrote, with the ranks beside it."""
+    kind, vocab_size = section.get("kind", "bpe"), section.get("vocab_size")
+    if kind not in KINDS:
+        raise CheckpointError(
+            f"{path / CONFIG}: the tokenizer's kind is {kind!r}; this logitd knows "
+            f"{', '.join(KINDS)}"
+        )
+    ends = section.get("end_of_text")
+    if type(vocab_size) is not int or not isinstance(ends, str | NoneType):
+        raise CheckpointError(
+            f"{path / CONFIG}: the tokenizer's vocab_size is {vocab_size!r} and its end_of_text "
+            f"{ends!r}; expected an integer and, if it is there, the name of a special token"
+        )
+    if kind == "none":
+        return Tokenizer.without_text(vocab_size)
+    pattern, special_tokens = section.get("pattern"), section.get("special_tokens")
+    if not (
+        isinstance(pattern, str)
+        and isinstance(special_tokens, dict)
+        and all(type(token_id) is int for token_id in special_tokens.values())
+    ):
+        raise CheckpointError(
+            f"{path / CONFIG}: the tokenizer needs a 'pattern' (a string) and 'special_tokens' "
+            "(an object of names and integer ids)"
+        )
+    return Tokenizer.parse_ranks(
+        _verified_bytes(path, RANKS, files),
+        name=RANKS,
+        pattern=pattern,
+        special_tokens=special_tokens,
+        vocab_size=vocab_size,
+        end_of_text_name=END_OF_TEXT if ends is None else ends,
+        kind=kind,
+    )
 
 
 def _section(document: Mapping[str, Any], name: str, path: Path) -> dict[str, Any]:

@@ -29,5 +29,5 @@ def write_import_card(
         f"{config.context_length:,}, vocabulary {config.vocab_size:,}. Stored in {dtype}.\n\n"
         "Licence and data are those of the source; they are not known here.\n"
         + (f"\n## What the source says\n{facts}\n" if facts else "")
-        + (f"\n## What is different here\n{notes}\n" if notes else "")
+        + (f"\n## Vocabulary\n{notes}\n" if notes else "")
     )

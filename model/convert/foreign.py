@@ -57,6 +57,7 @@ class ForeignModel:
     step: int = 0
     tokens: int = 0
     val_loss: float | None = None
+    contents: Mapping[str, Any] = field(default_factory=dict)  # beside the tensors, as it was read
     facts: Mapping[str, Any] = field(default_factory=dict)  # of the source, for the card
 
 

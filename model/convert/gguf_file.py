@@ -166,10 +166,10 @@ def _pre_tokenizer(tokenizer: Tokenizer, named: str | None) -> str:
 
 def _merges(tokenizer: Tokenizer) -> list[str]:
     """The merges, as lines. Raises ConvertError where they do not say all of the vocabulary."""
-    if tokenizer.ordinary < len(tokenizer.ranks):
+    if len(tokenizer.tokens) < len(tokenizer.ranks):
         raise ConvertError(
-            f"{len(tokenizer.ranks) - tokenizer.ordinary} of the 256 bytes are not tokens of this "
-            "vocabulary, and llama.cpp needs them all; export it with --to hf"
+            f"{len(tokenizer.ranks) - len(tokenizer.tokens)} of the 256 bytes are not tokens of "
+            "this vocabulary, and llama.cpp needs them all; export it with --to hf"
         )
     merges, alone = merges_of(tokenizer.ranks)
     if alone:
@@ -193,12 +193,13 @@ def _add_vocabulary(
     names = {token_id: name for name, token_id in tokenizer.special_tokens.items()}
     tokens, types = [], []
     for token_id in range(tokenizer.vocab_size):
-        if token_id < tokenizer.ordinary:
-            tokens.append(written(tokenizer.token_bytes(token_id), characters))
-            types.append(gguf.TokenType.NORMAL)
-        elif token_id in names:
+        raw = tokenizer.token_bytes(token_id)
+        if token_id in names:
             tokens.append(names[token_id])
             types.append(gguf.TokenType.CONTROL)
+        elif raw:
+            tokens.append(written(raw, characters))
+            types.append(gguf.TokenType.NORMAL)
         else:
             tokens.append(f"[PAD{token_id}]")
             types.append(gguf.TokenType.UNUSED)

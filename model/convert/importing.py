@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,20 +23,16 @@ from model.checkpoint.checkpoint import (
 )
 from model.convert import litgpt
 from model.convert.card import write_import_card
-from model.convert.characters import read_meta
 from model.convert.foreign import FLOATS, ConvertError, ForeignModel, ForeignTokenizer
 from model.convert.hf import config as huggingface
-from model.convert.hf.chat_template import read_template
 from model.convert.hf.config import read_huggingface
-from model.convert.hf.tokenizer import TOKENIZER, read_tokenizer
 from model.convert.litgpt import read_litgpt
 from model.convert.nanogpt import read_nanogpt
+from model.convert.vocabulary.choose import choose_vocabulary
 from model.dtypes import DTypeName
-from model.text.published import published_tokenizer
-from model.text.tokenizer import TokenizerError
 from model.transformer.config import GPTConfig, padded
 
-NANOGPT, META = "ckpt.pt", "meta.pkl"
+NANOGPT = "ckpt.pt"
 
 ROWS = ("token_embedding.weight", "head.weight")
 """Weights with a row for each token."""
@@ -51,20 +46,30 @@ def import_model(
     dtype: DTypeName = "auto",
     context_length: int | None = None,
     skip_normalizer: bool = False,
+    unused_rows: bool = False,
     log: Callable[[str], None] = lambda line: None,
 ) -> CheckpointInfo:
     """Read the model at `source` and save it as a new checkpoint at `destination`.
 
-    `tokenizer` names a vocabulary where the source has none or another one is right: a published
-    encoding, a ranks file, a `meta.pkl` or a `tokenizer.json`. `dtype` is that of the stored
-    weights, "auto" that of the source. `context_length` shortens the model's context. `log` is
-    told what was found. Raises ConvertError, and CheckpointError when `destination` exists.
+    `tokenizer` names a vocabulary where the source has none or another one is right
+    (`vocabulary/named.py`); `unused_rows` lets it have fewer ids than the model has rows.
+    `dtype` is that of the stored weights, "auto" that of the source. `context_length` shortens the
+    model's context. `log` is told what was found. Raises ConvertError, and CheckpointError when
+    `destination` exists.
     """
     if destination.exists():
         raise CheckpointError(f"{destination} exists; checkpoints are never overwritten")
     model, folder = _read(source, context_length)
     log(f"{source} is a model of {model.kind}")
-    vocabulary = _vocabulary(tokenizer, folder, model, skip_normalizer)
+    vocabulary = choose_vocabulary(
+        tokenizer,
+        contents=model.contents,
+        folder=folder,
+        facts=model.facts,
+        rows=model.config.vocab_size,
+        skip_normalizer=skip_normalizer,
+        unused_rows=unused_rows,
+    )
     config, weights = _fitted(model, vocabulary, context_length)
     for note in vocabulary.notes:
         log(note)
@@ -121,40 +126,6 @@ def _read(source: Path, context_length: int | None) -> tuple[ForeignModel, Path]
         f"{source} is not a model that can be imported: expected nanoGPT's {NANOGPT}, LitGPT's "
         f"{litgpt.WEIGHTS} or Hugging Face's {huggingface.CONFIG}; found {held}"
     )
-
-
-def _vocabulary(
-    named: str | None, folder: Path, model: ForeignModel, skip_normalizer: bool
-) -> ForeignTokenizer:
-    if named is not None:
-        path = Path(named)
-        if path.suffix == ".pkl":
-            return read_meta(path)
-        if path.suffix == ".json":
-            return read_template(read_tokenizer(path, skip_normalizer=skip_normalizer), path.parent)
-        try:
-            return ForeignTokenizer(tokenizer=published_tokenizer(named))
-        except (TokenizerError, OSError) as error:
-            raise ConvertError(str(error)) from error
-    for meta in _meta_files(folder, model.facts):
-        if meta.is_file():
-            return read_meta(meta)
-    if (folder / TOKENIZER).is_file():
-        found = read_tokenizer(folder / TOKENIZER, skip_normalizer=skip_normalizer)
-        return read_template(found, folder)
-    raise ConvertError(
-        f"{folder} has no vocabulary ({META} or {TOKENIZER}) for its {model.config.vocab_size:,} "
-        "ids; name one with --tokenizer: gpt2, a ranks file, nanoGPT's meta.pkl or a tokenizer.json"
-    )
-
-
-def _meta_files(folder: Path, facts: Mapping[str, Any]) -> list[Path]:
-    """Where nanoGPT's character vocabulary may be: beside the file, or where its data is."""
-    found = [folder / META]
-    dataset = facts.get("dataset")
-    if isinstance(dataset, str) and dataset and Path(dataset).name == dataset:
-        found.append(folder.resolve().parent / "data" / dataset / META)
-    return found
 
 
 def _fitted(

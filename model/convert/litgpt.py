@@ -79,6 +79,7 @@ def read_litgpt(folder: Path, *, context_length: int | None) -> ForeignModel:
         config=config,
         weights=weights,
         dtype=reader.dtype(),
+        contents={"config": values},
         facts={"name": settings.get("name", "")},
     )
 

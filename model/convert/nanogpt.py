@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from model.convert.foreign import ConvertError, ForeignModel, Settings, StateDictReader
-from model.convert.pt_file import read_pt
+from model.convert.pt_file import read_pt, without_tensors
 from model.transformer.config import ConfigError, GPTConfig, gpt2_shape
 
 PREFIXES = ("_orig_mod.", "module.")
@@ -50,6 +50,7 @@ def read_nanogpt(path: Path) -> ForeignModel:
         step=step,
         tokens=step * _tokens_per_step(training),
         val_loss=_loss(checkpoint.get("best_val_loss")),
+        contents=without_tensors(checkpoint),
         facts={"dataset": training["dataset"]} if isinstance(training.get("dataset"), str) else {},
     )
 

@@ -3,7 +3,7 @@
   data/tokenizer.tiktoken   ranks
   data/train.tokens         shard
   data/val.tokens           shard
-  data/data.json            the record of the text; pattern and special tokens
+  data/data.json            the record of the text; of the tokenizer all but the ranks
 
 Documents are separated by END_OF_TEXT. The vocabulary is learned from the training side alone.
 The text is streamed, twice where a vocabulary is learned: memory does not grow with it. Does not
@@ -29,10 +29,11 @@ from model.data.vocabulary import (
     require_end_of_text,
     tokenizer_sha256,
 )
-from model.text.tokenizer import Tokenizer
+from model.text.tokenizer import END_OF_TEXT, Tokenizer
 
-RUN, DATA = "run.json", "data"
-"""Of a run directory: the file that makes it one, and the folder that is prepared here."""
+RUN, DATA, RANKS = "run.json", "data", "tokenizer.tiktoken"
+"""Of a run directory: the file that makes it one, the folder that is prepared here, and its
+vocabulary."""
 
 CHECKED_PIECES = 64
 """Pieces that are decoded again to see that a tokenizer loses nothing."""
@@ -90,12 +91,8 @@ def prepare_text(
     train = open_shard(folder / "train.tokens", identity)
     val = open_shard(folder / "val.tokens", identity)
     record = _record(text, written, train, val)
-    tokenizer.write_ranks(folder / "tokenizer.tiktoken")
-    document = {
-        "record": record,
-        "pattern": tokenizer.pattern,
-        "special_tokens": tokenizer.special_tokens,
-    }
+    tokenizer.write_ranks(folder / RANKS)
+    document = {"record": record, **tokenizer.description()}
     (folder / "data.json").write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
     return PreparedText(tokenizer, train, val, record)
 
@@ -158,7 +155,7 @@ def _tokenise(
 
 def _tokenizer_of_shards(text: Text, vocabulary: str) -> Tokenizer:
     if vocabulary == "own":
-        beside = text.shards[0].with_name("tokenizer.tiktoken")
+        beside = text.shards[0].with_name(RANKS)
         raise TextError(
             f"{text.name} is tokenised already, so no vocabulary can be learned from it: name the "
             f"tokenizer that wrote it, for example --tokenizer {beside}"
@@ -170,10 +167,14 @@ def read_prepared(folder: Path) -> PreparedText:
     """Read what `prepare_text` wrote: a run is resumed on the very same tokens."""
     try:
         document = json.loads((folder / "data.json").read_text(encoding="utf-8"))
-        tokenizer = Tokenizer.read_ranks(
-            folder / "tokenizer.tiktoken",
+        tokenizer = Tokenizer.parse_ranks(
+            (folder / RANKS).read_bytes(),
+            name=RANKS,
             pattern=document["pattern"],
             special_tokens=document["special_tokens"],
+            vocab_size=document.get("vocab_size"),  # runs of older versions do not say the last
+            end_of_text_name=document.get("end_of_text", END_OF_TEXT),
+            kind=document.get("kind", "bpe"),
         )
     except (OSError, ValueError, KeyError) as error:
         raise TextError(f"the prepared text in {folder} cannot be read: {error}") from error

@@ -67,8 +67,10 @@ def check(tokenizer: Tokenizer, piece: str) -> None:
 
 
 def tokenizer_sha256(tokenizer: Tokenizer) -> bytes:
-    """The identity of a vocabulary: a hash of ranks, pattern and special tokens."""
+    """The identity of a vocabulary: a hash of ranks, pattern, special tokens and kind."""
     digest = hashlib.sha256(tokenizer.pattern.encode())
+    if tokenizer.kind != "bpe":
+        digest.update(f"{tokenizer.kind} {tokenizer.vocab_size}\n".encode())
     for token, rank in sorted(tokenizer.ranks.items(), key=lambda item: item[1]):
         digest.update(b"%d %s\n" % (rank, token.hex().encode()))
     for name, token_id in sorted(tokenizer.special_tokens.items()):

@@ -1,22 +1,28 @@
-"""Tokenizer: text to token ids and back, by tiktoken, read from files alone.
+"""Tokenizer: text to token ids and back, read from files alone.
 
-Covers the ranks file (`tokenizer.tiktoken`: one base64 token, a space and its rank per line), the
-split pattern and special tokens that stand beside it in `config.json`, where each token lies in
-its text, and incremental decoding that never shows half a character. Does not cover learning a
-vocabulary (`model/data/vocabulary.py`) or reading other people's (`model/convert/`), and never
-opens a network connection by itself: only `Tokenizer.named` asks tiktoken for a published encoding,
-which tiktoken may download.
+Covers byte pair encoding by tiktoken, vocabularies whose tokens are whole pieces of text
+(`pieces.py`), and models without a vocabulary, which know token ids alone; the ranks file
+(`tokenizer.tiktoken`: one base64 token, a space and its rank per line), and what stands beside it
+in `config.json`; where each token lies in its text, and incremental decoding that never shows half
+a character. Does not cover learning a vocabulary (`model/data/vocabulary.py`) or reading other
+people's (`model/convert/`), and never opens a network connection by itself: only `Tokenizer.named`
+asks tiktoken for a published encoding, which tiktoken may download.
 """
 
 import base64
 import binascii
 import codecs
+import itertools
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Literal, Self
 
 import tiktoken
+
+from model.text.pieces import PieceEncoder, UnknownPiece, word_spans
 
 END_OF_TEXT = "<|endoftext|>"
 PUBLISHED = ("gpt2", "cl100k_base", "o200k_base")
@@ -31,12 +37,35 @@ The shape of GPT-4's pattern with at most two digits together, and with every op
 white space bounded: the published patterns overflow tiktoken's stack on about a million spaces.
 """
 
+TokenizerKind = Literal["bpe", "pieces", "words", "none"]
+"""How a text becomes ids.
+
+bpe     cut by the pattern; a piece that is a token is that token, the others are merged from bytes
+pieces  cut by the pattern; every piece is a token as a whole
+words   the same; tokens begin with a space that a text may leave out, white space only separates
+none    not at all: there is no vocabulary, and the ids have no text
+"""
+KINDS: tuple[TokenizerKind, ...] = ("bpe", "pieces", "words", "none")
+
+NO_VOCABULARY = (
+    "this model has no vocabulary: its token ids have no text, so a text has no token ids. Give "
+    "token ids; or, if its vocabulary is known, import the model once more with --tokenizer"
+)
+"""Why a text is rejected where there are ids alone."""
+
 _CONTINUATION = bytes(range(0x80, 0xC0))
 """Bytes of UTF-8 that go on with a character; every other one begins one."""
 
 
 class TokenizerError(ValueError):
     """A vocabulary or a token id that cannot be used; the message says which and why."""
+
+
+class NoVocabularyError(TokenizerError):
+    """A text for a model that knows token ids alone."""
+
+    def __init__(self) -> None:
+        super().__init__(NO_VOCABULARY)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,15 +77,18 @@ class TokenSpan:
 
 
 class Tokenizer:
-    """A byte-level BPE vocabulary with its split pattern and special tokens.
+    """A vocabulary with its split pattern and special tokens, of one of the kinds.
 
-    Ordinary ids are the ranks 0 .. n - 1; special tokens follow. Text that looks like a special
-    token is encoded as plain text, unless its id is asked for.
+    ranks             bytes of each ordinary token and its id
+    special_tokens    names and ids. The ordinary ids are those from 0 on that are not special, so
+                      special tokens may stand before, between and after them
+    end_of_text_name  the special token that ends a document
+
+    Text that looks like a special token is encoded as plain text, unless its id is asked for.
 
     tiktoken needs a rank for each of the 256 bytes, and other people's vocabularies may lack some:
     such bytes have the ranks from `vocab_size` on, which are not ids. A text that needs one of them
-    is rejected, so that no caller gets a token that the model does not have. `end_of_text_name` is
-    the special token that ends a document.
+    is rejected, so that no caller gets a token that the model does not have.
     """
 
     def __init__(
@@ -67,38 +99,73 @@ class Tokenizer:
         special_tokens: Mapping[str, int],
         vocab_size: int | None = None,
         end_of_text_name: str = END_OF_TEXT,
+        kind: TokenizerKind = "bpe",
     ) -> None:
         beyond = math.inf if vocab_size is None else vocab_size
-        _check_ranks(ranks, special_tokens, beyond)
+        self.kind: TokenizerKind = kind
         self.ranks = dict(ranks)
         self.pattern = pattern
         self.special_tokens = dict(special_tokens)
-        self.ordinary = sum(rank < beyond for rank in ranks.values())
-        """Ids 0 to ordinary - 1 are text."""
-        self.vocab_size = max([self.ordinary - 1, *special_tokens.values()]) + 1
         self.end_of_text_name = end_of_text_name
+        self.tokens = {token: rank for token, rank in self.ranks.items() if rank < beyond}
+        """Ordinary tokens and their ids: the ranks without the bytes that the vocabulary lacks."""
+        if kind == "none":
+            if ranks or special_tokens or vocab_size is None or vocab_size < 1:
+                raise TokenizerError(
+                    f"a tokenizer of kind 'none' has ids alone: {len(ranks)} ranks, "
+                    f"{len(special_tokens)} special tokens and vocab_size {vocab_size} were given"
+                )
+            self.vocab_size = vocab_size
+        else:
+            _check_ranks(self.ranks, self.special_tokens, beyond, every_byte=kind == "bpe")
+            self.vocab_size = max([*self.tokens.values(), *special_tokens.values()]) + 1
+        self._encoding = self._byte_pairs() if kind == "bpe" else None
+        self._pieces = self._whole_pieces() if kind in ("pieces", "words") else None
+        # Ids of a published encoding may have gaps, and of kind "none" all are: without bytes.
+        self._bytes = [b""] * self.vocab_size
+        for token, rank in self.tokens.items():
+            self._bytes[rank] = token
+        for text, token_id in self.special_tokens.items():
+            self._bytes[token_id] = text.encode()
+        self._special_ids = frozenset(self.special_tokens.values())
+        self._complete = len(self.tokens) == len(self.ranks)
+        self._longest_token = max(map(len, self.ranks), default=1)
+
+    def _byte_pairs(self) -> tiktoken.Encoding:
         try:
-            self._encoding = tiktoken.Encoding(
+            return tiktoken.Encoding(
                 "logitd",
-                pat_str=pattern,
+                pat_str=self.pattern,
                 mergeable_ranks=self.ranks,
                 special_tokens=self.special_tokens,
             )
         except ValueError as error:
-            raise TokenizerError(
-                f"the split pattern {pattern[:60]!r} is not a regular expression: {error}"
-            ) from error
-        # Ids of a published encoding may have gaps; a gap has no bytes.
-        self._bytes = [b""] * self.vocab_size
-        for token, rank in self.ranks.items():
-            if rank < self.ordinary:
-                self._bytes[rank] = token
-        for text, token_id in self.special_tokens.items():
-            self._bytes[token_id] = text.encode()
-        self._special_ids = frozenset(self.special_tokens.values())
-        self._complete = self.ordinary == len(self.ranks)
-        self.longest_token = max(map(len, self.ranks))
-        """Bytes of the longest ordinary token: a text has at least bytes / this many tokens."""
+            raise self._bad_pattern(error) from error
+
+    def _whole_pieces(self) -> PieceEncoder:
+        try:
+            return PieceEncoder(
+                self.tokens, self.pattern, self.special_tokens, spaced=self.kind == "words"
+            )
+        except re.error as error:
+            raise self._bad_pattern(error) from error
+        except UnicodeDecodeError as error:
+            raise TokenizerError(f"the token {error.object!r} is not UTF-8 text") from error
+
+    def _bad_pattern(self, error: Exception) -> TokenizerError:
+        return TokenizerError(
+            f"the split pattern {self.pattern[:60]!r} is not a regular expression: {error}"
+        )
+
+    @classmethod
+    def without_text(cls, vocab_size: int) -> Self:
+        """The tokenizer of a model whose ids have no text: it knows how many there are."""
+        return cls(ranks={}, pattern="", special_tokens={}, vocab_size=vocab_size, kind="none")
+
+    @property
+    def has_text(self) -> bool:
+        """Whether there is a vocabulary; without one, texts are rejected and ids have none."""
+        return self.kind != "none"
 
     @property
     def end_of_text(self) -> int | None:
@@ -107,7 +174,15 @@ class Tokenizer:
 
     def encode(self, text: str, *, special_ids: bool = False) -> list[int]:
         """Token ids of a text. The name of a special token is plain text, or, with `special_ids`,
-        becomes its id. Raises TokenizerError for a character that the vocabulary lacks."""
+        becomes its id. Raises TokenizerError for a character or a word that the vocabulary lacks,
+        and NoVocabularyError where there is none."""
+        if self._pieces is not None:
+            try:
+                return self._pieces.encode(text, special_ids=special_ids)
+            except UnknownPiece as error:
+                raise TokenizerError(str(error)) from error
+        if self._encoding is None:
+            raise NoVocabularyError
         ids = self._encoding.encode(
             text, allowed_special="all" if special_ids else set(), disallowed_special=()
         )
@@ -116,26 +191,32 @@ class Tokenizer:
 
     def encode_batch(self, texts: Sequence[str], threads: int) -> list[list[int]]:
         """`encode` of many texts, on several threads."""
+        if self._encoding is None:
+            return list(map(self.encode, texts))
         batch = self._encoding.encode_batch(list(texts), num_threads=threads, disallowed_special=())
         for ids in batch:
             self._check_complete(ids)
         return batch
+
+    def least_tokens(self, text: str) -> int:
+        """A number of tokens that the text has at least, known without encoding it."""
+        if self.kind == "words":
+            return 0  # white space may have none
+        return -(-len(text.encode()) // self._longest_token)
 
     def _check_complete(self, ids: Sequence[int]) -> None:
         """Raise TokenizerError, naming the character, where an encoded text needs a byte without
         an id."""
         if self._complete or not ids or max(ids) < self.vocab_size:
             return
-        whole = b"".join(map(self._encoding.decode_single_token_bytes, ids))
-        start = 0
-        for token_id in ids:
-            if token_id >= self.vocab_size:
-                break
-            start += len(self._encoding.decode_single_token_bytes(token_id))
+        assert self._encoding is not None
+        tokens = list(map(self._encoding.decode_single_token_bytes, ids))
+        known = next(place for place, token_id in enumerate(ids) if token_id >= self.vocab_size)
+        whole, start = b"".join(tokens), sum(map(len, tokens[:known]))
         character = len(whole[:start].decode(errors="ignore"))
         raise TokenizerError(
             f"{whole.decode(errors='replace')[character]!r}, the character at {character} of the "
-            f"text, is not in the vocabulary, which lacks {len(self.ranks) - self.ordinary} of "
+            f"text, is not in the vocabulary, which lacks {len(self.ranks) - len(self.tokens)} of "
             "the 256 bytes; the model never saw them"
         )
 
@@ -162,12 +243,18 @@ class Tokenizer:
     def is_special(self, token_id: int) -> bool:
         return token_id in self._special_ids
 
-    def spans(self, token_ids: Iterable[int]) -> list[TokenSpan]:
+    def spans(self, token_ids: Iterable[int], text: str | None = None) -> list[TokenSpan]:
         """Where each id of an encoded text lies in it. A token that holds some bytes of a character
         touches that character, so two tokens may share one.
 
-        Found from the bytes alone: tiktoken's own offsets raise on incomplete text.
+        Found from the bytes alone: tiktoken's own offsets raise on incomplete text. Of kind "words"
+        the `text` is needed as well, whose white space the ids do not know.
         """
+        if self.kind == "words":
+            if text is None:
+                raise ValueError("where words lie is found in their text; none was given")
+            names = map(self.token_text, token_ids)
+            return list(itertools.starmap(TokenSpan, word_spans(names, text)))
         spans, begun = [], 0  # characters whose first byte has come
         for token in map(self.token_bytes, token_ids):
             start = begun - 1 if token and token[0] in _CONTINUATION else begun
@@ -177,6 +264,20 @@ class Tokenizer:
 
     def detokenizer(self) -> "Detokenizer":
         return Detokenizer(self)
+
+    def description(self) -> dict[str, Any]:
+        """All but the ranks, as JSON: what `parse_ranks` takes beside a file of them. Of what is
+        usual, the kind "bpe" and END_OF_TEXT, nothing is said."""
+        if self.kind == "none":
+            return {"kind": "none", "vocab_size": self.vocab_size}
+        usual = {"kind": "bpe", "end_of_text": END_OF_TEXT}
+        said = {"kind": self.kind, "end_of_text": self.end_of_text_name}
+        return {
+            "pattern": self.pattern,
+            "special_tokens": self.special_tokens,
+            "vocab_size": self.vocab_size,
+            **{name: value for name, value in said.items() if value != usual[name]},
+        }
 
     def write_ranks(self, path: Path) -> None:
         """Write the ranks in tiktoken's file form."""
@@ -209,6 +310,7 @@ class Tokenizer:
         special_tokens: Mapping[str, int] | None = None,
         vocab_size: int | None = None,
         end_of_text_name: str = END_OF_TEXT,
+        kind: TokenizerKind = "bpe",
     ) -> "Tokenizer":
         """`read_ranks` of bytes already read; `name` is the file's, for messages."""
         ranks: dict[bytes, int] = {}
@@ -231,6 +333,7 @@ class Tokenizer:
             special_tokens=special_tokens,
             vocab_size=vocab_size,
             end_of_text_name=end_of_text_name,
+            kind=kind,
         )
 
     @classmethod
@@ -274,30 +377,40 @@ class Detokenizer:
 
 
 def _check_ranks(
-    ranks: Mapping[bytes, int], special_tokens: Mapping[str, int], vocab_size: float
+    ranks: Mapping[bytes, int],
+    special_tokens: Mapping[str, int],
+    vocab_size: float,
+    *,
+    every_byte: bool,
 ) -> None:
-    """tiktoken panics or answers wrongly on these, so they are refused here."""
-    if missing := [byte for byte in range(256) if bytes([byte]) not in ranks]:
+    """tiktoken panics or answers wrongly on these, so they are refused here. `every_byte`: it
+    needs a rank for each of them."""
+    if every_byte and (missing := [byte for byte in range(256) if bytes([byte]) not in ranks]):
         raise TokenizerError(
             f"{len(missing)} of the 256 single bytes have no rank (first: {missing[0]}); "
             "a byte-level vocabulary needs all of them"
         )
     without_id = [token for token, rank in ranks.items() if rank >= vocab_size]
     ordinary = len(ranks) - len(without_id)
-    expected = [*range(ordinary), *(vocab_size + index for index in range(len(without_id)))]
-    if sorted(ranks.values()) != expected or any(len(token) > 1 for token in without_id):
-        bytes_alone = f", with single bytes alone from vocab_size {vocab_size} on"
-        raise TokenizerError(
-            f"the {len(ranks)} ranks are not the numbers 0 to {len(ranks) - 1}"
-            f"{bytes_alone if without_id else ''}"
-        )
-    ids = list(special_tokens.values())
-    if len(set(ids)) != len(ids) or any(token_id < ordinary for token_id in ids):
+    special = set(special_tokens.values())
+    shared = special & set(ranks.values())
+    if len(special) != len(special_tokens) or shared or any(token_id < 0 for token_id in special):
         raise TokenizerError(
             f"special tokens {dict(special_tokens)} share an id with each other or with one of "
             f"the {ordinary} ordinary tokens"
         )
-    if any(token_id >= vocab_size for token_id in ids):
+    if any(token_id >= vocab_size for token_id in special):
         raise TokenizerError(
             f"special tokens {dict(special_tokens)} go beyond vocab_size {vocab_size}"
+        )
+    ids = (token_id for token_id in itertools.count() if token_id not in special)
+    expected = list(itertools.islice(ids, ordinary))
+    expected += [int(vocab_size) + index for index in range(len(without_id))]
+    longer = any(len(token) > 1 for token in without_id)
+    if not ranks or sorted(ranks.values()) != expected or (every_byte and longer):
+        bytes_alone = f", with single bytes alone from vocab_size {vocab_size} on"
+        less = ", without those of special tokens" if special & set(range(len(ranks))) else ""
+        raise TokenizerError(
+            f"the {len(ranks)} ranks are not the numbers 0 to {len(ranks) - 1}{less}"
+            f"{bytes_alone if without_id else ''}"
         )

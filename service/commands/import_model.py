@@ -17,6 +17,7 @@ def run(settings: ImportSettings) -> int:
             dtype=settings.dtype,
             context_length=settings.context_length,
             skip_normalizer=settings.skip_normalizer,
+            unused_rows=settings.unused_rows,
             log=print,
         )
     except (ConvertError, CheckpointError, OSError) as error:

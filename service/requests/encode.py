@@ -34,7 +34,7 @@ async def encode_within(
     text: str, param: str, tokenizer: Tokenizer, context_length: int
 ) -> tuple[int, ...]:
     """Token ids of a text, unless there are certainly more than the context holds."""
-    least = -(-len(text.encode()) // tokenizer.longest_token)
+    least = tokenizer.least_tokens(text)
     if least > context_length:
         raise ContextLengthExceeded(
             f"{_subject(param)} has {len(text)} characters, at least {least} tokens; the model's "

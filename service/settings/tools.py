@@ -82,8 +82,10 @@ class ImportSettings(BaseSettings):
     destination: CliPositionalArg[Path] = Field(description="checkpoint directory to write")
     tokenizer: str | None = Field(
         None,
-        description="vocabulary to use instead of the source's: gpt2, cl100k_base, o200k_base, a "
-        "ranks file, nanoGPT's meta.pkl or a tokenizer.json",
+        description="vocabulary to use instead of the source's: gpt2, cl100k_base, o200k_base; a "
+        "file of ranks, a tokenizer.json, or a vocabulary as JSON or pickle (meta.pkl); "
+        "characters:TEXT, the sorted characters of a text, with ,first=N or ,last=N for more ids "
+        "before or after; words:FILE, a token a line or a JSON list; none, token ids alone",
     )
     dtype: StoredDType = "auto"
     context_length: int | None = Field(
@@ -93,6 +95,11 @@ class ImportSettings(BaseSettings):
         False,
         description="leave out the source tokenizer's normalizer: texts that it would change get "
         "other ids than in the source",
+    )
+    unused_rows: bool = Field(
+        False,
+        description="let the vocabulary have fewer ids than the model has rows of the embedding, "
+        "beyond what is usual as padding",
     )
 
 

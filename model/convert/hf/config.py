@@ -39,7 +39,8 @@ def read_huggingface(folder: Path, *, context_length: int | None) -> ForeignMode
     """Read a folder that `save_pretrained` wrote. `context_length`, where given, is the context
     that will be used: a sliding window at least as long is the same. Raises ConvertError."""
     where = str(folder / CONFIG)
-    settings = Settings(where, read_object(folder / CONFIG))
+    document = read_object(folder / CONFIG)
+    settings = Settings(where, document)
     model_type = settings.get("model_type")
     settings.reject_unless(
         "quantization_config", (), "quantized weights cannot be imported; save them in full"
@@ -62,6 +63,7 @@ def read_huggingface(folder: Path, *, context_length: int | None) -> ForeignMode
         config=config,
         weights=weights,
         dtype=reader.dtype(),
+        contents={"config": document},
         facts={"architectures": settings.get("architectures", [])},
     )
 

@@ -55,10 +55,10 @@ def write_folder(
     _write_json(folder / TOKENIZER, tokenizer_document(tokenizer))
     _write_json(folder / TOKENIZER_CONFIG, _tokenizer_config(info))
     save_file(weights, folder / WEIGHTS, metadata={"format": "pt"})
-    if tokenizer.ordinary < len(tokenizer.ranks):
+    if len(tokenizer.tokens) < len(tokenizer.ranks):
         log(
-            f"{len(tokenizer.ranks) - tokenizer.ordinary} of the 256 bytes are not tokens: a text "
-            "that needs one is refused here, and loses those characters there without a word"
+            f"{len(tokenizer.ranks) - len(tokenizer.tokens)} of the 256 bytes are not tokens: a "
+            "text that needs one is refused here, and loses those characters there without a word"
         )
 
 
@@ -187,9 +187,9 @@ def tokenizer_document(tokenizer: Tokenizer) -> dict[str, Any]:
     """A `tokenizer.json` that encodes as `tokenizer` does (`merges.py` says why). Raises
     ConvertError where its pattern cannot be written for the other engine."""
     characters = byte_characters()
-    ranks = {t: rank for t, rank in tokenizer.ranks.items() if rank < tokenizer.ordinary}
+    ranks = tokenizer.tokens
     merges, _ = merges_of(ranks)
-    if tokenizer.vocab_size != tokenizer.ordinary + len(tokenizer.special_tokens):
+    if tokenizer.vocab_size != len(ranks) + len(tokenizer.special_tokens):
         raise ConvertError(
             "the vocabulary has ids without a token between its special tokens; Hugging Face's "
             "tokenizers have none"

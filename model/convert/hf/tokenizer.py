@@ -18,13 +18,13 @@ from typing import Any
 
 import regex
 
-from model.convert.characters import CHARACTER_PATTERN
 from model.convert.foreign import ConvertError, ForeignTokenizer
 from model.convert.hf.config import read_object
 from model.convert.hf.dialect import from_oniguruma
 from model.convert.hf.merges import byte_characters, last_pair, merge_piece
 from model.convert.probe import probe_text
-from model.text.tokenizer import Tokenizer, TokenizerError
+from model.convert.vocabulary.characters import CHARACTER_PATTERN
+from model.text.tokenizer import END_OF_TEXT, Tokenizer, TokenizerError
 
 TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
 
@@ -42,6 +42,16 @@ def read_tokenizer(path: Path, *, skip_normalizer: bool) -> ForeignTokenizer:
     """Read a `tokenizer.json`. `skip_normalizer` encodes texts as they are where the source would
     change them first. Raises ConvertError."""
     document = read_object(path)
+    return tokenizer_of_document(
+        document, path, skip_normalizer=skip_normalizer, folder=path.parent
+    )
+
+
+def tokenizer_of_document(
+    document: Mapping[str, Any], path: Path, *, skip_normalizer: bool, folder: Path | None
+) -> ForeignTokenizer:
+    """The same of a document that is read already; `path` is its place, for messages, and `folder`
+    where other files say which token ends a text. Raises ConvertError."""
     notes = _check_normalizer(document, path, skip_normalizer)
     model = _model(document, path)
     vocabulary, added = _vocabulary(model, path), _added_tokens(document, path)
@@ -71,7 +81,7 @@ def read_tokenizer(path: Path, *, skip_normalizer: bool) -> ForeignTokenizer:
             pattern=pattern,
             special_tokens=special,
             vocab_size=size,
-            **_end_of_text(path.parent, added),
+            end_of_text_name=END_OF_TEXT if folder is None else _end_of_text(folder, added),
         )
     except TokenizerError as error:
         raise ConvertError(f"{path}: {error}") from error
@@ -80,7 +90,7 @@ def read_tokenizer(path: Path, *, skip_normalizer: bool) -> ForeignTokenizer:
         order=order,
         notes=(*notes, *_template_notes(document)),
     )
-    _try(found, model, path)
+    _try(found, document, path)
     return found
 
 
@@ -239,7 +249,7 @@ def _check_merges(
             )
 
 
-def _end_of_text(folder: Path, added: Mapping[str, int]) -> dict[str, str]:
+def _end_of_text(folder: Path, added: Mapping[str, int]) -> str:
     """The special token that ends a document, by `tokenizer_config.json` or `config.json`."""
     names = {token_id: name for name, token_id in added.items()}
     for file, key in ((TOKENIZER_CONFIG, "eos_token"), ("config.json", "eos_token_id")):
@@ -252,8 +262,8 @@ def _end_of_text(folder: Path, added: Mapping[str, int]) -> dict[str, str]:
             named = named.get("content")
         name = names.get(named) if isinstance(named, int) else named
         if isinstance(name, str) and name in added:
-            return {"end_of_text_name": name}
-    return {}
+            return name
+    return END_OF_TEXT
 
 
 def _template_notes(document: Mapping[str, Any]) -> list[str]:
@@ -266,21 +276,20 @@ def _template_notes(document: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _try(found: ForeignTokenizer, model: Mapping[str, Any], path: Path) -> None:
+def _try(found: ForeignTokenizer, document: Mapping[str, Any], path: Path) -> None:
     """Raise ConvertError unless a built text gets the source's ids, and comes back from them."""
     tokenizer, text = found.tokenizer, probe_text()
-    if tokenizer.ordinary != len(tokenizer.ranks):  # some characters are not there
-        known = {token for token, rank in tokenizer.ranks.items() if rank < tokenizer.ordinary}
+    if len(tokenizer.tokens) != len(tokenizer.ranks):  # some characters are not there
         text = "".join(
             character
             for character in text
-            if all(bytes([byte]) in known for byte in character.encode())
+            if all(bytes([byte]) in tokenizer.tokens for byte in character.encode())
         )
     ids = tokenizer.encode(text)
     if tokenizer.decode(ids) != text:
         raise ConvertError(f"{path}: the split pattern {tokenizer.pattern!r} leaves characters out")
     order = found.order or range(tokenizer.vocab_size)
-    expected, by = _expected(text, tokenizer.pattern, model, path)
+    expected, by = _expected(text, tokenizer.pattern, document, path)
     given = [order[token_id] for token_id in ids]
     if given != expected:
         place = next(
@@ -295,17 +304,18 @@ def _try(found: ForeignTokenizer, model: Mapping[str, Any], path: Path) -> None:
 
 
 def _expected(
-    text: str, pattern: str, model: Mapping[str, Any], path: Path
+    text: str, pattern: str, document: Mapping[str, Any], path: Path
 ) -> tuple[list[int], str]:
     """The source's ids of a text, and by whom."""
     if importlib.util.find_spec("tokenizers") is not None:
         import tokenizers
 
-        library = tokenizers.Tokenizer.from_file(str(path))
+        library = tokenizers.Tokenizer.from_str(json.dumps(document))
         library.normalizer = None
         library.no_truncation()
         library.no_padding()
         return library.encode(text, add_special_tokens=False).ids, "the tokenizers library"
+    model: Mapping[str, Any] = document["model"]
     characters, pairs = byte_characters(), _pairs(model, path)
     ids: list[int] = []
     for piece in regex.findall(pattern, text):

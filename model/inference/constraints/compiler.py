@@ -93,10 +93,16 @@ class Source:
 class Compiler:
     """Makes constraints for one vocabulary. Safe to use from several threads.
 
-    Raises ConstraintsUnavailable without llguidance, or when that cannot read the vocabulary.
+    Raises ConstraintsUnavailable without llguidance, when that cannot read the vocabulary, or for a
+    model of token ids alone: a constraint is about text.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
+        if not tokenizer.has_text:
+            raise ConstraintsUnavailable(
+                "this model has no vocabulary, and a constraint is about text; "
+                "allowed_token_ids limits the ids that may come"
+            )
         try:
             import llguidance
         except ImportError as error:
@@ -110,11 +116,7 @@ class Compiler:
         self.end_of_text = tokenizer.end_of_text
         try:
             self._vocabulary = llguidance.LLTokenizer.from_tiktoken(  # type: ignore[attr-defined]
-                encoder={
-                    token: rank
-                    for token, rank in tokenizer.ranks.items()
-                    if rank < tokenizer.ordinary  # the rest are not ids
-                },
+                encoder=tokenizer.tokens,
                 special_tokens={},
                 pattern=tokenizer.pattern,
                 eos_token=self.vocab_size,
@@ -126,7 +128,8 @@ class Compiler:
             ) from error
         self._seen: dict[bytes, tuple[np.ndarray, bool]] = {}
         # Special tokens, and the gaps that published encodings have between them.
-        self._no_text = range(tokenizer.ordinary, self.vocab_size)
+        self._no_text = np.ones(self.vocab_size, dtype=np.bool_)
+        self._no_text[list(tokenizer.tokens.values())] = False
 
     def compile(self, source: Source) -> "Constraint":
         """Raises ConstraintError, in the words of the compiler, for what is wrong or too large."""
@@ -172,7 +175,7 @@ class Compiler:
             np.frombuffer(bits, np.uint8), count=self.vocab_size + 1, bitorder="little"
         ).view(np.bool_)
         allowed, ends = mask[: self.vocab_size], bool(mask[self.vocab_size])
-        allowed[self._no_text.start :] = False
+        allowed[self._no_text] = False
         goes_on = bool(allowed.any())
         if not goes_on and not ends:
             raise ConstraintError(NOTHING_FOLLOWS)

@@ -50,6 +50,7 @@ class Checker:
                 "special_tokens": tokenizer.special_tokens,
                 "vocab_size": tokenizer.vocab_size,
                 "end_of_text_name": tokenizer.end_of_text_name,
+                "kind": tokenizer.kind,
             }
         )
         self._process: subprocess.Popen[bytes] | None = None

@@ -10,11 +10,11 @@ from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from model.checkpoint.checkpoint import CheckpointError
-from model.convert.characters import character_tokenizer
 from model.convert.exporting import export_model
 from model.convert.foreign import ConvertError
 from model.convert.hf.tokenizer import QWEN2_PATTERN
 from model.convert.importing import import_model
+from model.convert.vocabulary.characters import character_tokenizer
 from model.transformer.config import MODERN, ORIGINAL
 from tests.model.convert.theirs import SAMPLE, loaded, save_theirs, their_tokenizer
 from tests.model.factories import (
@@ -125,7 +125,7 @@ def test_a_chat_template_goes_along_and_comes_back(tmp_path: Path) -> None:
 
 
 def test_characters_go_and_come_back(tmp_path: Path) -> None:
-    tokenizer = character_tokenizer({"a": 0, "é": 1, "😀": 2, "\n": 3, " ": 4}, "here")
+    tokenizer = character_tokenizer({0: "a", 1: "é", 2: "😀", 3: "\n", 4: " "})
     gpt = tiny_gpt(tiny_config(vocab_size=5, n_layer=1))
     save_tiny_checkpoint(tmp_path / "ours", gpt=gpt, tokenizer=tokenizer)
     lines: list[str] = []

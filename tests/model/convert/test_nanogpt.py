@@ -178,9 +178,10 @@ class Exploding:
     [
         (pickle.dumps(Exploding()), "it names .*, and to build that would run code"),
         (b"", "EOFError"),
-        (pickle.dumps([1]), "has no dictionary 'stoi'"),
-        (pickle.dumps({"stoi": {"ab": 0}}), "'ab' is not one character"),
-        (pickle.dumps({"stoi": {"a": 0, "b": 2}}), "the ids of the 2 characters are not"),
+        (pickle.dumps([1]), r"meta\.pkl is not a vocabulary in a known form"),
+        (pickle.dumps({"stoi": {"a": 0, "b": 2}}), r"38 rows .* 3 ids: 35 rows without a token"),
+        (pickle.dumps({"stoi": {"a": 0, "b": 20}}), "19 ids have none, the first is 1"),
+        (pickle.dumps({"stoi": {"a": 0, "b": 0}}), "'a' and 'b' of a vocabulary share the id 0"),
         (pickle.dumps({"stoi": {"a": 0}, "itos": {0: "b"}}), "'itos' is not 'stoi' the other way"),
     ],
 )
@@ -193,3 +194,50 @@ def test_a_meta_file_that_is_none(
     with pytest.raises(ConvertError, match=sentence):
         import_model(tmp_path / "ckpt.pt", tmp_path / "ours")
     assert not Path("exploded").exists()
+
+
+def test_a_vocabulary_in_the_file_goes_into_the_checkpoint_with_its_ids(tmp_path: Path) -> None:
+    """Special tokens first, and rows of padding: every id is the source's."""
+    texts = ["<pad>", *CHARACTERS, "<eos>"]
+    model = small(64)
+    save(tmp_path / "ckpt.pt", model, itos=texts, stoi={t: i for i, t in enumerate(texts)})
+    told: list[str] = []
+    import_model(tmp_path / "ckpt.pt", tmp_path / "ours", log=told.append)
+    info, gpt = loaded(tmp_path / "ours")
+    ids = [texts.index(character) for character in TEXT]
+    assert info.tokenizer.encode(TEXT) == ids
+    assert (info.tokenizer.end_of_text, info.config.vocab_size) == (len(texts) - 1, len(texts))
+    assert_close(
+        gpt(torch.tensor([ids])).logits,
+        model(torch.tensor([ids]))[..., : len(texts)],
+        atol=1e-4,
+        rtol=1e-4,
+    )
+    note = f"the vocabulary of {len(texts)} ids is from 'stoi' of the checkpoint"
+    assert note in told
+    assert note in (tmp_path / "ours" / "README.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("kind", ["words", "pieces", "none"])
+def test_other_kinds_of_vocabularies_are_saved_and_read(kind: str, tmp_path: Path) -> None:
+    words = ["the", "cat", ".", "<eos>", "sat"] + ([" "] if kind == "pieces" else [])
+    model = small(len(words))
+    save(tmp_path / "ckpt.pt", model, itos=words)
+    import_model(
+        tmp_path / "ckpt.pt", tmp_path / "ours", tokenizer="none" if kind == "none" else None
+    )
+    info, gpt = loaded(tmp_path / "ours")
+    assert (info.tokenizer.kind, info.tokenizer.vocab_size) == (kind, len(words))
+    assert_close(gpt(torch.tensor([[1, 0, 4]])).logits, model(torch.tensor([[1, 0, 4]])),
+                 atol=1e-4, rtol=1e-4)  # fmt: skip
+    assert (tmp_path / "ours" / "tokenizer.tiktoken").exists() == (kind != "none")
+    if kind != "none":
+        assert info.tokenizer.encode("the cat") == ([0, 1] if kind == "words" else [0, 5, 1])
+
+
+def test_rows_that_are_not_used_have_to_be_meant(tmp_path: Path) -> None:
+    save(tmp_path / "ckpt.pt", small(100), itos=["a", "b"])
+    with pytest.raises(ConvertError, match=r"100 rows .* 2 ids: 98 rows .* --unused-rows"):
+        import_model(tmp_path / "ckpt.pt", tmp_path / "ours")
+    info = import_model(tmp_path / "ckpt.pt", tmp_path / "ours", unused_rows=True)
+    assert info.config.vocab_size == 2

@@ -17,7 +17,7 @@ from model.transformer.gpt import GPT
 
 TEXT = probe_text()
 SAMPLE = "def main(): it's 12345 naïve\n\n   \t x  "
-ROWS = 410
+ROWS = 387
 """Rows of embeddings; the vocabularies have fewer ids."""
 
 FAMILIES: dict[str, dict[str, Any]] = {

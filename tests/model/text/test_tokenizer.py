@@ -1,6 +1,7 @@
 """Tokenizer: ids are bytes, text is a view of them; nothing is lost, nothing half is shown."""
 
 import base64
+import json
 import os
 import re
 import tempfile
@@ -387,3 +388,97 @@ def test_cl100k_base() -> None:
     assert tokenizer.vocab_size == 100_277
     assert tokenizer.encode("Hello world") == [9906, 1917]
     assert tokenizer.end_of_text == 100_257
+
+
+# Special tokens before and between ordinary ones, and kinds without merges
+
+
+def test_special_tokens_may_stand_anywhere() -> None:
+    ranks = {bytes([byte]): byte + 1 + (byte >= 100) for byte in range(256)}  # without 0 and 101
+    tokenizer = Tokenizer(
+        ranks=ranks, pattern=SPLIT_PATTERN, special_tokens={"<pad>": 0, "<sep>": 101, "<eos>": 258}
+    )
+    assert tokenizer.vocab_size == 259
+    assert tokenizer.encode("ce") == [100, 103]
+    assert tokenizer.encode("c<sep>e", special_ids=True) == [100, 101, 103]
+    assert tokenizer.decode([0, 100, 101]) == "<pad>c<sep>"
+    with pytest.raises(TokenizerError, match=r"not the numbers 0 to 255, without those of special"):
+        Tokenizer(ranks=ranks, pattern=SPLIT_PATTERN, special_tokens={"<pad>": 0})
+
+
+WORDS = Tokenizer(
+    ranks={b" the": 0, b" cat": 1, b" .": 3},
+    pattern=r"\w+|[^\w\s]",
+    special_tokens={"<eos>": 2},
+    end_of_text_name="<eos>",
+    kind="words",
+)
+PIECES = Tokenizer(
+    ranks={b"the": 0, b" ": 1, b"caf\xc3\xa9": 2},
+    pattern=r"\S+|\s",
+    special_tokens={},
+    kind="pieces",
+)
+
+
+def test_words_are_looked_up_and_white_space_only_separates() -> None:
+    assert WORDS.encode(" the cat\n\nthe.") == [0, 1, 0, 3]
+    assert WORDS.decode([0, 1, 2]) == " the cat<eos>"
+    assert WORDS.encode("the<eos>cat", special_ids=True) == [0, 2, 1]
+    assert WORDS.encode_batch(["the", "cat"], threads=2) == [[0], [1]]
+    assert WORDS.end_of_text == 2
+    assert WORDS.spans([0, 2, 1], "the <eos> \n cat") == [
+        TokenSpan(0, 3), TokenSpan(4, 9), TokenSpan(12, 15),
+    ]  # fmt: skip
+    assert WORDS.least_tokens(" " * 1000) == 0
+    with pytest.raises(
+        TokenizerError, match="'dog', at character 5 of the text, is not one of the 3 "
+    ):
+        WORDS.encode("the  dog")
+
+
+def test_pieces_are_tokens_as_a_whole() -> None:
+    assert PIECES.encode("the café") == [0, 1, 2]
+    assert PIECES.spans([0, 1, 2]) == [TokenSpan(0, 3), TokenSpan(3, 4), TokenSpan(4, 8)]
+    with pytest.raises(TokenizerError, match="'caf', at character 4 of the text"):
+        PIECES.encode("the caf")
+
+
+def test_a_pattern_that_leaves_something_out_is_noticed() -> None:
+    bare = Tokenizer(ranks={b"a": 0}, pattern="a", special_tokens={}, kind="pieces")
+    spaced = Tokenizer(ranks={b" a": 0}, pattern="a", special_tokens={}, kind="words")
+    for text, place in (("ab", 1), ("ba", 0), ("aba", 1)):
+        with pytest.raises(TokenizerError, match=f"'b', at character {place} "):
+            spaced.encode(text)
+        with pytest.raises(TokenizerError, match=f"'b', at character {place} "):
+            bare.encode(text)
+
+
+def test_a_model_without_a_vocabulary() -> None:
+    tokenizer = Tokenizer.without_text(10)
+    assert (tokenizer.vocab_size, tokenizer.has_text, tokenizer.end_of_text) == (10, False, None)
+    assert (tokenizer.decode([0, 9]), tokenizer.token_bytes(3)) == ("", b"")
+    with pytest.raises(TokenizerError, match="outside the vocabulary of 10 ids"):
+        tokenizer.decode([10])
+    for call in (lambda: tokenizer.encode("a"), lambda: tokenizer.encode_batch(["a"], threads=1)):
+        with pytest.raises(TokenizerError, match=r"this model has no vocabulary: .* Give token"):
+            call()
+    with pytest.raises(TokenizerError, match=r"of kind .none. has ids alone: 1 ranks"):
+        Tokenizer(ranks={b"a": 0}, pattern="", special_tokens={}, vocab_size=1, kind="none")
+
+
+@pytest.mark.parametrize("tokenizer", [TOKENIZER, WORDS, PIECES], ids=["bpe", "words", "pieces"])
+def test_a_description_and_ranks_are_the_whole_tokenizer(
+    tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    tokenizer.write_ranks(tmp_path / "ranks")
+    said = json.loads(json.dumps(tokenizer.description()))
+    back = Tokenizer.parse_ranks(
+        (tmp_path / "ranks").read_bytes(),
+        name="ranks",
+        end_of_text_name=said.pop("end_of_text", END_OF_TEXT),
+        **said,
+    )
+    assert vars(back)["tokens"] == tokenizer.tokens
+    assert back.description() == tokenizer.description()
+    assert back.encode("the") == tokenizer.encode("the")

@@ -1,0 +1,121 @@
+"""From a table of ids and texts to a tokenizer of the kind that the table is.
+
+Merges of ids, and bytes with ranks: byte pair encoding. Texts of one character, besides names of
+special tokens: characters. Everything else: words. A table whose ids leave more than a few without
+a text is damaged. Does not hold the result against a model (`rows.py`).
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import regex
+
+from model.convert.foreign import ConvertError, ForeignTokenizer
+from model.convert.hf.tokenizer import tokenizer_of_document
+from model.convert.vocabulary.byte_pairs import (
+    byte_pair_tokenizer,
+    is_byte_level,
+    ranks_tokenizer,
+    string_pair_tokenizer,
+)
+from model.convert.vocabulary.characters import character_tokenizer
+from model.convert.vocabulary.special import (
+    MOST_NAMELESS,
+    is_bare_name,
+    looks_special,
+    nameless,
+)
+from model.convert.vocabulary.table import Table, checked
+from model.convert.vocabulary.words import word_tokenizer
+
+
+def build_tokenizer(table: Table, *, skip_normalizer: bool = False) -> ForeignTokenizer:
+    """The tokenizer that a table describes, with notes on what is assumed. Raises ConvertError."""
+    table = replace(table, texts=checked(table.texts, table.where))
+    if table.merges is not None:
+        return byte_pair_tokenizer(table)
+    if table.strings is not None and is_byte_level(table):
+        return _as_document(table, skip_normalizer)
+    _refuse_gaps(table)
+    if table.strings is not None:
+        tokenizer, notes = string_pair_tokenizer(table)
+        return ForeignTokenizer(tokenizer=tokenizer, notes=notes)
+    if table.ranked or any(isinstance(text, bytes) for text in table.texts.values()):
+        return ranks_tokenizer(table)
+    texts = {i: text for i, text in table.texts.items() if isinstance(text, str)}
+    extra = _named_notes(texts)
+    if are_characters(texts, table.special):
+        return ForeignTokenizer(tokenizer=character_tokenizer(texts), notes=extra)
+    tokenizer, notes = word_tokenizer(texts, table.where, table.special)
+    return ForeignTokenizer(tokenizer=tokenizer, notes=(*extra, *notes))
+
+
+def are_characters(texts: Mapping[int, str], special: frozenset[str] = frozenset()) -> bool:
+    """Whether texts are characters, besides names of special tokens and characters that are
+    written as several code points."""
+    single = [text for text in texts.values() if len(text) == 1]
+    longer = [
+        text
+        for text in texts.values()
+        if len(text) > 1
+        and not (looks_special(text) or is_bare_name(text) or text in special)
+        and regex.fullmatch(r"\X", text) is None
+    ]
+    return bool(single) and not longer
+
+
+def _named_notes(texts: Mapping[int, str]) -> tuple[str, ...]:
+    gaps = nameless(texts)
+    if not gaps:
+        return ()
+    which = ", ".join(map(str, gaps))
+    return (
+        f"the source has no text for the ids {which}: they are special tokens here, <|extra_N|>",
+    )
+
+
+def _refuse_gaps(table: Table) -> None:
+    if len(gaps := nameless(table.texts)) > MOST_NAMELESS:
+        raise ConvertError(
+            f"{table.where} has {len(table.texts):,} texts for ids up to {max(table.texts):,}: "
+            f"{len(gaps):,} ids have none, the first is {gaps[0]}; it is damaged, or not a "
+            "vocabulary"
+        )
+
+
+def _as_document(table: Table, skip_normalizer: bool) -> ForeignTokenizer:
+    """GPT-2's `vocab.json` and `merges.txt`, read as the `tokenizer.json` that they amount to."""
+    assert table.strings is not None
+    vocabulary = {str(text): token_id for token_id, text in table.texts.items()}
+    formed = set(map("".join, table.strings))
+    plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    document = {
+        "version": "1.0",
+        "added_tokens": [
+            {"content": text, "id": token_id, "special": True, **plain}
+            for text, token_id in vocabulary.items()
+            if looks_special(text) and text not in formed
+        ],
+        "normalizer": None,
+        "pre_tokenizer": {
+            "type": "ByteLevel",
+            "add_prefix_space": False,
+            "trim_offsets": True,
+            "use_regex": True,
+        },
+        "model": {
+            "type": "BPE",
+            "vocab": vocabulary,
+            "merges": [list(pair) for pair in table.strings],
+        },
+    }
+    place = Path(table.where)
+    found = tokenizer_of_document(
+        document,
+        place,
+        skip_normalizer=skip_normalizer,
+        folder=place.parent if place.is_file() else None,
+    )
+    note = "how texts are cut is not written down: GPT-2's pattern is assumed, as its library does"
+    return replace(found, notes=(*found.notes, note))

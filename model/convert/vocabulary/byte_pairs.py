@@ -1,0 +1,215 @@
+"""Home-made byte pair encodings as ranks: merges of ids, as in lectures that build a tokenizer.
+
+Ids 0 to 255 are the bytes, each merge of two ids makes the next. Such merges are applied in the
+order of what they make, everywhere in a text or in each of its pieces, which is what tiktoken does
+with ranks, if each token is formed by its own merge (`hf/merges.py`); that is checked token by
+token. How a text was cut before is often not written down: then it is assumed from the tokens,
+none of which crosses a cut, and said.
+
+Also merges of texts: those of GPT-2's `vocab.json` with `merges.txt` are byte-level and read as a
+`tokenizer.json` is; those that join characters to words that end in `</w>` can be had where each
+token is a whole word. Others are refused: their tokens are made of characters, not of bytes.
+"""
+
+import base64
+import binascii
+import contextlib
+from collections.abc import Iterable, Mapping
+from itertools import pairwise
+
+import regex
+
+from model.convert.foreign import ConvertError, ForeignTokenizer
+from model.convert.hf.merges import byte_characters, last_pair
+from model.convert.hf.tokenizer import GPT2_PATTERN
+from model.convert.vocabulary.special import end_name, looks_special, special_names
+from model.convert.vocabulary.table import Table, Text
+from model.convert.vocabulary.words import word_tokenizer
+from model.text.tokenizer import Tokenizer, TokenizerError
+
+GPT4_PATTERN = (
+    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]++[\r\n]*"
+    r"|\s*[\r\n]|\s+(?!\S)|\s+"
+)
+WHOLE = r"[\s\S]+"
+"""No cut at all: merges go across the whole text."""
+CUTS = {
+    "GPT-4's pattern": GPT4_PATTERN,
+    "GPT-2's pattern": GPT2_PATTERN,
+    "a word, a number or marks with the white space before them": (
+        r"\s?\p{L}+|\s?\p{N}+|\s?[^\s\p{L}\p{N}]+|\s+"
+    ),
+    "what has no white space in it, with the white space before it": r"\s*\S+|\s+",
+}
+"""Ways to cut a text, by their names; the first that no token crosses is assumed."""
+
+WORD_END = "</w>"
+
+
+def byte_pair_tokenizer(table: Table) -> ForeignTokenizer:
+    """A tokenizer of merges of ids. Raises ConvertError."""
+    assert table.merges is not None
+    tokens = _formed(table.merges, table.where)
+    _compare(tokens, table)
+    names = {i: _name(text) for i, text in table.texts.items() if i not in tokens}
+    ranks = {token: token_id for token_id, token in tokens.items()}
+    if len(ranks) < len(tokens):
+        twice = next(token for i, token in tokens.items() if ranks[token] != i)
+        raise ConvertError(
+            f"{table.where}: two merges make {twice!r}, with two ids; ranks have one for the same "
+            "bytes. --tokenizer none imports the model for token ids alone"
+        )
+    for (left, right), token_id in table.merges.items():
+        formed = last_pair(tokens[token_id], ranks)
+        if formed != (tokens[left], tokens[right]):
+            by = "no merges" if formed is None else f"{formed[0]!r} and {formed[1]!r}"
+            raise ConvertError(
+                f"{table.where}: {tokens[token_id]!r} is made of {tokens[left]!r} and "
+                f"{tokens[right]!r} there, and by ranks of {by}, so some texts would get other "
+                "ids. --tokenizer none imports the model for token ids alone"
+            )
+    return _ranked(ranks, names, table)
+
+
+def ranks_tokenizer(table: Table) -> ForeignTokenizer:
+    """A tokenizer of bytes and ranks, as tiktoken's encodings have them. Raises ConvertError."""
+    names = {i: _name(text) for i, text in table.texts.items() if text in table.special}
+    ranks = {
+        text.encode() if isinstance(text, str) else text: i
+        for i, text in table.texts.items()
+        if i not in names
+    }
+    return _ranked(ranks, names, table)
+
+
+def _ranked(ranks: Mapping[bytes, int], names: Mapping[int, str], table: Table) -> ForeignTokenizer:
+    pattern, notes = table.pattern, tuple[str, ...]()
+    if pattern is None:
+        pattern, note = _assumed(ranks)
+        notes = (note,)
+    special = special_names(names, list(ranks.values()))
+    try:
+        tokenizer = Tokenizer(
+            ranks=ranks,
+            pattern=pattern,
+            special_tokens=special,
+            end_of_text_name=end_name(special),
+        )
+    except TokenizerError as error:
+        raise ConvertError(f"{table.where}: {error}") from error
+    return ForeignTokenizer(tokenizer=tokenizer, notes=notes)
+
+
+def _formed(merges: Mapping[tuple[int, int], int], where: str) -> dict[int, bytes]:
+    """The bytes of each id that merges make, and of the 256 that they begin with."""
+    tokens = {byte: bytes([byte]) for byte in range(256)}
+    for pair, token_id in sorted(merges.items(), key=lambda item: item[1]):
+        if token_id in tokens or not all(part in tokens for part in pair):
+            wrong = "is made twice" if token_id in tokens else "is made of ids that come later"
+            raise ConvertError(f"{where}: the id {token_id} {wrong} (a merge of {pair})")
+        tokens[token_id] = tokens[pair[0]] + tokens[pair[1]]
+    return tokens
+
+
+def _compare(tokens: Mapping[int, bytes], table: Table) -> None:
+    """Raise ConvertError where written texts contradict what the merges make."""
+    for token_id, text in table.texts.items():
+        token = tokens.get(token_id)
+        if token is not None and token not in _readings(text):
+            if token.decode(errors="replace") == text:
+                continue  # half a character, as people write it
+            raise ConvertError(
+                f"{table.where}: id {token_id} is {text!r} there, and its merges make {token!r}"
+            )
+
+
+def _readings(text: Text) -> set[bytes]:
+    """What a text may stand for: itself, base64, or a character for each byte."""
+    if isinstance(text, bytes):
+        return {text}
+    readings = {text.encode()}
+    with contextlib.suppress(binascii.Error, ValueError):
+        readings.add(base64.b64decode(text, validate=True))
+    if all(ord(character) < 256 for character in text):
+        readings.add(text.encode("latin-1"))
+    return readings
+
+
+def _name(text: Text) -> str:
+    """The name of a special token, which may be written in base64."""
+    if isinstance(text, bytes):
+        return text.decode(errors="replace")
+    if looks_special(text):
+        return text
+    for reading in _readings(text):
+        spelled = reading.decode(errors="replace")
+        if looks_special(spelled):
+            return spelled
+    return text
+
+
+def _assumed(tokens: Iterable[bytes]) -> tuple[str, str]:
+    """How texts were cut, from tokens that never cross a cut; and the sentence that says so."""
+    texts = [token.decode(errors="ignore") for token in tokens if len(token) > 1]
+    for name, pattern in CUTS.items():
+        cut = regex.compile(pattern)
+        if texts and all(len(cut.findall(text)) <= 1 for text in texts):
+            return pattern, (
+                "how texts were cut before merging is not written down: no token crosses a cut of "
+                f"{name}, so that is assumed; where another one was used some ids differ"
+            )
+    return WHOLE, (
+        "how texts were cut before merging is not written down: tokens reach across words, so it "
+        "is assumed that merges go across the whole text"
+    )
+
+
+def string_pair_tokenizer(table: Table) -> tuple[Tokenizer, tuple[str, ...]]:
+    """A tokenizer of merges of texts whose tokens are whole words. Raises ConvertError."""
+    assert table.strings is not None
+    places = {pair: place for place, pair in reversed(list(enumerate(table.strings)))}
+    texts = {i: t if isinstance(t, str) else t.decode() for i, t in table.texts.items()}
+    words: dict[int, str] = {}
+    for token_id, text in texts.items():
+        if looks_special(text) and not text.endswith(WORD_END):
+            continue
+        word = text.removesuffix(WORD_END)
+        if word == text or not word:
+            raise ConvertError(
+                f"{table.where}: its merges join characters, and the token {text!r} is a part of a "
+                "word; ranks are made of bytes. Written with the tokenizers library, as a "
+                "byte-level tokenizer.json, it could be imported; --tokenizer none imports the "
+                "model for token ids alone"
+            )
+        if _merged([*word, WORD_END], places) != [text]:
+            raise ConvertError(
+                f"{table.where}: its merges do not form its token {text!r} from {word!r}"
+            )
+        words[token_id] = word
+    others = {i: text for i, text in texts.items() if i not in words}
+    return word_tokenizer(words | others, table.where, set(others.values()))
+
+
+def is_byte_level(table: Table) -> bool:
+    """Whether merges of texts are written in GPT-2's characters for bytes."""
+    known = set(byte_characters().values())
+    texts = [t for t in table.texts.values() if isinstance(t, str) and not looks_special(t)]
+    return known <= {text for text in texts if len(text) == 1}
+
+
+def _merged(parts: list[str], places: Mapping[tuple[str, str], int]) -> list[str]:
+    """The parts of a word by a list of merges: all places of the earliest, again and again."""
+    while len(parts) > 1:
+        best = min(pairwise(parts), key=lambda pair: places.get(pair, len(places)))
+        if best not in places:
+            break
+        merged, place = list[str](), 0
+        while place < len(parts):
+            if tuple(parts[place : place + 2]) == best:
+                merged.append(parts[place] + parts[place + 1])
+                place += 2
+            else:
+                merged.append(parts[place])
+                place += 1
+        parts = merged
+    return parts

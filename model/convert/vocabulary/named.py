@@ -1,0 +1,131 @@
+"""Vocabularies that `--tokenizer` names: published ones, files, and rules.
+
+gpt2, cl100k_base, o200k_base     a published encoding
+FILE                              any file that `files.py` reads
+characters:TEXT[,first=N,last=N]  the characters of a text, sorted, as `sorted(set(text))` has
+                                  them, with N more ids before or after
+words:FILE[,first=N,last=N]       a word a line, or a JSON list, in the order of ids
+none                              token ids alone
+"""
+
+import re
+from pathlib import Path
+
+from model.convert.foreign import ConvertError, ForeignTokenizer
+from model.convert.vocabulary.build import build_tokenizer
+from model.convert.vocabulary.files import (
+    Candidate,
+    read_bytes,
+    read_json,
+    table_of_lines,
+    vocabulary_in,
+)
+from model.convert.vocabulary.table import Table, table_of
+from model.text.published import published_tokenizer
+from model.text.tokenizer import PUBLISHED, Tokenizer, TokenizerError
+
+NONE = "none"
+_RULE = re.compile(r"(characters|words):(.+?)((?:,(?:first|last)=\d+)*)", re.DOTALL)
+FORMS = (
+    "gpt2, cl100k_base, o200k_base, a file (ranks, tokenizer.json, meta.pkl, a vocabulary as JSON "
+    "or pickle), characters:TEXT, words:FILE or none"
+)
+
+
+def named_vocabulary(name: str, *, rows: int, skip_normalizer: bool) -> Candidate:
+    """The vocabulary of that name, for a model of so many rows. Raises ConvertError."""
+    if name == NONE:
+        return Candidate("none", without_text(rows))
+    if name in PUBLISHED:
+        try:
+            return Candidate(name, ForeignTokenizer(tokenizer=published_tokenizer(name)))
+        except (TokenizerError, OSError) as error:
+            raise ConvertError(str(error)) from error
+    if (rule := _RULE.fullmatch(name)) is not None:
+        first, last = (_count(rule[3], key) for key in ("first", "last"))
+        make = _characters if rule[1] == "characters" else _words
+        return make(Path(rule[2]), first, last, rows)
+    path = Path(name)
+    if not path.is_file():
+        raise ConvertError(f"the tokenizer {name!r} is not a file; --tokenizer takes {FORMS}")
+    found = vocabulary_in(path, skip_normalizer=skip_normalizer)
+    if found is None:
+        raise ConvertError(
+            f"{path} does not hold a vocabulary in a form that is known: a dictionary of tokens "
+            "and ids, a list of tokens, merges of ids, or a tokenizer.json"
+        )
+    return Candidate(str(path), found)
+
+
+def without_text(vocab_size: int) -> ForeignTokenizer:
+    """The vocabulary of a model whose ids have no text."""
+    note = (
+        "there is no vocabulary: prompts are token ids, and what is generated are token ids "
+        "without a text"
+    )
+    return ForeignTokenizer(tokenizer=Tokenizer.without_text(vocab_size), notes=(note,))
+
+
+def _characters(path: Path, first: int, last: int, rows: int) -> Candidate:
+    """The characters of a text; exactly as many as the model has rows, because their order is all
+    that is known."""
+    where = f"the characters of {path}"
+    counted = {}
+    for newline in (None, ""):  # as Python's open() reads lines, and as they are
+        characters = sorted(set(_text(path, newline)))
+        counted[newline] = characters
+        if first + len(characters) + last == rows:
+            break
+    else:
+        found = len(counted[None])
+        less, more = rows - found - first - last, first + found + last - rows
+        if less > 0:
+            advice = (
+                f"If the model has {less} more ids, say where they stand: first={first + less} "
+                f"before the characters, or last={last + less} after them"
+            )
+        else:
+            advice = f"It is another text, or has grown by {more} characters since the training"
+        extra = f" and {first + last} extra ids" if first + last else ""
+        raise ConvertError(
+            f"{path} has {found:,} different characters{extra}, the model has {rows:,} rows of the "
+            f"embedding: the ids of sorted characters are right only if it has every one of them. "
+            f"{advice}"
+        )
+    table = Table(texts=dict(enumerate(characters, start=first)), where=where)
+    return Candidate(where, build_tokenizer(_with_extra(table, first, last)))
+
+
+def _words(path: Path, first: int, last: int, rows: int) -> Candidate:
+    table = None
+    if path.suffix.lower() == ".json":
+        table = table_of(read_json(path), str(path))
+    else:
+        table = table_of_lines(read_bytes(path), path)
+    if table is None:
+        raise ConvertError(f"{path} is not a JSON list of tokens, or an object of tokens and ids")
+    shifted = {first + token_id: text for token_id, text in table.texts.items()}
+    table = Table(texts=shifted, where=f"the words of {path}")
+    return Candidate(table.where, build_tokenizer(_with_extra(table, first, last)))
+
+
+def _with_extra(table: Table, first: int, last: int) -> Table:
+    """A table with names for extra ids before and after its own."""
+    size = max(table.texts) + 1
+    extra = {i: f"<|extra_{i}|>" for i in (*range(first), *range(size, size + last))}
+    return Table(texts=extra | dict(table.texts), where=table.where)
+
+
+def _count(options: str, key: str) -> int:
+    values = re.findall(rf",{key}=(\d+)", options)
+    return int(values[-1]) if values else 0
+
+
+def _text(path: Path, newline: str | None) -> str:
+    try:
+        with path.open(encoding="utf-8", newline=newline) as file:
+            return file.read()
+    except OSError as error:
+        raise ConvertError(f"the text {path} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConvertError(f"{path} is not a text in UTF-8: {error}") from error

@@ -1,0 +1,85 @@
+"""Vocabularies whose tokens are whole pieces of text: words and marks, never merged.
+
+A pattern cuts the text, and every piece has to be a token. Two ways of writing tokens:
+
+as they are     every character of a text is in a piece, so decoding gives the text back
+with a space    each token begins with a space, which a text may leave out; white space only
+                separates. Encoding gives the ids of `re.findall` or `str.split` and a dictionary,
+                decoding the words with one space before each, which encodes to the same ids
+
+What the vocabulary lacks is an error: there is no token for the unknown. Does not choose the
+pattern (`model/convert/vocabulary/words.py`).
+"""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+
+
+class UnknownPiece(ValueError):
+    """A piece of a text that is not a token; the message names it and where it stands."""
+
+
+class PieceEncoder:
+    """From texts to ids. Raises `re.error` for a pattern that is none.
+
+    tokens   bytes of UTF-8 and ids; where they are `spaced`, each begins with a space
+    special  names and ids
+    """
+
+    def __init__(
+        self, tokens: Mapping[bytes, int], pattern: str, special: Mapping[str, int], *, spaced: bool
+    ) -> None:
+        self._ids = {token.decode(): token_id for token, token_id in tokens.items()}
+        self._spaced = spaced
+        self._cut = re.compile(pattern)
+        self._special = dict(special)
+        longest_first = sorted(special, key=len, reverse=True)
+        self._names = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+
+    def encode(self, text: str, *, special_ids: bool) -> list[int]:
+        """The ids of a text; with `special_ids` a special token's name becomes its id. Raises
+        UnknownPiece."""
+        if not special_ids:
+            return list(self._ordinary(text, 0, len(text)))
+        ids, start = list[int](), 0
+        for name in self._names.finditer(text):
+            ids += self._ordinary(text, start, name.start())
+            ids.append(self._special[name[0]])
+            start = name.end()
+        return [*ids, *self._ordinary(text, start, len(text))]
+
+    def _ordinary(self, text: str, start: int, end: int) -> Iterator[int]:
+        """The ids of text[start:end]."""
+        for piece in self._cut.finditer(text, start, end):
+            self._check_left_out(text, start, piece.start())
+            bare = piece[0].removeprefix(" ") if self._spaced else piece[0]
+            spelled = f" {bare}" if self._spaced else bare
+            if spelled not in self._ids:
+                raise self._unknown(bare, piece.end() - len(bare))
+            yield self._ids[spelled]
+            start = piece.end()
+        self._check_left_out(text, start, end)
+
+    def _check_left_out(self, text: str, start: int, end: int) -> None:
+        """Raise UnknownPiece where no piece has text[start:end], and it is not white space that
+        separates words."""
+        left = text[start:end].lstrip() if self._spaced else text[start:end]
+        if left:
+            raise self._unknown(left[:1], end - len(left))
+
+    def _unknown(self, piece: str, place: int) -> UnknownPiece:
+        return UnknownPiece(
+            f"{piece[:60]!r}, at character {place} of the text, is not one of the "
+            f"{len(self._ids):,} words and marks of the vocabulary; the model never saw it"
+        )
+
+
+def word_spans(words: Iterable[str], text: str) -> Iterator[tuple[int, int]]:
+    """Where the words of an encoded text lie in it: characters [start, end), white space left
+    out."""
+    end = 0
+    for word in words:
+        bare = word.removeprefix(" ")
+        start = text.index(bare, end)
+        end = start + len(bare)
+        yield start, end

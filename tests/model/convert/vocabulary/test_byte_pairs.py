@@ -1,0 +1,221 @@
+"""Home-made byte pair encodings against the encoders of the lectures that they come from."""
+
+import base64
+import json
+import pickle
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import regex
+import tiktoken
+from hypothesis import given
+from hypothesis import strategies as st
+
+from model.convert.foreign import ConvertError, ForeignTokenizer
+from model.convert.probe import probe_text
+from model.convert.vocabulary.byte_pairs import CUTS, GPT4_PATTERN
+from model.convert.vocabulary.choose import choose_vocabulary
+from tests.model.convert.theirs import their_tokenizer
+
+Merges = dict[tuple[int, int], int]
+
+
+def replaced(ids: list[int], pair: tuple[int, int], token_id: int) -> list[int]:
+    """Every occurrence of a pair as one id, from the left."""
+    out, place = list[int](), 0
+    while place < len(ids):
+        if tuple(ids[place : place + 2]) == pair:
+            out.append(token_id)
+            place += 2
+        else:
+            out.append(ids[place])
+            place += 1
+    return out
+
+
+def learned(pieces: list[str], count: int, *, first: int = 256) -> Merges:
+    """Merges of the commonest pairs, as the lecture learns them."""
+    rows = [list(piece.encode()) for piece in pieces]
+    merges: Merges = {}
+    for token_id in range(first, first + count):
+        counts: dict[tuple[int, int], int] = {}
+        for ids in rows:
+            for pair in pairwise(ids):
+                counts[pair] = counts.get(pair, 0) + 1
+        pair = max(counts, key=counts.__getitem__)
+        merges[pair] = token_id
+        rows = [replaced(ids, pair, token_id) for ids in rows]
+    return merges
+
+
+def encoded(text: str, merges: Merges, pattern: str | None = None) -> list[int]:
+    """The lecture's encoder: the earliest merge that occurs, until none does."""
+    out = []
+    for piece in [text] if pattern is None else regex.findall(pattern, text):
+        ids = list(piece.encode())
+        while len(ids) > 1:
+            pair = min(pairwise(ids), key=lambda pair: merges.get(pair, 10**9))
+            if pair not in merges:
+                break
+            ids = replaced(ids, pair, merges[pair])
+        out += ids
+    return out
+
+
+TEXT = ("the cat sat on the mat and the other cat sat there. it's a café, isn't it? "
+        "in 2026 they said: \"the theme is then the thesis\"\n") * 3  # fmt: skip
+WHOLE = learned([TEXT], 40)
+CUT = learned(regex.findall(GPT4_PATTERN, TEXT), 40)
+
+
+def vocabulary(merges: Merges) -> dict[int, bytes]:
+    tokens = {byte: bytes([byte]) for byte in range(256)}
+    for (left, right), token_id in merges.items():
+        tokens[token_id] = tokens[left] + tokens[right]
+    return tokens
+
+
+def of(contents: Any, rows: int = 296, folder: Path = Path("nowhere")) -> ForeignTokenizer:
+    return choose_vocabulary(None, contents=contents, folder=folder, facts={}, rows=rows)
+
+
+def texts(merges: Merges) -> dict[str, str]:
+    return {str(i): token.decode(errors="replace") for i, token in vocabulary(merges).items()}
+
+
+def coded(merges: Merges) -> dict[str, str]:
+    return {str(i): base64.b64encode(token).decode() for i, token in vocabulary(merges).items()}
+
+
+SHAPES: dict[str, Any] = {
+    "tuples": lambda merges: {"merges": merges},
+    "text with commas": lambda merges: {"merges": {f"{a},{b}": i for (a, b), i in merges.items()}},
+    "text of tuples": lambda merges: {"merges": {str(pair): i for pair, i in merges.items()}},
+    "a list": lambda merges: {"merges": [[list(pair), i] for pair, i in merges.items()]},
+    "with bytes": lambda merges: {"merges": merges, "vocab": vocabulary(merges)},
+    "with base64": lambda merges: {"merges": merges, "vocab": coded(merges)},
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_merges_of_ids_encode_as_there(shape: str) -> None:
+    found = of(SHAPES[shape](WHOLE))
+    assert found.tokenizer.encode(TEXT) == encoded(TEXT, WHOLE)
+    assert found.tokenizer.decode(encoded(TEXT, WHOLE)) == TEXT
+    assert "merges go across the whole text" in found.notes[1]
+
+
+WHOLE_TOKENIZER, CUT_TOKENIZER = of({"merges": WHOLE}), of({"merges": CUT})
+
+
+@given(st.text() | st.text(alphabet="the catsoin.' \n2é"))
+def test_any_text_gets_the_ids_of_the_lectures_encoder(text: str) -> None:
+    assert WHOLE_TOKENIZER.tokenizer.encode(text) == encoded(text, WHOLE)
+    assert CUT_TOKENIZER.tokenizer.encode(text) == encoded(text, CUT, GPT4_PATTERN)
+
+
+def test_the_cut_is_assumed_from_tokens_that_never_cross_it() -> None:
+    assert CUT_TOKENIZER.tokenizer.pattern == GPT4_PATTERN
+    assert "no token crosses a cut of GPT-4's pattern, so that is assumed" in CUT_TOKENIZER.notes[1]
+    told = of({"merges": CUT, "pattern": r"\s?\S+|\s+"})
+    assert told.tokenizer.pattern == r"\s?\S+|\s+"
+    assert len(told.notes) == 1
+
+
+@pytest.mark.parametrize("pattern", CUTS.values(), ids=CUTS)
+def test_each_way_to_cut_leaves_its_own_tokens_whole(pattern: str) -> None:
+    merges = learned(regex.findall(pattern, probe_text()), 200)
+    found = of({"merges": merges}, rows=456).tokenizer.pattern
+    kept = [token.decode(errors="ignore") for token in vocabulary(merges).values()]
+    assert found != r"[\s\S]+"
+    assert all(len(regex.findall(found, text)) <= 1 for text in kept)
+
+
+def test_a_special_token_may_stand_between(tmp_path: Path) -> None:
+    merges = learned([TEXT], 30, first=257)
+    name = base64.b64encode(b"[EOD]").decode()
+    (tmp_path / "vocab.json").write_text(json.dumps(coded(merges) | {"256": name}))
+    by_text = {f"{left},{right}": i for (left, right), i in merges.items()}
+    (tmp_path / "merges.json").write_text(json.dumps(by_text))
+    found = of({}, rows=287, folder=tmp_path)
+    assert found.order is None, "ids are those of the source"
+    assert found.tokenizer.encode(TEXT) == encoded(TEXT, merges)
+    assert found.tokenizer.special_tokens == {"[EOD]": 256}
+    assert found.tokenizer.end_of_text == 256
+
+
+def test_the_lectures_own_file(tmp_path: Path) -> None:
+    lines = ["minbpe v1", GPT4_PATTERN, "1", "<|endoftext|> 296", *(f"{a} {b}" for a, b in CUT)]
+    (tmp_path / "my_tokenizer.model").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    found = of({}, rows=297, folder=tmp_path)
+    assert found.tokenizer.encode(TEXT) == encoded(TEXT, CUT, GPT4_PATTERN)
+    assert found.tokenizer.end_of_text == 296
+    (tmp_path / "my_tokenizer.model").write_text("minbpe v1\n\nmany\n")
+    with pytest.raises(ConvertError, match=r"my_tokenizer\.model is damaged: invalid literal"):
+        of({}, folder=tmp_path)
+
+
+def test_a_pickled_encoding_of_tiktoken(tmp_path: Path) -> None:
+    ranks = {token: i for i, token in vocabulary(CUT).items()}
+    encoding = tiktoken.Encoding(
+        "own", pat_str=GPT4_PATTERN, mergeable_ranks=ranks, special_tokens={"<|bos|>": 296}
+    )
+    (tmp_path / "tokenizer.pkl").write_bytes(pickle.dumps(encoding))
+    found = of({}, rows=297, folder=tmp_path)
+    assert found.tokenizer.encode(TEXT) == encoding.encode(TEXT)
+    assert found.tokenizer.special_tokens == {"<|bos|>": 296}
+
+
+@pytest.mark.parametrize(
+    ("merges", "sentence"),
+    [
+        ({(97, 98): 256, (256, 99): 257, (98, 99): 258, (97, 258): 259}, "two merges make b'abc'"),
+        ({(97, 300): 256}, "the id 256 is made of ids that come later"),
+        ({(97, 98): 256, (97, 99): 256}, "the id 256 is made twice"),
+        ({(98, 99): 256, (97, 98): 257, (257, 99): 258}, "made of b'ab' and b'c' there, and by"),
+    ],
+)
+def test_merges_that_ranks_cannot_say(merges: Merges, sentence: str) -> None:
+    with pytest.raises(ConvertError, match=sentence):
+        of({"merges": merges}, rows=max(merges.values()) + 1)
+
+
+def test_texts_that_contradict_the_merges() -> None:
+    with pytest.raises(ConvertError, match="id 256 is 'zz' there, and its merges make b'th'"):
+        of({"merges": {(116, 104): 256}, "vocab": {256: "zz"}}, rows=257)
+
+
+# Merges of texts
+
+
+def test_gpt2s_older_files_are_read_as_a_tokenizer_json(tmp_path: Path) -> None:
+    library = their_tokenizer(size=330)
+    document = json.loads(library.to_str())
+    ends = {"<|endoftext|>": 330, "<|user|>": 331}
+    (tmp_path / "vocab.json").write_text(json.dumps(document["model"]["vocab"] | ends))
+    lines = [merge if isinstance(merge, str) else " ".join(merge)
+             for merge in document["model"]["merges"]]  # fmt: skip
+    (tmp_path / "merges.txt").write_text("\n".join(["#version: 0.2", *lines]) + "\n")
+    found = of({}, rows=332, folder=tmp_path)
+    assert found.tokenizer.encode(TEXT) == library.encode(TEXT).ids
+    assert found.tokenizer.special_tokens == ends
+    assert "GPT-2's pattern is assumed" in found.notes[-1]
+    library.save(str(tmp_path / "tokenizer.json"))
+    whole = of({}, rows=332, folder=tmp_path)
+    assert whole.notes[0].endswith("tokenizer.json"), "which says more"
+
+
+def test_merges_that_end_in_whole_words() -> None:
+    merges = [("e", "</w>"), ("t", "h"), ("th", "e</w>"), ("t", "</w>"), ("c", "a"),
+              ("ca", "t</w>")]  # fmt: skip
+    vocab = {"<PAD>": 0, "<UNK>": 1, "the</w>": 2, "cat</w>": 3}
+    found = of({"vocab": vocab, "merges": merges}, rows=4)
+    assert found.tokenizer.encode("the cat\nthe") == [2, 3, 2]
+    assert found.tokenizer.special_tokens == {"<PAD>": 0, "<UNK>": 1}
+    with pytest.raises(ConvertError, match="do not form its token 'the</w>' from 'the'"):
+        of({"vocab": vocab, "merges": merges[2:]}, rows=4)
+    parts = {"vocab": vocab | {"ca": 4}, "merges": merges}
+    with pytest.raises(ConvertError, match=r"the token 'ca' is a part of a word.* --tokenizer n"):
+        of(parts, rows=5)

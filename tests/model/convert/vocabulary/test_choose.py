@@ -1,0 +1,401 @@
+"""Vocabularies in every form that people leave behind: ids are those of their own plain encoder."""
+
+import collections
+import json
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from model.convert.foreign import ConvertError, ForeignTokenizer
+from model.convert.pt_file import read_pt, without_tensors
+from model.convert.vocabulary.choose import choose_vocabulary
+
+CHARACTERS = sorted("\n !,.0123abcdefgABCé€😀")
+STOI = {character: index for index, character in enumerate(CHARACTERS)}
+ITOS = dict(enumerate(CHARACTERS))
+TEXT = "A bad cab,\nfée €: 😀!".replace(":", "")
+
+WORDS = ["the", "cat", "sat", "on", "a", "mat", ".", ",", "café"]
+
+
+def chosen(
+    named: str | None = None,
+    *,
+    contents: dict[str, Any] | None = None,
+    folder: Path = Path("nowhere/at/all"),
+    rows: int = len(CHARACTERS),
+    **more: Any,
+) -> ForeignTokenizer:
+    return choose_vocabulary(
+        named, contents=contents or {}, folder=folder, facts=more.pop("facts", {}), rows=rows,
+        **more,
+    )  # fmt: skip
+
+
+def as_text(table: dict[int, str]) -> dict[str, str]:
+    return {str(key): value for key, value in table.items()}
+
+
+SHAPES: dict[str, Any] = {
+    "stoi and itos": {"stoi": STOI, "itos": ITOS},
+    "stoi alone": {"stoi": STOI},
+    "itos as a list, and config": {"itos": CHARACTERS, "config": {"n_layer": 2}},
+    "keys of JSON": {"stoi": STOI, "itos": as_text(ITOS)},
+    "characters as a list": {"chars": CHARACTERS},
+    "characters as a string": {"chars": "".join(CHARACTERS)},
+    "vocab as a list": {"vocab": CHARACTERS, "vocab_size": len(CHARACTERS)},
+    "vocab by token": {"vocab": STOI},
+    "vocab by id": {"vocab": ITOS},
+    "token2id": {"token2id": STOI, "id2token": as_text(ITOS)},
+    "char_to_int": {"vocab": CHARACTERS, "char_to_int": STOI, "int_to_char": ITOS},
+    "word_to_idx": {"word_to_idx": STOI},
+    "nested": {"tokenizer": {"stoi": STOI, "itos": ITOS}},
+}
+
+
+def check_characters(found: ForeignTokenizer) -> None:
+    """Against the encoder that everybody writes for characters."""
+    ids = [STOI[character] for character in TEXT]
+    assert found.order is None
+    assert found.tokenizer.vocab_size == len(CHARACTERS)
+    assert found.tokenizer.encode(TEXT) == ids
+    assert found.tokenizer.decode(ids) == TEXT
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_vocabulary_in_the_checkpoint(shape: str) -> None:
+    found = chosen(contents=SHAPES[shape])
+    check_characters(found)
+    assert "ids is from '" in found.notes[0]
+    assert "the checkpoint" in found.notes[0]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("form", ["pickle", "json"])
+def test_a_vocabulary_beside_the_model(shape: str, form: str, tmp_path: Path) -> None:
+    if form == "json":
+        path = tmp_path / "vocab.json"
+        path.write_text(json.dumps(SHAPES[shape]), encoding="utf-8")
+    else:
+        path = tmp_path / "meta.pkl"
+        path.write_bytes(pickle.dumps(SHAPES[shape]))
+    found = chosen(folder=tmp_path)
+    check_characters(found)
+    assert found.notes[0].endswith(f"is from {path}")
+
+
+@pytest.mark.parametrize(
+    "whole",
+    [STOI, ITOS, (STOI, ITOS), (ITOS, STOI), CHARACTERS, collections.OrderedDict(STOI)],
+    ids=["stoi", "itos", "both", "both turned", "list", "ordered"],
+)
+def test_a_pickle_that_is_the_vocabulary(whole: Any, tmp_path: Path) -> None:
+    (tmp_path / "vocab.pkl").write_bytes(pickle.dumps(whole))
+    check_characters(chosen(folder=tmp_path))
+
+
+class SimpleTokenizer:
+    """What people pickle whole."""
+
+    def __init__(self) -> None:
+        self.stoi, self.itos, self.unused = STOI, ITOS, SimpleTokenizer
+
+
+def test_an_object_is_read_as_its_attributes_and_its_class_never_used(tmp_path: Path) -> None:
+    raw = pickle.dumps(SimpleTokenizer())
+    gone = raw.replace(b"SimpleTokenizer", b"SimpleTokenizeR")  # a class that exists nowhere
+    assert gone != raw
+    (tmp_path / "tokenizer.pkl").write_bytes(gone)
+    check_characters(chosen(folder=tmp_path))
+
+
+class Hostile:
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (Path.touch, (self.marker,))
+
+
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("protocol", [0, 2, 4])
+def test_a_pickle_that_calls_something_is_refused_and_calls_nothing(
+    inside: bool, protocol: int, tmp_path: Path
+) -> None:
+    hostile: Any = Hostile(tmp_path / "touched")
+    raw = pickle.dumps({"stoi": STOI, "x": hostile} if inside else hostile, protocol)
+    path = tmp_path / "meta.pkl"
+    path.write_bytes(raw)
+    sentence = r"it names \S+, and to build that would run code"
+    with pytest.raises(ConvertError, match=sentence):
+        chosen(folder=tmp_path)
+    with pytest.raises(ConvertError, match=sentence):
+        chosen(str(path))
+    assert not (tmp_path / "touched").exists()
+    pickle.loads(raw)
+    assert (tmp_path / "touched").exists(), "it would have"
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        "meta.pkl", "my_vocab.pkl", "Tokenizer/vocab.pkl", "vocab/stoi.pkl", "data/plays/meta.pkl",
+        "../vocab/v_vocab.pkl", "../data/plays/meta.pkl", "../tokenizer/char_to_idx.pkl",
+    ],
+)  # fmt: skip
+def test_where_it_is_looked_for(place: str, tmp_path: Path) -> None:
+    path = (tmp_path / "out" / place).resolve()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(pickle.dumps({"stoi": STOI}))
+    (tmp_path / "out").mkdir(exist_ok=True)
+    found = chosen(folder=tmp_path / "out")
+    check_characters(found)
+    assert str(path) in found.notes[0]
+
+
+def save_characters(path: Path, characters: list[str]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(pickle.dumps({"itos": characters}))
+
+
+def test_vocabularies_that_disagree_are_named_and_none_is_taken(tmp_path: Path) -> None:
+    save_characters(tmp_path / "data" / "one" / "meta.pkl", CHARACTERS)
+    save_characters(tmp_path / "data" / "two" / "meta.pkl", CHARACTERS[::-1])
+    sentence = r"fit the model's 22 rows and disagree: \S+one/meta\.pkl, \S+two/meta\.pkl\. .* --to"
+    with pytest.raises(ConvertError, match=sentence):
+        chosen(folder=tmp_path)
+    save_characters(tmp_path / "data" / "two" / "meta.pkl", CHARACTERS)
+    check_characters(chosen(folder=tmp_path))
+    save_characters(tmp_path / "data" / "two" / "meta.pkl", CHARACTERS[:5])
+    check_characters(chosen(folder=tmp_path))  # only one of them fits
+
+
+def test_the_order_is_named_then_inside_then_beside(tmp_path: Path) -> None:
+    save_characters(tmp_path / "meta.pkl", CHARACTERS[::-1])
+    save_characters(tmp_path / "other.pkl", [*CHARACTERS[1:], CHARACTERS[0]])
+    inside = {"stoi": STOI}
+    assert chosen(folder=tmp_path).tokenizer.token_text(0) == CHARACTERS[-1]
+    assert chosen(folder=tmp_path, contents=inside).tokenizer.token_text(0) == CHARACTERS[0]
+    named = chosen(str(tmp_path / "other.pkl"), folder=tmp_path, contents=inside)
+    assert named.tokenizer.token_text(0) == CHARACTERS[1]
+
+
+def test_nanogpts_data_folder_comes_before_others(tmp_path: Path) -> None:
+    save_characters(tmp_path / "data" / "one" / "meta.pkl", CHARACTERS[::-1])
+    save_characters(tmp_path / "data" / "two" / "meta.pkl", CHARACTERS)
+    found = chosen(folder=tmp_path / "out", facts={"dataset": "two"})
+    check_characters(found)
+
+
+def test_what_contradicts_itself_is_refused() -> None:
+    for contents, sentence in (
+        ({"stoi": STOI, "itos": CHARACTERS[::-1]}, None),
+        ({"stoi": {"a": 0, "b": 1}, "itos": {0: "b", 1: "a"}}, "'itos' is not 'stoi' the other"),
+        ({"stoi": {"a": 0, "b": 1}, "chars": ["a", "z"]}, "'chars' has 'z', which 'stoi' lacks"),
+        ({"chars": ["a", "b"], "vocab": ["b", "a"]}, "'chars' and 'vocab' are different"),
+        ({"stoi": {"a": 0, "b": 0}}, "'a' and 'b' of a vocabulary share the id 0"),
+        ({"itos": ["a", "a"]}, "'a' stands for both ids 0 and 1"),
+        ({"itos": ["a", ""]}, "the text of id 1 is empty"),
+        ({"itos": ["a", "\ud800"]}, "is not Unicode"),
+        ({"stoi": {"a": -1, "b": 0}}, "has the id -1"),
+    ):
+        if sentence is None:
+            check_characters(chosen(contents=contents))  # a list beside a dictionary has no ids
+            continue
+        with pytest.raises(ConvertError, match=sentence):
+            chosen(contents=contents, rows=2)
+
+
+def test_other_entries_of_a_checkpoint_are_not_vocabularies() -> None:
+    contents = {
+        "vocab_size": 22, "vocab": 22, "tokens": 5, "words": None, "decoder": {"n_layer": 2},
+        "history": [{"step": 1}], "config": {"chars": CHARACTERS, "n_head": 2}, "tokenizer": "gpt2",
+    }  # fmt: skip
+    check_characters(chosen(contents=contents))
+    del contents["config"]
+    with pytest.raises(ConvertError, match=r"Its settings name gpt2: try --tokenizer gpt2\."):
+        chosen(contents=contents)
+
+
+def test_what_a_file_holds_beside_its_tensors(tmp_path: Path) -> None:
+    state = {"a.weight": torch.ones(2)}
+    optimizer = {"state": {0: {"step": torch.ones(1)}}, "param_groups": [{"lr": 1.0}]}
+    whole = {"model": state, "optimizer": optimizer, "itos": ITOS, "config": {"n_layer": 2},
+             "loss": torch.ones(1), 5: "a key that is not text"}  # fmt: skip
+    torch.save(whole, tmp_path / "ckpt.pt")
+    found = without_tensors(read_pt(tmp_path / "ckpt.pt", keep=""))
+    assert found == {"itos": ITOS, "config": {"n_layer": 2}}
+
+
+# The rows
+
+
+@pytest.mark.parametrize(
+    ("ids", "rows", "settings"),
+    [
+        (65, 65, None), (65, 128, None), (65, 72, None), (65, 80, None), (50257, 50304, None),
+        (1000, 1020, None), (65, 512, {"vocab_size": 65}), (65, 300, {"n_vocab": 65}),
+    ],
+)  # fmt: skip
+def test_rows_beyond_the_ids_are_padding(ids: int, rows: int, settings: Any) -> None:
+    texts = [chr(0x20000 + index) for index in range(ids)]
+    found = chosen(contents={"itos": texts, "config": settings or {}}, rows=rows)
+    assert found.tokenizer.vocab_size == ids
+
+
+@pytest.mark.parametrize(
+    ("ids", "rows", "sentence"),
+    [
+        (45, 36, r"36 rows .* ids up to 44: they do not belong together\. .* --tokenizer"),
+        (1, 50257, r"50,257 rows .* 1 ids: 50,256 rows without a token .* --unused-rows"),
+        (45, 65, r"65 rows .* 45 ids: 20 rows without a token"),
+        (980, 1001, r"1,001 rows .* 980 ids: 21 rows"),
+    ],
+)
+def test_a_size_that_does_not_fit_is_refused_with_its_numbers(
+    ids: int, rows: int, sentence: str
+) -> None:
+    texts = [chr(0x20000 + index) for index in range(ids)]
+    with pytest.raises(ConvertError, match=sentence):
+        chosen(contents={"itos": texts}, rows=rows)
+    if ids < rows:
+        found = chosen(contents={"itos": texts}, rows=rows, unused_rows=True)
+        assert found.tokenizer.vocab_size == ids
+    else:
+        with pytest.raises(ConvertError, match="do not belong together"):
+            chosen(contents={"itos": texts}, rows=rows, unused_rows=True)
+
+
+def test_nothing_found_says_where_and_what_to_do(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.model").write_bytes(b"\n\x0e\n\x05<unk>")
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    with pytest.raises(ConvertError) as caught:
+        chosen(folder=tmp_path)
+    assert f"{tmp_path} has no vocabulary for the model's 22 ids" in str(caught.value)
+    assert "tokenizer.model is SentencePiece's or another library's own format" in str(caught.value)
+    assert "tokenizer_config" not in str(caught.value)
+    (tmp_path / "input.txt").write_text("".join(CHARACTERS) * 3, encoding="utf-8")
+    with pytest.raises(ConvertError, match=r"exactly 22 .* --tokenizer characters:\S+input\.txt "):
+        chosen(folder=tmp_path)
+
+
+# Special tokens and characters of several code points
+
+
+def test_entries_that_are_not_characters_are_special_tokens() -> None:
+    texts = ["<pad>", "a", "b", "[UNK]", "c", "<eos>", "e\u0301", "PAD", " "]
+    found = chosen(contents={"itos": texts}, rows=9)
+    tokenizer = found.tokenizer
+    assert tokenizer.encode("ab c") == [1, 2, 8, 4]
+    assert tokenizer.special_tokens == {
+        "<pad>": 0, "[UNK]": 3, "<eos>": 5, "e\u0301": 6, "PAD": 7,
+    }  # fmt: skip
+    assert tokenizer.end_of_text == 5
+    assert [tokenizer.token_text(i) for i in range(9)] == texts
+    assert tokenizer.encode("<eos>", special_ids=True) == [5]
+
+
+def test_ids_without_a_text_get_a_name() -> None:
+    found = chosen(contents={"stoi": {"a": 1, "b": 2, "c": 5}}, rows=6)
+    assert found.tokenizer.encode("cab") == [5, 1, 2]
+    assert found.tokenizer.special_tokens == {
+        "<|extra_0|>": 0, "<|extra_3|>": 3, "<|extra_4|>": 4,
+    }  # fmt: skip
+    assert "no text for the ids 0, 3, 4" in found.notes[1]
+
+
+@given(st.lists(st.sampled_from(CHARACTERS)).map("".join))
+def test_any_text_of_the_characters_comes_back(text: str) -> None:
+    tokenizer = CHARACTER_TOKENIZER.tokenizer
+    assert tokenizer.encode(text) == [STOI[character] for character in text]
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+CHARACTER_TOKENIZER = chosen(contents={"stoi": STOI})
+
+
+# What --tokenizer names
+
+
+def test_the_sorted_characters_of_a_text(tmp_path: Path) -> None:
+    (tmp_path / "input.txt").write_bytes((TEXT * 2).replace("\n", "\r\n").encode())
+    plain = sorted(set((tmp_path / "input.txt").read_text(encoding="utf-8")))
+    named = f"characters:{tmp_path / 'input.txt'}"
+    found = chosen(named, rows=len(plain))
+    assert found.tokenizer.encode(TEXT) == [plain.index(character) for character in TEXT]
+    assert "the characters of" in found.notes[0]
+    shifted = chosen(f"{named},first=2,last=1", rows=len(plain) + 3)
+    assert shifted.tokenizer.encode(TEXT) == [2 + plain.index(c) for c in TEXT]
+    assert sorted(shifted.tokenizer.special_tokens.values()) == [0, 1, len(plain) + 2]
+    raw = sorted(set((tmp_path / "input.txt").read_bytes().decode()))
+    exact = chosen(named, rows=len(raw))
+    assert exact.tokenizer.encode("\r\n") == [raw.index("\r"), raw.index("\n")]
+
+
+def test_a_text_with_other_characters_is_refused_with_the_way_out(tmp_path: Path) -> None:
+    (tmp_path / "input.txt").write_text("abc", encoding="utf-8")
+    named = f"characters:{tmp_path / 'input.txt'}"
+    with pytest.raises(ConvertError, match=r"3 different .* 4 rows .* first=1 .* or last=1"):
+        chosen(named, rows=4)
+    with pytest.raises(ConvertError, match=r"3 different .* 2 rows .* grown by 1 characters"):
+        chosen(named, rows=2)
+    with pytest.raises(ConvertError, match=r"3 different characters and 2 extra ids"):
+        chosen(f"{named},first=2", rows=4)
+    with pytest.raises(ConvertError, match="cannot be read: No such file"):
+        chosen("characters:nowhere.txt", rows=4)
+
+
+@pytest.mark.parametrize("form", ["lines", "crlf", "list", "object", "numbered"])
+def test_words_of_a_file(form: str, tmp_path: Path) -> None:
+    path = tmp_path / ("words.json" if form in ("list", "object") else "words.txt")
+    path.write_bytes({
+        "lines": "\n".join(WORDS) + "\n",
+        "crlf": "\r\n".join(WORDS),
+        "list": json.dumps(WORDS),
+        "object": json.dumps({word: index for index, word in enumerate(WORDS)}),
+        "numbered": "".join(f"{word}\t{index}\n" for index, word in enumerate(WORDS)),
+    }[form].encode())  # fmt: skip
+    found = chosen(f"words:{path}", rows=len(WORDS))
+    assert found.tokenizer.encode("the cat sat") == [0, 1, 2]
+    with pytest.raises(ConvertError, match=r"rows .* 9 ids"):
+        chosen(f"words:{path}", rows=100)
+    more = chosen(f"words:{path},first=1", rows=len(WORDS) + 1)
+    assert more.tokenizer.encode("the cat sat") == [1, 2, 3]
+
+
+def test_a_list_of_lines_may_hold_a_line_break(tmp_path: Path) -> None:
+    (tmp_path / "vocab.txt").write_text("a\n\n\nb\n", encoding="utf-8")
+    found = chosen(folder=tmp_path, rows=3)
+    assert found.tokenizer.encode("a\nb") == [0, 1, 2]
+    (tmp_path / "vocab.txt").write_text("a\n\nb\n", encoding="utf-8")
+    with pytest.raises(ConvertError, match="line 2 is empty"):
+        chosen(str(tmp_path / "vocab.txt"), rows=3)
+
+
+def test_token_ids_alone() -> None:
+    found = chosen("none", rows=81, contents={"itos": CHARACTERS})
+    assert (found.tokenizer.kind, found.tokenizer.vocab_size) == ("none", 81)
+    assert "there is no vocabulary" in found.notes[0]
+    stated = chosen("none", rows=128, contents={"config": {"vocab_size": 100}})
+    assert stated.tokenizer.vocab_size == 100
+
+
+@pytest.mark.parametrize(
+    ("make", "sentence"),
+    [
+        (lambda folder: "gpt5", "the tokenizer 'gpt5' is not a file; --tokenizer takes gpt2, "),
+        (lambda folder: str(folder / "x.json"), "does not hold a vocabulary in a form that is"),
+        (lambda folder: f"words:{folder / 'x.json'}", "is not a JSON list of tokens"),
+        (lambda folder: f"words:{folder / 'y.txt'}", "cannot be read: No such file"),
+    ],
+)
+def test_a_name_that_is_none(make: Callable[[Path], str], sentence: str, tmp_path: Path) -> None:
+    (tmp_path / "x.json").write_text('{"n_layer": "two"}')
+    with pytest.raises(ConvertError, match=sentence):
+        chosen(make(tmp_path))

@@ -1,0 +1,163 @@
+"""Words as tokens: the ids of `re.findall` or `str.split` and a dictionary, and back."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from model.convert.foreign import ConvertError, ForeignTokenizer
+from model.convert.vocabulary.choose import choose_vocabulary
+from model.text.tokenizer import TokenizerError
+
+PLAIN = ["the", "cat", "sat", "on", "a", "I", "mat", "café", "42"]
+MARKED = [*PLAIN, ".", ",", "!", "'"]
+QUOTED = ["SELECT", "'gold'", ">=", "FROM", "a", "<s>", "x-y"]
+BOOK = ["Hello", "--", "self-made", ",", ".", "_", "'", "s", "<|endoftext|>", "<|unk|>"]
+BOOK_CUT = r"([,.:;?_!\"()']|--|\s)"
+
+
+def of(words: list[str], **more: Any) -> ForeignTokenizer:
+    return choose_vocabulary(
+        None, contents={"itos": words}, folder=Path("nowhere"), facts={}, rows=len(words), **more
+    )
+
+
+def spaced(words: list[str]) -> st.SearchStrategy[str]:
+    """Words with any white space between, before and after them."""
+    white = st.sampled_from([" ", "  ", "\n", "\t ", " \n\n"])
+    ordinary = st.sampled_from([word for word in words if not word.startswith("<")])
+    pairs = st.lists(st.tuples(ordinary, white))
+    return st.builds(
+        lambda first, parts: first + "".join(map("".join, parts)), st.sampled_from(["", " ", "\n"]),
+        pairs,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("words", [PLAIN, MARKED, QUOTED, BOOK], ids=["plain", "marks", "sql", "b"])
+@given(st.data())
+def test_ids_are_those_of_split_and_a_dictionary(words: list[str], data: st.DataObject) -> None:
+    tokenizer = of(words).tokenizer
+    text = data.draw(spaced(words))
+    ids = [words.index(word) for word in text.split()]
+    assert tokenizer.encode(text) == ids
+    assert tokenizer.decode(ids) == "".join(f" {word}" for word in text.split())
+    assert tokenizer.encode(tokenizer.decode(ids)) == ids
+    spans = tokenizer.spans(ids, text)
+    assert [text[span.start : span.end] for span in spans] == text.split()
+
+
+@given(st.lists(st.sampled_from([*MARKED, " ", "\n"])).map("".join))
+def test_marks_need_no_space_before_them(text: str) -> None:
+    """As `re.findall` cuts, which is how vocabularies with marks of their own are made."""
+    pieces = re.findall(r"\w+|[^\w\s]", text)
+    tokenizer = of(MARKED).tokenizer
+    if set(pieces) <= set(MARKED):
+        assert tokenizer.encode(text) == list(map(MARKED.index, pieces))
+        assert tokenizer.encode(tokenizer.decode(tokenizer.encode(text))) == tokenizer.encode(text)
+    else:
+        with pytest.raises(TokenizerError, match="not one of the 13 words and marks"):
+            tokenizer.encode(text)
+
+
+@given(st.lists(st.sampled_from([*BOOK[:8], " "])).map("".join))
+def test_the_cut_of_a_book(text: str) -> None:
+    pieces = [part.strip() for part in re.split(BOOK_CUT, text) if part.strip()]
+    assume(set(pieces) <= set(BOOK))
+    tokenizer = of(BOOK).tokenizer
+    assert tokenizer.encode(text) == list(map(BOOK.index, pieces))
+    assert tokenizer.end_of_text == 8
+
+
+def test_what_is_assumed_is_said() -> None:
+    notes = " ".join(of(MARKED).notes)
+    assert r"assumed is \w+|[^\w\s]" in notes
+    assert "white space only separates words" in notes
+    assert "a word that the vocabulary lacks is rejected" in notes
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("the dog sat", "'dog', at character 4 of the text, is not one of the 9 words"),
+        ("aI", "'aI', at character 0"),  # not the words 'a' and 'I' one after the other
+        ("the cats", "'cats', at character 4"),
+        ("\n  <unk>", "'<', at character 3"),
+    ],
+)
+def test_an_unknown_word_is_named(text: str, sentence: str) -> None:
+    with pytest.raises(TokenizerError, match=sentence):
+        of(PLAIN).tokenizer.encode(text)
+
+
+def test_names_of_special_tokens_are_text_unless_their_ids_are_asked_for() -> None:
+    tokenizer = of([*PLAIN, "<bos>", "<pad>"]).tokenizer
+    assert tokenizer.encode("<bos> the cat<pad>", special_ids=True) == [9, 0, 1, 10]
+    with pytest.raises(TokenizerError, match="'<'"):
+        tokenizer.encode("<bos> the")
+    assert tokenizer.decode([9, 0, 1]) == "<bos> the cat"
+
+
+# White space among the tokens
+
+JOINED = {
+    "words and single spaces": [" ", "\n", "a", "cat", "the", ".", "don", "'"],
+    "words with their space": ["the", " the", " cat", "cat", " ", "\n", ".", " ("],
+    "runs of white space": [" ", "  ", "\n\n", "\n", "the", "cat", "."],
+    "whatever has no space": [" ", "\n", "it's", "->", "x=1"],
+}
+
+
+@pytest.mark.parametrize("shape", JOINED)
+@given(st.data())
+def test_a_text_of_tokens_comes_back_whole(shape: str, data: st.DataObject) -> None:
+    words = JOINED[shape]
+    tokenizer = of(words).tokenizer
+    text = "".join(data.draw(st.lists(st.sampled_from(words))))
+    pieces = re.findall(tokenizer.pattern, text)
+    assert "".join(pieces) == text
+    if set(pieces) <= set(words):
+        assert tokenizer.encode(text) == list(map(words.index, pieces))
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+    else:
+        with pytest.raises(TokenizerError, match="is not one of the"):
+            tokenizer.encode(text)
+
+
+# Tokens of several words
+
+LABELS = ["Milling", "Turning", "Turning Finish", "5-axis Milling", "Sand Casting", "<eos>"]
+
+
+@given(st.lists(st.sampled_from(LABELS[:-1])))
+def test_tokens_of_several_words(labels: list[str]) -> None:
+    tokenizer = of(LABELS).tokenizer
+    ids = list(map(LABELS.index, labels))
+    assert tokenizer.encode(" ".join(labels)) == ids
+    assert tokenizer.encode(tokenizer.decode(ids)) == ids
+
+
+def test_tokens_of_several_words_that_leave_open_which_is_meant() -> None:
+    with pytest.raises(ConvertError, match="'a b' begins with the token 'a', and 'b' begins one"):
+        of(["a", "a b", "b c", "cd"])
+
+
+# Parts of words
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["play", "##ing", "the"], "WordPiece's sign"),
+        (["play", "ing</w>"], "a sign that a word ends"),
+        (["\u2581the", "\u2581a", "s"], "SentencePiece's sign for a space"),
+        (["\u0120the", "\u0120a", "s"], "byte-level BPE's sign"),
+        (["t", "h", "e", "th", "the", "he"], "every letter of its words as a token of its own"),
+        ([" ", "it's", "it's mine"], "it's mine\" is cut by all"),
+    ],
+)
+def test_parts_of_words_are_refused_by_name(words: list[str], sentence: str) -> None:
+    with pytest.raises(ConvertError, match=rf"{sentence}.* --tokenizer none"):
+        of(words)
