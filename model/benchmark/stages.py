@@ -11,7 +11,7 @@ from typing import Literal, get_args
 
 from torch import nn
 
-from model.benchmark.work import INT8_ROW_BYTES, ModelSize, Work, size_of
+from model.benchmark.work import INT8_ROW_BYTES, ModelSize, Work, size_of, unread_bias
 from model.transformer.gpt import GPT
 
 Stage = Literal[
@@ -92,7 +92,8 @@ def stage_sizes(gpt: GPT) -> dict[Stage, StageSize]:
             weight = module.weight
             add(stage, StageSize(weight.numel(), len(weight), vectors))
         else:
-            add(stage, StageSize(vectors=vectors))
+            unread = unread_bias(gpt.config) if stage == "head" else 0
+            add(stage, StageSize(vectors=vectors - unread))
     whole = size_of(gpt)  # the head without its padding, tied or not
     add("head", StageSize(matrices=whole.head, rows=whole.head_rows))
     return sizes

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from model.benchmark.machine import Machine
+from model.transformer.config import GPTConfig
 from model.transformer.gpt import GPT
 from model.transformer.size import attention_operations, count_elements
 
@@ -30,7 +31,7 @@ class ModelSize:
 
     block_matrices   elements of the matrices of all blocks; block_rows their rows
     head, head_rows  the same of the head, tied or not, without padding
-    vectors          norms and biases
+    vectors          norms and biases, the head's without padding
     looked_up        elements of the embedding rows of one token
     kv_width         keys and values of one position in all layers
     attended         multiplications and additions by one query that sees one position, all layers
@@ -73,12 +74,17 @@ def size_of(gpt: GPT) -> ModelSize:
         block_rows=elements.block_rows,
         head=config.vocab_size * config.d_model,
         head_rows=config.vocab_size,
-        vectors=elements.vectors,
+        vectors=elements.vectors - unread_bias(config),
         looked_up=elements.looked_up,
         kv_width=2 * config.n_layer * config.kv_width,
         attended=attention_operations(config),
         item_bytes=gpt.token_embedding.weight.element_size(),
     )
+
+
+def unread_bias(config: GPTConfig) -> int:
+    """Elements of the head's bias that are padding."""
+    return (config.padded_vocab_size - config.vocab_size) * config.head_bias
 
 
 def decode_work(

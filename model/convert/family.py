@@ -21,6 +21,12 @@ def family_of(config: GPTConfig) -> str:
         _reject("value_embeddings", True, "no other architecture adds embeddings to values")
     if config.norm_position == "post":
         _reject("norm_position", "post", "GPT-2 and Llama normalise before each sublayer")
+    if not config.final_norm:
+        _reject("final_norm", False, "GPT-2 and Llama end with a norm")
+    if config.head_bias:
+        _reject("head_bias", True, "the heads of GPT-2 and Llama have none")
+    if config.residual == "parallel":
+        _reject("residual", "parallel", "GPT-2 and Llama have one sublayer after the other")
     if config.norm == "layernorm":
         return _gpt2(config)
     return _llama(config)
@@ -55,6 +61,10 @@ def _llama(config: GPTConfig) -> str:
         _reject(
             "positions", config.positions, "with norm 'rmsnorm' it is Llama's, which are rotary"
         )
+    if config.rotary_dim != config.head_dim:
+        _reject("rotary_dim", config.rotary_dim, f"Llama turns whole heads, {config.head_dim}")
+    if config.rope_scaling is not None:
+        _reject("rope_scaling", config.rope_scaling.to_dict(), "its angles are scaled")
     if config.activation != "swiglu":
         _reject("activation", config.activation, "Llama's feed-forward is swiglu")
     if config.qk_norm:

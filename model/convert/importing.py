@@ -34,7 +34,7 @@ from model.transformer.config import GPTConfig, padded
 
 NANOGPT = "ckpt.pt"
 
-ROWS = ("token_embedding.weight", "head.weight")
+ROWS = ("token_embedding.weight", "head.weight", "head.bias")
 """Weights with a row for each token."""
 
 
@@ -147,7 +147,7 @@ def _fitted(
     padded_rows = padded(rows)
     for name in ROWS:
         if name in weights and padded_rows > rows:
-            extra = weights[name].new_zeros(padded_rows - rows, config.d_model)
+            extra = weights[name].new_zeros(padded_rows - rows, *weights[name].shape[1:])
             weights[name] = torch.cat((weights[name], extra))
     if context_length is not None:
         if context_length > config.context_length:

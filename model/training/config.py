@@ -7,9 +7,9 @@ once, and the trainer works with what it returns. Does not import torch and open
 
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from model.training.presets import (
     Compile,
@@ -21,7 +21,17 @@ from model.training.presets import (
     Shard,
     TrainingDType,
 )
-from model.transformer.config import TARGETS, Activation, Norm, NormPosition, Positions, Target
+from model.transformer.config import (
+    TARGETS,
+    Activation,
+    Norm,
+    NormPosition,
+    Positions,
+    Residual,
+    RopeScaling,
+    Target,
+    read_rope_scaling,
+)
 
 SHAPE_FIELDS = (
     "context_length",
@@ -33,13 +43,18 @@ SHAPE_FIELDS = (
     "d_ff",
     "norm",
     "norm_position",
+    "final_norm",
+    "residual",
     "positions",
     "rope_theta",
+    "rotary_dim",
+    "rope_scaling",
     "activation",
     "bias",
     "qkv_bias",
     "qk_norm",
     "tied_head",
+    "head_bias",
     "value_embeddings",
     "dropout",
 )
@@ -136,13 +151,29 @@ class TrainingConfig(BaseModel):
     norm_position: NormPosition | None = Field(
         None, description="before each sublayer or after the residual sum"
     )
+    final_norm: bool | None = Field(
+        None, description="a norm after the last block (default: with norm_position pre)"
+    )
+    residual: Residual | None = Field(
+        None, description="attention and feed-forward one after the other, or side by side"
+    )
     positions: Positions | None = Field(None, description="how positions are encoded")
     rope_theta: float | None = Field(None, gt=1, description="base of rotary positions")
+    rotary_dim: int | None = Field(
+        None, ge=2, description="channels of each head that turn (default: head_dim)"
+    )
+    rope_scaling: Annotated[RopeScaling | None, BeforeValidator(read_rope_scaling)] = Field(
+        None,
+        description="scaled rotary positions, as JSON: "
+        """'{"kind": "yarn", "factor": 4, "original_context_length": 2048}', or kind llama3 """
+        "or linear",
+    )
     activation: Activation | None = Field(None, description="of the feed-forward")
     bias: bool | None = Field(None, description="biases in norms and projections")
     qkv_bias: bool | None = Field(None, description="biases in query, key and value")
     qk_norm: bool | None = Field(None, description="normalise queries and keys per head")
     tied_head: bool | None = Field(None, description="use the embedding matrix as the head")
+    head_bias: bool | None = Field(None, description="a bias in the head")
     value_embeddings: bool | None = Field(None, description="gated per-token values")
     dropout: float | None = Field(None, ge=0, lt=1, description="dropout in training")
 

@@ -1,8 +1,9 @@
 """Fine-tuning: a run that begins with the weights of a checkpoint instead of random ones.
 
-Shape and vocabulary are the checkpoint's; what contradicts them is rejected with both values. Two
-things may change, because no weight depends on them: dropout, and the context length where
-positions are rotary or sinusoidal (learned positions are weights).
+Shape and vocabulary are the checkpoint's; what contradicts them is rejected with both values.
+Three things may change, because no weight depends on them: dropout, the context length where
+positions are rotary or sinusoidal (learned positions are weights), and the scaling of rotary
+positions, with which a longer context is learned.
 
 The recipe is the preset's, except for what is given on the command line and
 
@@ -43,7 +44,7 @@ WARMUP = 0.05
 LORA_RATE = 1e-3
 
 RATES = ("matrix_lr", "embedding_lr", "head_lr", "scalar_lr")
-CHANGEABLE = frozenset({"dropout", "context_length"})
+CHANGEABLE = frozenset({"dropout", "context_length", "rope_scaling"})
 """Parts of the shape that no weight depends on, the context if positions are not learned."""
 
 
@@ -172,7 +173,8 @@ def resolve_finetune(
 
 
 def _resolve_model(given: Mapping[str, Any], base: GPTConfig, lora: LoraShape | None) -> GPTConfig:
-    """The checkpoint's model, with another context and dropout where they are asked for."""
+    """The checkpoint's model, with another context, scaling and dropout where they are asked
+    for."""
     for name in sorted(given.keys() & set(SHAPE_FIELDS) - CHANGEABLE):
         if given[name] != getattr(base, name):
             raise TrainingError(
@@ -186,7 +188,12 @@ def _resolve_model(given: Mapping[str, Any], base: GPTConfig, lora: LoraShape | 
             "learned positions; only with rotary or sinusoidal ones can the context be another"
         )
     try:
-        model = replace(base, context_length=context, dropout=given.get("dropout", base.dropout))
+        model = replace(
+            base,
+            context_length=context,
+            dropout=given.get("dropout", base.dropout),
+            rope_scaling=given.get("rope_scaling", base.rope_scaling),
+        )
         if lora is not None:
             check_rank(model, lora)
     except (ConfigError, LoraError) as error:

@@ -129,7 +129,8 @@ def resolve_resumed(config: TrainingConfig, before: RunDescription) -> RunDescri
     was given and differs."""
     given = config.given()
     values = {name: field.default for name, field in TrainingConfig.model_fields.items()}
-    values |= {**before.model.to_dict(), **asdict(before.recipe), **before.config.given()}
+    values |= {**before.model.to_dict(), "rope_scaling": before.model.rope_scaling}
+    values |= {**asdict(before.recipe), **before.config.given()}
     for name in sorted(given.keys() - RESUMABLE):
         if given[name] != values[name]:
             raise TrainingError(

@@ -1,20 +1,24 @@
 """GPTConfig: the shape of a model, as it stands in a checkpoint's `config.json`.
 
-Covers the three families that one forward computes (see `model/transformer/gpt.py`): GPT-2, the
-original Transformer decoder, and the modern shape. Says what is impossible and why. Does not
-hold weights or import torch, and knows nothing of training or of names such as "gpt2-124m"
-(`model/training/presets.py`).
+Covers the families that one forward computes (see `model/transformer/gpt.py`): GPT-2, the original
+Transformer decoder, the modern shape, and what lies between them, such as GPT-NeoX, OPT and Llama
+with scaled rotary positions. Says what is impossible and why. Does not hold weights or import
+torch, and knows nothing of training or of names such as "gpt2-124m" (`model/training/presets.py`).
 """
 
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
+from types import NoneType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 Norm = Literal["layernorm", "rmsnorm"]
 NormPosition = Literal["pre", "post"]
 Positions = Literal["learned", "sinusoidal", "rotary"]
 Activation = Literal["gelu_tanh", "gelu", "relu", "relu2", "swiglu"]
+Residual = Literal["sequential", "parallel"]
+RopeKind = Literal["linear", "llama3", "yarn"]
 Target = Literal["qkv", "attention_out", "mlp_up", "mlp_down"]
 
 TARGETS: tuple[Target, ...] = get_args(Target)
@@ -40,6 +44,107 @@ class ConfigError(ValueError):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class RopeScaling:
+    """How the angles of rotary positions are scaled, for contexts beyond the one of pre-training.
+
+    kind                     linear: every angle is divided by `factor` (Chen et al., 2023);
+                             llama3: only those that turn slowly, as Llama 3.1 has it;
+                             yarn: a ramp between both, and longer queries and keys (Peng et al.,
+                             2023)
+    factor                   how many times as long the context is
+    low_freq_factor,         llama3: channels that turn less than `low_freq_factor` times within
+    high_freq_factor         the original context are divided by `factor`, those that turn more
+                             than `high_freq_factor` times are left alone
+    original_context_length  llama3, yarn: positions of the model before it was stretched
+    beta_fast, beta_slow     yarn: turns within the original context from which on a channel is left
+                             alone, and below which it is divided by `factor` (default: 32 and 1)
+    attention_factor         yarn: what cosines and sines are multiplied by (default: that of the
+                             paper, 0.1 ln(factor) + 1)
+    truncate                 yarn: whether the ramp begins and ends at whole channels (default: yes)
+
+    A key that its kind does not have is None, and left out of JSON. The formulas are those of
+    `modeling_rope_utils` in transformers 5; `model/transformer/rotary.py` computes them.
+    """
+
+    kind: RopeKind
+    factor: float
+    low_freq_factor: float | None = None
+    high_freq_factor: float | None = None
+    original_context_length: int | None = None
+    beta_fast: float | None = None
+    beta_slow: float | None = None
+    attention_factor: float | None = None
+    truncate: bool | None = None
+
+    def __post_init__(self) -> None:
+        self._set_defaults()
+        own = _ROPE_KEYS[self.kind]
+        for field in fields(self):
+            name, value = field.name, getattr(self, field.name)
+            if value is not None and name not in own:
+                raise ConfigError(
+                    f"rope_scaling.{name} is {value!r}: the kind {self.kind!r} has {', '.join(own)}"
+                )
+            if value is None and name in own:
+                raise ConfigError(f"rope_scaling lacks {name}, which the kind {self.kind!r} needs")
+            number = isinstance(value, int | float) and not isinstance(value, bool)
+            if number and not 0 < value < math.inf:
+                raise ConfigError(f"rope_scaling.{name} is {value}; it must be finite and above 0")
+        for low, high in (("low_freq_factor", "high_freq_factor"), ("beta_slow", "beta_fast")):
+            if low in own and not getattr(self, low) < getattr(self, high):
+                raise ConfigError(
+                    f"rope_scaling.{low} is {getattr(self, low)} and {high} {getattr(self, high)}; "
+                    "the former must be below the latter"
+                )
+
+    def _set_defaults(self) -> None:
+        """What the paper and transformers take where nothing is given."""
+        if self.kind != "yarn" or not 0 < self.factor < math.inf:
+            return
+        stretched = 0.1 * math.log(self.factor) + 1 if self.factor > 1 else 1.0
+        for name, value in (
+            ("beta_fast", 32.0),
+            ("beta_slow", 1.0),
+            ("attention_factor", stretched),
+            ("truncate", True),
+        ):
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, value)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in _ROPE_KEYS[self.kind]}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "RopeScaling":
+        """Read what `to_dict` wrote. ConfigError names a key that is missing, unknown or wrong."""
+        kinds = get_type_hints(cls)
+        if unknown := sorted(set(values) - set(kinds)):
+            raise ConfigError(f"unknown rope_scaling keys {unknown}; known are {sorted(kinds)}")
+        if missing := sorted({"kind", "factor"} - set(values)):
+            raise ConfigError(f"rope_scaling lacks {missing}")
+        for name, value in values.items():
+            _check_kind(f"rope_scaling.{name}", value, kinds[name])
+        return cls(**values)
+
+    def __str__(self) -> str:
+        """JSON, as a flag of the command line takes it."""
+        return json.dumps(self.to_dict())
+
+
+_ROPE_KEYS: Mapping[RopeKind, tuple[str, ...]] = {
+    "linear": ("kind", "factor"),
+    "llama3": (
+        *("kind", "factor", "low_freq_factor", "high_freq_factor", "original_context_length"),
+    ),
+    "yarn": (
+        *("kind", "factor", "original_context_length", "beta_fast", "beta_slow"),
+        *("attention_factor", "truncate"),
+    ),
+}
+"""The keys that each kind has."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class GPTConfig:
     """The shape of a GPT. Every field is explicit, so that a checkpoint describes itself.
 
@@ -51,12 +156,24 @@ class GPTConfig:
                          1: multi-query)
     head_dim             width of one head; n_head * head_dim need not be d_model
     d_ff                 hidden width of the feed-forward (of each half, with swiglu)
-    norm, norm_position  layernorm or rmsnorm; before each sublayer ("pre", with a final norm) or
-                         after the residual sum ("post", without)
+    norm, norm_position  layernorm or rmsnorm; before each sublayer ("pre") or after the residual
+                         sum ("post")
+    final_norm           a norm after the last block as well
+    residual             sequential: the feed-forward reads the sum that attention was added to;
+                         parallel: both read the same x, and x + attention(attention_norm(x)) +
+                         mlp(mlp_norm(x)) follows (GPT-NeoX)
     positions            learned or sinusoidal vectors added to the embeddings, or rotary
+    rope_theta           base of the rotary angles
+    rotary_dim           channels of each head that turn. Channel i is paired with i + head_dim / 2
+                         whatever rotary_dim is: the first rotary_dim / 2 pairs turn, and the angle
+                         of the others is 0. Elsewhere the first rotary_dim channels are paired
+                         among themselves, so an import reorders the rows of query and key, and the
+                         weights of their norms, head by head
+    rope_scaling         how the angles are scaled for a longer context (`RopeScaling`); None: not
     bias, qkv_bias       biases in norms, projections and feed-forward; in query, key and value
     qk_norm              RMS-normalise queries and keys per head before rotation
     tied_head            the head is the embedding matrix
+    head_bias            a bias in the head, of padded_vocab_size elements, with a tied head too
     value_embeddings     every second block adds a gated per-token embedding to its values
     dropout              in training: on embeddings, attention weights and residual branches
     """
@@ -73,13 +190,18 @@ class GPTConfig:
     norm: Norm
     norm_position: NormPosition
     norm_eps: float
+    final_norm: bool
+    residual: Residual
     positions: Positions
     rope_theta: float
+    rotary_dim: int
+    rope_scaling: RopeScaling | None
     activation: Activation
     bias: bool
     qkv_bias: bool
     qk_norm: bool
     tied_head: bool
+    head_bias: bool
     value_embeddings: bool
     dropout: float
 
@@ -107,6 +229,26 @@ class GPTConfig:
             raise ConfigError(f"norm_eps is {self.norm_eps}; it must be above 0 and below 1")
         if self.positions == "rotary" and not 1 < self.rope_theta < math.inf:
             raise ConfigError(f"rope_theta is {self.rope_theta}; it must be finite and above 1")
+        if self.residual == "parallel" and self.norm_position == "post":
+            raise ConfigError(
+                "residual is 'parallel' and norm_position 'post': there is no sum between the "
+                "sublayers whose norm could follow; parallel goes with norm_position 'pre'"
+            )
+        self._check_rotary_dim()
+
+    def _check_rotary_dim(self) -> None:
+        if self.positions != "rotary":
+            for name, neutral in (("rotary_dim", self.head_dim), ("rope_scaling", None)):
+                if getattr(self, name) != neutral:
+                    raise ConfigError(
+                        f"{name} is {getattr(self, name)}, but positions are {self.positions}; "
+                        f"only rotary ones turn: leave it at {neutral}"
+                    )
+        elif self.rotary_dim % 2 or not 2 <= self.rotary_dim <= self.head_dim:
+            raise ConfigError(
+                f"rotary_dim is {self.rotary_dim}; channels turn in pairs, so it must be even and "
+                f"from 2 to head_dim, {self.head_dim}"
+            )
 
     @property
     def qkv_width(self) -> int:
@@ -134,24 +276,52 @@ class GPTConfig:
         return self.value_embeddings and (self.n_layer - 1 - layer) % 2 == 0
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        scaling = self.rope_scaling
+        return asdict(self) | {"rope_scaling": None if scaling is None else scaling.to_dict()}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "GPTConfig":
-        """Read what `to_dict` wrote. ConfigError names a key that is missing, unknown or wrong."""
+        """Read what `to_dict` wrote, be it by a version that did not have all keys yet. ConfigError
+        names a key that is missing, unknown or wrong."""
         names = {field.name for field in fields(cls)}
         if unknown := sorted(set(values) - names):
             raise ConfigError(f"unknown model keys {unknown}; this version knows {sorted(names)}")
+        values = {**_implied(values), **values}
         if missing := sorted(names - set(values)):
             raise ConfigError(f"the model configuration lacks {missing}")
         for name, kind in get_type_hints(cls).items():
-            _check_kind(name, values[name], kind)
-        return cls(**values)
+            if name != "rope_scaling":
+                _check_kind(name, values[name], kind)
+        return cls(**{**values, "rope_scaling": read_rope_scaling(values["rope_scaling"])})
+
+
+def _implied(values: Mapping[str, Any]) -> dict[str, Any]:
+    """What a configuration says by leaving a key out: the value that there was before the key."""
+    return {
+        "final_norm": values.get("norm_position") == "pre",
+        "residual": "sequential",
+        "rotary_dim": values.get("head_dim"),
+        "rope_scaling": None,
+        "head_bias": False,
+    }
+
+
+def read_rope_scaling(value: Any) -> RopeScaling | None:
+    """`rope_scaling` as JSON has it, or as it is. Raises ConfigError."""
+    if value is None or isinstance(value, RopeScaling):
+        return value
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"rope_scaling is {value!r}; it must be an object or null")
+    return RopeScaling.from_dict(value)
 
 
 def _check_kind(name: str, value: Any, kind: Any) -> None:
     """Raise ConfigError unless a JSON value is of a field's kind (a bool is not a number)."""
-    if get_origin(kind) is Literal:
+    if NoneType in get_args(kind):
+        if value is not None:
+            (kind,) = set(get_args(kind)) - {NoneType}
+            _check_kind(name, value, kind)
+    elif get_origin(kind) is Literal:
         if value not in get_args(kind):
             raise ConfigError(f"{name} is {value!r}; it must be one of {list(get_args(kind))}")
     elif kind is bool:

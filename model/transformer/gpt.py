@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from model.transformer.activation import activate
 from model.transformer.attention import Attend, CausalAttend, RecordingAttend
 from model.transformer.config import GPTConfig
+from model.transformer.rotary import rotary_tables, rotate
 
 VALUE_GATE_WIDTH = 32
 """Leading channels of the residual stream that steer the gate of a value embedding."""
@@ -54,9 +55,11 @@ class GPT(nn.Module):
             self.position_embedding = nn.Embedding(config.context_length, config.d_model)
         self.embedding_dropout = nn.Dropout(config.dropout)
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
-        self.final_norm = _norm(config) if config.norm_position == "pre" else nn.Identity()
+        self.final_norm = _norm(config) if config.final_norm else nn.Identity()
         if not config.tied_head:
-            self.head = nn.Linear(config.d_model, config.padded_vocab_size, bias=False)
+            self.head = nn.Linear(config.d_model, config.padded_vocab_size, bias=config.head_bias)
+        elif config.head_bias:
+            self.add_module("head", HeadBias(config.padded_vocab_size))
         self.reset_tables()
         self.reset_parameters()
 
@@ -120,11 +123,19 @@ class GPT(nn.Module):
 
     def logits(self, x: Tensor) -> Tensor:
         """Logits (..., V) of final hidden states (..., C). Padded ids are cut off here."""
-        weight = self.token_embedding.weight if self.config.tied_head else self.head.weight
+        weight, bias = self.head_parameters()
+        vocab_size = self.config.vocab_size
         narrow = weight.dtype in (torch.bfloat16, torch.float16)
         if narrow and not self.training:
-            return _full_precision(x, weight[: self.config.vocab_size])
-        return F.linear(x, weight)[..., : self.config.vocab_size]
+            logits = _full_precision(x, weight[:vocab_size])
+            return logits if bias is None else logits.add_(bias[:vocab_size])
+        return F.linear(x, weight, bias)[..., :vocab_size]
+
+    def head_parameters(self) -> tuple[Tensor, Tensor | None]:
+        """The head's matrix (padded_vocab_size, C), be it the embedding, and its bias
+        (padded_vocab_size), if it has one."""
+        weight = self.token_embedding.weight if self.config.tied_head else self.head.weight
+        return weight, self.head.bias if self.config.head_bias else None
 
     def reset_tables(self) -> None:
         """(Re)compute the constant position tables; they are not part of a checkpoint."""
@@ -135,9 +146,7 @@ class GPT(nn.Module):
             table = sinusoidal_table(config.context_length, config.d_model, device)
             self.register_buffer("sinusoids", table, persistent=False)
         elif config.positions == "rotary":
-            cos, sin = rotary_tables(
-                config.context_length, config.head_dim, config.rope_theta, device
-            )
+            cos, sin = rotary_tables(config, device)
             self.register_buffer("rope_cos", cos, persistent=False)
             self.register_buffer("rope_sin", sin, persistent=False)
 
@@ -163,8 +172,17 @@ class GPT(nn.Module):
         return sum(parameter.numel() for parameter in self.parameters())
 
 
+class HeadBias(nn.Module):
+    """The bias of a head whose matrix is the embedding: `head.bias`, as of one with its own."""
+
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(rows))
+
+
 class Block(nn.Module):
-    """One Transformer block: attention, then feed-forward, each added to the residual stream."""
+    """One Transformer block: attention and feed-forward, added to the residual stream one after the
+    other or side by side."""
 
     def __init__(self, config: GPTConfig, layer: int) -> None:
         super().__init__()
@@ -200,8 +218,9 @@ class Block(nn.Module):
     ) -> Tensor:
         if self.config.norm_position == "pre":
             h = self.attention_norm(x)
-            x = x + self.residual_dropout(self.attention(h, token_ids, rotation, attend))
-            return x + self.residual_dropout(self.mlp(self.mlp_norm(x)))
+            after = x + self.residual_dropout(self.attention(h, token_ids, rotation, attend))
+            before_mlp = x if self.config.residual == "parallel" else after
+            return after + self.residual_dropout(self.mlp(self.mlp_norm(before_mlp)))
         h = self.attention(x, token_ids, rotation, attend)
         x = self.attention_norm(x + self.residual_dropout(h))
         return self.mlp_norm(x + self.residual_dropout(self.mlp(x)))
@@ -251,22 +270,6 @@ class Block(nn.Module):
         return self.mlp_down(
             activate(h, self.config.activation, fused=h.requires_grad or not h.is_cpu)
         )
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary positions (Su et al., 2021) in the half-split layout of Llama: channel i is paired
-    with channel i + D / 2. x (B, heads, T, D); cos, sin (B, 1, T, D / 2)."""
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-
-
-def rotary_tables(
-    length: int, head_dim: int, theta: float, device: torch.device
-) -> tuple[Tensor, Tensor]:
-    """Cosines and sines (length, head_dim / 2) of position * theta^(-2i / head_dim)."""
-    channels = torch.arange(0, head_dim, 2, device=device, dtype=torch.float64) / head_dim
-    angles = torch.arange(length, device=device)[:, None] * theta**-channels
-    return angles.cos().float(), angles.sin().float()
 
 
 def sinusoidal_table(length: int, d_model: int, device: torch.device) -> Tensor:

@@ -17,7 +17,7 @@ class Elements:
     """Elements of the parameters of a GPT, each counted once.
 
     block_matrices   of the matrices of all blocks; block_rows are the rows of these
-    vectors          of norms and biases
+    vectors          of norms and biases, the head's with padding
     embeddings       of the tables of tokens, learned positions and value embeddings, with padding
     head             of the head's own matrix, with padding; 0 where it is the token embedding
     looked_up        of the rows of all these tables that one token takes
@@ -42,7 +42,7 @@ def count_elements(config: GPTConfig) -> Elements:
     # Value embeddings: in some blocks a table, and a gate of one row for each key/value head.
     valued = sum(config.has_value_embedding(layer) for layer in range(config.n_layer))
     gate = min(VALUE_GATE_WIDTH, width) * config.n_kv_head
-    # Vectors: two norms a block and one at the end, biases, norms of queries and keys.
+    # Vectors: two norms a block and perhaps one at the end, biases, norms of queries and keys.
     norm = width * (2 if config.norm == "layernorm" and config.bias else 1)
     biases = config.qkv_width * config.qkv_bias + (2 * width + up) * config.bias
     vectors = 2 * norm + biases + 2 * config.head_dim * config.qk_norm
@@ -52,7 +52,9 @@ def count_elements(config: GPTConfig) -> Elements:
     return Elements(
         block_matrices=config.n_layer * block_matrices + valued * gate,
         block_rows=config.n_layer * block_rows + valued * config.n_kv_head,
-        vectors=config.n_layer * vectors + norm * (config.norm_position == "pre"),
+        vectors=config.n_layer * vectors
+        + norm * config.final_norm
+        + config.padded_vocab_size * config.head_bias,
         embeddings=table
         + valued * config.padded_vocab_size * config.kv_width
         + config.context_length * width * learned,

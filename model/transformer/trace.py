@@ -42,7 +42,7 @@ def trace(gpt: GPT, token_ids: Sequence[int]) -> list[Stage]:
             _stage(f"block {layer}: probs", attend.probs[layer], "B, n_head, T, T"),
             _stage(f"block {layer}: hidden state", states[layer + 1], "B, T, d_model"),
         ]
-    if gpt.config.norm_position == "pre":
+    if gpt.config.final_norm:
         stages.append(_stage("final norm", final, "B, T, d_model"))
     stages.append(_stage("lm_head: logits", gpt.logits(final), "B, T, V"))
     return stages

@@ -39,6 +39,25 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
         "value_embeddings": False,
     },
     "multi-query": {"activation": "gelu", "n_kv_head": 1, "head_dim": 16, "bias": False},
+    "neox": {
+        "positions": "rotary",
+        "rotary_dim": 4,
+        "residual": "parallel",
+        "activation": "gelu",
+        "tied_head": False,
+        "head_bias": True,
+    },
+    "scaled": {
+        **MODERN,
+        "norm_position": "post",
+        "final_norm": True,
+        "n_kv_head": 2,
+        "rotary_dim": 6,
+        "rope_scaling": {"kind": "yarn", "factor": 4.0, "original_context_length": 32},
+        "tied_head": True,
+        "head_bias": True,
+        "value_embeddings": False,
+    },
 }
 """Overrides of `tiny_config` that together reach every branch of the forward."""
 

@@ -41,10 +41,12 @@ class Forward:
         gpt = self._gpt
         with self._autocast():
             hidden = self._hidden(token_ids)  # (B, T, C)
+        head, bias = gpt.head_parameters()
         return cross_entropy(
             hidden,
-            gpt.token_embedding.weight if gpt.config.tied_head else gpt.head.weight,
+            head,
             targets,
+            bias=bias,
             vocab_size=gpt.config.vocab_size,
             dtype=self._placement.dtype,
         )

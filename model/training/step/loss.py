@@ -5,8 +5,8 @@ The logits of a batch are the largest tensor of a step: B * T * V elements, of w
 the head, turned into its loss and at once into its gradients, and dropped. What is kept is as large
 as the hidden states and the head.
 
-Covers the mean loss, of a head without bias and without dropout, and one backward pass. Does not
-cover evaluation, which needs no gradients (`model/training/step/validate.py`).
+Covers the mean loss, of a head with or without a bias, and one backward pass. Does not cover
+evaluation, which needs no gradients (`model/training/step/validate.py`).
 
 Shapes: N = B * T positions, C = d_model, V = vocab_size.
 """
@@ -31,16 +31,18 @@ def cross_entropy(
     head: Tensor,  # (rows, C), rows at least V
     targets: Tensor,  # (B, T)
     *,
+    bias: Tensor | None = None,  # (rows,)
     vocab_size: int,
     dtype: torch.dtype,
 ) -> Tensor:
-    """The mean of -log p(target) in nats, a float32 scalar with gradients to `hidden` and `head`.
+    """The mean of -log p(target) in nats, a float32 scalar with gradients to `hidden`, `head` and
+    `bias`.
 
-    As `F.cross_entropy` of `F.linear(hidden, head)[..., :vocab_size]` computed in `dtype` and
+    As `F.cross_entropy` of `F.linear(hidden, head, bias)[..., :vocab_size]` computed in `dtype` and
     widened to float32. Rows of the head from `vocab_size` on take no part and get no gradient.
     """
     loss: Tensor = _ChunkedCrossEntropy.apply(  # type: ignore[no-untyped-call]
-        hidden.flatten(0, 1), head, targets.flatten(), vocab_size, dtype
+        hidden.flatten(0, 1), head, bias, targets.flatten(), vocab_size, dtype
     )
     return loss
 
@@ -53,38 +55,42 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         ctx: Any,
         hidden: Tensor,  # (N, C)
         head: Tensor,  # (rows, C)
+        bias: Tensor | None,  # (rows,)
         targets: Tensor,  # (N,)
         vocab_size: int,
         dtype: torch.dtype,
     ) -> Tensor:
         count = len(hidden)
         narrow, weight = hidden.to(dtype), head[:vocab_size].to(dtype)
+        added = None if bias is None else bias[:vocab_size].to(dtype)
         total = torch.zeros((), device=hidden.device)
         hidden_gradient = torch.empty_like(narrow)
         head_gradient = torch.zeros(head.shape, device=head.device)  # float32: a sum of many
+        bias_gradient = None if bias is None else torch.zeros(bias.shape, device=bias.device)
         rows = max(MIN_ROWS, CHUNK_LOGITS[hidden.device.type] // vocab_size)
         for first in range(0, count, rows):
             chunk = narrow[first : first + rows]
             chosen = targets[first : first + rows, None]  # (n, 1)
-            logits = F.linear(chunk, weight).float()  # (n, V)
+            logits = F.linear(chunk, weight, added).float()  # (n, V)
             normaliser = logits.logsumexp(dim=-1, keepdim=True)
             total += (normaliser - logits.gather(1, chosen)).sum()
             gradient = logits.sub_(normaliser).exp_()
             gradient.scatter_add_(1, chosen, gradient.new_full((), -1.0).expand(chosen.shape))
-            gradient = gradient.div_(count).to(dtype)
+            gradient = gradient.div_(count)
+            if bias_gradient is not None:
+                bias_gradient[:vocab_size] += gradient.sum(dim=0)
+            gradient = gradient.to(dtype)
             torch.mm(gradient, weight, out=hidden_gradient[first : first + rows])
             head_gradient[:vocab_size] += gradient.T @ chunk
-        ctx.save_for_backward(hidden_gradient, head_gradient)
-        ctx.dtypes = hidden.dtype, head.dtype
+        ctx.save_for_backward(hidden_gradient, head_gradient, bias_gradient)
+        ctx.dtypes = hidden.dtype, head.dtype, None if bias is None else bias.dtype
         return total / count
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        of_hidden, of_head = ctx.saved_tensors
-        hidden_dtype, head_dtype = ctx.dtypes
-        return (
-            (of_hidden * gradient).to(hidden_dtype),
-            (of_head * gradient).to(head_dtype),
-            *(None, None, None),
+        gradients = (
+            None if of_input is None else (of_input * gradient).to(dtype)
+            for of_input, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
         )
+        return (*gradients, *(None, None, None))

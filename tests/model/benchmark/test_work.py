@@ -96,7 +96,8 @@ def test_what_a_step_reads_is_in_the_file(family: str, dtype: torch.dtype, tmp_p
     _, gpt = load_checkpoint(checkpoint.path, device=torch.device("cpu"), dtype=dtype)
     size, item = size_of(gpt), dtype.itemsize
     sizes = tensor_bytes(checkpoint.path)
-    padding = (config.padded_vocab_size - config.vocab_size) * config.d_model * item
+    padded_rows = config.padded_vocab_size - config.vocab_size
+    padding = padded_rows * (config.d_model + config.head_bias) * item
     lookups = {name for name in sizes if "embedding" in name}
     if config.tied_head:
         lookups -= {"token_embedding.weight"}

@@ -2,12 +2,15 @@
 
 import json
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
 
 from model.transformer.config import MODERN, ConfigError, GPTConfig, gpt2_shape, padded
 from tests.model.factories import FAMILIES, tiny_config
+from tests.model.shapes import shapes
 
 
 @pytest.mark.parametrize(
@@ -48,6 +51,28 @@ from tests.model.factories import FAMILIES, tiny_config
             {"positions": "rotary", "rope_theta": 1.0},
             "rope_theta is 1.0; it must be finite and above 1",
         ),
+        (
+            {"norm_position": "post", "residual": "parallel"},
+            "residual is 'parallel' and norm_position 'post': there is no sum between the "
+            "sublayers whose norm could follow; parallel goes with norm_position 'pre'",
+        ),
+        *(
+            (
+                {"positions": "rotary", "rotary_dim": wrong},
+                f"rotary_dim is {wrong}; channels turn in pairs, so it must be even and from 2 to "
+                "head_dim, 8",
+            )
+            for wrong in (0, 3, 10)
+        ),
+        (
+            {"rotary_dim": 4},
+            "rotary_dim is 4, but positions are learned; only rotary ones turn: leave it at 8",
+        ),
+        (
+            {"positions": "sinusoidal", "rope_scaling": {"kind": "linear", "factor": 2.0}},
+            'rope_scaling is {"kind": "linear", "factor": 2.0}, but positions are sinusoidal; only '
+            "rotary ones turn: leave it at None",
+        ),
     ],
 )
 def test_an_impossible_shape_is_refused(overrides: dict[str, Any], sentence: str) -> None:
@@ -80,13 +105,18 @@ def test_gpt2_shape_is_gpt2() -> None:
         "norm": "layernorm",
         "norm_position": "pre",
         "norm_eps": 1e-5,
+        "final_norm": True,
+        "residual": "sequential",
         "positions": "learned",
         "rope_theta": 10_000.0,
+        "rotary_dim": 64,
+        "rope_scaling": None,
         "activation": "gelu_tanh",
         "bias": True,
         "qkv_bias": True,
         "qk_norm": False,
         "tied_head": True,
+        "head_bias": False,
         "value_embeddings": False,
         "dropout": 0.0,
     }
@@ -96,6 +126,33 @@ def test_gpt2_shape_is_gpt2() -> None:
 def test_json_and_back(family: str) -> None:
     config = tiny_config(**FAMILIES[family])
     assert GPTConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+
+
+@given(shape=shapes())
+def test_any_shape_goes_through_json(shape: dict[str, Any]) -> None:
+    config = tiny_config(**shape)
+    assert GPTConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+
+
+@pytest.mark.parametrize(("norm_position", "final_norm"), [("pre", True), ("post", False)])
+def test_a_configuration_from_before_a_key_means_what_it_meant(
+    norm_position: str, final_norm: bool
+) -> None:
+    """A norm at the end before which there are norms, whole heads that turn, nothing beside."""
+    values = tiny_config(positions="rotary", norm_position=norm_position).to_dict()
+    for key in ("final_norm", "residual", "rotary_dim", "rope_scaling", "head_bias"):
+        del values[key]
+    config = GPTConfig.from_dict(values)
+    assert config.final_norm is final_norm
+    assert (config.residual, config.rotary_dim) == ("sequential", 8)
+    assert config.rope_scaling is None
+    assert not config.head_bias
+
+
+def test_the_bundled_checkpoints_shape_is_of_that_kind() -> None:
+    path = Path(__file__).parents[3] / "checkpoints" / "python-small" / "config.json"
+    config = GPTConfig.from_dict(json.loads(path.read_text(encoding="utf-8"))["model"])
+    assert (config.final_norm, config.rotary_dim) == (True, config.head_dim)
 
 
 def test_a_missing_and_an_unknown_key_are_named() -> None:
@@ -121,6 +178,12 @@ def test_a_missing_and_an_unknown_key_are_named() -> None:
         ("norm", "LayerNorm", "norm is 'LayerNorm'; it must be one of ['layernorm', 'rmsnorm']"),
         ("norm", ["rmsnorm"], "norm is ['rmsnorm']; it must be one of ['layernorm', 'rmsnorm']"),
         ("norm_position", None, "norm_position is None; it must be one of ['pre', 'post']"),
+        ("final_norm", "pre", "final_norm is 'pre'; it must be true or false"),
+        ("head_bias", None, "head_bias is None; it must be true or false"),
+        ("residual", True, "residual is True; it must be one of ['sequential', 'parallel']"),
+        ("rotary_dim", 4.0, "rotary_dim is 4.0; it must be an integer"),
+        ("rope_scaling", "linear", "rope_scaling is 'linear'; it must be an object or null"),
+        ("rope_scaling", {"kind": "linear"}, "rope_scaling lacks ['factor']"),
     ],
 )
 def test_a_wrong_json_value_is_named(key: str, wrong: object, sentence: str) -> None:

@@ -5,17 +5,22 @@ Whole models against other people's code are in `test_against_transformers.py`.
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given
 from torch import Tensor, nn
 from torch.testing import assert_close
 
 from model.transformer.attention import CausalAttend, RecordingAttend
 from model.transformer.config import MODERN, ORIGINAL, GPTConfig, gpt2_shape
-from model.transformer.gpt import GPT, HEAD_ROWS, Block, rotary_tables, rotate, sinusoidal_table
+from model.transformer.gpt import GPT, HEAD_ROWS, Block, sinusoidal_table
+from model.transformer.rotary import rotary_tables, rotate
+from tests.model import by_definition
 from tests.model.factories import FAMILIES, random_ids, tiny_config, tiny_gpt
+from tests.model.shapes import COMBINATIONS, shapes
 
 CPU = torch.device("cpu")
 
@@ -23,6 +28,28 @@ CPU = torch.device("cpu")
 @pytest.fixture(params=FAMILIES)
 def gpt(request: pytest.FixtureRequest) -> GPT:
     return tiny_gpt(tiny_config(**FAMILIES[request.param]))
+
+
+# Every shape
+
+
+@pytest.mark.parametrize("name", COMBINATIONS)
+def test_every_combination_is_what_its_definition_says(name: str) -> None:
+    shape = {"n_layer": 2, "n_kv_head": 2, "head_dim": 16, "d_model": 24, "d_ff": 40}
+    gpt = tiny_gpt(tiny_config(**{**COMBINATIONS[name], **shape})).double()
+    ids = random_ids(1, 24)
+    expected = by_definition.logits(gpt.config.to_dict(), gpt.state_dict(), ids[0].tolist())
+    # In float64 but for the tables, as a share: without a norm before the head logits are large.
+    error = (gpt(ids).logits[0] - expected).abs().max() / expected.std()
+    assert error < 1e-5
+
+
+@given(shape=shapes())
+def test_any_shape_is_what_its_definition_says(shape: dict[str, Any]) -> None:
+    gpt = tiny_gpt(tiny_config(**shape))
+    ids = random_ids(1, 12, vocab_size=gpt.config.vocab_size)
+    expected = by_definition.logits(gpt.config.to_dict(), gpt.state_dict(), ids[0].tolist())
+    assert_close(gpt(ids).logits[0].double(), expected, atol=1e-3, rtol=1e-3)
 
 
 # Every family
@@ -106,15 +133,15 @@ def test_hidden_states_are_the_stream_between_the_blocks(gpt: GPT) -> None:
     assert_close(output.hidden_states[0], embedded)
     rotation = None
     if gpt.config.positions == "rotary":
-        cos, sin = rotary_tables(9, gpt.config.head_dim, gpt.config.rope_theta, CPU)
+        cos, sin = rotary_tables(gpt.config, CPU)
         rotation = (cos[positions][:, None], sin[positions][:, None])  # (B, 1, T, D / 2)
     for layer, block in enumerate(gpt.blocks):
         after = block(output.hidden_states[layer], ids, rotation, CausalAttend())
         assert_close(output.hidden_states[layer + 1], after)
     last = output.hidden_states[-1]
-    if gpt.config.norm_position == "pre":
+    if gpt.config.final_norm:
         last = gpt.final_norm(last)
-    assert_close(output.logits, gpt.logits(last))  # post-LN ends normalised: no final norm
+    assert_close(output.logits, gpt.logits(last))
 
 
 def test_recording_attention_changes_nothing(gpt: GPT) -> None:
@@ -190,7 +217,8 @@ def test_rotation_turns_pairs_as_complex_numbers() -> None:
     """Channels i and i + D / 2 are one complex number, turned by position * theta^(-2i / D)."""
     theta, head_dim = 500.0, 6
     x = torch.randn(1, 2, 40, head_dim, generator=torch.Generator().manual_seed(0))
-    cos, sin = rotary_tables(40, head_dim, theta, CPU)
+    config = tiny_config(positions="rotary", context_length=40, head_dim=head_dim, rope_theta=theta)
+    cos, sin = rotary_tables(config, CPU)
     assert cos.dtype == sin.dtype == torch.float32
     turned = rotate(x, cos[None, None], sin[None, None])
     number = torch.complex(x[..., :3].double(), x[..., 3:].double())
@@ -332,16 +360,37 @@ def test_gpt2_small_has_124_million_parameters() -> None:
         assert GPT(config).parameter_count() == 124_439_808
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("head_bias", [True, False])
 @pytest.mark.parametrize("tied_head", [True, False])
-def test_padded_ids_are_cut_off(tied_head: bool) -> None:
+def test_padded_ids_are_cut_off(tied_head: bool, head_bias: bool, dtype: torch.dtype) -> None:
     """Rows beyond the vocabulary are there for speed: whatever they hold, nobody sees it."""
-    gpt = tiny_gpt(tiny_config(tied_head=tied_head))
+    gpt = tiny_gpt(tiny_config(tied_head=tied_head, head_bias=head_bias)).to(dtype)
     ids = random_ids(2, 9)
     before = gpt(ids).logits
     assert before.shape[-1] == 257
-    matrix = gpt.token_embedding.weight if tied_head else gpt.head.weight
-    matrix[257:] = 1e6
+    matrix, bias = gpt.head_parameters()
+    assert (bias is not None) == head_bias
+    for rows in (matrix, bias):
+        if rows is not None:
+            rows[257:] = 1e6
     assert torch.equal(gpt(ids).logits, before)
+
+
+@pytest.mark.parametrize("tied_head", [True, False])
+def test_a_heads_bias_is_added_to_its_logits(tied_head: bool) -> None:
+    """Under one name, whosever matrix it is; in float32 where the weights are narrow."""
+    gpt = tiny_gpt(tiny_config(tied_head=tied_head, head_bias=True))
+    assert gpt.state_dict()["head.bias"].shape == (320,)
+    assert ("head.weight" in gpt.state_dict()) is not tied_head
+    x = torch.randn(3, 32, generator=torch.Generator().manual_seed(0))
+    bias, with_bias = gpt.get_parameter("head.bias"), gpt.logits(x)
+    narrow = gpt.to(torch.bfloat16).logits(x.to(torch.bfloat16))
+    plain_narrow = narrow - bias[:257].float()
+    bias.zero_()
+    assert torch.equal(gpt.logits(x.to(torch.bfloat16)), narrow) is False
+    assert_close(gpt.logits(x.to(torch.bfloat16)), plain_narrow)
+    assert_close(narrow, with_bias, atol=0.1, rtol=0.1)
 
 
 # Value embeddings

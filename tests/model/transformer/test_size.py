@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
 from torch import nn
 
 from model.training.presets import PRESETS
@@ -11,13 +12,22 @@ from model.transformer.config import MODERN, GPTConfig, gpt2_shape
 from model.transformer.gpt import GPT
 from model.transformer.size import Elements, count_elements, parameter_count
 from tests.model.factories import FAMILIES, tiny_config
+from tests.model.shapes import shapes
 
 CHANGES: list[dict[str, Any]] = [
     {},
     {"tied_head": False},
     {"vocab_size": 41, "d_model": 48},
     {**MODERN, "n_layer": 5, "bias": True, "qkv_bias": True},
-    {"norm": "layernorm", "bias": False, "qkv_bias": True, "norm_position": "post"},
+    {
+        "norm": "layernorm",
+        "bias": False,
+        "qkv_bias": True,
+        "norm_position": "post",
+        "residual": "sequential",
+    },
+    {"final_norm": False, "head_bias": True, "tied_head": False},
+    {"final_norm": True, "head_bias": True, "tied_head": True},
 ]
 
 
@@ -51,6 +61,11 @@ def check(config: GPTConfig) -> None:
 @pytest.mark.parametrize("changes", CHANGES)
 def test_the_elements_of_every_family_are_counted(name: str, changes: dict[str, Any]) -> None:
     check(tiny_config(**{**FAMILIES[name], **changes}))
+
+
+@given(shape=shapes())
+def test_the_elements_of_any_shape_are_counted(shape: dict[str, Any]) -> None:
+    check(tiny_config(**shape))
 
 
 @pytest.mark.parametrize("name", PRESETS)

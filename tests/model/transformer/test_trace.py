@@ -28,7 +28,7 @@ def test_stages_shapes_and_axes(family: str) -> None:
     assert [stage.name for stage in stages] == [
         "embedding",
         *(f"block {layer}: {name}" for layer in range(config.n_layer) for name in of_a_block),
-        *(["final norm"] if config.norm_position == "pre" else []),
+        *(["final norm"] if config.final_norm else []),
         "lm_head: logits",
     ]
 

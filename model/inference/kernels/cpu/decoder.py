@@ -35,7 +35,8 @@ from model.inference.options import DRAFTED_ROWS
 from model.inference.sampling.sample import SAMPLING_ROW, SamplingRows
 from model.transformer.arena import Arena, move_to_arena, room_for
 from model.transformer.config import GPTConfig
-from model.transformer.gpt import GPT, VALUE_GATE_WIDTH, Block, rotary_tables, sinusoidal_table
+from model.transformer.gpt import GPT, VALUE_GATE_WIDTH, Block, sinusoidal_table
+from model.transformer.rotary import rotary_tables
 
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 ACTIVATIONS = {"gelu_tanh": 0, "gelu": 1, "relu": 2, "relu2": 3, "swiglu": 4}
@@ -86,7 +87,7 @@ class _Model(Structure):
         *((name, c_int32) for name in (
             "n_layer", "n_head", "n_kv_head", "head_dim", "d_model", "d_ff", "vocab_size",
             "kind", "cells",
-            "post_norm", "rotary", "qk_norm", "final_norm_on", "value_gate_width",
+            "post_norm", "parallel", "rotary", "qk_norm", "final_norm_on", "value_gate_width",
             "activation",
         )),
         *((name, c_void_p) for name in (
@@ -318,12 +319,9 @@ class NativeDecoder:
     def _describe(self, gpt: GPT) -> tuple[_Model, ctypes.Array[_Layer]]:
         config, cpu = gpt.config, torch.device("cpu")
         layers = (_Layer * config.n_layer)(*(self._layer(block) for block in gpt.blocks))
-        rope = [
-            self._keep(table)
-            for table in rotary_tables(
-                config.context_length, config.head_dim, config.rope_theta, cpu
-            )
-        ]
+        rope: list[int | None] = [None, None]
+        if config.positions == "rotary":
+            rope = [self._keep(table) for table in rotary_tables(config, cpu)]
         sinusoids = None
         if config.positions == "sinusoidal":
             sinusoids = sinusoidal_table(config.context_length, config.d_model, cpu)
@@ -338,9 +336,10 @@ class NativeDecoder:
             kind=self._cells if self._int8 is None else KINDS[torch.int8],
             cells=self._cells,
             post_norm=config.norm_position == "post",
+            parallel=config.residual == "parallel",
             rotary=config.positions == "rotary",
             qk_norm=config.qk_norm,
-            final_norm_on=config.norm_position == "pre",
+            final_norm_on=config.final_norm,
             value_gate_width=min(VALUE_GATE_WIDTH, config.d_model),
             activation=ACTIVATIONS[config.activation],
             token_embedding=self._keep(gpt.token_embedding.weight),
@@ -352,7 +351,7 @@ class NativeDecoder:
             rope_sin=rope[1],
             layers=layers,
             final_norm=self._norm(gpt.final_norm),
-            head=self._matrix(head_matrix(gpt), None),
+            head=self._matrix(head_matrix(gpt), head_bias(gpt)),
         )
         return model, layers
 
@@ -427,8 +426,14 @@ def matrices(gpt: GPT) -> Iterator[Tensor]:
 
 def head_matrix(gpt: GPT) -> Tensor:
     """The weights of the head, of the ids that exist: (vocab_size, d_model)."""
-    head = gpt.token_embedding.weight if gpt.config.tied_head else gpt.head.weight
-    return head[: gpt.config.vocab_size]
+    weight, _ = gpt.head_parameters()
+    return weight[: gpt.config.vocab_size]
+
+
+def head_bias(gpt: GPT) -> Tensor | None:
+    """The bias of the head, of the ids that exist: (vocab_size,)."""
+    _, bias = gpt.head_parameters()
+    return None if bias is None else bias[: gpt.config.vocab_size]
 
 
 def output_indices(chosen: Sequence[int], count: int) -> ctypes.Array[c_int32]:

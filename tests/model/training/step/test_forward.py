@@ -51,10 +51,13 @@ def test_what_is_asked_for_is_taken() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
+@pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_loss_is_that_of_the_logits(tied: bool, dtype: torch.dtype) -> None:
-    gpt, ids, targets = _small(tied_head=tied)
+def test_the_loss_is_that_of_the_logits(tied: bool, bias: bool, dtype: torch.dtype) -> None:
+    gpt, ids, targets = _small(tied_head=tied, head_bias=bias, final_norm=not bias)
+    if bias:
+        torch.nn.init.normal_(gpt.get_parameter("head.bias"))
     forward = Forward(gpt, Placement(CPU, dtype, 1), dropout=0.0)
     mine = forward.loss(ids, targets)
     theirs = F.cross_entropy(forward(ids).float().flatten(0, 1), targets.flatten())

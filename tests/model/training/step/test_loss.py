@@ -13,14 +13,25 @@ from tests.profiles import examples
 
 
 def _both(
-    hidden: Tensor, head: Tensor, targets: Tensor, vocab_size: int, dtype: torch.dtype
+    hidden: Tensor,
+    head: Tensor,
+    targets: Tensor,
+    vocab_size: int,
+    dtype: torch.dtype,
+    bias: Tensor | None = None,
 ) -> list[tuple[Tensor, ...]]:
-    """Loss, gradient to the hidden states and gradient to the head: ours, then the twin's."""
-    mine = cross_entropy(hidden, head, targets, vocab_size=vocab_size, dtype=dtype)
-    logits = F.linear(hidden.to(dtype), head.to(dtype))[..., :vocab_size].float()
+    """Loss and gradients to the hidden states, the head and its bias: ours, then the twin's."""
+    mine = cross_entropy(hidden, head, targets, bias=bias, vocab_size=vocab_size, dtype=dtype)
+    added = None if bias is None else bias.to(dtype)
+    logits = F.linear(hidden.to(dtype), head.to(dtype), added)[..., :vocab_size].float()
     theirs = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    inputs = (hidden, head, *(() if bias is None else (bias,)))
     # Divided, as by a step of several batches.
-    return [(loss, *torch.autograd.grad(loss / 3, (hidden, head))) for loss in (mine, theirs)]
+    return [(loss, *torch.autograd.grad(loss / 3, inputs)) for loss in (mine, theirs)]
+
+
+def _bias(rows: int) -> Tensor:
+    return torch.randn(rows, generator=torch.Generator().manual_seed(rows)).requires_grad_()
 
 
 def _inputs(
@@ -41,23 +52,36 @@ def _inputs(
     padding=st.integers(0, 5),
     scale=st.sampled_from([0.02, 1.0, 5.0]),
     rows=st.integers(1, 70),
+    biased=st.booleans(),
 )
 def test_it_is_cross_entropy_whatever_the_pieces(
-    batch: int, length: int, width: int, vocab_size: int, padding: int, scale: float, rows: int
+    batch: int,
+    length: int,
+    width: int,
+    vocab_size: int,
+    padding: int,
+    scale: float,
+    rows: int,
+    biased: bool,
 ) -> None:
     hidden, head, targets = _inputs(batch, length, width, vocab_size + padding, vocab_size, scale)
+    bias = _bias(len(head)) if biased else None
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loss_module, "MIN_ROWS", rows)
         patch.setattr(loss_module, "CHUNK_LOGITS", {"cpu": 1})
-        mine, theirs = _both(hidden, head, targets, vocab_size, torch.float32)
+        mine, theirs = _both(hidden, head, targets, vocab_size, torch.float32, bias)
     for own, other in zip(mine, theirs, strict=True):
         torch.testing.assert_close(own, other, atol=1e-5, rtol=1e-4)
-    assert not mine[2][vocab_size:].any()
+    assert len(mine) == 3 + biased
+    for gradient in mine[2:]:
+        assert not gradient[vocab_size:].any()
 
 
-def test_in_bfloat16_it_rounds_as_the_plain_one_does() -> None:
+@pytest.mark.parametrize("biased", [False, True])
+def test_in_bfloat16_it_rounds_as_the_plain_one_does(biased: bool) -> None:
     hidden, head, targets = _inputs(4, 300, 64, 320, 300, 0.2)
-    mine, theirs = _both(hidden, head, targets, 300, torch.bfloat16)
+    bias = _bias(len(head)) if biased else None
+    mine, theirs = _both(hidden, head, targets, 300, torch.bfloat16, bias)
     torch.testing.assert_close(mine[0], theirs[0], atol=1e-6, rtol=1e-6)
     for own, other in zip(mine[1:], theirs[1:], strict=True):
         assert own.dtype == torch.float32

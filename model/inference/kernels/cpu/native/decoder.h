@@ -186,10 +186,10 @@ class Decoder {
     else attention<Bf16>(layer);
     rows([&](int row) { mixed_.put(row, heads(row), heads_width_); });
     clocks_.end(ATTENTION);
+    if (w_.parallel) prepare_mlp(w);  // of the stream as attention has read it
     linear(pool_, w.attention_out, mixed_.inputs(count_), x_.data(), padded(w_.d_model), true);
     clocks_.end(ATTENTION_OUT);
-    rows([&](int row) { before_mlp(w, row); });
-    clocks_.end(NORMS);
+    if (!w_.parallel) prepare_mlp(w);
     linear(pool_, w.mlp_up, narrow_.inputs(count_), up_.data(), padded(up_width_) + ROW_PAD, false);
     clocks_.end(MLP_UP);
     rows([&](int row) {
@@ -249,6 +249,12 @@ class Decoder {
 
   void finish_post(const LayerWeights& w, int row) {
     normalise(w.mlp_norm, x(row), x(row), w_.d_model);
+  }
+
+  // What the feed-forward reads into `narrow_`, where attention's products have read theirs.
+  void prepare_mlp(const LayerWeights& w) {
+    rows([&](int row) { before_mlp(w, row); });
+    clocks_.end(NORMS);
   }
 
   void before_mlp(const LayerWeights& w, int row) {

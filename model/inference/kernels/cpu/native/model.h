@@ -20,12 +20,14 @@ struct ModelWeights {
   std::int32_t n_layer, n_head, n_kv_head, head_dim, d_model, d_ff, vocab_size;
   std::int32_t kind;        // of every matrix: KIND_*
   std::int32_t cells;       // of embeddings and of the cache: KIND_F32 or KIND_BF16
-  std::int32_t post_norm, rotary, qk_norm, final_norm_on, value_gate_width;
+  std::int32_t post_norm;   // norms after the residual sums
+  std::int32_t parallel;    // attention and feed-forward read the same stream
+  std::int32_t rotary, qk_norm, final_norm_on, value_gate_width;
   std::int32_t activation;  // Activation
   const void* token_embedding;
   const void* position_embedding;  // (positions, d_model) like token_embedding, or null
   const float* sinusoids;          // (positions, d_model), or null
-  const float *rope_cos, *rope_sin;  // (positions, head_dim / 2)
+  const float *rope_cos, *rope_sin;  // (positions, head_dim / 2), or null
   const LayerWeights* layers;
   Norm final_norm;
   Matrix head;

@@ -1,0 +1,78 @@
+"""Shapes for tests: every combination of what a forward can be put together from, and any of them.
+
+`COMBINATIONS` are all that differ in norms, residuals, heads and rotary positions; `shapes` is the
+hypothesis strategy over the rest as well. Both give overrides of `tiny_config`.
+"""
+
+from collections.abc import Mapping
+from itertools import product
+from typing import Any, get_args
+
+from hypothesis import strategies as st
+
+from model.transformer.config import Activation, Norm, Positions
+
+SCALINGS: Mapping[str, Mapping[str, Any] | None] = {
+    "unscaled": None,
+    "linear": {"kind": "linear", "factor": 2.5},
+    "llama3": {
+        "kind": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 3.0,
+        "original_context_length": 48,
+    },
+    "yarn": {"kind": "yarn", "factor": 4.0, "original_context_length": 32},
+}  # fmt: skip
+"""Scaled rotary positions, so that heads of 8 and 16 have channels on each side of an edge and
+between both."""
+
+ORDERS: Mapping[str, Mapping[str, Any]] = {
+    "pre": {"norm_position": "pre", "residual": "sequential"},
+    "parallel": {"norm_position": "pre", "residual": "parallel"},
+    "post": {"norm_position": "post", "residual": "sequential"},
+}
+"""The orders of norms, sublayers and sums in a block that there are."""
+
+COMBINATIONS: Mapping[str, Mapping[str, Any]] = {
+    "-".join(
+        (order, *("final",) * final, "tied" if tied else "untied", *("bias",) * bias, scaling)
+    ) + f"-{turning}": {
+        **ORDERS[order], "final_norm": final, "tied_head": tied, "head_bias": bias,
+        "positions": "rotary", "rope_theta": 500.0, "rotary_dim": turning,
+        "rope_scaling": SCALINGS[scaling],
+    }
+    for order, final, tied, bias, turning, scaling in product(
+        ORDERS, (False, True), (False, True), (False, True), (6, 16), SCALINGS
+    )
+}  # fmt: skip
+"""Every combination of norms, residuals, heads and rotary positions, for a head_dim of 16."""
+
+
+@st.composite
+def shapes(draw: st.DrawFn, *, head_dims: tuple[int, ...] = (2, 6, 8, 16)) -> dict[str, Any]:
+    """Overrides of `tiny_config` for any shape, small."""
+    head_dim = draw(st.sampled_from(head_dims))
+    n_kv_head = draw(st.sampled_from([1, 2]))
+    positions = draw(st.sampled_from(get_args(Positions)))
+    rotary: dict[str, Any] = {}
+    if positions == "rotary":
+        rotary = {
+            "rotary_dim": 2 * draw(st.integers(1, head_dim // 2)),
+            "rope_scaling": draw(st.sampled_from([*SCALINGS.values()])),
+            "rope_theta": draw(st.sampled_from([500.0, 10_000.0])),
+        }
+    flags = ("bias", "qkv_bias", "qk_norm", "tied_head", "head_bias", "final_norm")
+    return {
+        "n_layer": draw(st.integers(1, 3)),
+        "n_kv_head": n_kv_head,
+        "n_head": n_kv_head * draw(st.integers(1, 3)),
+        "head_dim": head_dim,
+        "d_model": 2 * draw(st.integers(3, 24)),
+        "d_ff": draw(st.integers(1, 150)),
+        "vocab_size": draw(st.integers(2, 300)),
+        "norm": draw(st.sampled_from(get_args(Norm))),
+        "activation": draw(st.sampled_from(get_args(Activation))),
+        "positions": positions,
+        "value_embeddings": draw(st.booleans()),
+        **{flag: draw(st.booleans()) for flag in flags},
+        **draw(st.sampled_from([*ORDERS.values()])),
+        **rotary,
+    }
