@@ -1,11 +1,14 @@
 """What can be said about a run, and what it comes to."""
 
+import json
+import shlex
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 from pydantic import ValidationError
+from pydantic_settings import CliApp
 
 from model.training.config import (
     RESUMABLE,
@@ -14,7 +17,8 @@ from model.training.config import (
     command,
 )
 from model.training.presets import Recipe
-from model.transformer.config import GPTConfig
+from model.transformer.config import GPTConfig, RopeScaling
+from service.settings.train import TrainSettings
 
 
 def test_every_number_of_a_recipe_and_a_shape_can_be_given_and_is_explained() -> None:
@@ -38,11 +42,27 @@ def test_every_number_of_a_recipe_and_a_shape_can_be_given_and_is_explained() ->
         {"vocab_size": 256},
         {"optimizer": "sgd"},
         {"stepz": 5},
+        {"rotary_dim": 0},
+        {"residual": "both"},
+        {"rope_scaling": {"kind": "linear"}},
+        {"rope_scaling": {"kind": "linear", "factor": "2"}},
+        {"rope_scaling": {"kind": "linear", "factor": 2.0, "colour": "red"}},
     ],
 )
 def test_impossible_values_and_unknown_names_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValidationError):
         TrainingConfig(**wrong)
+
+
+def test_scaled_positions_are_json_on_the_way_in_and_out() -> None:
+    """A run's configuration is written as JSON, and its command is a line that can be given."""
+    given = {"kind": "yarn", "factor": 4, "original_context_length": 64}
+    config = TrainingConfig(rope_scaling=given)
+    assert config.rope_scaling == RopeScaling.from_dict(given)
+    assert TrainingConfig(**json.loads(json.dumps(config.to_dict()))) == config
+    *_, flag, value = shlex.split(command(config))
+    assert flag == "--rope-scaling"
+    assert CliApp.run(TrainSettings, cli_args=[flag, value]).given() == config.given()
 
 
 def test_the_command_says_what_was_given_and_nothing_about_this_machine() -> None:

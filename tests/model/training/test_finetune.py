@@ -20,7 +20,7 @@ from model.training.resolve import resolve_config
 from model.training.run.directory import RunDirectory
 from model.training.run.state import read_state
 from model.training.trainer import TrainingResult, train
-from model.transformer.config import MODERN, GPTConfig
+from model.transformer.config import MODERN, GPTConfig, RopeScaling
 from tests.model.factories import save_tiny_checkpoint, tiny_config, tiny_gpt
 from tests.model.training.test_trainer import StopAt, _state
 
@@ -253,9 +253,23 @@ def test_a_longer_context_is_trained_and_saved(tune: Tune) -> None:
     assert gpt(torch.zeros(1, 64, dtype=torch.int64)).logits.isfinite().all()
 
 
+def test_a_longer_context_may_scale_the_positions(tune: Tune) -> None:
+    """No weight depends on that; the checkpoint says it, and what continues it keeps it."""
+    scaling = RopeScaling(kind="yarn", factor=2.0, original_context_length=32)
+    result = train(tune(context_length=64, steps=2, rope_scaling=scaling))
+    info, _ = load_checkpoint(result.best, device=torch.device("cpu"), dtype=torch.float32)
+    assert info.config.rope_scaling == scaling
+    again = resolved(tune(from_checkpoint=result.best, context_length=48))[1]
+    assert again.rope_scaling == scaling
+
+
 @pytest.mark.parametrize(
     ("given", "sentence"),
     [
+        ({"rotary_dim": 4}, "rotary_dim 4 was given, but the checkpoint has"),
+        ({"head_bias": True}, "head_bias True was given, but the checkpoint has False"),
+        ({"residual": "parallel"}, "residual parallel was given, but the checkpoint has seq"),
+        ({"final_norm": False}, "final_norm False was given, but the checkpoint has True"),
         ({"d_model": 64}, "d_model 64 was given, but the checkpoint has 32"),
         ({"n_layer": 3}, "n_layer 3 was given, but the checkpoint has 2"),
         ({"rope_theta": 5.0}, r"rope_theta 5.0 was given, but the checkpoint has 10000"),

@@ -1,11 +1,14 @@
 """What a configuration comes to."""
 
+from dataclasses import replace
+
 import pytest
 
 from model.training.config import TrainingConfig, TrainingError
 from model.training.presets import PRESETS
 from model.training.resolve import resolve_config, resolve_resumed
 from model.training.run.description import RunDescription
+from model.transformer.config import ConfigError, RopeScaling
 
 
 def test_what_is_not_given_is_the_presets() -> None:
@@ -16,6 +19,23 @@ def test_what_is_not_given_is_the_presets() -> None:
     model = resolution.model(300)
     assert (resolution.recipe.steps, model.norm_position, model.d_model) == (7, "pre", 64)
     assert model.vocab_size == 300
+
+
+def test_a_norm_at_the_end_goes_with_the_norms_unless_it_is_said() -> None:
+    for norm_position, given, final in (
+        *(("pre", None, True), ("post", None, False)),
+        *(("pre", False, False), ("post", True, True)),
+    ):
+        config = TrainingConfig(
+            preset="decoder-8x64", norm_position=norm_position, final_norm=given
+        )
+        assert resolve_config(config).model(300).final_norm is final
+
+
+def test_what_goes_with_other_positions_alone_is_refused_before_the_text_is_read() -> None:
+    with pytest.raises(ConfigError, match="rotary_dim is 32, but positions are learned"):
+        resolve_config(TrainingConfig(preset="nanogpt", rotary_dim=32))
+    assert resolve_config(TrainingConfig(preset="tiny", rotary_dim=32)).model(300).rotary_dim == 32
 
 
 def test_a_size_beside_a_published_vocabulary_is_refused() -> None:
@@ -31,6 +51,11 @@ def test_a_resumed_run_may_be_lengthened_but_not_changed() -> None:
     assert (longer.recipe.steps, longer.config.steps, longer.config.d_model) == (200, 200, 64)
     assert longer.model == before.model
     assert resolve_resumed(TrainingConfig(resume=True, d_model=64), before) == before
+    scaled = RopeScaling(kind="linear", factor=2.0)
+    with pytest.raises(TrainingError, match="rope_scaling cannot change when a run is resumed"):
+        resolve_resumed(TrainingConfig(resume=True, rope_scaling=scaled), before)
+    stretched = replace(before, model=replace(before.model, rope_scaling=scaled))
+    resolve_resumed(TrainingConfig(resume=True, rope_scaling=scaled), stretched)
     for change, was in (
         ({"d_model": 128}, "it is 128 now and was 64"),
         ({"seed": 2}, "it is 2 now and was 1337"),

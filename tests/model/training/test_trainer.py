@@ -33,7 +33,7 @@ from model.training.presets import PresetError
 from model.training.run.state import read_state
 from model.training.step.validate import ValidationLoss
 from model.training.trainer import Trainer, TrainingResult, train
-from model.transformer.config import ConfigError
+from model.transformer.config import ConfigError, RopeScaling
 from tests.model.conftest import Configure, story
 
 
@@ -488,6 +488,29 @@ def test_decoder_8x64_learns_below_the_unigram_entropy(
     info, gpt = load_checkpoint(result.best, device=torch.device("cpu"), dtype=torch.float32)
     assert (info.config.norm_position, info.config.d_model) == (norm_position, 64)
     assert gpt(torch.tensor([info.tokenizer.encode("the cat")])).logits.isfinite().all()
+
+
+@pytest.mark.usefixtures("no_picture")
+def test_what_neox_is_made_of_is_trained_and_saved(tmp_path: Path, story_file: Path) -> None:
+    """Every weight moves: head and norms have their biases, a part of each head turns."""
+    shape: dict[str, Any] = {
+        "positions": "rotary", "rotary_dim": 4, "residual": "parallel", "norm": "layernorm",
+        "bias": True, "qkv_bias": True, "qk_norm": False, "value_embeddings": False,
+        "tied_head": True, "head_bias": True,
+        "rope_scaling": RopeScaling(kind="linear", factor=2.0),
+    }  # fmt: skip
+    config = TrainingConfig(
+        data=(str(story_file),), out=tmp_path / "run", vocab_size=320, context_length=32,
+        n_layer=2, n_head=2, d_model=32, steps=20, eval_every=20, checkpoint_every=20,
+        sample_tokens=4, threads=1, **shape,
+    )  # fmt: skip
+    result = train(config)
+    assert result.val_loss < math.log(320)
+    info, gpt = load_checkpoint(result.best, device=torch.device("cpu"), dtype=torch.float32)
+    assert {name: getattr(info.config, name) for name in shape} == shape
+    for name, tensor in gpt.named_parameters():
+        if name.endswith("bias"):
+            assert tensor.abs().max() > 0, f"{name} was zero before and is now"
 
 
 @pytest.mark.slow

@@ -106,10 +106,11 @@ def test_a_whole_model_is_left_alone() -> None:
 
 
 def _gpt(optimizer: str) -> GPT:
-    """With fused maps, value embeddings and a vocabulary that three do not divide."""
+    """With fused maps, value embeddings, a bias in the head and a vocabulary that three do not
+    divide."""
     config = preset("tiny").config(
         vocab_size=311, n_layer=2, n_head=4, n_kv_head=2, d_model=40, d_ff=136, context_length=16,
-        tied_head=optimizer == "adamw", activation="swiglu",
+        tied_head=optimizer == "adamw", activation="swiglu", head_bias=True, residual="parallel",
     )  # fmt: skip
     gpt = GPT(config)
     initialise(gpt, PRESETS["tiny"].recipe, torch.Generator().manual_seed(1))

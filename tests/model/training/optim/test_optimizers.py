@@ -47,10 +47,12 @@ def _loss(gpt: GPT) -> Tensor:
         ("blocks.0.mlp_down.weight", False, "matrix"),
         ("blocks.0.query_norm.weight", False, "scalar"),
         ("final_norm.weight", False, "scalar"),
+        ("head.bias", False, "scalar"),
+        ("head.bias", True, "scalar"),
     ],
 )
 def test_every_parameter_has_its_kind(name: str, tied: bool, expected: str) -> None:
-    assert kind_of(_gpt(tied_head=tied), name) == expected
+    assert kind_of(_gpt(tied_head=tied, head_bias=True), name) == expected
 
 
 def test_blocks_begin_as_the_identity_and_draws_come_from_the_generator_alone() -> None:
@@ -94,7 +96,15 @@ def test_muon_orthogonalises_query_key_and_value_each_for_itself() -> None:
 
 
 @pytest.mark.parametrize("optimizer", ["muon", "adamw"])
-@pytest.mark.parametrize("shape", [{}, {"activation": "swiglu"}, {"tied_head": True, "bias": True}])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {},
+        {"activation": "swiglu"},
+        {"tied_head": True, "bias": True, "head_bias": True},
+        {"residual": "parallel", "head_bias": True, "final_norm": False},
+    ],
+)
 def test_every_parameter_is_trained_by_one_optimizer(optimizer: str, shape: dict[str, Any]) -> None:
     gpt = _gpt(**shape)
     optimizers = Optimizers(gpt, replace(RECIPE, optimizer=optimizer))  # type: ignore[arg-type]

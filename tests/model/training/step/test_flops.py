@@ -19,6 +19,8 @@ SHAPES: list[dict[str, Any]] = [
     dict(MODERN),
     {**MODERN, "n_kv_head": 1, "activation": "swiglu", "tied_head": True},
     {**ORIGINAL, "d_ff": 40},
+    {**MODERN, "residual": "parallel", "rotary_dim": 4, "head_bias": True},
+    {"tied_head": True, "head_bias": True, "final_norm": False},
 ]
 
 
