@@ -44,7 +44,6 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
         "rotary_dim": 4,
         "residual": "parallel",
         "activation": "gelu",
-        "tied_head": False,
         "head_bias": True,
     },
     "scaled": {
@@ -54,7 +53,6 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
         "n_kv_head": 2,
         "rotary_dim": 6,
         "rope_scaling": {"kind": "yarn", "factor": 4.0, "original_context_length": 32},
-        "tied_head": True,
         "head_bias": True,
         "value_embeddings": False,
     },
