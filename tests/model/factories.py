@@ -51,6 +51,7 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
         "norm_position": "post",
         "final_norm": True,
         "n_kv_head": 2,
+        "activation": "swiglu",
         "rotary_dim": 6,
         "rope_scaling": {"kind": "yarn", "factor": 4.0, "original_context_length": 32},
         "head_bias": True,
