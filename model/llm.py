@@ -66,7 +66,7 @@ from model.inference.options import KernelChoice, Quantization
 from model.inference.sampling.distribution import log_softmax
 from model.inference.sampling.params import SamplingParams, TokenLogprob
 from model.text.growing_text import GrowingText
-from model.text.tokenizer import Tokenizer
+from model.text.tokenizer import NO_VOCABULARY, NoVocabularyError, Tokenizer
 
 __all__ = [
     "LLM",
@@ -199,7 +199,7 @@ class LLM:
     ) -> list[Completion]:
         """The `n` completions of each prompt, prompt by prompt.
 
-        stop        texts that end a completion
+        stop        texts that end a completion; none where the model has no vocabulary
         ignore_eos  whether to go on after the end-of-text token
         """
         parts: dict[tuple[int, int], list[Completion]] = {}
@@ -221,6 +221,8 @@ class LLM:
         Starts when the first part is asked for. To close the iterator ends the rest.
         """
         # 1) A request for each prompt, and the parts of each of its sequences.
+        if stop and not self.tokenizer.has_text:
+            raise InvalidRequest(f"stop is a list of texts, and {NO_VOCABULARY}", "stop")
         end_of_text = self.tokenizer.end_of_text
         if end_of_text is not None and not ignore_eos:
             params = replace(params, stop_token_ids=params.stop_token_ids | {end_of_text})
@@ -285,13 +287,16 @@ class LLM:
         return [_score(scored) for scored in tokens]
 
     def encode(self, prompt: Prompt) -> tuple[int, ...]:
-        """The token ids of a prompt. Special tokens in a text are plain text."""
+        """The token ids of a prompt. Special tokens in a text are plain text; where the model has
+        no vocabulary, a text is rejected."""
         if not isinstance(prompt, str):
             return tuple(map(operator.index, prompt))
         if any("\ud800" <= character <= "\udfff" for character in prompt):
             raise InvalidRequest("the prompt is not UTF-8 text", "prompt")
         try:
             return tuple(self.tokenizer.encode(prompt))
+        except NoVocabularyError as error:
+            raise InvalidRequest(f"the prompt is a text, and {error}", "prompt") from error
         except ValueError as error:  # a byte that the vocabulary lacks, or a pathological text
             raise InvalidRequest(f"the prompt cannot be tokenized: {error}", "prompt") from error
 

@@ -84,6 +84,7 @@ def write_gguf(path: Path, info: CheckpointInfo, gpt: GPT, family: str, pre: str
             f"activation is {config.activation!r}: llama.cpp computes GPT-2 with gelu_tanh alone; "
             "export it with --to hf"
         )
+    _refuse_other_kinds(info.tokenizer)
     cut = _pre_tokenizer(info.tokenizer, pre)
     merges = _merges(info.tokenizer)
     weights = gpt_weights(gpt) if family == GPT2 else rotary_weights(gpt, family)
@@ -151,6 +152,15 @@ def interleaved(rows: Tensor, heads: int) -> Tensor:
     """Rows (heads * D, ...) of halves that are turned together, as neighbours."""
     halves = rows.reshape(heads, 2, -1, *rows.shape[1:])  # (heads, 2, D / 2, ...)
     return halves.transpose(1, 2).reshape(rows.shape)
+
+
+def _refuse_other_kinds(tokenizer: Tokenizer) -> None:
+    if tokenizer.kind != "bpe":
+        what = "whole words" if tokenizer.has_text else "token ids without a text"
+        raise ConvertError(
+            f"this checkpoint's vocabulary is {what}, and llama.cpp needs byte pairs; export it "
+            "with --to hf"
+        )
 
 
 def _pre_tokenizer(tokenizer: Tokenizer, named: str | None) -> str:

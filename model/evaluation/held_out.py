@@ -65,10 +65,20 @@ def held_out_text(checkpoint: CheckpointInfo) -> tuple[str, Shard]:
     return _text(checkpoint, None, None)
 
 
+def require_vocabulary(checkpoint: CheckpointInfo) -> None:
+    """Raise TextError for a model of token ids alone: it has no loss on a text."""
+    if not checkpoint.tokenizer.has_text:
+        raise TextError(
+            f"{checkpoint.name} has no vocabulary, so it has no loss on a text; POST /score and "
+            "LLM.score (model/llm.py) give the logprobs of token ids"
+        )
+
+
 def _text(
     checkpoint: CheckpointInfo, path: Path | None, at_most: int | None = READ_BYTES
 ) -> tuple[str, Shard]:
     tokenizer, data = checkpoint.tokenizer, checkpoint.training.data
+    require_vocabulary(checkpoint)
     if path is not None:
         return str(path), _tokenised(_documents(path, at_most), tokenizer, at_most)
     folder = checkpoint.path.resolve().parent  # `best` is a link into the run

@@ -26,7 +26,7 @@ from model.data.sources.open_text import open_text
 from model.data.vocabulary import tokenizer_sha256
 from model.data.windows import UNCOUNTED, RollingWindows
 from model.device import Placement, use_threads
-from model.evaluation.held_out import held_out_text
+from model.evaluation.held_out import held_out_text, require_vocabulary
 from model.evaluation.quantization_loss import step_nats
 from model.inference.kv_cache import KVCache
 from model.inference.load import LoadedModel, load_model
@@ -138,6 +138,7 @@ def _windows(
 @contextmanager
 def _text(checkpoint: CheckpointInfo, data: Sequence[str]) -> Iterator[tuple[str, Shard]]:
     """The text's name and its tokens, on disk for as long as they are needed."""
+    require_vocabulary(checkpoint)
     if not data:
         yield held_out_text(checkpoint)
         return

@@ -200,8 +200,8 @@ class Tokenizer:
 
     def least_tokens(self, text: str) -> int:
         """A number of tokens that the text has at least, known without encoding it."""
-        if self.kind == "words":
-            return 0  # white space may have none
+        if self.kind in ("words", "none"):
+            return 0  # white space has none; nothing has one
         return -(-len(text.encode()) // self._longest_token)
 
     def _check_complete(self, ids: Sequence[int]) -> None:

@@ -75,6 +75,11 @@ class Base:
 def open_base(path: Path) -> Base:
     """The checkpoint at `path`, as the base of a new run."""
     info = _read(path)
+    if not info.tokenizer.has_text:
+        raise TrainingError(
+            f"--from: {path} has no vocabulary, so no text becomes its token ids; import the model "
+            "once more and name its vocabulary with --tokenizer"
+        )
     training = info.training
     folder = info.path.resolve().parent  # `best` is a link into the run
     record = {

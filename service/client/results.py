@@ -324,11 +324,13 @@ class Detokenized:
 
 @dataclass(frozen=True, slots=True)
 class TokenizerInfo:
-    """The vocabulary: its size, its special tokens and the pattern that cuts texts."""
+    """The vocabulary: its size, its special tokens and the pattern that cuts texts. Of `kind`
+    "none" there are token ids alone."""
 
     model: str
     checkpoint: Checkpoint
     vocab_size: int
+    kind: str
     eos_token: str | None
     eos_token_id: int | None
     bos_token: str | None
@@ -364,6 +366,7 @@ class Info:
     model: str
     checkpoint: Checkpoint
     config: dict[str, Any]
+    vocabulary: str  # the kind of its tokenizer; "none": prompts are token ids
     training: dict[str, Any]
     parameters: int
     engine: str  # runs in a "thread" of the server or in a "process" of its own

@@ -1,9 +1,13 @@
-"""`logitd generate`: text from a checkpoint, streamed to the terminal, without a server."""
+"""`logitd generate`: text from a checkpoint, streamed to the terminal, without a server.
+
+Of a model of token ids alone, prompt and completion are ids with spaces between them.
+"""
 
 import secrets
 import sys
 
 from model.llm import LLM, GenerationError, InvalidRequest, LoadError, SamplingParams
+from model.text.tokenizer import NO_VOCABULARY
 from service.settings.tools import GenerateSettings
 
 
@@ -45,9 +49,10 @@ def _stream(llm: LLM, settings: GenerateSettings, seed: int) -> None:
         top_p=settings.top_p,
     )
     texts = [""] * settings.n
-    for part in llm.stream(settings.prompt, params, n=settings.n):
+    for part in llm.stream([_prompt(llm, settings)], params, n=settings.n):
+        text = part.text if llm.tokenizer.has_text else "".join(f" {i}" for i in part.token_ids)
         # The prompt comes with the first part: one that cannot be continued is not shown.
-        text = part.text if texts[part.index] else settings.prompt + part.text
+        text = text if texts[part.index] else settings.prompt + text
         texts[part.index] += text
         if part.index == 0:
             _show(text)
@@ -55,10 +60,29 @@ def _stream(llm: LLM, settings: GenerateSettings, seed: int) -> None:
         _show(f"\n---\n{text}")
 
 
+def _prompt(llm: LLM, settings: GenerateSettings) -> str | list[int]:
+    """The prompt as a text, or as the ids that stand for it. Raises InvalidRequest."""
+    if llm.tokenizer.has_text:
+        return settings.prompt
+    if (ids := token_ids_of(settings.prompt)) is None:
+        raise InvalidRequest(
+            f"the prompt {settings.prompt[:40]!r} is not a list of token ids, and {NO_VOCABULARY}: "
+            'for example logitd generate "0 1 2"',
+            "prompt",
+        )
+    return ids
+
+
+def token_ids_of(words: str) -> list[int] | None:
+    """Token ids with spaces or commas between them; None for other texts."""
+    parts = words.replace(",", " ").split()
+    return list(map(int, parts)) if parts and all(part.isdecimal() for part in parts) else None
+
+
 def _tokens_that_fit(llm: LLM, settings: GenerateSettings) -> int:
     """As many tokens as were asked for, or as the context leaves: a terminal needs no exact
     length."""
-    room = llm.checkpoint.config.context_length - len(llm.encode(settings.prompt))
+    room = llm.checkpoint.config.context_length - len(llm.encode(_prompt(llm, settings)))
     return max(1, min(settings.max_tokens, room))
 
 

@@ -13,10 +13,11 @@ from rich.text import Text
 
 from model.checkpoint.checkpoint import CheckpointError, CheckpointInfo, load_checkpoint
 from model.device import choose_placement
-from model.text.tokenizer import TokenizerError
+from model.text.tokenizer import NoVocabularyError, TokenizerError
 from model.training.config import TrainingError
 from model.training.run.summary import is_run, summarise
 from model.transformer.trace import Stage, trace
+from service.commands.generate import token_ids_of
 from service.commands.inspect_runs import show_runs
 from service.settings.tools import InspectSettings
 
@@ -41,7 +42,7 @@ def _inspect_checkpoint(path: Path, settings: InspectSettings) -> int:
         print(f"logitd inspect: {error}", file=sys.stderr)
         return 1
     try:
-        token_ids = checkpoint.tokenizer.encode(settings.text)
+        token_ids = _token_ids(checkpoint, settings)
     except TokenizerError as error:
         print(f"logitd inspect: {error}", file=sys.stderr)
         return 1
@@ -58,10 +59,25 @@ def _inspect_checkpoint(path: Path, settings: InspectSettings) -> int:
         return 0
     console = Console(highlight=False)
     console.print(_facts(checkpoint, gpt.parameter_count()))
-    pieces = [repr(checkpoint.tokenizer.token_text(i)) for i in token_ids]
+    names = map(checkpoint.tokenizer.token_text, token_ids)
+    pieces = [repr(name) if name else str(i) for i, name in zip(token_ids, names, strict=True)]
     console.print(f"\n{len(token_ids)} tokens: {' '.join(pieces)}\n", markup=False)
     console.print(_shapes(stages))
     return 0
+
+
+def _token_ids(checkpoint: CheckpointInfo, settings: InspectSettings) -> list[int]:
+    """The ids to run through the model. Raises TokenizerError."""
+    tokenizer = checkpoint.tokenizer
+    if tokenizer.has_text:
+        return tokenizer.encode(settings.text)
+    if "text" not in settings.model_fields_set:
+        return list(range(min(3, tokenizer.vocab_size, checkpoint.config.context_length)))
+    ids = token_ids_of(settings.text)
+    if ids is None:
+        raise NoVocabularyError
+    tokenizer.decode_bytes(ids)  # each is one of its ids
+    return ids
 
 
 def _document(

@@ -24,19 +24,19 @@ WARN_ABOVE = 0.005
 
 @dataclass(frozen=True)
 class QuantizationCost:
-    """What quantizing costs. `text` is what it was measured on, or, without a loss, why not."""
+    """What quantizing costs. `text` is what it was measured on, or, without a loss, why not;
+    `measurable` whether a text that is named could be measured on."""
 
     kind: Quantization
     loss: QuantizationLoss | None
     text: str
+    measurable: bool = True
 
     def sentence(self) -> str:
         """For the banner and the log."""
         if self.loss is None:
-            return (
-                f"what {self.kind} costs was not measured: {self.text}; "
-                "name a text with --validation-text"
-            )
+            advice = "; name a text with --validation-text" if self.measurable else ""
+            return f"what {self.kind} costs was not measured: {self.text}{advice}"
         loss = self.loss
         return (
             f"{self.kind} costs {100 * loss.relative:.2f} % ({loss.quantized:.4f} instead of "
@@ -77,7 +77,8 @@ def measure_quantization(
     except DataError as error:
         if text is not None:
             raise
-        cost = QuantizationCost(kind, None, str(error))
+        measurable = model.checkpoint.tokenizer.has_text
+        cost = QuantizationCost(kind, None, str(error), measurable)
         logger.warning("%s", cost.sentence())
         return cost
     exact = choose_decode_path(model.gpt, kernels="native", threads=model.placement.threads)

@@ -12,13 +12,15 @@ from service.core.errors import bad_request
 from service.core.state import Served
 from service.openai.envelope import head, usage, usage_member
 from service.openai.logprobs import ShownTokens, chat_logprobs
-from service.requests.encode import encode_within
+from service.requests.encode import encode_within, no_vocabulary
 from service.schemas.openai import ChatRequest
 
 
 async def chat_prompt(body: ChatRequest, served: Served) -> tuple[int, ...]:
     """The token ids of a conversation that the assistant is to continue, or ApiError."""
     checkpoint = served.checkpoint
+    if not checkpoint.tokenizer.has_text:
+        raise no_vocabulary("messages")
     if checkpoint.chat_template is None:
         raise bad_request(
             f"{checkpoint.name} has no chat template, so it is not known how a conversation is "

@@ -82,8 +82,14 @@ class ShownTokens:
         return placed
 
     def _reached(self) -> int:
-        """How many of the tokens that are held begin in the text shown."""
-        return sum(token.offset < self._shown for token in self._held)
+        """How many of the tokens that are held begin in the text shown. Before a token without
+        text there is nothing to wait for."""
+        count = 0
+        for held in self._held:
+            if held.offset >= self._shown and held.token["bytes"]:
+                break
+            count += 1
+        return count
 
     def _take(self, count: int) -> list[PlacedToken]:
         taken, self._held = self._held[:count], self._held[count:]

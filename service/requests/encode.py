@@ -9,8 +9,8 @@ import asyncio
 from collections.abc import Sequence
 
 from model.inference.errors import ContextLengthExceeded
-from model.text.tokenizer import Tokenizer
-from service.core.errors import bad_request
+from model.text.tokenizer import NO_VOCABULARY, NoVocabularyError, Tokenizer
+from service.core.errors import ApiError, bad_request
 from service.core.state import Served
 
 THREAD_CHARACTERS = 100_000
@@ -52,8 +52,15 @@ def encode_text(
     """`Tokenizer.encode`, or an ApiError that says why not; `param` is the text's field."""
     try:
         return tokenizer.encode(text, special_ids=special_ids)
+    except NoVocabularyError as error:
+        raise no_vocabulary(param) from error
     except ValueError as error:  # the pattern gave up on a pathological text
         raise bad_request(f"{_subject(param)} cannot be tokenized: {error}", param) from error
+
+
+def no_vocabulary(param: str) -> ApiError:
+    """For a text that is sent to a model of token ids alone; `param` is its field."""
+    return bad_request(f"{param} is a text, and {NO_VOCABULARY}", param, "no_vocabulary")
 
 
 def _subject(param: str) -> str:

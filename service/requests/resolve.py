@@ -33,7 +33,7 @@ from service.core.errors import bad_request, clip
 from service.core.ids import new_id
 from service.core.state import Served
 from service.requests.body import unless_gone
-from service.requests.encode import encode_all, encode_text
+from service.requests.encode import encode_all, encode_text, no_vocabulary
 from service.schemas import generate as schemas
 from service.schemas import tensors
 from service.schemas.tensors import PositionChoice, PositionRange, Processing
@@ -55,6 +55,8 @@ async def resolve_generation(
     """One engine request per prompt. `arrived` is the time from which the timeout counts, where
     that is before this call."""
     deadline, source = deadline_of(body.timeout, served, arrived), constraint_source(body)
+    if body.stop_texts and not served.checkpoint.tokenizer.has_text:
+        raise no_vocabulary("stop")
     constraint = None
     with served.admission.hold(len(body.prompts) * body.n, "prompt" if body.n == 1 else "n"):
         prompts = await encode_all(body.prompts, "prompt", served)

@@ -53,6 +53,7 @@ def info(served: Ready) -> Info:
             "model": checkpoint.name,
             "checkpoint": checkpoint_name(checkpoint),
             "config": checkpoint.config.to_dict(),
+            "vocabulary": checkpoint.tokenizer.kind,
             "training": checkpoint.training.to_dict(),
             "parameters": computed.parameters,
             "engine": settings.engine,

@@ -13,7 +13,7 @@ import orjson
 from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
-from model.text.tokenizer import Tokenizer, TokenizerError
+from model.text.tokenizer import NO_VOCABULARY, Tokenizer, TokenizerError
 from service.core.errors import ERRORS, bad_request
 from service.core.ids import new_id
 from service.core.state import Ready, Served, ServiceState, State
@@ -90,6 +90,7 @@ def tokenizer_info(served: Ready) -> TokenizerInfo:
             "model": checkpoint.name,
             "checkpoint": checkpoint_name(checkpoint),
             "vocab_size": tokenizer.vocab_size,
+            "kind": tokenizer.kind,
             "eos_token": None if eos is None else tokenizer.token_text(eos),
             "eos_token_id": eos,
             "bos_token": None,
@@ -127,14 +128,14 @@ def _tokenized(body: TokenizeRequest, texts: Sequence[str], served: Served) -> b
         {
             "tokens": ids,
             "count": len(ids),
-            "pieces": _pieces(ids, tokenizer) if described else None,
+            "pieces": _pieces(ids, text, tokenizer) if described else None,
         }
-        for ids in encoded
+        for ids, text in zip(encoded, texts, strict=True)
     ]
     return _reply(results, served, many=not isinstance(body.prompt, str))
 
 
-def _pieces(ids: Sequence[int], tokenizer: Tokenizer) -> list[dict[str, Any]]:
+def _pieces(ids: Sequence[int], text: str, tokenizer: Tokenizer) -> list[dict[str, Any]]:
     return [
         {
             **token_json(tokenizer, token_id),
@@ -142,13 +143,15 @@ def _pieces(ids: Sequence[int], tokenizer: Tokenizer) -> list[dict[str, Any]]:
             "end": span.end,
             "special": tokenizer.is_special(token_id),
         }
-        for token_id, span in zip(ids, tokenizer.spans(ids), strict=True)
+        for token_id, span in zip(ids, tokenizer.spans(ids, text), strict=True)
     ]
 
 
 def _detokenized(lists: Sequence[Sequence[int]], nested: bool, served: Served) -> bytes:
     """The JSON of a DetokenizeReply or DetokenizeListReply."""
     tokenizer, limit = served.checkpoint.tokenizer, served.settings.max_body_bytes
+    if not tokenizer.has_text:
+        raise bad_request(f"the ids have no text: {NO_VOCABULARY}", "tokens", "no_vocabulary")
     try:
         size = sum(len(tokenizer.token_bytes(token_id)) for ids in lists for token_id in ids)
     except TokenizerError as error:

@@ -392,6 +392,9 @@ class Info(ReplyBody):
     model: str
     checkpoint: CheckpointName
     config: dict[str, Any] = Field(description="The model's shape: config.json's `model`.")
+    vocabulary: str = Field(
+        description="Its tokenizer's kind, as in /tokenizer_info; of `none` prompts are token ids."
+    )
     training: dict[str, Any] = Field(description="Where the weights come from.")
     parameters: int
     engine: str = Field(

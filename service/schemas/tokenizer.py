@@ -150,10 +150,15 @@ class TokenizerInfo(ReplyBody):
     model: str
     checkpoint: CheckpointName
     vocab_size: int
+    kind: Literal["bpe", "pieces", "words", "none"] = Field(
+        description="How a text becomes ids: cut and merged (bpe), cut into tokens (pieces), cut "
+        "into words that white space separates (words), or not at all (none): then there are token "
+        "ids alone, and texts are rejected."
+    )
     eos_token: str | None = Field(description="The token that ends a text, by name.")
     eos_token_id: int | None
     bos_token: str | None = Field(description="null: a text does not begin with a special token.")
     pad_token: str | None
     chat_template: str | None
-    pattern: str = Field(description="The regular expression that cuts a text before merging.")
+    pattern: str = Field(description="The regular expression that cuts a text; empty of kind none.")
     special_tokens: dict[str, int]

@@ -44,7 +44,9 @@ class GenerateSettings(BaseSettings):
 
     model_config = settings_of("generate")
 
-    prompt: CliPositionalArg[str] = Field(description="text to continue")
+    prompt: CliPositionalArg[str] = Field(
+        description='text to continue; token ids, "0 1 2", where the model has no vocabulary'
+    )
     checkpoint: CheckpointPath = BUNDLED_CHECKPOINT
     max_tokens: int = Field(200, ge=1, description="tokens to generate at most")
     temperature: float = Field(0.8, ge=0, description="0 is greedy")
@@ -67,7 +69,11 @@ class InspectSettings(BaseSettings):
     paths: CliPositionalArg[tuple[Path, ...]] = Field(
         (BUNDLED_CHECKPOINT,), description="a checkpoint, a run directory, or several of these"
     )
-    text: str = Field("def main():", description="text to run through the model of a checkpoint")
+    text: str = Field(
+        "def main():",
+        description='text to run through the model of a checkpoint; token ids, "0 1 2", where it '
+        "has no vocabulary, of which these are usual",
+    )
     as_json: AsJson = False
 
 

@@ -2,7 +2,8 @@
 
 `config.json`, `generation_config.json`, `model.safetensors`, `tokenizer.json` and
 `tokenizer_config.json`, written without transformers. Names, layouts and defaults are those that
-`hf/config.py` reads. Sinusoidal positions become GPT-2's learned ones: they are added alike.
+`hf/config.py` reads. Sinusoidal positions become GPT-2's learned ones: they are added alike. A
+vocabulary of whole words becomes a WordLevel one, and a model of token ids alone gets no tokenizer.
 """
 
 import json
@@ -36,7 +37,7 @@ CLASSES = {
 def write_folder(
     folder: Path, info: CheckpointInfo, gpt: GPT, family: str, log: Callable[[str], None]
 ) -> None:
-    """Write the five files into an empty folder. Raises ConvertError."""
+    """Write the files into an empty folder. Raises ConvertError."""
     tokenizer = info.tokenizer
     weights = gpt_weights(gpt) if family == GPT2 else rotary_weights(gpt, family)
     dtype = next(iter(weights.values())).dtype
@@ -52,8 +53,11 @@ def write_folder(
     }
     _write_json(folder / CONFIG, config)
     _write_json(folder / "generation_config.json", ends)
-    _write_json(folder / TOKENIZER, tokenizer_document(tokenizer))
-    _write_json(folder / TOKENIZER_CONFIG, _tokenizer_config(info))
+    if tokenizer.has_text:
+        _write_json(folder / TOKENIZER, tokenizer_document(tokenizer))
+        _write_json(folder / TOKENIZER_CONFIG, _tokenizer_config(info))
+    else:
+        log("there is no vocabulary, so no tokenizer is written: the model takes token ids alone")
     save_file(weights, folder / WEIGHTS, metadata={"format": "pt"})
     if len(tokenizer.tokens) < len(tokenizer.ranks):
         log(
@@ -186,14 +190,13 @@ def _own(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def tokenizer_document(tokenizer: Tokenizer) -> dict[str, Any]:
     """A `tokenizer.json` that encodes as `tokenizer` does (`merges.py` says why). Raises
     ConvertError where its pattern cannot be written for the other engine."""
-    characters = byte_characters()
     ranks = tokenizer.tokens
-    merges, _ = merges_of(ranks)
     if tokenizer.vocab_size != len(ranks) + len(tokenizer.special_tokens):
         raise ConvertError(
             "the vocabulary has ids without a token between its special tokens; Hugging Face's "
             "tokenizers have none"
         )
+    parts = _merged_parts(tokenizer) if tokenizer.kind == "bpe" else _word_parts(tokenizer)
     return {
         "version": "1.0",
         "truncation": None,
@@ -208,20 +211,24 @@ def tokenizer_document(tokenizer: Tokenizer) -> dict[str, Any]:
                 "normalized": False,
                 "special": True,
             }
-            for text, token_id in sorted(
-                tokenizer.special_tokens.items(), key=lambda item: item[1]
-            )
+            for text, token_id in sorted(tokenizer.special_tokens.items(), key=lambda item: item[1])
         ],
         "normalizer": None,
+        "post_processor": None,
+        **parts,
+    }
+
+
+def _merged_parts(tokenizer: Tokenizer) -> dict[str, Any]:
+    """How byte pairs are cut, merged and joined."""
+    characters = byte_characters()
+    merges, _ = merges_of(tokenizer.tokens)
+    named = {written(token, characters): rank for token, rank in tokenizer.tokens.items()}
+    return {
         "pre_tokenizer": {
             "type": "Sequence",
             "pretokenizers": [
-                {
-                    "type": "Split",
-                    "pattern": {"Regex": to_oniguruma(tokenizer.pattern)},
-                    "behavior": "Removed",
-                    "invert": True,
-                },
+                _split(tokenizer),
                 {
                     "type": "ByteLevel",
                     "add_prefix_space": False,
@@ -230,7 +237,6 @@ def tokenizer_document(tokenizer: Tokenizer) -> dict[str, Any]:
                 },
             ],
         },
-        "post_processor": None,
         "decoder": {
             "type": "ByteLevel",
             "add_prefix_space": True,
@@ -246,11 +252,48 @@ def tokenizer_document(tokenizer: Tokenizer) -> dict[str, Any]:
             "fuse_unk": False,
             "byte_fallback": False,
             "ignore_merges": True,  # what is a token as a whole is looked up, as tiktoken does
-            "vocab": {written(token, characters): rank for token, rank in
-                      sorted(ranks.items(), key=lambda item: item[1])},
+            "vocab": _by_id(named | _between(tokenizer)),
             "merges": [[written(part, characters) for part in pair] for pair in merges],
         },
-    }  # fmt: skip
+    }
+
+
+def _word_parts(tokenizer: Tokenizer) -> dict[str, Any]:
+    """How whole pieces are cut, looked up and joined: with spaces, which is what a tokenizer
+    without a decoder does, or as they are."""
+    spaced = tokenizer.kind == "words"
+    words = {token.decode(): rank for token, rank in tokenizer.tokens.items()}
+    if spaced:
+        words = {word.removeprefix(" "): rank for word, rank in words.items()}
+    return {
+        "pre_tokenizer": _split(tokenizer),
+        "decoder": None if spaced else {"type": "Fuse"},
+        "model": {
+            "type": "WordLevel",
+            "vocab": _by_id(words | _between(tokenizer)),
+            "unk_token": "",  # which is not a token: what is unknown is an error, as here
+        },
+    }
+
+
+def _split(tokenizer: Tokenizer) -> dict[str, Any]:
+    return {
+        "type": "Split",
+        "pattern": {"Regex": to_oniguruma(tokenizer.pattern)},
+        "behavior": "Removed",
+        "invert": True,
+    }
+
+
+def _between(tokenizer: Tokenizer) -> dict[str, int]:
+    """Special tokens with ids below that of an ordinary one: a library that adds them behind the
+    others takes such an id from the vocabulary."""
+    last = max(tokenizer.tokens.values())
+    return {name: i for name, i in tokenizer.special_tokens.items() if i < last}
+
+
+def _by_id(vocabulary: Mapping[str, int]) -> dict[str, int]:
+    return dict(sorted(vocabulary.items(), key=lambda item: item[1]))
 
 
 def _tokenizer_config(info: CheckpointInfo) -> dict[str, Any]:

@@ -4,6 +4,7 @@
 const $ = (id) => document.getElementById(id);
 const TOP = 10;
 let running = null; // AbortController of the stream in progress
+let idsAlone = false; // the model has no vocabulary: prompts and tokens are ids
 
 // Server-sent events of a POST: yields the JSON of each, however the network cuts the bytes.
 async function* events(response) {
@@ -31,6 +32,18 @@ function say(text, isError = false) {
 
 // A token as a person can see it: white space is shown, an empty text is named.
 const visible = (text) => (text === "" ? "∅" : text.replaceAll("\n", "⏎").replaceAll("\t", "⇥"));
+const named = (token) => (idsAlone ? `id ${token.id}` : `"${visible(token.text)}"`);
+
+// The prompt as the server takes it: a text, or token ids where the model knows no text.
+function prompt() {
+  const written = $("prompt").value;
+  if (!idsAlone) return written;
+  const words = written.split(/[\s,]+/).filter((word) => word !== "");
+  if (!words.every((word) => /^[0-9]+$/.test(word))) {
+    throw new Error("this model has no vocabulary: write token ids with spaces between them, for example 0 1 2");
+  }
+  return words.map(Number);
+}
 
 function showDistribution(title, tokens, note) {
   $("distribution-title").textContent = title;
@@ -39,7 +52,7 @@ function showDistribution(title, tokens, note) {
     const row = document.createElement("tr");
     const bar = document.createElement("div");
     bar.style.width = `${100 * Math.exp(token.logprob)}%`;
-    const cells = [token.rank, `"${visible(token.text)}"`, bar, `${(100 * Math.exp(token.logprob)).toFixed(2)} %`];
+    const cells = [token.rank, named(token), bar, `${(100 * Math.exp(token.logprob)).toFixed(2)} %`];
     for (const content of cells) {
       const cell = document.createElement("td");
       cell.append(content);
@@ -55,28 +68,28 @@ function showDistribution(title, tokens, note) {
 // what its bytes say once they are whole.
 function appendToken(token, decoder) {
   const span = document.createElement("span");
-  span.textContent = decoder.decode(new Uint8Array(token.bytes), { stream: true });
+  span.textContent = idsAlone ? `${token.id} ` : decoder.decode(new Uint8Array(token.bytes), { stream: true });
   span.style.setProperty("--p", Math.exp(token.logprob));
   span.title = `${visible(token.text)}  id ${token.id}  ${(100 * Math.exp(token.logprob)).toFixed(2)} %  rank ${token.rank}`;
   span.addEventListener("click", () => {
     document.querySelector("pre .chosen")?.classList.remove("chosen");
     span.classList.add("chosen");
-    showDistribution(`In the place of "${visible(token.text)}"`, token.top, "before temperature and filters");
+    showDistribution(`In the place of ${named(token)}`, token.top, "before temperature and filters");
   });
   $("completion").append(span);
 }
 
 async function showNextToken() {
-  const prompt = $("prompt").value;
-  if (prompt === "") return;
-  const reply = await (await post("/probs", { prompt, top_k: TOP })).json();
+  const asked = prompt();
+  if (asked.length === 0) return;
+  const reply = await (await post("/probs", { prompt: asked, top_k: TOP })).json();
   const { tokens, mass, entropy } = reply.prompts[0];
   const note = `${(100 * mass).toFixed(1)} % of the mass; entropy ${entropy.toFixed(3)} nats`;
   showDistribution("Next token after the prompt", tokens, note);
 }
 
 function request() {
-  const body = { prompt: $("prompt").value, logprobs: TOP, stream: true };
+  const body = { prompt: prompt(), logprobs: TOP, stream: true };
   for (const name of ["temperature", "top_k", "top_p", "max_tokens", "seed"]) {
     if ($(name).value !== "") body[name] = Number($(name).value);
   }
@@ -129,6 +142,11 @@ async function start() {
   $("model").textContent =
     `${info.model}: ${(info.parameters / 1e6).toFixed(1)} M parameters, step ${info.checkpoint.step}${loss}, ` +
     `context ${info.limits.context_length}, ${info.dtype} on ${info.device}`;
+  idsAlone = info.vocabulary === "none";
+  if (idsAlone) {
+    $("prompt-label").textContent = "Prompt: token ids, because this model has no vocabulary";
+    $("prompt").value = "0";
+  }
   await showNextToken();
 }
 

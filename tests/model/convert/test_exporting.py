@@ -15,6 +15,7 @@ from model.convert.foreign import ConvertError
 from model.convert.hf.tokenizer import QWEN2_PATTERN
 from model.convert.importing import import_model
 from model.convert.vocabulary.characters import character_tokenizer
+from model.convert.vocabulary.words import word_tokenizer
 from model.transformer.config import MODERN, ORIGINAL
 from tests.model.convert.theirs import SAMPLE, loaded, save_theirs, their_tokenizer
 from tests.model.factories import (
@@ -156,3 +157,43 @@ def test_nothing_is_overwritten(tmp_path: Path) -> None:
     (tmp_path / "there").mkdir()
     with pytest.raises(CheckpointError, match="there exists; nothing is overwritten"):
         export_model(tmp_path / "ours", tmp_path / "there", to="hf")
+
+
+def test_characters_between_special_tokens_keep_their_ids(tmp_path: Path) -> None:
+    tokenizer = character_tokenizer({0: "<pad>", 1: "a", 2: "é", 3: "[SEP]", 4: "b", 5: "<eos>"})
+    gpt = tiny_gpt(tiny_config(vocab_size=6, n_layer=1))
+    save_tiny_checkpoint(tmp_path / "ours", gpt=gpt, tokenizer=tokenizer)
+    export_model(tmp_path / "ours", tmp_path / "theirs", to="hf")
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "theirs")
+    assert theirs("éab")["input_ids"] == tokenizer.encode("éab") == [2, 1, 4]
+    assert theirs("<pad>a[SEP]b<eos>")["input_ids"] == [0, 1, 3, 4, 5]
+    assert theirs.decode([0, 1, 2, 3]) == "<pad>aé[SEP]"
+    assert theirs.eos_token_id == 5
+    import_model(tmp_path / "theirs", tmp_path / "again")
+    info, again = loaded(tmp_path / "again")
+    ids = info.tokenizer.encode("éab")  # special tokens come last in what is imported so
+    row = torch.tensor([[2, 1, 4]])
+    assert_close(again(torch.tensor([ids])).logits[..., ids], gpt(row).logits[..., [2, 1, 4]],
+                 atol=1e-5, rtol=1e-5)  # fmt: skip
+
+
+@pytest.mark.parametrize("joined", [False, True])
+def test_words_become_a_vocabulary_of_words(joined: bool, tmp_path: Path) -> None:
+    words = ["<pad>", "the", "cat", ".", "it's", "<eos>", "sat"]
+    if joined:
+        words += [" ", "\n"]
+    tokenizer, _ = word_tokenizer(dict(enumerate(words)), "here")
+    gpt = tiny_gpt(tiny_config(vocab_size=len(words), n_layer=1))
+    save_tiny_checkpoint(tmp_path / "ours", gpt=gpt, tokenizer=tokenizer)
+    export_model(tmp_path / "ours", tmp_path / "theirs", to="hf")
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "theirs")
+    text = "the cat\nit's the cat sat" if joined else "the cat\nit's the  cat ."
+    ids = tokenizer.encode(text)
+    assert theirs(text)["input_ids"] == ids
+    assert theirs.decode(ids) == (text if joined else " ".join(text.split()))
+    assert theirs("the<eos>")["input_ids"] == [1, 5]
+    assert theirs.eos_token_id == 5
+    with pytest.raises(Exception, match="Missing"):
+        theirs("dog")
+    with pytest.raises(ConvertError, match=r"is whole words, and llama\.cpp needs byte pairs"):
+        export_model(tmp_path / "ours", tmp_path / "x.gguf", to="gguf")

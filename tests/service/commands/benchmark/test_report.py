@@ -30,6 +30,7 @@ ENGINE = EngineFigures(
 """On a machine of 100,000 bytes and 4,000 operations a second: a prefill of 0.1 s by its
 operations, a step of 0.025 s by its operations too (0.02 s by its bytes)."""
 INFO = Info(
+    vocabulary="bpe",
     version="9.9", model="m", checkpoint=Checkpoint("m", 1, None, "abc"), config={}, training={},
     parameters=1, engine="thread",
     device="cpu (X)", decoding="torch", dtype="float32", threads=2, slots=2,
