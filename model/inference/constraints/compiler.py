@@ -16,7 +16,8 @@ json_schema  the text is one JSON value by the schema (`json_schema.py`), on one
 choice       the text is one of a list
 grammar      the text is a sentence of a context-free grammar, in llguidance's dialect of Lark
 
-Where a grammar leaves only one way to go on, the tokens are those that the text has by itself.
+Where a grammar leaves only one way to go on, the tokens are those that the text has by itself;
+where the vocabulary lacks bytes (characters, words), whatever tokens there are that make the text.
 
 A constraint is made of text, special tokens are not. The end of text may be sampled exactly where
 the text is complete and could also go on; where it could not, the sequence ends by itself.
@@ -112,6 +113,8 @@ class Compiler:
             ) from error
         self._llguidance = llguidance
         self._limits = llguidance.LLParserLimits(**LIMITS)
+        # To look ahead llguidance encodes text itself, which takes all of the bytes.
+        self._looks_ahead = all(bytes([byte]) in tokenizer.tokens for byte in range(256))
         self.vocab_size = tokenizer.vocab_size
         self.end_of_text = tokenizer.end_of_text
         try:
@@ -144,7 +147,10 @@ class Compiler:
     def matcher(self, source: Source) -> Any:
         """llguidance's matcher before the first token, which shares nothing with any other."""
         matcher = self._llguidance.LLMatcher(
-            self._vocabulary, _grammar(source), log_level=0, limits=self._limits
+            self._vocabulary,
+            _grammar(source, looks_ahead=self._looks_ahead),
+            log_level=0,
+            limits=self._limits,
         )
         if matcher.is_error():
             words = _readable(matcher.get_error())
@@ -273,27 +279,28 @@ class Matcher:
             self._consume(token_id)
 
 
-def _grammar(source: Source) -> str:
-    """A source in llguidance's own form. Raises ConstraintError for what llguidance would let pass
-    without honouring it."""
+def _grammar(source: Source, *, looks_ahead: bool) -> str:
+    """A source in llguidance's own form; `looks_ahead` is whether it may encode text to force it.
+    Raises ConstraintError for what llguidance would let pass without honouring it."""
     match source.kind:
         case "regex":
-            return _of_lark(f"start: /{_quoted(source.text)}/")
+            lark = f"start: /{_quoted(source.text)}/"
         case "choice":
             texts = map(json.dumps, json.loads(source.text))
-            return _of_lark(f"start: CHOICE\nCHOICE: {' | '.join(texts)}")
+            lark = f"start: CHOICE\nCHOICE: {' | '.join(texts)}"
         case "grammar":
             _check_lark(source.text)
-            return _of_lark(source.text)
+            lark = source.text
         case "json_schema":
             schema = enforceable(json.loads(source.text))
             schema["x-guidance"] = JSON_LAYOUT
-            return json.dumps({"grammars": [{"json_schema": schema}]})
-
-
-def _of_lark(text: str) -> str:
+            if looks_ahead:
+                return json.dumps({"grammars": [{"json_schema": schema}]})
+            lark = f"start: %json {json.dumps(schema)}"
+    if not looks_ahead:  # at the end, so that lines keep their numbers
+        lark += '\n%llguidance {"no_forcing": true}'
     # By itself a text that begins like JSON would be read as a list of grammars.
-    return json.dumps({"grammars": [{"lark_grammar": text}]})
+    return json.dumps({"grammars": [{"lark_grammar": lark}]})
 
 
 def _quoted(expression: str) -> str:

@@ -3,6 +3,7 @@
 Whatever a model says under one is in `tests/model/inference/engine/test_constrained.py`.
 """
 
+import itertools
 import json
 import random
 import subprocess
@@ -12,7 +13,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from model.convert.vocabulary.characters import character_tokenizer
 from model.inference.constraints import compiler as constraint_module
 from model.inference.constraints.compiler import (
     Compiler,
@@ -347,3 +351,53 @@ def test_without_llguidance_constraints_are_unavailable(monkeypatch: pytest.Monk
 def test_importing_the_module_does_not_import_llguidance() -> None:
     code = "import model.inference.constraints.compiler, sys; sys.exit('llguidance' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+# Vocabularies that lack bytes
+
+
+CHARACTERS = character_tokenizer(dict(enumerate(["<pad>", *'abc {}:"1\n', "é"])))
+
+
+@given(st.data())
+def test_masks_of_characters_are_what_the_expression_lets_through(data: st.DataObject) -> None:
+    """Also where only one text goes on, which is then a character each."""
+    middles = ("".join(m) for length in range(4) for m in itertools.product("cé", repeat=length))
+    language = [f"ab{middle}b\n\n1" for middle in middles]
+    constraint = Compiler(CHARACTERS).compile(Source("regex", r"ab(c|é){0,3}b\n{2}1"))
+    matcher, text = constraint.matcher(), ""
+    while not matcher.complete:
+        ids = matcher.allowed().nonzero()[0].tolist()
+        following = {whole[len(text)] for whole in language if whole.startswith(text)}
+        assert {CHARACTERS.token_text(token_id) for token_id in ids} == following
+        token_id = data.draw(st.sampled_from(ids))
+        matcher.advance(token_id)
+        text += CHARACTERS.token_text(token_id)
+    assert text in language
+
+
+def test_json_of_characters() -> None:
+    schema = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"],
+              "additionalProperties": False}  # fmt: skip
+    matcher = Compiler(CHARACTERS).compile(Source("json_schema", json.dumps(schema))).matcher()
+    for character in '{"a": 1}':
+        (token_id,) = matcher.allowed().nonzero()[0].tolist()
+        assert CHARACTERS.token_text(token_id) == character
+        matcher.advance(token_id)
+    assert matcher.complete
+
+
+def test_a_text_that_needs_a_character_too_many_is_refused() -> None:
+    with pytest.raises(ConstraintError, match="no text matches from here on"):
+        Compiler(CHARACTERS).compile(Source("regex", "Zebra"))
+    matcher = Compiler(CHARACTERS).compile(Source("choice", '["abz"]')).matcher()
+    matcher.advance(1)
+    matcher.allowed()
+    matcher.advance(2)
+    with pytest.raises(ConstraintError, match="no text matches from here on"):
+        matcher.allowed()
+
+
+def test_a_model_of_token_ids_alone_has_no_constraints() -> None:
+    with pytest.raises(ConstraintsUnavailable, match="a constraint is about text; allowed_token_"):
+        Compiler(Tokenizer.without_text(5))
