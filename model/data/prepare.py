@@ -24,6 +24,7 @@ from model.data.sources.document import Text, TextError
 from model.data.split import Side, are_many, sides
 from model.data.vocabulary import (
     check,
+    encode,
     learn,
     published_vocabulary,
     require_end_of_text,
@@ -141,7 +142,7 @@ def _tokenise(
                 check(tokenizer, piece)
                 unchecked += 1
             digest.update(raw)
-            writers[side].append(tokenizer.encode(piece), len(raw))
+            writers[side].append(encode(tokenizer, piece), len(raw))
             touched.add(side)
         digest.update(b"\0")
         for side in touched:

@@ -57,9 +57,20 @@ def require_end_of_text(tokenizer: Tokenizer, name: str) -> None:
         raise DataError(f"{name} has no {END_OF_TEXT} to separate documents")
 
 
+def encode(tokenizer: Tokenizer, piece: str) -> list[int]:
+    """The ids of a piece of text. Raises TextError for what the vocabulary lacks."""
+    try:
+        return tokenizer.encode(piece)
+    except TokenizerError as error:
+        raise TextError(f"the text cannot be encoded: {error}") from error
+
+
 def check(tokenizer: Tokenizer, piece: str) -> None:
-    """Raise unless decoding gives the encoded text back: a split pattern may drop characters."""
-    if tokenizer.decode(tokenizer.encode(piece)) != piece:
+    """Raise unless decoding gives the encoded text back: a split pattern may drop characters. Of
+    words, whose white space is not kept, the ids have to come back."""
+    ids = encode(tokenizer, piece)
+    text = tokenizer.decode(ids)
+    if encode(tokenizer, text) != ids if tokenizer.kind == "words" else text != piece:
         raise TextError(
             f"the tokenizer does not give back the text that begins {piece[:40]!r}: its split "
             f"pattern {tokenizer.pattern!r} leaves characters out"

@@ -19,9 +19,9 @@ from model.data.sources.document import Document, TextError
 from model.data.sources.files import documents_of_all, each_once, named_files
 from model.data.sources.python_text import python_text
 from model.data.split import first_held_out
-from model.data.vocabulary import tokenizer_sha256
+from model.data.vocabulary import encode, tokenizer_sha256
 from model.data.windows import ValidationWindows
-from model.text.tokenizer import Tokenizer, TokenizerError
+from model.text.tokenizer import Tokenizer
 
 WINDOW_TOKENS = 2048
 """In all windows together."""
@@ -116,14 +116,12 @@ def _tokenised(documents: Iterable[Document], tokenizer: Tokenizer, limit: int |
     size = 0
     try:
         for piece, ends in _pieces(documents, limit):
-            ids += tokenizer.encode(piece)
+            ids += encode(tokenizer, piece)
             size += len(piece.encode())
             if ends and tokenizer.end_of_text is not None:
                 ids.append(tokenizer.end_of_text)
     except OSError as error:
         raise TextError(f"the text cannot be read: {error}") from error
-    except TokenizerError as error:
-        raise TextError(f"the text cannot be encoded: {error}") from error
     return Shard(Path(), np.array(ids, dtype=np.int64), size)
 
 

@@ -23,7 +23,7 @@ from model.checkpoint.checkpoint import CheckpointInfo
 from model.data.shards import Shard, ShardWriter, open_shard
 from model.data.sources.document import TextError
 from model.data.sources.open_text import open_text
-from model.data.vocabulary import tokenizer_sha256
+from model.data.vocabulary import encode, tokenizer_sha256
 from model.data.windows import UNCOUNTED, RollingWindows
 from model.device import Placement, use_threads
 from model.evaluation.held_out import held_out_text, require_vocabulary
@@ -156,7 +156,7 @@ def _text(checkpoint: CheckpointInfo, data: Sequence[str]) -> Iterator[tuple[str
         ) as writer:
             for document in text.documents:
                 for piece in document.pieces():
-                    writer.append(tokenizer.encode(piece), len(piece.encode()))
+                    writer.append(encode(tokenizer, piece), len(piece.encode()))
                 if tokenizer.end_of_text is not None:
                     writer.append([tokenizer.end_of_text], 0)
         yield text.name, open_shard(path, identity)

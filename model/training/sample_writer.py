@@ -57,10 +57,12 @@ class SampleWriter:
 
     def _default_prompts(self) -> tuple[str, ...]:
         """Openings that suit the text: Python's, or those of three places in the held-out text."""
-        text = self._run.text
+        text, tokenizer = self._run.text, self._run.text.tokenizer
         if text.record["built_in"]:
             return PYTHON_PROMPTS
         tokens = text.val.tokens
         starts = (index * len(tokens) // 3 for index in range(3))
-        openings = (text.tokenizer.decode(tokens[i : i + 8].tolist()) for i in starts)
+        rows = (tokens[i : i + 8].tolist() for i in starts)
+        openings = (tokenizer.decode([i for i in row if not tokenizer.is_special(i)])
+                    for row in rows)  # fmt: skip
         return tuple(opening.strip("\ufffd") for opening in openings)

@@ -7,12 +7,14 @@ Reads and writes files; what they come to is decided in `model/training/resolve.
 the model and takes no steps.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from model.data.prepare import PreparedText, prepare_text, read_prepared, require_window
 from model.data.sources.document import Text
 from model.data.sources.open_text import open_text
 from model.text.chat_template import ChatTemplate, ChatTemplateError
+from model.text.tokenizer import Tokenizer, TokenizerError
 from model.training.autosize import choose
 from model.training.config import TrainingConfig, TrainingError, run_name
 from model.training.distributed.ranks import Ranks
@@ -71,6 +73,7 @@ def _create(config: TrainingConfig, ranks: Ranks, report: EventHandler) -> Resol
     directory = RunDirectory.create(_path(config))
     try:
         prepared, model = _prepare(text, directory, resolution, base)
+        _check_prompts(config.prompts, prepared.tokenizer)
     except BaseException:
         directory.discard()
         raise
@@ -113,6 +116,7 @@ def _resume(config: TrainingConfig, ranks: Ranks, report: EventHandler) -> Resol
     chat_template = _chat_template(description.config, base)
     process = resolve_process(description.config, description.recipe, ranks)
     text = read_prepared(directory.data)
+    _check_prompts(description.config.prompts, text.tokenizer)
     report(Prepared(text.record, text.tokenizer.vocab_size))
     directory.rewind(_saved_step(directory))
     directory.write_description(description)
@@ -155,6 +159,16 @@ def _prepare(
     model = resolution.model(prepared.tokenizer.vocab_size)
     require_window(prepared, model.context_length)
     return prepared, model
+
+
+def _check_prompts(prompts: Sequence[str], tokenizer: Tokenizer) -> None:
+    """Raise TrainingError for a prompt that the vocabulary cannot encode: not every one has all
+    characters."""
+    for prompt in prompts:
+        try:
+            tokenizer.encode(prompt)
+        except TokenizerError as error:
+            raise TrainingError(f"the prompt {prompt[:40]!r} cannot be encoded: {error}") from error
 
 
 def _reopen_base(description: RunDescription, directory: RunDirectory) -> Base | None:

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from model.convert.vocabulary.characters import character_tokenizer
+from model.convert.vocabulary.words import word_tokenizer
 from model.data.prepare import PreparedText, prepare_text, read_prepared, require_window
 from model.data.shards import Shard
 from model.data.sources.document import Text, TextError, text_document
@@ -188,3 +190,25 @@ def test_memory_does_not_grow_with_the_text(tmp_path: Path) -> None:
     than the difference that is allowed."""
     small, large = peak_memory(10, tmp_path / "a"), peak_memory(200, tmp_path / "b")
     assert large - small < 60_000_000
+
+
+WORDS = ["<pad>", "the", "cat", "sat", ".", "<eos>"]
+
+
+@pytest.mark.parametrize("kind", ["words", "characters"])
+def test_vocabularies_of_others_come_back_from_disk(kind: str, tmp_path: Path) -> None:
+    """With special tokens before the others, an end of text by another name, and without bytes."""
+    if kind == "words":
+        tokenizer, _ = word_tokenizer(dict(enumerate(WORDS)), "here")
+    else:
+        tokenizer = character_tokenizer(dict(enumerate(["<pad>", *sorted("the cas.\n"), "<eos>"])))
+    text = text_of("the cat sat.\n" * 300)
+    prepared = prepare(text, tmp_path, vocabulary=tokenizer)
+    assert prepared.val.tokens[-1] == tokenizer.end_of_text
+    ids = [*prepared.train.tokens[:-1], *prepared.val.tokens[:-1]]  # each side ends the document
+    assert ids == tokenizer.encode("the cat sat.\n" * 300)
+    again = read_prepared(tmp_path)
+    assert again.tokenizer.description() == tokenizer.description()
+    assert again.tokenizer.tokens == tokenizer.tokens
+    with pytest.raises(TextError, match=r"the text cannot be encoded: '[dq]"):
+        prepare(text_of("the dog"), tmp_path / "other", vocabulary=tokenizer)

@@ -1,10 +1,12 @@
 """`logitd import` and `logitd export`: what they print, and one sentence for every mistake."""
 
+import json
 from pathlib import Path
 
 import pytest
 
 from model.checkpoint.checkpoint import read_checkpoint
+from model.convert.vocabulary.words import word_tokenizer
 from service.cli import run
 from tests.model.convert.theirs import save_theirs
 from tests.model.factories import save_tiny_checkpoint, tiny_config, tiny_gpt
@@ -61,3 +63,30 @@ def test_mistakes(
     save_tiny_checkpoint(tmp_path / "own", gpt=gpt)
     assert run(arguments) == 1
     assert capsys.readouterr() == ("", f"logitd {sentence}\n")
+
+
+def test_a_model_of_words_is_measured_and_tuned(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokenizer, _ = word_tokenizer(dict(enumerate(["<pad>", "the", "cat", "sat", "<eos>"])), "here")
+    gpt = tiny_gpt(tiny_config(vocab_size=5, n_layer=1, context_length=16))
+    save_tiny_checkpoint(tmp_path / "words", gpt=gpt, tokenizer=tokenizer)
+    (tmp_path / "good.txt").write_text("the cat  sat\n" * 300)
+    (tmp_path / "bad.txt").write_text("the cat  sat\n" * 300 + "dog")
+    assert run(["eval", "words", "--data", "good.txt", "--json"]) == 0
+    measured = json.loads(capsys.readouterr().out)
+    assert measured["tokens"] == 900  # of three words and the end of text, the first is not
+    assert run(["eval", "words", "--data", "bad.txt"]) == 1
+    assert "logitd eval: the text cannot be encoded: 'dog', at" in capsys.readouterr().err
+    tune = ["train", "--from", "words", "--out", "run", "--eval-every", "2", "--batch-size", "2",
+            "--threads", "1", "--compile", "off"]  # fmt: skip
+    assert run([*tune, "--data", "bad.txt", "--steps", "4"]) == 1
+    assert "the text cannot be encoded: 'dog', at" in capsys.readouterr().err
+    told = [*tune, "--data", "good.txt", "--steps", "4"]
+    assert run([*told, "--prompts", "the dog"]) == 1
+    assert "the prompt 'the dog' cannot be encoded: 'dog', at" in capsys.readouterr().err
+    assert run(told) == 0
+    capsys.readouterr()
+    assert read_checkpoint(tmp_path / "run" / "best").tokenizer.kind == "words"
+    assert run(["train", "--out", "run", "--resume", "--steps", "6"]) == 0
+    assert "step      6" in capsys.readouterr().out
