@@ -161,11 +161,12 @@ def test_openais_completions_take_ids(ids: Serving, server: Serving) -> None:
     assert lists["tokens"] == [f"token_id:{token_id}" for token_id in generated]
     client = openai.OpenAI(base_url=f"{ids.url}/v1", api_key="none", max_retries=0)
     stream = client.completions.create(
-        model="tiny", prompt=IDS, max_tokens=5, seed=3, logprobs=0, stream=True,
+        model="tiny", prompt=IDS, max_tokens=100, seed=3, logprobs=0, stream=True,
         extra_body={"ignore_eos": True},
     )  # fmt: skip
     chunks = [chunk.choices[0].logprobs.tokens for chunk in stream if chunk.choices[0].logprobs]
-    assert [name for names in chunks for name in names or []] == lists["tokens"]
+    assert [name for names in chunks for name in names or []][:5] == lists["tokens"]
+    assert len([names for names in chunks if names]) > 1, "they come as they are generated"
     echoed = body | {"echo": True, "max_tokens": 0}
     scored = ids.json("/v1/completions", echoed)["choices"][0]["logprobs"]
     assert scored["tokens"] == [f"token_id:{token_id}" for token_id in IDS]

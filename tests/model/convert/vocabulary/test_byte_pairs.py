@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import regex
 import tiktoken
+import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -205,6 +206,22 @@ def test_gpt2s_older_files_are_read_as_a_tokenizer_json(tmp_path: Path) -> None:
     library.save(str(tmp_path / "tokenizer.json"))
     whole = of({}, rows=332, folder=tmp_path)
     assert whole.notes[0].endswith("tokenizer.json"), "which says more"
+
+
+def test_a_token_that_merges_form_is_text_whatever_it_looks_like(tmp_path: Path) -> None:
+    document = json.loads(their_tokenizer(size=330).to_str())["model"]
+    vocab = document["vocab"] | {"<b": 330, "<b>": 331, "<pad>": 332}
+    merges = [tuple(merge) if isinstance(merge, list) else tuple(merge.split(" "))
+              for merge in document["merges"]]  # fmt: skip
+    merges += [("<", "b"), ("<b", ">")]
+    (tmp_path / "vocab.json").write_text(json.dumps(vocab))
+    (tmp_path / "merges.txt").write_text("".join(f"{a} {b}\n" for a, b in merges))
+    library = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=merges))
+    library.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    found = of({}, rows=333, folder=tmp_path)
+    assert found.tokenizer.special_tokens == {"<pad>": 332}
+    assert found.tokenizer.encode("the<b>cat") == library.encode("the<b>cat").ids
+    assert 331 in found.tokenizer.tokens.values()
 
 
 def test_merges_that_end_in_whole_words() -> None:

@@ -123,6 +123,19 @@ class Hostile:
         return (Path.touch, (self.marker,))
 
 
+class Bare:
+    """Calls something without arguments."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (SimpleTokenizer, ())
+
+
+def test_a_pickle_that_calls_without_arguments_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "meta.pkl").write_bytes(pickle.dumps({"stoi": STOI, "x": Bare()}))
+    with pytest.raises(ConvertError, match=r"it names \S+SimpleTokenizer, and to build that would"):
+        chosen(folder=tmp_path)
+
+
 @pytest.mark.parametrize("inside", [False, True])
 @pytest.mark.parametrize("protocol", [0, 2, 4])
 def test_a_pickle_that_calls_something_is_refused_and_calls_nothing(
