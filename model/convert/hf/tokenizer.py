@@ -1,13 +1,13 @@
 """`tokenizer.json`: byte-level BPE of Hugging Face's tokenizers as ranks and a pattern.
 
 Takes what a `Tokenizer` says exactly: a byte-level vocabulary whose merges encode as ranks do
-(`merges.py`), cut by one pattern, with special tokens. Refuses SentencePiece's kind, other models,
-several cuts one after the other, and normalizers, because texts would get other ids. What was read
-is then tried on a text, against the `tokenizers` library where it is installed, else against the
-definition of BPE.
+(`merges.py`), cut by one pattern, with special tokens; or words (`word_level.py`). Refuses
+SentencePiece's kind, other models, several cuts one after the other, and normalizers, because texts
+would get other ids. What was read is then tried on a text, against the `tokenizers` library where
+it is installed, else against the definition of BPE.
 
-Where special tokens come first (as in vocabularies that `BpeTrainer` learned), ids cannot stay:
-ordinary ones come first here. Then `ForeignTokenizer.order` says which id was which.
+Ids stay; where some below the last ordinary one have no token, the others move together, and
+`ForeignTokenizer.order` says which id was which.
 """
 
 import importlib.util
@@ -22,6 +22,7 @@ from model.convert.foreign import ConvertError, ForeignTokenizer
 from model.convert.hf.config import read_object
 from model.convert.hf.dialect import from_oniguruma
 from model.convert.hf.merges import byte_characters, last_pair, merge_piece
+from model.convert.hf.word_level import is_word_level, word_level_tokenizer
 from model.convert.probe import probe_text
 from model.convert.vocabulary.characters import CHARACTER_PATTERN
 from model.text.tokenizer import END_OF_TEXT, Tokenizer, TokenizerError
@@ -53,21 +54,27 @@ def tokenizer_of_document(
     """The same of a document that is read already; `path` is its place, for messages, and `folder`
     where other files say which token ends a text. Raises ConvertError."""
     notes = _check_normalizer(document, path, skip_normalizer)
+    added = _added_tokens(document, path)
+    end_of_text = END_OF_TEXT if folder is None else _end_of_text(folder, added)
+    if is_word_level(document):
+        words, assumed = word_level_tokenizer(document, path, added, end_of_text)
+        told = (*notes, *assumed, *_template_notes(document))
+        return ForeignTokenizer(tokenizer=words, notes=told)
     model = _model(document, path)
-    vocabulary, added = _vocabulary(model, path), _added_tokens(document, path)
+    vocabulary = _vocabulary(model, path)
     pattern = _pattern(document, path)
     ordinary = _ordinary(vocabulary, set(added), path)
     missing = [byte for byte in map(bytes, zip(range(256))) if byte not in ordinary]
     order = _order(ordinary, added, path)
-    special = added
+    special, ranks = added, dict(ordinary)
     if order is not None:
         special = {name: order.index(token_id) for name, token_id in added.items()}
+        ranks = {token: rank for rank, token in enumerate(ordinary)}
         notes.append(
-            "ids differ from the source's, where special tokens stand before ordinary ones or ids "
-            "are left out: ordinary tokens come first here, in the same order"
+            "ids differ from the source's, which leaves some out: ordinary tokens come first here, "
+            "in the same order"
         )
-    size = max([len(ordinary) - 1, *special.values()]) + 1
-    ranks = {token: rank for rank, token in enumerate(ordinary)}
+    size = max([*ranks.values(), *special.values()]) + 1
     ranks |= {byte: size + index for index, byte in enumerate(missing)}
     if missing and model.get("byte_fallback") is not True and model.get("unk_token"):
         raise ConvertError(
@@ -81,7 +88,7 @@ def tokenizer_of_document(
             pattern=pattern,
             special_tokens=special,
             vocab_size=size,
-            end_of_text_name=END_OF_TEXT if folder is None else _end_of_text(folder, added),
+            end_of_text_name=end_of_text,
         )
     except TokenizerError as error:
         raise ConvertError(f"{path}: {error}") from error
@@ -112,7 +119,9 @@ def _model(document: Mapping[str, Any], path: Path) -> dict[str, Any]:
     model = document.get("model")
     kind = model.get("type", "BPE") if isinstance(model, dict) else None
     if not isinstance(model, dict) or kind != "BPE" or not isinstance(model.get("vocab"), dict):
-        raise ConvertError(f"{path}: the model is {kind}; only byte-level BPE can be imported")
+        raise ConvertError(
+            f"{path}: the model is {kind}; only byte-level BPE and WordLevel can be imported"
+        )
     for name in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"):
         if model.get(name):
             raise ConvertError(f"{path}: {name} is {model[name]!r}; not supported here")
@@ -163,14 +172,13 @@ def _ordinary(vocabulary: Mapping[str, int], added: set[str], path: Path) -> dic
 
 
 def _order(ordinary: Mapping[bytes, int], added: Mapping[str, int], path: Path) -> list[int] | None:
-    """For each id of ours the source's; None where ordinary ids run from 0 and others follow."""
+    """For each id of ours the source's; None where they stay: every id below the last ordinary one
+    is a token's."""
     order = [*ordinary.values(), *sorted(added.values())]
     if len(set(order)) != len(order):
         raise ConvertError(f"{path}: an added token has the id of another token")
-    first = list(range(len(ordinary)))
-    if order[: len(first)] == first:
-        return None
-    return order
+    left_out = set(range(max(ordinary.values(), default=0))).difference(order)
+    return order if left_out else None
 
 
 def _pattern(document: Mapping[str, Any], path: Path) -> str:

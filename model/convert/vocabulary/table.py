@@ -21,8 +21,13 @@ _UNIT = r"(?:s|c|w|t|b|ch|chr|char|character|str|string|tok|token|word|byte)s?"
 _NUMBER = r"(?:i|id|idx|int|index|num|number)s?"
 _DIRECTED = re.compile(rf"{_UNIT}(?:to|2){_NUMBER}|{_NUMBER}(?:to|2){_UNIT}")
 _NAMED = frozenset(
-    ("vocab", "vocabulary", "vocabdict", "invvocab", "tokens", "words", "mergeableranks", "ranks")
+    (
+        *("vocab", "vocabulary", "vocabdict", "invvocab", "tokenizer", "tokens", "words"),
+        *("mergeableranks", "ranks"),
+    )
 )
+_DATA = frozenset(("tokens", "words"))
+"""Names of what may be the training data as well: they count where there is nothing else."""
 _ALPHABETS = frozenset(("chars", "characters", "alphabet", "charset"))
 _MERGES = frozenset(("merges", "bpemerges", "mergeslist"))
 _PATTERNS = ("pat_str", "pattern", "split_pattern")
@@ -53,30 +58,36 @@ class Table:
 def table_in(container: Mapping[Any, Any], where: str) -> Table | None:
     """The vocabulary that a dictionary holds under the names that are usual; None where it holds
     none. Raises ConvertError where it says two things at once."""
-    ordered, listed = dict[str, Texts](), dict[str, Texts]()
+    ordered, listed, data = dict[str, Texts](), dict[str, Texts](), dict[str, Texts]()
     merges: Any = None
     special: dict[str, int] = {}
+    named: frozenset[str] = frozenset()
     for key, value in container.items():
         name = _plain(key)
         if name in _MERGES:
             merges = value
         elif name in _SPECIAL and isinstance(value, Mapping):
             special = {k: v for k, v in value.items() if isinstance(k, str) and type(v) is int}
+        elif name in _SPECIAL and isinstance(value, list | tuple):
+            named = frozenset(text for text in value if isinstance(text, str))
         elif _is_vocabulary(name) and (texts := _texts(value, alphabet=name in _ALPHABETS)):
-            (ordered if isinstance(value, Mapping) else listed)[str(key)] = texts
+            kind = ordered if isinstance(value, Mapping) else data if name in _DATA else listed
+            kind[str(key)] = texts
+    if not ordered and not listed:
+        listed = data
     texts = _agreeing(ordered, listed, where)
     pairs = None if merges is None else id_merges(merges)
     if texts is None and pairs is None:
         return None
     taken = {} if texts is None else dict(texts)
-    named = [*ordered, *listed][0] if texts is not None else "merges"
+    key = next(iter([*ordered, *listed])) if texts is not None else "merges"
     return Table(
         texts=taken | {value: name for name, value in special.items() if value not in taken},
-        where=f"{named!r} of {where}",
+        where=f"{key!r} of {where}",
         merges=pairs,
         strings=None if merges is None or pairs is not None else string_merges(merges),
         pattern=_pattern(container),
-        special=frozenset(special),
+        special=named.union(special),
         ranked=any(_plain(name) in ("mergeableranks", "ranks") for name in ordered),
     )
 
@@ -138,7 +149,7 @@ def string_merges(value: Any) -> tuple[tuple[str, str], ...] | None:
         if not all(isinstance(part, str) for part in parts):
             return None
         found.append((parts[0], parts[1]))
-    return tuple(found)
+    return tuple(found) or None
 
 
 def checked(texts: Texts, where: str) -> Texts:

@@ -49,15 +49,26 @@ PARTS = {
 
 
 def word_tokenizer(
-    texts: Mapping[int, str], where: str, named_special: Collection[str] = ()
+    texts: Mapping[int, str],
+    where: str,
+    named_special: Collection[str] = (),
+    *,
+    cut: str | None = None,
+    end_of_text: str | None = None,
 ) -> tuple[Tokenizer, tuple[str, ...]]:
-    """A tokenizer with these ids, and what is assumed. Raises ConvertError."""
+    """A tokenizer with these ids, and what is assumed. Raises ConvertError.
+
+    named_special  which of the texts are special tokens, besides those that look so
+    cut            the regular expression that cuts texts, where it is known
+    end_of_text    the special token that ends a document, where it is known
+    """
     names = {i: text for i, text in texts.items() if looks_special(text) or text in named_special}
     words = {i: text for i, text in texts.items() if i not in names}
     _refuse_parts(words.values(), where)
     joined = any(text != text.strip() for text in words.values())
     kind: TokenizerKind = "pieces" if joined else "words"
-    pattern = _joined_cut(words.values(), where) if joined else _spaced_cut(words.values(), where)
+    find_cut = _joined_cut if joined else _spaced_cut
+    pattern = find_cut(words.values(), where) if cut is None else cut
     special = special_names(names, words)
     space = "" if joined else " "
     tokenizer = Tokenizer(
@@ -65,7 +76,7 @@ def word_tokenizer(
         pattern=pattern,
         special_tokens=special,
         vocab_size=max(texts) + 1,
-        end_of_text_name=end_name(special),
+        end_of_text_name=end_name(special) if end_of_text is None else end_of_text,
         kind=kind,
     )
     between = (
@@ -74,9 +85,12 @@ def word_tokenizer(
         else "white space only separates words, and decoding writes one space before each"
     )
     shown = pattern if len(pattern) < 60 else f"{pattern[:57]}..."
+    assumed = (
+        f"how texts were cut is not written down; assumed is {shown} (as re.findall cuts), by "
+        f"which each token is one piece; "
+    )
     return tokenizer, (
-        f"tokens are whole words. How texts were cut is not written down; assumed is {shown} (as "
-        f"re.findall cuts), by which each token is one piece; {between}",
+        f"tokens are whole words; {assumed if cut is None else ''}{between}",
         "a word that the vocabulary lacks is rejected here; where it was trained it may have "
         "become a token for the unknown. Texts are not put into lower case or changed otherwise",
     )

@@ -2,21 +2,24 @@
 
 import importlib.util
 import json
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Library
+from tokenizers import models, normalizers, pre_tokenizers
 
 from model.convert.foreign import ConvertError, ForeignTokenizer
 from model.convert.hf.export import tokenizer_document
 from model.convert.hf.tokenizer import QWEN2_PATTERN, read_tokenizer
 from model.convert.probe import probe_text
-from model.text.tokenizer import SPLIT_PATTERN, Tokenizer
-from tests.model.convert.theirs import their_tokenizer
+from model.text.tokenizer import SPLIT_PATTERN, Tokenizer, TokenizerError
+from tests.model.convert.theirs import SAMPLE, their_tokenizer
 from tests.model.factories import byte_tokenizer, merging_tokenizer
 
 TEXTS = st.text(
@@ -45,21 +48,20 @@ def read_document(found: dict[str, Any], path: Path) -> ForeignTokenizer:
 def test_ids_are_the_librarys(pattern: str | None, special_first: bool, tmp_path: Path) -> None:
     library = their_tokenizer(pattern=pattern, special_first=special_first)
     found = read(library, tmp_path)
-    assert (found.order is not None) is special_first
-    order = found.order or range(found.tokenizer.vocab_size)
+    assert found.order is None, "ids are the library's"
 
     @given(TEXTS)
     def same(text: str) -> None:
         # There it would be the special token; here it is text like any other.
         assume(not any(special in text for special in found.tokenizer.special_tokens))
         ids = found.tokenizer.encode(text)
-        assert [order[token_id] for token_id in ids] == library.encode(text).ids
+        assert ids == library.encode(text).ids
 
     same()
     assert found.tokenizer.special_tokens.keys() == {"<|endoftext|>", "<|user|>"}
     name = "<|user|>"
     (token_id,) = found.tokenizer.encode(name, special_ids=True)
-    assert [order[token_id]] == library.encode(name).ids
+    assert [token_id] == library.encode(name).ids
 
 
 @pytest.mark.parametrize("library", [True, False], ids=["library", "plain"])
@@ -179,3 +181,58 @@ def test_what_is_written_encodes_alike_and_is_read_back(
     assert back.order is None
     assert back.tokenizer.ranks == tokenizer.ranks
     assert back.tokenizer.special_tokens == tokenizer.special_tokens
+
+
+def test_ids_that_the_source_leaves_out_are_closed_up(tmp_path: Path) -> None:
+    library, found = their_tokenizer(), document(tmp_path)
+    vocab = {name: i + 2 * (i >= 300) for name, i in found["model"]["vocab"].items()}
+    found["model"]["vocab"] = vocab
+    found["added_tokens"] = [token | {"id": token["id"] + 2} for token in found["added_tokens"]]
+    moved = read_document(found, tmp_path)
+    assert moved.order == [i for i in range(384) if i not in (300, 301)]
+    assert moved.tokenizer.encode(SAMPLE) == library.encode(SAMPLE).ids
+    assert "leaves some out" in moved.notes[0]
+
+
+# Words
+
+
+def word_level(cut: Any, special: list[str]) -> Library:
+    words = [*special, "the", "cat", "sat", ".", "it", "'", "s", "it's", "[UNK]"]
+    model = models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="[UNK]")
+    library = Library(model)
+    library.pre_tokenizer = cut
+    library.add_special_tokens([*special, "[UNK]"])
+    return library
+
+
+@pytest.mark.parametrize(
+    "cut",
+    [
+        pre_tokenizers.Whitespace(),
+        pre_tokenizers.WhitespaceSplit(),
+        pre_tokenizers.Split(tokenizers.Regex(r"\w+'\w+|\w+|[^\w\s]"), "removed", invert=True),
+    ],
+    ids=["words and marks", "white space", "own"],
+)
+@given(st.lists(st.sampled_from(["the", "cat", " ", "\n ", ".", "it", "'", "s", "dog"])))
+def test_words_are_the_librarys(cut: Any, parts: list[str]) -> None:
+    library, text = word_level(cut, ["<pad>"]), "".join(parts)
+    ids = library.encode(text).ids
+    with tempfile.TemporaryDirectory() as folder:
+        found = read(library, Path(folder)).tokenizer
+    if library.token_to_id("[UNK]") in ids:
+        with pytest.raises(TokenizerError, match="is not one of the"):
+            found.encode(text)
+    else:
+        assert found.encode(text) == ids
+        assert found.decode(ids).split() == library.decode(ids).split()
+
+
+def test_other_ways_to_cut_words_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConvertError, match="cuts texts by Digits; of words, Whitespace, White"):
+        read(word_level(pre_tokenizers.Digits(), []), tmp_path)
+    library = word_level(pre_tokenizers.Whitespace(), [])
+    library.normalizer = normalizers.Lowercase()
+    with pytest.raises(ConvertError, match=r"normalizer Lowercase.* --skip-normalizer"):
+        read(library, tmp_path)

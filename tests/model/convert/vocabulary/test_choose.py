@@ -231,6 +231,8 @@ def test_other_entries_of_a_checkpoint_are_not_vocabularies() -> None:
         "history": [{"step": 1}], "config": {"chars": CHARACTERS, "n_head": 2}, "tokenizer": "gpt2",
     }  # fmt: skip
     check_characters(chosen(contents=contents))
+    data = {"words": ["emma", "olivia"], "tokens": ["a", "b"], "chars": CHARACTERS, "merges": []}
+    check_characters(chosen(contents=data))  # names that it was trained on
     del contents["config"]
     with pytest.raises(ConvertError, match=r"Its settings name gpt2: try --tokenizer gpt2\."):
         chosen(contents=contents)

@@ -1,0 +1,60 @@
+"""`tokenizer.json` of whole words (WordLevel), as a vocabulary of words here.
+
+Texts are cut as the file says: at white space, into words and marks, or by one regular expression.
+Words that are unknown become a token there and are rejected here. Does not read byte pairs
+(`hf/tokenizer.py`).
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from model.convert.foreign import ConvertError
+from model.convert.vocabulary.words import word_tokenizer
+from model.text.tokenizer import Tokenizer
+
+CUTS = {"Whitespace": r"\w+|[^\w\s]+", "WhitespaceSplit": r"\S+"}
+
+
+def is_word_level(document: Mapping[str, Any]) -> bool:
+    """Whether the model of a `tokenizer.json` looks words up."""
+    model = document.get("model")
+    return isinstance(model, dict) and model.get("type") == "WordLevel"
+
+
+def word_level_tokenizer(
+    document: Mapping[str, Any], path: Path, added: Mapping[str, int], end_of_text: str
+) -> tuple[Tokenizer, tuple[str, ...]]:
+    """The tokenizer, and notes on it; `added` are its special tokens. Raises ConvertError."""
+    vocabulary = document["model"].get("vocab")
+    if (
+        not isinstance(vocabulary, dict)
+        or not vocabulary
+        or not all(type(token_id) is int and token_id >= 0 for token_id in vocabulary.values())
+    ):
+        raise ConvertError(f"{path}: the vocabulary is not an object of words and ids")
+    texts = {token_id: word for word, token_id in (vocabulary | dict(added)).items()}
+    if len(texts) != len(vocabulary | dict(added)):
+        raise ConvertError(f"{path}: words of the vocabulary share ids")
+    return word_tokenizer(
+        texts, str(path), set(added), cut=_cut(document, path), end_of_text=end_of_text
+    )
+
+
+def _cut(document: Mapping[str, Any], path: Path) -> str:
+    """The regular expression that cuts texts into words."""
+    step = document.get("pre_tokenizer") or {}
+    if step.get("type") == "Sequence" and len(step.get("pretokenizers", ())) == 1:
+        step = step["pretokenizers"][0]
+    if step.get("type") in CUTS:
+        return CUTS[step["type"]]
+    pattern = step.get("pattern")
+    removed = step.get("behavior") == "Removed" and step.get("invert") is True
+    if step.get("type") == "Split" and removed and isinstance(pattern, dict):
+        source = pattern.get("Regex")
+        if isinstance(source, str):
+            return source
+    raise ConvertError(
+        f"{path} cuts texts by {step.get('type')}; of words, {', '.join(CUTS)} and a Split that "
+        "keeps what a regular expression finds can be imported"
+    )
