@@ -1,8 +1,8 @@
 """Which of other people's architectures computes what a checkpoint's model computes.
 
-GPT-2, Llama, Qwen2 (Llama with biases on query, key and value) and Qwen3 (with QK-norm) are what
-other programs have; any other shape is rejected, naming the key of the configuration that has no
-counterpart. Missing biases are exported as zeros where an architecture needs them.
+GPT-2, GPT-NeoX, Llama, Qwen2 (Llama with biases on query, key and value) and Qwen3 (with QK-norm)
+are what other programs have; any other shape is rejected, naming the key of the configuration that
+has no counterpart. Missing biases are exported as zeros where an architecture needs them.
 
 transformers gives a Qwen2 model Qwen2's own way to cut texts, whatever the folder says: so with
 another vocabulary that shape is exported as Llama, with biases of zeros on the output projection.
@@ -12,7 +12,7 @@ from model.convert.foreign import ConvertError
 from model.convert.hf.tokenizer import QWEN2_PATTERN
 from model.transformer.config import GPTConfig
 
-GPT2, LLAMA, QWEN2, QWEN3 = "gpt2", "llama", "qwen2", "qwen3"
+GPT2, GPT_NEOX, LLAMA, QWEN2, QWEN3 = "gpt2", "gpt_neox", "llama", "qwen2", "qwen3"
 
 
 def family_of(config: GPTConfig) -> str:
@@ -25,10 +25,9 @@ def family_of(config: GPTConfig) -> str:
         _reject("final_norm", False, "GPT-2 and Llama end with a norm")
     if config.head_bias:
         _reject("head_bias", True, "the heads of GPT-2 and Llama have none")
-    if config.residual == "parallel":
-        _reject("residual", "parallel", "GPT-2 and Llama have one sublayer after the other")
     if config.norm == "layernorm":
-        return _gpt2(config)
+        _reject_what_neither_gpt_has(config)
+        return GPT_NEOX if config.positions == "rotary" else _gpt2(config)
     return _llama(config)
 
 
@@ -41,19 +40,23 @@ def folder_family_of(config: GPTConfig, pattern: str) -> str:
 
 
 def _gpt2(config: GPTConfig) -> str:
-    if config.positions == "rotary":
-        _reject(
-            "positions", "rotary", "with norm 'layernorm' it is GPT-2's shape, which learns them"
-        )
-    if config.activation == "swiglu":
-        _reject("activation", "swiglu", "GPT-2's feed-forward has no gate")
-    if config.qk_norm:
-        _reject("qk_norm", True, "GPT-2 does not normalise queries and keys")
-    if config.n_kv_head != config.n_head:
-        _reject("n_kv_head", config.n_kv_head, f"GPT-2 has as many as n_head, {config.n_head}")
-    if config.n_head * config.head_dim != config.d_model:
-        _reject("head_dim", config.head_dim, "GPT-2's heads share d_model equally")
+    if config.residual == "parallel":
+        _reject("residual", "parallel", f"with {config.positions} positions it is GPT-2's shape")
     return GPT2
+
+
+def _reject_what_neither_gpt_has(config: GPTConfig) -> None:
+    """GPT-2 and GPT-NeoX differ in positions and residuals alone."""
+    if config.activation == "swiglu":
+        _reject("activation", "swiglu", "the feed-forwards of GPT-2 and GPT-NeoX have no gate")
+    if config.qk_norm:
+        _reject("qk_norm", True, "GPT-2 and GPT-NeoX do not normalise queries and keys")
+    if config.n_kv_head != config.n_head:
+        _reject("n_kv_head", config.n_kv_head, f"as many as n_head, {config.n_head}, are needed")
+    if config.n_head * config.head_dim != config.d_model:
+        _reject(
+            "head_dim", config.head_dim, "the heads of GPT-2 and GPT-NeoX share d_model equally"
+        )
 
 
 def _llama(config: GPTConfig) -> str:
@@ -63,8 +66,8 @@ def _llama(config: GPTConfig) -> str:
         )
     if config.rotary_dim != config.head_dim:
         _reject("rotary_dim", config.rotary_dim, f"Llama turns whole heads, {config.head_dim}")
-    if config.rope_scaling is not None:
-        _reject("rope_scaling", config.rope_scaling.to_dict(), "its angles are scaled")
+    if config.residual == "parallel":
+        _reject("residual", "parallel", "Llama has one sublayer after the other")
     if config.activation != "swiglu":
         _reject("activation", config.activation, "Llama's feed-forward is swiglu")
     if config.qk_norm:

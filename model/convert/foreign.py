@@ -151,6 +151,17 @@ class Settings:
         """Whether the key is there, be it null."""
         return name in self._values
 
+    def names(self) -> list[str]:
+        """The keys whose value is not null."""
+        return [name for name, value in self._values.items() if value is not None]
+
+    def part(self, name: str) -> "Settings":
+        """The object under a key, read in the same way; empty where there is none."""
+        value = self.get(name, {})
+        if not isinstance(value, dict):
+            raise ConvertError(f"{self._where}: {name} is {value!r}; expected an object")
+        return Settings(f"{name} of {self._where}", value)
+
     def reject_unless(self, name: str, neutral: Sequence[Any], reason: str) -> None:
         """Raise ConvertError where a key asks for something that no GPTConfig says."""
         value = self._values.get(name)

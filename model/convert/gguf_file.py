@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from model.checkpoint.checkpoint import CheckpointInfo
-from model.convert.family import GPT2, LLAMA
+from model.convert.family import GPT2, GPT_NEOX, LLAMA
 from model.convert.foreign import ConvertError
 from model.convert.hf.export import gpt_weights, rotary_weights
 from model.convert.hf.merges import byte_characters, merges_of, written
@@ -83,6 +83,16 @@ def write_gguf(path: Path, info: CheckpointInfo, gpt: GPT, family: str, pre: str
         raise ConvertError(
             f"activation is {config.activation!r}: llama.cpp computes GPT-2 with gelu_tanh alone; "
             "export it with --to hf"
+        )
+    if family == GPT_NEOX:
+        raise ConvertError(
+            f"positions are {config.positions!r} and norm is {config.norm!r}: that is GPT-NeoX, "
+            "which is not written as GGUF; export it with --to hf"
+        )
+    if config.rope_scaling is not None:
+        raise ConvertError(
+            f"rope_scaling is {config.rope_scaling}: scaled rotary positions are not written as "
+            "GGUF; export it with --to hf"
         )
     _refuse_other_kinds(info.tokenizer)
     cut = _pre_tokenizer(info.tokenizer, pre)

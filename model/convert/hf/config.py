@@ -1,16 +1,18 @@
-"""Hugging Face folders: `config.json` and safetensors of GPT-2, Llama, Mistral, Qwen2 and Qwen3.
+"""Hugging Face folders: `config.json` and weights of GPT-2, GPT-NeoX, OPT, Llama, Mistral, Qwen2
+and Qwen3.
 
 Says in this project's terms what shape a configuration has, in its old and its new form, and
-refuses what no `GPTConfig` says; then takes the tensors by name. Knows both ways of storing
-(`model.safetensors`, or shards with an index). Does not read tokenizers (`hf/tokenizer.py`), nor
-weights in pickles.
+refuses what no `GPTConfig` says; then takes the tensors by name. Knows the ways of storing:
+`model.safetensors`, or else `pytorch_model.bin`, each in one file or in shards with an index.
+GPT-NeoX and OPT are in `neox.py` and `opt.py`. Does not read tokenizers (`hf/tokenizer.py`).
 
 Layouts: GPT-2's Conv1D matrices are (in, out) and are transposed; rotary heads are halves, as
 here; query, key and value rows are one matrix here, and so are gate and up.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +21,18 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from model.convert.foreign import ConvertError, ForeignModel, Settings, StateDictReader
-from model.transformer.config import Activation, ConfigError, GPTConfig, gpt2_shape
+from model.convert.hf.activation import read_activation
+from model.convert.hf.neox import read_neox
+from model.convert.hf.opt import read_opt
+from model.convert.hf.rope import read_rope, reject_part_of_a_head
+from model.convert.pt_file import read_pt
+from model.transformer.config import ConfigError, GPTConfig, gpt2_shape
 
-CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
-
-GPT2_ACTIVATIONS: Mapping[str, Activation] = {
-    "gelu_new": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "gelu": "gelu",
-    "relu": "relu",
-    "relu2": "relu2",
-}
+CONFIG, WEIGHTS, PICKLE = "config.json", "model.safetensors", "pytorch_model.bin"
+INDEX = ".index.json"
+"""What the list of shards is called, behind the name of a single file."""
+HEADS = ("lm_head.weight", "embed_out.weight")
+"""Names of the head's matrix; the second is GPT-NeoX's."""
 
 ROTARY_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 """Values of `model_type` that are Llama's shape with a difference or two."""
@@ -49,12 +52,18 @@ def read_huggingface(folder: Path, *, context_length: int | None) -> ForeignMode
     try:
         if model_type == "gpt2":
             config, weights = _gpt2(settings, reader)
+        elif model_type == "gpt_neox":
+            config, weights = read_neox(settings, reader)
+        elif model_type == "opt":
+            config, weights = read_opt(settings, reader)
         elif model_type in ROTARY_TYPES:
             config, weights = _rotary(model_type, settings, reader, context_length)
         else:
             raise ConvertError(
-                f"{where}: model_type is {model_type!r}; known are gpt2, {', '.join(ROTARY_TYPES)}"
+                f"{where}: model_type is {model_type!r}; known are gpt2, gpt_neox, opt, "
+                f"{', '.join(ROTARY_TYPES)}"
             )
+        weights |= _head(reader, config, weights["token_embedding.weight"])
     except ConfigError as error:
         raise ConvertError(f"{where}: {error}") from error
     reader.finish()
@@ -82,60 +91,78 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def open_state_dict(folder: Path) -> StateDictReader:
-    """The tensors of `model.safetensors`, or of the shards that the index names."""
-    if (folder / WEIGHTS).is_file():
-        files = {WEIGHTS: None}
-        homes: dict[str, str] | None = None
-    elif (folder / INDEX).is_file():
-        homes = read_object(folder / INDEX).get("weight_map")
-        if not isinstance(homes, dict) or not all(
-            isinstance(file, str) and Path(file).name == file for file in homes.values()
-        ):
-            raise ConvertError(
-                f"{folder / INDEX} has no weight_map from tensors to files beside it"
-            )
-        files = dict.fromkeys(homes.values())
-    else:
+    """The tensors of `model.safetensors`, or of the shards that its index names; else those of
+    `pytorch_model.bin`, in the same way."""
+    single = next(
+        (name for name in (WEIGHTS, PICKLE)
+         if any((folder / f"{name}{end}").is_file() for end in ("", INDEX))),
+        None,
+    )  # fmt: skip
+    if single is None:
         raise ConvertError(
-            f"{folder} holds neither {WEIGHTS} nor {INDEX}; where its weights are in pickles, "
-            "load it with transformers and save it with save_pretrained(folder)"
+            f"{folder} holds neither {WEIGHTS} nor {PICKLE}, nor the {INDEX} of one; save the "
+            "model with transformers: save_pretrained(folder)"
         )
-    found: dict[str, Any] = {}
+    homes: dict[str, str] | None = None
+    files = [single]
+    if not (folder / single).is_file():
+        homes = _shards(folder / f"{single}{INDEX}")
+        files = list(dict.fromkeys(homes.values()))
+    tensors: dict[str, Callable[[], Tensor]] = {}
     for file in files:
-        opened = _open(folder / file)
-        for name in opened.keys():  # noqa: SIM118  # it has no iterator
-            if homes is None or homes.get(name) == file:
-                found[name] = opened
-    if homes is not None and (absent := sorted(set(homes) - set(found))):
+        opened = _safetensors(folder / file) if single == WEIGHTS else _pickled(folder / file)
+        tensors |= {name: take for name, take in opened.items()
+                    if homes is None or homes.get(name) == file}  # fmt: skip
+    if homes is not None and (absent := sorted(set(homes) - set(tensors))):
         raise ConvertError(
-            f"{folder / INDEX} names {len(absent)} tensors that their files do not hold, the "
-            f"first is {absent[0]}"
+            f"{folder / f'{single}{INDEX}'} names {len(absent)} tensors that their files do not "
+            f"hold, the first is {absent[0]}"
         )
-    return StateDictReader(str(folder), found, lambda name: _tensor(folder, found[name], name))
+    return StateDictReader(str(folder), tensors, lambda name: tensors[name]())
 
 
-def _open(path: Path) -> Any:
+def _shards(index: Path) -> dict[str, str]:
+    """For each tensor the file that holds it."""
+    homes = read_object(index).get("weight_map")
+    if not isinstance(homes, dict) or not all(
+        isinstance(file, str) and Path(file).name == file for file in homes.values()
+    ):
+        raise ConvertError(f"{index} has no weight_map from tensors to files beside it")
+    return homes
+
+
+def _safetensors(path: Path) -> dict[str, Callable[[], Tensor]]:
+    """What reads each tensor of a safetensors file."""
     try:
-        return safe_open(path, framework="pt")
+        opened: Any = safe_open(path, framework="pt")
     except FileNotFoundError as error:
         raise ConvertError(f"there is no file {path}") from error
     except (SafetensorError, OSError) as error:
         raise ConvertError(f"{path} is not a complete safetensors file: {error}") from error
 
+    def read(name: str) -> Tensor:
+        try:
+            tensor: Tensor = opened.get_tensor(name)
+        except (SafetensorError, ValueError, TypeError, AttributeError) as error:
+            raise ConvertError(f"{path}: {name} cannot be read: {error}") from error
+        return tensor
 
-def _tensor(folder: Path, opened: Any, name: str) -> Tensor:
-    try:
-        return opened.get_tensor(name)
-    except (SafetensorError, ValueError, TypeError, AttributeError) as error:
-        raise ConvertError(f"{folder}: {name} cannot be read: {error}") from error
+    return {name: partial(read, name) for name in opened.keys()}  # noqa: SIM118  # no iterator
+
+
+def _pickled(path: Path) -> dict[str, Callable[[], Tensor]]:
+    """The same of a file that `torch.save` wrote."""
+    state = read_pt(path, keep="model.state_dict()")
+    for name, tensor in state.items():
+        if not isinstance(name, str) or not isinstance(tensor, Tensor):
+            raise ConvertError(
+                f"{path} holds {name!r}, a {type(tensor).__name__}; expected tensors by their names"
+            )
+    return {name: partial(state.__getitem__, name) for name in state}
 
 
 def _gpt2(settings: Settings, reader: StateDictReader) -> tuple[GPTConfig, dict[str, Tensor]]:
-    activation = settings.get("activation_function", "gelu_new")
-    if activation not in GPT2_ACTIVATIONS:
-        settings.reject_unless(
-            "activation_function", (), f"known are {', '.join(GPT2_ACTIVATIONS)}"
-        )
+    activation = read_activation(settings, "activation_function", "gelu_new")
     for name in ("scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn"):
         settings.reject_unless(name, (False,), "not supported here")
     settings.reject_unless("scale_attn_weights", (True,), "attention is always scaled here")
@@ -150,7 +177,7 @@ def _gpt2(settings: Settings, reader: StateDictReader) -> tuple[GPTConfig, dict[
         d_model=width,
         d_ff=settings.integer("n_inner", default=4 * width),
         norm_eps=settings.number("layer_norm_epsilon", 1e-5),
-        activation=GPT2_ACTIVATIONS[activation],
+        activation=activation,
         tied_head=settings.flag("tie_word_embeddings", True),
     )
     prefix = "transformer." if "transformer.wte.weight" in reader else ""
@@ -182,7 +209,7 @@ def _gpt2_weights(reader: StateDictReader, config: GPTConfig, prefix: str) -> di
     for there, (here, inside, outside) in matrices.items():
         weights[f"{here}.weight"] = reader.take(f"{there}.weight", inside, outside).T
         weights[f"{here}.bias"] = reader.take(f"{there}.bias", outside)
-    return weights | _head(reader, config, weights["token_embedding.weight"])
+    return weights
 
 
 def _rotary(
@@ -198,6 +225,10 @@ def _rotary(
     on_all = settings.flag("attention_bias", False) and model_type in ("llama", "qwen3")
     mlp_bias = settings.flag("mlp_bias", False) and model_type == "llama"
     reader.ignore(".rotary_emb.inv_freq")
+    reject_part_of_a_head(settings)
+    head_dim = settings.integer(
+        "head_dim", default=128 if model_type == "qwen3" else max(1, width // n_head)
+    )
     config = gpt2_shape(
         vocab_size=settings.integer("vocab_size"),
         context_length=context,
@@ -205,19 +236,17 @@ def _rotary(
         n_head=n_head,
         n_kv_head=settings.integer("num_key_value_heads", default=n_head),
         d_model=width,
-        head_dim=settings.integer(
-            "head_dim", default=128 if model_type == "qwen3" else max(1, width // n_head)
-        ),
+        head_dim=head_dim,
         d_ff=settings.integer("intermediate_size"),
         norm="rmsnorm",
         norm_eps=settings.number("rms_norm_eps", 1e-6),
         positions="rotary",
-        rope_theta=_rope_theta(settings),
         activation="swiglu",
         bias=on_all or mlp_bias,
         qkv_bias=on_all or model_type == "qwen2",
         qk_norm=model_type == "qwen3",
         tied_head=settings.flag("tie_word_embeddings", False),
+        **read_rope(settings, head_dim=head_dim, context_length=context),
     )
     prefix = "" if "embed_tokens.weight" in reader else "model."
     return config, _rotary_weights(reader, config, prefix, out_bias=on_all, mlp_bias=mlp_bias)
@@ -262,12 +291,12 @@ def _rotary_weights(
                 weights[f"{here}.{ours}.weight"] = reader.take(
                     f"{there}.self_attn.{part}.weight", config.head_dim
                 )
-    return weights | _head(reader, config, weights["token_embedding.weight"])
+    return weights
 
 
 def _head(reader: StateDictReader, config: GPTConfig, embedding: Tensor) -> dict[str, Tensor]:
     """The head's matrix; of a tied head, stored once more, that it is the same."""
-    name = "lm_head.weight"
+    name = next((name for name in HEADS if name in reader), HEADS[0])
     if not config.tied_head:
         return {"head.weight": reader.take(name, config.vocab_size, config.d_model)}
     if name in reader:
@@ -278,31 +307,6 @@ def _head(reader: StateDictReader, config: GPTConfig, embedding: Tensor) -> dict
                 "one; which is right cannot be told from here"
             )
     return {}
-
-
-def _rope_theta(settings: Settings) -> float:
-    """The base of rotary positions, from the new form (`rope_parameters`) or the old one."""
-    for name in ("rope_parameters", "rope_scaling"):
-        found = settings.get(name)
-        if found is None:
-            continue
-        if not isinstance(found, dict):
-            settings.reject_unless(name, (), "expected an object")
-        kind = found.get("rope_type", found.get("type", "default"))
-        if kind != "default":
-            settings.reject_unless(name, (), f"rotary positions of type {kind!r} are not supported")
-        if found.get("partial_rotary_factor", 1.0) != 1.0 or any(
-            isinstance(value, dict) for value in found.values()
-        ):
-            settings.reject_unless(
-                name, (), "only rotation of whole heads, the same in every layer, is supported"
-            )
-        if isinstance(theta := found.get("rope_theta"), int | float):
-            return float(theta)
-    settings.reject_unless(
-        "partial_rotary_factor", (1, 1.0), "only rotation of whole heads is supported"
-    )
-    return settings.number("rope_theta", 10_000.0)
 
 
 def _reject_window(model_type: str, settings: Settings, context_length: int) -> None:

@@ -16,11 +16,14 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from model.checkpoint.checkpoint import CheckpointInfo
-from model.convert.family import GPT2, LLAMA, QWEN2, QWEN3
+from model.convert.family import GPT2, GPT_NEOX, LLAMA, QWEN2, QWEN3
 from model.convert.foreign import FLOATS, ConvertError
-from model.convert.hf.config import CONFIG, GPT2_ACTIVATIONS, WEIGHTS
+from model.convert.hf.activation import activation_name
+from model.convert.hf.config import CONFIG, WEIGHTS
 from model.convert.hf.dialect import to_oniguruma
 from model.convert.hf.merges import byte_characters, merges_of, written
+from model.convert.hf.neox import neox_config, neox_weights
+from model.convert.hf.rope import rope_parameters
 from model.convert.hf.tokenizer import TOKENIZER, TOKENIZER_CONFIG
 from model.text.tokenizer import Tokenizer
 from model.transformer.config import GPTConfig
@@ -28,6 +31,7 @@ from model.transformer.gpt import GPT
 
 CLASSES = {
     GPT2: "GPT2LMHeadModel",
+    GPT_NEOX: "GPTNeoXForCausalLM",
     LLAMA: "LlamaForCausalLM",
     QWEN2: "Qwen2ForCausalLM",
     QWEN3: "Qwen3ForCausalLM",
@@ -39,10 +43,9 @@ def write_folder(
 ) -> None:
     """Write the files into an empty folder. Raises ConvertError."""
     tokenizer = info.tokenizer
-    weights = gpt_weights(gpt) if family == GPT2 else rotary_weights(gpt, family)
+    config, weights = _family(gpt, family)
     dtype = next(iter(weights.values())).dtype
     ends = {"bos_token_id": tokenizer.end_of_text, "eos_token_id": tokenizer.end_of_text}
-    config = _gpt2_config(info.config) if family == GPT2 else _rotary_config(info.config, family)
     config |= {
         "architectures": [CLASSES[family]],
         "model_type": family,
@@ -66,13 +69,21 @@ def write_folder(
         )
 
 
+def _family(gpt: GPT, family: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """What an architecture's configuration says of the shape, and the weights by its names."""
+    if family == GPT2:
+        return _gpt2_config(gpt.config), gpt_weights(gpt)
+    if family == GPT_NEOX:
+        return neox_config(gpt.config), _own(neox_weights(gpt))
+    return _rotary_config(gpt.config, family), rotary_weights(gpt, family)
+
+
 def _write_json(path: Path, document: Mapping[str, Any]) -> None:
     text = json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False)
     path.write_text(text + "\n", encoding="utf-8")
 
 
 def _gpt2_config(config: GPTConfig) -> dict[str, Any]:
-    names = {ours: theirs for theirs, ours in reversed(list(GPT2_ACTIVATIONS.items()))}
     return {
         "n_positions": config.context_length,
         "n_ctx": config.context_length,
@@ -80,13 +91,15 @@ def _gpt2_config(config: GPTConfig) -> dict[str, Any]:
         "n_layer": config.n_layer,
         "n_head": config.n_head,
         "n_inner": config.d_ff,
-        "activation_function": names[config.activation],
+        "activation_function": activation_name(config.activation),
         "layer_norm_epsilon": config.norm_eps,
         **dict.fromkeys(("embd_pdrop", "attn_pdrop", "resid_pdrop"), config.dropout),
     }
 
 
 def _rotary_config(config: GPTConfig, family: str) -> dict[str, Any]:
+    rope = rope_parameters(config)
+    del rope["partial_rotary_factor"]  # whole heads
     shape = {
         "max_position_embeddings": config.context_length,
         "hidden_size": config.d_model,
@@ -100,8 +113,10 @@ def _rotary_config(config: GPTConfig, family: str) -> dict[str, Any]:
         "attention_dropout": config.dropout,
         # The old form and the new one.
         "rope_theta": config.rope_theta,
-        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
+        "rope_parameters": rope,
     }
+    if config.rope_scaling is not None:
+        shape["rope_scaling"] = {key: rope[key] for key in rope if key != "rope_theta"}
     if family == QWEN2:
         return {**shape, "use_sliding_window": False}
     if family == QWEN3:

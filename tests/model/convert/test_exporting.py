@@ -27,8 +27,10 @@ from tests.model.factories import (
     tiny_config,
     tiny_gpt,
 )
+from tests.model.shapes import SCALINGS
 
 LLAMA = FAMILIES["llama"]
+NEOX: Mapping[str, Any] = {"positions": "rotary", "activation": "gelu", "tied_head": False}
 SHAPES: dict[str, Mapping[str, Any]] = {
     "gpt2": {},
     "gpt2-nanogpt": {"bias": False, "qkv_bias": False, "activation": "gelu"},
@@ -41,6 +43,27 @@ SHAPES: dict[str, Mapping[str, Any]] = {
     "llama-qwen2": {**LLAMA, "qkv_bias": True},
     "qwen3": {**LLAMA, "qk_norm": True, "head_dim": 16},
     "qwen3-biased": {**LLAMA, "qk_norm": True, "qkv_bias": True, "tied_head": True},
+    "llama-linear": {**LLAMA, "rope_scaling": SCALINGS["linear"]},
+    "llama-llama3": {**LLAMA, "rope_theta": 500.0, "rope_scaling": SCALINGS["llama3"]},
+    "llama-yarn": {**LLAMA, "rope_theta": 500.0, "rope_scaling": SCALINGS["yarn"]},
+    "qwen3-yarn": {
+        **LLAMA,
+        "qk_norm": True,
+        "rope_scaling": {**(SCALINGS["yarn"] or {}), "attention_factor": 0.9, "truncate": False},
+    },
+    "gpt_neox": {**NEOX, "residual": "parallel", "rotary_dim": 2},
+    "gpt_neox-sequential": {**NEOX, "residual": "sequential", "qkv_bias": False},
+    "gpt_neox-unbiased": {**NEOX, "residual": "parallel", "bias": False, "qkv_bias": False},
+    "gpt_neox-odd": {
+        **NEOX,
+        "tied_head": True,
+        "residual": "parallel",
+        "rope_theta": 500.0,
+        "n_head": 2,
+        "d_model": 44,
+        "rotary_dim": 6,
+        "rope_scaling": SCALINGS["yarn"],
+    },
 }
 
 
@@ -91,7 +114,13 @@ def test_qwen2_with_its_own_way_to_cut_texts(tmp_path: Path) -> None:
         (MODERN, "value_embeddings is True"),
         (ORIGINAL, "norm_position is 'post'"),
         ({"activation": "swiglu"}, "activation is 'swiglu'"),
-        ({"positions": "rotary", "activation": "gelu"}, "positions is 'rotary'"),
+        ({"final_norm": False}, "final_norm is False"),
+        ({**LLAMA, "head_bias": True}, "head_bias is True"),
+        ({"residual": "parallel"}, "residual is 'parallel'"),
+        ({**LLAMA, "residual": "parallel"}, "residual is 'parallel'"),
+        ({**LLAMA, "rotary_dim": 4}, "rotary_dim is 4"),
+        ({**NEOX, "qk_norm": True}, "qk_norm is True"),
+        ({**NEOX, "head_dim": 16}, "head_dim is 16"),
         ({**LLAMA, "activation": "gelu"}, "activation is 'gelu'"),
         ({**LLAMA, "positions": "learned"}, "positions is 'learned'"),
         ({"qk_norm": True}, "qk_norm is True"),

@@ -20,6 +20,7 @@ from tests.model.convert.theirs import (
     their_model,
     their_tokenizer,
 )
+from tests.model.factories import FAMILIES as OUR_FAMILIES
 from tests.model.factories import byte_tokenizer, save_tiny_checkpoint, tiny_config, tiny_gpt
 
 FAMILIES = ["gpt2", "llama", "llama-biases", "qwen2", "qwen3"]
@@ -125,6 +126,26 @@ def test_llama_cpp_computes_the_same(family: str, tmp_path: Path) -> None:
     # Activations are looked up in half precision there.
     torch.testing.assert_close(theirs, ours, atol=1e-2, rtol=0)
     assert torch.equal(theirs.argmax(-1), ours.argmax(-1))
+
+
+@pytest.mark.parametrize(
+    ("shape", "sentence"),
+    [
+        ({"positions": "rotary"}, "positions are 'rotary' and norm is 'layernorm': that is GPT-N"),
+        (
+            {**OUR_FAMILIES["llama"], "rope_scaling": {"kind": "linear", "factor": 2.0}},
+            r'rope_scaling is \{"kind": "linear", "factor": 2.0\}: scaled rotary positions',
+        ),
+    ],
+)
+def test_what_is_for_the_other_format_alone_is_refused(
+    shape: dict[str, Any], sentence: str, tmp_path: Path
+) -> None:
+    gpt = tiny_gpt(tiny_config(n_layer=1, **shape))
+    save_tiny_checkpoint(tmp_path / "ours", gpt=gpt)
+    with pytest.raises(ConvertError, match=f"{sentence}.*; export it with --to hf$"):
+        export_model(tmp_path / "ours", tmp_path / "model.gguf", to="gguf")
+    assert [path.name for path in tmp_path.iterdir()] == ["ours"]
 
 
 def test_the_models_of_these_tests_are_those_that_are_named() -> None:

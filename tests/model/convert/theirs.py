@@ -34,6 +34,39 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": {"tie_word_embeddings": True},
     "qwen3": {"tie_word_embeddings": False, "head_dim": 16},
     "qwen3-biased": {"tie_word_embeddings": True, "head_dim": 8, "attention_bias": True},
+    "llama-linear": {"rope_parameters": {"rope_type": "linear", "factor": 3.0}},
+    "llama-llama3": {
+        "rope_parameters": {
+            "rope_type": "llama3", "rope_theta": 500.0, "factor": 4.0, "low_freq_factor": 1.0,
+            "high_freq_factor": 3.0, "original_max_position_embeddings": 48,
+        },
+    },
+    "qwen3-yarn": {
+        "head_dim": 16,
+        "rope_parameters": {
+            "rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "beta_fast": 8.0,
+            "original_max_position_embeddings": 32, "mscale": 1.0, "mscale_all_dim": 0.5,
+        },
+    },
+    "qwen2-yarn": {
+        "rope_parameters": {"rope_type": "yarn", "rope_theta": 500.0, "factor": 2.0},
+    },
+    "gpt_neox": {},
+    "gpt_neox-sequential": {"use_parallel_residual": False, "hidden_act": "gelu_fast"},
+    "gpt_neox-tied": {"tie_word_embeddings": True, "hidden_act": "relu"},
+    "gpt_neox-half": {
+        "attention_bias": False, "layer_norm_eps": 1e-4,
+        "rope_parameters": {
+            "rope_type": "linear", "factor": 2.0, "rope_theta": 700.0,
+            "partial_rotary_factor": 0.5,
+        },
+    },
+    "gpt_neox-whole": {
+        "rope_parameters": {"rope_theta": 700.0, "partial_rotary_factor": 1.0},
+    },
+    "opt": {},
+    "opt-post": {"do_layer_norm_before": False},
+    "opt-untied": {"tie_word_embeddings": False, "_remove_final_layer_norm": True},
 }  # fmt: skip
 """Arguments of `transformers`' configurations; the name begins with the model's type."""
 
@@ -44,12 +77,26 @@ ROTARY: dict[str, Any] = {
 }  # fmt: skip
 
 
+OTHERS: dict[str, dict[str, Any]] = {
+    "gpt2": {},
+    "gpt_neox": {
+        "max_position_embeddings": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
+        "hidden_size": 32, "intermediate_size": 48,
+    },
+    "opt": {
+        "max_position_embeddings": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "hidden_size": 32, "ffn_dim": 48,
+    },
+}  # fmt: skip
+"""The size of those that are not of Llama's shape."""
+
+
 def their_model(family: str, **overrides: Any) -> Any:
     """A random model of `transformers`; biases and norms are drawn, too."""
     kind = family.partition("-")[0]
-    values = FAMILIES[family] if kind == "gpt2" else ROTARY | FAMILIES[family]
+    values = OTHERS.get(kind, ROTARY) | FAMILIES[family]
     name = {"gpt2": "GPT2", "llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2",
-            "qwen3": "Qwen3"}[kind]  # fmt: skip
+            "qwen3": "Qwen3", "gpt_neox": "GPTNeoX", "opt": "OPT"}[kind]  # fmt: skip
     config = getattr(transformers, f"{name}Config")(
         vocab_size=ROWS, bos_token_id=0, eos_token_id=0, **values | overrides
     )

@@ -1,10 +1,11 @@
-"""The whole GPT against other people's: `transformers`' GPT-2, Llama and Qwen3.
+"""The whole GPT against other people's: `transformers`' GPT-2, GPT-NeoX, OPT, Llama and Qwen3.
 
 Random weights, float32, no download. Theirs are drawn so large that attention chooses, biases and
-norms included, and copied into ours by name.
+norms included, and copied into ours by name; those of GPT-NeoX and OPT by what imports them.
 """
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,17 +15,28 @@ from torch.testing import assert_close
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
 )
 
-from model.transformer.config import gpt2_shape
+from model.convert.foreign import Settings, StateDictReader
+from model.convert.hf.neox import read_neox
+from model.convert.hf.opt import read_opt
+from model.transformer.config import GPTConfig, gpt2_shape
 from model.transformer.gpt import GPT
 from tests.model.factories import random_ids
+from tests.model.shapes import SCALINGS
 
 VOCAB_SIZE = 99
+THETA = 5_000.0
+
+SCALED = {name: scaling for name, scaling in SCALINGS.items() if scaling is not None}
 
 Case = tuple[GPT, torch.nn.Module]
 
@@ -86,6 +98,7 @@ def llama_shaped(
     qk_norm: bool,
     tied_head: bool = False,
     head_dim: int = 8,
+    scaling: Mapping[str, Any] | None = None,
 ) -> Case:
     theirs = model(
         config(
@@ -98,7 +111,7 @@ def llama_shaped(
             head_dim=head_dim,
             intermediate_size=48,
             rms_norm_eps=1e-6,
-            rope_parameters={"rope_type": "default", "rope_theta": 5_000.0},
+            rope_parameters=rope(scaling),
             tie_word_embeddings=tied_head,
             bos_token_id=0,
             eos_token_id=0,
@@ -139,7 +152,8 @@ def llama_shaped(
         norm="rmsnorm",
         norm_eps=1e-6,
         positions="rotary",
-        rope_theta=5_000.0,
+        rope_theta=THETA,
+        rope_scaling=scaling,
         activation="swiglu",
         bias=False,
         qkv_bias=False,
@@ -149,11 +163,72 @@ def llama_shaped(
     return gpt, theirs
 
 
+def rope(scaling: Mapping[str, Any] | None) -> dict[str, Any]:
+    """`rope_parameters` of a scaling."""
+    if scaling is None:
+        return {"rope_type": "default", "rope_theta": THETA}
+    values = {name: value for name, value in scaling.items() if name != "kind"}
+    original = values.pop("original_context_length", None)
+    if original is not None:
+        values["original_max_position_embeddings"] = original
+    return {"rope_type": scaling["kind"], "rope_theta": THETA, **values}
+
+
+def neox(share: float = 0.25, scaling: Mapping[str, Any] | None = None, **overrides: Any) -> Case:
+    theirs = GPTNeoXForCausalLM(
+        GPTNeoXConfig(
+            vocab_size=VOCAB_SIZE,
+            max_position_embeddings=64,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            hidden_size=32,
+            intermediate_size=48,
+            rope_parameters={**rope(scaling), "partial_rotary_factor": share},
+            **overrides,
+        )
+    )
+    prepare(theirs)
+    return imported(theirs, read_neox)
+
+
+def opt(**overrides: Any) -> Case:
+    theirs = OPTForCausalLM(
+        OPTConfig(
+            vocab_size=VOCAB_SIZE,
+            max_position_embeddings=64,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            hidden_size=32,
+            ffn_dim=48,
+            **overrides,
+        )
+    )
+    prepare(theirs)
+    return imported(theirs, read_opt)
+
+
+def imported(theirs: Any, read: Callable[..., tuple[GPTConfig, dict[str, Tensor]]]) -> Case:
+    """A model of theirs as its reader gives it, with its head."""
+    state = theirs.state_dict()
+    reader = StateDictReader("theirs", state, state.__getitem__)
+    config, weights = read(Settings("theirs", theirs.config.to_dict()), reader)
+    if not config.tied_head:
+        weights["head.weight"] = state["lm_head.weight"]
+    for name, tensor in GPT(config).state_dict().items():
+        if name.endswith("attention_out.bias"):  # an import fills in what there is not
+            weights.setdefault(name, torch.zeros_like(tensor))
+    return filled(config, weights), theirs
+
+
 def ours(weights: Mapping[str, Tensor], **overrides: Any) -> GPT:
     """A GPT of 3 layers, 4 heads and width 32 with these weights; the padded rows hold noise."""
     config = gpt2_shape(
         vocab_size=VOCAB_SIZE, context_length=64, n_layer=3, n_head=4, d_model=32, **overrides
     )
+    return filled(config, weights)
+
+
+def filled(config: GPTConfig, weights: Mapping[str, Tensor]) -> GPT:
     gpt = GPT(config)
     assert config.padded_vocab_size == 128
     noise = torch.full((128 - VOCAB_SIZE, 32), 1e3)
@@ -175,7 +250,7 @@ def prepare(theirs: Any) -> None:
     generator = torch.Generator().manual_seed(0)
     for name, parameter in theirs.named_parameters():
         if parameter.dim() == 2:
-            chooses = any(part in name for part in ("c_attn", "q_proj", "k_proj"))
+            chooses = any(part in name for part in ("c_attn", "q_proj", "k_proj", "query_key"))
             parameter.normal_(std=0.2 if chooses else 0.12, generator=generator)
         elif name.endswith("bias"):
             parameter.normal_(std=0.2, generator=generator)
@@ -192,8 +267,22 @@ def prepare(theirs: Any) -> None:
         lambda: llama(head_dim=10),
         qwen3,
         lambda: qwen3(tied_head=True, head_dim=16),
+        *(partial(llama, head_dim=16, scaling=scaling) for scaling in SCALED.values()),
+        *(partial(neox, share=0.5, scaling=scaling) for scaling in SCALED.values()),
+        neox,
+        lambda: neox(use_parallel_residual=False, attention_bias=False),
+        lambda: neox(share=1.0, tie_word_embeddings=True, hidden_act="gelu_new"),
+        opt,
+        lambda: opt(do_layer_norm_before=False),
+        lambda: opt(_remove_final_layer_norm=True, tie_word_embeddings=False),
     ],
-    ids=["gpt2", "llama", "llama-tied", "llama-wide-heads", "qwen3", "qwen3-tied-wide-heads"],
+    ids=[
+        *("gpt2", "llama", "llama-tied", "llama-wide-heads", "qwen3", "qwen3-tied-wide-heads"),
+        *(f"llama-{kind}" for kind in SCALED),
+        *(f"neox-{kind}" for kind in SCALED),
+        *("neox", "neox-sequential", "neox-whole-tied"),
+        *("opt", "opt-post", "opt-untied-bare"),
+    ],
 )
 def test_everything_a_forward_computes(make: Callable[[], Case]) -> None:
     gpt, theirs = make()

@@ -60,6 +60,53 @@ def test_logits_and_ids_are_theirs(family: str, tmp_path: Path) -> None:
     assert_close(actual, expected[..., : info.config.vocab_size], atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("family", ["gpt2", "gpt_neox", "opt", "llama-tied-biased"])
+@pytest.mark.parametrize("shards", [1, 2])
+def test_weights_in_pickles_are_the_same(family: str, shards: int, tmp_path: Path) -> None:
+    """In one file with what old ones have besides, or in several; a tied head is there twice."""
+    model, _ = save_theirs(tmp_path / "theirs", family)
+    folder = copy(tmp_path / "theirs", tmp_path / "pickled")
+    (folder / "model.safetensors").unlink()
+    state = {name.replace("lm_head.weight", "embed_out.weight") if family == "gpt_neox" else name:
+             tensor for name, tensor in model.state_dict().items()}  # fmt: skip
+    if family == "gpt_neox":
+        state["gpt_neox.layers.0.attention.bias"] = torch.ones(1, 1, 4, 4, dtype=torch.bool)
+        state["gpt_neox.layers.0.attention.masked_bias"] = torch.tensor(-1e9)
+        state["gpt_neox.layers.1.attention.rotary_emb.inv_freq"] = torch.ones(2)
+    if shards == 1:
+        torch.save(state, folder / "pytorch_model.bin")
+    else:
+        homes = {name: f"pytorch_model-{1 + i % 2}.bin" for i, name in enumerate(state)}
+        for file in set(homes.values()):
+            part = {name: tensor for name, tensor in state.items() if homes[name] == file}
+            torch.save(part, folder / file)
+        index = folder / "pytorch_model.bin.index.json"
+        index.write_text(json.dumps({"weight_map": homes}), encoding="utf-8")
+    import_model(tmp_path / "theirs", tmp_path / "a")
+    import_model(folder, tmp_path / "b")
+    assert loaded(tmp_path / "a")[0].weights_sha256 == loaded(tmp_path / "b")[0].weights_sha256
+
+
+@pytest.mark.parametrize(
+    ("state", "sentence"),
+    [
+        (["a"], r"pytorch_model\.bin holds a list, not a dictionary"),
+        ({"model": {"a": torch.ones(1)}}, r"pytorch_model\.bin holds 'model', a dict"),
+        ({3: torch.ones(1)}, r"pytorch_model\.bin holds 3, a Tensor"),
+        ({"a": Path("x")}, r"pytorch_model\.bin holds pathlib"),
+    ],
+)
+def test_pickles_of_anything_else_are_refused(
+    gpt2_folder: Path, tmp_path: Path, state: Any, sentence: str
+) -> None:
+    """A path is an object: to build it, code would run."""
+    folder = copy(gpt2_folder, tmp_path / "pickled")
+    (folder / "model.safetensors").unlink()
+    torch.save(state, folder / "pytorch_model.bin")
+    with pytest.raises(ConvertError, match=sentence):
+        import_model(folder, tmp_path / "ours")
+
+
 def test_shards_and_the_base_models_names_are_read(gpt2_folder: Path, tmp_path: Path) -> None:
     folder = copy(gpt2_folder, tmp_path / "sharded")
     weights = load_file(folder / "model.safetensors")
@@ -134,12 +181,24 @@ def test_numbers_are_stored_as_in_the_source(dtype: str, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        ({"model_type": "bert"}, "model_type is 'bert'; known are gpt2, llama"),
+        ({"model_type": "bert"}, "model_type is 'bert'; known are gpt2, gpt_neox, opt, llama"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; "),
-        ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}},
-         "rotary positions of type 'llama3'"),
-        ({"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2}},
-         "rotary positions of type 'linear'"),
+        *(({"rope_parameters": {"rope_type": kind, "factor": 2.0}},
+           f"rotary positions of type '{kind}' are not supported; known are default, linear")
+          for kind in ("dynamic", "longrope", "su", "proportional")),
+        ({"rope_parameters": None, "rope_scaling": {"type": "dynamic", "factor": 2}},
+         "rope_scaling is .* rotary positions of type 'dynamic'"),
+        ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e3}},
+         r"rope_parameters of .*config\.json lacks factor"),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 0, "rope_theta": 5e3}},
+         r"rope_scaling\.factor is 0\.0; it must be finite and above 0"),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 2.0, "low_freq_factor": 1.0}},
+         "for all layers alike, the type 'linear' has no low_freq_factor"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "default"}}},
+         "the type 'default' has no full_attention"),
+        ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
+         "partial_rotary_factor is 0.5; only rotation of whole heads"),
+        ({"rope_parameters": "default"}, "rope_parameters is 'default'; expected an object"),
         ({"partial_rotary_factor": 0.5, "rope_parameters": None}, "partial_rotary_factor is 0.5"),
         ({"quantization_config": {"bits": 4}}, "quantized weights cannot be imported"),
         ({"num_hidden_layers": None}, "lacks num_hidden_layers"),
@@ -181,6 +240,92 @@ def test_what_gpt2_has_and_we_have_not(
     edit(folder / "config.json", **{name: value})
     with pytest.raises(ConvertError, match=f"{name} is {value!r}; "):
         import_model(folder, tmp_path / "ours")
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"hidden_act": "silu"}, "hidden_act is 'silu'; known are gelu_new"),
+        ({"rotary_pct": 0.5}, "and elsewhere"),
+        ({"rope_theta": 5.0}, r"rope_theta is 5\.0; and elsewhere it is 10000\.0"),
+        ({"rope_parameters": None, "rotary_pct": 0.2}, "rotary_dim is 3; channels turn in pairs"),
+        ({"num_attention_heads": 3}, "hidden_size 32 is not divisible by num_attention_heads 3"),
+        ({"attention_bias": False}, r"has 4 tensors that .* the first is .*dense\.bias"),
+        ({"intermediate_size": 64}, r"dense_h_to_4h\.weight has shape \(48, 32\)"),
+        ({"tie_word_embeddings": True}, r"embed_out\.weight differs from the embedding"),
+    ],
+)
+def test_what_gpt_neox_cannot_have_is_refused_by_its_key(
+    tmp_path: Path, change: dict[str, Any], sentence: str
+) -> None:
+    save_theirs(tmp_path / "theirs", "gpt_neox")
+    edit(tmp_path / "theirs" / "config.json", **change)
+    with pytest.raises(ConvertError, match=sentence):
+        import_model(tmp_path / "theirs", tmp_path / "ours")
+
+
+def test_the_old_form_of_gpt_neox_says_the_same(tmp_path: Path) -> None:
+    save_theirs(tmp_path / "theirs", "gpt_neox-whole")
+    import_model(tmp_path / "theirs", tmp_path / "new")
+    edit(
+        tmp_path / "theirs" / "config.json",
+        rope_parameters=None, rotary_pct=1.0, rotary_emb_base=700, attention_bias=None,
+    )  # fmt: skip
+    import_model(tmp_path / "theirs", tmp_path / "old")
+    assert loaded(tmp_path / "old")[0].config == loaded(tmp_path / "new")[0].config
+    edit(tmp_path / "theirs" / "config.json", rotary_pct=None, rotary_emb_base=None)
+    import_model(tmp_path / "theirs", tmp_path / "bare")
+    config = loaded(tmp_path / "bare")[0].config
+    assert (config.rotary_dim, config.rope_theta) == (4, 10_000.0)
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"word_embed_proj_dim": 16}, "word_embed_proj_dim is 16; hidden_size is 32"),
+        ({"activation_function": "gelu"}, "activation_function is 'gelu'; OPT's own is relu"),
+        ({"enable_bias": False}, "enable_bias is False; not supported for OPT"),
+        ({"layer_norm_elementwise_affine": False}, "layer_norm_elementwise_affine is False"),
+        ({"max_position_embeddings": 66}, r"embed_positions\.weight has shape \(66, 32\)"),
+        ({"do_layer_norm_before": False}, r"has 2 tensors .* model\.decoder\.final_layer_norm"),
+    ],
+)
+def test_what_opt_has_and_we_have_not(
+    tmp_path: Path, change: dict[str, Any], sentence: str
+) -> None:
+    save_theirs(tmp_path / "theirs", "opt")
+    edit(tmp_path / "theirs" / "config.json", **change)
+    with pytest.raises(ConvertError, match=sentence):
+        import_model(tmp_path / "theirs", tmp_path / "ours")
+
+
+@pytest.mark.parametrize("name", ["type", "rope_type"])
+@pytest.mark.parametrize("kind", ["linear", "llama3", "yarn"])
+def test_the_old_form_of_scaled_positions_says_the_same(
+    llama_folder: Path, tmp_path: Path, kind: str, name: str
+) -> None:
+    folder = copy(llama_folder, tmp_path / "changed")
+    scaling: dict[str, Any] = {"factor": 4.0}
+    if kind == "llama3":
+        scaling |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    edit(folder / "config.json", rope_parameters={"rope_type": kind, "rope_theta": 5e3} | scaling)
+    import_model(folder, tmp_path / "new")
+    edit(
+        folder / "config.json", rope_parameters=None, rope_theta=5000.0,
+        rope_scaling={name: kind} | scaling,
+    )  # fmt: skip
+    import_model(folder, tmp_path / "old")
+    config = loaded(tmp_path / "new")[0].config
+    assert loaded(tmp_path / "old")[0].config == config
+    assert config.rope_scaling is not None
+    assert config.rope_scaling.kind == kind
+    if kind != "linear":
+        assert config.rope_scaling.original_context_length == 64, "the context, if nothing is said"
+        edit(folder / "config.json", original_max_position_embeddings=24)
+        import_model(folder, tmp_path / "stretched")
+        stretched = loaded(tmp_path / "stretched")[0].config.rope_scaling
+        assert stretched is not None
+        assert stretched.original_context_length == 24
 
 
 @pytest.mark.parametrize(
@@ -243,6 +388,9 @@ def test_what_is_no_model_is_refused(llama_folder: Path, tmp_path: Path) -> None
     (folder / "tokenizer.json").unlink()
     with pytest.raises(ConvertError, match=r"has no vocabulary .* --tokenizer"):
         import_model(folder, tmp_path / "again")
-    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-    with pytest.raises(ConvertError, match=r"neither model\.safetensors .* save_pretrained"):
+    (folder / "model.safetensors").rename(folder / "weights")
+    with pytest.raises(ConvertError, match=r"neither model\.safetensors nor pytorch_model\.bin"):
+        import_model(folder, tmp_path / "again")
+    (folder / "weights").rename(folder / "pytorch_model.bin")
+    with pytest.raises(ConvertError, match=r"pytorch_model\.bin .* cannot be read"):
         import_model(folder, tmp_path / "again")

@@ -1,0 +1,151 @@
+"""Rotary positions as Hugging Face's configurations say them, and their order of channels.
+
+Reads the new form (`rope_parameters`, of transformers 5) and the old one (`rope_theta` with
+`rope_scaling`, whose kind is `type` or `rope_type`): unscaled, linear, llama3 and yarn. Other kinds
+are rejected by name, and so is a key that a kind does not have. Defaults are those of
+`modeling_rope_utils` there.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from model.convert.foreign import Settings
+from model.transformer.config import GPTConfig, RopeScaling
+
+KEYS: Mapping[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": (
+        *("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    ),
+    "yarn": (
+        *("factor", "original_max_position_embeddings", "beta_fast", "beta_slow"),
+        *("attention_factor", "truncate", "mscale", "mscale_all_dim", "finetuned"),
+    ),
+}
+"""The keys of each kind. `finetuned` is a note, of which no program takes notice."""
+OF_ALL = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
+
+
+def read_rope(
+    settings: Settings,
+    *,
+    head_dim: int,
+    context_length: int,
+    theta: str = "rope_theta",
+    share: str = "partial_rotary_factor",
+    default_share: float = 1.0,
+) -> dict[str, Any]:
+    """What a configuration says about rotary positions, as fields of `GPTConfig`. `theta` and
+    `share` are the names in the old form of the base and of the share of a head that turns. Raises
+    ConvertError and ConfigError."""
+    name = "rope_scaling" if settings.get("rope_scaling") else "rope_parameters"
+    part = settings.part(name)
+    kind = part.get("rope_type", part.get("type", "default"))
+    if kind not in KEYS:
+        settings.reject_unless(
+            name,
+            (),
+            f"rotary positions of type {kind!r} are not supported; known are {', '.join(KEYS)}",
+        )
+    known = (*OF_ALL, *KEYS[kind])
+    if unknown := sorted(key for key in part.names() if key not in known):
+        settings.reject_unless(
+            name, (), f"for all layers alike, the type {kind!r} has no {', '.join(unknown)}"
+        )
+    turning = part.number("partial_rotary_factor", settings.number(share, default_share))
+    base = part.number("rope_theta", settings.number(theta, 10_000.0))
+    # Both forms may be there, with other values.
+    for key in (share, "partial_rotary_factor"):
+        settings.reject_unless(key, (turning,), f"and elsewhere it is {turning}")
+    for key in (theta, "rope_theta"):
+        settings.reject_unless(key, (base,), f"and elsewhere it is {base}")
+    return {
+        "rope_theta": base,
+        "rotary_dim": int(head_dim * turning),
+        "rope_scaling": _scaling(kind, part, settings, context_length),
+    }
+
+
+def _scaling(
+    kind: str, part: Settings, settings: Settings, context_length: int
+) -> RopeScaling | None:
+    if kind == "default":
+        return None
+    if kind == "linear":
+        return RopeScaling(kind="linear", factor=part.number("factor"))
+    name = "original_max_position_embeddings"
+    inside = settings if settings.get(name) is not None else part
+    original = inside.integer(name, default=context_length)
+    if kind == "llama3":
+        return RopeScaling(
+            kind="llama3",
+            factor=part.number("factor"),
+            low_freq_factor=part.number("low_freq_factor"),
+            high_freq_factor=part.number("high_freq_factor"),
+            original_context_length=original,
+        )
+    factor = part.number("factor", context_length / original)
+    return RopeScaling(
+        kind="yarn",
+        factor=factor,
+        original_context_length=original,
+        beta_fast=part.number("beta_fast", 32.0),
+        beta_slow=part.number("beta_slow", 1.0),
+        attention_factor=_attention_factor(part, factor),
+        truncate=part.flag("truncate", True),
+    )
+
+
+def _attention_factor(part: Settings, factor: float) -> float | None:
+    """What is said, or follows from two other keys; None: what yarn has by default."""
+    given, scales = part.get("attention_factor"), ("mscale", "mscale_all_dim")
+    if given is not None:
+        return part.number("attention_factor")
+    if not all(part.get(name) for name in scales):
+        return None
+    over, under = (0.1 * part.number(name) * math.log(max(factor, 1.0)) + 1 for name in scales)
+    return over / under
+
+
+def rope_parameters(config: GPTConfig) -> dict[str, Any]:
+    """The new form of what `read_rope` reads."""
+    parameters: dict[str, Any] = {
+        "rope_type": "default",
+        "rope_theta": config.rope_theta,
+        "partial_rotary_factor": _share(config),
+    }
+    if config.rope_scaling is not None:
+        scaling = config.rope_scaling.to_dict()
+        parameters["rope_type"] = scaling.pop("kind")
+        if (original := scaling.pop("original_context_length", None)) is not None:
+            parameters["original_max_position_embeddings"] = original
+        parameters |= scaling
+    return parameters
+
+
+def _share(config: GPTConfig) -> float:
+    """The share of a head that turns, so that int(head_dim * share) is rotary_dim."""
+    share = config.rotary_dim / config.head_dim
+    if int(config.head_dim * share) < config.rotary_dim:  # rounded down
+        share = math.nextafter(share, 1.0)
+    return share
+
+
+def half_split(head_dim: int, rotary_dim: int) -> list[int]:
+    """For each channel of a head here the one that it is there, where the first `rotary_dim` are
+    halves of their own: the first halves of those that turn and of those that do not, then the
+    second ones."""
+    turning = rotary_dim // 2
+    still = (head_dim - rotary_dim) // 2
+    first = [*range(turning), *range(rotary_dim, rotary_dim + still)]
+    return [*first, *range(turning, rotary_dim), *range(rotary_dim + still, head_dim)]
+
+
+def reject_part_of_a_head(settings: Settings) -> None:
+    """Of architectures that turn whole heads. Raises ConvertError."""
+    for place in (settings, settings.part("rope_parameters"), settings.part("rope_scaling")):
+        place.reject_unless(
+            "partial_rotary_factor", (1, 1.0), "only rotation of whole heads is supported here"
+        )

@@ -1,0 +1,25 @@
+"""What every import does with a model that a reader gives: rows, padding, names."""
+
+import torch
+
+from model.convert.foreign import ForeignModel, ForeignTokenizer
+from model.convert.importing import _fitted
+from tests.model.factories import byte_tokenizer, tiny_config, tiny_gpt
+
+
+def test_a_heads_bias_moves_with_its_rows_and_is_padded() -> None:
+    gpt = tiny_gpt(tiny_config(vocab_size=300, padded_vocab_size=300, head_bias=True, n_layer=1))
+    weights = gpt.state_dict()
+    model = ForeignModel(kind="here", config=gpt.config, weights=weights, dtype=torch.float32)
+    order = [*range(299, 43, -1), 7]
+    vocabulary = ForeignTokenizer(tokenizer=byte_tokenizer(), order=order)
+    config, fitted = _fitted(model, vocabulary, None)
+    assert (config.vocab_size, config.padded_vocab_size) == (257, 320)
+    assert torch.equal(fitted["head.bias"][:257], weights["head.bias"][order])
+    assert fitted["head.bias"].shape == (320,)
+    assert not fitted["head.bias"][257:].any()
+    moved = tiny_gpt(config)
+    moved.load_state_dict(fitted)
+    ids = torch.tensor([[3, 200, 256]])
+    theirs = gpt(torch.tensor([[order[token_id] for token_id in ids[0]]])).logits
+    assert torch.equal(moved(ids).logits, theirs[..., order])
