@@ -102,8 +102,9 @@ def matrices(gpt: GPT) -> Iterator[tuple[str, Tensor, Tensor | None]]:
         for kind in PRODUCTS[:-1]:
             linear = getattr(block, kind)
             yield kind, linear.weight, linear.bias
-    head = gpt.token_embedding.weight if gpt.config.tied_head else gpt.head.weight
-    yield "head", head[: gpt.config.vocab_size], None
+    head, bias = gpt.head_parameters()
+    vocab_size = gpt.config.vocab_size
+    yield "head", head[:vocab_size], None if bias is None else bias[:vocab_size]
 
 
 def by_linear(weight: Tensor, row: Tensor, bias: Tensor | None) -> Tensor:

@@ -192,12 +192,19 @@ def _resolve_model(given: Mapping[str, Any], base: GPTConfig, lora: LoraShape | 
             f"context_length {context} was given, but the checkpoint has {base.context_length} "
             "learned positions; only with rotary or sinusoidal ones can the context be another"
         )
+    scaling = given.get("rope_scaling", base.rope_scaling)
+    if lora is not None and scaling != base.rope_scaling:
+        raise TrainingError(
+            f"rope_scaling {scaling} was given beside --lora, but the checkpoint has "
+            f"{base.rope_scaling}: an adapter says nothing of positions, and `logitd merge` would "
+            "keep the checkpoint's; train without --lora"
+        )
     try:
         model = replace(
             base,
             context_length=context,
             dropout=given.get("dropout", base.dropout),
-            rope_scaling=given.get("rope_scaling", base.rope_scaling),
+            rope_scaling=scaling,
         )
         if lora is not None:
             check_rank(model, lora)

@@ -279,6 +279,10 @@ def test_a_longer_context_may_scale_the_positions(tune: Tune) -> None:
         ({"from_checkpoint": Path("nowhere")}, "--from: there is no checkpoint directory"),
         ({"from_checkpoint": None, "lora": 2}, "lora was given, but no checkpoint to adapt"),
         ({"lora_alpha": 2.0}, "lora_alpha goes with --lora"),
+        (
+            {"lora": 2, "rope_scaling": {"kind": "linear", "factor": 2.0}},
+            'rope_scaling {"kind": "linear", "factor": 2.0} was given beside --lora, but the',
+        ),
         ({"lora": 33}, "a rank of 33 is not low for"),
         ({"lora": 2, "optimizer": "muon"}, "optimizer muon was given, but adapters"),
         ({"lora": 2, "head_lr": 0.1}, "head_lr was given, but with --lora only"),

@@ -1,7 +1,7 @@
 """Rotary positions of Hugging Face's configurations: there and back."""
 
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from model.convert.foreign import Settings
@@ -16,6 +16,7 @@ from tests.model.shapes import SCALINGS
     scaling=st.sampled_from([*SCALINGS]),
     theta=st.sampled_from([500.0, 10_000.0, 5e5]),
 )
+@example(pairs=(1, 49), scaling="unscaled", theta=500.0)  # 98 * (2 / 98) is below 2
 def test_what_is_written_is_read_as_it_was(
     pairs: tuple[int, int], scaling: str, theta: float
 ) -> None:
