@@ -14,7 +14,13 @@ from model.convert.foreign import ConvertError, ForeignTokenizer
 from model.convert.vocabulary.build import build_tokenizer
 from model.convert.vocabulary.files import Candidate, text_of_characters, vocabularies_beside
 from model.convert.vocabulary.named import FORMS, named_vocabulary
-from model.convert.vocabulary.rows import hold_against_rows, misfit, size_of, stated_sizes
+from model.convert.vocabulary.rows import (
+    hold_against_rows,
+    ids_of,
+    misfit,
+    size_of,
+    stated_sizes,
+)
 from model.convert.vocabulary.table import table_in
 from model.text.tokenizer import PUBLISHED
 
@@ -43,9 +49,7 @@ def choose_vocabulary(
     """
     stated = stated_sizes(contents)
     if named is not None:
-        chosen = named_vocabulary(
-            named, rows=_said_rows(stated, rows), skip_normalizer=skip_normalizer
-        )
+        chosen = named_vocabulary(named, ids=ids_of(rows, stated), skip_normalizer=skip_normalizer)
         unused_rows |= not chosen.vocabulary.tokenizer.has_text
     else:
         candidates, in_vain = list(_in_checkpoint(contents)), list[str]()
@@ -63,11 +67,6 @@ def choose_vocabulary(
         return chosen.vocabulary
     note = f"the vocabulary of {size_of(chosen.vocabulary):,} ids is from {chosen.where}"
     return replace(chosen.vocabulary, notes=(note, *chosen.vocabulary.notes))
-
-
-def _said_rows(stated: frozenset[int], rows: int) -> int:
-    """The number of ids: what the settings say, where the rest of the rows is padding."""
-    return max((size for size in stated if size <= rows), default=rows)
 
 
 def _in_checkpoint(contents: Mapping[str, Any]) -> Iterator[Candidate]:

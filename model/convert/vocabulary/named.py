@@ -32,10 +32,10 @@ FORMS = (
 )
 
 
-def named_vocabulary(name: str, *, rows: int, skip_normalizer: bool) -> Candidate:
-    """The vocabulary of that name, for a model of so many rows. Raises ConvertError."""
+def named_vocabulary(name: str, *, ids: int, skip_normalizer: bool) -> Candidate:
+    """The vocabulary of that name, for a model of so many ids. Raises ConvertError."""
     if name == NONE:
-        return Candidate("none", without_text(rows))
+        return Candidate("none", without_text(ids))
     if name in PUBLISHED:
         try:
             return Candidate(name, ForeignTokenizer(tokenizer=published_tokenizer(name)))
@@ -44,7 +44,7 @@ def named_vocabulary(name: str, *, rows: int, skip_normalizer: bool) -> Candidat
     if (rule := _RULE.fullmatch(name)) is not None:
         first, last = (_count(rule[3], key) for key in ("first", "last"))
         make = _characters if rule[1] == "characters" else _words
-        return make(Path(rule[2]), first, last, rows)
+        return make(Path(rule[2]), first, last, ids)
     path = Path(name)
     if not path.is_file():
         raise ConvertError(f"the tokenizer {name!r} is not a file; --tokenizer takes {FORMS}")
@@ -66,37 +66,30 @@ def without_text(vocab_size: int) -> ForeignTokenizer:
     return ForeignTokenizer(tokenizer=Tokenizer.without_text(vocab_size), notes=(note,))
 
 
-def _characters(path: Path, first: int, last: int, rows: int) -> Candidate:
-    """The characters of a text; exactly as many as the model has rows, because their order is all
+def _characters(path: Path, first: int, last: int, ids: int) -> Candidate:
+    """The characters of a text; exactly as many as the model has ids, because their order is all
     that is known."""
-    where = f"the characters of {path}"
-    counted = {}
-    for newline in (None, ""):  # as Python's open() reads lines, and as they are
+    where, extra = f"the characters of {path}", first + last
+    for newline in ("", None):  # as they are, and as Python's open() reads lines
         characters = sorted(set(_text(path, newline)))
-        counted[newline] = characters
-        if first + len(characters) + last == rows:
-            break
-    else:
-        found = len(counted[None])
-        less, more = rows - found - first - last, first + found + last - rows
-        if less > 0:
-            advice = (
-                f"If the model has {less} more ids, say where they stand: first={first + less} "
-                f"before the characters, or last={last + less} after them"
-            )
-        else:
-            advice = f"It is another text, or has grown by {more} characters since the training"
-        extra = f" and {first + last} extra ids" if first + last else ""
-        raise ConvertError(
-            f"{path} has {found:,} different characters{extra}, the model has {rows:,} rows of the "
-            f"embedding: the ids of sorted characters are right only if it has every one of them. "
-            f"{advice}"
-        )
-    table = Table(texts=dict(enumerate(characters, start=first)), where=where)
-    return Candidate(where, build_tokenizer(_with_extra(table, first, last)))
+        if len(characters) + extra == ids:
+            table = Table(texts=dict(enumerate(characters, start=first)), where=where)
+            return Candidate(where, build_tokenizer(_with_extra(table, first, last)))
+    more = ids - len(characters) - extra
+    advice = (
+        f"If the model has ids for {more:,} more, say where they stand: first={first + more} "
+        f"before the characters, or last={last + more} after them"
+        if more > 0
+        else f"It is another text, or was changed since the training: it has {-more:,} too many"
+    )
+    beside = f" and {extra} extra ids" if extra else ""
+    raise ConvertError(
+        f"{path} has {len(characters):,} different characters{beside}, the model has {ids:,} ids: "
+        f"those of sorted characters are right only if it has every one of them. {advice}"
+    )
 
 
-def _words(path: Path, first: int, last: int, rows: int) -> Candidate:
+def _words(path: Path, first: int, last: int, ids: int) -> Candidate:
     table = None
     if path.suffix.lower() == ".json":
         table = table_of(read_json(path), str(path))

@@ -11,6 +11,8 @@ from typing import Any
 from model.convert.foreign import ConvertError, ForeignTokenizer
 
 PADDED_TO = (8, 16, 32, 64, 128)
+WIDELY_PADDED_TO = (*PADDED_TO, 256, 512)
+"""What programs pad to whose settings say the number of ids besides."""
 SLACK = 0.02
 """Share of the rows that may have no id."""
 
@@ -34,8 +36,7 @@ def misfit(
             f"{size - 1:,}: they do not belong together. Name the right one with --tokenizer, or "
             "'none' to import the model for token ids alone"
         )
-    padded = any(-(-size // multiple) * multiple == rows for multiple in PADDED_TO)
-    if padded or rows - size <= SLACK * rows or size in stated:
+    if _is_padding(size, rows, PADDED_TO) or size in stated:
         return None
     return (
         f"the model has {rows:,} rows of the embedding and the vocabulary ({where}) {size:,} ids: "
@@ -58,6 +59,18 @@ def hold_against_rows(
         return
     if (sentence := misfit(vocabulary, where, rows, stated)) is not None:
         raise ConvertError(sentence)
+
+
+def ids_of(rows: int, stated: Collection[int]) -> int:
+    """How many ids a model without a vocabulary has: what its settings say, where the rest of its
+    rows is padding."""
+    sizes = (size for size in stated if _is_padding(size, rows, WIDELY_PADDED_TO))
+    return max(sizes, default=rows)
+
+
+def _is_padding(size: int, rows: int, multiples: Collection[int]) -> bool:
+    padded = any(-(-size // multiple) * multiple == rows for multiple in multiples)
+    return size <= rows and (padded or rows - size <= SLACK * rows)
 
 
 def stated_sizes(contents: Mapping[str, Any]) -> frozenset[int]:

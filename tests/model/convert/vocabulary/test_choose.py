@@ -356,9 +356,9 @@ def test_the_sorted_characters_of_a_text(tmp_path: Path) -> None:
 def test_a_text_with_other_characters_is_refused_with_the_way_out(tmp_path: Path) -> None:
     (tmp_path / "input.txt").write_text("abc", encoding="utf-8")
     named = f"characters:{tmp_path / 'input.txt'}"
-    with pytest.raises(ConvertError, match=r"3 different .* 4 rows .* first=1 .* or last=1"):
+    with pytest.raises(ConvertError, match=r"3 different .* 4 ids: .* first=1 .* or last=1"):
         chosen(named, rows=4)
-    with pytest.raises(ConvertError, match=r"3 different .* 2 rows .* grown by 1 characters"):
+    with pytest.raises(ConvertError, match=r"3 different .* 2 ids: .* it has 1 too many"):
         chosen(named, rows=2)
     with pytest.raises(ConvertError, match=r"3 different characters and 2 extra ids"):
         chosen(f"{named},first=2", rows=4)
@@ -397,8 +397,9 @@ def test_token_ids_alone() -> None:
     found = chosen("none", rows=81, contents={"itos": CHARACTERS})
     assert (found.tokenizer.kind, found.tokenizer.vocab_size) == ("none", 81)
     assert "there is no vocabulary" in found.notes[0]
-    stated = chosen("none", rows=128, contents={"config": {"vocab_size": 100}})
-    assert stated.tokenizer.vocab_size == 100
+    for rows, said, ids in ((128, 100, 100), (512, 65, 65), (51_000, 50_257, 50_257), (81, 20, 81)):
+        stated = chosen("none", rows=rows, contents={"config": {"vocab_size": said}})
+        assert stated.tokenizer.vocab_size == ids
 
 
 @pytest.mark.parametrize(
