@@ -121,11 +121,24 @@ def vocabularies_beside(
                     continue
                 if vocabulary is not None:
                     found.append(Candidate(str(path), vocabulary))
+                    found += _sorted_characters(path)
                 elif path.name != TOKENIZER_CONFIG:
                     in_vain.append(f"{path} is not a vocabulary in a known form")
         if found:
             return found, in_vain
     return [], in_vain
+
+
+def _sorted_characters(path: Path) -> Iterator[Candidate]:
+    """The other reading of a list of characters, a line each: some programs take the characters of
+    the whole file, sorted, for their vocabulary."""
+    if path.suffix.lower() != ".txt":
+        return
+    text = path.read_text(encoding="utf-8-sig")
+    if all(len(line) <= 1 for line in text.split("\n")):
+        where = f"characters:{path}"
+        table = Table(texts=dict(enumerate(sorted(set(text)))), where=where)
+        yield Candidate(where, build_tokenizer(table))
 
 
 def text_of_characters(folder: Path, count: int) -> Path | None:

@@ -386,11 +386,24 @@ def test_words_of_a_file(form: str, tmp_path: Path) -> None:
 
 def test_a_list_of_lines_may_hold_a_line_break(tmp_path: Path) -> None:
     (tmp_path / "vocab.txt").write_text("a\n\n\nb\n", encoding="utf-8")
-    found = chosen(folder=tmp_path, rows=3)
+    found = chosen(str(tmp_path / "vocab.txt"), rows=3)
     assert found.tokenizer.encode("a\nb") == [0, 1, 2]
     (tmp_path / "vocab.txt").write_text("a\n\nb\n", encoding="utf-8")
     with pytest.raises(ConvertError, match="line 2 is empty"):
         chosen(str(tmp_path / "vocab.txt"), rows=3)
+
+
+def test_a_list_of_characters_that_may_be_meant_sorted(tmp_path: Path) -> None:
+    """A file with a character a line is also used as a text whose sorted characters are the ids."""
+    path = tmp_path / "vocab.txt"
+    path.write_text("b\nc\n\n\na\n", encoding="utf-8")
+    sentence = r"fit the model's 4 rows and disagree: \S+vocab\.txt, characters:\S+vocab\.txt\."
+    with pytest.raises(ConvertError, match=sentence):
+        chosen(folder=tmp_path, rows=4)
+    assert chosen(f"words:{path}", rows=4).tokenizer.encode("ab\n") == [3, 0, 2]
+    assert chosen(f"characters:{path}", rows=4).tokenizer.encode("ab\n") == [1, 2, 0]
+    path.write_text("b\nc\na\n", encoding="utf-8")
+    assert chosen(folder=tmp_path, rows=3).tokenizer.encode("ab") == [2, 0]  # without line breaks
 
 
 def test_token_ids_alone() -> None:
