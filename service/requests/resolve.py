@@ -28,7 +28,7 @@ from model.inference.engine.requests import (
 )
 from model.inference.engine.validation import check_count, check_token_ids, resolve_indices
 from model.inference.sampling.params import SamplingParams
-from model.text.tokenizer import Tokenizer
+from model.text.tokenizer import NO_VOCABULARY, Tokenizer
 from service.core.errors import bad_request, clip
 from service.core.ids import new_id
 from service.core.state import Served
@@ -55,8 +55,8 @@ async def resolve_generation(
     """One engine request per prompt. `arrived` is the time from which the timeout counts, where
     that is before this call."""
     deadline, source = deadline_of(body.timeout, served, arrived), constraint_source(body)
-    if body.stop_texts and not served.checkpoint.tokenizer.has_text:
-        raise no_vocabulary("stop")
+    if not served.checkpoint.tokenizer.has_text:
+        _reject_texts(body, source)
     constraint = None
     with served.admission.hold(len(body.prompts) * body.n, "prompt" if body.n == 1 else "n"):
         prompts = await encode_all(body.prompts, "prompt", served)
@@ -78,6 +78,19 @@ async def resolve_generation(
     ]
     _check_generation_logprobs(body, requests, served)
     return requests
+
+
+def _reject_texts(body: schemas.GenerateRequest, source: Source | None) -> None:
+    """Raise ApiError for what needs texts besides the prompt."""
+    if body.stop_texts:
+        raise no_vocabulary("stop")
+    if source is not None:
+        raise bad_request(
+            f"{source.kind} is about text, and {NO_VOCABULARY}; allowed_token_ids limits the ids "
+            "that may come",
+            source.kind,
+            "no_vocabulary",
+        )
 
 
 def deadline_of(
