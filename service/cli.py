@@ -17,12 +17,12 @@ from pydantic import ValidationError
 from pydantic_settings import BaseSettings, CliApp, SettingsError
 
 from model.version import VERSION
+from service.settings.imports import ImportSettings
 from service.settings.serve import ServeSettings
 from service.settings.tools import (
     BenchSettings,
     ExportSettings,
     GenerateSettings,
-    ImportSettings,
     InspectSettings,
 )
 from service.settings.train import EvalSettings, MergeSettings, TrainSettings
@@ -38,6 +38,9 @@ COMMANDS: Mapping[str, type[BaseSettings]] = {
     "export": ExportSettings,
     "bench": BenchSettings,
 }
+
+FIRST_ARGUMENT: Mapping[str, str] = {"serve": "--checkpoint"}
+"""Flags that a first argument without a dash stands for."""
 
 MODULES: Mapping[str, str] = {"import": "import_model"}
 """Commands whose name no module can have."""
@@ -67,7 +70,7 @@ def run(arguments: Sequence[str]) -> int:
         print(f"logitd: there is no command {name!r}\n\n{_help()}", file=sys.stderr)
         return 2
     try:
-        settings = CliApp.run(COMMANDS[name], cli_args=list(rest))
+        settings = parse(name, rest)
     except ValidationError as error:
         for problem in error.errors(include_url=False):
             field = str(problem["loc"][0]) if problem["loc"] else name
@@ -84,6 +87,14 @@ def run(arguments: Sequence[str]) -> int:
         wait_briefly()
     code: int = import_command(name).run(settings)
     return code
+
+
+def parse(name: str, arguments: Sequence[str]) -> BaseSettings:
+    """The settings of a command. Raises ValidationError, SettingsError and SystemExit."""
+    given = list(arguments)
+    if given and name in FIRST_ARGUMENT and not given[0].startswith("-"):
+        given.insert(0, FIRST_ARGUMENT[name])
+    return CliApp.run(COMMANDS[name], cli_args=given)
 
 
 def import_command(name: str) -> ModuleType:

@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 import yaml
-from pydantic_settings import CliApp
 
 from model.version import VERSION
-from service.cli import COMMANDS
+from service.cli import COMMANDS, parse
 from service.settings.serve import ServeSettings
 from tests import file_map
 
@@ -185,11 +184,12 @@ def test_command_lines_are_understood(
 ) -> None:
     """Parsed, not run. A synopsis may have [optional] flags and end in "..."."""
     monkeypatch.chdir(tmp_path)  # away from somebody's .env
-    for command, rest in re.findall(COMMAND_LINE, code_blocks(document), flags=re.MULTILINE):
+    blocks = code_blocks(document).replace("\\\n", " ")
+    for command, rest in re.findall(COMMAND_LINE, blocks, flags=re.MULTILINE):
         words = shlex.split(rest.translate({ord("["): None, ord("]"): None}), comments=True)
         given = [word for word in words if word not in ("...", "&")]
         assert command in COMMANDS, command
-        CliApp.run(COMMANDS[command], cli_args=given)
+        parse(command, given)
 
 
 def test_the_changelog_begins_with_this_version() -> None:

@@ -85,11 +85,13 @@ ROOMS: dict[str, set[str]] = {
     "service.log": set(),
     "service.client": set(),
     "service.settings": {
+        "model.convert.by_role.computation",
         "model.dtypes",
         "model.inference.engine.config",
         "model.inference.options",
         "model.training.config",
         "model.training.presets",
+        "model.transformer.config",
     },
     "service.schemas": set(),
     "service.engine": {"model", "service.log", "service.settings"},
@@ -154,6 +156,7 @@ ONE_ROOM = {
     "pyarrow": {"model.data.sources.records"},
     "yaml": {"model.convert.litgpt"},
     "subprocess": {
+        "model.convert.by_role.owner_code",
         "model.inference.constraints.sandbox",
         "model.inference.kernels.cpu.library",
         "service.commands.benchmark.server",

@@ -147,6 +147,18 @@ def save_checkpoint(
     return read_checkpoint(path)
 
 
+def is_checkpoint(path: Path) -> bool:
+    """Whether a folder says of itself that it is a checkpoint or an adapter of this project,
+    complete or not. What is not a plain file is not waited for."""
+    if not (path / CONFIG).is_file():
+        return (path / CONFIG).exists()
+    try:
+        document = json.loads((path / CONFIG).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(document, dict) and ("format_version" in document or "kind" in document)
+
+
 def read_checkpoint(path: Path) -> CheckpointInfo:
     """Read and verify everything but the weights."""
     document = _read_document(path)

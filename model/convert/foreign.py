@@ -59,6 +59,12 @@ class ForeignModel:
     val_loss: float | None = None
     contents: Mapping[str, Any] = field(default_factory=dict)  # beside the tensors, as it was read
     facts: Mapping[str, Any] = field(default_factory=dict)  # of the source, for the card
+    notes: Sequence[str] = ()  # changes of weights, as sentences
+
+    @property
+    def rows(self) -> int:
+        """Rows of the token embedding."""
+        return self.config.vocab_size
 
 
 class StateDictReader:

@@ -2,10 +2,12 @@
 
 Recognises what a path holds, lets its reader take it in, brings the rows of embedding and head into
 the order of the vocabulary, and saves. Rows that belong to no token are padding. What was read is
-held against the shapes of the model that is saved, by name. Formats: nanoGPT's `ckpt.pt`
-(`nanogpt.py`), Hugging Face folders (`hf/config.py`), LitGPT's (`litgpt.py`).
+held against the shapes of the model that is saved, by name. Formats that say all that a model
+computes: nanoGPT's `ckpt.pt` (`nanogpt.py`), Hugging Face folders (`hf/config.py`), LitGPT's
+(`litgpt.py`). Everything else is recognised by the role of its tensors (`by_role/`).
 """
 
+import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -22,17 +24,34 @@ from model.checkpoint.checkpoint import (
     save_checkpoint,
 )
 from model.convert import litgpt
+from model.convert.by_role.build import Built
+from model.convert.by_role.judge import text_judge
+from model.convert.by_role.read import (
+    CheckText,
+    Recognised,
+    RoleOptions,
+    read_by_role,
+    recognise_file,
+)
+from model.convert.by_role.settle import compared_with_chance
 from model.convert.card import write_import_card
 from model.convert.foreign import FLOATS, ConvertError, ForeignModel, ForeignTokenizer
 from model.convert.hf import config as huggingface
 from model.convert.hf.config import read_huggingface
 from model.convert.litgpt import read_litgpt
-from model.convert.nanogpt import read_nanogpt
+from model.convert.nanogpt import is_nanogpt, read_nanogpt
+from model.convert.state_file import LOOKED_FOR, SUFFIXES, find_state_file, read_state_file
 from model.convert.vocabulary.choose import choose_vocabulary
 from model.dtypes import DTypeName
+from model.text.tokenizer import TokenizerError
 from model.transformer.config import GPTConfig, padded
 
 NANOGPT = "ckpt.pt"
+PUBLISHED_FILES = (litgpt.WEIGHTS, huggingface.CONFIG, huggingface.WEIGHTS)
+"""Files that stand for the folder that they are in."""
+FINGERPRINT_BYTES = 2**20
+CHECKED_CHARACTERS = 2_000_000
+"""Of a text that a model is tried on; windows are taken from all of it."""
 
 ROWS = ("token_embedding.weight", "head.weight", "head.bias")
 """Weights with a row for each token."""
@@ -47,6 +66,8 @@ def import_model(
     context_length: int | None = None,
     skip_normalizer: bool = False,
     unused_rows: bool = False,
+    roles: RoleOptions | None = None,
+    check: Path | None = None,
     log: Callable[[str], None] = lambda line: None,
 ) -> CheckpointInfo:
     """Read the model at `source` and save it as a new checkpoint at `destination`.
@@ -54,22 +75,29 @@ def import_model(
     `tokenizer` names a vocabulary where the source has none or another one is right
     (`vocabulary/named.py`); `unused_rows` lets it have fewer ids than the model has rows.
     `dtype` is that of the stored weights, "auto" that of the source. `context_length` shortens the
-    model's context. `log` is told what was found. Raises ConvertError, and CheckpointError when
+    model's context. `roles` are answers to what the source does not say: with them its tensors are
+    recognised by role, whatever program it is from. `check` is a text that the model should
+    predict. `log` is told what was understood. Raises ConvertError, and CheckpointError when
     `destination` exists.
     """
     if destination.exists():
         raise CheckpointError(f"{destination} exists; checkpoints are never overwritten")
-    model, folder = _read(source, context_length)
-    log(f"{source} is a model of {model.kind}")
+    opened, folder = _open(source, context_length, roles or RoleOptions())
+    log(f"{source} is a model of {opened.kind}")
     vocabulary = choose_vocabulary(
         tokenizer,
-        contents=model.contents,
+        contents=opened.contents,
         folder=folder,
-        facts=model.facts,
-        rows=model.config.vocab_size,
+        facts=opened.facts,
+        rows=opened.rows,
         skip_normalizer=skip_normalizer,
         unused_rows=unused_rows,
     )
+    text = None if check is None else _check_text(check, vocabulary)
+    if isinstance(opened, Recognised):
+        model = read_by_role(opened, text=text, log=log)
+    else:
+        model = opened if text is None else _checked(opened, text, log)
     config, weights = _fitted(model, vocabulary, context_length)
     for note in vocabulary.notes:
         log(note)
@@ -79,6 +107,7 @@ def import_model(
     gpt.load_state_dict(weights, assign=True)
     facts = {
         "name": source.resolve().name,
+        "fingerprint": fingerprint(source),
         "format": model.kind,
         "licence": "that of the source; it is not known here",
         **model.facts,
@@ -104,28 +133,103 @@ def import_model(
     )
 
 
-def _read(source: Path, context_length: int | None) -> tuple[ForeignModel, Path]:
-    """The model at a path, and the folder in which its tokenizer may be."""
+def importable(source: Path) -> bool:
+    """Whether a path may hold a model of somebody else's: a file of weights, or a folder with one
+    that is not a checkpoint of this project."""
     if source.is_file():
-        if source.name in (litgpt.WEIGHTS, huggingface.CONFIG, huggingface.WEIGHTS):
-            source = source.parent
-        else:
-            return read_nanogpt(source), source.parent
-    if not source.is_dir():
+        return source.suffix in SUFFIXES
+    if not source.is_dir() or _is_own(source):
+        return False
+    if any((source / name).is_file() for name in (litgpt.WEIGHTS, NANOGPT, huggingface.CONFIG)):
+        return True
+    return any(path.suffix in LOOKED_FOR for path in source.iterdir())
+
+
+def fingerprint(source: Path) -> str:
+    """What tells a source from another of the same name: a hash of the names and sizes of its files
+    of weights, and of how each begins and ends."""
+    files = [source]
+    if source.is_dir():
+        files = sorted(p for p in source.rglob("*") if p.is_file() and p.suffix in LOOKED_FOR)
+    digest = hashlib.sha256()
+    for path in files:
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}\n".encode())
+        with path.open("rb") as file:
+            digest.update(file.read(FINGERPRINT_BYTES))
+            file.seek(max(0, size - FINGERPRINT_BYTES))
+            digest.update(file.read(FINGERPRINT_BYTES))
+    return digest.hexdigest()[:16]
+
+
+def _open(
+    source: Path, context_length: int | None, roles: RoleOptions
+) -> tuple[ForeignModel | Recognised, Path]:
+    """The model at a path, read whole where its format says everything, and the folder in which
+    its tokenizer may be."""
+    if source.is_file() and source.name in PUBLISHED_FILES:
+        source = source.parent
+    if not source.exists():
         raise ConvertError(f"there is no file or folder {source}")
+    if not roles.given:
+        published = _read_published(source, context_length)
+        if published is not None:
+            return published, source if source.is_dir() else source.parent
+    if source.is_dir() and _is_own(source):
+        raise ConvertError(f"{source} is a checkpoint of logitd already; serve it as it is")
+    path = find_state_file(source) if source.is_dir() else source
+    state = roles.map_file.state if roles.map_file is not None else None
+    return recognise_file(read_state_file(path, state=state), roles, context_length), path.parent
+
+
+def _read_published(source: Path, context_length: int | None) -> ForeignModel | None:
+    """A model in a format that says all that it computes; None where it is in none of them."""
+    if source.is_file():
+        return read_nanogpt(source) if is_nanogpt(source) else None
     if (source / litgpt.WEIGHTS).is_file():
-        return read_litgpt(source, context_length=context_length), source
-    if (source / NANOGPT).is_file():
-        return read_nanogpt(source / NANOGPT), source
+        return read_litgpt(source, context_length=context_length)
+    if (source / NANOGPT).is_file() and is_nanogpt(source / NANOGPT):
+        return read_nanogpt(source / NANOGPT)
     if (source / huggingface.CONFIG).is_file():
-        if "format_version" in huggingface.read_object(source / huggingface.CONFIG):
-            raise ConvertError(f"{source} is a checkpoint of logitd already; serve it as it is")
-        return read_huggingface(source, context_length=context_length), source
-    held = ", ".join(sorted(path.name for path in source.iterdir())[:8]) or "nothing"
-    raise ConvertError(
-        f"{source} is not a model that can be imported: expected nanoGPT's {NANOGPT}, LitGPT's "
-        f"{litgpt.WEIGHTS} or Hugging Face's {huggingface.CONFIG}; found {held}"
-    )
+        document = huggingface.read_object(source / huggingface.CONFIG)
+        if "model_type" in document and "format_version" not in document:
+            return read_huggingface(source, context_length=context_length)
+    return None
+
+
+def _is_own(folder: Path) -> bool:
+    """Whether a folder is a checkpoint of this project."""
+    config = folder / huggingface.CONFIG
+    return config.is_file() and "format_version" in huggingface.read_object(config)
+
+
+def _check_text(path: Path, vocabulary: ForeignTokenizer) -> CheckText:
+    """A text as ids of the source. Raises ConvertError."""
+    try:
+        text = path.read_text(encoding="utf-8")[:CHECKED_CHARACTERS]
+        ids = vocabulary.tokenizer.encode(text)
+    except (OSError, UnicodeDecodeError, TokenizerError) as error:
+        raise ConvertError(f"--check {path}: {error}") from error
+    order = vocabulary.order
+    return CheckText(path.name, ids if order is None else [order[token_id] for token_id in ids])
+
+
+def _checked(model: ForeignModel, text: CheckText, log: Callable[[str], None]) -> ForeignModel:
+    """A model of a known format with its loss on a text. Raises ConvertError where it predicts
+    the text worse than the tokens' own frequencies do."""
+    judge = text_judge(text.token_ids, model.config.context_length)
+    if judge is None:
+        raise ConvertError(f"{text.name} has {len(text.token_ids)} tokens: too few to check")
+    built = Built(model.config, model.weights, ())
+    loss, chance = float(judge(built, causal=True, look="full").mean()), judge.unigram_nats()
+    sentence = compared_with_chance(loss, chance, text.name)
+    if loss > chance:
+        raise ConvertError(
+            f"the model does not predict {text.name}: {sentence}. The text or the vocabulary is "
+            "not the model's"
+        )
+    log(f"verified: {sentence}")
+    return replace(model, facts={**model.facts, "verified": sentence})
 
 
 def _fitted(

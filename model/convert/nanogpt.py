@@ -19,6 +19,19 @@ PREFIXES = ("_orig_mod.", "module.")
 """What torch.compile and DistributedDataParallel prepend to names."""
 
 
+def is_nanogpt(path: Path) -> bool:
+    """Whether a file is a checkpoint as nanoGPT's train.py writes it, by its keys and the names of
+    its tensors. Raises ConvertError for a file that cannot be read."""
+    if path.suffix == ".safetensors":
+        return False
+    checkpoint = read_pt(path, keep="model.state_dict()")
+    state, arguments = checkpoint.get("model"), checkpoint.get("model_args")
+    if not isinstance(state, dict) or not isinstance(arguments, dict):
+        return False
+    known = {"n_layer", "n_head", "n_embd", "block_size"} <= arguments.keys()
+    return known and any(str(name).endswith("transformer.h.0.ln_1.weight") for name in state)
+
+
 def read_nanogpt(path: Path) -> ForeignModel:
     """Read a checkpoint file of nanoGPT. Raises ConvertError."""
     keep = '{"model": checkpoint["model"], "model_args": checkpoint["model_args"]}'

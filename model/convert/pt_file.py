@@ -1,13 +1,16 @@
 """PyTorch's .pt and .pth files, read as data alone.
 
-`torch.load` with `weights_only=True` and nothing else: a file that needs more is refused with what
-it holds and how to save it anew. Vocabularies are often pickles as well, of plain containers, or of
-an object that has them as attributes; `read_plain_pickle` builds containers and, for an object, a
-dictionary of its attributes. No class that a pickle names is looked for, and nothing is called.
+`torch.load` with `weights_only=True` and nothing else. Objects of a configuration's class
+(`__main__.GPTConfig`, `argparse.Namespace`) are read as their attributes, by a class of this module
+in their place: no code of theirs is imported or run. A whole pickled module is refused with the
+names that it holds (`pickled_names.py`) and the line that saves what is needed. Files from before
+torch 1.6, which are not zip archives, are read too. Meta files of character vocabularies are
+pickles as well, of plain containers; `read_plain_pickle` builds nothing but these.
 """
 
 import pickle
-import re
+import warnings
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn, Self
@@ -16,9 +19,20 @@ import torch
 from torch import Tensor
 
 from model.convert.foreign import ConvertError
+from model.convert.pickled_names import PickledNames, pickled_names
 
 PICKLE_BYTES = 64 * 2**20
 """More than any character vocabulary has."""
+
+
+class Attributes:
+    """An object of a class that was not imported: its attributes alone."""
+
+    def __new__(cls, *arguments: Any, **named: Any) -> "Attributes":
+        return super().__new__(cls)
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        pass
 
 
 def read_pt(path: Path, *, keep: str) -> dict[str, Any]:
@@ -27,24 +41,92 @@ def read_pt(path: Path, *, keep: str) -> dict[str, Any]:
     `keep` is, as Python, what to save where the file was made if it cannot be read. Raises
     ConvertError.
     """
+    if not path.is_file():
+        raise ConvertError(f"there is no file {path}")
+    zipped = zipfile.is_zipfile(path)
     try:
-        found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except FileNotFoundError as error:
-        raise ConvertError(f"there is no file {path}") from error
+        loaded = _load(path, zipped)
     except pickle.UnpicklingError as error:
-        raise ConvertError(
-            f"{path} holds {_foreign_object(str(error))}, and to read that would run code. "
-            f"Load it where it was made and save what is needed: torch.save({keep}, {path.name!r})"
-        ) from error
+        loaded = _load_with_attributes(path, keep, zipped, error)
     except Exception as error:  # torch stumbles over damaged bytes in many ways
-        raise ConvertError(
-            f"{path} ({path.stat().st_size:,} bytes) cannot be read: it is truncated, damaged or "
-            f"not in torch.save's zip format ({type(error).__name__}); files from before "
-            f"torch 1.6 have to be saved anew: torch.save({keep}, {path.name!r})"
-        ) from error
-    if not isinstance(found, dict):
-        raise ConvertError(f"{path} holds a {type(found).__name__}, not a dictionary of tensors")
-    return found
+        raise _unreadable(path, keep, error) from error
+    plain = _plain(loaded)
+    if not isinstance(plain, dict):
+        raise ConvertError(f"{path} holds a {type(loaded).__name__}, not a dictionary of tensors")
+    return plain
+
+
+def _load(path: Path, zipped: bool) -> Any:
+    with warnings.catch_warnings():  # torch says of other pickle protocols that they are unusual
+        warnings.simplefilter("ignore")
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
+
+
+def _load_with_attributes(
+    path: Path, keep: str, zipped: bool, refused: pickle.UnpicklingError
+) -> Any:
+    """The file with the classes that it names replaced by bags of attributes. Raises ConvertError
+    where it is more than configurations: a module, or functions to call."""
+    names = pickled_names(path)
+    if not (zipped or names.holds_module or names.foreign):
+        raise _unreadable(path, keep, refused) from refused
+    if names.holds_module or not names.foreign or not zipped:
+        raise _holds_code(path, keep, names) from refused
+    bags = {name: type("Attributes", (Attributes,), {}) for name in names.foreign}
+    try:
+        with torch.serialization.safe_globals([(bag, name) for name, bag in bags.items()]):
+            return _load(path, zipped)
+    except Exception as error:
+        raise _holds_code(path, keep, names) from error
+
+
+def _plain(value: Any, depth: int = 0) -> Any:
+    """Bags of attributes as dictionaries, to the depth that configurations have."""
+    if isinstance(value, Attributes):
+        value = dict(vars(value))
+    if depth < 4 and isinstance(value, Mapping):
+        return {key: _plain(inner, depth + 1) for key, inner in value.items()}
+    return value
+
+
+def _holds_code(path: Path, keep: str, names: PickledNames) -> ConvertError:
+    """What a pickle names, and how to get the weights out where it was made."""
+    shown = ", ".join(names.foreign[:6]) + (", ..." if len(names.foreign) > 6 else "")
+    if not names.holds_module:
+        return ConvertError(
+            f"{path} holds {shown or 'more than tensors and numbers'}, and to read that would run "
+            "code. Load it where it was made and save what is needed: "
+            f"torch.save({keep}, {path.name!r})"
+        )
+    load = f"torch.load({path.name!r}, weights_only=False)"
+    if not names.by_torch:
+        load = f"pickle.load(open({path.name!r}, 'rb'))"
+    return ConvertError(
+        f"{path} is a whole pickled module ({shown}), and to read that would run its code. Where "
+        f"that code is, save the weights alone: "
+        f"torch.save({load}.state_dict(), {path.stem + '-weights.pt'!r})"
+    )
+
+
+def _unreadable(path: Path, keep: str, error: Exception) -> ConvertError:
+    """A file that is neither torch's zip nor its older form, told from a damaged one."""
+    size = f"{path} ({path.stat().st_size:,} bytes)"
+    names = pickled_names(path)
+    if names.holds_module or names.foreign:
+        return _holds_code(path, keep, names)
+    with path.open("rb") as file:
+        begins = file.read(4)
+    if begins[:2] == b"PK":
+        return ConvertError(f"{size} is a truncated or damaged zip archive: copy it again")
+    if names.complete:
+        return ConvertError(
+            f"{size} is a pickle that torch.save did not write, or not to its end. Where it was "
+            f"made: torch.save({keep}, {path.name!r})"
+        )
+    return ConvertError(
+        f"{size} is not a file of torch.save: it begins with {begins!r}, is truncated or damaged "
+        f"({type(error).__name__})"
+    )
 
 
 def without_tensors(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
@@ -131,9 +213,3 @@ def _attributes(value: Any) -> Any:
             for key, inner in value.items()
         }
     return value
-
-
-def _foreign_object(message: str) -> str:
-    """What torch refused, in its long message."""
-    named = re.search(r"GLOBAL (\S+)", message) or re.search(r"Unsupported \w+:? (\S+)", message)
-    return named[1].strip(":,") if named else "more than tensors and numbers"

@@ -1,17 +1,31 @@
-"""`logitd serve`: the service, and the banner that says what is served where."""
+"""`logitd serve`: the service, and the banner that says what is served where.
 
+A model of somebody else's in place of a checkpoint is answered with the command that imports it,
+or, with --import, imported first.
+"""
+
+import importlib
 import sys
 
 from prometheus_client import disable_created_metrics
 from rich.console import Console
 from rich.text import Text
 
+from model.checkpoint.checkpoint import is_checkpoint
 from service.app.server import serve
 from service.core.state import Served
 from service.settings.serve import ServeSettings
 
 
 def run(settings: ServeSettings) -> int:
+    checkpoint = settings.checkpoint
+    if checkpoint.exists() and not is_checkpoint(checkpoint):
+        # Imported by name: a server has no use for what reads other people's models.
+        foreign = importlib.import_module("service.commands.import_model")
+        imported = foreign.for_serving(checkpoint, may_import=settings.import_model)
+        if imported is None:
+            return 1
+        settings = settings.model_copy(update={"checkpoint": imported})
     disable_created_metrics()  # one series less for every counter and histogram
     return serve(settings, announce=print_banner)
 

@@ -78,9 +78,14 @@ PublicPaths = Annotated[
 class ServeSettings(BaseSettings):
     """Serve a checkpoint over HTTP."""
 
-    model_config = settings_of("serve")
+    model_config = settings_of("serve", {"import-model": "import"})
 
     checkpoint: CheckpointPath = BUNDLED_CHECKPOINT
+    import_model: bool = Field(
+        False,
+        description="where --checkpoint is somebody else's file of weights or folder, import it "
+        "into checkpoints/ first, unless that was done before",
+    )
     host: str = Field("127.0.0.1", description="address to bind; 0.0.0.0 for all")
     port: int = Field(8000, ge=0, le=65535, description="port to bind; 0 picks a free one")
     device: Device = "auto"

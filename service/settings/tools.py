@@ -1,4 +1,4 @@
-"""Settings of `logitd generate`, `inspect`, `import`, `export` and `bench`."""
+"""Settings of `logitd generate`, `inspect`, `export` and `bench`."""
 
 from pathlib import Path
 from typing import Annotated, Literal
@@ -75,38 +75,6 @@ class InspectSettings(BaseSettings):
         "has no vocabulary, of which these are usual",
     )
     as_json: AsJson = False
-
-
-class ImportSettings(BaseSettings):
-    """Import a model trained elsewhere (nanoGPT, Hugging Face, LitGPT) as a checkpoint."""
-
-    model_config = settings_of("import")
-
-    source: CliPositionalArg[Path] = Field(
-        description="nanoGPT's ckpt.pt, or a folder in the format of any of the three"
-    )
-    destination: CliPositionalArg[Path] = Field(description="checkpoint directory to write")
-    tokenizer: str | None = Field(
-        None,
-        description="vocabulary to use instead of the source's: gpt2, cl100k_base, o200k_base; a "
-        "file of ranks, a tokenizer.json, or a vocabulary as JSON or pickle (meta.pkl); "
-        "characters:TEXT, the sorted characters of a text, with ,first=N or ,last=N for more ids "
-        "before or after; words:FILE, a token a line or a JSON list; none, token ids alone",
-    )
-    dtype: StoredDType = "auto"
-    context_length: int | None = Field(
-        None, ge=1, description="positions to keep; all unless given"
-    )
-    skip_normalizer: bool = Field(
-        False,
-        description="leave out the source tokenizer's normalizer: texts that it would change get "
-        "other ids than in the source",
-    )
-    unused_rows: bool = Field(
-        False,
-        description="let the vocabulary have fewer ids than the model has rows of the embedding, "
-        "beyond what is usual as padding",
-    )
 
 
 class ExportSettings(BaseSettings):

@@ -82,7 +82,7 @@ def test_an_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:
     ("arguments", "message"),
     [
         (("serve", "--prot", "1"), "logitd serve: error: unrecognized arguments: --prot 1"),
-        (("serve", "extra"), "logitd serve: error: unrecognized arguments: extra"),
+        (("serve", "folder", "extra"), "logitd serve: error: unrecognized arguments: extra"),
         (("serve", "--port"), "logitd serve: error: argument --port: expected one argument"),
         (("serve", "--port", "abc"), "logitd serve: --port: Input should be a valid integer, "
          "unable to parse string as an integer (given: 'abc')"),

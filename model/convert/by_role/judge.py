@@ -1,0 +1,131 @@
+"""Judges: how well a variant of a model explains what is known of it.
+
+`TextJudge` has a text that the model was trained for: nats of each token. `LogitsJudge` has logits
+of the owner's own code for some ids: the largest difference. Both run this project's forward in
+float32 over weights that `build.py` made. Do not choose: see `settle.py`.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from model.checkpoint.checkpoint import empty_gpt
+from model.convert.by_role.build import Built
+from model.transformer.gpt import GPT
+
+Look = Literal["quick", "full", "thorough"]
+TOKENS: Mapping[Look, int] = {"quick": 768, "full": 8192, "thorough": 65536}
+"""Of a text that are predicted, at most."""
+WINDOW_TOKENS = 128
+
+
+class Judge(Protocol):
+    """Gives penalties, lower being better: as many at every call with the same look.
+
+    distinct   how many of them are independent of each other, at most
+    """
+
+    @property
+    def distinct(self) -> int: ...
+
+    def __call__(self, built: Built, *, causal: bool, look: Look) -> Tensor: ...
+
+
+def open_gpt(built: Built) -> GPT:
+    """The model of a variant, in float32 on the CPU."""
+    gpt = empty_gpt(built.config, torch.device("meta"))
+    gpt.load_state_dict({name: w.float() for name, w in built.weights.items()}, assign=True)
+    gpt.reset_tables()
+    return gpt.eval().requires_grad_(False)
+
+
+@torch.inference_mode()
+def logits_of(gpt: GPT, token_ids: Tensor, *, causal: bool) -> Tensor:
+    """Logits (B, T, V) of ids (B, T); not causal: every position sees all of its sequence."""
+    positions = torch.arange(token_ids.shape[1]).expand_as(token_ids)
+    if causal:
+        return gpt(token_ids).logits
+    return gpt.logits(gpt.transform(token_ids, positions, _attend_to_all))
+
+
+def _attend_to_all(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, enable_gqa=q.shape[1] != k.shape[1])
+
+
+@dataclass(frozen=True)
+class TextJudge:
+    """The loss on windows (W, T + 1) of a text's ids.
+
+    distinct   tokens of the text that are predicted, where windows overlap each once
+    """
+
+    windows: Tensor
+    distinct: int
+
+    def __call__(self, built: Built, *, causal: bool, look: Look) -> Tensor:
+        """Nats of each token (W * T,)."""
+        length = self.windows.shape[1] - 1
+        windows = self.windows[: max(1, TOKENS[look] // length)]
+        gpt, losses = open_gpt(built), []
+        for batch in windows.split(max(1, 1024 // length)):
+            logits = logits_of(gpt, batch[:, :-1], causal=causal)  # (B, T, V)
+            nats = F.cross_entropy(logits.transpose(1, 2), batch[:, 1:], reduction="none")
+            losses.append(nats.flatten().double())  # (B, T) to (B * T,)
+        return torch.cat(losses)
+
+    def unigram_nats(self) -> float:
+        """Nats per token of the text's own frequencies: what a model has to beat."""
+        counts = torch.bincount(self.windows.flatten()).double()
+        shares = counts[counts > 0] / counts.sum()
+        return float(-(shares * shares.log()).sum())
+
+
+def text_judge(token_ids: Sequence[int], context_length: int) -> TextJudge | None:
+    """A judge of windows spread over a text, None where it is too short for one of two tokens."""
+    length = min(context_length, WINDOW_TOKENS, len(token_ids) - 1)
+    if length < 2:
+        return None
+    last = len(token_ids) - length - 1
+    # A window at every half of one, as far as the budget reaches.
+    count = max(1, min(TOKENS["thorough"] // length, 2 * last // length + 1))
+    starts = sorted({round(last * i / max(1, count - 1)) for i in range(count)})
+    # In an order in which the first ones, a quick look, are from everywhere.
+    order = torch.randperm(len(starts), generator=torch.Generator().manual_seed(0)).tolist()
+    starts = [starts[i] for i in order]
+    ids = torch.tensor(token_ids)
+    windows = torch.stack([ids[start : start + length + 1] for start in starts])
+    return TextJudge(windows, distinct=min(windows[:, 1:].numel(), len(token_ids) - 1))
+
+
+@dataclass(frozen=True)
+class LogitsJudge:
+    """The largest difference to logits (B, T, V) that the owner's code gave for ids (B, T).
+
+    log_probs   the owner's code gives log-probabilities instead of logits
+    """
+
+    token_ids: Tensor
+    logits: Tensor
+    log_probs: bool = False
+
+    def __call__(self, built: Built, *, causal: bool, look: Look) -> Tensor:
+        """The largest difference (1,); infinite where there is no number."""
+        logits = logits_of(open_gpt(built), self.token_ids, causal=causal)
+        if self.log_probs:
+            logits = logits.log_softmax(dim=-1)
+        difference = float((logits - self.logits).abs().max())
+        return torch.tensor([difference if math.isfinite(difference) else math.inf])
+
+    @property
+    def distinct(self) -> int:
+        return 1
+
+    @property
+    def tolerance(self) -> float:
+        """1e-4, or for large logits what float32 leaves of them."""
+        return 1e-4 * max(1.0, float(self.logits.abs().max()) / 20)

@@ -1,0 +1,185 @@
+"""Names: what people call the parts of a GPT, as tables to look a name up in.
+
+A name of a state dict is cut at its dots (`blocks.0.attn.c_attn.weight`). Covers the words for
+tensors and for settings. Does not decide anything: a word is evidence that `recognise.py` weighs
+together with shapes.
+"""
+
+import re
+from collections.abc import Mapping
+
+WRAPPERS = ("_orig_mod", "module")
+"""First parts that torch.compile and DistributedDataParallel put before every name."""
+
+LAYER_PARTS = re.compile(r"(blocks?|layers?|decoders?|blk|h|transformer_?blocks?)_?(\d+)")
+"""`block_0` and `layer3` are a list of layers that was written out by hand."""
+
+TOKEN_EMBEDDING = re.compile(
+    r"(?<!pos_)(?<!position_)(wte|w_e|tok|token|word|vocab|embed|embedding|embeddings|emb|tokens)"
+    r"(_?(emb|embed|embedding|embeddings|embedder|tokens?|table|matrix|layer))*"
+)
+POSITIONS = re.compile(r"wpe|pos|w_pos|pe|.*(pos|position|positional|positions)(_.*|$)|posi.*")
+HEAD = re.compile(
+    r"lm_?head|head|(out|output|vocab|final|to|fc|linear|logits?|un|pred.*|prediction)_?"
+    r"(head|proj|projection|layer|linear|logits|out|vocab|emb|embed|embedding)?|w_u|"
+    r"(language_)?model(ing|l?ing)?_head|classifier|decoder|generator|fc|proj(ection)?"
+)
+FINAL_NORM = re.compile(
+    r"(ln|norm|layer_?norm|rms_?norm)(_?(f|final|out|post|end|last|head))?|final.*(norm|ln).*|"
+    r"(out|last|post|output|head)_?(ln|norm)|f_?(ln|norm)"
+)
+
+ATTENTION = re.compile(
+    r"(self_?|masked_?|causal_?|multi_?|mh_?)*(attn|att|attention|sa|mha|mhsa|mmha|csa|msa)s?"
+    r"(_?(layer|block|head|heads|module))?|multi_?head.*|.*(self|causal|masked)_?att.*"
+)
+FEED_FORWARD = re.compile(
+    r"mlps?|ffs?|ffns?|ffwd|ff?nn|feed_?for?ward(s|_.*)?|swiglu|positionwise.*|mlp_.*|ff_.*"
+)
+HEADS = re.compile(r"(.*_)?heads?(_list)?|attns|attentions")
+
+QUERY = re.compile(
+    r"(w|to|in|fc|lin|linear|proj)?_?(q|query|queries)(_?(w|proj|projection|lin|linear|layer|net|map|matrix|transform))?"
+)
+KEY = re.compile(
+    r"(w|to|in|fc|lin|linear|proj)?_?(k|key|keys)(_?(w|proj|projection|lin|linear|layer|net|map|matrix|transform))?"
+)
+VALUE = re.compile(
+    r"(w|to|in|fc|lin|linear|proj)?_?(v|value|values|val)(_?(w|proj|projection|lin|linear|layer|net|map|matrix|transform))?"
+)
+FUSED = re.compile(
+    r"c_attn|(w|to|in|fc|lin|linear|proj|attn)?_?(qkv|kqv|query_key_value)(s|_?(proj|projection|lin|linear|layer|"
+    r"net|map|w|matrix))?|in_proj"
+)
+ATTENTION_OUT = re.compile(
+    r"(w|to|fc|c|out|attn|att|lin|linear)?_?(o|out|output|proj|projection|dense|unify_?heads|"
+    r"combine_heads|compute_output)(_?(proj|projection|lin|linear|layer|w|net|map|fc))?"
+)
+
+MLP_UP = re.compile(
+    r"c_fc|(fc|linear|lin|w|dense|layer|l)_?(1|in|up)|up(_?proj)?|w_?up|w_?in|in(_?proj)?|expand|"
+    r"(first|up|input)_?(linear|layer|proj|projection|fc).*|dense_h_to_4h|0|wi|proj_up|key"
+)
+MLP_DOWN = re.compile(
+    r"c_proj|(fc|linear|lin|w|dense|layer|l)_?(2|out|down)|down(_?proj)?|w_?down|w_?out|"
+    r"out(_?proj)?|(second|down|output)_?(linear|layer|proj|projection|fc).*|dense_4h_to_h|wo|proj|"
+    r"projection|proj_down|shrink|value"
+)
+GATE = re.compile(
+    r"(w_?)?gate(_?(proj|projection|lin|linear|layer))?|(w|fc|lin|linear)_?(g|gate)|wg|lin_gate"
+)
+GATED_UP = re.compile(r"(w_?)?up(_?(proj|projection|lin|linear|layer))?|(w|fc|linear)_?up")
+GATED_DOWN = re.compile(
+    r"(w_?)?down(_?(proj|projection|lin|linear|layer))?|(w|fc|linear)_?down|c_proj|out(_?proj)?|proj"
+)
+GATE_AND_UP = re.compile(r"gate_?up.*|w12|w13|up_?gate.*|fc_?in|wi")
+
+QUERY_NORM = re.compile(
+    r"(q|query)_?(ln|norm|layernorm|layer_norm|rms_?norm)|(norm|ln|rms_?norm)_?(q|query)"
+)
+KEY_NORM = re.compile(
+    r"(k|key)_?(ln|norm|layernorm|layer_norm|rms_?norm)|(norm|ln|rms_?norm)_?(k|key)"
+)
+
+SECOND_NORM = re.compile(
+    r".*post_?att.*|.*(ff|ffn|mlp|feed).*|.*(2|_b)$|(second|post).*|.*_(two|second)$|ln_?2.*|norm_?2.*"
+)
+FIRST_NORM = re.compile(
+    r"(input|pre|first).*|.*(attn|att|attention|_sa|sa_).*|.*(1|0|_a)$|.*_(one|first)$|ln_?1.*"
+)
+
+NORM_WEIGHTS, NORM_BIASES = ("weight", "gamma", "scale", "g", "a_2", "alpha", "w"), (
+    "bias", "beta", "shift", "b", "b_2",
+)  # fmt: skip
+
+BUFFERS = re.compile(
+    r"tril|triu|(.*_)?mask(ed_bias)?|masked_bias|position_ids|pos_ids|positions|(.*_)?(inv_freqs?|"
+    r"freqs?(_cis|_cos|_sin)?|cos|sin|cos_cached|sin_cached|cosine|sine|theta|thetas|angles)|"
+    r"rope(_cache|_cos|_sin)?|cache_[kv]|k_cache|v_cache"
+)
+"""Last parts of what a module computes with and does not learn."""
+
+SETTINGS: Mapping[str, tuple[str, ...]] = {
+    "n_layer": (
+        "n_layer", "n_layers", "num_layers", "num_hidden_layers", "layers", "n_blocks",
+        "num_blocks", "depth", "number_of_layers", "num_decoder_layers", "num_transformer_blocks",
+    ),
+    "n_head": (
+        "n_head", "n_heads", "num_heads", "num_attention_heads", "heads", "nhead", "nheads",
+        "number_of_heads", "num_head", "head_count", "attention_heads",
+    ),
+    "n_kv_head": (
+        "n_kv_head", "n_kv_heads", "num_key_value_heads", "num_kv_heads", "kv_heads",
+        "n_query_groups", "num_query_groups", "n_kv",
+    ),
+    "head_dim": ("head_dim", "head_size", "d_head", "dim_head", "head_width"),
+    "d_model": (
+        "n_embd", "n_embed", "d_model", "dim", "emb_dim", "emb_size", "embed_dim", "embed_size",
+        "embedding_dim", "embedding_size", "hidden_size", "hidden_dim", "dim_embedding", "width",
+        "model_dim", "dim_model", "n_embds", "embeddings_dims",
+    ),
+    "d_ff": (
+        "d_ff", "ff_dim", "dim_ff", "intermediate_size", "ffn_dim", "dim_feedforward", "n_inner",
+        "mlp_dim", "ffn_hidden", "hidden_dim_ff", "d_mlp", "n_ff",
+    ),
+    "context_length": (
+        "block_size", "context_length", "seq_length", "seq_len", "max_seq_len", "max_seq_length",
+        "max_position_embeddings", "max_seq", "max_len", "max_length", "n_positions", "n_ctx",
+        "context_size", "context_window", "ctx_len", "sequence_length", "max_context", "context",
+        "max_sequence_length", "window_size", "max_context_length",
+    ),
+    "vocab_size": (
+        "vocab_size", "n_vocab", "vocabulary_size", "num_tokens", "d_vocab", "vocab_len",
+    ),
+    "dropout": (
+        "dropout", "dropout_rate", "drop_rate", "p_dropout", "resid_pdrop", "drop", "embd_pdrop",
+    ),
+    "norm_eps": (
+        "norm_eps", "rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "layernorm_eps", "eps",
+        "epsilon", "ln_eps",
+    ),
+    "rope_theta": (
+        "rope_theta", "rope_base", "rotary_base", "theta", "rope_freq_base", "rotary_emb_base",
+    ),
+    "activation": (
+        "activation", "activation_function", "act", "hidden_act", "act_fn", "activation_type",
+        "act_layer",
+    ),
+    "norm_first": (
+        "norm_first", "pre_norm", "prenorm", "pre_ln", "pre_layer_norm", "prenormalization",
+    ),
+    "qk_norm_eps": ("qk_norm_eps",),
+    "qk_norm": ("qk_norm", "use_qk_norm", "qk_layernorm"),
+    "step": ("iter_num", "step", "steps", "iter", "iteration", "global_step", "n_steps", "iters"),
+    "val_loss": ("best_val_loss", "val_loss", "best_loss", "validation_loss"),
+}  # fmt: skip
+"""For each number of a shape what people call it in a configuration, in lower case."""
+
+ACTIVATIONS: Mapping[str, str] = {
+    "gelu_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "new_gelu": "gelu_tanh",
+    "gelu": "gelu",
+    "gelu_exact": "gelu",
+    "relu": "relu",
+    "relu2": "relu2",
+    "relu_squared": "relu2",
+    "squared_relu": "relu2",
+    "swiglu": "swiglu",
+    "silu": "swiglu",
+    "swish": "swiglu",
+}
+"""Names of activations in configurations. "gelu" is torch's default there, the exact one."""
+
+
+def matches(pattern: re.Pattern[str], part: str) -> bool:
+    """Whether a whole part of a name is one of the words, in any case."""
+    return pattern.fullmatch(snake_case(part)) is not None
+
+
+def snake_case(part: str) -> str:
+    """`outProj`, `W_Q` and `LayerNorm1` as `out_proj`, `w_q` and `layer_norm1`."""
+    spaced = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", part)
+    return spaced.lower().replace("__", "_")

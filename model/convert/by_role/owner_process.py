@@ -1,0 +1,369 @@
+"""The process that runs somebody's model code: definitions in, logits for random ids out.
+
+A program of its own that imports nothing of this project: what runs here is the owner's file, with
+the rights of the user who asked for it, but without network. Of the file only imports, classes,
+functions and the assignments that these need are run: a training loop is not. An assignment that
+fails (`len(chars)` of a text that is not there) is left out, or taken from what the checkpoint
+says.
+
+Reads `request.json` and `weights.safetensors` in the folder that it is given; writes
+`answer.safetensors` (token_ids, logits, and the logits after another last id), or `problem.txt`.
+"""
+
+import ast
+import ctypes
+import dataclasses
+import inspect
+import json
+import os
+import sys
+import types
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+REQUEST, WEIGHTS = "request.json", "weights.safetensors"
+ANSWER, PROBLEM = "answer.safetensors", "problem.txt"
+
+CLONE_NEWUSER, CLONE_NEWNET = 0x10000000, 0x40000000
+NETWORK_EVENTS = ("socket.connect", "socket.getaddrinfo", "socket.bind", "socket.sendto")
+CONFIG_NAMES = ("config", "cfg", "conf", "args", "params", "hparams", "model_args", "model_config",
+                "settings", "opt", "hyperparameters", "hp")  # fmt: skip
+
+
+class Problem(Exception):
+    """Why there are no logits, for the person who gave the code."""
+
+
+class Values(dict[str, Any]):
+    """Known numbers as a dictionary whose keys are attributes too."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self:
+            return self[name]
+        raise AttributeError(name)
+
+
+def main(folder: Path) -> int:
+    leave_network()
+    request = json.loads((folder / REQUEST).read_text(encoding="utf-8"))
+    weights = load_file(folder / WEIGHTS)
+    try:
+        model = build_model(request, weights)
+        token_ids, logits, changed = run(model, request["rows"], request["length"])
+    except Problem as problem:
+        (folder / PROBLEM).write_text(str(problem), encoding="utf-8")
+        return 1
+    save_file({"token_ids": token_ids, "logits": logits, "changed": changed}, folder / ANSWER)
+    return 0
+
+
+def leave_network() -> None:
+    """Give up the network: by a namespace of its own where the system allows that, and in Python
+    in any case."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).unshare(CLONE_NEWUSER | CLONE_NEWNET)
+
+    def refuse(event: str, arguments: Any) -> None:
+        if event in NETWORK_EVENTS:
+            raise PermissionError(f"no network here ({event})")
+
+    sys.addaudithook(refuse)
+
+
+def build_model(request: Mapping[str, Any], weights: Mapping[str, Tensor]) -> nn.Module:
+    """The owner's model with the checkpoint's weights: with the values of the owner's file, or,
+    where those do not fit, with the checkpoint's. Raises Problem."""
+    problems = []
+    overrides: tuple[Mapping[str, Any], ...] = ({}, request["shape"])
+    for override in overrides:
+        try:
+            module = run_definitions(Path(request["file"]), request, override)
+            model = make(module, request)
+            load(model, weights)
+        except Problem as problem:
+            problems.append(problem)
+        else:
+            return model.eval()
+    raise problems[-1]
+
+
+def run_definitions(
+    file: Path, request: Mapping[str, Any], override: Mapping[str, Any]
+) -> types.ModuleType:
+    """The owner's file as a module, without what only a script does. `override` are values that
+    names at the top of the file get, whatever it says."""
+    sys.path.insert(0, str(file.parent))
+    try:
+        tree = ast.parse(file.read_text(encoding="utf-8"), filename=str(file))
+    except (SyntaxError, ValueError) as error:
+        raise Problem(f"{file.name} is not Python that this interpreter reads: {error}") from error
+    module = types.ModuleType(file.stem)
+    module.__file__ = str(file)
+    sys.modules[file.stem] = module
+    names, needed = vars(module), needed_assignments(tree, request["expression"])
+    for statement in tree.body:
+        targets = assigned(statement)
+        if not is_definition(statement) and not (targets & needed):
+            continue
+        try:
+            exec(compile(ast.Module([statement], []), str(file), "exec"), names)
+        except Exception as error:  # whatever the owner's code may raise
+            if isinstance(statement, ast.ClassDef | ast.FunctionDef):
+                raise Problem(
+                    f"{statement.name} in {file.name}, line {statement.lineno}, cannot be defined: "
+                    f"{type(error).__name__}: {error}"
+                ) from error
+            for name in targets:
+                if name.lower() in request["values"]:
+                    names[name] = request["values"][name.lower()]
+        for name in targets & override.keys():
+            if isinstance(names.get(name), int | float):
+                names[name] = override[name]
+    for name in needed - names.keys():
+        if name.lower() in request["values"]:
+            names[name] = request["values"][name.lower()]
+    return module
+
+
+def is_definition(statement: ast.stmt) -> bool:
+    """Imports, classes and functions, also where they are tried or chosen."""
+    if isinstance(statement, ast.Import | ast.ImportFrom | ast.ClassDef | ast.FunctionDef):
+        return True
+    if isinstance(statement, ast.Try):
+        parts = [*statement.body, *(s for handler in statement.handlers for s in handler.body)]
+        simple = ast.Assign | ast.Pass | ast.Import | ast.ImportFrom
+        return all(isinstance(part, simple) for part in parts)
+    return False
+
+
+def assigned(statement: ast.stmt) -> set[str]:
+    """The names that an assignment at the top of the file gives a value."""
+    if isinstance(statement, ast.Assign):
+        targets = statement.targets
+    elif isinstance(statement, ast.AnnAssign) and statement.value is not None:
+        targets = [statement.target]
+    else:
+        return set()
+    return {
+        node.id for target in targets for node in ast.walk(target) if isinstance(node, ast.Name)
+    }
+
+
+def needed_assignments(tree: ast.Module, expression: str) -> set[str]:
+    """Names at the top of the file that its definitions and the expression use, and what those
+    use in turn."""
+    uses: dict[str, set[str]] = {}
+    needed = loaded(ast.parse(expression, mode="eval"))
+    for statement in tree.body:
+        if is_definition(statement):
+            needed |= loaded(statement)
+        for name in assigned(statement):
+            uses.setdefault(name, set()).update(loaded(statement))
+    pending = list(needed)
+    while pending:
+        for name in uses.get(pending.pop(), set()) - needed:
+            needed.add(name)
+            pending.append(name)
+    return needed
+
+
+def loaded(tree: ast.AST) -> set[str]:
+    return {
+        node.id
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)
+    }
+
+
+def make(module: types.ModuleType, request: Mapping[str, Any]) -> nn.Module:
+    """The model: an expression is evaluated, a name is called with what is known by the names of
+    its parameters."""
+    expression, values = request["expression"], Values(request["values"])
+    torch.manual_seed(0)
+    names = Values(values) | vars(module)
+    try:
+        made = eval(compile(expression, "<--code>", "eval"), names)
+        if not isinstance(made, nn.Module) and callable(made):
+            made = made(**arguments(made, module, values))
+    except Problem:
+        raise
+    except Exception as error:  # whatever the owner's code may raise
+        raise Problem(
+            f"{type(error).__name__}: {error}. Where the values of the checkpoint do not do, give "
+            "an expression that makes the model, such as 'GPT(vocab_size=65, n_head=4)'"
+        ) from error
+    if not isinstance(made, nn.Module):
+        raise Problem(f"it gives a {type(made).__name__}; expected a torch module")
+    return made.float().to("cpu")
+
+
+def arguments(made: Callable[..., Any], module: types.ModuleType, values: Values) -> dict[str, Any]:
+    """Arguments for a class or a factory, by the names of its parameters. Raises Problem."""
+    given: dict[str, Any] = {}
+    for name, parameter in inspect.signature(made).parameters.items():
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            continue
+        if name.lower() in values:
+            given[name] = values[name.lower()]
+        elif name.lower() in CONFIG_NAMES or config_class(parameter, module) is not None:
+            given[name] = config_object(parameter, module, values)
+        elif parameter.default is parameter.empty:
+            raise Problem(
+                f"{getattr(made, '__name__', made)} needs {name!r}, which the checkpoint does not "
+                "say: give an expression that makes the model, such as "
+                f"'{getattr(made, '__name__', 'GPT')}(..., {name}=...)'"
+            )
+    return given
+
+
+def config_class(parameter: inspect.Parameter, module: types.ModuleType) -> type | None:
+    """The class of a configuration, by the parameter's annotation."""
+    annotation = parameter.annotation
+    if isinstance(annotation, str):
+        annotation = vars(module).get(annotation)
+    return annotation if dataclasses.is_dataclass(annotation) else None  # type: ignore[return-value]
+
+
+def config_object(parameter: inspect.Parameter, module: types.ModuleType, values: Values) -> Any:
+    """A configuration with the known numbers: of the annotated class, of the file's one class with
+    Config in its name, else a dictionary whose keys are attributes."""
+    named = config_class(parameter, module)
+    classes = [named] if named else [
+        value for name, value in vars(module).items()
+        if isinstance(value, type) and value.__module__ == module.__name__
+        and ("config" in name.lower() or name.lower().endswith("args"))
+        and not issubclass(value, nn.Module)
+    ]  # fmt: skip
+    if len(classes) != 1:
+        return values
+    if dataclasses.is_dataclass(classes[0]):
+        fields = {field.name for field in dataclasses.fields(classes[0]) if field.init}
+        return classes[0](**{name: values[name.lower()] for name in fields & known(fields, values)})
+    wanted = inspect.signature(classes[0]).parameters
+    config = classes[0](**{name: values[name] for name in wanted if name in values})
+    for name, value in values.items():
+        if hasattr(config, name):
+            setattr(config, name, value)
+    return config
+
+
+def known(names: set[str], values: Values) -> set[str]:
+    return {name for name in names if name.lower() in values}
+
+
+def load(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
+    """Give the model the weights. What it has besides may be masks and tables only, and what the
+    file has besides too. Raises Problem."""
+    for names in renamed(weights, model):
+        try:
+            missing, unexpected = model.load_state_dict(names, strict=False)
+        except RuntimeError as error:
+            raise Problem(
+                f"the weights do not fit the owner's model: {str(error)[:500]}"
+            ) from error
+        buffers = {name for name, _ in model.named_buffers()}
+        learned = [name for name in missing if name not in buffers]
+        tied = [name for name in learned if shared(model, name, names)]
+        left = [name for name in unexpected if is_weight(name, names[name])]
+        if len(learned) == len(tied) and not left:
+            return
+    raise Problem(
+        f"the owner's model and the checkpoint do not have the same tensors: it lacks "
+        f"{learned[:3] or 'none'} of the model's, and the model does not know {left[:3] or 'none'}"
+    )
+
+
+def renamed(weights: Mapping[str, Tensor], model: nn.Module) -> Iterator[dict[str, Tensor]]:
+    """The weights by their names, and without a first part that all of them share."""
+    yield dict(weights)
+    heads = {name.partition(".")[0] for name in weights}
+    if len(heads) == 1:
+        yield {name.partition(".")[2]: tensor for name, tensor in weights.items()}
+    for child, _ in model.named_children():
+        yield {f"{child}.{name}": tensor for name, tensor in weights.items()}
+
+
+def shared(model: nn.Module, name: str, weights: Mapping[str, Tensor]) -> bool:
+    """Whether a parameter is the same tensor as one that was loaded."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    return any(
+        other != name and other in weights and parameters[other] is parameters.get(name)
+        for other in parameters
+    )
+
+
+def is_weight(name: str, tensor: Tensor) -> bool:
+    """Whether a tensor that the model does not know may be one that it computes with."""
+    last = name.rpartition(".")[2]
+    marks = ("mask", "tril", "cos", "sin", "freq", "position_ids", "rope")
+    if tensor.dim() == 4 and last == "bias":
+        return False
+    return tensor.is_floating_point() and not any(mark in last for mark in marks)
+
+
+@torch.no_grad()
+def run(model: nn.Module, rows: int, length: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Random ids (2, T), their logits (2, T, rows), and those after another last id."""
+    generator = torch.Generator().manual_seed(1)
+    token_ids = torch.randint(0, rows, (2, length), generator=generator)
+    other = token_ids.clone()
+    other[:, -1] = (other[:, -1] + 1) % rows
+    return token_ids, logits_of(model, token_ids, rows), logits_of(model, other, rows)
+
+
+def logits_of(model: nn.Module, token_ids: Tensor, rows: int) -> Tensor:
+    """Logits (B, T, rows). A model that gives the last position alone is asked for every prefix."""
+    logits = call(model, token_ids, rows)
+    if logits.dim() == 2 and len(logits) == token_ids.numel():
+        logits = logits.view(*token_ids.shape, -1)  # (B * T, V) to (B, T, V)
+    if logits.dim() == 3 and logits.shape[1] == token_ids.shape[1]:
+        return logits[..., :rows].float().contiguous()
+    last = [call(model, token_ids[:, : end + 1], rows) for end in range(token_ids.shape[1])]
+    stacked = [out[:, -1] if out.dim() == 3 else out for out in last]
+    if any(out.shape[0] != len(token_ids) for out in stacked):
+        raise Problem(
+            f"it gives {list(logits.shape)} for ids of shape {list(token_ids.shape)}; expected "
+            "logits (batch, positions, vocabulary)"
+        )
+    return torch.stack(stacked, dim=1)[..., :rows].float().contiguous()  # (B, T, V)
+
+
+def call(model: nn.Module, token_ids: Tensor, rows: int) -> Tensor:
+    """What the model gives for ids, or the tensor in it that is as wide as the vocabulary."""
+    try:
+        given = model(token_ids)
+    except TypeError:
+        given = model(token_ids, token_ids)  # some ask for targets
+    except Exception as error:  # whatever the owner's code may raise
+        raise Problem(
+            f"its forward failed on ids of shape {list(token_ids.shape)}: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    for tensor in tensors_in(given):
+        if tensor.dim() in (2, 3) and tensor.shape[-1] >= rows and tensor.is_floating_point():
+            return tensor
+    raise Problem(f"its forward gives a {type(given).__name__} without logits of {rows} ids")
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for name in ("logits", *value):
+            if name in value:
+                yield from tensors_in(value[name])
+    elif isinstance(value, tuple | list):
+        for part in value:
+            yield from tensors_in(part)
+    elif hasattr(value, "logits"):
+        yield from tensors_in(value.logits)
+
+
+if __name__ == "__main__":
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    sys.exit(main(Path(sys.argv[1])))

@@ -1,0 +1,88 @@
+"""Report: what an import understood, as lines for a person.
+
+Roles with the names and shapes that they have in the file, each number with where it came from, the
+changes of weights, and, where variants were compared, the table. Decides nothing.
+"""
+
+from collections.abc import Iterator, Mapping
+
+from model.convert.by_role.questions import FIELDS
+from model.convert.by_role.settle import Alternative, Settled
+from model.convert.by_role.tensor_map import IDENTITY, MappedTensors
+from model.transformer.config import GPTConfig
+
+NOT_SHOWN = {"rotary_layout": "rotary", "rope_theta": "rotary"}
+"""Fields that mean something with one kind of positions alone."""
+
+
+def understood(
+    tensors: MappedTensors, config: GPTConfig, settled: Settled, folds: tuple[str, ...]
+) -> Iterator[str]:
+    """Everything that was understood, line by line."""
+    yield "tensors:"
+    yield from _tensor_lines(tensors)
+    yield "computation:"
+    yield from _number_lines(tensors, config, settled)
+    if folds:
+        yield "changes of weights:"
+        yield from (f"  {fold}" for fold in folds)
+    if settled.alternatives:
+        yield from table(settled)
+    yield f"verified: {settled.verified}"
+
+
+def _tensor_lines(tensors: MappedTensors) -> Iterator[str]:
+    mapped = tensors.map
+    for (role, part), name in mapped.names.items():
+        if name == IDENTITY:
+            yield f"  {role:<16} none: the identity"
+            continue
+        shape = list(tensors.tensors[mapped.of(role, part)[0]].shape)
+        label = role if part == "weight" else f"{role} {part}"
+        yield f"  {label:<20} {name}  {shape}"
+    if mapped.ignored:
+        first = mapped.ignored[0]
+        more = f" and {len(mapped.ignored) - 1} more" if len(mapped.ignored) > 1 else ""
+        yield f"  {'not weights':<20} {first}{more}"
+
+
+def _number_lines(tensors: MappedTensors, config: GPTConfig, settled: Settled) -> Iterator[str]:
+    shapes: Mapping[str, tuple[object, str]] = {
+        "vocabulary": (tensors.shape("token_embedding")[0], "rows of the token embedding"),
+        "n_layer": (config.n_layer, "running numbers in the names"),
+        "d_model": (config.d_model, "columns of the token embedding"),
+        "n_kv_head": (config.n_kv_head, "rows of the key"),
+        "head_dim": (config.head_dim, "rows of the query, divided by n_head"),
+        "d_ff": (config.d_ff, "columns of the feed-forward's second matrix"),
+        "tied_head": (config.tied_head, "the head is the embedding, or there is none"
+                      if config.tied_head else "the head differs from the embedding"),
+    }  # fmt: skip
+    for name, (value, origin) in shapes.items():
+        yield f"  {name:<18} {value!s:<14} {origin}"
+    how = settled.computation
+    for name in FIELDS:
+        if name in NOT_SHOWN and how.positions != NOT_SHOWN[name]:
+            continue
+        if settled.origins[name] == "not used" or (name == "qk_norm_eps" and how.qk_norm == "none"):
+            continue
+        yield f"  {name:<18} {_shown(getattr(how, name)):<14} {settled.origins[name]}"
+
+
+def table(settled: Settled) -> Iterator[str]:
+    """What else was tried: a line for each field, the value taken first."""
+    yield f"compared (lower is better; taken: {settled.penalty:.4g}):"
+    by_field: dict[str, list[Alternative]] = {}
+    for alternative in settled.alternatives:
+        by_field.setdefault(alternative.field, []).append(alternative)
+    for name, others in by_field.items():
+        tried = ", ".join(
+            f"{_shown(other.value)} {other.penalty:.4g}{'' if other.clear else ' (not told apart)'}"
+            for other in sorted(others, key=lambda other: other.penalty)[:6]
+        )
+        yield f"  {name:<18} {_shown(getattr(settled.computation, name)):<14} against {tried}"
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return f"{value:g}" if isinstance(value, float) else str(value)

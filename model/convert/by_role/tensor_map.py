@@ -1,0 +1,176 @@
+"""TensorMap: which tensor of a file plays which role in a GPT.
+
+A name may hold `{N}`, the number of the layer, and `{M}`, the number of the head. `recognise.py`
+makes one from names and shapes; a person writes one as TOML (`map_file.py`). Says nothing about
+what is computed with the tensors: that is a `Computation` (`computation.py`).
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from model.convert.foreign import FLOATS, ConvertError
+
+OuterRole = Literal["token_embedding", "positions", "final_norm", "head"]
+LayerRole = Literal[
+    "attention_norm",
+    "query",
+    "key",
+    "value",
+    "qkv",
+    "query_norm",
+    "key_norm",
+    "attention_out",
+    "mlp_norm",
+    "mlp_gate",
+    "mlp_up",
+    "mlp_gate_up",
+    "mlp_down",
+]
+Role = OuterRole | LayerRole
+Part = Literal["weight", "bias"]
+
+OUTER_ROLES: tuple[OuterRole, ...] = get_args(OuterRole)
+LAYER_ROLES: tuple[LayerRole, ...] = get_args(LayerRole)
+IDENTITY = "identity"
+"""In place of a name: there is no such tensor, and the source computes as if it were 1."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorMap:
+    """Names by role. `ignored` are tensors that are not weights (masks, tables) by full name.
+
+    first_layer   the number of the first layer, 0 or 1
+    n_head        heads that have tensors of their own, 0 where all heads share theirs
+    transposed    roles whose matrices lie (in, out) in the file
+    """
+
+    n_layer: int
+    first_layer: int = 0
+    n_head: int = 0
+    names: Mapping[tuple[Role, Part], str]
+    ignored: tuple[str, ...] = ()
+    transposed: frozenset[Role] = frozenset()
+
+    def has(self, role: Role, part: Part = "weight") -> bool:
+        """Whether a tensor plays this role."""
+        return self.names.get((role, part), IDENTITY) != IDENTITY
+
+    def of(self, role: Role, part: Part, layer: int = 0) -> tuple[str, ...]:
+        """The names of a role: one, or one for each head."""
+        pattern = self.names[role, part].replace("{N}", str(layer + self.first_layer))
+        if "{M}" not in pattern:
+            return (pattern,)
+        return tuple(pattern.replace("{M}", str(head)) for head in range(self.n_head))
+
+    def all_names(self) -> list[str]:
+        """Every name of every role and layer."""
+        return [
+            name
+            for (role, part), pattern in self.names.items()
+            if pattern != IDENTITY
+            for layer in range(self.n_layer if role in LAYER_ROLES else 1)
+            for name in self.of(role, part, layer)
+        ]
+
+
+@dataclass(frozen=True)
+class MappedTensors:
+    """The tensors of a file by role; those of several heads are stacked.
+
+    tensors   by name, each of a float dtype and finite (see `check`)
+    """
+
+    where: str
+    tensors: Mapping[str, Tensor]
+    map: TensorMap
+
+    def take(self, role: Role, part: Part = "weight", layer: int = 0) -> Tensor:
+        """A matrix as (rows out, columns in), or a vector. Heads follow one another in the rows."""
+        parts = [_at_least_float32(self.tensors[name]) for name in self.map.of(role, part, layer)]
+        if part == "bias":
+            return torch.cat([tensor.flatten() for tensor in parts])
+        if role == "positions":
+            return parts[0].flatten(0, -2)  # (1, T, C) or (T, 1, C) to (T, C)
+        if role == "attention_out" and parts[0].dim() == 3:
+            return parts[0].flatten(0, 1).mT  # (H, D, C) to (C, H * D)
+        if role in self.map.transposed:
+            parts = [tensor.mT for tensor in parts]
+        if parts[0].dim() == 3:
+            parts = [tensor.flatten(0, 1) for tensor in parts]  # (H, D, C) to (H * D, C)
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def get(self, role: Role, part: Part = "weight", layer: int = 0) -> Tensor | None:
+        """The same, or None where no tensor plays the role."""
+        return self.take(role, part, layer) if self.map.has(role, part) else None
+
+    def shape(self, role: Role, part: Part = "weight") -> tuple[int, ...]:
+        """The shape of what `take` gives for the first layer."""
+        return tuple(self.take(role, part).shape)
+
+
+def _at_least_float32(tensor: Tensor) -> Tensor:
+    """A narrow tensor in float32: what is folded into it is not rounded to its dtype."""
+    return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
+
+
+def check(where: str, tensors: Mapping[str, Tensor], mapped: TensorMap) -> torch.dtype:
+    """Raise ConvertError unless each tensor is mapped or ignored, each mapped one is there, a
+    float, finite and of one shape in all layers. Gives the dtype that holds all of them."""
+    names = mapped.all_names()
+    if missing := [name for name in names if name not in tensors]:
+        raise ConvertError(
+            f"{where} lacks {len(missing)} tensors of its mapping, the first is {missing[0]}"
+        )
+    taken = {*names, *mapped.ignored}
+    if left := [name for name in tensors if name not in taken]:
+        shapes = ", ".join(f"{name} {list(tensors[name].shape)}" for name in left[:4])
+        raise ConvertError(
+            f"{where} has {len(left)} tensors that play no known role in a GPT: {shapes}"
+            f"{', ...' if len(left) > 4 else ''}. Say with --map what they are, or to ignore them"
+        )
+    _check_layers_agree(where, tensors, mapped)
+    dtypes = set()
+    for name in names:
+        tensor = tensors[name]
+        if tensor.dtype not in FLOATS:
+            raise ConvertError(
+                f"{where}: {name} is {str(tensor.dtype).removeprefix('torch.')}; weights in "
+                f"{', '.join(FLOATS.values())} can be imported, quantized ones cannot"
+            )
+        if not torch.isfinite(tensor).all():
+            raise ConvertError(f"{where}: {name} has NaN or infinite values")
+        dtypes.add(tensor.dtype)
+    if len(dtypes) == 1 and torch.float64 not in dtypes:
+        return dtypes.pop()
+    return torch.float32
+
+
+def _check_layers_agree(where: str, tensors: Mapping[str, Tensor], mapped: TensorMap) -> None:
+    for (role, part), pattern in mapped.names.items():
+        if pattern == IDENTITY or role not in LAYER_ROLES:
+            continue
+        expected = tensors[mapped.of(role, part)[0]].shape
+        for layer in range(mapped.n_layer):
+            for name in mapped.of(role, part, layer):
+                if tensors[name].shape != expected:
+                    raise ConvertError(
+                        f"{where}: {name} has shape {list(tensors[name].shape)}, and "
+                        f"{mapped.of(role, part)[0]} {list(expected)}: the layers of a GPT are "
+                        "alike here"
+                    )
+
+
+def glob(patterns: Sequence[str], names: Sequence[str]) -> tuple[str, ...]:
+    """The names that any pattern matches: `*` is any text, `{N}` and `{M}` any number."""
+    compiled = [
+        re.compile(
+            re.escape(p).replace(r"\*", ".*").replace(r"\{N\}", r"\d+").replace(r"\{M\}", r"\d+")
+        )
+        for p in patterns
+    ]
+    return tuple(name for name in names if any(p.fullmatch(name) for p in compiled))

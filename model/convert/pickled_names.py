@@ -1,0 +1,105 @@
+"""Names in a pickle: which classes and functions it asks for, read without building anything.
+
+Walks the instructions with `pickletools`, which runs none of them. Covers torch.save's zip archives
+and its older form (several pickles one behind the other), and plain pickles.
+"""
+
+import pickletools
+import zipfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+BYTES = 256 * 2**20
+"""Of a pickle's instructions at most; tensors stand beside them in a zip archive."""
+
+HARMLESS = frozenset(
+    {
+        "collections.OrderedDict",
+        "collections.Counter",
+        "torch._utils._rebuild_tensor_v2",
+        "torch._utils._rebuild_tensor",
+        "torch._utils._rebuild_parameter",
+        "torch._tensor._rebuild_from_type_v2",
+        "torch.nn.parameter.Parameter",
+        "torch.Size",
+        "torch.device",
+        "torch.Tensor",
+        "torch.serialization._get_layout",
+    }
+)
+"""What `weights_only=True` builds by itself, besides storages and dtypes."""
+
+
+@dataclass(frozen=True)
+class PickledNames:
+    """What a file names.
+
+    foreign       classes and functions beyond tensors and containers, in the file's order
+    holds_module  a torch module is among what it would build
+    by_torch      the file is torch.save's, not pickle.dump's
+    complete      the instructions could be read to their end
+    """
+
+    foreign: tuple[str, ...] = ()
+    holds_module: bool = False
+    by_torch: bool = False
+    complete: bool = False
+
+
+def pickled_names(path: Path) -> PickledNames:
+    """The names in a file; none where it is not a pickle."""
+    by_torch, names, complete = False, list[str](), False
+    texts = set[str]()
+    try:
+        if zipfile.is_zipfile(path):
+            with zipfile.ZipFile(path) as archive:
+                inner = next((n for n in archive.namelist() if n.endswith("data.pkl")), None)
+                if inner is None:
+                    return PickledNames()
+                by_torch = True
+                with archive.open(inner) as file:
+                    names = list(_globals(file, texts))  # type: ignore[arg-type]
+            complete = True
+        else:
+            with path.open("rb") as file:
+                size = path.stat().st_size
+                while file.tell() < min(size, BYTES):
+                    names += _globals(file, texts)
+                    complete = True
+    except (ValueError, OSError, zipfile.BadZipFile, IndexError, EOFError, KeyError):
+        pass  # what was read until then is what is known: the caller says that it is damaged
+    foreign = tuple(dict.fromkeys(name for name in names if not _harmless(name)))
+    module = "_modules" in texts and "_parameters" in texts
+    return PickledNames(foreign, module, by_torch, complete)
+
+
+def _harmless(name: str) -> bool:
+    last = name.rpartition(".")[2]
+    return name in HARMLESS or (
+        name.startswith("torch.") and (last.endswith("Storage") or name.count(".") == 1)
+    )
+
+
+def _globals(file: BinaryIO, texts: set[str]) -> Iterator[str]:
+    """The names of one pickle. `texts` is given the strings that mark a torch module."""
+    strings: list[str] = []
+    memo: dict[int, str] = {}
+    memoized, last = 0, ""
+    for opcode, argument, _ in pickletools.genops(file):
+        if opcode.name == "MEMOIZE" or opcode.name.endswith("BINPUT"):
+            memo[memoized if argument is None else argument] = last
+            memoized += 1
+            continue
+        last = argument if isinstance(argument, str) and "UNICODE" in opcode.name else ""
+        if opcode.name in ("GLOBAL", "INST") and isinstance(argument, str):
+            yield argument.replace(" ", ".")
+        elif opcode.name == "STACK_GLOBAL" and len(strings) >= 2:
+            yield ".".join(strings[-2:])
+        elif opcode.name.endswith("BINGET"):
+            last = memo.get(argument, "") if isinstance(argument, int) else ""
+        if last:
+            strings.append(last)
+            if last in ("_modules", "_parameters"):
+                texts.add(last)

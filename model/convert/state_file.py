@@ -1,0 +1,189 @@
+"""State file: a file of weights that any code wrote, as tensors by name, settings and the rest.
+
+Finds the state dict in a .pt, .pth, .bin, .ckpt or .safetensors file, however deep it is wrapped,
+and the values of its configuration, in the file or in a JSON file beside it. Reads pickles as
+`pt_file.py` does: no code runs. Says nothing about what the tensors are: see `by_role/`.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from model.convert.by_role.names import WRAPPERS
+from model.convert.foreign import ConvertError
+from model.convert.pt_file import read_pt, without_tensors
+
+SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".safetensors", ".pkl", ".tar", ".model")
+"""Files that may hold weights; those of the second half only by their own name."""
+LOOKED_FOR = SUFFIXES[:5]
+
+STATES = (
+    "model", "model_state", "model_state_dict", "state_dict", "net", "network", "weights", "module",
+    "params", "parameters", "generator", "gpt", "transformer",
+)  # fmt: skip
+"""Keys that hold the state dict, the likeliest first."""
+SETTINGS_FILES = ("config.json", "model_config.json", "args.json", "hparams.json", "params.json")
+MODEL_SECTIONS = ("model", "model_config", "model_args", "gpt", "model_params")
+
+
+@dataclass(frozen=True)
+class StateFile:
+    """What a file holds.
+
+    where      the file and the key of the state dict in it, for messages
+    state      that key, None where the file is the state dict
+    tensors    by name, without the prefixes of wrappers
+    settings   numbers, flags and words of its configuration, by the names that they have there
+    contents   everything in the file but its tensors: a vocabulary may be among it
+    """
+
+    path: Path
+    where: str
+    tensors: Mapping[str, Tensor]
+    state: str | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    contents: Mapping[str, Any] = field(default_factory=dict)
+
+
+def read_state_file(path: Path, *, state: str | None = None) -> StateFile:
+    """Read a file of weights; `state` is the key of the state dict, dots between nested ones.
+    Raises ConvertError."""
+    tensors: Mapping[str, Tensor]
+    contents: dict[str, Any] = {}
+    if path.suffix == ".safetensors":
+        tensors = _read_safetensors(path)
+        where, key = str(path), ""
+    else:
+        loaded = read_pt(path, keep="model.state_dict()")
+        key, tensors = _state_dict(path, loaded, state)
+        where = f"{path} ({key})" if key else str(path)
+        contents = without_tensors(loaded) if key else {}
+    settings = _settings_beside(path) | collect_settings(contents)
+    return StateFile(path, where, _unwrapped(where, tensors), key or None, settings, contents)
+
+
+def find_state_file(folder: Path) -> Path:
+    """The one file of weights in a folder, or in the folders below it. Raises ConvertError."""
+    for files in (folder.iterdir(), folder.glob("*/*"), folder.glob("*/*/*")):
+        candidates = sorted(p for p in files if p.suffix in LOOKED_FOR and p.is_file())
+        if len(candidates) == 1:
+            return candidates[0]
+        if candidates:
+            raise ConvertError(
+                f"{folder} holds {len(candidates)} files of weights: "
+                f"{', '.join(str(p.relative_to(folder)) for p in candidates[:8])}; name one of them"
+            )
+    held = ", ".join(sorted(path.name for path in folder.iterdir())[:8]) or "nothing"
+    raise ConvertError(
+        f"{folder} has no file of weights ({', '.join(LOOKED_FOR)}); it holds {held}"
+    )
+
+
+def _read_safetensors(path: Path) -> dict[str, Tensor]:
+    try:
+        with safe_open(path, framework="pt") as opened:
+            return {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    except FileNotFoundError as error:
+        raise ConvertError(f"there is no file {path}") from error
+    except (SafetensorError, OSError) as error:
+        raise ConvertError(f"{path} is not a complete safetensors file: {error}") from error
+
+
+def _state_dict(
+    path: Path, loaded: Mapping[Any, Any], wanted: str | None
+) -> tuple[str, Mapping[str, Tensor]]:
+    """The key of the state dict and the dict itself; the key is "" where the file is the dict."""
+    candidates = dict(_state_dicts(loaded))
+    if wanted is not None:
+        if wanted not in candidates:
+            raise ConvertError(
+                f"{path} has no state dict under {wanted!r}; there are "
+                f"{', '.join(map(repr, candidates)) or 'none'}"
+            )
+        return wanted, candidates[wanted]
+    if not candidates:
+        held = ", ".join(
+            f"{key} ({type(value).__name__})" for key, value in list(loaded.items())[:8]
+        )
+        raise ConvertError(f"{path} has no state dict (names and tensors); it holds {held}")
+    if len(candidates) == 1:
+        return next(iter(candidates.items()))
+    ranked = sorted(candidates, key=_rank)
+    if _rank(ranked[0]) == _rank(ranked[1]):
+        raise ConvertError(
+            f"{path} holds {len(candidates)} state dicts: {', '.join(ranked)}; say in a --map file "
+            "which is meant (state = ...)"
+        )
+    return ranked[0], candidates[ranked[0]]
+
+
+def _rank(key: str) -> int:
+    last = key.rpartition(".")[2].lower()
+    return STATES.index(last) if last in STATES else len(STATES)
+
+
+def _state_dicts(
+    value: Mapping[Any, Any], path: str = "", depth: int = 0
+) -> Iterator[tuple[str, Mapping[str, Tensor]]]:
+    """Mappings of names to tensors, and the keys that lead to them."""
+    tensors = {k: v for k, v in value.items() if isinstance(k, str) and isinstance(v, Tensor)}
+    if len(tensors) >= 4 and sum(tensor.dim() > 1 for tensor in tensors.values()) >= 3:
+        yield path, tensors
+        return
+    if depth < 4:
+        for key, inner in value.items():
+            if isinstance(key, str) and isinstance(inner, Mapping):
+                yield from _state_dicts(inner, f"{path}.{key}" if path else key, depth + 1)
+
+
+def _unwrapped(where: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Names without what wrappers put before them."""
+    unwrapped: dict[str, Tensor] = {}
+    for full, tensor in tensors.items():
+        name = full
+        while (head := name.partition("."))[0] in WRAPPERS and head[2]:
+            name = head[2]
+        if name in unwrapped:
+            raise ConvertError(f"{where} holds {name} twice, with and without a prefix")
+        unwrapped[name] = tensor
+    return unwrapped
+
+
+def collect_settings(contents: Mapping[str, Any]) -> dict[str, Any]:
+    """Numbers, flags and words of all nested dictionaries. Where two sections have one name with
+    two values, that of a section for the model counts."""
+    settings: dict[str, Any] = {}
+    strong: set[str] = set()
+
+    def collect(values: Mapping[Any, Any], depth: int, of_model: bool) -> None:
+        for key, value in values.items():
+            name = str(key)
+            if isinstance(value, bool | int | float | str):
+                if name not in settings or (of_model and name not in strong):
+                    settings[name] = value
+                    if of_model:
+                        strong.add(name)
+            elif isinstance(value, Mapping) and depth < 3 and len(value) <= 200:
+                collect(value, depth + 1, of_model or name.lower() in MODEL_SECTIONS)
+
+    collect(contents, 0, False)
+    return settings
+
+
+def _settings_beside(path: Path) -> dict[str, Any]:
+    """The configuration in a JSON file beside the weights, if there is one that can be read."""
+    for name in SETTINGS_FILES:
+        file = path.parent / name
+        if file.is_file():
+            try:
+                found = json.loads(file.read_text(encoding="utf-8"))
+            except (ValueError, RecursionError, OSError) as error:
+                raise ConvertError(f"{file}, beside the weights, is not JSON: {error}") from error
+            if isinstance(found, dict):
+                return collect_settings(found)
+    return {}

@@ -1,0 +1,219 @@
+"""The page for somebody with a .pt in hand (model/convert/README.md): each line of it, run as it
+stands there, on a model that a script of a few lines trained."""
+
+import math
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "model" / "convert" / "README.md"
+LOGITD = [sys.executable, "-m", "service.cli"]
+
+SCRIPT = """
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+text = open("input.txt").read()
+letters = sorted(set(text))
+vocab_size = len(letters)
+width, block = 32, 16
+
+
+class Attention(nn.Module):
+    def __init__(self, n_head):
+        super().__init__()
+        self.n_head = n_head
+        self.q, self.k, self.v, self.o = (nn.Linear(width, width) for _ in range(4))
+        self.register_buffer("mask", torch.ones(block, block).tril())
+
+    def forward(self, x):
+        b, t, c = x.shape
+        heads = (m(x).view(b, t, self.n_head, -1) for m in (self.q, self.k, self.v))
+        q, k, v = (h.transpose(1, 2) for h in heads)
+        scores = q @ k.transpose(-2, -1) / (c // self.n_head) ** 0.5
+        scores = scores.masked_fill(self.mask[:t, :t] == 0, float("-inf"))
+        return self.o((scores.softmax(-1) @ v).transpose(1, 2).reshape(b, t, c))
+
+
+class Layer(nn.Module):
+    def __init__(self, n_head):
+        super().__init__()
+        self.ln1, self.ln2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.attention = Attention(n_head)
+        self.mlp = nn.Sequential(nn.Linear(width, 128), nn.ReLU(), nn.Linear(128, width))
+
+    def forward(self, x):
+        x = x + self.attention(self.ln1(x))
+        return x + self.mlp(self.ln2(x))
+
+
+class GPT(nn.Module):
+    def __init__(self, vocab_size, n_head=4, n_layer=2):
+        super().__init__()
+        self.letters = nn.Embedding(vocab_size, width)
+        self.places = nn.Embedding(block, width)
+        self.layers = nn.ModuleList(Layer(n_head) for _ in range(n_layer))
+        self.norm = nn.LayerNorm(width)
+        self.out = nn.Linear(width, vocab_size)
+
+    def forward(self, idx):
+        x = self.letters(idx) + self.places(torch.arange(idx.shape[1]))
+        for layer in self.layers:
+            x = layer(x)
+        return self.out(self.norm(x))
+
+
+torch.manual_seed(0)
+torch.set_num_threads(1)
+data = torch.tensor([letters.index(c) for c in text])
+model = GPT(vocab_size)
+optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+for step in range(300):
+    starts = torch.randint(len(data) - block - 1, (32,)).tolist()
+    x = torch.stack([data[i : i + block] for i in starts])
+    y = torch.stack([data[i + 1 : i + block + 1] for i in starts])
+    loss = F.cross_entropy(model(x).flatten(0, 1), y.flatten())
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+torch.save({"weights": model.state_dict(), "step": 300}, "my_gpt.pt")
+with torch.no_grad():
+    windows = data[: (len(data) - 1) // block * block].view(-1, block)
+    targets = data[1 : len(windows) * block + 1].view(-1, block)
+    print(F.cross_entropy(model(windows).flatten(0, 1), targets.flatten()).item())
+"""
+"""A training script as people write it, all in one file; prints the loss on its whole text."""
+
+
+@pytest.fixture(scope="module")
+def desk(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, float]:
+    """A folder with the script, its text and what it saved, and the loss that it printed."""
+    folder = tmp_path_factory.mktemp("desk")
+    pattern = "the quick brown fox jumps over a lazy dog while six vexing wizards hop back "
+    words = pattern.split()
+    generator = torch.Generator().manual_seed(0)
+    picks = torch.randint(len(words), (4000,), generator=generator).tolist()
+    (folder / "input.txt").write_text(" ".join(words[i] for i in picks))
+    (folder / "my_gpt.py").write_text(SCRIPT)
+    done = subprocess.run(
+        [sys.executable, "my_gpt.py"], cwd=folder, capture_output=True, text=True, check=True
+    )
+    return folder, float(done.stdout)
+
+
+def lines_of_the_page() -> list[str]:
+    """The commands of its first part, in order."""
+    part = PAGE.read_text(encoding="utf-8").split("## What is recognised")[0]
+    blocks = re.findall(r"^```sh\n(.*?)^```", part, flags=re.MULTILINE | re.DOTALL)
+    return [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+
+
+def run(folder: Path, line: str) -> str:
+    """One line of the page, to its end."""
+    words = shlex.split(line)
+    assert words[0] == "logitd", line
+    done = subprocess.run(
+        [*LOGITD, *words[1:]],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def serve(folder: Path, line: str) -> Iterator[httpx.Client]:
+    """A line that serves: a client of it, until the test is done with it."""
+    server = subprocess.Popen(
+        [*LOGITD, *shlex.split(line)[1:], "--port", "0"],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert server.stdout is not None
+        url = next(words[1] for row in server.stdout if (words := row.split())[:1] == ["service"])
+        with httpx.Client(base_url=url) as client:
+            yield client
+    finally:
+        server.send_signal(signal.SIGTERM)
+        server.communicate(timeout=60)
+
+
+@pytest.mark.slow
+def test_each_line_of_the_page_does_what_it_says(desk: tuple[Path, float]) -> None:
+    """By text, by the class, by an expression and by flags the same model comes out; it is served,
+    and its loss on the text is the one that the script printed."""
+    folder, loss = desk
+    lines = lines_of_the_page()
+    assert len(lines) == 7, lines
+    for line in lines:
+        if " serve my_gpt.pt --import" in line:
+            continue  # the next test: what its text leaves open has to be answered first
+        if " serve " in line:
+            for client in serve(folder, line):
+                ids = client.post("/tokenize", json={"prompt": "the quick"}).json()["tokens"]
+                answer = client.post("/probs", json={"prompt": ids, "top_k": 2}).json()
+                assert answer["prompts"][0]["token_ids"] == ids
+                assert len(ids) == len("the quick")
+                assert "verified" in client.get("/info").json()["training"]["data"]
+            continue
+        printed = run(folder, line)
+        if " import " in line:
+            assert "serve it:  logitd serve checkpoints/mine" in printed
+        if " --code " in line:
+            assert re.search(r"verified: logits of .* largest difference \d\.\de-0[5-9]", printed)
+        if " eval " in line:
+            said = re.search(r"([\d.]+) nats per token", printed)
+            assert said is not None, printed
+            assert math.isclose(float(said[1]), loss, abs_tol=0.002)
+    weights = {
+        name: (folder / "checkpoints" / name / "model.safetensors").read_bytes()
+        for name in ("mine", "mine-by-code", "mine-by-expression", "mine-by-flags")
+    }
+    assert len(set(weights.values())) == 1, "four ways to the same weights"
+
+
+@pytest.mark.slow
+def test_to_serve_a_foreign_file_names_the_command_or_does_it(desk: tuple[Path, float]) -> None:
+    folder, _ = desk
+    done = subprocess.run(
+        [*LOGITD, "serve", "my_gpt.pt"],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1
+    name = f"{folder.name}-my_gpt"
+    assert f"logitd import my_gpt.pt checkpoints/{name}\n" in done.stderr
+    assert "logitd serve my_gpt.pt --import" in done.stderr
+    refused = subprocess.run(
+        [*LOGITD, "serve", "my_gpt.pt", "--import"],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert refused.returncode == 1
+    assert "vocabulary" in refused.stderr  # a text is not there under a name that it knows
+    run(
+        folder,
+        f"logitd import my_gpt.pt checkpoints/{name} --tokenizer characters:input.txt "
+        "--code my_gpt.py:GPT",
+    )
+    for client in serve(folder, "logitd serve my_gpt.pt --import"):  # there already
+        assert client.get("/info").json()["checkpoint"]["name"] == name
