@@ -1,8 +1,9 @@
-"""LitGPT's `lit_model.pth` with `model_config.yaml`: Llama's shape, or GPT-NeoX's in series.
+"""LitGPT's `lit_model.pth` with `model_config.yaml`: the shapes of Llama, GPT-NeoX and Pythia.
 
 Query, key and value rows stand one after the other under `attn.qkv`; versions before that name have
-them under `attn.attn`, interleaved by group (the queries of a group, its key, its value). A head is
-always stored; where it equals the embedding it is kept once. Reading YAML needs PyYAML.
+them under `attn.attn`, interleaved by group (the queries of a group, its key, its value). Where a
+part of a head turns, it is the first channels, as in GPT-NeoX (`hf/rope.py`). A head is always
+stored; where it equals the embedding it is kept once. Reading YAML needs PyYAML.
 """
 
 from collections.abc import Mapping
@@ -14,13 +15,13 @@ import torch
 from torch import Tensor
 
 from model.convert.foreign import ConvertError, ForeignModel, Settings, StateDictReader
+from model.convert.hf.rope import half_split
 from model.convert.pt_file import read_pt
 from model.transformer.config import ConfigError, GPTConfig, gpt2_shape
 
 WEIGHTS, CONFIG = "lit_model.pth", "model_config.yaml"
 
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    "parallel_residual": (False,),
     "shared_attention_norm": (False,),
     "post_attention_norm": (False,),
     "post_mlp_norm": (False,),
@@ -28,7 +29,6 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "norm_2": (True,),
     "norm_qk_type": ("default",),
     "scale_embeddings": (False,),
-    "lm_head_bias": (False,),
     "rope_condense_ratio": (1,),
     "rope_interleave": (False,),
     "rope_adjustments": (),
@@ -47,7 +47,7 @@ READ = {
     "padded_vocab_size", "norm_class_name", "norm_eps", "norm_qk", "n_head", "head_size",
     "n_query_groups", "attn_bias", "sliding_window_size", "sliding_window_indices", "rope_base",
     "rotary_percentage", "intermediate_size", "bias", "mlp_class_name", "gelu_approximate",
-    "rope_n_elem",
+    "rope_n_elem", "parallel_residual", "lm_head_bias",
 }  # fmt: skip
 """Keys that are read, or say nothing about the computation."""
 
@@ -57,7 +57,7 @@ def read_litgpt(folder: Path, *, context_length: int | None) -> ForeignModel:
     where = str(folder / CONFIG)
     values = _read_yaml(folder / CONFIG)
     settings = Settings(where, values)
-    _reject_unknown(settings, values, where)
+    _reject_unknown(settings, values)
     found = read_pt(folder / WEIGHTS, keep='{"model": state_dict}')
     state = found["model"] if isinstance(found.get("model"), dict) else found
     tensors = {name.removeprefix("_orig_mod."): value for name, value in state.items()}
@@ -103,13 +103,9 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     return values
 
 
-def _reject_unknown(settings: Settings, values: Mapping[str, Any], where: str) -> None:
+def _reject_unknown(settings: Settings, values: Mapping[str, Any]) -> None:
     for name, neutral in NEUTRAL.items():
         settings.reject_unless(name, neutral, "not supported here")
-    if "parallel_residual" not in values:
-        raise ConvertError(
-            f"{where} lacks parallel_residual, and LitGPT's default is not supported"
-        )
     for name in sorted(set(values) - READ - set(NEUTRAL)):
         settings.reject_unless(name, (False, 0), "unknown key")
 
@@ -126,11 +122,6 @@ def _config(settings: Settings, context_length: int | None) -> GPTConfig:
         settings.integer("block_size"),
         settings.integer("head_size", default=max(1, width // n_head)),
     )
-    if settings.number("rotary_percentage", 0.25) != 1:
-        settings.reject_unless("rotary_percentage", (), "only rotation of whole heads is supported")
-        raise ConvertError(
-            "rotary_percentage is missing, so 0.25; only rotation of whole heads is supported"
-        )
     window = settings.get("sliding_window_size")
     if window is not None and window < min(context, context_length or context):
         raise ConvertError(
@@ -156,13 +147,16 @@ def _config(settings: Settings, context_length: int | None) -> GPTConfig:
         d_ff=settings.integer("intermediate_size", default=4 * width),
         norm="layernorm" if layer_norm else "rmsnorm",
         norm_eps=settings.number("norm_eps", 1e-5),
+        residual="parallel" if settings.flag("parallel_residual", True) else "sequential",
         positions="rotary",
         rope_theta=settings.number("rope_base", 10_000),
+        rotary_dim=int(head_dim * settings.number("rotary_percentage", 0.25)),
         activation="swiglu" if gated else "gelu" if exact else "gelu_tanh",
         bias=biased or layer_norm,  # LitGPT's LayerNorm always has one
         qkv_bias=biased or settings.flag("attn_bias", False),
         qk_norm=norm_qk,
         tied_head=False,
+        head_bias=settings.flag("lm_head_bias", False),
     )
 
 
@@ -173,6 +167,8 @@ def _weights(reader: StateDictReader, config: GPTConfig, settings: Settings) -> 
         "token_embedding.weight": reader.take("transformer.wte.weight", rows, width),
         "head.weight": reader.take("lm_head.weight", rows, width),
     }
+    if config.head_bias:
+        weights["head.bias"] = reader.take("lm_head.bias", rows)
 
     def linear(ours: str, theirs: list[str], inside: int, outside: int, bias: bool) -> None:
         """One matrix of ours from one of theirs, or from several of the same size."""
@@ -198,17 +194,29 @@ def _weights(reader: StateDictReader, config: GPTConfig, settings: Settings) -> 
         old = f"{there}.attn.attn.weight" in reader
         fused = f"{there}.attn.attn" if old else f"{there}.attn.qkv"
         linear(f"{here}.qkv", [fused], width, config.qkv_width, config.qkv_bias)
-        if old:
-            for kind in ("weight", "bias") if config.qkv_bias else ("weight",):
-                name = f"{here}.qkv.{kind}"
-                weights[name] = _ungrouped(weights[name], config)
+        for kind in ("weight", "bias") if config.qkv_bias else ("weight",):
+            name = f"{here}.qkv.{kind}"
+            apart = _ungrouped(weights[name], config) if old else weights[name]
+            weights[name] = _half_split(apart, config)
         linear(f"{here}.attention_out", [f"{there}.attn.proj"], wide, width, biased)
         linear(f"{here}.mlp_up", [f"{there}.mlp.{n}" for n in up], width, config.d_ff, biased)
         linear(f"{here}.mlp_down", [f"{there}.mlp.proj"], config.d_ff, width, biased)
         if config.qk_norm:
             norm(f"{here}.query_norm", f"{there}.attn.norm_q", config.head_dim)
             norm(f"{here}.key_norm", f"{there}.attn.norm_k", config.head_dim)
+            order = half_split(config.head_dim, config.rotary_dim)
+            for name in (f"{here}.query_norm.weight", f"{here}.key_norm.weight"):
+                weights[name] = weights[name][order]
     return weights
+
+
+def _half_split(rows: Tensor, config: GPTConfig) -> Tensor:
+    """Rows (qkv_width, ...) with the channels of queries and keys in the order that they have
+    here."""
+    heads = rows.view(-1, config.head_dim, *rows.shape[1:])  # (H + 2K, D, ...)
+    turned = config.n_head + config.n_kv_head
+    order = half_split(config.head_dim, config.rotary_dim)
+    return torch.cat((heads[:turned, order], heads[turned:])).reshape(rows.shape)
 
 
 def _ungrouped(rows: Tensor, config: GPTConfig) -> Tensor:

@@ -112,11 +112,77 @@ def test_the_series_shape_of_neox(tmp_path: Path) -> None:
     assert not gpt.get_parameter("blocks.1.mlp_down.bias").any()
 
 
+PYTHIA: dict[str, Any] = {
+    "n_head": 2, "n_query_groups": 2, "head_size": 16, "norm_class_name": "LayerNorm",
+    "norm_eps": 1e-5, "mlp_class_name": "GptNeoxMLP", "bias": True, "rope_base": 10_000,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("parallel", [False, True])
+def test_pythia_with_a_bias_in_its_head(interleaved: bool, parallel: bool, tmp_path: Path) -> None:
+    """Logits of `transformers`, with a bias that only LitGPT has. Without the keys, residuals are
+    parallel and a quarter of each head turns."""
+    model = their_model("gpt_neox", use_parallel_residual=parallel)
+    theirs = model.state_dict()
+    bias = torch.randn(ROWS, generator=torch.Generator().manual_seed(0))
+    state = {
+        "lm_head.weight": theirs["lm_head.weight"],
+        "lm_head.bias": bias,
+        "transformer.wte.weight": theirs["gpt_neox.embed_in.weight"],
+    }
+    names = {"gpt_neox.final_layer_norm": "transformer.ln_f"}
+    for layer in range(2):
+        there, here = f"gpt_neox.layers.{layer}", f"transformer.h.{layer}"
+        names |= {
+            f"{there}.input_layernorm": f"{here}.norm_1",
+            f"{there}.post_attention_layernorm": f"{here}.norm_2",
+            f"{there}.attention.dense": f"{here}.attn.proj",
+            f"{there}.mlp.dense_h_to_4h": f"{here}.mlp.fc",
+            f"{there}.mlp.dense_4h_to_h": f"{here}.mlp.proj",
+        }
+        for kind in ("weight", "bias"):  # head by head: query, key, value
+            rows = theirs[f"{there}.attention.query_key_value.{kind}"]
+            parts = [rows[48 * head + 16 * part : 48 * head + 16 * part + 16]
+                     for part in range(3) for head in range(2)]  # fmt: skip
+            state[f"{here}.attn.{'attn' if interleaved else 'qkv'}.{kind}"] = (
+                rows if interleaved else torch.cat(parts)
+            )
+    for there, here in names.items():
+        state |= {f"{here}.{kind}": theirs[f"{there}.{kind}"] for kind in ("weight", "bias")}
+    changes = {**PYTHIA, "lm_head_bias": True, "parallel_residual": parallel}
+    folder = save(tmp_path / "lit", state, **changes, rotary_percentage=0.25)
+    if parallel:
+        bare = {name: value for name, value in (CONFIG | changes).items()
+                if name not in ("parallel_residual", "rotary_percentage")}  # fmt: skip
+        (folder / "model_config.yaml").write_text(yaml.dump(bare), encoding="utf-8")
+    import_model(folder, tmp_path / "ours")
+    info, gpt = loaded(tmp_path / "ours")
+    assert (info.config.rotary_dim, info.config.head_dim) == (4, 16)
+    ids = torch.tensor([info.tokenizer.encode(SAMPLE)])
+    expected = (model(ids).logits + bias)[..., : info.config.vocab_size]
+    assert_close(gpt(ids).logits, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_norms_of_queries_and_keys_move_with_their_channels(tmp_path: Path) -> None:
+    state = lit_state(their_model("llama"), interleaved=False)
+    for layer in range(2):
+        for part in "qk":
+            state[f"transformer.h.{layer}.attn.norm_{part}.weight"] = torch.arange(8) + 1.0
+    folder = save(tmp_path / "lit", state, norm_qk=True, rotary_percentage=0.5)
+    import_model(folder, tmp_path / "ours")
+    _, gpt = loaded(tmp_path / "ours")
+    for part in ("query", "key"):
+        weight = gpt.get_parameter(f"blocks.1.{part}_norm.weight")
+        assert weight.tolist() == [1, 2, 5, 6, 3, 4, 7, 8]
+
+
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        ({"parallel_residual": True}, "parallel_residual is True"),
-        ({"rotary_percentage": 0.25}, "rotary_percentage is 0.25"),
+        ({"shared_attention_norm": True}, "shared_attention_norm is True; not supported here"),
+        ({"rotary_percentage": 0.4}, "rotary_dim is 3; channels turn in pairs"),
+        ({"lm_head_bias": True}, r"lacks the tensor lm_head\.bias"),
         ({"rope_adjustments": {"factor": 8}}, "rope_adjustments is "),
         ({"final_logit_softcapping": 30.0}, "final_logit_softcapping is 30.0"),
         ({"mlp_class_name": "GemmaMLP"}, "mlp_class_name is 'GemmaMLP'"),
