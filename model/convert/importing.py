@@ -47,7 +47,7 @@ from model.text.tokenizer import TokenizerError
 from model.transformer.config import GPTConfig, padded
 
 NANOGPT = "ckpt.pt"
-PUBLISHED_FILES = (litgpt.WEIGHTS, huggingface.CONFIG, huggingface.WEIGHTS)
+PUBLISHED_FILES = (litgpt.WEIGHTS, huggingface.CONFIG, huggingface.WEIGHTS, huggingface.PICKLE)
 """Files that stand for the folder that they are in."""
 FINGERPRINT_BYTES = 2**20
 CHECKED_CHARACTERS = 2_000_000
