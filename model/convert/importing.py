@@ -82,7 +82,9 @@ def import_model(
     """
     if destination.exists():
         raise CheckpointError(f"{destination} exists; checkpoints are never overwritten")
-    opened, folder = _open(source, context_length, roles or RoleOptions())
+    opened, folder = _open(
+        source, context_length, roles or RoleOptions(), checked=check is not None
+    )
     log(f"{source} is a model of {opened.kind}")
     vocabulary = choose_vocabulary(
         tokenizer,
@@ -163,7 +165,7 @@ def fingerprint(source: Path) -> str:
 
 
 def _open(
-    source: Path, context_length: int | None, roles: RoleOptions
+    source: Path, context_length: int | None, roles: RoleOptions, *, checked: bool
 ) -> tuple[ForeignModel | Recognised, Path]:
     """The model at a path, read whole where its format says everything, and the folder in which
     its tokenizer may be."""
@@ -172,7 +174,7 @@ def _open(
     if not source.exists():
         raise ConvertError(f"there is no file or folder {source}")
     if not roles.given:
-        published = _read_published(source, context_length)
+        published = _read_published(source, context_length, by_role_else=checked)
         if published is not None:
             return published, source if source.is_dir() else source.parent
     if source.is_dir() and _is_own(source):
@@ -182,8 +184,11 @@ def _open(
     return recognise_file(read_state_file(path, state=state), roles, context_length), path.parent
 
 
-def _read_published(source: Path, context_length: int | None) -> ForeignModel | None:
-    """A model in a format that says all that it computes; None where it is in none of them."""
+def _read_published(
+    source: Path, context_length: int | None, *, by_role_else: bool
+) -> ForeignModel | None:
+    """A model in a format that says all that it computes; None where it is in none of them, or of
+    a family of Hugging Face's that has no reader and may be recognised by role."""
     if source.is_file():
         return read_nanogpt(source) if is_nanogpt(source) else None
     if (source / litgpt.WEIGHTS).is_file():
@@ -192,7 +197,8 @@ def _read_published(source: Path, context_length: int | None) -> ForeignModel | 
         return read_nanogpt(source / NANOGPT)
     if (source / huggingface.CONFIG).is_file():
         document = huggingface.read_object(source / huggingface.CONFIG)
-        if "model_type" in document and "format_version" not in document:
+        known = document.get("model_type") in huggingface.MODEL_TYPES or not by_role_else
+        if "model_type" in document and "format_version" not in document and known:
             return read_huggingface(source, context_length=context_length)
     return None
 

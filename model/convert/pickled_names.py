@@ -14,6 +14,9 @@ from typing import BinaryIO
 BYTES = 256 * 2**20
 """Of a pickle's instructions at most; tensors stand beside them in a zip archive."""
 
+OLD_TORCH = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
+"""What torch.save's older form begins with: its magic number, pickled."""
+
 HARMLESS = frozenset(
     {
         "collections.OrderedDict",
@@ -64,6 +67,8 @@ def pickled_names(path: Path) -> PickledNames:
             complete = True
         else:
             with path.open("rb") as file:
+                by_torch = file.read(len(OLD_TORCH)) == OLD_TORCH
+                file.seek(0)
                 size = path.stat().st_size
                 while file.tell() < min(size, BYTES):
                     names += _globals(file, texts)
@@ -94,6 +99,9 @@ def _globals(file: BinaryIO, texts: set[str]) -> Iterator[str]:
             continue
         last = argument if isinstance(argument, str) and "UNICODE" in opcode.name else ""
         if opcode.name in ("GLOBAL", "INST") and isinstance(argument, str):
+            module, *name = argument.split(" ")
+            if len(name) != 1 or not all(map(str.isidentifier, f"{module}.{name[0]}".split("."))):
+                raise ValueError(f"{argument!r} is not a module and a name")
             yield argument.replace(" ", ".")
         elif opcode.name == "STACK_GLOBAL" and len(strings) >= 2:
             yield ".".join(strings[-2:])

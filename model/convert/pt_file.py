@@ -34,6 +34,13 @@ class Attributes:
     def __init__(self, *arguments: Any, **named: Any) -> None:
         pass
 
+    def __setstate__(self, state: Any) -> None:
+        """Attributes as pickle has them: a dictionary, or one of slots beside it. Other states
+        (NumPy's tuples) say nothing by name and are left out."""
+        for part in state if isinstance(state, tuple) else (state,):
+            if isinstance(part, dict):
+                vars(self).update(part)
+
 
 def read_pt(path: Path, *, keep: str) -> dict[str, Any]:
     """The dictionary that a .pt file holds; its tensors stay on the disk until they are read.
@@ -70,7 +77,13 @@ def _load_with_attributes(
     names = pickled_names(path)
     if not (zipped or names.holds_module or names.foreign):
         raise _unreadable(path, keep, refused) from refused
-    if names.holds_module or not names.foreign or not zipped:
+    if not names.foreign:
+        raise ConvertError(
+            f"{path} is an archive of torch.save that cannot be read as data: it is damaged, or "
+            f"was saved with pickle_protocol 4 or later. Where it was made: "
+            f"torch.save({keep}, {path.name!r})"
+        ) from refused
+    if names.holds_module or not zipped:
         raise _holds_code(path, keep, names) from refused
     bags = {name: type("Attributes", (Attributes,), {}) for name in names.foreign}
     try:

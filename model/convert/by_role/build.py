@@ -79,10 +79,35 @@ def head_shape(tensors: MappedTensors, n_head: int) -> HeadShape:
     return HeadShape(n_head, keys // head_dim, head_dim)
 
 
+def _check_consistent(tensors: MappedTensors, how: Computation) -> None:
+    """Raise ConvertError where a computation asks for tensors that are not there, or leaves some
+    out."""
+    mapped, gated = tensors.map, how.activation == "swiglu"
+    has_gate = mapped.has("mlp_gate") or mapped.has("mlp_gate_up")
+    norms: tuple[Role, ...] = ("attention_norm", "mlp_norm", "final_norm")
+    wrong = [
+        (how.norm == "rmsnorm" and any(mapped.has(role, "bias") for role in norms),
+         "norm is rmsnorm, and norms have biases"),
+        (how.final_norm and not mapped.has("final_norm"),
+         "final_norm is true, and no tensor is the norm behind the layers"),
+        (how.positions == "learned" and not mapped.has("positions"),
+         "positions are learned, and no tensor is their table"),
+        (how.qk_norm == "learned" and not mapped.has("query_norm"),
+         "qk_norm is learned, and no tensors are norms of query and key"),
+        (gated and not has_gate, "activation is swiglu, and the feed-forward has no gate"),
+        (not gated and has_gate,
+         f"activation is {how.activation}, and the feed-forward has a gate"),
+    ]  # fmt: skip
+    for contradicts, sentence in wrong:
+        if contradicts:
+            raise ConvertError(f"{tensors.where}: {sentence}")
+
+
 def build(tensors: MappedTensors, how: Computation, *, dropout: float = 0.0) -> Built:
     """The model that computes what `how` says with these tensors. Raises ConvertError and
     ConfigError."""
     mapped, folds = tensors.map, list[str]()
+    _check_consistent(tensors, how)
     rows, width = tensors.shape("token_embedding")
     heads = head_shape(tensors, how.n_head)
     weights: dict[str, Tensor] = {}

@@ -93,6 +93,11 @@ def _names(path: Path, section: Mapping[str, Any]) -> dict[tuple[Role, Part], st
                 raise ConvertError(f"{path}: {role}.{part} is {name!r}; expected a tensor's name")
             if role in LAYER_ROLES and name != IDENTITY and "{" in name:
                 _check_placeholders(path, name)
+            elif role not in LAYER_ROLES and ("{N}" in name or "{M}" in name):
+                raise ConvertError(
+                    f"{path}: {role}.{part} is {name!r}; {role} is outside the layers, so its name "
+                    "has neither {N} nor {M}"
+                )
             names[role, part] = name  # type: ignore[index]
     return names
 
@@ -129,6 +134,14 @@ def tensor_map(
 ) -> TensorMap:
     """The map that a file describes, with layers and heads counted in the tensors' names. `ignored`
     are tensors that are known not to be weights. Raises ConvertError for a name without a match."""
+    weights = {role for role, part in file.names if part == "weight"}
+    attention = () if "qkv" in weights else ("query", "key", "value")
+    up = "mlp_gate_up" if "mlp_gate_up" in weights else "mlp_up"
+    needed = ("token_embedding", "attention_norm", *attention, "mlp_norm", up)
+    if file.names and (missing := [role for role in needed if role not in weights]):
+        raise ConvertError(
+            f"{file.path}: [tensors] lacks {missing[0]}.weight; every GPT has {', '.join(needed)}"
+        )
     layers = _numbers(file, tensors, "{N}")
     heads = _numbers(file, tensors, "{M}")
     named = set(file.names.values())

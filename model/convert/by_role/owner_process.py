@@ -259,6 +259,7 @@ def known(names: set[str], values: Values) -> set[str]:
 def load(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
     """Give the model the weights. What it has besides may be masks and tables only, and what the
     file has besides too. Raises Problem."""
+    problems: list[str] = []
     for names in renamed(weights, model):
         try:
             missing, unexpected = model.load_state_dict(names, strict=False)
@@ -272,10 +273,12 @@ def load(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
         left = [name for name in unexpected if is_weight(name, names[name])]
         if len(learned) == len(tied) and not left:
             return
-    raise Problem(
-        f"the owner's model and the checkpoint do not have the same tensors: it lacks "
-        f"{learned[:3] or 'none'} of the model's, and the model does not know {left[:3] or 'none'}"
-    )
+        problems.append(
+            f"the owner's model and the checkpoint do not have the same tensors: it lacks "
+            f"{learned[:3] or 'none'} of the model's, and the model does not know "
+            f"{left[:3] or 'none'}"
+        )
+    raise Problem(problems[0])  # by the file's own names
 
 
 def renamed(weights: Mapping[str, Tensor], model: nn.Module) -> Iterator[dict[str, Tensor]]:
@@ -336,9 +339,12 @@ def logits_of(model: nn.Module, token_ids: Tensor, rows: int) -> Tensor:
 def call(model: nn.Module, token_ids: Tensor, rows: int) -> Tensor:
     """What the model gives for ids, or the tensor in it that is as wide as the vocabulary."""
     try:
-        given = model(token_ids)
-    except TypeError:
-        given = model(token_ids, token_ids)  # some ask for targets
+        try:
+            inspect.signature(model.forward).bind(token_ids)
+        except TypeError:
+            given = model(token_ids, token_ids)  # some ask for targets
+        else:
+            given = model(token_ids)
     except Exception as error:  # whatever the owner's code may raise
         raise Problem(
             f"its forward failed on ids of shape {list(token_ids.shape)}: "

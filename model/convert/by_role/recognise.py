@@ -179,35 +179,54 @@ def _find_layers(where: str, shapes: Mapping[str, Shape]) -> _Layers:
             before, number, behind = cut
             lists[before][number][behind] = shape
             homes[name] = before
+    for before, numbered in lists.items():
+        if _ends_with_norm(numbered):  # nn.Sequential(block, block, ..., norm)
+            last = max(numbered)
+            for behind in numbered.pop(last):
+                del homes[f"{before}{last}{behind}"]
     runs: defaultdict[tuple[int, int], list[str]] = defaultdict(list)
+    usual: dict[str, Mapping[str, Shape]] = {}
     for before, numbered in lists.items():
         first, count = min(numbered), len(numbered)
-        alike = all(layer == numbered[first] for layer in numbered.values())
-        if alike and first in (0, 1) and sorted(numbered) == list(range(first, first + count)):
+        if first in (0, 1) and sorted(numbered) == list(range(first, first + count)):
             runs[first, count].append(before)
+            # A layer that has more or less than most: what differs is named later, by `check`.
+            usual[before] = _most_common(list(numbered.values()))
 
-    def inside(prefixes: Iterable[str], first: int) -> dict[str, Shape]:
+    def inside(prefixes: Iterable[str]) -> dict[str, Shape]:
         return {
             f"{before}{{N}}{behind}": shape
             for before in prefixes
-            for behind, shape in lists[before][first].items()
+            for behind, shape in usual[before].items()
         }
 
     best: tuple[int, int, list[str]] | None = None
     for (first, count), prefixes in runs.items():
-        alone = [p for p in prefixes if _is_block(inside([p], first))]
-        chosen = alone[:1] or (prefixes if _is_block(inside(prefixes, first)) else [])
-        if chosen and (best is None or count > best[1]):
+        choices = [*([prefix] for prefix in prefixes), prefixes]
+        chosen = next((c for c in choices if _is_block(inside(c), others=2)), None) or next(
+            (c for c in choices if _is_block(inside(c), others=1)), None
+        )
+        if chosen is not None and (best is None or count > best[1]):
             best = first, count, chosen
     if best is not None:
         first, count, prefixes = best
-        outside = {name: s for name, s in shapes.items() if homes.get(name) not in prefixes}
-        block, heads = _with_heads(where, inside(prefixes, first))
+        mapped = inside(prefixes)
+        expected = {
+            name.replace("{N}", str(number))
+            for name in mapped
+            for number in range(first, first + count)
+        }
+        outside = {
+            name: shape
+            for name, shape in shapes.items()
+            if homes.get(name) not in prefixes and name not in expected
+        }
+        block, heads = _with_heads(where, mapped)
         return _Layers(count, first, heads, block, outside)
     # One block without a number: what is inside is what is like nothing outside a block.
     outside = {name: shape for name, shape in shapes.items() if _stands_outside(name)}
     rest = {name: shape for name, shape in shapes.items() if name not in outside}
-    if not _is_block(rest):
+    if not _is_block(rest, others=1):
         found = ", ".join(list(shapes)[:6]) or "no float tensor"
         raise ConvertError(
             f"{where} has no layers of a GPT: no running number in the names over equal sets of "
@@ -216,6 +235,17 @@ def _find_layers(where: str, shapes: Mapping[str, Shape]) -> _Layers:
         )
     block, heads = _with_heads(where, rest)
     return _Layers(1, 0, heads, block, outside)
+
+
+def _ends_with_norm(numbered: Mapping[int, Mapping[str, Shape]]) -> bool:
+    """Whether the last of a list has vectors alone, and those before it have more."""
+    if len(numbered) < 2:
+        return False
+    last = numbered[max(numbered)]
+    others = [shapes for number, shapes in numbered.items() if number != max(numbered)]
+    return all(len(shape) == 1 for shape in last.values()) and all(
+        any(len(shape) > 1 for shape in shapes.values()) for shapes in others
+    )
 
 
 def _first_number(name: str) -> tuple[str, int, str] | None:
@@ -231,11 +261,16 @@ def _first_number(name: str) -> tuple[str, int, str] | None:
     return None
 
 
-def _is_block(shapes: Mapping[str, Shape]) -> bool:
-    """Whether a set of names has attention's projections, and more besides them."""
+def _most_common(layers: Sequence[Mapping[str, Shape]]) -> Mapping[str, Shape]:
+    """The set of tensors that most layers have; of as many, that with more tensors."""
+    return max(layers, key=lambda layer: (sum(layer == other for other in layers), len(layer)))
+
+
+def _is_block(shapes: Mapping[str, Shape], *, others: int) -> bool:
+    """Whether a set of names has attention's projections, and some other matrices."""
     projections = [name for name in shapes if _projection(name) is not None]
-    others = [name for name, s in shapes.items() if len(s) == 2 and name not in projections]
-    return bool(projections) and bool(others)
+    rest = [name for name, s in shapes.items() if len(s) == 2 and name not in projections]
+    return bool(projections) and len(rest) >= others
 
 
 def _projection(name: str) -> Role | None:
@@ -282,7 +317,9 @@ def _with_heads(where: str, shapes: Mapping[str, Shape]) -> tuple[dict[str, Shap
         parts = name.split(".")
         at = None
         if _projection(name) is not None:
-            at = next((i for i, part in enumerate(parts) if part.isdigit()), None)
+            numbers_at = [i for i, part in enumerate(parts) if part.isdigit()]
+            # A number right behind the layer's is a part of the block, not a head.
+            at = next((i for i in numbers_at if i and parts[i - 1] != "{N}"), None)
         if at is None:
             replaced[name] = shape
             continue
@@ -418,7 +455,7 @@ def _layer_roles(
             names[role, "bias"] = module.bias
 
     # 1) Norms of query and key, then the projections themselves.
-    rest = list(modules)
+    rest, home = list(modules), _home_of_attention(modules)
     for pattern, role in ((words.QUERY_NORM, "query_norm"), (words.KEY_NORM, "key_norm")):
         for module in [m for m in rest if len(m.shape) == 1 and m.named(pattern)][:1]:
             give(role, module)  # type: ignore[arg-type]
@@ -436,21 +473,45 @@ def _layer_roles(
             f"{', '.join(f'{m.weight} {list(m.shape)}' for m in modules)}. Name them with --map"
         )
     # 2) Attention's output and the feed-forward share what is left of the matrices.
-    matrices = [m for m in rest if len(m.shape) >= 2]
-    out, feed_forward = _split_matrices(matrices)
+    matrices = [m for m in rest if len(m.shape) >= 2 and width in m.shape]
+    out, feed_forward = _split_matrices(matrices, home)
     if out is None:
         names["attention_out", "weight"] = IDENTITY
     else:
         give("attention_out", out)
     _feed_forward_roles(where, feed_forward, give, names)
     # 3) The two norms.
-    _norm_roles([m for m in rest if m.shape == (width,)], give)
+    _norm_roles([m for m in rest if m.shape == (width,)], home, give)
     return names
 
 
-def _split_matrices(matrices: Sequence[_Module]) -> tuple[_Module | None, list[_Module]]:
+def _home_of_attention(modules: Sequence[_Module]) -> tuple[str, ...]:
+    """The path that query, key and value share and that other matrices do not all have: the module
+    of attention, whatever it is called. Empty where there is none."""
+    projections = [m for m in modules if _projection(m.weight) is not None]
+    others = [m for m in modules if len(m.shape) >= 2 and m not in projections]
+    paths = [m.path[: m.path.index("{M}")] if "{M}" in m.path else m.path[:-1] for m in projections]
+    shared: tuple[str, ...] = ()
+    for parts in zip(*paths, strict=False):
+        if len(set(parts)) > 1:
+            break
+        shared = (*shared, parts[0])
+    apart = any(m.path[: len(shared)] != shared for m in others)
+    return shared if apart else ()
+
+
+def _is_in(module: _Module, home: tuple[str, ...]) -> bool:
+    return bool(home) and module.path[: len(home)] == home
+
+
+def _split_matrices(
+    matrices: Sequence[_Module], home: tuple[str, ...]
+) -> tuple[_Module | None, list[_Module]]:
     """Attention's output, if there is one, and the matrices of the feed-forward."""
-    in_attention = [m for m in matrices if m.within(words.ATTENTION) or m.within(words.HEADS)]
+    in_attention = [
+        m for m in matrices
+        if m.within(words.ATTENTION) or m.within(words.HEADS) or _is_in(m, home)
+    ]  # fmt: skip
     in_attention = [m for m in in_attention if not m.within(words.FEED_FORWARD)]
     if not in_attention:
         loose = [m for m in matrices if not m.within(words.FEED_FORWARD)]
@@ -467,36 +528,39 @@ def _feed_forward_roles(
     if len(matrices) == 1:
         give("mlp_up", matrices[0])
         names["mlp_down", "weight"] = IDENTITY
-    elif len(matrices) == 2:
+        return
+    if len(matrices) == 2:
         up, down = _up_and_down(matrices)
-        gated = _columns(down) is not None and _rows(up) == 2 * (_columns(down) or 0)
-        give("mlp_gate_up" if gated else "mlp_up", up)
-        give("mlp_down", down)
-    elif len(matrices) == 3:
+        if up.shape == down.shape[::-1]:
+            give("mlp_up", up)
+            give("mlp_down", down)
+            return
+        rows, columns = down.shape[0], down.shape[-1]
+        if up.shape in ((2 * columns, rows), (columns, 2 * rows)):  # either way round
+            give("mlp_gate_up", up)
+            give("mlp_down", down)
+            return
+    if len(matrices) == 3:
         gate, up, down = _gate_up_down(matrices)
-        give("mlp_gate", gate)
-        give("mlp_up", up)
-        give("mlp_down", down)
-    else:
-        raise ConvertError(
-            f"{where}: the feed-forward of a layer has {len(matrices)} matrices, expected one to "
-            f"three: {', '.join(f'{m.weight} {list(m.shape)}' for m in matrices) or 'none'}. Name "
-            "them with --map"
-        )
-
-
-def _rows(module: _Module) -> int | None:
-    return module.shape[0] if len(module.shape) == 2 else None
-
-
-def _columns(module: _Module) -> int | None:
-    return module.shape[1] if len(module.shape) == 2 else None
+        if gate.shape == up.shape == down.shape[::-1]:
+            give("mlp_gate", gate)
+            give("mlp_up", up)
+            give("mlp_down", down)
+            return
+    raise ConvertError(
+        f"{where}: the matrices of a layer besides attention's are "
+        f"{', '.join(f'{m.weight} {list(m.shape)}' for m in matrices) or 'none'}; expected up and "
+        "down of a feed-forward, with a gate or without. Name them with --map"
+    )
 
 
 def _up_and_down(matrices: Sequence[_Module]) -> tuple[_Module, _Module]:
-    """By name where both say it, else as the file has them: up comes first."""
+    """By name where both say it, by their numbers in a Sequential, else as the file has them: up
+    comes first."""
     first, second = matrices
-    if second.named(words.MLP_UP) and first.named(words.MLP_DOWN):
+    if first.last.isdigit() and second.last.isdigit():
+        first, second = sorted(matrices, key=lambda module: int(module.last))
+    elif second.named(words.MLP_UP) and first.named(words.MLP_DOWN):
         first, second = second, first
     return first, second
 
@@ -519,7 +583,7 @@ def _gate_up_down(matrices: Sequence[_Module]) -> tuple[_Module, _Module, _Modul
     return first, second, down
 
 
-def _norm_roles(norms: Sequence[_Module], give: _Give) -> None:
+def _norm_roles(norms: Sequence[_Module], home: tuple[str, ...], give: _Give) -> None:
     """The norm of attention and that of the feed-forward; a single one serves both."""
     if len(norms) == 1:
         give("attention_norm", norms[0])
@@ -528,7 +592,12 @@ def _norm_roles(norms: Sequence[_Module], give: _Give) -> None:
     if len(norms) != 2:
         return  # none, or more than a block has here: the leftover ones are named
     first, second = norms
-    if _is_second(first) and not _is_second(second):
+    in_attention = [_is_in(norm, home) for norm in norms]
+    if any(in_attention) and not all(in_attention):
+        swap = in_attention[1]
+    else:
+        swap = _is_second(first) and not _is_second(second)
+    if swap:
         first, second = second, first
     give("attention_norm", first)
     give("mlp_norm", second)

@@ -34,6 +34,9 @@ from model.convert.by_role.tensor_map import MappedTensors
 from model.convert.foreign import ConvertError
 from model.transformer.config import ConfigError
 
+ORDERS = ("qkv_layout", "gate_order")
+"""Rows taken in a wrong order leave nothing of a model, so that no field looks better than another:
+these are tried together with the asked ones."""
 SEARCH_SECONDS = 30.0
 """About how long all values together may take; with more of them the search goes field by field."""
 CLEAR = ((0.005, 2.0), (0.0005, 4.0))
@@ -102,6 +105,11 @@ def settle(
     text_name: str = "",
 ) -> Settled:
     """One computation. Raises OpenQuestions, and ConvertError where no variant agrees."""
+    if findings["causal"].values == (False,):
+        raise ConvertError(
+            f"{tensors.where}: causal is false ({findings['causal'].origin}): a model whose "
+            "positions see what follows them is not a GPT and cannot generate"
+        )
     if logits is not None:
         return _by_logits(tensors, findings, logits, code)
     if text is not None:
@@ -160,12 +168,15 @@ class _Search:
         how = canonical(how)
         key = how, look
         if key not in self._scores:
-            try:
-                built = build(self._tensors, how)
-                self._scores[key] = self._judge(built, causal=how.causal, look=look)
-            except (ConfigError, ConvertError) as error:
-                self._reason, self._scores[key] = error, None
+            self._scores[key] = self._judged(how, look)
         return self._scores[key]
+
+    def _judged(self, how: Computation, look: Look) -> Tensor | None:
+        try:
+            return self._judge(build(self._tensors, how), causal=how.causal, look=look)
+        except (ConfigError, ConvertError) as error:
+            self._reason = error
+            return None
 
     def mean(self, how: Computation, *, look: Look) -> float:
         scores = self.score(how, look=look)
@@ -184,22 +195,19 @@ class _Search:
         """The variant with the lowest penalty, by quick looks. Raises ConvertError if there is
         none that can be built."""
         start = first(self._findings)
+        self._judged(start, "quick")  # the first one also pays for what torch does once
         began = time.monotonic()
         self.mean(start, look="quick")
         seconds = max(1e-3, time.monotonic() - began)
         asked = self.open_fields(asked=True)
-        count = math.prod(len(self._findings[name].values) for name in asked)
-        if count * seconds <= SEARCH_SECONDS:
-            values = [self._findings[name].values for name in asked]
-            starts = [
-                replace(start, **dict(zip(asked, chosen, strict=True)))
-                for chosen in itertools.product(*values)
-            ]
+        asked += [name for name in self.open_fields(asked=False) if name in ORDERS]
+        starts = self._products(start, asked)
+        if len(starts) * seconds <= SEARCH_SECONDS:
             ranked = sorted(starts, key=lambda how: self.mean(how, look="quick"))[:2]
         else:
-            ranked = [self._descend(start, asked)]
-            if "norm_position" in asked:  # what is best otherwise depends on it most
-                ranked.append(self._descend(replace(start, norm_position="post"), asked))
+            # What is best otherwise depends on these most.
+            first_of = [name for name in asked if name in (*ORDERS, "norm_position")]
+            ranked = [self._descend(how, asked) for how in self._products(start, first_of)]
         tried = [self._descend(how, self.open_fields()) for how in ranked]
         best = min(tried, key=lambda how: self.mean(how, look="quick"))
         if self.mean(best, look="quick") == math.inf:
@@ -207,6 +215,16 @@ class _Search:
                 f"{self._tensors.where}: no variant of it gives numbers"
             )
         return canonical(best)
+
+    def _products(self, start: Computation, names: Sequence[str]) -> list[Computation]:
+        """Every choice of values of some fields, those that compute the same once."""
+        values = [self._findings[name].values for name in names]
+        return list(
+            dict.fromkeys(
+                canonical(replace(start, **dict(zip(names, chosen, strict=True))))
+                for chosen in itertools.product(*values)
+            )
+        )
 
     def _descend(self, how: Computation, names: Sequence[str]) -> Computation:
         """Field by field the best value, until none gets better."""
@@ -360,8 +378,10 @@ def _worse(
 ) -> tuple[float, bool]:
     """By how many nats a variant is worse, and whether that is clear."""
     penalties, base = search.score(other, look=look), search.score(best, look=look)
-    if penalties is None or base is None or not torch.isfinite(penalties).all():
+    if penalties is None or not torch.isfinite(penalties).all():
         return math.inf, True
+    if base is None or not torch.isfinite(base).all():
+        return -math.inf, False  # what is not a model is not better
     difference = penalties - base
     mean = float(difference.mean())
     error = float(difference.std()) / math.sqrt(max(1, min(len(difference), search.distinct)))

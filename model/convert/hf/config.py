@@ -36,6 +36,7 @@ HEADS = ("lm_head.weight", "embed_out.weight")
 
 ROTARY_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 """Values of `model_type` that are Llama's shape with a difference or two."""
+MODEL_TYPES = ("gpt2", "gpt_neox", "opt", *ROTARY_TYPES)
 
 
 def read_huggingface(folder: Path, *, context_length: int | None) -> ForeignModel:
@@ -60,8 +61,8 @@ def read_huggingface(folder: Path, *, context_length: int | None) -> ForeignMode
             config, weights = _rotary(model_type, settings, reader, context_length)
         else:
             raise ConvertError(
-                f"{where}: model_type is {model_type!r}; known are gpt2, gpt_neox, opt, "
-                f"{', '.join(ROTARY_TYPES)}"
+                f"{where}: model_type is {model_type!r}; known are {', '.join(MODEL_TYPES)}. With "
+                "--code or --check its tensors are recognised by their roles"
             )
         weights |= _head(reader, config, weights["token_embedding.weight"])
     except ConfigError as error:

@@ -1,0 +1,57 @@
+"""A textbook model that was really trained, once for a session: what texts are judged by."""
+
+import random
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.model.convert.by_role.textbook import Lecture
+
+LETTERS = "abcdefgh "
+
+
+def sums(words: int, seed: int) -> str:
+    """Words of a small formal language: three letters, and the same three again in reverse."""
+    draw = random.Random(seed)
+    halves = ("".join(draw.choices(LETTERS[:8], k=3)) for _ in range(words))
+    return " ".join(half + half[::-1] for half in halves)
+
+
+def encode(text: str) -> Tensor:
+    return torch.tensor([LETTERS.index(letter) for letter in text])
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A model, and a text of its language that it has not seen."""
+
+    model: Lecture
+    token_ids: list[int]
+
+
+def train(model: Lecture, ids: Tensor, length: int, steps: int = 200) -> None:
+    generator = torch.Generator().manual_seed(0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3)
+    for step in range(steps):
+        for group in optimizer.param_groups:
+            group["lr"] = 4e-3 * min(1.0, (step + 1) / 30, (steps - step) / 100)
+        starts = torch.randint(0, len(ids) - length - 1, (16,), generator=generator)
+        batch = torch.stack([ids[start : start + length + 1] for start in starts])
+        logits, _ = model(batch[:, :-1])
+        loss = F.cross_entropy(logits.transpose(1, 2), batch[:, 1:])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+
+@pytest.fixture(scope="session")
+def trained() -> Trained:
+    """The lecture's model after 200 steps, with scores over the root of the whole width."""
+    torch.manual_seed(3)
+    model = Lecture(whole_width=True, vocab=len(LETTERS), width=32, heads=4, length=24)
+    train(model, encode(sums(3000, seed=1)), 24)
+    model.eval().requires_grad_(False)
+    return Trained(model, encode(sums(200, seed=2)).tolist())

@@ -1,0 +1,265 @@
+"""Map files: drafts that are completed and given back; what is wrong is said by its key."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from model.convert.by_role.build import Built
+from model.convert.by_role.map_file import check_answers, draft, read_map_file, tensor_map
+from model.convert.by_role.read import RoleOptions, read_by_role, recognise_file
+from model.convert.by_role.settle import OpenQuestions
+from model.convert.foreign import ConvertError
+from model.convert.state_file import StateFile
+from tests.model.convert.by_role.schemes import (
+    SCHEMES,
+    Scheme,
+    findings,
+    given_logits,
+    largest_difference,
+    mapped,
+    our_logits,
+    some_ids,
+    state,
+    state_file,
+)
+
+
+def completed(text: str, scheme: Scheme) -> str:
+    """A draft with the right answer in every line of [computation]."""
+    lines = []
+    for line in text.splitlines():
+        if field := re.fullmatch(r"# (\w+) = .*(# (open|assumed).*)", line):
+            value = getattr(scheme.computation, field[1])
+            shown = str(value).lower() if isinstance(value, bool) else repr(value)
+            line = f"{field[1]} = {shown}"
+        lines.append(line)
+    return "\n".join(lines)
+
+
+def logits_of(file: StateFile, map_file: Path) -> torch.Tensor:
+    options = RoleOptions(map_file=read_map_file(map_file))
+    model = read_by_role(recognise_file(file, options))
+    return our_logits(Built(model.config, model.weights, ()), some_ids())
+
+
+@pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES.keys())
+def test_a_completed_draft_brings_the_model_in(scheme: Scheme, tmp_path: Path) -> None:
+    model, path = scheme.model(), tmp_path / "draft.toml"
+    file = state_file(model, settings=scheme.settings)
+    with pytest.raises(OpenQuestions):
+        read_by_role(recognise_file(file, RoleOptions(draft=path)))
+    path.write_text(completed(path.read_text(encoding="utf-8"), scheme), encoding="utf-8")
+    read = read_map_file(path)
+    assert dict(read.names) == scheme.names()
+    assert read.transposed == scheme.transposed
+    difference = largest_difference(logits_of(file, path), given_logits(scheme, model, some_ids()))
+    assert difference < 1e-5
+
+
+def test_a_draft_says_where_the_state_is() -> None:
+    tensors = mapped(SCHEMES["book"].model())
+    assert 'state = "a.model"' in draft("a.model", tensors.map, findings(tensors))
+    assert "state =" not in draft(None, tensors.map, findings(tensors))
+
+
+STRANGE = """
+state = "inner"
+
+[tensors]
+token_embedding.weight = "t"
+positions.weight = "p"
+attention_norm.weight = "l{N}.n"
+attention_norm.bias = "l{N}.nb"
+mlp_norm.weight = "l{N}.n"
+mlp_norm.bias = "l{N}.nb"
+query.weight = "l{N}.h{M}.a"
+key.weight = "l{N}.h{M}.b"
+value.weight = "l{N}.h{M}.c"
+attention_out.weight = "identity"
+mlp_up.weight = "l{N}.x"
+mlp_down.weight = "l{N}.y"
+head.weight = "o"
+
+[computation]
+n_head = 2
+norm_position = "pre"
+final_norm = false
+activation = "relu"
+score_scale = "head_dim"
+residual = "parallel"
+
+[files]
+ignore = ["junk.*", "l{N}.noise"]
+transposed = ["mlp_up", "mlp_down"]
+"""
+
+
+def strange_tensors() -> dict[str, torch.Tensor]:
+    """Names that say nothing: two layers counted from 1, heads with tensors of their own."""
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator)
+
+    tensors = {"t": drawn(11, 8), "p": drawn(6, 8), "o": drawn(11, 8), "junk.a": drawn(3)}
+    for layer in (1, 2):
+        tensors |= {f"l{layer}.n": drawn(8), f"l{layer}.nb": drawn(8), f"l{layer}.noise": drawn(1)}
+        tensors |= {f"l{layer}.h{head}.{k}": drawn(4, 8) for head in (0, 1) for k in "abc"}
+        tensors |= {f"l{layer}.x": drawn(8, 20), f"l{layer}.y": drawn(20, 8)}
+    return tensors
+
+
+def test_names_that_say_nothing_are_mapped_by_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "strange.toml"
+    path.write_text(STRANGE, encoding="utf-8")
+    given, tensors = read_map_file(path), strange_tensors()
+    assert given.state == "inner"
+    file = StateFile(Path("s.pt"), "s.pt", tensors)
+    model = read_by_role(recognise_file(file, RoleOptions(map_file=given)))
+    assert (model.config.n_layer, model.config.n_head, model.config.head_dim) == (2, 2, 4)
+    weights = model.weights
+    queries = torch.cat([tensors["l2.h0.a"], tensors["l2.h1.a"]])
+    assert torch.equal(weights["blocks.1.qkv.weight"][:8], queries)
+    assert torch.equal(weights["blocks.0.mlp_up.weight"], tensors["l1.x"].T)
+    assert torch.equal(weights["blocks.0.mlp_norm.bias"], tensors["l1.nb"])
+    assert torch.equal(weights["blocks.1.attention_out.weight"], torch.eye(8))
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (('ignore = ["junk.*", "l{N}.noise"]', 'ignore = ["junk.*"]'), r"2 tensors .* l1\.noise"),
+        (('ignore = ["junk.*", "l{N}.noise"]', ""), r"3 tensors that play no known role"),
+        (('"l{N}.x"', '"l{N}.z"'), r"mlp_up\.weight is 'l\{N\}\.z', and no tensor has such a name"),
+        (('"t"', '"tt"'), r"lacks 1 tensors of its mapping, the first is tt"),
+    ],
+)
+def test_a_map_that_does_not_fit_the_file_is_refused(
+    change: tuple[str, str], sentence: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "strange.toml"
+    path.write_text(STRANGE.replace(*change), encoding="utf-8")
+    assert STRANGE.replace(*change) != STRANGE
+    file = StateFile(Path("s.pt"), "s.pt", strange_tensors())
+    with pytest.raises(ConvertError, match=sentence):
+        read_by_role(recognise_file(file, RoleOptions(map_file=read_map_file(path))))
+
+
+@pytest.mark.parametrize(
+    ("role", "name"),
+    [
+        ("token_embedding", "t"), ("key", "l{N}.h{M}.b"), ("mlp_up", "l{N}.x"),
+        ("attention_norm", "l{N}.n"), ("mlp_norm", "l{N}.n"),
+    ],
+)  # fmt: skip
+def test_a_map_without_a_role_that_every_gpt_has_is_refused(
+    role: str, name: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "strange.toml"
+    less = STRANGE.replace(f'{role}.weight = "{name}"\n', "")
+    assert less != STRANGE
+    path.write_text(less.replace('["junk.*"', f'["junk.*", "{name}"'), encoding="utf-8")
+    file = StateFile(Path("s.pt"), "s.pt", strange_tensors())
+    with pytest.raises(ConvertError, match=rf"{role}|no norms"):
+        read_by_role(recognise_file(file, RoleOptions(map_file=read_map_file(path))))
+
+
+def test_a_layer_without_a_match_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "strange.toml"
+    path.write_text(STRANGE, encoding="utf-8")
+    tensors = {name: t for name, t in strange_tensors().items() if name != "l2.h1.c"}
+    with pytest.raises(ConvertError, match=r"lacks 1 tensors .* l2\.h1\.c"):
+        recognise_file(
+            StateFile(Path("s.pt"), "s.pt", tensors), RoleOptions(map_file=read_map_file(path))
+        )
+
+
+def test_layers_that_do_not_follow_one_another_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "strange.toml"
+    path.write_text(STRANGE, encoding="utf-8")
+    tensors = {name.replace("l2.", "l3."): t for name, t in strange_tensors().items()}
+    with pytest.raises(ConvertError, match=r"l2\.|l3\."):
+        recognise_file(
+            StateFile(Path("s.pt"), "s.pt", tensors), RoleOptions(map_file=read_map_file(path))
+        )
+
+
+def test_a_map_without_tensors_answers_and_ignores(tmp_path: Path) -> None:
+    """The roles are recognised; what a person knows besides is what the file says."""
+    path = tmp_path / "few.toml"
+    path.write_text(
+        '[computation]\nn_head = 4\nactivation = "gelu"\nscore_scale = "head_dim"\n'
+        'norm_position = "pre"\nfinal_norm = true\n[files]\nignore = ["gadget.*"]\n',
+        encoding="utf-8",
+    )
+    scheme = SCHEMES["nanoGPT"]
+    model = scheme.model()
+    file = StateFile(Path("m.pt"), "m.pt", state(model) | {"gadget.weight": torch.ones(7, 5)})
+    difference = largest_difference(logits_of(file, path), given_logits(scheme, model, some_ids()))
+    assert difference < 1e-5
+    recognised = recognise_file(file, RoleOptions(map_file=read_map_file(path)))
+    assert recognised.findings["n_head"].origin == "n_head in few.toml"
+
+
+def test_flags_come_before_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "few.toml"
+    path.write_text("[computation]\nn_head = 4\n", encoding="utf-8")
+    options = RoleOptions(map_file=read_map_file(path), answers={"n_head": 2})
+    recognised = recognise_file(state_file(SCHEMES["nanoGPT"].model()), options)
+    assert recognised.findings["n_head"].values == (2,)
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("n_head = 4", "unknown section 'n_head'; known are state, tensors, computation, files"),
+        ("tensors = 3", r"tensors is 3; expected a section \[tensors\]"),
+        ("state = 3", "state is 3; expected the key of the state dict"),
+        ("[tensors]\nembeding.weight = 'x'", "unknown role 'embeding'; known are token_embedding"),
+        ("[tensors]\nhead = 'x'", r"head is 'x'; expected head\.weight = NAME"),
+        ("[tensors]\nhead.wait = 'x'", "unknown part of head 'wait'; known are weight, bias"),
+        ("[tensors]\nhead.weight = 3", r"head\.weight is 3; expected a tensor's name"),
+        ("[tensors]\nhead.weight = ''", r"head\.weight is ''; expected a tensor's name"),
+        ("[tensors]\nkey.weight = 'a.{K}'", r"has \['\{K\}'\]; known are \{N\} and \{M\}"),
+        ("[tensors]\nhead.weight = 'a.{N}'", r"\{N\}"),
+        ("[computation]\nheads = 4", "unknown field 'heads'; known are n_head, "),
+        ("[computation]\nactivation = 'mish'", "activation is 'mish'; it must be one of"),
+        ("[computation]\nn_head = 4.0", "n_head is 4.0; it must be an integer above 0"),
+        ("[computation]\nn_head = true", "n_head is True; it must be an integer above 0"),
+        ("[computation]\nfinal_norm = 'yes'", "final_norm is 'yes'; it must be true or false"),
+        ("[computation]\nnorm_eps = -1", "norm_eps is -1; it must be a number above 0"),
+        ("[files]\nignore = 'x'", "ignore is 'x'; expected a list of texts"),
+        ("[files]\nskip = []", r"unknown key of \[files\] 'skip'; known are ignore, transposed"),
+        ("[files]\ntransposed = ['up']", "unknown role in transposed 'up'"),
+        ("[tensors", "is not TOML: "),
+    ],
+)
+def test_what_is_wrong_with_a_map_is_said(text: str, sentence: str, tmp_path: Path) -> None:
+    path = tmp_path / "wrong.toml"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(ConvertError, match=rf"wrong\.toml.*{sentence}"):
+        read_map_file(path)
+
+
+def test_a_file_that_is_missing_or_not_text_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConvertError, match=r"there is no file .*none\.toml"):
+        read_map_file(tmp_path / "none.toml")
+    (tmp_path / "bytes.toml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConvertError, match=r"bytes\.toml is not TOML"):
+        read_map_file(tmp_path / "bytes.toml")
+
+
+def test_whole_numbers_are_numbers_where_one_is_wanted() -> None:
+    assert check_answers("flags", {"rope_theta": 10_000}) == {"rope_theta": 10_000.0}
+
+
+def test_masks_are_left_out_unless_they_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "strange.toml"
+    path.write_text(STRANGE, encoding="utf-8")
+    given = read_map_file(path)
+    tensors = strange_tensors()
+    roles = tensor_map("s.pt", given, tensors, ["t", "extra.mask"])
+    assert set(roles.ignored) == {"extra.mask", "junk.a", "l1.noise", "l2.noise"}
+    assert (roles.first_layer, roles.n_layer, roles.n_head) == (1, 2, 2)

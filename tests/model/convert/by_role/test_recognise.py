@@ -1,0 +1,277 @@
+"""Roles of tensors by their names and shapes, for the schemes of `textbook.py` and for names
+that are put together from what people call the parts."""
+
+import re
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from model.convert.by_role.recognise import is_buffer, recognise
+from model.convert.by_role.tensor_map import MappedTensors, TensorMap, check
+from model.convert.foreign import ConvertError
+from tests.model.convert.by_role.schemes import SCHEMES, Scheme, state
+
+named = pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES.keys())
+
+
+@named
+def test_each_scheme_has_its_roles(scheme: Scheme) -> None:
+    tensors = state(scheme.model())
+    roles = recognise("model.pt", tensors)
+    assert dict(roles.names) == scheme.names()
+    assert (roles.n_layer, roles.first_layer, roles.n_head) == (
+        scheme.n_layer, scheme.first_layer, scheme.heads,
+    )  # fmt: skip
+    assert set(roles.ignored) == scheme.ignored
+    assert roles.transposed == scheme.transposed
+    assert check("model.pt", tensors, roles) == torch.float32
+
+
+@named
+def test_what_is_no_part_of_a_gpt_is_named(scheme: Scheme) -> None:
+    tensors = state(scheme.model())
+    first = next(name for name in scheme.names().values() if "." in name)
+    layers = next((name for name in scheme.names().values() if "{N}" in name), first)
+    inside = (
+        layers.partition("{N}")[0] + "{N}.gadget.weight" if "{N}" in layers else "gadget.weight"
+    )
+    numbers = range(scheme.first_layer, scheme.first_layer + scheme.n_layer)
+    for extra in (
+        {"gadget.weight": torch.ones(7, 5)},
+        {"gadget.weight": torch.ones(11)},
+        {inside.replace("{N}", str(number)): torch.ones(11) for number in numbers},
+    ):
+        with pytest.raises(ConvertError, match=r"gadget\.weight"):
+            check("model.pt", tensors | extra, recognise("model.pt", tensors | extra))
+
+
+IN_LAYERS = [
+    name
+    for name, scheme in SCHEMES.items()
+    if scheme.n_layer > 1 and name != "a list for each kind of part"  # one list is short there
+]
+
+
+@pytest.mark.parametrize("name", IN_LAYERS)
+def test_a_tensor_that_one_layer_lacks_is_named(name: str) -> None:
+    scheme = SCHEMES[name]
+    tensors = state(scheme.model())
+    last = str(scheme.first_layer + scheme.n_layer - 1)
+    for pattern in set(scheme.names().values()):
+        if "{N}" not in pattern:
+            continue
+        lost = pattern.replace("{N}", last).replace("{M}", "1")
+        less = {key: tensor for key, tensor in tensors.items() if key != lost}
+        with pytest.raises(ConvertError, match=re.escape(lost)):
+            check("model.pt", less, recognise("model.pt", less))
+
+
+def test_a_model_without_a_token_embedding_is_refused() -> None:
+    tensors = state(SCHEMES["matrices (in, out)"].model())
+    del tensors["wte.weight"]
+    with pytest.raises(
+        ConvertError, match=r"no token embedding: .* there are wpe\.weight \[16, 32\]"
+    ):
+        recognise("model.pt", tensors)
+
+
+def test_layers_that_differ_in_shape_are_refused() -> None:
+    scheme = SCHEMES["book"]
+    tensors = state(scheme.model())
+    tensors["trf_blocks.1.ff.layers.0.weight"] = torch.ones(40, 32)
+    with pytest.raises(ConvertError, match=r"layers\.0\.weight"):
+        check("model.pt", tensors, recognise("model.pt", tensors))
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_values_that_are_not_finite_are_named(value: float) -> None:
+    tensors = state(SCHEMES["nanoGPT"].model())
+    tensors["transformer.h.1.mlp.c_fc.bias"][3] = value
+    with pytest.raises(ConvertError, match=r"h\.1\.mlp\.c_fc\.bias has NaN or infinite values"):
+        check("model.pt", tensors, recognise("model.pt", tensors))
+
+
+def test_quantized_weights_are_refused() -> None:
+    tensors = state(SCHEMES["nanoGPT"].model())
+    name = "transformer.h.0.mlp.c_fc.weight"
+    tensors |= {name.replace("0", n): torch.ones(128, 32, dtype=torch.int8) for n in "01"}
+    with pytest.raises(ConvertError, match=r"is int8; weights in .* can be imported"):
+        check("model.pt", tensors, recognise("model.pt", tensors))
+
+
+def test_no_gpt_is_said_with_what_is_there() -> None:
+    picture = {"conv1.weight": torch.ones(8, 3, 3, 3), "fc.weight": torch.ones(10, 8)}
+    with pytest.raises(ConvertError, match=r"model\.pt has no layers of a GPT: .* fc\.weight"):
+        recognise("model.pt", picture)
+    with pytest.raises(ConvertError, match=r"has no layers of a GPT: .*no float tensor"):
+        recognise("model.pt", {})
+
+
+def test_a_model_without_attention_is_refused() -> None:
+    """Layers of two matrices: a stack of perceptrons."""
+    tensors = {f"layers.{n}.linear{k}.weight": torch.ones(32, 32) for n in range(3) for k in (1, 2)}
+    with pytest.raises(ConvertError, match="has no layers of a GPT"):
+        recognise("model.pt", tensors | {"emb.weight": torch.ones(29, 32)})
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "buffer"),
+    [
+        ("h.0.attn.bias", torch.ones(1, 1, 6, 6).tril(), True),
+        ("h.0.attn.bias", torch.ones(96), False),
+        ("blocks.0.tril", torch.ones(6, 6).tril(), True),
+        ("blocks.0.attn.future", torch.full((6, 6), -torch.inf).triu(1), True),
+        ("blocks.0.attn.future", torch.ones(6, 6).tril().bool(), True),
+        ("layers.0.self_attn._cos", torch.ones(6, 4), True),
+        ("freqs_cis", torch.ones(6, 4, dtype=torch.complex64), True),
+        ("rotary.inv_freq", torch.ones(4), True),
+        ("position_ids", torch.arange(6)[None], True),
+        ("step", torch.tensor(3), True),
+        ("blocks.0.mlp.up.weight", torch.ones(6, 6), False),
+        ("blocks.0.mlp.up.weight", torch.eye(6), False),
+        ("blocks.0.attn.c_attn.bias", torch.arange(6.0), False),
+        ("pos_enc.pe", torch.ones(1, 6, 4), False),
+    ],
+)
+def test_masks_and_tables_are_told_from_weights(name: str, tensor: Tensor, buffer: bool) -> None:
+    assert is_buffer(name, tensor) is buffer
+
+
+def test_the_tensors_of_a_role_are_taken_the_same_way_in_every_form() -> None:
+    """Heads apart, heads as an axis, and matrices (in, out): the rows that follow are the same."""
+    torch.manual_seed(0)
+    rows = torch.randn(2 * 3, 8)  # 2 heads of 3 channels
+    names = {("query", "weight"): "q.{M}"}
+    apart = {"q.0": rows[:3], "q.1": rows[3:]}
+    as_map = TensorMap(n_layer=1, n_head=2, names=names)  # type: ignore[arg-type]
+    assert torch.equal(MappedTensors("x", apart, as_map).take("query"), rows)
+    axis = {"q": rows.unflatten(0, (2, 3)).mT}  # (H, C, D)
+    as_map = TensorMap(n_layer=1, names={("query", "weight"): "q"}, transposed=frozenset({"query"}))
+    assert torch.equal(MappedTensors("x", axis, as_map).take("query"), rows)
+    assert torch.equal(MappedTensors("x", {"q": rows.T}, as_map).take("query"), rows)
+
+
+# Names put together from synonyms.
+
+EMBEDDINGS = (
+    "wte", "tok_emb", "token_emb", "token_embed", "token_embedding", "token_embedding_table",
+    "token_embeddings", "embed_tokens", "tok_embeddings", "embedding", "word_embeddings",
+)  # fmt: skip
+POSITIONS = ("wpe", "pos_emb", "position_embedding", "position_embedding_table", "pos_embeddings")
+BLOCKS = ("h", "blocks", "layers", "trf_blocks", "transformer_blocks", "decoders", "model.layers")
+ATTENTIONS = ("attn", "att", "attention", "sa", "mha", "mhsa", "self_attn", "mh_attention")
+PROJECTIONS = (
+    ("query", "key", "value"), ("W_q", "W_k", "W_v"), ("Wq", "Wk", "Wv"), ("wq", "wk", "wv"),
+    ("W_query", "W_key", "W_value"), ("q_proj", "k_proj", "v_proj"), ("q", "k", "v"),
+    ("query_layer", "key_layer", "value_layer"), ("to_q", "to_k", "to_v"),
+)  # fmt: skip
+OUTPUTS = (
+    "proj", "c_proj", "out_proj", "projection", "W_o", "Wo", "wo", "o_proj", "out", "fc_out",
+    "compute_output", "dense",
+)  # fmt: skip
+FEED_FORWARDS = ("mlp", "ff", "ffn", "ffwd", "ffnn", "feed_forward")
+PAIRS = (
+    ("c_fc", "c_proj"), ("fc1", "fc2"), ("linear1", "linear2"), ("w1", "w2"), ("up", "down"),
+    ("up_proj", "down_proj"), ("lin_1", "lin_2"), ("first_linear_layer", "second_linear_layer"),
+    ("net.0", "net.2"), ("0", "2"), ("layers.0", "layers.2"), ("fc_in", "fc_out"),
+)  # fmt: skip
+TRIPLES = (
+    ("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"), ("W_gate", "W_up", "W_down"),
+)  # fmt: skip
+NORMS = (
+    ("ln_1", "ln_2"), ("ln1", "ln2"), ("norm1", "norm2"), ("rmsnorm1", "rmsnorm2"),
+    ("input_layernorm", "post_attention_layernorm"), ("attention_norm", "ffn_norm"),
+    ("first_norm_layer", "second_norm_layer"), ("attn_norm", "mlp_norm"), ("norm_1", "norm_2"),
+)  # fmt: skip
+NORM_PARTS = (("weight", "bias"), ("gamma", "beta"), ("scale", "shift"))
+FINALS = ("ln_f", "ln", "norm", "final_norm", "ln_final", "final_norm_layer", "norm_f")
+HEADS = (
+    "lm_head",
+    "head",
+    "out_head",
+    "output",
+    "linear",
+    "vocab_projection",
+    "embed_out",
+    "unembed",
+)
+
+
+@dataclass(frozen=True)
+class Spelling:
+    """A state dict in one choice of words, in some order, and its roles."""
+
+    tensors: dict[str, Tensor]
+    roles: dict[tuple[str, str], str]
+
+
+@st.composite
+def spellings(draw: st.DrawFn) -> Spelling:
+    width, rows, hidden = 12, 17, 20
+    block = draw(st.sampled_from(BLOCKS)) + ".{N}."
+    attention = block + draw(st.sampled_from(ATTENTIONS)) + "."
+    heads = draw(st.sampled_from([0, 3]))
+    inner = attention + (
+        f"{draw(st.sampled_from(('heads', 'attention_heads')))}.{{M}}." if heads else ""
+    )
+    biases = draw(st.booleans())
+    norm_weight, norm_bias = draw(st.sampled_from(NORM_PARTS))
+    roles: dict[tuple[str, str], str] = {}
+    shapes: dict[tuple[str, str], tuple[int, ...]] = {}
+
+    def add(role: str, module: str, *shape: int, bias: bool = False) -> None:
+        roles[role, "weight"], shapes[role, "weight"] = f"{module}.weight", shape
+        if bias:
+            roles[role, "bias"], shapes[role, "bias"] = f"{module}.bias", shape[:1]
+
+    def add_norm(role: str, module: str) -> None:
+        for part, name in (("weight", norm_weight), ("bias", norm_bias)):
+            roles[role, part], shapes[role, part] = f"{module}.{name}", (width,)
+
+    add("token_embedding", draw(st.sampled_from(EMBEDDINGS)), rows, width)
+    if draw(st.booleans()):
+        add("positions", draw(st.sampled_from(POSITIONS)), 9, width)
+    for role, word in zip(
+        ("query", "key", "value"), draw(st.sampled_from(PROJECTIONS)), strict=True
+    ):
+        add(role, inner + word, width // 3 if heads else width, width, bias=biases)
+    add("attention_out", attention + draw(st.sampled_from(OUTPUTS)), width, width, bias=biases)
+    feed_forward = block + draw(st.sampled_from(FEED_FORWARDS)) + "."
+    if draw(st.booleans()):
+        words = draw(st.sampled_from(TRIPLES))
+        add("mlp_gate", feed_forward + words[0], hidden, width, bias=biases)
+        add("mlp_up", feed_forward + words[1], hidden, width, bias=biases)
+        add("mlp_down", feed_forward + words[2], width, hidden, bias=biases)
+    else:
+        up, down = draw(st.sampled_from(PAIRS))
+        add("mlp_up", feed_forward + up, hidden, width, bias=biases)
+        add("mlp_down", feed_forward + down, width, hidden, bias=biases)
+    before_attention, before_mlp = draw(st.sampled_from(NORMS))
+    add_norm("attention_norm", block + before_attention)
+    add_norm("mlp_norm", block + before_mlp)
+    if draw(st.booleans()):
+        add_norm("final_norm", draw(st.sampled_from(FINALS)))
+    if draw(st.booleans()):
+        add("head", draw(st.sampled_from(HEADS)), rows, width, bias=draw(st.booleans()))
+    prefix = draw(st.sampled_from(("", "transformer.", "backbone.", "gpt.decoder.")))
+    roles = {key: prefix + name for key, name in roles.items()}
+    tensors = {
+        name.replace("{N}", str(layer)).replace("{M}", str(head)): torch.ones(shapes[key])
+        for key, name in roles.items()
+        for layer in range(3 if "{N}" in name else 1)
+        for head in range(heads if "{M}" in name else 1)
+    }
+    return Spelling({name: tensors[name] for name in draw(st.permutations(list(tensors)))}, roles)
+
+
+@given(spellings())
+def test_roles_do_not_hang_on_the_choice_of_words_or_their_order(spelling: Spelling) -> None:
+    roles = recognise("model.pt", spelling.tensors)
+    assert dict(roles.names) == spelling.roles
+    assert roles.n_layer == 3
+    assert roles.ignored == ()
+    assert roles.transposed == frozenset()

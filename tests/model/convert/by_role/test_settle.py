@@ -1,0 +1,439 @@
+"""What decides where names do not: the owner's logits, a text that the model was trained for, and
+flags. The text judge meets a model that was trained here (`conftest.py`)."""
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from model.convert.by_role.judge import LogitsJudge, TextJudge, text_judge
+from model.convert.by_role.questions import FIELDS, Finding, canonical
+from model.convert.by_role.read import CheckText, RoleOptions, read_by_role, recognise_file
+from model.convert.by_role.settle import OpenQuestions, Settled, answer, first, settle
+from model.convert.foreign import ConvertError
+from tests.model.convert.by_role import textbook as books
+from tests.model.convert.by_role.conftest import Trained
+from tests.model.convert.by_role.schemes import (
+    SCHEMES,
+    Scheme,
+    built_from,
+    findings,
+    given_logits,
+    mapped,
+    some_ids,
+    state_file,
+)
+
+QUICK: Mapping[str, Mapping[str, Any]] = {
+    "lecture": {},
+    "torch, pre-LN": {},
+    "heads with biases": {},
+    "fused, head by head": {"n_head": 4},
+    "gate and up together, no positions": {"n_head": 4},
+}
+"""Those that `make test` tries, with what their files say; `make test-slow` tries all with nothing
+said."""
+
+
+def logits_judge(scheme: Scheme, model: torch.nn.Module) -> LogitsJudge:
+    ids = some_ids(2, 12)
+    return LogitsJudge(ids, given_logits(scheme, model, ids))
+
+
+def settled_by_logits(scheme: Scheme, model: torch.nn.Module) -> Settled:
+    tensors = mapped(model)
+    judge = logits_judge(scheme, model)
+    return settle(tensors, findings(tensors, scheme.settings), logits=judge, code="its class")
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [*QUICK.items(), *(pytest.param(name, {}, marks=pytest.mark.slow) for name in SCHEMES)],
+)
+def test_logits_pick_what_the_source_computes(name: str, said: Mapping[str, Any]) -> None:
+    scheme = replace(SCHEMES[name], settings={**SCHEMES[name].settings, **said})
+    settled = settled_by_logits(scheme, scheme.model())
+    right = canonical(scheme.computation)
+    unlike = {
+        field: (getattr(settled.computation, field), getattr(right, field))
+        for field in FIELDS
+        if getattr(settled.computation, field) != getattr(right, field)
+    }
+    unlike.pop("context_length", None)  # llama's files do not say it
+    for eps in ("norm_eps", "qk_norm_eps"):
+        ours, theirs = unlike.pop(eps, (0.0, 0.0))
+        assert abs(ours - theirs) < 1e-5  # as far as logits tell
+    assert unlike == {}
+    assert settled.penalty is not None
+    assert settled.penalty < 1e-4
+    assert re.search(r"logits of its class .* largest difference \d", settled.verified)
+
+
+def test_logits_say_how_far_off_the_others_are() -> None:
+    scheme = SCHEMES["heads with biases"]
+    settled = settled_by_logits(scheme, scheme.model())
+    others = {(other.field, other.value): other for other in settled.alternatives}
+    assert others["activation", "gelu"].clear
+    assert others["activation", "gelu"].penalty > 1e-4
+    assert others["norm_position", "pre"].penalty > others["activation", "gelu"].penalty
+    assert settled.origins["activation"] == "agrees with its class"
+    assert settled.origins["n_head"] == "each head has tensors of its own"
+
+
+def test_logits_that_no_variant_gives_are_refused() -> None:
+    """A model with another activation than any known here."""
+    scheme = SCHEMES["heads with biases"]
+    model = scheme.model()
+    for layer in range(2):
+        model.set_submodule(f"decoders.{layer}.ffn.ffn.1", torch.nn.SiLU())
+    sentence = (
+        r"no variant .* gives the logits of its class: the nearest one differs by .*activation"
+    )
+    with pytest.raises(ConvertError, match=sentence):
+        settled_by_logits(scheme, model)
+
+
+def test_log_probabilities_are_as_good_as_logits() -> None:
+    scheme = SCHEMES["heads with biases"]
+    model, ids = scheme.model(), some_ids(2, 12)
+    tensors = mapped(model)
+    log_probs = given_logits(scheme, model, ids).log_softmax(-1)
+    judge = LogitsJudge(ids, log_probs, log_probs=True)
+    settled = settle(tensors, findings(tensors), logits=judge, code="its class")
+    assert settled.computation == canonical(scheme.computation)
+
+
+def test_the_tolerance_grows_with_the_logits() -> None:
+    ids = some_ids(1, 4)
+    assert LogitsJudge(ids, torch.full((1, 4, 29), 2.0)).tolerance == pytest.approx(1e-4)
+    assert LogitsJudge(ids, torch.full((1, 4, 29), 200.0)).tolerance == pytest.approx(1e-3)
+
+
+def test_numbers_that_are_none_are_infinitely_far_off() -> None:
+    scheme = SCHEMES["book"]
+    model = scheme.model()
+    judge = LogitsJudge(some_ids(1, 4), torch.full((1, 4, 29), torch.nan))
+    assert judge(built_from(scheme, model), causal=True, look="quick").tolist() == [math.inf]
+
+
+# A text.
+
+
+def settled_by_text(trained: Trained, **answers: Any) -> Settled:
+    tensors = mapped(trained.model)
+    judge = text_judge(trained.token_ids, 24)
+    assert judge is not None
+    given = answer(findings(tensors), answers)
+    return settle(tensors, given, text=judge, text_name="words.txt")
+
+
+def test_a_text_picks_what_a_trained_model_computes(trained: Trained) -> None:
+    settled = settled_by_text(trained)
+    how = settled.computation
+    assert (how.score_scale, how.activation, how.norm_position) == ("d_model", "relu", "pre")
+    assert (how.final_norm, how.residual, how.embedding_scale) == (True, "sequential", "one")
+    assert (how.norm_eps, how.qk_norm, how.qkv_layout) == (1e-5, "none", "qkv")
+    for field in ("score_scale", "activation", "norm_position", "final_norm"):
+        assert settled.origins[field] == "clearly the lowest loss on words.txt"
+        others = [other for other in settled.alternatives if other.field == field]
+        assert others
+        assert all(other.clear for other in others)
+        assert all(
+            settled.penalty is not None and other.penalty > settled.penalty for other in others
+        )
+    assert re.match(
+        rf"{settled.penalty:.4f} nats per token on words\.txt \(its tokens' frequencies: 2\.1",
+        settled.verified,
+    )
+
+
+def test_the_loss_is_the_textbooks(trained: Trained) -> None:
+    """Cross-entropy of the textbook itself, token by token."""
+    judge = text_judge(trained.token_ids, 24)
+    assert judge is not None
+    built = built_from(SCHEMES["lecture"], trained.model, context_length=24)
+    nats = judge(built, causal=True, look="full")
+    logits, _ = trained.model(judge.windows[:, :-1])
+    expected = -logits.log_softmax(-1).gather(2, judge.windows[:, 1:, None]).flatten()
+    assert nats.shape == expected.shape
+    assert float((nats - expected).abs().max()) < 1e-4
+    few = judge(built, causal=True, look="quick")
+    assert torch.equal(few, nats[: len(few)])
+
+
+def test_a_text_that_is_not_the_models_is_refused(trained: Trained) -> None:
+    noise = torch.randint(0, 9, (2000,), generator=torch.Generator().manual_seed(4))
+    tensors = mapped(trained.model)
+    judge = text_judge(noise.tolist(), 24)
+    sentence = r"no variant predicts noise\.txt better than .* own frequencies .* decides nothing"
+    with pytest.raises(ConvertError, match=sentence):
+        settle(tensors, findings(tensors), text=judge, text_name="noise.txt")
+
+
+def test_what_a_text_cannot_tell_apart_is_said_or_asked(trained: Trained) -> None:
+    """On three tokens of it, score scale and activation stay open: one window has no error bar."""
+    tensors = mapped(trained.model)
+    judge = text_judge(trained.token_ids[:4], 24)
+    assert judge is not None
+    assert len(judge.windows) == 1
+    with pytest.raises(ConvertError, match=r"decides nothing|does not tell these apart"):
+        settle(tensors, findings(tensors), text=judge, text_name="words.txt")
+
+
+def test_two_that_a_text_cannot_tell_apart_are_asked_for(trained: Trained) -> None:
+    """Three windows: the scale shows, the activation does not."""
+    tensors = mapped(trained.model)
+    judge = text_judge(trained.token_ids[:75], 24)
+    given = answer(findings(tensors), {"score_scale": "d_model", "norm_position": "pre"})
+    with pytest.raises(OpenQuestions, match=r"words\.txt does not tell these apart") as refusal:
+        settle(tensors, given, text=judge, text_name="words.txt")
+    assert refusal.value.fields == ("activation",)
+    assert "--activation gelu|gelu_tanh|relu|relu2" in str(refusal.value)
+
+
+def test_an_answer_is_not_tried_again(trained: Trained) -> None:
+    settled = settled_by_text(trained, score_scale="d_model")
+    assert settled.computation.score_scale == "d_model"
+    assert settled.origins["score_scale"] == "--score-scale"
+    assert not [other for other in settled.alternatives if other.field == "score_scale"]
+
+
+def test_windows_cover_a_text_from_end_to_end() -> None:
+    judge = text_judge(list(range(1000)), 16)
+    assert judge is not None
+    assert judge.windows[:, 0].min() == 0
+    assert judge.windows.max() == 999
+    assert torch.equal(judge.windows, judge.windows[:, :1] + torch.arange(17))
+    assert set(judge.windows[:, 1:].flatten().tolist()) == set(range(1, 1000))
+    assert judge.distinct == 999
+    assert text_judge([1, 2], 16) is None
+    short = text_judge([1, 2, 3], 16)
+    assert short is not None
+    assert short.windows.tolist() == [[1, 2, 3]]
+
+
+def test_frequencies_are_those_of_the_text() -> None:
+    judge = TextJudge(torch.tensor([[0, 0, 1, 2]]), distinct=3)
+    assert judge.unigram_nats() == pytest.approx(0.5 * math.log(2) + 0.5 * math.log(4))
+
+
+# No causal mask.
+
+
+@pytest.fixture(scope="module")
+def sees_all() -> books.Multihead:
+    """A model that was trained to name the next letter while it sees it."""
+    torch.manual_seed(0)
+    model = books.Multihead(causal=False, learned=True)
+    generator = torch.Generator().manual_seed(1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
+    for _ in range(150):
+        ids = torch.randint(0, books.VOCAB, (16, 17), generator=generator)
+        logits = model(ids[:, :-1])
+        loss = torch.nn.functional.cross_entropy(logits.transpose(1, 2), ids[:, 1:])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return model.eval().requires_grad_(False)
+
+
+def test_a_model_without_a_mask_is_refused_by_a_text(sees_all: books.Multihead) -> None:
+    tensors = mapped(sees_all)
+    ids = torch.randint(0, books.VOCAB, (3000,), generator=torch.Generator().manual_seed(2))
+    judge = text_judge(ids.tolist(), 16)
+    given = answer(findings(tensors), {"n_head": 4})
+    with pytest.raises(ConvertError, match=r"only where every position sees the whole text .* it "
+                                           r"has no causal mask, so it is not a GPT"):  # fmt: skip
+        settle(tensors, given, text=judge, text_name="letters.txt")
+
+
+# Nothing but the file.
+
+
+def test_open_questions_stop_with_their_flags() -> None:
+    tensors = mapped(SCHEMES["nanoGPT"].model())
+    with pytest.raises(OpenQuestions) as refusal:
+        settle(tensors, findings(tensors))
+    asked = ("n_head", "norm_position", "final_norm", "activation", "score_scale")
+    assert set(refusal.value.fields) == set(asked)
+    message = str(refusal.value)
+    for flag in ("--n-head", "--norm-position pre|post", "--final-norm",
+                 "--activation gelu|gelu_tanh|relu|relu2", "--score-scale head_dim|d_model|none",
+                 "--check TEXT", "--code FILE.py:NAME"):  # fmt: skip
+        assert flag in message
+
+
+def test_answers_leave_nothing_open_and_are_said_to_be_answers() -> None:
+    tensors = mapped(SCHEMES["nanoGPT"].model())
+    answers = {"n_head": 4, "norm_position": "pre", "final_norm": True, "activation": "gelu",
+               "score_scale": "head_dim"}  # fmt: skip
+    settled = settle(tensors, answer(findings(tensors), answers))
+    assert settled.computation == canonical(SCHEMES["nanoGPT"].computation)
+    assert settled.origins["n_head"] == "--n-head"
+    assert settled.origins["norm_eps"].startswith("assumed: ")
+    assert settled.origins["positions"] == "transformer.wpe.weight is added"
+    assert settled.verified.startswith("not compared with the source")
+
+
+def test_a_draft_is_written_where_questions_stay_open(tmp_path: Path) -> None:
+    draft = tmp_path / "draft.toml"
+    file = state_file(SCHEMES["nanoGPT"].model())
+    with pytest.raises(OpenQuestions, match=r"(?s)--n-head .* A draft .*draft\.toml: complete it"):
+        read_by_role(recognise_file(file, RoleOptions(draft=draft)))
+    text = draft.read_text(encoding="utf-8")
+    assert 'qkv.weight = "transformer.h.{N}.attn.c_attn.weight"' in text
+    assert '# activation = "gelu" | "gelu_tanh" | "relu" | "relu2"  # open: ' in text
+    assert 'positions = "learned"  # transformer.wpe.weight is added' in text
+
+
+def test_a_text_that_is_too_short_is_refused() -> None:
+    recognised = recognise_file(state_file(SCHEMES["nanoGPT"].model()), RoleOptions())
+    with pytest.raises(ConvertError, match=r"two\.txt has 2 tokens: too few to check"):
+        read_by_role(recognised, text=CheckText("two.txt", [1, 2]))
+
+
+def test_a_model_that_a_text_settles_is_read_whole(trained: Trained) -> None:
+    """Step, loss and dropout of the file, and what was verified, go along."""
+    settings = {"iter": 200, "val_loss": 1.25, "dropout": 0.2}
+    recognised = recognise_file(state_file(trained.model, settings=settings), RoleOptions())
+    assert recognised.rows == 9
+    lines: list[str] = []
+    text = CheckText("words.txt", trained.token_ids)
+    model = read_by_role(recognised, text=text, log=lines.append)
+    assert (model.step, model.val_loss, model.config.dropout) == (200, 1.25, 0.2)
+    assert model.facts["verified"] in lines[-1]
+    assert model.facts["settled"]["score_scale"].startswith("d_model (clearly the lowest")
+    assert any("stacked into one matrix" in note for note in model.notes)
+
+
+# Answers that the tensors contradict.
+
+
+@pytest.mark.parametrize(
+    ("name", "answers"),
+    [
+        ("nanoGPT", {"norm": "rmsnorm"}),
+        ("MultiheadAttention", {"final_norm": True}),
+        ("MultiheadAttention", {"positions": "learned"}),
+        ("nanoGPT", {"qk_norm": "learned"}),
+        ("nanoGPT", {"activation": "swiglu"}),
+        ("llama2.c", {"activation": "relu"}),
+        ("nanoGPT", {"n_head": 5}),
+        ("nanoGPT", {"context_length": 17}),
+        ("llama, QK-norm", {"n_head": 8}),
+    ],
+)
+def test_an_answer_that_the_tensors_contradict_is_refused(
+    name: str, answers: dict[str, Any]
+) -> None:
+    scheme = SCHEMES[name]
+    fields = ("n_head", "norm", "norm_position", "final_norm", "positions", "activation",
+              "score_scale", "rotary_layout")  # fmt: skip
+    right = {field: getattr(scheme.computation, field) for field in fields}
+    file = state_file(scheme.model(), settings=scheme.settings)
+    read_by_role(recognise_file(file, RoleOptions(answers=right)))
+    with pytest.raises(ConvertError, match=r"model\.pt: "):
+        read_by_role(recognise_file(file, RoleOptions(answers=right | answers)))
+
+
+def test_not_causal_as_an_answer_is_refused() -> None:
+    scheme = SCHEMES["nanoGPT"]
+    answers = {"n_head": 4, "norm_position": "pre", "final_norm": True, "activation": "gelu",
+               "score_scale": "head_dim", "causal": False}  # fmt: skip
+    with pytest.raises(ConvertError, match="causal"):
+        read_by_role(recognise_file(state_file(scheme.model()), RoleOptions(answers=answers)))
+
+
+# What files say by their settings and shapes.
+
+
+def finding(name: str, field: str, settings: dict[str, Any] | None = None) -> Finding:
+    return findings(mapped(SCHEMES[name].model()), settings)[field]
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "field", "value"),
+    [
+        ("nanoGPT", {"n_head": 8}, "n_head", 8),
+        ("nanoGPT", {"num_attention_heads": 2}, "n_head", 2),
+        ("nanoGPT", {"head_size": 16}, "n_head", 2),
+        ("llama, QK-norm", {}, "n_head", 4),
+        ("raw parameters", {}, "n_head", 4),
+        ("lecture", {}, "n_head", 4),
+        ("MultiheadAttention", {"max_len": 500}, "context_length", 500),
+        ("book", {"context_length": 99}, "context_length", 16),
+        ("llama2.c", {"rope_theta": 5e5}, "rope_theta", 5e5),
+        ("llama2.c", {"rms_norm_eps": 1e-6}, "norm", "rmsnorm"),
+        ("llama2.c", {"rms_norm_eps": 1e-6}, "norm_eps", 1e-6),
+        ("nanoGPT", {"activation": "gelu_new"}, "activation", "gelu_tanh"),
+        ("nanoGPT", {"hidden_act": "ReLU"}, "activation", "relu"),
+        ("nanoGPT", {"norm_first": False}, "norm_position", "post"),
+        ("llama2.c", {"qk_norm": True}, "qk_norm", "unit"),
+        ("MultiheadAttention", {}, "score_scale", "head_dim"),
+        ("MultiheadAttention", {}, "final_norm", False),
+        ("lecture", {}, "causal", True),
+        ("gate and up together, no positions", {}, "norm", "rmsnorm"),
+    ],
+)
+def test_what_the_file_says_is_not_asked(
+    name: str, settings: dict[str, Any], field: str, value: Any
+) -> None:
+    said = finding(name, field, settings)
+    assert said.values == (value,)
+    assert said.origin
+
+
+def test_heads_that_shapes_contradict_are_refused() -> None:
+    with pytest.raises(ConvertError, match=r"n_head = 5, and 32 rows .* say --n-head"):
+        finding("nanoGPT", "n_head", {"n_head": 5})
+
+
+def test_an_unknown_activation_is_refused() -> None:
+    with pytest.raises(ConvertError, match="activation is 'mish'; without a gate, known are"):
+        finding("nanoGPT", "activation", {"activation": "mish"})
+
+
+def test_settings_that_are_no_such_thing_are_not_taken() -> None:
+    for value in ("4", 4.0, True, 0, -4, None):
+        assert finding("nanoGPT", "n_head", {"n_head": value}).asked
+    assert finding("nanoGPT", "norm_position", {"norm_first": "yes"}).asked
+
+
+@pytest.mark.parametrize("theta", [10_000.0, 500_000.0, 31_000.0])
+@pytest.mark.parametrize("form", ["inv_freq", "cos", "doubled", "neighbours", "freqs_cis"])
+def test_a_rotary_table_says_theta_layout_and_heads(form: str, theta: float) -> None:
+    """Tables of 8 channels of a head, in the forms that people store."""
+    rates = theta ** (-torch.arange(0, 8, 2, dtype=torch.float64) / 8)
+    angles = torch.outer(torch.arange(64, dtype=torch.float64), rates)
+    name, table = {
+        "inv_freq": ("rotary.inv_freq", rates.float()),
+        "cos": ("layers.0.self_attn._cos", angles.cos().float()),
+        "doubled": ("rope.cos_cached", torch.cat((angles, angles), 1).cos().float()[None, None]),
+        "neighbours": ("rope.cos", angles.repeat_interleave(2, 1).cos().float()),
+        "freqs_cis": ("freqs_cis", torch.polar(torch.ones(64, 4), angles.float())),
+    }[form]
+    scheme = SCHEMES["llama"]
+    file = state_file(scheme.model())
+    said = recognise_file(
+        type(file)(file.path, file.where, {**file.tensors, name: table}), RoleOptions()
+    ).findings
+    assert said["positions"].values == ("rotary",)
+    assert said["n_head"].values == (4,)
+    assert said["rope_theta"].values == (pytest.approx(theta, rel=2e-3),)
+    layout = {"doubled": "half", "neighbours": "interleaved", "freqs_cis": "interleaved"}
+    assert said["rotary_layout"].values[0] == layout.get(form, "half")
+    assert said["rotary_layout"].settled is (form in layout)
+    if form != "inv_freq":
+        assert said["context_length"].values == (64,)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES.keys())
+def test_the_first_values_are_a_whole_computation(scheme: Scheme) -> None:
+    how = first(findings(mapped(scheme.model()), scheme.settings))
+    assert how == canonical(how)
+    assert how.causal

@@ -1,0 +1,97 @@
+"""Names that no table has: what a tensor is shows in where it stands and in its shape."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from model.convert.by_role.recognise import recognise
+from model.convert.by_role.tensor_map import Part, Role, check
+
+ROWS, LENGTH, WIDTH = 50, 16, 32
+
+
+def block(names: Mapping[str, tuple[int, ...]], prefix: str) -> dict[str, Tensor]:
+    return {f"{prefix}{name}": torch.rand(shape) for name, shape in names.items()}
+
+
+def roles(tensors: Mapping[str, Tensor]) -> Mapping[tuple[Role, Part], str]:
+    mapped = recognise("file.pt", tensors)
+    check("file.pt", tensors, mapped)
+    return mapped.names
+
+
+def test_blocks_without_a_word_for_attention() -> None:
+    """A list of pairs: what stands beside the projections is attention's."""
+    names = {
+        "1.net.0.weight": (WIDTH,),
+        "1.net.0.bias": (WIDTH,),
+        "1.net.1.weight": (64, WIDTH),
+        "1.net.4.weight": (WIDTH, 64),
+        "0.norm.weight": (WIDTH,),
+        "0.norm.bias": (WIDTH,),
+        "0.to_qkv.weight": (3 * WIDTH, WIDTH),
+        "0.to_out.0.weight": (WIDTH, WIDTH),
+    }
+    tensors = {
+        "token_emb.weight": torch.rand(ROWS, WIDTH),
+        "pos_emb.weight": torch.rand(LENGTH, WIDTH),
+        **block(names, "layers.0."),
+        **block(names, "layers.1."),
+        "to_logits.weight": torch.rand(ROWS, WIDTH),
+    }
+    found = roles(tensors)
+    assert found["attention_out", "weight"] == "layers.{N}.0.to_out.0.weight"
+    assert found["attention_norm", "weight"] == "layers.{N}.0.norm.weight"
+    assert found["mlp_norm", "weight"] == "layers.{N}.1.net.0.weight"
+    assert found["mlp_down", "weight"] == "layers.{N}.1.net.4.weight"
+
+
+def test_a_norm_at_the_end_of_the_list_of_blocks() -> None:
+    """`nn.Sequential(Block(), Block(), nn.LayerNorm())`, as one lecture has it half way."""
+    names = {
+        "sa.q.weight": (WIDTH, WIDTH),
+        "sa.k.weight": (WIDTH, WIDTH),
+        "sa.v.weight": (WIDTH, WIDTH),
+        "sa.proj.weight": (WIDTH, WIDTH),
+        "ffwd.0.weight": (64, WIDTH),
+        "ffwd.2.weight": (WIDTH, 64),
+        "ln1.weight": (WIDTH,),
+        "ln2.weight": (WIDTH,),
+    }
+    tensors = {
+        "table.weight": torch.rand(ROWS, WIDTH),
+        **block(names, "blocks.0."),
+        **block(names, "blocks.1."),
+        "blocks.2.weight": torch.rand(WIDTH),
+        "blocks.2.bias": torch.rand(WIDTH),
+    }
+    mapped = recognise("file.pt", tensors)
+    assert mapped.n_layer == 2
+    assert mapped.names["final_norm", "weight"] == "blocks.2.weight"
+    assert mapped.names["token_embedding", "weight"] == "table.weight"
+
+
+def test_tables_without_a_telling_name() -> None:
+    """The table that is as large as the head is the tokens', the other one the positions'."""
+    names = {
+        "attention.q.weight": (WIDTH, WIDTH),
+        "attention.k.weight": (WIDTH, WIDTH),
+        "attention.v.weight": (WIDTH, WIDTH),
+        "attention.o.weight": (WIDTH, WIDTH),
+        "mlp.0.weight": (64, WIDTH),
+        "mlp.2.weight": (WIDTH, 64),
+        "ln1.weight": (WIDTH,),
+        "ln2.weight": (WIDTH,),
+    }
+    tensors = {
+        "places.weight": torch.rand(LENGTH, WIDTH),
+        "letters.weight": torch.rand(ROWS, WIDTH),
+        **block(names, "layers.0."),
+        **block(names, "layers.1."),
+        "out.weight": torch.rand(ROWS, WIDTH),
+    }
+    found = roles(tensors)
+    assert found["token_embedding", "weight"] == "letters.weight"
+    assert found["positions", "weight"] == "places.weight"
+    assert found["head", "weight"] == "out.weight"

@@ -1,0 +1,324 @@
+"""Files of torch.save, of every age and in every state: what is read, what is refused, and that no
+code of theirs runs."""
+
+import argparse
+import collections
+import contextlib
+import os
+import pickle
+import sys
+import types
+import zipfile
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from model.convert.foreign import ConvertError
+from model.convert.pt_file import read_plain_pickle, read_pt
+
+KEEP = "model.state_dict()"
+STATE = {"a.weight": torch.arange(6.0).view(2, 3), "a.bias": torch.ones(2)}
+
+
+@dataclass
+class Inner:
+    heads: int = 4
+
+
+@dataclass
+class OwnConfig:
+    n_embd: int = 32
+    inner: Inner = field(default_factory=Inner)
+    names: tuple[str, ...] = ("x",)
+
+
+@dataclass(frozen=True, slots=True)
+class SlottedConfig:
+    n_embd: int = 48
+
+
+class Box(dict[str, Any]):
+    """A dictionary of somebody's own class, as configuration libraries have them."""
+
+
+class OwnModule(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+
+
+class Exploding:
+    """A hostile object: to build it is to call what it says."""
+
+    def __init__(self, *call: Any) -> None:
+        self.call = call
+
+    def __reduce__(self) -> Any:
+        return self.call
+
+
+def saved(path: Path, value: Any, *, old: bool = False) -> Path:
+    torch.save(value, path, _use_new_zipfile_serialization=not old)
+    return path
+
+
+def assert_is_state(tensors: Any) -> None:
+    assert tensors.keys() == STATE.keys()
+    assert all(torch.equal(tensors[name], STATE[name]) for name in STATE)
+
+
+@pytest.mark.parametrize("old", [False, True])
+def test_dictionaries_of_tensors_and_plain_values_are_read(old: bool, tmp_path: Path) -> None:
+    """Also from files that are older than torch 1.6, which are not zip archives."""
+    value = {"model": STATE, "step": 3, "nested": {"list": [1, "x", None], "flag": True}}
+    loaded = read_pt(saved(tmp_path / "m.pt", value, old=old), keep=KEEP)
+    assert_is_state(loaded.pop("model"))
+    assert loaded == {"step": 3, "nested": {"list": [1, "x", None], "flag": True}}
+
+
+def test_a_protocol_that_torch_does_not_read_as_data_is_not_called_code(tmp_path: Path) -> None:
+    torch.save({"model": STATE}, tmp_path / "m.pt", pickle_protocol=3)
+    assert_is_state(read_pt(tmp_path / "m.pt", keep=KEEP)["model"])
+    torch.save({"model": STATE}, tmp_path / "m.pt", pickle_protocol=4)
+    with pytest.raises(ConvertError, match=r"damaged, or .*protocol.* torch\.save\(") as refusal:
+        read_pt(tmp_path / "m.pt", keep=KEEP)
+    assert "code" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("config", "values"),
+    [
+        (OwnConfig(), {"n_embd": 32, "inner": {"heads": 4}, "names": ("x",)}),
+        (argparse.Namespace(n_head=2, lr=0.1), {"n_head": 2, "lr": 0.1}),
+        (types.SimpleNamespace(n_head=2), {"n_head": 2}),
+        (collections.OrderedDict(n_head=2), {"n_head": 2}),
+    ],
+    ids=["dataclass", "Namespace", "SimpleNamespace", "OrderedDict"],
+)
+def test_configurations_of_any_class_are_read_as_their_values(
+    config: Any, values: dict[str, Any], tmp_path: Path
+) -> None:
+    loaded = read_pt(saved(tmp_path / "m.pt", {"model": STATE, "config": config}), keep=KEEP)
+    assert loaded["config"] == values
+    assert_is_state(loaded["model"])
+
+
+@pytest.mark.parametrize(
+    "value",
+    [Path("x/y"), np.float64(1.5), np.arange(3), SlottedConfig(), {1, 2}, complex(1, 2),
+     torch.optim.lr_scheduler.LambdaLR],
+    ids=["Path", "NumPy number", "NumPy array", "slots", "set", "complex", "class"],
+)  # fmt: skip
+def test_what_else_a_training_saves_is_not_in_the_way_of_the_weights(
+    value: Any, tmp_path: Path
+) -> None:
+    path = saved(tmp_path / "m.pt", {"model": STATE, "best": value, "step": 5})
+    loaded = read_pt(path, keep=KEEP)
+    assert_is_state(loaded["model"])
+    assert loaded["step"] == 5
+
+
+@pytest.mark.parametrize("value", [Box(n_head=2), collections.defaultdict(int, n_head=2)])
+def test_dictionaries_of_other_classes_are_refused_by_name(value: Any, tmp_path: Path) -> None:
+    """torch's reader of data fills dict, OrderedDict and Counter alone."""
+    path = saved(tmp_path / "m.pt", {"model": STATE, "config": value})
+    name = f"{type(value).__module__}.{type(value).__name__}"
+    with pytest.raises(ConvertError, match=rf"m\.pt holds {name}.* torch\.save\({KEEP[:5]}"):
+        read_pt(path, keep=KEEP)
+
+
+def test_the_class_of_a_configuration_is_not_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its module is there, and would write a file if it was."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    module = types.ModuleType("gone_project")
+    config = type("GPTConfig", (), {"__module__": "gone_project", "__qualname__": "GPTConfig"})
+    module.GPTConfig = config  # type: ignore[attr-defined]
+    made = config()
+    made.n_head = 8
+    monkeypatch.setitem(sys.modules, "gone_project", module)
+    saved(tmp_path / "m.pt", {"model": STATE, "config": made})
+    monkeypatch.delitem(sys.modules, "gone_project")
+    (tmp_path / "gone_project.py").write_text(
+        "open('imported', 'w').close()\nclass GPTConfig: pass"
+    )
+    loaded = read_pt(tmp_path / "m.pt", keep=KEEP)
+    assert loaded["config"] == {"n_head": 8}
+    assert "gone_project" not in sys.modules
+    assert not Path("imported").exists()
+
+
+def test_reading_leaves_no_class_allowed(tmp_path: Path) -> None:
+    read_pt(saved(tmp_path / "m.pt", {"model": STATE, "config": OwnConfig()}), keep=KEEP)
+    allowed = torch.serialization.get_safe_globals()
+    assert not [entry for entry in allowed if "Attributes" in repr(entry)]
+    with pytest.raises(pickle.UnpicklingError, match="OwnConfig"):
+        torch.load(tmp_path / "m.pt", weights_only=True)
+
+
+@pytest.mark.parametrize("old", [False, True])
+@pytest.mark.parametrize(
+    "call",
+    [
+        (exec, ("open('exploded', 'w').close()",)),
+        (eval, ("open('exploded', 'w').close()",)),
+        (os.mkdir, ("exploded",)),
+        (os.system, ("touch exploded",)),
+        (open, ("exploded", "w")),
+        (Path.touch, (Path("exploded"),)),
+        (Exploding, (), None, iter([Path("exploded").touch])),
+        (getattr, (Path("exploded"), "touch")),
+        (torch.save, ({}, "exploded")),
+        (torch.hub.download_url_to_file, ("file:///etc/hostname", "exploded")),
+    ],
+    ids=["exec", "eval", "mkdir", "system", "open", "touch", "append", "getattr", "save", "hub"],
+)
+def test_no_code_of_a_hostile_file_runs(
+    call: tuple[Any, ...], old: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither in what is refused nor in what is read beside it."""
+    monkeypatch.chdir(tmp_path)
+    saved(tmp_path / "m.pt", {"model": STATE, "config": Exploding(*call)}, old=old)
+    pickled = tmp_path / "plain.pt"
+    pickled.write_bytes(pickle.dumps(Exploding(*call)))
+    for path in (tmp_path / "m.pt", pickled):
+        with contextlib.suppress(ConvertError):
+            assert_is_state(read_pt(path, keep=KEEP)["model"])
+    assert not Path("exploded").exists()
+
+
+def test_the_hostile_call_would_have_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that the test above can fail: without `weights_only` the file is there."""
+    monkeypatch.chdir(tmp_path)
+    saved(tmp_path / "m.pt", {"config": Exploding(os.mkdir, ("exploded",))})
+    torch.load(tmp_path / "m.pt", weights_only=False)
+    assert Path("exploded").is_dir()
+
+
+@pytest.mark.parametrize("old", [False, True])
+def test_a_pickled_module_is_refused_with_the_line_that_saves_its_weights(
+    old: bool, tmp_path: Path
+) -> None:
+    saved(tmp_path / "whole.pt", OwnModule(), old=old)
+    with pytest.raises(ConvertError) as refusal:
+        read_pt(tmp_path / "whole.pt", keep=KEEP)
+    message = str(refusal.value)
+    assert "is a whole pickled module (" in message
+    assert f"{__name__}.OwnModule" in message
+    line = message.partition("save the weights alone: ")[2]
+    assert line == (
+        "torch.save(torch.load('whole.pt', weights_only=False).state_dict(), 'whole-weights.pt')"
+    )
+
+
+@pytest.mark.filterwarnings("ignore")  # the line does not close its file
+def test_the_line_does_save_the_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    module = OwnModule()
+    (tmp_path / "gpt.pkl").write_bytes(pickle.dumps(module))
+    with pytest.raises(ConvertError, match="is a whole pickled module") as refusal:
+        read_pt(tmp_path / "gpt.pkl", keep=KEEP)
+    line = str(refusal.value).partition("save the weights alone: ")[2]
+    exec(line, {"torch": torch, "pickle": pickle})
+    loaded = read_pt(tmp_path / "gpt-weights.pt", keep=KEEP)
+    assert torch.equal(loaded["linear.weight"], module.linear.weight)
+
+
+def test_a_module_beside_the_weights_is_refused_too(tmp_path: Path) -> None:
+    path = saved(tmp_path / "both.pt", {"state": STATE, "model": OwnModule()})
+    with pytest.raises(ConvertError, match=r"OwnModule.*torch\.save\("):
+        read_pt(path, keep=KEEP)
+
+
+def test_what_is_not_a_dictionary_is_named(tmp_path: Path) -> None:
+    for value, kind in (([1, 2], "list"), (torch.ones(3), "Tensor"), (3, "int")):
+        path = saved(tmp_path / "m.pt", value)
+        with pytest.raises(ConvertError, match=f"m.pt holds a {kind}, not a dictionary of tensors"):
+            read_pt(path, keep=KEEP)
+
+
+def halved(raw: bytes) -> bytes:
+    return raw[: len(raw) // 2]
+
+
+DAMAGED: dict[str, tuple[bool, Callable[[bytes], bytes], str]] = {
+    "half a zip": (False, halved, r"\(\d[\d,]* bytes\) is a truncated or damaged zip archive"),
+    "a zip without its end": (
+        False, lambda raw: raw[:-30], "is a truncated or damaged zip archive: copy it again"
+    ),
+    "a zip with other bytes": (
+        False, lambda raw: raw[:40] + bytes(60) + raw[100:], "zip archive|damaged"
+    ),
+    "half an old file": (True, halved, "not to its end|truncated or damaged"),
+    "an old file without its last bytes": (
+        True, lambda raw: raw[:-4], "not to its end|truncated or damaged"
+    ),
+    "nothing": (False, lambda raw: b"", r"\(0 bytes\) is not a file of torch\.save"),
+    "junk": (False, lambda raw: b"\x00\xffjunk" * 99, r"is not a file of torch\.save"),
+    "a web page": (False, lambda raw: b"<!DOCTYPE html><html>" * 9, r"begins with b'<!DO'"),
+    "a pointer": (
+        False, lambda raw: b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\n",
+        r"is not a file of torch\.save: it begins with b'vers'",
+    ),
+    "a text": (
+        False, lambda raw: b"checkpoint of a small model\ntrained in May\nand never again\n",
+        r"is not a file of torch\.save: it begins with b'chec'",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("old", "damage", "sentence"), DAMAGED.values(), ids=DAMAGED.keys())
+def test_damaged_files_are_told_apart(
+    old: bool, damage: Callable[[bytes], bytes], sentence: str, tmp_path: Path
+) -> None:
+    path = saved(tmp_path / "m.pt", {"model": STATE, "step": 3}, old=old)
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(ConvertError, match=rf"m\.pt .*({sentence})"):
+        read_pt(path, keep=KEEP)
+
+
+def test_a_plain_pickle_is_said_to_be_one(tmp_path: Path) -> None:
+    path = tmp_path / "m.pt"
+    path.write_bytes(pickle.dumps({"stoi": {"a": 0}}))
+    with pytest.raises(ConvertError, match=rf"is a pickle that torch\.save did not write.* "
+                                           rf"torch\.save\({KEEP[:5]}.*, 'm\.pt'\)"):  # fmt: skip
+        read_pt(path, keep=KEEP)
+
+
+def test_a_zip_of_something_else_is_refused(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "m.pt", "w") as archive:
+        archive.writestr("readme.txt", "no model")
+    with pytest.raises(ConvertError, match=r"m\.pt"):
+        read_pt(tmp_path / "m.pt", keep=KEEP)
+
+
+def test_a_file_that_is_missing_is_named(tmp_path: Path) -> None:
+    for path in (tmp_path / "none.pt", tmp_path):
+        with pytest.raises(ConvertError, match=f"there is no file {path}"):
+            read_pt(path, keep=KEEP)
+
+
+# Meta files.
+
+
+def test_plain_pickles_are_read_and_others_are_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "meta.pkl"
+    value = {"stoi": {"a": 0}, "list": [1, 2.5, None, True, b"x", ("t",)], "set": {3}}
+    path.write_bytes(pickle.dumps(value))
+    assert read_plain_pickle(path) == value
+    for hostile in (Exploding(os.mkdir, ("exploded",)), Exploding(exec, ("open('exploded','w')",))):
+        path.write_bytes(pickle.dumps({"stoi": {}, "x": hostile}))
+        with pytest.raises(ConvertError, match=r"it names .*, and to build that would run code"):
+            read_plain_pickle(path)
+    assert not Path("exploded").exists()

@@ -1,0 +1,270 @@
+"""Files of weights as trainings leave them: how the state dict is wrapped, where the numbers are,
+and which file of a folder is meant."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from model.convert.foreign import ConvertError
+from model.convert.state_file import collect_settings, find_state_file, read_state_file
+
+STATE: dict[str, Tensor] = {
+    "emb.weight": torch.arange(12.0).view(4, 3),
+    "h.0.a.weight": torch.ones(3, 3),
+    "h.0.b.weight": torch.full((3, 3), 2.0),
+    "h.0.b.bias": torch.zeros(3),
+    "head.weight": torch.full((4, 3), 3.0),
+}
+OTHER = {name: tensor + 100 for name, tensor in STATE.items()}
+
+
+def saved(path: Path, value: Any) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    torch.save(value, path)
+    return path
+
+
+def assert_is_state(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor] = STATE) -> None:
+    assert list(tensors) == list(expected)
+    assert all(torch.equal(tensors[name], expected[name]) for name in expected)
+
+
+def optimizer_state() -> dict[str, Any]:
+    """Of a real optimizer that has made a step: tensors by number, and settings."""
+    parameters = [nn.Parameter(tensor.clone()) for tensor in STATE.values()]
+    optimizer = torch.optim.AdamW(parameters)
+    sum(parameter.sum() for parameter in parameters).backward()  # type: ignore[union-attr]
+    optimizer.step()
+    return optimizer.state_dict()
+
+
+@pytest.mark.parametrize(
+    "key",
+    ["", "model", "model_state", "model_state_dict", "state_dict", "net", "weights", "params",
+     "gpt", "generator.weights", "checkpoint.model", "a.b.c"],
+)  # fmt: skip
+def test_a_state_dict_is_found_however_it_is_wrapped(key: str, tmp_path: Path) -> None:
+    value: Any = STATE
+    for part in reversed(key.split(".") if key else []):
+        value = {part: value, "step": 7, "optimizer": optimizer_state()}
+    file = read_state_file(saved(tmp_path / "m.pt", value))
+    assert_is_state(file.tensors)
+    assert file.state == (key or None)
+    assert file.where == (f"{tmp_path / 'm.pt'} ({key})" if key else str(tmp_path / "m.pt"))
+    assert file.settings.get("step") == (7 if key else None)
+
+
+@pytest.mark.parametrize("beside", ["ema", "model_ema", "ema_model", "best", "average"])
+def test_the_model_is_taken_where_an_average_stands_beside_it(beside: str, tmp_path: Path) -> None:
+    for value in ({beside: OTHER, "model": STATE}, {"model": STATE, beside: OTHER},
+                  {beside: {"shadow": OTHER}, "state_dict": STATE}):  # fmt: skip
+        assert_is_state(read_state_file(saved(tmp_path / "m.pt", value)).tensors)
+
+
+def test_two_that_are_as_likely_are_asked_for(tmp_path: Path) -> None:
+    path = saved(tmp_path / "m.pt", {"student": STATE, "teacher": OTHER, "step": 1})
+    with pytest.raises(ConvertError, match=r"holds 2 state dicts: student, teacher; say in a --map "
+                                           r"file which is meant"):  # fmt: skip
+        read_state_file(path)
+    assert_is_state(read_state_file(path, state="teacher").tensors, OTHER)
+    assert read_state_file(path, state="teacher").state == "teacher"
+    with pytest.raises(
+        ConvertError, match="no state dict under 'pupil'; there are 'student', 'tea"
+    ):
+        read_state_file(path, state="pupil")
+
+
+def test_a_key_is_named_with_dots(tmp_path: Path) -> None:
+    path = saved(tmp_path / "m.pt", {"run": {"student": STATE, "teacher": OTHER}})
+    assert_is_state(read_state_file(path, state="run.teacher").tensors, OTHER)
+
+
+def test_a_file_without_a_state_dict_is_described(tmp_path: Path) -> None:
+    path = saved(tmp_path / "m.pt", {"step": 3, "losses": [1.0], "x": torch.ones(2)})
+    held = r"it holds step \(int\), losses \(list\), x \(Tensor\)"
+    with pytest.raises(ConvertError, match=rf"no state dict .* {held}"):
+        read_state_file(path)
+    with pytest.raises(ConvertError, match=r"no state dict .*optimizer"):
+        read_state_file(saved(tmp_path / "m.pt", {"optimizer": optimizer_state()}))
+
+
+@pytest.mark.parametrize(
+    "prefix", ["_orig_mod.", "module.", "module._orig_mod.", "_orig_mod.module."]
+)
+def test_names_lose_what_wrappers_add(prefix: str, tmp_path: Path) -> None:
+    wrapped = {prefix + name: tensor for name, tensor in STATE.items()}
+    assert_is_state(read_state_file(saved(tmp_path / "m.pt", wrapped)).tensors)
+    save_file(wrapped, tmp_path / "m.safetensors")
+    assert set(read_state_file(tmp_path / "m.safetensors").tensors) == set(STATE)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch, in its own compiler
+def test_the_names_of_torchs_wrappers_are_those(tmp_path: Path) -> None:
+    """A real compiled module in a real DataParallel."""
+    model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(4)))
+    state = nn.DataParallel(torch.compile(model)).state_dict()  # type: ignore[type-var]
+    assert next(iter(state)).startswith("module._orig_mod.")
+    file = read_state_file(saved(tmp_path / "m.pt", state))
+    assert set(file.tensors) == set(model.state_dict())
+
+
+def test_a_name_with_and_without_a_prefix_is_refused(tmp_path: Path) -> None:
+    both = STATE | {"module.emb.weight": torch.ones(4, 3)}
+    with pytest.raises(ConvertError, match=r"holds emb\.weight twice, with and without a prefix"):
+        read_state_file(saved(tmp_path / "m.pt", both))
+
+
+# Settings.
+
+
+def test_numbers_are_collected_from_all_sections(tmp_path: Path) -> None:
+    value = {
+        "model": STATE,
+        "config": {"n_embd": 3, "train": {"lr": 0.1, "deep": {"flag": True}}, "act": "relu"},
+        "iter_num": 9,
+        "losses": [1.0, 2.0],
+        "optimizer": optimizer_state(),
+        "stoi": {"a": 0},
+    }
+    file = read_state_file(saved(tmp_path / "m.pt", value))
+    wanted = {"n_embd": 3, "lr": 0.1, "flag": True, "act": "relu", "iter_num": 9}
+    assert wanted.items() <= file.settings.items()
+    assert not {"betas", "eps", "weight_decay", "losses"} & set(file.settings)
+    assert set(file.contents) == {"config", "iter_num", "losses", "stoi"}
+
+
+def test_the_models_own_section_counts() -> None:
+    for contents in (
+        {"train": {"dim": 1}, "model_args": {"dim": 2}},
+        {"model_args": {"dim": 2}, "train": {"dim": 1}},
+        {"dim": 1, "config": {"model": {"dim": 2}}},
+    ):
+        assert collect_settings(contents)["dim"] == 2
+
+
+def test_a_vocabulary_is_not_taken_for_settings(tmp_path: Path) -> None:
+    """Its words may be called like settings."""
+    stoi = {"n_head": 3, "dropout": 7} | {f"word {n}": n for n in range(300)}
+    value = {"model": STATE, "stoi": stoi, "config": {"n_head": 4}}
+    assert read_state_file(saved(tmp_path / "m.pt", value)).settings == {"n_head": 4}
+    value = {"stoi": stoi, "model": STATE, "config": {"n_head": 4}}
+    assert read_state_file(saved(tmp_path / "m.pt", value)).settings == {"n_head": 4}
+
+
+@pytest.mark.parametrize("name", ["config.json", "model_config.json", "args.json", "params.json"])
+def test_numbers_beside_the_file_are_read(name: str, tmp_path: Path) -> None:
+    save_file(STATE, tmp_path / "model.safetensors")
+    (tmp_path / name).write_text(json.dumps({"n_head": 4, "model": {"dim": 8}}))
+    assert read_state_file(tmp_path / "model.safetensors").settings == {"n_head": 4, "dim": 8}
+
+
+def test_what_the_file_says_counts_more_than_what_stands_beside_it(tmp_path: Path) -> None:
+    saved(tmp_path / "m.pt", {"model": STATE, "config": {"n_head": 4}})
+    (tmp_path / "config.json").write_text(json.dumps({"n_head": 2, "n_layer": 1}))
+    assert read_state_file(tmp_path / "m.pt").settings == {"n_head": 4, "n_layer": 1}
+
+
+@pytest.mark.parametrize("text", ["{", "[" * 100_000, '{"a": '])
+def test_a_broken_file_beside_the_weights_is_named(text: str, tmp_path: Path) -> None:
+    saved(tmp_path / "m.pt", STATE)
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ConvertError, match=r"config\.json, beside the weights, is not JSON"):
+        read_state_file(tmp_path / "m.pt")
+
+
+def test_a_list_beside_the_weights_says_nothing(tmp_path: Path) -> None:
+    saved(tmp_path / "m.pt", STATE)
+    (tmp_path / "config.json").write_text("[1, 2]")
+    assert read_state_file(tmp_path / "m.pt").settings == {}
+
+
+SCALARS = st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=3)
+SECTIONS = st.recursive(
+    st.dictionaries(st.text(min_size=1, max_size=3), SCALARS, max_size=4),
+    lambda inner: st.dictionaries(st.text(min_size=1, max_size=3), SCALARS | inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@given(SECTIONS)
+def test_settings_are_values_of_the_sections_and_nothing_else(contents: dict[str, Any]) -> None:
+    pairs: set[tuple[str, str]] = set()
+
+    def walk(values: Mapping[str, Any]) -> None:
+        for key, value in values.items():
+            if isinstance(value, Mapping):
+                walk(value)
+            else:
+                pairs.add((key, repr(value)))
+
+    walk(contents)
+    assert {(key, repr(value)) for key, value in collect_settings(contents).items()} <= pairs
+
+
+# Files and folders.
+
+
+def test_safetensors_are_read(tmp_path: Path) -> None:
+    save_file(STATE, tmp_path / "m.safetensors")
+    file = read_state_file(tmp_path / "m.safetensors")
+    assert set(file.tensors) == set(STATE)
+    assert all(torch.equal(file.tensors[name], STATE[name]) for name in STATE)
+    assert file.contents == {}
+
+
+@pytest.mark.parametrize("damage", [lambda raw: raw[:-8], lambda raw: b"", lambda raw: b"x" * 99])
+def test_damaged_safetensors_are_named(damage: Any, tmp_path: Path) -> None:
+    path = tmp_path / "m.safetensors"
+    save_file(STATE, path)
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(ConvertError, match=r"m\.safetensors is not a complete safetensors file"):
+        read_state_file(path)
+
+
+def test_missing_files_are_named(tmp_path: Path) -> None:
+    for name in ("m.safetensors", "m.pt"):
+        with pytest.raises(ConvertError, match=f"there is no file .*{name}"):
+            read_state_file(tmp_path / name)
+
+
+@pytest.mark.parametrize("suffix", [".pt", ".pth", ".bin", ".ckpt", ".safetensors"])
+@pytest.mark.parametrize("below", ["", "out", "a/b"])
+def test_the_one_file_of_weights_in_a_folder_is_found(
+    suffix: str, below: str, tmp_path: Path
+) -> None:
+    path = tmp_path / below / f"model{suffix}"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.touch()
+    (tmp_path / "notes.txt").touch()
+    (tmp_path / "folder.pt").mkdir()
+    assert find_state_file(tmp_path) == path
+
+
+def test_the_nearest_file_counts(tmp_path: Path) -> None:
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "model.pt").touch()
+    (tmp_path / "model.pt").touch()
+    assert find_state_file(tmp_path) == tmp_path / "model.pt"
+
+
+def test_several_files_are_asked_for(tmp_path: Path) -> None:
+    (tmp_path / "b.pt").touch()
+    (tmp_path / "a.ckpt").touch()
+    with pytest.raises(ConvertError, match=r"holds 2 files of weights: a\.ckpt, b\.pt; name one"):
+        find_state_file(tmp_path)
+
+
+def test_a_folder_without_weights_is_described(tmp_path: Path) -> None:
+    with pytest.raises(ConvertError, match=r"no file of weights \(\.pt, .*\); it holds nothing"):
+        find_state_file(tmp_path)
+    (tmp_path / "train.py").touch()
+    with pytest.raises(ConvertError, match=r"it holds train\.py"):
+        find_state_file(tmp_path)
