@@ -94,6 +94,7 @@ def import_model(
         rows=opened.rows,
         skip_normalizer=skip_normalizer,
         unused_rows=unused_rows,
+        text=check,
     )
     text = None if check is None else _check_text(check, vocabulary)
     if isinstance(opened, Recognised):

@@ -34,6 +34,7 @@ def choose_vocabulary(
     rows: int,
     skip_normalizer: bool = False,
     unused_rows: bool = False,
+    text: Path | None = None,
 ) -> ForeignTokenizer:
     """The vocabulary of a model with `rows` rows of the embedding, padding included.
 
@@ -43,6 +44,8 @@ def choose_vocabulary(
     facts            of the source; "dataset" names nanoGPT's data folder
     skip_normalizer  leave out the normalizer of a tokenizer.json
     unused_rows      there may be fewer ids than rows
+    text             one that the model will be tried on: where there is no vocabulary, and the text
+                     has exactly as many different characters as the model ids, these are it
 
     Raises ConvertError where there is none, where several disagree, and where the number of ids
     does not fit the rows.
@@ -57,9 +60,14 @@ def choose_vocabulary(
             candidates, in_vain = vocabularies_beside(
                 folder, _dataset(facts), skip_normalizer=skip_normalizer
             )
-        if not candidates:
+        if candidates:
+            chosen = _one_of(candidates, rows, stated, unused_rows)
+        elif text is not None and _count_characters(text) == ids_of(rows, stated):
+            chosen = named_vocabulary(
+                f"characters:{text}", ids=ids_of(rows, stated), skip_normalizer=False
+            )
+        else:
             raise _none_found(folder, rows, contents, in_vain)
-        chosen = _one_of(candidates, rows, stated, unused_rows)
     hold_against_rows(
         chosen.vocabulary, chosen.where, rows=rows, stated=stated, unused_rows=unused_rows
     )
@@ -109,6 +117,14 @@ def _same(one: ForeignTokenizer, other: ForeignTokenizer) -> bool:
         second.special_tokens,
         other.order,
     )
+
+
+def _count_characters(text: Path) -> int | None:
+    """How many different characters a text has; None where it cannot be read."""
+    try:
+        return len(set(text.read_text(encoding="utf-8")))
+    except (OSError, UnicodeDecodeError):
+        return None
 
 
 def _dataset(facts: Mapping[str, Any]) -> str | None:

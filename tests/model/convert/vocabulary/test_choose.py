@@ -353,6 +353,21 @@ def test_the_sorted_characters_of_a_text(tmp_path: Path) -> None:
     assert exact.tokenizer.encode("\r\n") == [raw.index("\r"), raw.index("\n")]
 
 
+def test_the_text_to_check_with_is_the_vocabulary_where_there_is_no_other(tmp_path: Path) -> None:
+    """Its loss says soon enough whether it was; only a text with as many characters is tried."""
+    text = tmp_path / "elsewhere.txt"
+    text.write_text("".join(CHARACTERS) * 2, encoding="utf-8")
+    found = chosen(folder=tmp_path / "empty", text=text)
+    check_characters(found)
+    assert f"the characters of {text}" in found.notes[0]
+    inside = chosen(contents={"itos": CHARACTERS[::-1]}, text=text)
+    assert inside.tokenizer.encode("a") == [CHARACTERS[::-1].index("a")], "the file's own first"
+    with pytest.raises(ConvertError, match="has no vocabulary"):
+        chosen(folder=tmp_path / "empty", text=text, rows=len(CHARACTERS) + 1)
+    with pytest.raises(ConvertError, match="has no vocabulary"):
+        chosen(folder=tmp_path / "empty", text=tmp_path / "missing.txt")
+
+
 def test_a_text_with_other_characters_is_refused_with_the_way_out(tmp_path: Path) -> None:
     (tmp_path / "input.txt").write_text("abc", encoding="utf-8")
     named = f"characters:{tmp_path / 'input.txt'}"
