@@ -7,7 +7,7 @@ float32 over weights that `build.py` made. Do not choose: see `settle.py`.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
 import torch
@@ -21,6 +21,8 @@ from model.transformer.gpt import GPT
 Look = Literal["quick", "full", "thorough"]
 TOKENS: Mapping[Look, int] = {"quick": 768, "full": 8192, "thorough": 65536}
 """Of a text that are predicted, at most."""
+LOOK_SECONDS: Mapping[Look, float] = {"quick": 0.5, "full": 3.0, "thorough": 15.0}
+"""About how long one look may take: of large models fewer tokens are predicted."""
 WINDOW_TOKENS = 128
 
 
@@ -62,15 +64,25 @@ class TextJudge:
     """The loss on windows (W, T + 1) of a text's ids.
 
     distinct   tokens of the text that are predicted, where windows overlap each once
+    tokens     how many are predicted in a look
     """
 
     windows: Tensor
     distinct: int
+    tokens: Mapping[Look, int] = field(default_factory=lambda: TOKENS)
+
+    def at_speed(self, seconds_per_token: float) -> "TextJudge":
+        """The same judge, with as many tokens in each look as there is time for."""
+        tokens = {
+            look: max(WINDOW_TOKENS, min(most, int(LOOK_SECONDS[look] / seconds_per_token)))
+            for look, most in TOKENS.items()
+        }
+        return replace(self, tokens=tokens)
 
     def __call__(self, built: Built, *, causal: bool, look: Look) -> Tensor:
         """Nats of each token (W * T,)."""
         length = self.windows.shape[1] - 1
-        windows = self.windows[: max(1, TOKENS[look] // length)]
+        windows = self.windows[: max(1, self.tokens[look] // length)]
         gpt, losses = open_gpt(built), []
         for batch in windows.split(max(1, 1024 // length)):
             logits = logits_of(gpt, batch[:, :-1], causal=causal)  # (B, T, V)

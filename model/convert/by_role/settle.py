@@ -284,6 +284,7 @@ def _by_text(
     tensors: MappedTensors, findings: Findings, judge: TextJudge, text_name: str
 ) -> Settled:
     """The variant with clearly the lowest loss on a text."""
+    judge = _at_its_speed(tensors, findings, judge)
     search = _Search(tensors, findings, judge)
     best = _conventional(search, search.best(), findings)
     best = _polish(search, best)
@@ -342,6 +343,19 @@ def _by_text(
         penalty=loss,
         alternatives=alternatives,
     )
+
+
+def _at_its_speed(tensors: MappedTensors, findings: Findings, judge: TextJudge) -> TextJudge:
+    """The judge with looks that take seconds for a model of this size, not minutes."""
+    try:
+        built = build(tensors, first(findings))
+        for _ in range(2):  # the first one also pays for what torch does once
+            began = time.monotonic()
+            penalties = judge(built, causal=True, look="quick")
+            seconds = time.monotonic() - began
+    except (ConfigError, ConvertError):  # another variant may be one
+        return judge
+    return judge.at_speed(max(1e-6, seconds / len(penalties)))
 
 
 def compared_with_chance(loss: float, chance: float, text_name: str) -> str:

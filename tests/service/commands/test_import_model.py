@@ -26,7 +26,7 @@ def test_there_and_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
         "theirs is a model of Hugging Face llama\n"
         "the vocabulary of 382 ids is from theirs/tokenizer.json\n"
         "ours: 2 layers, width 32, context 48, vocabulary 382\n\n"
-        "serve it:  logitd serve --checkpoint ours\n",
+        "serve it:  logitd serve ours\n",
         "",
     )
     info = read_checkpoint(tmp_path / "ours")

@@ -90,7 +90,7 @@ def test_what_differs_between_runs(runs: Path) -> None:
     found = differences([summarise(runs / "whole"), summarise(runs / "broken")])
     assert found["d_model"] == (32, 16)
     assert found["checkpoint_every"] == (12, 100)
-    assert set(found) == {"d_model", "d_ff", "head_dim", "checkpoint_every"}
+    assert set(found) == {"d_model", "d_ff", "head_dim", "rotary_dim", "checkpoint_every"}
 
 
 def test_a_run_that_has_written_nothing_yet(copy: Path) -> None:
