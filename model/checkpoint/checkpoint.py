@@ -311,7 +311,8 @@ def _check_finite(where: Path, tensor: StoredTensor, elements: Tensor) -> None:
 
 def _read_document(path: Path) -> dict[str, Any]:
     if not path.is_dir():
-        raise CheckpointError(f"there is no checkpoint directory at {path}")
+        problem = "is not a directory" if path.exists() else "does not exist"
+        raise CheckpointError(f"{path} {problem}; expected the directory of a checkpoint")
     try:
         document = json.loads((path / CONFIG).read_text(encoding="utf-8"))
     except FileNotFoundError as error:

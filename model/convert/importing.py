@@ -173,7 +173,7 @@ def _open(
     if source.is_file() and source.name in PUBLISHED_FILES:
         source = source.parent
     if not source.exists():
-        raise ConvertError(f"there is no file or folder {source}")
+        raise ConvertError(f"{source} does not exist")
     if not roles.given:
         published = _read_published(source, context_length, by_role_else=checked)
         if published is not None:

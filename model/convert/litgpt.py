@@ -95,7 +95,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise ConvertError(f"there is no file {path}; it says what {WEIGHTS} is") from error
+        raise ConvertError(f"{path} does not exist; it says what {WEIGHTS} is") from error
     except (yaml.YAMLError, ValueError) as error:
         raise ConvertError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
     if not isinstance(values, dict):

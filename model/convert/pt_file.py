@@ -49,7 +49,7 @@ def read_pt(path: Path, *, keep: str) -> dict[str, Any]:
     ConvertError.
     """
     if not path.is_file():
-        raise ConvertError(f"there is no file {path}")
+        raise ConvertError(f"{path} {'is not a file' if path.exists() else 'does not exist'}")
     zipped = zipfile.is_zipfile(path)
     try:
         loaded = _load(path, zipped)
@@ -173,7 +173,7 @@ def read_plain_pickle(path: Path) -> Any:
         with path.open("rb") as file:
             return _attributes(_PlainUnpickler(file, encoding="utf-8").load())
     except FileNotFoundError as error:
-        raise ConvertError(f"there is no file {path}") from error
+        raise ConvertError(f"{path} does not exist") from error
     except ConvertError:
         raise
     except Exception as error:  # as many kinds as there are ways to break a pickle

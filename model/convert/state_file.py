@@ -89,7 +89,7 @@ def _read_safetensors(path: Path) -> dict[str, Tensor]:
         with safe_open(path, framework="pt") as opened:
             return {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
     except FileNotFoundError as error:
-        raise ConvertError(f"there is no file {path}") from error
+        raise ConvertError(f"{path} does not exist") from error
     except (SafetensorError, OSError) as error:
         raise ConvertError(f"{path} is not a complete safetensors file: {error}") from error
 

@@ -244,7 +244,10 @@ def test_a_failed_step_is_an_error_of_its_requests(
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"checkpoint": "nowhere"}, "there is no checkpoint directory at nowhere"),
+        (
+            {"checkpoint": "nowhere"},
+            "nowhere does not exist; expected the directory of a checkpoint",
+        ),
         ({"device": "abacus"}, "'abacus'"),
         ({"kernels": "native"}, "kernels is native, but"),
         ({"slots": 0}, "slots is 0; at least 1 is needed"),

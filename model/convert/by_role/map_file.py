@@ -59,7 +59,7 @@ def read_map_file(path: Path) -> MapFile:
     try:
         document = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise ConvertError(f"there is no file {path}") from error
+        raise ConvertError(f"{path} does not exist") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConvertError(f"{path} is not TOML: {error}") from error
     _check_known(path, document, SECTIONS, "section")

@@ -53,7 +53,7 @@ def parse_owner_code(text: str) -> OwnerCode:
         )
     file = Path(f"{path}.py")
     if not file.is_file():
-        raise ConvertError(f"there is no file {file}")
+        raise ConvertError(f"{file} is not a file; expected --code FILE.py:NAME")
     return OwnerCode(file, expression.strip())
 
 

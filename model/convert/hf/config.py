@@ -83,7 +83,7 @@ def read_object(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise ConvertError(f"there is no file {path}") from error
+        raise ConvertError(f"{path} does not exist") from error
     except (ValueError, RecursionError) as error:
         raise ConvertError(f"{path} is not JSON: {error}") from error
     if not isinstance(found, dict):
@@ -137,7 +137,7 @@ def _safetensors(path: Path) -> dict[str, Callable[[], Tensor]]:
     try:
         opened: Any = safe_open(path, framework="pt")
     except FileNotFoundError as error:
-        raise ConvertError(f"there is no file {path}") from error
+        raise ConvertError(f"{path} does not exist") from error
     except (SafetensorError, OSError) as error:
         raise ConvertError(f"{path} is not a complete safetensors file: {error}") from error
 

@@ -351,9 +351,9 @@ def refuse(path: Path, sentence: str) -> None:
 
 
 def test_no_directory(tmp_path: Path) -> None:
-    refuse(tmp_path / "none", "there is no checkpoint directory at {path}")
+    refuse(tmp_path / "none", "{path} does not exist; expected the directory of a checkpoint")
     (tmp_path / "file").write_text("")
-    refuse(tmp_path / "file", "there is no checkpoint directory at {path}")
+    refuse(tmp_path / "file", "{path} is not a directory; expected the directory of a checkpoint")
 
 
 @pytest.mark.parametrize("name", [WEIGHTS, RANKS])

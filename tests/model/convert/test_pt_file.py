@@ -301,8 +301,8 @@ def test_a_zip_of_something_else_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_file_that_is_missing_is_named(tmp_path: Path) -> None:
-    for path in (tmp_path / "none.pt", tmp_path):
-        with pytest.raises(ConvertError, match=f"there is no file {path}"):
+    for path, problem in ((tmp_path / "none.pt", "does not exist"), (tmp_path, "is not a file")):
+        with pytest.raises(ConvertError, match=f"{path} {problem}"):
             read_pt(path, keep=KEEP)
 
 

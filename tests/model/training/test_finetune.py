@@ -276,7 +276,7 @@ def test_a_longer_context_may_scale_the_positions(tune: Tune) -> None:
         ({"vocab_size": 300}, "vocab_size 300 was given, but the checkpoint has 257"),
         ({"tokenizer": "own"}, "tokenizer 'own' was given beside --from"),
         ({"init": "gpt2"}, "init 'gpt2' was given beside --from"),
-        ({"from_checkpoint": Path("nowhere")}, "--from: there is no checkpoint directory"),
+        ({"from_checkpoint": Path("nowhere")}, "--from: nowhere does not exist"),
         ({"from_checkpoint": None, "lora": 2}, "lora was given, but no checkpoint to adapt"),
         ({"lora_alpha": 2.0}, "lora_alpha goes with --lora"),
         (

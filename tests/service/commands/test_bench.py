@@ -224,7 +224,9 @@ def test_what_cannot_run_is_refused(
 
 
 def test_a_checkpoint_that_is_not_there_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "there is no checkpoint directory at nowhere" in refused(capsys, Path("nowhere"))
+    assert "nowhere does not exist; expected the directory of a checkpoint" in refused(
+        capsys, Path("nowhere")
+    )
 
 
 def test_the_default_prompt_leaves_room_for_the_tokens(

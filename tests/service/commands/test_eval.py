@@ -75,7 +75,7 @@ def test_a_person_reads_the_same(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["nowhere"], "there is no checkpoint directory at nowhere"),
+        (["nowhere"], "nowhere does not exist; expected the directory of a checkpoint"),
         (["CHECKPOINT", "--data", "nowhere.txt"], "nowhere.txt is not a file"),
         (["CHECKPOINT"], "lies in no run directory"),
         (["CHECKPOINT", "--device", "tpu"], "is not a device"),

@@ -140,7 +140,10 @@ def test_a_prompt_that_cannot_be_continued_exits_1_with_a_sentence(
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (("--checkpoint", "nowhere"), "there is no checkpoint directory at nowhere"),
+        (
+            ("--checkpoint", "nowhere"),
+            "nowhere does not exist; expected the directory of a checkpoint",
+        ),
         (("--device", "tpu"), "'tpu'"),
         (("--device", "abacus"), "'abacus' is not a device; try auto, cpu, cuda or cuda:0"),
         (("--kernels", "native"), "kernels is native, but there are no native kernels for this"),

@@ -45,9 +45,12 @@ def test_there_and_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (("import", "nowhere", "ours"), "import: there is no file or folder nowhere"),
+        (("import", "nowhere", "ours"), "import: nowhere does not exist"),
         (("import", "own", "own"), "import: own exists; checkpoints are never overwritten"),
-        (("export", "nowhere", "x"), "export: there is no checkpoint directory at nowhere"),
+        (
+            ("export", "nowhere", "x"),
+            "export: nowhere does not exist; expected the directory of a checkpoint",
+        ),
         (("export", "own", "own"), "export: own exists; nothing is overwritten"),
         (
             ("export", "own", "x"),

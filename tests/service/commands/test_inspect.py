@@ -106,5 +106,5 @@ def test_a_checkpoint_that_is_not_there_exits_1(capsys: pytest.CaptureFixture[st
     assert run(["inspect", "nowhere"]) == 1
     assert capsys.readouterr() == (
         "",
-        "logitd inspect: there is no checkpoint directory at nowhere\n",
+        "logitd inspect: nowhere does not exist; expected the directory of a checkpoint\n",
     )

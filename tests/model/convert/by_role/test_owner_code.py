@@ -429,7 +429,7 @@ def test_what_stands_in_the_way_is_said(
         ("gpt.py", r"--code is 'gpt\.py'; expected FILE\.py:NAME"),
         ("gpt.py:", r"--code is 'gpt\.py:'; expected"),
         ("gpt:GPT", "expected FILE"),
-        ("gone.py:GPT", r"there is no file gone\.py"),
+        ("gone.py:GPT", r"gone\.py is not a file; expected --code FILE\.py:NAME"),
     ],
 )
 def test_code_is_a_file_and_a_name(text: str, sentence: str) -> None:

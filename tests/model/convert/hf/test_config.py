@@ -382,7 +382,7 @@ def test_what_is_no_model_is_refused(llama_folder: Path, tmp_path: Path) -> None
     (tmp_path / "empty").mkdir()
     with pytest.raises(ConvertError, match=r"empty has no file of weights .*; it holds nothing"):
         import_model(tmp_path / "empty", tmp_path / "again")
-    with pytest.raises(ConvertError, match="there is no file or folder"):
+    with pytest.raises(ConvertError, match="nowhere does not exist"):
         import_model(tmp_path / "nowhere", tmp_path / "again")
     folder = copy(llama_folder, tmp_path / "bare")
     (folder / "tokenizer.json").unlink()

@@ -67,7 +67,7 @@ def test_one_that_does_not_start_says_why(tmp_path: Path) -> None:
         started_server("--checkpoint", str(tmp_path / "nowhere")),
     ):
         pytest.fail("nothing is served")
-    assert "there is no checkpoint directory at" in str(caught.value)
+    assert "nowhere does not exist; expected the directory of a checkpoint" in str(caught.value)
 
 
 PROGRAM = """
