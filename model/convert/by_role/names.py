@@ -1,8 +1,8 @@
 """Names: what people call the parts of a GPT, as tables to look a name up in.
 
 A name of a state dict is cut at its dots (`blocks.0.attn.c_attn.weight`). Covers the words for
-tensors and for settings. Does not decide anything: a word is evidence that `recognise.py` weighs
-together with shapes.
+tensors and for settings. Does not decide anything: a word is evidence that `layers.py` and
+the modules of roles weigh together with shapes.
 """
 
 import re

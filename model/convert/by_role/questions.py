@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from model.convert.by_role import names as words
+from model.convert.by_role.buffers import is_causal_mask
 from model.convert.by_role.build import query_rows
 from model.convert.by_role.computation import (
     Computation,
@@ -28,7 +29,6 @@ from model.convert.by_role.computation import (
     RotaryLayout,
     ScoreScale,
 )
-from model.convert.by_role.recognise import is_causal_mask
 from model.convert.by_role.tensor_map import MappedTensors
 from model.convert.foreign import ConvertError
 

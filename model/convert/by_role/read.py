@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from model.convert.by_role.buffers import is_buffer
 from model.convert.by_role.build import build
 from model.convert.by_role.judge import text_judge
 from model.convert.by_role.map_file import (
@@ -23,7 +24,7 @@ from model.convert.by_role.map_file import (
 )
 from model.convert.by_role.owner_code import owner_logits, parse_owner_code
 from model.convert.by_role.questions import CONTEXT_IF_UNKNOWN, Finding, find, setting
-from model.convert.by_role.recognise import is_buffer, recognise
+from model.convert.by_role.recognise import recognise
 from model.convert.by_role.report import understood
 from model.convert.by_role.settle import OpenQuestions, Settled, answer, settle
 from model.convert.by_role.tensor_map import MappedTensors, TensorMap, check

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from model.convert.by_role.recognise import is_buffer, recognise
-from model.convert.by_role.tensor_map import MappedTensors, TensorMap, check
+from model.convert.by_role.recognise import recognise
+from model.convert.by_role.tensor_map import check
 from model.convert.foreign import ConvertError
 from tests.model.convert.by_role.schemes import SCHEMES, Scheme, state
 
@@ -77,82 +77,6 @@ def test_a_model_without_a_token_embedding_is_refused() -> None:
         ConvertError, match=r"no token embedding: .* there are wpe\.weight \[16, 32\]"
     ):
         recognise("model.pt", tensors)
-
-
-def test_layers_that_differ_in_shape_are_refused() -> None:
-    scheme = SCHEMES["book"]
-    tensors = state(scheme.model())
-    tensors["trf_blocks.1.ff.layers.0.weight"] = torch.ones(40, 32)
-    with pytest.raises(ConvertError, match=r"layers\.0\.weight"):
-        check("model.pt", tensors, recognise("model.pt", tensors))
-
-
-@pytest.mark.parametrize("value", [torch.nan, torch.inf])
-def test_values_that_are_not_finite_are_named(value: float) -> None:
-    tensors = state(SCHEMES["nanoGPT"].model())
-    tensors["transformer.h.1.mlp.c_fc.bias"][3] = value
-    with pytest.raises(ConvertError, match=r"h\.1\.mlp\.c_fc\.bias has NaN or infinite values"):
-        check("model.pt", tensors, recognise("model.pt", tensors))
-
-
-def test_quantized_weights_are_refused() -> None:
-    tensors = state(SCHEMES["nanoGPT"].model())
-    name = "transformer.h.0.mlp.c_fc.weight"
-    tensors |= {name.replace("0", n): torch.ones(128, 32, dtype=torch.int8) for n in "01"}
-    with pytest.raises(ConvertError, match=r"is int8; weights in .* can be imported"):
-        check("model.pt", tensors, recognise("model.pt", tensors))
-
-
-def test_no_gpt_is_said_with_what_is_there() -> None:
-    picture = {"conv1.weight": torch.ones(8, 3, 3, 3), "fc.weight": torch.ones(10, 8)}
-    with pytest.raises(ConvertError, match=r"model\.pt has no layers of a GPT: .* fc\.weight"):
-        recognise("model.pt", picture)
-    with pytest.raises(ConvertError, match=r"has no layers of a GPT: .*no float tensor"):
-        recognise("model.pt", {})
-
-
-def test_a_model_without_attention_is_refused() -> None:
-    """Layers of two matrices: a stack of perceptrons."""
-    tensors = {f"layers.{n}.linear{k}.weight": torch.ones(32, 32) for n in range(3) for k in (1, 2)}
-    with pytest.raises(ConvertError, match="has no layers of a GPT"):
-        recognise("model.pt", tensors | {"emb.weight": torch.ones(29, 32)})
-
-
-@pytest.mark.parametrize(
-    ("name", "tensor", "buffer"),
-    [
-        ("h.0.attn.bias", torch.ones(1, 1, 6, 6).tril(), True),
-        ("h.0.attn.bias", torch.ones(96), False),
-        ("blocks.0.tril", torch.ones(6, 6).tril(), True),
-        ("blocks.0.attn.future", torch.full((6, 6), -torch.inf).triu(1), True),
-        ("blocks.0.attn.future", torch.ones(6, 6).tril().bool(), True),
-        ("layers.0.self_attn._cos", torch.ones(6, 4), True),
-        ("freqs_cis", torch.ones(6, 4, dtype=torch.complex64), True),
-        ("rotary.inv_freq", torch.ones(4), True),
-        ("position_ids", torch.arange(6)[None], True),
-        ("step", torch.tensor(3), True),
-        ("blocks.0.mlp.up.weight", torch.ones(6, 6), False),
-        ("blocks.0.mlp.up.weight", torch.eye(6), False),
-        ("blocks.0.attn.c_attn.bias", torch.arange(6.0), False),
-        ("pos_enc.pe", torch.ones(1, 6, 4), False),
-    ],
-)
-def test_masks_and_tables_are_told_from_weights(name: str, tensor: Tensor, buffer: bool) -> None:
-    assert is_buffer(name, tensor) is buffer
-
-
-def test_the_tensors_of_a_role_are_taken_the_same_way_in_every_form() -> None:
-    """Heads apart, heads as an axis, and matrices (in, out): the rows that follow are the same."""
-    torch.manual_seed(0)
-    rows = torch.randn(2 * 3, 8)  # 2 heads of 3 channels
-    names = {("query", "weight"): "q.{M}"}
-    apart = {"q.0": rows[:3], "q.1": rows[3:]}
-    as_map = TensorMap(n_layer=1, n_head=2, names=names)  # type: ignore[arg-type]
-    assert torch.equal(MappedTensors("x", apart, as_map).take("query"), rows)
-    axis = {"q": rows.unflatten(0, (2, 3)).mT}  # (H, C, D)
-    as_map = TensorMap(n_layer=1, names={("query", "weight"): "q"}, transposed=frozenset({"query"}))
-    assert torch.equal(MappedTensors("x", axis, as_map).take("query"), rows)
-    assert torch.equal(MappedTensors("x", {"q": rows.T}, as_map).take("query"), rows)
 
 
 # Names put together from synonyms.

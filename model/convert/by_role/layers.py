@@ -1,0 +1,176 @@
+"""Layers: the part of the names that is a running number over equal sets of tensors.
+
+Covers blocks in one list, in a list for each kind of part, written out by hand or alone without a
+number, and heads that have tensors of their own. Gives names with `{N}` and `{M}` in place of the
+numbers. Does not give roles: see `outer_roles.py` and `layer_roles.py`.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from model.convert.by_role import names as words
+from model.convert.by_role.modules import Shape, module_name, projection_of
+from model.convert.foreign import ConvertError
+
+
+@dataclass(frozen=True)
+class Layers:
+    """Tensors in the layers, by names with {N} and {M}, and those outside them."""
+
+    count: int
+    first: int
+    heads: int
+    inside: Mapping[str, Shape]
+    outside: Mapping[str, Shape]
+
+    @property
+    def matrices(self) -> list[Shape]:
+        return [shape for shape in self.inside.values() if len(shape) == 2]
+
+
+def find_layers(where: str, shapes: Mapping[str, Shape]) -> Layers:
+    """Cut the names into those of the layers and the others. Raises ConvertError without layers."""
+    # The first number of a name, and what stands before and behind it.
+    lists: defaultdict[str, defaultdict[int, dict[str, Shape]]] = defaultdict(
+        lambda: defaultdict(dict)
+    )
+    homes: dict[str, str] = {}
+    for name, shape in shapes.items():
+        if (cut := _first_number(name)) is not None:
+            before, number, behind = cut
+            lists[before][number][behind] = shape
+            homes[name] = before
+    for before, numbered in lists.items():
+        if _ends_with_norm(numbered):  # nn.Sequential(block, block, ..., norm)
+            last = max(numbered)
+            for behind in numbered.pop(last):
+                del homes[f"{before}{last}{behind}"]
+    runs: defaultdict[tuple[int, int], list[str]] = defaultdict(list)
+    usual: dict[str, Mapping[str, Shape]] = {}
+    for before, numbered in lists.items():
+        first, count = min(numbered), len(numbered)
+        if first in (0, 1) and sorted(numbered) == list(range(first, first + count)):
+            runs[first, count].append(before)
+            # A layer that has more or less than most: what differs is named later, by `check`.
+            usual[before] = _most_common(list(numbered.values()))
+
+    def inside(prefixes: Iterable[str]) -> dict[str, Shape]:
+        return {
+            f"{before}{{N}}{behind}": shape
+            for before in prefixes
+            for behind, shape in usual[before].items()
+        }
+
+    best: tuple[int, int, list[str]] | None = None
+    for (first, count), prefixes in runs.items():
+        choices = [*([prefix] for prefix in prefixes), prefixes]
+        chosen = next((c for c in choices if _is_block(inside(c), others=2)), None) or next(
+            (c for c in choices if _is_block(inside(c), others=1)), None
+        )
+        if chosen is not None and (best is None or count > best[1]):
+            best = first, count, chosen
+    if best is not None:
+        first, count, prefixes = best
+        mapped = inside(prefixes)
+        expected = {
+            name.replace("{N}", str(number))
+            for name in mapped
+            for number in range(first, first + count)
+        }
+        outside = {
+            name: shape
+            for name, shape in shapes.items()
+            if homes.get(name) not in prefixes and name not in expected
+        }
+        block, heads = _with_heads(where, mapped)
+        return Layers(count, first, heads, block, outside)
+    # One block without a number: what is inside is what is like nothing outside a block.
+    outside = {name: shape for name, shape in shapes.items() if _stands_outside(name)}
+    rest = {name: shape for name, shape in shapes.items() if name not in outside}
+    if not _is_block(rest, others=1):
+        found = ", ".join(list(shapes)[:6]) or "no float tensor"
+        raise ConvertError(
+            f"{where} has no layers of a GPT: no running number in the names over equal sets of "
+            f"attention and feed-forward, nor one block without a number; it holds {found}. "
+            "Name them with --map"
+        )
+    block, heads = _with_heads(where, rest)
+    return Layers(1, 0, heads, block, outside)
+
+
+def _ends_with_norm(numbered: Mapping[int, Mapping[str, Shape]]) -> bool:
+    """Whether the last of a list has vectors alone, and those before it have more."""
+    if len(numbered) < 2:
+        return False
+    last = numbered[max(numbered)]
+    others = [shapes for number, shapes in numbered.items() if number != max(numbered)]
+    return all(len(shape) == 1 for shape in last.values()) and all(
+        any(len(shape) > 1 for shape in shapes.values()) for shapes in others
+    )
+
+
+def _first_number(name: str) -> tuple[str, int, str] | None:
+    """A name as text before its first number, the number, and text behind it."""
+    parts = name.split(".")
+    for index, part in enumerate(parts[:-1] if len(parts) > 1 else parts):
+        if part.isdigit():
+            before = "".join(f"{p}." for p in parts[:index])
+            return before, int(part), "".join(f".{p}" for p in parts[index + 1 :])
+        if by_hand := words.LAYER_PARTS.fullmatch(part.lower()):
+            before = "".join(f"{p}." for p in parts[:index]) + part[: -len(by_hand[2])]
+            return before, int(by_hand[2]), "".join(f".{p}" for p in parts[index + 1 :])
+    return None
+
+
+def _most_common(layers: Sequence[Mapping[str, Shape]]) -> Mapping[str, Shape]:
+    """The set of tensors that most layers have; of as many, that with more tensors."""
+    return max(layers, key=lambda layer: (sum(layer == other for other in layers), len(layer)))
+
+
+def _is_block(shapes: Mapping[str, Shape], *, others: int) -> bool:
+    """Whether a set of names has attention's projections, and some other matrices."""
+    projections = [name for name in shapes if projection_of(name) is not None]
+    rest = [name for name, s in shapes.items() if len(s) == 2 and name not in projections]
+    return bool(projections) and len(rest) >= others
+
+
+def _stands_outside(name: str) -> bool:
+    """Whether a tensor of a model with one block is outside it."""
+    path = module_name(name)
+    patterns = (words.POSITIONS, words.TOKEN_EMBEDDING, words.HEAD)
+    if projection_of(name) is not None or len(path) > 2:
+        return False
+    last = path[-1] if path else ""
+    if words.matches(words.ATTENTION_OUT, last) and last not in ("output", "out", "head", "linear"):
+        return False
+    return any(words.matches(p, last) for p in patterns) or words.matches(words.FINAL_NORM, last)
+
+
+def _with_heads(where: str, shapes: Mapping[str, Shape]) -> tuple[dict[str, Shape], int]:
+    """Names with {M} in place of the number of a head, and how many heads there are."""
+    replaced: dict[str, Shape] = {}
+    numbers: defaultdict[str, set[int]] = defaultdict(set)
+    for name, shape in shapes.items():
+        parts = name.split(".")
+        at = None
+        if projection_of(name) is not None:
+            numbers_at = [i for i, part in enumerate(parts) if part.isdigit()]
+            # A number right behind the layer's is a part of the block, not a head.
+            at = next((i for i in numbers_at if i and parts[i - 1] != "{N}"), None)
+        if at is None:
+            replaced[name] = shape
+            continue
+        head, parts[at] = int(parts[at]), "{M}"
+        joined = ".".join(parts)
+        if replaced.setdefault(joined, shape) != shape:
+            raise ConvertError(
+                f"{where}: {name} has shape {list(shape)} and another head {list(replaced[joined])}"
+            )
+        numbers[joined].add(head)
+    counts = {max(heads) + 1 for heads in numbers.values()} | {
+        len(heads) for heads in numbers.values()
+    }
+    if len(counts) > 1:
+        raise ConvertError(f"{where}: the heads of a layer have unlike sets of tensors: {counts}")
+    return replaced, counts.pop() if counts else 0
