@@ -29,12 +29,43 @@ class Layers:
         return [shape for shape in self.inside.values() if len(shape) == 2]
 
 
+_Lists = defaultdict[str, defaultdict[int, dict[str, Shape]]]
+"""Shapes by what stands before the first number of a name, the number, and what stands behind."""
+
+
+@dataclass(frozen=True)
+class _Run:
+    """Lists that number the same layers; `inside` is what a layer has, by names with {N}."""
+
+    first: int
+    count: int
+    prefixes: Sequence[str]
+    inside: Mapping[str, Shape]
+
+
 def find_layers(where: str, shapes: Mapping[str, Shape]) -> Layers:
     """Cut the names into those of the layers and the others. Raises ConvertError without layers."""
-    # The first number of a name, and what stands before and behind it.
-    lists: defaultdict[str, defaultdict[int, dict[str, Shape]]] = defaultdict(
-        lambda: defaultdict(dict)
-    )
+    lists, homes = _numbered_lists(shapes)
+    run = _longest_run(lists)
+    if run is None:
+        return _single_block(where, shapes)
+    expected = {
+        name.replace("{N}", str(number))
+        for name in run.inside
+        for number in range(run.first, run.first + run.count)
+    }
+    outside = {
+        name: shape
+        for name, shape in shapes.items()
+        if homes.get(name) not in run.prefixes and name not in expected
+    }
+    block, heads = _with_heads(where, run.inside)
+    return Layers(run.count, run.first, heads, block, outside)
+
+
+def _numbered_lists(shapes: Mapping[str, Shape]) -> tuple[_Lists, dict[str, str]]:
+    """The lists in the names, and for each name in one what stands before its number there."""
+    lists: _Lists = defaultdict(lambda: defaultdict(dict))
     homes: dict[str, str] = {}
     for name, shape in shapes.items():
         if (cut := _first_number(name)) is not None:
@@ -46,6 +77,12 @@ def find_layers(where: str, shapes: Mapping[str, Shape]) -> Layers:
             last = max(numbered)
             for behind in numbered.pop(last):
                 del homes[f"{before}{last}{behind}"]
+    return lists, homes
+
+
+def _longest_run(lists: _Lists) -> _Run | None:
+    """The most layers that one list, or all lists with the same numbers, have; None without
+    attention in any."""
     runs: defaultdict[tuple[int, int], list[str]] = defaultdict(list)
     usual: dict[str, Mapping[str, Shape]] = {}
     for before, numbered in lists.items():
@@ -54,45 +91,38 @@ def find_layers(where: str, shapes: Mapping[str, Shape]) -> Layers:
             runs[first, count].append(before)
             # A layer that has more or less than most: what differs is named later, by `check`.
             usual[before] = _most_common(list(numbered.values()))
-
-    def inside(prefixes: Iterable[str]) -> dict[str, Shape]:
-        return {
-            f"{before}{{N}}{behind}": shape
-            for before in prefixes
-            for behind, shape in usual[before].items()
-        }
-
-    best: tuple[int, int, list[str]] | None = None
+    longest: _Run | None = None
     for (first, count), prefixes in runs.items():
-        choices = [*([prefix] for prefix in prefixes), prefixes]
-        chosen = next((c for c in choices if _is_block(inside(c), others=2)), None) or next(
-            (c for c in choices if _is_block(inside(c), others=1)), None
+        candidates = [
+            _Run(first, count, chosen, _inside(usual, chosen))
+            for chosen in (*([prefix] for prefix in prefixes), prefixes)
+        ]
+        block = next((run for run in candidates if _is_block(run.inside, others=2)), None) or next(
+            (run for run in candidates if _is_block(run.inside, others=1)), None
         )
-        if chosen is not None and (best is None or count > best[1]):
-            best = first, count, chosen
-    if best is not None:
-        first, count, prefixes = best
-        mapped = inside(prefixes)
-        expected = {
-            name.replace("{N}", str(number))
-            for name in mapped
-            for number in range(first, first + count)
-        }
-        outside = {
-            name: shape
-            for name, shape in shapes.items()
-            if homes.get(name) not in prefixes and name not in expected
-        }
-        block, heads = _with_heads(where, mapped)
-        return Layers(count, first, heads, block, outside)
-    # One block without a number: what is inside is what is like nothing outside a block.
+        if block is not None and (longest is None or count > longest.count):
+            longest = block
+    return longest
+
+
+def _inside(usual: Mapping[str, Mapping[str, Shape]], prefixes: Iterable[str]) -> dict[str, Shape]:
+    """The tensors that a layer has in some lists, by names with {N}."""
+    return {
+        f"{before}{{N}}{behind}": shape
+        for before in prefixes
+        for behind, shape in usual[before].items()
+    }
+
+
+def _single_block(where: str, shapes: Mapping[str, Shape]) -> Layers:
+    """One block without a number: all but what is named like a tensor outside a block."""
     outside = {name: shape for name, shape in shapes.items() if _stands_outside(name)}
     rest = {name: shape for name, shape in shapes.items() if name not in outside}
     if not _is_block(rest, others=1):
-        found = ", ".join(list(shapes)[:6]) or "no float tensor"
+        names = ", ".join(list(shapes)[:6]) or "no float tensor"
         raise ConvertError(
             f"{where} has no layers of a GPT: no running number in the names over equal sets of "
-            f"attention and feed-forward, nor one block without a number; it holds {found}. "
+            f"attention and feed-forward, nor one block without a number; it holds {names}. "
             "Name them with --map"
         )
     block, heads = _with_heads(where, rest)

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from model.convert.by_role.tensor_map import Part, Role, TensorMap
+from model.convert.by_role.tensor_map import Role, TensorMap
 
 READS_STREAM: tuple[Role, ...] = (
     "qkv", "query", "key", "value", "mlp_gate", "mlp_up", "mlp_gate_up",
@@ -22,34 +22,42 @@ def orient(mapped: TensorMap, tensors: Mapping[str, Tensor], width: int) -> Tens
 
     Matrices that are not square say it themselves; square ones are as the others are.
     """
-    roles = [role for role, part in mapped.names if part == "weight" and mapped.has(role)]
-    shapes = {role: tuple(tensors[mapped.of(role, "weight")[0]].shape) for role in roles}
-    lies: dict[Role, bool] = {}  # transposed or not, where the shape says it
-    for role in roles:
-        shape = shapes[role][-2:]
-        if len(shape) != 2 or role in ("token_embedding", "positions") or shape[0] == shape[1]:
+    transposed = _transposed_by_shape(mapped, tensors, width)
+    attention = {
+        transposed[role] for role in ("qkv", "query", "key", "value") if role in transposed
+    }
+    both = transposed.get("mlp_up") and transposed.get("mlp_down")
+    if both and attention == {False}:  # taken for one another
+        return orient(_with_up_and_down_swapped(mapped), tensors, width)
+    if {flag for role, flag in transposed.items() if role != "head"} == {True}:
+        square: tuple[Role, ...] = (*READS_STREAM, "attention_out", "mlp_down")
+        transposed |= {role: True for role in square if mapped.has(role) and role not in transposed}
+    return replace(mapped, transposed=frozenset(role for role, flag in transposed.items() if flag))
+
+
+def _transposed_by_shape(
+    mapped: TensorMap, tensors: Mapping[str, Tensor], width: int
+) -> dict[Role, bool]:
+    """For each matrix whose shape says it, whether it lies (in, out)."""
+    transposed: dict[Role, bool] = {}
+    for role, part in mapped.names:
+        if part != "weight" or not mapped.has(role) or role in ("token_embedding", "positions"):
+            continue
+        whole = tensors[mapped.of(role, "weight")[0]].shape
+        shape = whole[-2:]
+        if len(shape) != 2 or shape[0] == shape[1]:
+            continue
+        if len(whole) == 3 and role == "attention_out":
             continue
         stream = 1 if role in READS_STREAM or role == "head" else 0
-        if len(shapes[role]) == 3 and role == "attention_out":
-            continue
         if shape[stream] == width and shape[1 - stream] != width:
-            lies[role] = False
+            transposed[role] = False
         elif shape[1 - stream] == width and shape[stream] != width:
-            lies[role] = True
-    up, down = lies.get("mlp_up"), lies.get("mlp_down")
-    attention = {lies[role] for role in ("qkv", "query", "key", "value") if role in lies}
-    if up and down and attention == {False}:  # taken for one another
-        names = dict(mapped.names)
-        parts: tuple[Part, ...] = ("weight", "bias")
-        for part in parts:
-            pair = names.pop(("mlp_up", part), None), names.pop(("mlp_down", part), None)
-            swapped: tuple[Role, ...] = ("mlp_down", "mlp_up")
-            for role, name in zip(swapped, pair, strict=True):
-                if name is not None:
-                    names[role, part] = name
-        return orient(replace(mapped, names=names), tensors, width)
-    inner = {flag for role, flag in lies.items() if role != "head"}
-    if inner == {True}:
-        square: tuple[Role, ...] = (*READS_STREAM, "attention_out", "mlp_down")
-        lies |= {role: True for role in square if role in roles and role not in lies}
-    return replace(mapped, transposed=frozenset(role for role, flag in lies.items() if flag))
+            transposed[role] = True
+    return transposed
+
+
+def _with_up_and_down_swapped(mapped: TensorMap) -> TensorMap:
+    swapped: dict[Role, Role] = {"mlp_up": "mlp_down", "mlp_down": "mlp_up"}
+    names = {(swapped.get(role, role), part): name for (role, part), name in mapped.names.items()}
+    return replace(mapped, names=names)

@@ -1,0 +1,30 @@
+"""Orientation: what shapes say of a feed-forward whose names do not tell up from down."""
+
+import torch
+
+from model.convert.by_role.recognise import recognise
+
+ROWS, WIDTH, HIDDEN = 50, 32, 64
+
+
+def test_up_and_down_that_were_taken_for_one_another_change_places() -> None:
+    """Attention lies (out, in), so the first of two matrices that is (width, hidden) is down."""
+    layer = {
+        "attn.qkv.weight": (3 * WIDTH, WIDTH),
+        "attn.proj.weight": (WIDTH, WIDTH),
+        "mlp.alpha_matrix.weight": (WIDTH, HIDDEN),
+        "mlp.alpha_matrix.bias": (WIDTH,),
+        "mlp.beta_matrix.weight": (HIDDEN, WIDTH),
+        "ln1.weight": (WIDTH,),
+        "ln2.weight": (WIDTH,),
+    }
+    tensors = {"wte.weight": torch.ones(ROWS, WIDTH)}
+    tensors |= {
+        f"h.{n}.{name}": torch.ones(shape) for n in range(2) for name, shape in layer.items()
+    }
+    mapped = recognise("model.pt", tensors)
+    assert mapped.names["mlp_up", "weight"] == "h.{N}.mlp.beta_matrix.weight"
+    assert mapped.names["mlp_down", "weight"] == "h.{N}.mlp.alpha_matrix.weight"
+    assert mapped.names["mlp_down", "bias"] == "h.{N}.mlp.alpha_matrix.bias"
+    assert ("mlp_up", "bias") not in mapped.names
+    assert mapped.transposed == frozenset()
