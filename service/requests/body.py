@@ -11,8 +11,24 @@ from fastapi import Request
 from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect
 
-from service.core.errors import ApiError, body_too_large, client_gone, clip, from_validation
+from service.core.errors import (
+    ApiError,
+    bad_request,
+    body_too_large,
+    client_gone,
+    clip,
+    from_validation,
+)
+from service.requests.structure import count_structure
 from service.schemas import generate as schemas
+from service.schemas.generate import MAX_IDS
+
+MAX_VALUES = MAX_IDS + 2**14
+"""JSON values in a body: the ids of the longest list, and what else is said."""
+MAX_PARTS = 2**14
+"""Lists, objects and keys in a body. Each takes a parser as long as ten numbers."""
+UNCOUNTED_BYTES = 2**14
+"""A body of so many bytes is parsed at once: whatever it holds, that takes a few ms."""
 
 Body = TypeVar("Body", bound=BaseModel)
 Result = TypeVar("Result")
@@ -35,6 +51,8 @@ def body_of(model: type[Body]) -> Callable[[Request], Awaitable[Body]]:
                 "(curl: --json, or -H 'Content-Type: application/json')",
             )
         raw = await _bounded_body(request)
+        if len(raw) > UNCOUNTED_BYTES:
+            await _check_structure(raw)
         try:
             return model.model_validate_json(raw)
         except ValidationError as error:
@@ -85,6 +103,18 @@ async def _bounded_body(request: Request) -> bytes:
     except ClientDisconnect as error:
         raise client_gone() from error
     return b"".join(chunks)
+
+
+async def _check_structure(raw: bytes) -> None:
+    """Raise ApiError for a body whose parsing would hold up everybody else."""
+    structure = await asyncio.to_thread(count_structure, raw)
+    parts = structure.containers + structure.keys
+    if structure.values > MAX_VALUES or parts > MAX_PARTS:
+        raise bad_request(
+            f"the body has up to {structure.values} JSON values ({MAX_VALUES} are allowed) and "
+            f"{parts} lists, objects and keys ({MAX_PARTS} are allowed); send several requests",
+            code="body_too_large",
+        )
 
 
 async def _gone(request: Request) -> None:

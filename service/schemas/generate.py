@@ -17,7 +17,8 @@ from pydantic import (
     model_validator,
 )
 
-MAX_IDS = 2**20
+MAX_IDS = 2**17
+"""Ids in one list; parsing a body of so many takes some 20 ms, in which nobody else is answered."""
 MAX_PROMPTS = 4096
 MAX_STOP_TEXTS = 64
 

@@ -1,6 +1,7 @@
 """Bodies: what a caller can put into a request to make the server work, grow or fail."""
 
 import random
+import threading
 import time
 
 import httpx
@@ -58,6 +59,57 @@ def deep_nesting(ground: Ground, count: int) -> str:
     return f"400 each, {1e3 * slowest:.0f} ms at most"
 
 
+MIB = 2**20
+ALL_STRUCTURE = {
+    "empty lists": b'{"prompt": [' + b"[]," * (4 * MIB // 3 - 10) + b"[]]}",
+    "lists that nest": b'{"prompt": [' + (b"[" * 60 + b"]" * 60 + b",") * 34_000 + b"1]}",
+    "ids": b'{"prompt": [' + b"1," * (2 * MIB - 20) + b"1]}",
+    "names": b"{" + b",".join(b'"k%d":1' % i for i in range(300_000)) + b"}",
+    "biases": b'{"prompt": "a", "logit_bias": {'
+    + b",".join(b'"%d":1' % i for i in range(300_000)) + b"}}",
+    "a schema": b'{"prompt": "a", "json_schema": {"a": [' + b"{}," * MIB + b"1]}}",
+    "long numbers": b'{"prompt": [' + (b"9" * 4000 + b",") * 1000 + b"1]}",
+    "escapes": b'{"prompt": "' + b"\\n" * (2 * MIB - 20) + b'"}',
+}  # fmt: skip
+"""Bodies of 4 MB that a parser makes most objects of, or looks at longest."""
+LONGEST_PAUSE = 1.0
+"""Seconds: what no pause may reach even on a busy machine; on an idle one they are tens of ms."""
+
+
+def large_bodies(ground: Ground, count: int) -> str:
+    """Bodies of the largest size that cost a parser most, while somebody else asks for little."""
+    server = ground.serve()
+    pauses: list[float] = []
+    over = threading.Event()
+
+    def ask() -> None:
+        with httpx.Client(base_url=server.url, trust_env=False, timeout=30) as client:
+            while not over.is_set():
+                started = time.perf_counter()
+                assert client.get("/version").status_code == 200
+                pauses.append(time.perf_counter() - started)
+
+    asking = threading.Thread(target=ask)
+    with httpx.Client(base_url=server.url, trust_env=False, timeout=30) as client:
+        client.get("/version")
+        asking.start()
+        try:
+            for index in range(count):
+                name = list(ALL_STRUCTURE)[index % len(ALL_STRUCTURE)]
+                response = client.post(
+                    "/generate",
+                    content=ALL_STRUCTURE[name],
+                    headers={"Content-Type": "application/json"},
+                )
+                assert response.status_code == 400, f"{response.status_code} for {name}"
+        finally:
+            over.set()
+            asking.join()
+    longest = max(pauses)
+    assert longest < LONGEST_PAUSE, f"another client waited {longest:.2f} s"
+    return f"400 each, another client waited {1e3 * longest:.0f} ms at most"
+
+
 ATTACKS = (
     Attack(
         "generated bodies",
@@ -65,6 +117,13 @@ ATTACKS = (
         generated_bodies,
         short=300,
         long=20_000,
+    ),
+    Attack(
+        "large bodies",
+        f"400 each, nobody else waits {LONGEST_PAUSE:g} s",
+        large_bodies,
+        short=8,
+        long=400,
     ),
     Attack("deep nesting", "400 within 5 s each", deep_nesting, short=22, long=440),
 )

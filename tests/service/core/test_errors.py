@@ -116,7 +116,7 @@ def test_our_own_bug_tells_the_request_id_and_nothing_else() -> None:
         ('{"inputs": "a"}', "prompt",
          "prompt is required; unknown field 'inputs'; did you mean 'prompt'?"),
         ('{"prompt": 5}', "prompt", "prompt must be a string, a list of token ids (integers from "
-         "0, 1048576 at most), or a list of either (4096 at most)"),
+         "0, 131072 at most), or a list of either (4096 at most)"),
         ('{"prompt": "a", "stop": [5]}', "stop",
          "stop must be a string or a list of strings (64 at most)"),
         ('{"prompt": "a", "stop": ""}', "stop",

@@ -273,10 +273,40 @@ def test_a_body_that_is_wrong(server: Serving, path: str, name: str) -> None:
     refusal(server.post(path, BAD_JSON[name]))
 
 
-def test_a_large_wrong_body_holds_up_nobody(server: Serving) -> None:
-    """4 MB of nulls once took the event loop eight seconds."""
-    error = refusal(server.post("/generate", BAD_JSON["a million nulls"]))
-    assert error.message.startswith("prompt must be a string, a list of token ids")
+LARGE = {
+    "lists": (b'{"prompt": [' + b"[]," * 1_300_000 + b"[]]}", 2_600_004, 1_300_004),
+    "nulls": (BAD_JSON["a million nulls"], 800_003, 3),
+    "lists that nest": (b'{"prompt": [' + (b"[" * 60 + b"]" * 60 + b",") * 30_000 + b"1]}",
+                        1_830_003, 1_800_003),
+    "unknown names": (BAD_JSON["many names"], 100_001, 100_001),
+    "ids": (b'{"prompt": [' + b"1," * 150_000 + b"1]}", 150_003, 3),
+}  # fmt: skip
+"""Bodies that are all structure, with the values that they may have (an empty list might hold one),
+and with their lists, objects and keys."""
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_a_body_that_is_all_structure_is_counted_and_not_parsed(
+    server: Serving, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """4 MB of lists once took the event loop a second, and every stream with it."""
+
+    def parsed(*_: Any, **__: Any) -> Any:
+        raise AssertionError("this body was to be refused before it is parsed")
+
+    body, values, parts = LARGE[name]
+    with monkeypatch.context() as patch:
+        patch.setattr(GenerateRequest, "model_validate_json", parsed)
+        error = refusal(server.post("/generate", body))
+    assert error.code == "body_too_large"
+    assert f"has up to {values} JSON values" in error.message
+    assert f"and {parts} lists, objects and keys" in error.message
+
+
+def test_structure_inside_a_text_is_text(server: Serving) -> None:
+    """A prompt of code has as many brackets and commas as it likes."""
+    error = refusal(server.post("/generate", {"prompt": 'f([{"a": 1}, \\"],' * 150_000}))
+    assert error.code == "context_length_exceeded"
 
 
 def test_nul_and_other_odd_characters_are_fine(server: Serving) -> None:
