@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.model.convert.by_role.textbook import Lecture
+from tests.model.convert.by_role.textbook.lecture import Lecture
 
 LETTERS = "abcdefgh "
 

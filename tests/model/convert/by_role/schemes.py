@@ -1,6 +1,6 @@
 """The textbook models as files: what each computes, and which of its tensors plays which role.
 
-`SCHEMES` is written by hand from the classes of `textbook.py`: the right answers of the tests.
+`SCHEMES` is written by hand from the classes of `textbook/`: the right answers of the tests.
 """
 
 from collections.abc import Callable, Mapping
@@ -18,11 +18,20 @@ from model.convert.by_role.questions import Finding, find
 from model.convert.by_role.recognise import recognise
 from model.convert.by_role.tensor_map import MappedTensors, check
 from model.convert.state_file import StateFile
-from tests.model.convert.by_role import textbook as books
+from tests.model.convert.by_role.textbook.book import BOOK, Book
+from tests.model.convert.by_role.textbook.common import CONTEXT, HEADS, LAYERS, VOCAB, randomised
+from tests.model.convert.by_role.textbook.heads import HeadByHead, OneHead, PerHeadPost
+from tests.model.convert.by_role.textbook.lecture import Lecture
+from tests.model.convert.by_role.textbook.llama import ProjLlama, TinyLlama
+from tests.model.convert.by_role.textbook.matrices import Glu, Raw, Transposed
+from tests.model.convert.by_role.textbook.nanogpt import Mini, Nano, NanoConfig
+from tests.model.convert.by_role.textbook.norms import PostWithFinal, SharedNorm
+from tests.model.convert.by_role.textbook.numbering import FromOne, Lists, NoNumber
+from tests.model.convert.by_role.textbook.torch_layers import EncoderStack, Multihead
 
 USUAL: Mapping[str, Any] = {
-    "n_head": books.HEADS,
-    "context_length": books.CONTEXT,
+    "n_head": HEADS,
+    "context_length": CONTEXT,
     "norm": "layernorm",
     "norm_eps": 1e-5,
     "norm_position": "pre",
@@ -57,7 +66,7 @@ class Scheme:
     make: Callable[[], nn.Module]
     how: Mapping[str, Any] = field(default_factory=dict)
     roles: str
-    n_layer: int = books.LAYERS
+    n_layer: int = LAYERS
     first_layer: int = 0
     heads: int = 0
     transposed: frozenset[str] = frozenset()
@@ -66,7 +75,7 @@ class Scheme:
     logits: Callable[[nn.Module, Tensor], Tensor] = lambda model, ids: model(ids)
 
     def model(self, seed: int = 0) -> nn.Module:
-        return books.randomised(self.make(), seed)
+        return randomised(self.make(), seed)
 
     @property
     def computation(self) -> Computation:
@@ -87,8 +96,8 @@ def given_logits(scheme: Scheme, model: nn.Module, ids: Tensor) -> Tensor:
         return scheme.logits(model, ids)
 
 
-def some_ids(rows: int = 3, length: int = books.CONTEXT, seed: int = 5) -> Tensor:
-    return torch.randint(books.VOCAB, (rows, length), generator=torch.Generator().manual_seed(seed))
+def some_ids(rows: int = 3, length: int = CONTEXT, seed: int = 5) -> Tensor:
+    return torch.randint(VOCAB, (rows, length), generator=torch.Generator().manual_seed(seed))
 
 
 def state(model: nn.Module) -> dict[str, Tensor]:
@@ -267,7 +276,7 @@ ROTARY: Mapping[str, Any] = {
 
 SCHEMES: Mapping[str, Scheme] = {
     "book": Scheme(
-        make=lambda: books.Book(books.BOOK),
+        make=lambda: Book(BOOK),
         how={"activation": "gelu_tanh"},
         ignored=frozenset({"trf_blocks.0.att.mask", "trf_blocks.1.att.mask"}),
         roles="""
@@ -286,34 +295,34 @@ head             out_head.weight
 """,
     ),
     "lecture": Scheme(
-        make=lambda: books.Lecture(whole_width=True),
+        make=lambda: Lecture(whole_width=True),
         how={"activation": "relu", "score_scale": "d_model"},
         roles=LECTURE,
-        heads=books.HEADS,
+        heads=HEADS,
         ignored=frozenset(f"blocks.{n}.sa.heads.{m}.tril" for n in range(2) for m in range(4)),
         logits=first,
     ),
     "lecture, head_size": Scheme(
-        make=lambda: books.Lecture(whole_width=False),
+        make=lambda: Lecture(whole_width=False),
         how={"activation": "relu"},
         roles=LECTURE,
-        heads=books.HEADS,
+        heads=HEADS,
         ignored=frozenset(f"blocks.{n}.sa.heads.{m}.tril" for n in range(2) for m in range(4)),
         logits=first,
     ),
     "nanoGPT": Scheme(
-        make=lambda: books.Nano(books.NanoConfig()),
+        make=lambda: Nano(NanoConfig()),
         roles=NANO,
         logits=lambda model, ids: model(ids, ids)[0],
     ),
     "minGPT": Scheme(
-        make=lambda: books.Mini(books.NanoConfig()),
+        make=lambda: Mini(NanoConfig()),
         how={"activation": "gelu_tanh"},
         roles=NANO,
         ignored=frozenset({"transformer.h.0.attn.bias", "transformer.h.1.attn.bias"}),
     ),
     "llama2.c": Scheme(
-        make=books.TinyLlama,
+        make=TinyLlama,
         how={**ROTARY, "norm_eps": 1e-5, "rope_theta": 10_000.0, "rotary_layout": "interleaved"},
         roles="""
 token_embedding  tok_embeddings.weight
@@ -331,7 +340,7 @@ head             output.weight
 """,
     ),
     "torch, post-LN": Scheme(
-        make=lambda: books.EncoderStack(norm_first=False, kept=False),
+        make=lambda: EncoderStack(norm_first=False, kept=False),
         how={
             "norm_position": "post", "final_norm": False, "positions": "sinusoidal",
             "activation": "relu", "embedding_scale": "sqrt_d_model",
@@ -339,12 +348,12 @@ head             output.weight
         roles=TORCH,
     ),
     "torch, pre-LN": Scheme(
-        make=lambda: books.EncoderStack(norm_first=True, kept=True, activation="gelu"),
+        make=lambda: EncoderStack(norm_first=True, kept=True, activation="gelu"),
         how={"final_norm": False, "embedding_scale": "sqrt_d_model"},
         roles=TORCH + "positions pos_encoder.pe",
     ),
     "MultiheadAttention": Scheme(
-        make=books.Multihead,
+        make=Multihead,
         how={
             "norm_position": "post", "final_norm": False, "positions": "sinusoidal",
             "activation": "relu",
@@ -352,7 +361,7 @@ head             output.weight
         roles=MULTIHEAD,
     ),
     "sines, then cosines": Scheme(
-        make=lambda: books.Multihead(halves=True),
+        make=lambda: Multihead(halves=True),
         how={
             "norm_position": "post", "final_norm": False, "positions": "sinusoidal_halves",
             "activation": "relu",
@@ -360,9 +369,9 @@ head             output.weight
         roles=MULTIHEAD,
     ),
     "heads with biases": Scheme(
-        make=books.PerHeadPost,
+        make=PerHeadPost,
         how={"norm_position": "post", "final_norm": False, "activation": "relu"},
-        heads=books.HEADS,
+        heads=HEADS,
         roles="""
 token_embedding  token_emb.emb_matrix.weight
 positions        pos_emb.emb_matrix.weight
@@ -378,13 +387,13 @@ head             linear.weight linear.bias
 """,  # noqa: E501
     ),
     "fused, head by head": Scheme(
-        make=books.HeadByHead, how={"qkv_layout": "per_head"}, roles=HEAD_BY_HEAD
+        make=HeadByHead, how={"qkv_layout": "per_head"}, roles=HEAD_BY_HEAD
     ),
     "fused, keys first": Scheme(
-        make=lambda: books.HeadByHead("keys first"), how={"qkv_layout": "kqv"}, roles=HEAD_BY_HEAD
+        make=lambda: HeadByHead("keys first"), how={"qkv_layout": "kqv"}, roles=HEAD_BY_HEAD
     ),
     "llama, QK-norm": Scheme(
-        make=books.ProjLlama,
+        make=ProjLlama,
         how={**ROTARY, "qk_norm": "learned"},
         settings={"rope_theta": 5_000.0, "rms_norm_eps": 1e-6},
         roles=PROJ
@@ -392,7 +401,7 @@ head             linear.weight linear.bias
         + "key_norm layers.{N}.self_attn.k_norm.weight",
     ),
     "llama, QK-norm, neighbours": Scheme(
-        make=lambda: books.ProjLlama("learned", 3e-2, neighbours=True),
+        make=lambda: ProjLlama("learned", 3e-2, neighbours=True),
         how={**ROTARY, "qk_norm": "learned", "qk_norm_eps": 3e-2, "rotary_layout": "interleaved"},
         settings={"rope_theta": 5_000.0, "rms_norm_eps": 1e-6, "qk_norm_eps": 3e-2},
         roles=PROJ
@@ -400,39 +409,39 @@ head             linear.weight linear.bias
         + "key_norm layers.{N}.self_attn.k_norm.weight",
     ),
     "llama, QK-norm without weights": Scheme(
-        make=lambda: books.ProjLlama("unit", 3e-2, neighbours=True),
+        make=lambda: ProjLlama("unit", 3e-2, neighbours=True),
         how={**ROTARY, "qk_norm": "unit", "qk_norm_eps": 3e-2, "rotary_layout": "interleaved"},
         settings={"rope_theta": 5_000.0, "rms_norm_eps": 1e-6, "qk_norm_eps": 3e-2},
         roles=PROJ,
     ),
     "llama": Scheme(
-        make=lambda: books.ProjLlama("none"),
+        make=lambda: ProjLlama("none"),
         how=ROTARY,
         settings={"rope_theta": 5_000.0, "rms_norm_eps": 1e-6},
         roles=PROJ,
     ),
     "post-LN and a final norm": Scheme(
-        make=books.PostWithFinal, how={"norm_position": "post", "activation": "relu"}, roles=POST
+        make=PostWithFinal, how={"norm_position": "post", "activation": "relu"}, roles=POST
     ),
     "post-LN and an unused norm": Scheme(
-        make=lambda: books.PostWithFinal(applied=False),
+        make=lambda: PostWithFinal(applied=False),
         how={"norm_position": "post", "activation": "relu", "final_norm": False},
         roles=POST,
     ),
     "one wide head": Scheme(
-        make=books.OneHead,
+        make=OneHead,
         how={"activation": "relu", "n_head": 1},
         roles=ONE_HEAD + "mlp_down blocks.{N}.ff.2.weight blocks.{N}.ff.2.bias",
         ignored=MASKS,
     ),
     "no second matrix": Scheme(
-        make=lambda: books.OneHead(second=False),
+        make=lambda: OneHead(second=False),
         how={"activation": "relu", "n_head": 1},
         roles=ONE_HEAD + "mlp_down identity",
         ignored=MASKS,
     ),
     "one norm for both": Scheme(
-        make=books.SharedNorm,
+        make=SharedNorm,
         how={"residual": "parallel"},
         roles="""
 token_embedding  wte.weight
@@ -450,7 +459,7 @@ head             lm_head.weight lm_head.bias
 """,
     ),
     "matrices (in, out)": Scheme(
-        make=books.Transposed,
+        make=Transposed,
         how={"activation": "gelu_tanh"},
         transposed=frozenset({"qkv", "attention_out", "mlp_up", "mlp_down"}),
         roles="""
@@ -466,7 +475,7 @@ final_norm       ln_f.weight              ln_f.bias
 """,
     ),
     "raw parameters": Scheme(
-        make=books.Raw,
+        make=Raw,
         how={"activation": "gelu_tanh"},
         transposed=frozenset(
             {"query", "key", "value", "attention_out", "mlp_up", "mlp_down", "head"}
@@ -490,7 +499,7 @@ head             unembed.W_U unembed.b_U
 """,
     ),
     "numbers from 1": Scheme(
-        make=books.FromOne,
+        make=FromOne,
         how={"activation": "gelu_tanh"},
         n_layer=3,
         first_layer=1,
@@ -511,7 +520,7 @@ head             out.weight
 """,
     ),
     "one block without a number": Scheme(
-        make=books.NoNumber,
+        make=NoNumber,
         n_layer=1,
         roles="""
 token_embedding  token_embedding.weight
@@ -529,7 +538,7 @@ head             output.weight output.bias
 """,
     ),
     "a list for each kind of part": Scheme(
-        make=books.Lists,
+        make=Lists,
         roles="""
 token_embedding  tok_emb.weight
 positions        pos_emb.weight
@@ -546,7 +555,7 @@ head             head.weight
 """,
     ),
     "gate and up together, no positions": Scheme(
-        make=lambda: books.Glu(gate_first=False),
+        make=lambda: Glu(gate_first=False),
         how={
             "norm": "rmsnorm", "positions": "none", "activation": "swiglu",
             "score_scale": "none", "gate_order": "up_first",

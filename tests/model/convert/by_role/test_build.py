@@ -15,7 +15,6 @@ from model.convert.by_role.build import Built, build, head_shape
 from model.convert.by_role.tensor_map import IDENTITY, MappedTensors
 from model.convert.foreign import ConvertError
 from model.transformer.gpt import GPT
-from tests.model.convert.by_role import textbook as books
 from tests.model.convert.by_role.schemes import (
     SCHEMES,
     Scheme,
@@ -27,13 +26,15 @@ from tests.model.convert.by_role.schemes import (
     some_ids,
     state,
 )
+from tests.model.convert.by_role.textbook.common import VOCAB, randomised
+from tests.model.convert.by_role.textbook.nanogpt import Nano, NanoConfig
 
 
 def logits_in_float64(built: Built, ids: Tensor) -> Tensor:
     """The model's logits in float64; the head's bias is added here. With gradients on, as its
     activations for inference round to float32."""
     weights = {name: weight.double() for name, weight in built.weights.items()}
-    bias = weights.pop("head.bias", torch.zeros(books.VOCAB, dtype=torch.float64))
+    bias = weights.pop("head.bias", torch.zeros(VOCAB, dtype=torch.float64))
     gpt = GPT(replace(built.config, head_bias=False)).double()
     gpt.load_state_dict(weights)
     return (gpt.eval()(ids).logits + bias).detach()
@@ -143,7 +144,7 @@ def test_the_shape_is_that_of_the_source() -> None:
 
 def test_biases_that_some_parts_have_are_zeros_elsewhere() -> None:
     """A bias of the first feed-forward matrix alone, under norms without biases."""
-    model = books.randomised(books.Nano(books.NanoConfig(bias=False)))
+    model = randomised(Nano(NanoConfig(bias=False)))
     scheme = SCHEMES["nanoGPT"]
     bias = {}
     for layer in range(2):

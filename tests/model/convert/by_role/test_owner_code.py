@@ -27,7 +27,6 @@ from model.convert.by_role.owner_code import (
 from model.convert.by_role.owner_process import Problem, build_model, run
 from model.convert.by_role.read import RoleOptions, read_by_role, recognise_file
 from model.convert.foreign import ConvertError
-from tests.model.convert.by_role import textbook as books
 from tests.model.convert.by_role.schemes import (
     SCHEMES,
     findings,
@@ -36,6 +35,7 @@ from tests.model.convert.by_role.schemes import (
     mapped,
     state_file,
 )
+from tests.model.convert.by_role.textbook.book import Book
 
 PARTS = """
 import math
@@ -222,9 +222,9 @@ def untouched_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def book() -> books.Book:
+def book() -> Book:
     model = SCHEMES["book"].model()
-    assert isinstance(model, books.Book)
+    assert isinstance(model, Book)
     return model
 
 
@@ -275,7 +275,7 @@ def logits_here(
     [BY_NAMES, DATACLASS, DICTIONARY, SCRIPT, STALE_SCRIPT],
     ids=["by names", "dataclass", "dictionary", "script", "another run's values"],
 )
-def test_a_class_is_made_with_what_is_known(code: str, write: Write, book: books.Book) -> None:
+def test_a_class_is_made_with_what_is_known(code: str, write: Write, book: Book) -> None:
     ids, logits = logits_here(write(code), book)
     assert ids.shape == (2, 12)
     assert largest_difference(logits, given_logits(SCHEMES["book"], book, ids)) < 1e-5
@@ -283,7 +283,7 @@ def test_a_class_is_made_with_what_is_known(code: str, write: Write, book: books
     assert not Path("overwritten.pt").exists()
 
 
-def test_a_configuration_class_without_dataclass_is_filled(write: Write, book: books.Book) -> None:
+def test_a_configuration_class_without_dataclass_is_filled(write: Write, book: Book) -> None:
     ids, logits = logits_here(write(ATTRIBUTES), book)
     assert largest_difference(logits, given_logits(SCHEMES["book"], book, ids)) < 1e-5
 
@@ -298,14 +298,14 @@ def test_a_configuration_class_without_dataclass_is_filled(write: Write, book: b
         "[GPT(29, 16, 32, dropout=0.0)][0]",
     ],
 )
-def test_an_expression_makes_the_model(expression: str, write: Write, book: books.Book) -> None:
+def test_an_expression_makes_the_model(expression: str, write: Write, book: Book) -> None:
     code = BY_NAMES + "\n\ndef make():\n    return GPT(29, 16, 32, dropout=0.0)\n"
     ids, logits = logits_here(write(code, expression), book)
     assert largest_difference(logits, given_logits(SCHEMES["book"], book, ids)) < 1e-5
 
 
 def test_a_number_of_heads_that_is_not_in_the_file_is_the_codes_own(
-    write: Write, book: books.Book
+    write: Write, book: Book
 ) -> None:
     """The default of its class, or of the script: nobody said another."""
     ids, logits = logits_here(write(BY_NAMES), book, {})
@@ -313,7 +313,7 @@ def test_a_number_of_heads_that_is_not_in_the_file_is_the_codes_own(
 
 
 def test_modules_beside_the_file_are_imported(
-    write: Write, book: books.Book, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    write: Write, book: Book, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delitem(sys.modules, "pieces_of_gpt", raising=False)
     (tmp_path / "pieces_of_gpt.py").write_text(PARTS + DICTIONARY, encoding="utf-8")
@@ -337,16 +337,14 @@ FORWARDS = {
 
 
 @pytest.mark.parametrize("forward", FORWARDS.values(), ids=FORWARDS.keys())
-def test_logits_are_found_in_what_a_forward_gives(
-    forward: str, write: Write, book: books.Book
-) -> None:
+def test_logits_are_found_in_what_a_forward_gives(forward: str, write: Write, book: Book) -> None:
     code = DICTIONARY + f"\n    def forward(self, ids, targets=None):\n        {forward}\n"
     ids, logits = logits_here(write(code), book)
     assert logits.dtype == torch.float32
     assert largest_difference(logits, given_logits(SCHEMES["book"], book, ids)) < 1e-5
 
 
-def test_a_forward_that_wants_targets_is_given_some(write: Write, book: books.Book) -> None:
+def test_a_forward_that_wants_targets_is_given_some(write: Write, book: Book) -> None:
     code = DICTIONARY + (
         "\n    def forward(self, ids, targets):\n"
         "        logits = super().forward(ids)\n"
@@ -356,7 +354,7 @@ def test_a_forward_that_wants_targets_is_given_some(write: Write, book: books.Bo
     assert largest_difference(logits, given_logits(SCHEMES["book"], book, ids)) < 1e-5
 
 
-def test_a_state_dict_of_a_part_is_loaded_into_that_part(write: Write, book: books.Book) -> None:
+def test_a_state_dict_of_a_part_is_loaded_into_that_part(write: Write, book: Book) -> None:
     """The file has the names of what is inside a wrapper."""
     code = DICTIONARY + (
         "\n\nclass Wrapped(nn.Module):\n"
@@ -416,7 +414,7 @@ PROBLEMS: dict[str, tuple[str, str, str]] = {
 
 @pytest.mark.parametrize(("code", "expression", "sentence"), PROBLEMS.values(), ids=PROBLEMS.keys())
 def test_what_stands_in_the_way_is_said(
-    code: str, expression: str, sentence: str, write: Write, book: books.Book
+    code: str, expression: str, sentence: str, write: Write, book: Book
 ) -> None:
     with pytest.raises(Problem) as refusal:
         logits_here(write(code, expression), book)
@@ -460,7 +458,7 @@ def test_the_owners_code_settles_everything(write: Write) -> None:
     assert not (code.file.parent / "training-has-begun").exists()
 
 
-def test_a_model_without_a_mask_is_refused_by_its_code(write: Write, book: books.Book) -> None:
+def test_a_model_without_a_mask_is_refused_by_its_code(write: Write, book: Book) -> None:
     code, tensors = (
         write(DICTIONARY.replace("class GPT", "CAUSAL = False\n\n\nclass GPT")),
         mapped(book),
@@ -470,7 +468,7 @@ def test_a_model_without_a_mask_is_refused_by_its_code(write: Write, book: books
         owner_logits(code, tensors, findings(tensors, SETTINGS), SETTINGS)
 
 
-def test_the_owners_code_has_no_network(write: Write, book: books.Book) -> None:
+def test_the_owners_code_has_no_network(write: Write, book: Book) -> None:
     """A real listener on this machine is not reached, by name or by address."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.settimeout(0.1)
@@ -486,14 +484,14 @@ def test_the_owners_code_has_no_network(write: Write, book: books.Book) -> None:
             server.accept()
 
 
-def test_a_code_that_does_not_end_is_stopped(write: Write, book: books.Book) -> None:
+def test_a_code_that_does_not_end_is_stopped(write: Write, book: Book) -> None:
     tensors = mapped(book)
     code = write("class GPT(Base):\n    def __init__(self, cfg):\n        while True: pass\n")
     with pytest.raises(ConvertError, match=r"gpt\.py:GPT did not give logits within 3 seconds"):
         owner_logits(code, tensors, findings(tensors, SETTINGS), SETTINGS, timeout=3)
 
 
-def test_a_process_that_dies_is_said_with_its_last_words(write: Write, book: books.Book) -> None:
+def test_a_process_that_dies_is_said_with_its_last_words(write: Write, book: Book) -> None:
     tensors = mapped(book)
     code = write(
         "class GPT(Base):\n    def __init__(self, cfg):\n"

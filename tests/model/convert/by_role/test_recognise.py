@@ -1,4 +1,4 @@
-"""Roles of tensors by their names and shapes, for the schemes of `textbook.py` and for names
+"""Roles of tensors by their names and shapes, for the schemes of `textbook/` and for names
 that are put together from what people call the parts."""
 
 import re

@@ -16,7 +16,6 @@ from model.convert.by_role.questions import FIELDS, Finding, canonical
 from model.convert.by_role.read import CheckText, RoleOptions, read_by_role, recognise_file
 from model.convert.by_role.settle import OpenQuestions, Settled, answer, first, settle
 from model.convert.foreign import ConvertError
-from tests.model.convert.by_role import textbook as books
 from tests.model.convert.by_role.conftest import Trained
 from tests.model.convert.by_role.schemes import (
     SCHEMES,
@@ -28,6 +27,8 @@ from tests.model.convert.by_role.schemes import (
     some_ids,
     state_file,
 )
+from tests.model.convert.by_role.textbook.common import VOCAB
+from tests.model.convert.by_role.textbook.torch_layers import Multihead
 
 QUICK: Mapping[str, Mapping[str, Any]] = {
     "lecture": {},
@@ -226,14 +227,14 @@ def test_frequencies_are_those_of_the_text() -> None:
 
 
 @pytest.fixture(scope="module")
-def sees_all() -> books.Multihead:
+def sees_all() -> Multihead:
     """A model that was trained to name the next letter while it sees it."""
     torch.manual_seed(0)
-    model = books.Multihead(causal=False, learned=True)
+    model = Multihead(causal=False, learned=True)
     generator = torch.Generator().manual_seed(1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
     for _ in range(150):
-        ids = torch.randint(0, books.VOCAB, (16, 17), generator=generator)
+        ids = torch.randint(0, VOCAB, (16, 17), generator=generator)
         logits = model(ids[:, :-1])
         loss = torch.nn.functional.cross_entropy(logits.transpose(1, 2), ids[:, 1:])
         optimizer.zero_grad()
@@ -242,9 +243,9 @@ def sees_all() -> books.Multihead:
     return model.eval().requires_grad_(False)
 
 
-def test_a_model_without_a_mask_is_refused_by_a_text(sees_all: books.Multihead) -> None:
+def test_a_model_without_a_mask_is_refused_by_a_text(sees_all: Multihead) -> None:
     tensors = mapped(sees_all)
-    ids = torch.randint(0, books.VOCAB, (3000,), generator=torch.Generator().manual_seed(2))
+    ids = torch.randint(0, VOCAB, (3000,), generator=torch.Generator().manual_seed(2))
     judge = text_judge(ids.tolist(), 16)
     given = answer(findings(tensors), {"n_head": 4})
     with pytest.raises(ConvertError, match=r"only where every position sees the whole text .* it "

@@ -1,0 +1,92 @@
+"""torch.nn's own layers: TransformerEncoder, and MultiheadAttention in a block of one's own.
+
+Covers pre- and post-LN, sinusoidal positions kept in the file or not. Does not have a final norm.
+"""
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from tests.model.convert.by_role.textbook.common import (
+    CONTEXT,
+    HEADS,
+    LAYERS,
+    VOCAB,
+    WIDTH,
+    steps,
+    waves,
+)
+
+
+class Waves(nn.Module):
+    """Adds a table of sines; it is in the state dict where `kept`."""
+
+    pe: Tensor
+
+    def __init__(self, *, kept: bool) -> None:
+        super().__init__()
+        self.register_buffer("pe", waves(CONTEXT, WIDTH)[None], persistent=kept)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.pe[:, : x.shape[1]]
+
+
+class EncoderStack(nn.Module):
+    """nn.TransformerEncoderLayer with a causal mask; embeddings times the root of the width."""
+
+    def __init__(self, *, norm_first: bool, kept: bool, activation: str = "relu") -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCAB, WIDTH)
+        self.pos_encoder = Waves(kept=kept)
+        layer = nn.TransformerEncoderLayer(
+            WIDTH, HEADS, 64, 0.0, activation, batch_first=True, norm_first=norm_first
+        )
+        self.transformer_encoder = nn.TransformerEncoder(layer, LAYERS, enable_nested_tensor=False)
+        self.fc_out = nn.Linear(WIDTH, VOCAB)
+
+    def forward(self, src: Tensor) -> Tensor:
+        x = self.pos_encoder(self.embedding(src) * math.sqrt(WIDTH))
+        later = torch.ones(src.shape[1], src.shape[1]).triu(1).bool()
+        return self.fc_out(self.transformer_encoder(x, mask=later))
+
+
+class MultiheadBlock(nn.Module):
+    def __init__(self, *, causal: bool) -> None:
+        super().__init__()
+        self.attn = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True)
+        self.ln1 = nn.LayerNorm(WIDTH)
+        self.ff = nn.Sequential(nn.Linear(WIDTH, 96), nn.ReLU(), nn.Linear(96, WIDTH))
+        self.ln2 = nn.LayerNorm(WIDTH)
+        self.causal = causal
+
+    def forward(self, x: Tensor) -> Tensor:
+        later = torch.ones(x.shape[1], x.shape[1]).triu(1).bool() if self.causal else None
+        a, _ = self.attn(x, x, x, attn_mask=later, need_weights=False)
+        x = self.ln1(x + a)
+        return self.ln2(x + self.ff(x))
+
+
+class Multihead(nn.Module):
+    """nn.MultiheadAttention in a block of its own, post-LN without a final norm, sines or halves
+    that are nowhere in the file; without a mask where it is not `causal`."""
+
+    def __init__(self, *, causal: bool = True, halves: bool = False, learned: bool = False) -> None:
+        super().__init__()
+        self.token_embed = nn.Embedding(VOCAB, WIDTH)
+        self.pos_embed = nn.Embedding(CONTEXT, WIDTH) if learned else None
+        self.transformer_blocks = nn.ModuleList(
+            MultiheadBlock(causal=causal) for _ in range(LAYERS)
+        )
+        self.lm_head = nn.Linear(WIDTH, VOCAB)
+        self.halves = halves
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.token_embed(ids)
+        if self.pos_embed is not None:
+            x = x + self.pos_embed(steps(ids))
+        else:
+            x = x + waves(ids.shape[1], WIDTH, halves=self.halves).to(x.dtype)
+        for block in self.transformer_blocks:
+            x = block(x)
+        return self.lm_head(x)
