@@ -15,8 +15,7 @@ from model.convert.by_role.build import Built, build, head_shape
 from model.convert.by_role.tensor_map import IDENTITY, MappedTensors
 from model.convert.foreign import ConvertError
 from model.transformer.gpt import GPT
-from tests.model.convert.by_role.schemes import (
-    SCHEMES,
+from tests.model.convert.by_role.scheme import (
     Scheme,
     built_from,
     given_logits,
@@ -26,6 +25,7 @@ from tests.model.convert.by_role.schemes import (
     some_ids,
     state,
 )
+from tests.model.convert.by_role.schemes import SCHEMES
 from tests.model.convert.by_role.textbook.common import VOCAB, randomised
 from tests.model.convert.by_role.textbook.nanogpt import Nano, NanoConfig
 

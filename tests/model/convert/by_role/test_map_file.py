@@ -12,8 +12,7 @@ from model.convert.by_role.read import RoleOptions, read_by_role, recognise_file
 from model.convert.by_role.settle import OpenQuestions
 from model.convert.foreign import ConvertError
 from model.convert.state_file import StateFile
-from tests.model.convert.by_role.schemes import (
-    SCHEMES,
+from tests.model.convert.by_role.scheme import (
     Scheme,
     findings,
     given_logits,
@@ -24,6 +23,7 @@ from tests.model.convert.by_role.schemes import (
     state,
     state_file,
 )
+from tests.model.convert.by_role.schemes import SCHEMES
 
 
 def completed(text: str, scheme: Scheme) -> str:

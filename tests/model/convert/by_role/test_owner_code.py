@@ -27,14 +27,14 @@ from model.convert.by_role.owner_code import (
 from model.convert.by_role.owner_process import Problem, build_model, run
 from model.convert.by_role.read import RoleOptions, read_by_role, recognise_file
 from model.convert.foreign import ConvertError
-from tests.model.convert.by_role.schemes import (
-    SCHEMES,
+from tests.model.convert.by_role.scheme import (
     findings,
     given_logits,
     largest_difference,
     mapped,
     state_file,
 )
+from tests.model.convert.by_role.schemes import SCHEMES
 from tests.model.convert.by_role.textbook.book import Book
 
 PARTS = """

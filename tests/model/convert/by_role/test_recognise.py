@@ -13,7 +13,8 @@ from torch import Tensor
 from model.convert.by_role.recognise import recognise
 from model.convert.by_role.tensor_map import check
 from model.convert.foreign import ConvertError
-from tests.model.convert.by_role.schemes import SCHEMES, Scheme, state
+from tests.model.convert.by_role.scheme import Scheme, state
+from tests.model.convert.by_role.schemes import SCHEMES
 
 named = pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES.keys())
 

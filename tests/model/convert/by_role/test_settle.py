@@ -17,8 +17,7 @@ from model.convert.by_role.read import CheckText, RoleOptions, read_by_role, rec
 from model.convert.by_role.settle import OpenQuestions, Settled, answer, first, settle
 from model.convert.foreign import ConvertError
 from tests.model.convert.by_role.conftest import Trained
-from tests.model.convert.by_role.schemes import (
-    SCHEMES,
+from tests.model.convert.by_role.scheme import (
     Scheme,
     built_from,
     findings,
@@ -27,6 +26,7 @@ from tests.model.convert.by_role.schemes import (
     some_ids,
     state_file,
 )
+from tests.model.convert.by_role.schemes import SCHEMES
 from tests.model.convert.by_role.textbook.common import VOCAB
 from tests.model.convert.by_role.textbook.torch_layers import Multihead
 

@@ -6,7 +6,8 @@ import torch
 from model.convert.by_role.recognise import recognise
 from model.convert.by_role.tensor_map import MappedTensors, TensorMap, check
 from model.convert.foreign import ConvertError
-from tests.model.convert.by_role.schemes import SCHEMES, state
+from tests.model.convert.by_role.scheme import state
+from tests.model.convert.by_role.schemes import SCHEMES
 
 
 def test_the_tensors_of_a_role_are_taken_the_same_way_in_every_form() -> None:

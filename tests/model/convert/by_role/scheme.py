@@ -1,0 +1,141 @@
+"""A textbook model as a file: what it computes, which of its tensors plays which role, and what the
+tests do with it.
+
+Covers its names by role, the textbook's logits and those of the GPT that is built of its tensors.
+The models themselves are in `schemes.py`.
+"""
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from model.convert.by_role.build import Built, build
+from model.convert.by_role.computation import Computation
+from model.convert.by_role.judge import open_gpt
+from model.convert.by_role.questions import Finding, find
+from model.convert.by_role.recognise import recognise
+from model.convert.by_role.tensor_map import MappedTensors, check
+from model.convert.state_file import StateFile
+from tests.model.convert.by_role.textbook.common import CONTEXT, HEADS, LAYERS, VOCAB, randomised
+
+USUAL: Mapping[str, Any] = {
+    "n_head": HEADS,
+    "context_length": CONTEXT,
+    "norm": "layernorm",
+    "norm_eps": 1e-5,
+    "norm_position": "pre",
+    "final_norm": True,
+    "residual": "sequential",
+    "positions": "learned",
+    "rotary_layout": "half",
+    "rope_theta": 10_000.0,
+    "activation": "gelu",
+    "score_scale": "head_dim",
+    "qkv_layout": "qkv",
+    "gate_order": "gate_first",
+    "qk_norm": "none",
+    "qk_norm_eps": 1e-5,
+    "embedding_scale": "one",
+    "causal": True,
+}
+"""A `Computation` as most of them have it."""
+ALTERNATIVES = re.compile(r"\((\w+)\|(\w+)\)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scheme:
+    """One textbook model.
+
+    make        the model with initial weights
+    how         where its computation differs from USUAL
+    roles       a line for each role and name; `ln.(weight|bias)` are a weight and its bias
+    settings    what its file says beside the tensors, as it cannot be found by trying
+    logits      how its forward is called for the logits of all positions
+    """
+
+    make: Callable[[], nn.Module]
+    how: Mapping[str, Any] = field(default_factory=dict)
+    roles: str
+    n_layer: int = LAYERS
+    first_layer: int = 0
+    heads: int = 0
+    transposed: frozenset[str] = frozenset()
+    ignored: frozenset[str] = frozenset()
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    logits: Callable[[nn.Module, Tensor], Tensor] = lambda model, ids: model(ids)
+
+    def model(self, seed: int = 0) -> nn.Module:
+        return randomised(self.make(), seed)
+
+    @property
+    def computation(self) -> Computation:
+        return Computation(**{**USUAL, **self.how})
+
+    def names(self) -> dict[tuple[str, str], str]:
+        """Names by role and part."""
+        names: dict[tuple[str, str], str] = {}
+        for line in self.roles.strip().splitlines():
+            role, name = line.split()
+            match = ALTERNATIVES.search(name)
+            words = match.groups() if match else ("",)
+            for part, word in zip(("weight", "bias"), words, strict=False):
+                names[role, part] = ALTERNATIVES.sub(word, name)
+        return names
+
+
+def given_logits(scheme: Scheme, model: nn.Module, ids: Tensor) -> Tensor:
+    """The textbook's logits (B, T, V) of ids (B, T)."""
+    with torch.no_grad():
+        return scheme.logits(model, ids)
+
+
+def some_ids(rows: int = 3, length: int = CONTEXT, seed: int = 5) -> Tensor:
+    return torch.randint(VOCAB, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+def state(model: nn.Module) -> dict[str, Tensor]:
+    """What `torch.save(model.state_dict())` holds."""
+    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+
+
+def mapped(model: nn.Module, where: str = "model.pt") -> MappedTensors:
+    """The tensors of a model by the roles that are recognised."""
+    tensors = state(model)
+    roles = recognise(where, tensors)
+    check(where, tensors, roles)
+    return MappedTensors(where, tensors, roles)
+
+
+def findings(
+    tensors: MappedTensors, settings: Mapping[str, Any] | None = None
+) -> dict[str, Finding]:
+    """What a file of these tensors and settings says."""
+    ignored = {name: tensors.tensors[name] for name in tensors.map.ignored}
+    return find(tensors, ignored, settings or {})
+
+
+def state_file(
+    model: nn.Module, path: Path = Path("model.pt"), settings: Mapping[str, Any] | None = None
+) -> StateFile:
+    return StateFile(path, str(path), state(model), None, settings or {})
+
+
+def built_from(scheme: Scheme, model: nn.Module, **changes: Any) -> Built:
+    """The model in this project's form, by the right computation or with `changes` to it."""
+    how = Computation(**{**USUAL, **scheme.how, **changes})
+    return build(mapped(model), how)
+
+
+@torch.inference_mode()
+def our_logits(built: Built, ids: Tensor) -> Tensor:
+    return open_gpt(built)(ids).logits
+
+
+def largest_difference(ours: Tensor, theirs: Tensor) -> float:
+    assert ours.shape == theirs.shape
+    return float((ours - theirs).abs().max())
