@@ -1,13 +1,19 @@
-"""A textbook model that was really trained, once for a session: what texts are judged by."""
+"""Fixtures: a textbook model that was really trained, once for a session, and owners' files."""
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from model.convert.by_role.owner_code import OwnerCode, parse_owner_code
+from tests.model.convert.by_role.owner_files import PARTS
+from tests.model.convert.by_role.schemes import SCHEMES
+from tests.model.convert.by_role.textbook.book import Book
 from tests.model.convert.by_role.textbook.lecture import Lecture
 
 LETTERS = "abcdefgh "
@@ -55,3 +61,25 @@ def trained() -> Trained:
     train(model, encode(sums(3000, seed=1)), 24)
     model.eval().requires_grad_(False)
     return Trained(model, encode(sums(200, seed=2)).tolist())
+
+
+@pytest.fixture
+def book() -> Book:
+    model = SCHEMES["book"].model()
+    assert isinstance(model, Book)
+    return model
+
+
+Write = Callable[..., OwnerCode]
+
+
+@pytest.fixture
+def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Write:
+    """Write an owner's file, and name what is in it."""
+    monkeypatch.chdir(tmp_path)
+
+    def write(code: str, expression: str = "GPT") -> OwnerCode:
+        (tmp_path / "gpt.py").write_text(PARTS + code, encoding="utf-8")
+        return parse_owner_code(f"{tmp_path / 'gpt.py'}:{expression}")
+
+    return write

@@ -1,0 +1,227 @@
+"""What the process of the owner's code does: make the model, load its weights, find its logits.
+
+The tests call the functions of that process in this one; those of what only a process of its own
+has (network, time, its end) are in `test_owner_code.py`.
+"""
+
+import re
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from model.convert.by_role.owner_code import (
+    OwnerCode,
+    _known_shape,
+    _known_values,
+)
+from model.convert.by_role.owner_process import Problem, build_model, run
+from tests.model.convert.by_role.conftest import Write
+from tests.model.convert.by_role.owner_files import (
+    ATTRIBUTES,
+    BY_NAMES,
+    DATACLASS,
+    DICTIONARY,
+    PARTS,
+    SCRIPT,
+    STALE_SCRIPT,
+)
+from tests.model.convert.by_role.scheme import (
+    findings,
+    given_logits,
+    largest_difference,
+    mapped,
+)
+from tests.model.convert.by_role.schemes import SCHEMES
+from tests.model.convert.by_role.textbook.book import Book
+
+SETTINGS = {"n_heads": 4}
+
+
+@pytest.fixture(autouse=True)
+def untouched_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What an owner's file puts on the path and among the modules goes with the test."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "gpt", raising=False)
+
+
+def request(
+    code: OwnerCode, model: torch.nn.Module, settings: Mapping[str, Any] = SETTINGS
+) -> dict[str, Any]:
+    """What the process is asked."""
+    tensors = mapped(model)
+    said = findings(tensors, settings)
+    return {
+        "file": str(code.file),
+        "expression": code.expression,
+        "values": _known_values(tensors, said, settings),
+        "shape": _known_shape(tensors, said),
+        "rows": tensors.shape("token_embedding")[0],
+        "length": 12,
+    }
+
+
+def logits_here(
+    code: OwnerCode, model: torch.nn.Module, settings: Mapping[str, Any] = SETTINGS
+) -> tuple[Tensor, Tensor]:
+    """Ids and the logits of the owner's model, computed in this process."""
+    asked = request(code, model, settings)
+    made = build_model(asked, mapped(model).tensors)
+    assert not made.training
+    token_ids, logits, _ = run(made, asked["rows"], asked["length"])
+    return token_ids, logits
+
+
+@pytest.mark.parametrize(
+    "code",
+    [BY_NAMES, DATACLASS, DICTIONARY, SCRIPT, STALE_SCRIPT],
+    ids=["by names", "dataclass", "dictionary", "script", "another run's values"],
+)
+def test_a_class_is_made_with_what_is_known(code: str, write: Write, book: Book) -> None:
+    ids, logits = logits_here(write(code), book)
+    assert ids.shape == (2, 12)
+    assert largest_difference(logits, given_logits(SCHEMES["book"], book, ids)) < 1e-5
+    assert not Path("training-has-begun").exists()
+    assert not Path("overwritten.pt").exists()
+
+
+def test_a_configuration_class_without_dataclass_is_filled(write: Write, book: Book) -> None:
+    ids, logits = logits_here(write(ATTRIBUTES), book)
+    assert largest_difference(logits, given_logits(SCHEMES["book"], book, ids)) < 1e-5
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "GPT(29, 16, 32, n_head=4, dropout=0.0)",
+        "make()",
+        "make",
+        "GPT(vocab_size, block_size, d_model, n_heads, dropout=0.0)",
+        "[GPT(29, 16, 32, dropout=0.0)][0]",
+    ],
+)
+def test_an_expression_makes_the_model(expression: str, write: Write, book: Book) -> None:
+    code = BY_NAMES + "\n\ndef make():\n    return GPT(29, 16, 32, dropout=0.0)\n"
+    ids, logits = logits_here(write(code, expression), book)
+    assert largest_difference(logits, given_logits(SCHEMES["book"], book, ids)) < 1e-5
+
+
+def test_a_number_of_heads_that_is_not_in_the_file_is_the_codes_own(
+    write: Write, book: Book
+) -> None:
+    """The default of its class, or of the script: nobody said another."""
+    ids, logits = logits_here(write(BY_NAMES), book, {})
+    assert largest_difference(logits, given_logits(SCHEMES["book"], book, ids)) < 1e-5
+
+
+def test_modules_beside_the_file_are_imported(
+    write: Write, book: Book, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(sys.modules, "pieces_of_gpt", raising=False)
+    (tmp_path / "pieces_of_gpt.py").write_text(PARTS + DICTIONARY, encoding="utf-8")
+    code = write("from pieces_of_gpt import GPT as Ours\n\n\nclass GPT(Ours):\n    pass\n")
+    ids, logits = logits_here(code, book)
+    assert largest_difference(logits, given_logits(SCHEMES["book"], book, ids)) < 1e-5
+
+
+FORWARDS = {
+    "a tuple": "return super().forward(ids), None",
+    "a dictionary": "return {'loss': None, 'logits': super().forward(ids)}",
+    "an object": "return type('Output', (), {'logits': super().forward(ids)})()",
+    "a list with the state first": "return [ids.float()[..., None].expand(-1, -1, 5), "
+                                   "super().forward(ids)]",
+    "the last position": "return super().forward(ids)[:, -1:], None",
+    "the last position without its axis": "return super().forward(ids)[:, -1]",
+    "positions in one axis": "return super().forward(ids).flatten(0, 1)",
+    "padded rows": "return F.pad(super().forward(ids), (0, 35))",
+    "float64": "return super().forward(ids).double()",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("forward", FORWARDS.values(), ids=FORWARDS.keys())
+def test_logits_are_found_in_what_a_forward_gives(forward: str, write: Write, book: Book) -> None:
+    code = DICTIONARY + f"\n    def forward(self, ids, targets=None):\n        {forward}\n"
+    ids, logits = logits_here(write(code), book)
+    assert logits.dtype == torch.float32
+    assert largest_difference(logits, given_logits(SCHEMES["book"], book, ids)) < 1e-5
+
+
+def test_a_forward_that_wants_targets_is_given_some(write: Write, book: Book) -> None:
+    code = DICTIONARY + (
+        "\n    def forward(self, ids, targets):\n"
+        "        logits = super().forward(ids)\n"
+        "        return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten())\n"
+    )
+    ids, logits = logits_here(write(code), book)
+    assert largest_difference(logits, given_logits(SCHEMES["book"], book, ids)) < 1e-5
+
+
+def test_a_state_dict_of_a_part_is_loaded_into_that_part(write: Write, book: Book) -> None:
+    """The file has the names of what is inside a wrapper."""
+    code = DICTIONARY + (
+        "\n\nclass Wrapped(nn.Module):\n"
+        "    def __init__(self, cfg):\n        super().__init__()\n        self.gpt = GPT(cfg)\n"
+        "    def forward(self, ids):\n        return self.gpt(ids)\n"
+    )
+    ids, logits = logits_here(write(code, "Wrapped"), book)
+    assert largest_difference(logits, given_logits(SCHEMES["book"], book, ids)) < 1e-5
+
+
+PROBLEMS: dict[str, tuple[str, str, str]] = {
+    "a parameter that nobody knows": (
+        "class GPT(Base):\n    def __init__(self, vocab_size, temper):\n        pass\n", "GPT",
+        r"GPT needs 'temper', which the checkpoint does not say: give an expression .*"
+        r"'GPT\(\.\.\., temper=\.\.\.\)'",
+    ),
+    "a name that is not there": (BY_NAMES, "Gpt", r"NameError: name 'Gpt' .* give an expression"),
+    "not a module": ("GPT = 3\n", "GPT", "gives a int; expected a torch module"),
+    "a key that nobody knows": (
+        "class GPT(Base):\n    def __init__(self, cfg):\n        cfg['temper']\n", "GPT",
+        r"KeyError: 'temper'\. .* give an expression that makes the model",
+    ),
+    "other weights": (
+        "class GPT(Base):\n    def __init__(self, cfg):\n        super().__init__()\n"
+        "        self.build(29, 16, 32, 4, 3)\n", "GPT",
+        r"do not have the same tensors: it lacks \['trf_blocks\.2\.",
+    ),
+    "too few layers": (
+        "class GPT(Base):\n    def __init__(self, cfg):\n        super().__init__()\n"
+        "        self.build(29, 16, 32, 4, 1)\n", "GPT",
+        r"the model does not know \['trf_blocks\.1\.",
+    ),
+    "other shapes": (
+        "class GPT(Base):\n    def __init__(self, cfg):\n        super().__init__()\n"
+        "        self.build(29, 16, 64, 4, 2)\n", "GPT",
+        r"the weights do not fit the owner's model: .*size mismatch",
+    ),
+    "a forward that fails": (
+        DICTIONARY + "\n    def forward(self, ids):\n        raise RuntimeError('out of order')\n",
+        "GPT", r"its forward failed on ids of shape \[2, 12\]: RuntimeError: out of order",
+    ),
+    "a forward that fails with a type error": (
+        DICTIONARY + "\n    def forward(self, ids):\n        return ids + 'x'\n",
+        "GPT", r"its forward failed on ids of shape \[2, 12\]: TypeError: ",
+    ),
+    "a forward without logits": (
+        DICTIONARY + "\n    def forward(self, ids):\n        return ids\n", "GPT",
+        "its forward gives a Tensor without logits of 29 ids",
+    ),
+    "a class that cannot be defined": (
+        "class GPT(Bass):\n    pass\n", "GPT",
+        r"GPT in gpt\.py, line \d+, cannot be defined: NameError: name 'Bass'",
+    ),
+    "not Python": ("class GPT(:\n", "GPT", r"gpt\.py is not Python that this interpreter reads"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("code", "expression", "sentence"), PROBLEMS.values(), ids=PROBLEMS.keys())
+def test_what_stands_in_the_way_is_said(
+    code: str, expression: str, sentence: str, write: Write, book: Book
+) -> None:
+    with pytest.raises(Problem) as refusal:
+        logits_here(write(code, expression), book)
+    assert re.search(sentence, str(refusal.value), re.DOTALL)
