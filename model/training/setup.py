@@ -32,24 +32,30 @@ from model.training.resolve import (
 )
 from model.training.run.description import RunDescription
 from model.training.run.directory import RunDirectory
+from model.training.run.errors import preparing
 from model.training.run.state import read_state
 from model.transformer.config import GPTConfig
 
 
 def setup_run(config: TrainingConfig, ranks: Ranks, report: EventHandler) -> ResolvedRun:
     """A new run in a directory of its own, or with `resume` one that exists. Every process calls
-    it, and all return the same run; each knows which part of it to compute."""
+    it, and all return the same run; each knows which part of it to compute. The main one has locked
+    its directory, and the caller releases that."""
     if config.shard == "on" and ranks.size == 1:
         raise TrainingError(
             "shard on was given, but there is one process, which has the whole model: start "
             "several with torchrun --no-python --nproc-per-node N logitd train ..."
         )
+    run: ResolvedRun | None = None
     if ranks.is_main:
         run = _resume(config, ranks, report) if config.resume else _create(config, ranks, report)
-    ranks.barrier()  # from here on, run.json and the text are there for the others to read
-    if not ranks.is_main:
-        run = _join(config, ranks)
-    return agree_on_sharding(run)
+    try:
+        ranks.barrier()  # from here on, run.json and the text are there for the others to read
+        return agree_on_sharding(_join(config, ranks) if run is None else run)
+    except BaseException:
+        if run is not None:
+            run.directory.release()
+        raise
 
 
 def _create(config: TrainingConfig, ranks: Ranks, report: EventHandler) -> ResolvedRun:
@@ -72,18 +78,21 @@ def _create(config: TrainingConfig, ranks: Ranks, report: EventHandler) -> Resol
     )
     directory = RunDirectory.create(_path(config))
     try:
-        prepared, model = _prepare(text, directory, resolution, base)
+        with preparing(directory):
+            prepared, model = _prepare(text, directory, resolution, base)
         _check_prompts(config.prompts, prepared.tokenizer)
+        report(Prepared(prepared.record, prepared.tokenizer.vocab_size))
+
+        # 3) Write down what was decided.
+        if (decided := resolve_compile(config, recipe, model)) != config.compile:
+            config = config.model_copy(update={"compile": decided})
+        described = None if base is None else base.to_dict()
+        description = RunDescription(config, recipe, model, described)
+        with preparing(directory):
+            directory.write_description(description)
     except BaseException:
         directory.discard()
         raise
-    report(Prepared(prepared.record, prepared.tokenizer.vocab_size))
-
-    # 3) Write down what was decided.
-    if (decided := resolve_compile(config, recipe, model)) != config.compile:
-        config = config.model_copy(update={"compile": decided})
-    description = RunDescription(config, recipe, model, None if base is None else base.to_dict())
-    directory.write_description(description)
     return resolve_run(
         description,
         process,
@@ -97,7 +106,7 @@ def _create(config: TrainingConfig, ranks: Ranks, report: EventHandler) -> Resol
 def _resume(config: TrainingConfig, ranks: Ranks, report: EventHandler) -> ResolvedRun:
     """A run that exists, back at its saved state. The whole of a resume, in order:
 
-    1. Read run.json, and change in it what was given anew (here).
+    1. Lock the directory. Read run.json, and change in it what was given anew (here).
     2. Open the base again if its weights are needed, the chat template and the tokenised text.
     3. Rewind the directory to the step of the saved state, as later steps will be taken again:
        remove later metrics, samples and checkpoints, and what a kill left half done.
@@ -111,6 +120,19 @@ def _resume(config: TrainingConfig, ranks: Ranks, report: EventHandler) -> Resol
     A run that was killed before it first saved begins again at step 0.
     """
     directory = RunDirectory.open(_path(config))
+    with preparing(directory):
+        directory.lock()
+    try:
+        return _resume_locked(config, ranks, directory, report)
+    except BaseException:
+        directory.release()
+        raise
+
+
+def _resume_locked(
+    config: TrainingConfig, ranks: Ranks, directory: RunDirectory, report: EventHandler
+) -> ResolvedRun:
+    """What `_resume` does, in a directory that no other trainer writes."""
     description = resolve_resumed(config, directory.read_description())
     base = _reopen_base(description, directory)
     chat_template = _chat_template(description.config, base)
@@ -118,8 +140,9 @@ def _resume(config: TrainingConfig, ranks: Ranks, report: EventHandler) -> Resol
     text = read_prepared(directory.data)
     _check_prompts(description.config.prompts, text.tokenizer)
     report(Prepared(text.record, text.tokenizer.vocab_size))
-    directory.rewind(_saved_step(directory))
-    directory.write_description(description)
+    with preparing(directory):
+        directory.rewind(_saved_step(directory))
+        directory.write_description(description)
     return resolve_run(
         description,
         process,

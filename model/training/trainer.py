@@ -83,13 +83,16 @@ def train(config: TrainingConfig, report: EventHandler = ignore_events) -> Train
             if config.tensorboard:
                 require_tensorboard()
             run = setup_run(config, ranks, report)
-            with with_tensorboard(run.tensorboard and ranks.is_main, report) as report:
-                trainer = Trainer(run, report)
-                if config.resume:
-                    trainer.load()
-                with ranks.connected():
-                    result = trainer.fit()
-            ranks.barrier()  # until the main process has written everything
+            try:
+                with with_tensorboard(run.tensorboard and ranks.is_main, report) as report:
+                    trainer = Trainer(run, report)
+                    if config.resume:
+                        trainer.load()
+                    with ranks.connected():
+                        result = trainer.fit()
+                ranks.barrier()  # until the main process has written everything
+            finally:
+                run.directory.release()
             return result
         finally:
             use_threads(threads)

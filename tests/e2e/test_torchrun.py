@@ -346,3 +346,16 @@ def test_a_refusal_is_said_once(text: Path) -> None:
     assert err.count("a step has 8 sequences (batch_size 4 x accumulate 2), which 3 processes") == 1
     assert config.out is not None
     assert not config.out.exists()
+
+
+@pytest.mark.slow
+def test_a_group_has_one_lock_and_a_second_group_is_told_so(text: Path) -> None:
+    config = configuration(text, "run", steps=100_000)
+    first = Torchrun(config)
+    assert config.out is not None
+    first.wait_for_step(config.out / "metrics.jsonl", 2)
+    code, _, err = Torchrun(config.model_copy(update={"resume": True})).finish()
+    assert code == 1
+    assert err.count(f"{config.out} is being trained by process ") == 1
+    first.process.send_signal(signal.SIGTERM)
+    assert "go on with" in first.finish()[1]

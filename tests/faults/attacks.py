@@ -1,6 +1,6 @@
 """Every attack there is, in the order of the table."""
 
-from tests.faults import bodies
+from tests.faults import bodies, trainer
 from tests.faults.attack import Attack
 
-ATTACKS: tuple[Attack, ...] = (*bodies.ATTACKS,)
+ATTACKS: tuple[Attack, ...] = (*bodies.ATTACKS, *trainer.ATTACKS)

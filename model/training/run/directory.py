@@ -8,10 +8,11 @@
   step-000500/     checkpoints, ready to be served
   latest, best     links to the newest checkpoint and to the one with the lowest validation loss
   state/state.pt   the trainer's own state, for an exact resume
+  run.lock         who trains it now (`lock.py`)
 
 Everything is written under another name and renamed, so a kill at any moment leaves a directory
-that can be served and resumed. Of several processes only the main one writes. Does not decide what
-is written or when.
+that can be served and resumed. Of several processes only the main one writes, and it has the lock.
+Does not decide what is written or when.
 """
 
 import json
@@ -25,6 +26,7 @@ from typing import Any
 from model.data.prepare import DATA, RUN
 from model.training.config import TrainingError
 from model.training.run.description import RunDescription
+from model.training.run.lock import LOCK, RunLock
 
 METRICS, SAMPLES, PLOT = "metrics.jsonl", "samples.txt", "loss.png"
 _STEP = re.compile(r"step-(\d{6,})")
@@ -41,32 +43,54 @@ class RunDirectory:
         self.plot = path / PLOT
         self.latest = path / "latest"
         self.best = path / "best"
+        self._lock: RunLock | None = None
 
     @classmethod
     def create(cls, path: Path) -> "RunDirectory":
-        """A new run. Rejects a directory that is not empty."""
-        if path.exists() and (not path.is_dir() or any(path.iterdir())):
-            if path.is_dir() and not (path / RUN).exists():
-                raise TrainingError(
-                    f"{path} exists already and has no {RUN}: if it is what a run left that was "
-                    "killed while it prepared its text, remove it, else choose another --out"
-                )
+        """A new run, locked. Rejects a directory that is not empty, that another process trains
+        in, or that cannot be made."""
+        if path.exists() and not path.is_dir():
+            raise TrainingError(f"{path} exists already and is not a folder: choose another --out")
+        directory = cls(path)
+        if path.is_dir() and not (path / LOCK).exists():  # nothing is written where no run is
+            _require_empty(path)
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            directory.lock()
+        except OSError as error:
             raise TrainingError(
-                f"{path} exists already: resume it with --resume, or choose another --out"
-            )
-        path.mkdir(parents=True, exist_ok=True)
-        return cls(path)
+                f"the run cannot be written to {path}: {error.strerror or error}. Choose another "
+                "--out"
+            ) from error
+        try:
+            _require_empty(path)
+        except BaseException:
+            directory.release()
+            raise
+        return directory
 
     def discard(self) -> None:
         """Remove a run that did not begin."""
         shutil.rmtree(self.path)
+        self.release()
 
     @classmethod
     def open(cls, path: Path) -> "RunDirectory":
-        """A run that exists."""
+        """A run that exists, to be read; who writes takes its lock."""
         if not (path / RUN).is_file():
             raise TrainingError(f"there is nothing to resume: {path} has no {RUN}")
         return cls(path)
+
+    def lock(self) -> None:
+        """Keep other trainers out until `release`, or until this process ends. Raises TrainingError
+        where one is there, and OSError."""
+        self._lock = RunLock(self.path)
+
+    def release(self) -> None:
+        """Let other trainers in; does nothing where it is not locked."""
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
 
     def write_description(self, description: RunDescription) -> None:
         _replace(self.path / RUN, json.dumps(description.to_dict(), indent=2) + "\n")
@@ -179,6 +203,18 @@ class RunDirectory:
         aside.unlink(missing_ok=True)
         aside.symlink_to(self.checkpoint(step).name)
         aside.replace(link)
+
+
+def _require_empty(path: Path) -> None:
+    """Raise TrainingError where a folder holds anything but the lock."""
+    if all(child.name == LOCK for child in path.iterdir()):
+        return
+    if not (path / RUN).exists():
+        raise TrainingError(
+            f"{path} exists already and has no {RUN}: if it is what a run left that was killed "
+            "while it prepared its text, remove it, else choose another --out"
+        )
+    raise TrainingError(f"{path} exists already: resume it with --resume, or choose another --out")
 
 
 def sync(path: Path) -> None:

@@ -1,6 +1,7 @@
 """Errors that end a run: what went wrong, what is safe on the disk, and what to do.
 
-Raises them for a disk that cannot be written to and for training that diverged. Does not detect
+Raises them for a disk that cannot be written to, before the first step and later, and for training
+that diverged. Does not detect
 divergence (`model/training/stopping/divergence.py`).
 """
 
@@ -26,6 +27,20 @@ def saving(directory: RunDirectory, step: int) -> Iterator[None]:
     except (OSError, SafetensorError) as error:
         raise TrainingError(
             f"step {step} could not be saved: {error}. {_how_to_go_on(directory, error)}"
+        ) from error
+
+
+@contextmanager
+def preparing(directory: RunDirectory) -> Iterator[None]:
+    """Turns an error of the disk before the first step into a TrainingError."""
+    try:
+        yield
+    except OSError as error:
+        full = error.errno in NO_SPACE
+        way_out = "make room there, or choose" if full else "choose"
+        raise TrainingError(
+            f"the run cannot be prepared in {directory.path}: {error.strerror or error}; {way_out} "
+            "another --out"
         ) from error
 
 

@@ -113,8 +113,8 @@ def test_a_run_learns_and_leaves_everything_where_it_belongs(configure: Configur
     run = result.run
     assert (result.reason, result.step, result.tokens) == ("finished", 40, 40 * 4 * 32)
     assert {path.name for path in run.iterdir()} == {
-        *("run.json", "data", "metrics.jsonl", "loss.png", "samples.txt", "state"),
-        *("latest", "best", "step-000040"),
+        *("run.json", "run.lock", "data", "metrics.jsonl", "loss.png", "samples.txt"),
+        *("state", "latest", "best", "step-000040"),
     }
     info, gpt = load_checkpoint(run / "best", device=torch.device("cpu"), dtype=torch.float32)
     assert info.training.step == 40

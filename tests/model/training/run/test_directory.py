@@ -61,7 +61,7 @@ def test_rewinding_forgets_what_came_later(tmp_path: Path) -> None:
 
 
 def test_nothing_is_overwritten_and_nothing_is_resumed_from_nowhere(tmp_path: Path) -> None:
-    _run(tmp_path / "run", {})
+    _run(tmp_path / "run", {}).release()
     with pytest.raises(TrainingError, match="exists already: resume it with --resume"):
         RunDirectory.create(tmp_path / "run")
     with pytest.raises(TrainingError, match=r"has no run\.json"):

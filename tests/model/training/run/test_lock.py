@@ -1,0 +1,108 @@
+"""Two trainers and one run directory; the second is another process, as in life."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from model.training.config import TrainingError
+from model.training.run.directory import RunDirectory
+from model.training.run.lock import LOCK, RunLock
+
+HOLDER = """
+import sys
+from pathlib import Path
+from model.training.run.lock import RunLock
+lock = RunLock(Path(sys.argv[1]))
+print("locked", flush=True)
+sys.stdin.read()
+"""
+
+
+def _holder(path: Path) -> "subprocess.Popen[bytes]":
+    """A process that has the lock."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"locked\n"
+    return process
+
+
+def test_the_second_is_told_who_the_first_is(tmp_path: Path) -> None:
+    with _holder(tmp_path) as process:
+        told = json.loads((tmp_path / LOCK).read_text())
+        sentence = (
+            f"is being trained by process {process.pid} on {socket.gethostname()} "
+            f"since {told['since']}: wait until"
+        )
+        with pytest.raises(TrainingError, match=sentence.replace("+", r"\+")):
+            RunLock(tmp_path)
+        with pytest.raises(TrainingError, match=sentence.replace("+", r"\+")):
+            RunDirectory.create(tmp_path)
+        process.kill()
+
+
+def test_the_lock_dies_with_its_owner(tmp_path: Path) -> None:
+    with _holder(tmp_path) as process:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    lock = RunLock(tmp_path)
+    assert json.loads((tmp_path / LOCK).read_text())["pid"] == os.getpid()
+    lock.release()
+    lock.release()
+    RunLock(tmp_path).release()
+
+
+def test_an_owner_that_has_not_said_its_name_keeps_others_out_too(tmp_path: Path) -> None:
+    lock = RunLock(tmp_path)
+    (tmp_path / LOCK).write_text('{"pid": ')
+    with pytest.raises(TrainingError, match="is being trained by another process: wait"):
+        RunLock(tmp_path)
+    lock.release()
+
+
+def test_a_lock_that_was_removed_with_its_run_is_not_taken_for_one(tmp_path: Path) -> None:
+    """A process opens the file, the first removes the run and makes it anew: the old file locks
+    nothing."""
+    path = tmp_path / "run"
+    first = RunDirectory.create(path)
+    (path / LOCK).rename(tmp_path / "aside")
+    again = RunLock(path)  # the name is free, so this is another file
+    with pytest.raises(TrainingError, match="is being trained by"):
+        RunLock(path)
+    again.release()
+    first.discard()
+    assert not path.exists()
+
+
+def test_what_the_lock_is_cannot_be_a_link_to_elsewhere(tmp_path: Path) -> None:
+    precious = tmp_path / "precious"
+    precious.write_text("text")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / LOCK).symlink_to(precious)
+    with pytest.raises(TrainingError, match="the run cannot be written to"):
+        RunDirectory.create(tmp_path / "run")
+    assert precious.read_text() == "text"
+
+
+def test_a_file_system_without_locks_is_trained_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def flock(descriptor: int, operation: int) -> None:
+        raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr("model.training.run.lock.fcntl.flock", flock)
+    RunDirectory.create(tmp_path / "run").discard()
+
+
+def test_a_folder_of_somebody_elses_is_left_as_it_was(tmp_path: Path) -> None:
+    (tmp_path / "letter.txt").write_text("text")
+    with pytest.raises(TrainingError, match=r"exists already and has no run\.json"):
+        RunDirectory.create(tmp_path)
+    assert [child.name for child in tmp_path.iterdir()] == ["letter.txt"]
