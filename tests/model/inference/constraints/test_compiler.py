@@ -1,6 +1,6 @@
 """Constraints by themselves: what each kind lets through, how texts end, and what is refused.
 
-Whatever a model says under one is in `tests/model/inference/engine/test_constrained.py`.
+What a model says under one is in `test_constrained.py` of `tests/model/inference/engine/`.
 """
 
 import itertools

@@ -1,30 +1,34 @@
 """Generation under constraints: whatever a model would say, what is finished matches and what was
 cut off begins something that does; and nobody beside it notices.
 
-A random model over a vocabulary that cuts characters and JSON in odd places is the most hostile
-client of a constraint there is: it asks for everything that the mask does not forbid. Oracles are
-`jsonschema`, Python's `re` and `model/inference/reference.py`.
+Oracles are Python's `re` and `model/inference/reference.py`. JSON is in `test_constrained_json.py`.
 """
 
 import dataclasses
 import json
 import re
-from decimal import Decimal
 from typing import Any
 
-import jsonschema
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from model.inference.constraints.compiler import Compiler, Kind, Source
-from model.inference.constraints.json_schema import NAMED_CONTROLS
-from model.inference.constraints.protocol import TokenConstraint, TokenMatcher
+from model.inference.constraints.protocol import TokenMatcher
 from model.inference.engine.events import FinishReason
 from model.inference.errors import ConstraintError, InvalidRequest
 from model.inference.sampling.params import SamplingParams
-from tests.model.factories import byte_tokenizer, merging_tokenizer, tiny_config, tiny_gpt
+from tests.model.factories import merging_tokenizer, tiny_config, tiny_gpt
+from tests.model.inference.engine.constrained import (
+    COMPILER,
+    GPT_OF_THE_TESTS,
+    PROMPT,
+    ROOM,
+    check,
+    written,
+    written_bytes,
+)
 from tests.model.inference.engine.harness import (
     Driven,
     Outcome,
@@ -36,202 +40,6 @@ from tests.model.inference.engine.harness import (
     small_gpt,
 )
 from tests.profiles import examples
-
-TOKENIZER = merging_tokenizer()
-COMPILER = Compiler(TOKENIZER)
-BYTES = Compiler(byte_tokenizer())
-GPT_OF_THE_TESTS = tiny_gpt(
-    tiny_config(n_layer=1, n_head=2, d_model=16, vocab_size=TOKENIZER.vocab_size)
-)
-PROMPT = tuple(b"some text")
-ROOM = 128 - len(PROMPT)
-
-
-def written(constraint: TokenConstraint, seed: int, n: int = 3, **fields: Any) -> list[Outcome]:
-    """What the model writes under a constraint, to its end or that of the context."""
-    stop = frozenset({COMPILER.end_of_text})
-    values: dict[str, Any] = {
-        "temperature": 3.0,
-        "seed": seed,
-        "stop_token_ids": stop,
-        "max_tokens": ROOM,
-    } | fields
-    request = generation("a", PROMPT, n=n, constraint=constraint, **values)
-    return list(run(GPT_OF_THE_TESTS, request, slots=n).values())
-
-
-def written_bytes(outcome: Outcome) -> bytes:
-    ids = outcome.token_ids
-    assert "<|other|>" not in map(TOKENIZER.token_text, ids)
-    return TOKENIZER.decode_bytes([i for i in ids if i != TOKENIZER.end_of_text])
-
-
-def begins_a_match(source: Source, text: bytes) -> bool:
-    """Whether a text can still become one that matches: byte by byte, by a vocabulary of bytes."""
-    matcher = BYTES.compile(source).matcher()
-    for byte in text:
-        if matcher.complete or not matcher.allowed()[byte]:
-            return False
-        matcher.advance(byte)
-    return True
-
-
-def check(source: Source, outcome: Outcome) -> str | None:
-    """Hold a completion to the rules for both ends; the text, if it is finished."""
-    text = written_bytes(outcome)
-    if outcome.ended.reason is FinishReason.STOP:
-        return text.decode()  # whole characters
-    assert outcome.ended.reason is FinishReason.LENGTH
-    assert len(outcome.tokens) == ROOM
-    assert begins_a_match(source, text), text
-    return None
-
-
-# JSON
-
-NAMES = ("a", "b", "ab", "name", "é", "a b", 'q"', "\\", "\n", "\x7f", "")
-PATTERNS = ("^[a-c]{1,4}$", "^(ab|c)+$", "[0-9]{2}", r'^[^"\\a-z]{2}$', "^é?€?$", r"^\d{1,3}$")
-WRITABLE = st.characters(
-    exclude_categories=["Cs"],
-    exclude_characters={"\x7f", *map(chr, range(32))} - set(NAMED_CONTROLS),
-)
-
-
-def texts() -> st.SearchStrategy[Any]:
-    sizes = st.tuples(st.integers(0, 3), st.integers(0, 4)).map(
-        lambda sizes: {"minLength": sizes[0], "maxLength": sum(sizes)}
-    )
-    patterns = st.sampled_from(PATTERNS).map(lambda pattern: {"pattern": pattern, "maxLength": 9})
-    formats = st.sampled_from(["date", "time", "date-time", "ipv4", "uuid"]).map(
-        lambda name: {"format": name}
-    )
-    return (sizes | patterns | formats).map(lambda rest: {"type": "string", **rest})
-
-
-@st.composite
-def figures(draw: st.DrawFn) -> Any:
-    """A type of numbers with bounds on both sides, so that they end soon."""
-    whole = draw(st.booleans())
-    low = draw(st.integers(-1000, 1000))
-    high = low + draw(st.integers(3, 500))
-    half = 0 if whole else draw(st.sampled_from([0, 0.5]))
-    schema: dict[str, Any] = {"type": "integer" if whole else "number"}
-    schema[draw(st.sampled_from(["minimum", "exclusiveMinimum"]))] = low - half
-    schema[draw(st.sampled_from(["maximum", "exclusiveMaximum"]))] = high + half
-    if whole and draw(st.booleans()):
-        schema["multipleOf"] = draw(st.sampled_from([2, 3, 5]))
-        schema["maximum" if "maximum" in schema else "exclusiveMaximum"] = high + 10
-    return schema
-
-
-values = st.recursive(
-    st.none() | st.booleans() | st.integers(-999, 999) | st.sampled_from([0.5, -2.25, 1e10])
-    | st.text(WRITABLE, max_size=4),
-    lambda inner: (
-        st.lists(inner, max_size=2) | st.dictionaries(st.sampled_from(NAMES), inner, max_size=2)
-    ),
-    max_leaves=4,
-)  # fmt: skip
-
-
-@st.composite
-def arrays(draw: st.DrawFn, inner: st.SearchStrategy[Any]) -> Any:
-    schema: dict[str, Any] = {"type": "array", "items": draw(inner)}
-    if draw(st.booleans()):
-        schema["prefixItems"] = draw(st.lists(inner, min_size=1, max_size=2))
-    low = draw(st.integers(0, 2))
-    return schema | {"minItems": low, "maxItems": low + draw(st.integers(0, 2))}
-
-
-@st.composite
-def objects(draw: st.DrawFn, inner: st.SearchStrategy[Any]) -> Any:
-    properties = draw(st.dictionaries(st.sampled_from(NAMES), inner, max_size=3))
-    required = (
-        draw(st.lists(st.sampled_from(sorted(properties)), unique=True)) if properties else []
-    )
-    schema = {"type": "object", "properties": properties, "required": required}
-    if draw(st.booleans()):
-        return schema | {"additionalProperties": draw(st.just(False) | inner)}
-    by_pattern = {"patternProperties": {"^x[a-c]{0,2}$": draw(inner)}}
-    return schema | by_pattern | {"additionalProperties": False}
-
-
-def all_of_texts(sizes: tuple[int, int]) -> Any:
-    low, more = sizes
-    parts = [{"type": "string"}, {"minLength": low}, {"maxLength": low + more}]
-    return {"allOf": parts}
-
-
-def schemas() -> st.SearchStrategy[Any]:
-    """Of all keywords that are enforced, small enough that most texts come to their end."""
-    leaves = st.one_of(
-        st.sampled_from([{"type": "null"}, {"type": "boolean"}, {"type": ["boolean", "null"]}]),
-        texts(),
-        figures(),
-        values.map(lambda value: {"const": value}),
-        st.lists(values, min_size=1, max_size=3).map(lambda several: {"enum": several}),
-        st.tuples(st.integers(0, 2), st.integers(0, 2)).map(all_of_texts),
-        st.just({"$ref": "#/$defs/digit"}),
-    )
-    nested = st.recursive(
-        leaves,
-        lambda inner: (
-            arrays(inner)
-            | objects(inner)
-            | st.lists(inner, min_size=1, max_size=2).map(lambda several: {"anyOf": several})
-            | inner.map(lambda one: {"oneOf": [{"const": 0.125}, {"type": "array", "items": one}]})
-        ),
-        max_leaves=5,
-    )
-    digit = {"type": "string", "pattern": "^[0-9]$"}
-    return nested.map(lambda schema: {**schema, "$defs": {"digit": digit}})
-
-
-def check_json(schema: Any, seed: int) -> int:
-    """How many of three texts were finished; each of them is by the schema, on one line."""
-    source = Source("json_schema", json.dumps(schema))
-    formats = jsonschema.FormatChecker(["ipv4", "uuid"])  # Python's dates know no year 0
-    validator = jsonschema.Draft202012Validator(schema, format_checker=formats)
-    finished = 0
-    for outcome in written(COMPILER.compile(source), seed):
-        text = check(source, outcome)
-        if text is not None:
-            # Exactly: 1.00000000000000001 is more than 1, and as a float it is not.
-            validator.validate(json.loads(text, parse_float=Decimal))
-            assert "\n" not in text
-            finished += 1
-    return finished
-
-
-EXAMPLE = {
-    "type": "object",
-    "properties": {
-        "name": {"type": "string", "pattern": "^[a-z]{1,8}$"},
-        "tags": {"type": "array", "items": {"enum": ["x", "é", None]}, "maxItems": 3},
-        "size": {"type": "number", "minimum": 0, "maximum": 9},
-    },
-    "required": ["name", "size"],
-    "additionalProperties": False,
-}
-
-
-def test_every_text_of_a_bounded_schema_is_finished() -> None:
-    """The other tests of JSON look at something: not all of their texts are cut off."""
-    assert sum(check_json(EXAMPLE, seed) for seed in range(10)) >= 25
-
-
-@settings(max_examples=examples(60))
-@given(schemas(), st.integers(0, 2**32))
-def test_json_is_by_its_schema(schema: Any, seed: int) -> None:
-    check_json(schema, seed)
-
-
-@pytest.mark.slow
-@settings(max_examples=3000)
-@given(schemas(), st.integers(0, 2**32))
-def test_json_is_by_its_schema_more_often(schema: Any, seed: int) -> None:
-    check_json(schema, seed)
-
 
 # Regular expressions
 

@@ -1,0 +1,67 @@
+"""A random model that writes under constraints, and what its texts are held to.
+
+Its vocabulary cuts characters and JSON in odd places: the most hostile client of a constraint there
+is, it asks for everything that the mask does not forbid. Covers texts that are finished and those
+that were cut off. What they have to match is the tests'.
+"""
+
+from typing import Any
+
+from model.inference.constraints.compiler import Compiler, Source
+from model.inference.constraints.protocol import TokenConstraint
+from model.inference.engine.events import FinishReason
+from tests.model.factories import byte_tokenizer, merging_tokenizer, tiny_config, tiny_gpt
+from tests.model.inference.engine.harness import (
+    Outcome,
+    generation,
+    run,
+)
+
+TOKENIZER = merging_tokenizer()
+COMPILER = Compiler(TOKENIZER)
+BYTES = Compiler(byte_tokenizer())
+GPT_OF_THE_TESTS = tiny_gpt(
+    tiny_config(n_layer=1, n_head=2, d_model=16, vocab_size=TOKENIZER.vocab_size)
+)
+PROMPT = tuple(b"some text")
+ROOM = 128 - len(PROMPT)
+
+
+def written(constraint: TokenConstraint, seed: int, n: int = 3, **fields: Any) -> list[Outcome]:
+    """What the model writes under a constraint, to its end or that of the context."""
+    stop = frozenset({COMPILER.end_of_text})
+    values: dict[str, Any] = {
+        "temperature": 3.0,
+        "seed": seed,
+        "stop_token_ids": stop,
+        "max_tokens": ROOM,
+    } | fields
+    request = generation("a", PROMPT, n=n, constraint=constraint, **values)
+    return list(run(GPT_OF_THE_TESTS, request, slots=n).values())
+
+
+def written_bytes(outcome: Outcome) -> bytes:
+    ids = outcome.token_ids
+    assert "<|other|>" not in map(TOKENIZER.token_text, ids)
+    return TOKENIZER.decode_bytes([i for i in ids if i != TOKENIZER.end_of_text])
+
+
+def begins_a_match(source: Source, text: bytes) -> bool:
+    """Whether a text can still become one that matches: byte by byte, by a vocabulary of bytes."""
+    matcher = BYTES.compile(source).matcher()
+    for byte in text:
+        if matcher.complete or not matcher.allowed()[byte]:
+            return False
+        matcher.advance(byte)
+    return True
+
+
+def check(source: Source, outcome: Outcome) -> str | None:
+    """Hold a completion to the rules for both ends; the text, if it is finished."""
+    text = written_bytes(outcome)
+    if outcome.ended.reason is FinishReason.STOP:
+        return text.decode()  # whole characters
+    assert outcome.ended.reason is FinishReason.LENGTH
+    assert len(outcome.tokens) == ROOM
+    assert begins_a_match(source, text), text
+    return None
