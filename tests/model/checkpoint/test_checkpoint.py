@@ -1,22 +1,20 @@
-"""Checkpoint: what is saved comes back to the bit, and what is damaged is refused in a sentence."""
+"""Checkpoint: what is saved comes back to the bit, and saving is all or nothing.
+
+What is damaged is in `test_damaged_checkpoint.py`.
+"""
 
 import hashlib
 import json
 import os
-import re
-import shutil
 import signal
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from torch import Tensor
+from safetensors.torch import load_file
 
 from model.checkpoint.checkpoint import (
     CARD,
@@ -30,7 +28,7 @@ from model.checkpoint.checkpoint import (
 from model.checkpoint.hashed_file import HashedFile
 from model.checkpoint.weights_file import StoredTensor, read_header
 from model.text.tokenizer import Tokenizer
-from model.transformer.gpt import GPT
+from tests.model.checkpoint.files import CPU, contents, edit_config, load, refuse
 from tests.model.factories import (
     CHAT_TEMPLATE,
     FAMILIES,
@@ -41,45 +39,6 @@ from tests.model.factories import (
     tiny_gpt,
     training_record,
 )
-
-CPU = torch.device("cpu")
-
-
-@pytest.fixture
-def saved(checkpoint_path: Path, tmp_path: Path) -> Path:
-    """A checkpoint of one's own, to be damaged."""
-    return Path(shutil.copytree(checkpoint_path, tmp_path / "tiny"))
-
-
-def load(path: Path, dtype: torch.dtype = torch.float32) -> GPT:
-    return load_checkpoint(path, device=CPU, dtype=dtype)[1]
-
-
-def contents(path: Path) -> dict[str, bytes]:
-    return {file.name: file.read_bytes() for file in path.iterdir()}
-
-
-def edit_config(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    document = json.loads((path / CONFIG).read_text())
-    change(document)
-    (path / CONFIG).write_text(json.dumps(document))
-
-
-def rehash(path: Path) -> None:
-    """Make the hashes those of the files as they are now."""
-    hashes = {
-        name: hashlib.sha256((path / name).read_bytes()).hexdigest() for name in (WEIGHTS, RANKS)
-    }
-    edit_config(path, lambda document: document["files"].update(hashes))
-
-
-def edit_weights(path: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
-    """Change tensors as a broken trainer would: the hashes are right, the numbers are not."""
-    weights = load_file(path / WEIGHTS)
-    change(weights)
-    save_file(weights, path / WEIGHTS)
-    rehash(path)
-
 
 # Saving and loading
 
@@ -338,248 +297,3 @@ def test_a_killed_save_leaves_no_half_checkpoint(saved: Path) -> None:
     assert contents(saved) == before
     save_tiny_checkpoint(target)
     load(target)
-
-
-# Refusals
-
-
-def refuse(path: Path, sentence: str) -> None:
-    """Loading fails with this whole sentence; `{path}` stands for the checkpoint's."""
-    pattern = re.escape(sentence).replace(re.escape("{path}"), re.escape(str(path)))
-    with pytest.raises(CheckpointError, match=f"^{pattern.replace(re.escape('...'), '.*')}$"):
-        load(path)
-
-
-def test_no_directory(tmp_path: Path) -> None:
-    refuse(tmp_path / "none", "{path} does not exist; expected the directory of a checkpoint")
-    (tmp_path / "file").write_text("")
-    refuse(tmp_path / "file", "{path} is not a directory; expected the directory of a checkpoint")
-
-
-@pytest.mark.parametrize("name", [WEIGHTS, RANKS])
-def test_a_missing_file(saved: Path, name: str) -> None:
-    (saved / name).unlink()
-    refuse(saved, f"{{path}} has no {name}")
-
-
-def test_a_missing_config(saved: Path) -> None:
-    (saved / CONFIG).unlink()
-    refuse(
-        saved,
-        "{path} has no config.json; "
-        "a checkpoint has config.json, model.safetensors and tokenizer.tiktoken",
-    )
-
-
-@pytest.mark.parametrize("name", [WEIGHTS, RANKS])
-def test_one_flipped_bit(saved: Path, name: str) -> None:
-    """safetensors itself does not notice a changed number."""
-    raw = bytearray((saved / name).read_bytes())
-    raw[-2] ^= 1
-    (saved / name).write_bytes(raw)
-    refuse(
-        saved,
-        f"{{path}}/{name} ({len(raw)} bytes) has sha256 ..., config.json says ...: "
-        "the file was changed, truncated or damaged after saving",
-    )
-
-
-def test_a_truncated_file(saved: Path) -> None:
-    os.truncate(saved / WEIGHTS, 1000)
-    refuse(
-        saved,
-        "{path}/model.safetensors (1000 bytes) has sha256 ..., config.json says ...: "
-        "the file was changed, truncated or damaged after saving",
-    )
-
-
-@pytest.mark.parametrize("size", [0, 4, 1000])
-def test_a_file_truncated_before_it_was_hashed(saved: Path, size: int) -> None:
-    os.truncate(saved / WEIGHTS, size)
-    rehash(saved)
-    refuse(saved, "{path}/model.safetensors is not a complete safetensors file: ...")
-
-
-def test_bytes_behind_the_last_tensor(saved: Path) -> None:
-    with (saved / WEIGHTS).open("ab") as file:
-        file.write(b"\0")
-    rehash(saved)
-    refuse(
-        saved,
-        "{path}/model.safetensors is not a complete safetensors file: "
-        "there is more behind the last of its tensors",
-    )
-
-
-def test_a_wrong_shape(saved: Path) -> None:
-    edit_weights(saved, lambda weights: weights.update({"final_norm.weight": torch.ones(31)}))
-    refuse(
-        saved,
-        "{path}/model.safetensors: final_norm.weight has shape (31,), the configuration says (32,)",
-    )
-
-
-def test_a_missing_and_an_extra_tensor(saved: Path) -> None:
-    edit_weights(saved, lambda weights: weights.update(another=torch.ones(1)))
-    refuse(
-        saved,
-        "{path}/model.safetensors has 1 tensors that the configuration does not know, "
-        "the first is another",
-    )
-    edit_weights(saved, lambda weights: weights.pop("blocks.1.qkv.bias"))
-    refuse(saved, "{path}/model.safetensors lacks 1 tensors, the first is blocks.1.qkv.bias")
-
-
-@pytest.mark.parametrize("number", [float("nan"), float("inf"), float("-inf")])
-def test_a_number_that_is_none(saved: Path, number: float) -> None:
-    edit_weights(saved, lambda weights: weights["blocks.2.mlp_up.weight"][3, 5].fill_(number))
-    refuse(
-        saved,
-        "{path}/model.safetensors: blocks.2.mlp_up.weight has NaN or infinite elements; "
-        "its training diverged, or the file was damaged before it was hashed",
-    )
-
-
-def test_integers_for_weights(saved: Path) -> None:
-    whole = torch.ones(32, dtype=torch.int64)
-    edit_weights(saved, lambda weights: weights.update({"final_norm.weight": whole}))
-    refuse(
-        saved,
-        "{path}/model.safetensors: final_norm.weight has the dtype torch.int64; real numbers are "
-        "needed",
-    )
-
-
-@pytest.mark.parametrize("version", [0, 2, "1", None])
-def test_an_unknown_format_version(saved: Path, version: object) -> None:
-    edit_config(saved, lambda document: document.update(format_version=version))
-    refuse(saved, f"{{path}} has format_version {version!r}; this logitd reads 1")
-
-
-@pytest.mark.parametrize(
-    ("text", "sentence"),
-    [
-        (b"", "{path}/config.json is not valid JSON: ..."),
-        (b'{"format_version": 1', "{path}/config.json is not valid JSON: ..."),
-        (b"\xff\xfe", "{path}/config.json is not valid JSON: ..."),
-        (b"[1]", "{path}/config.json is not a JSON object"),
-    ],
-)
-def test_bad_json(saved: Path, text: bytes, sentence: str) -> None:
-    (saved / CONFIG).write_bytes(text)
-    refuse(saved, sentence)
-
-
-@pytest.mark.parametrize("section", ["model", "tokenizer", "training", "files"])
-def test_a_missing_section(saved: Path, section: str) -> None:
-    edit_config(saved, lambda document: document.pop(section))
-    refuse(saved, f"{{path}}/config.json has no section '{section}'")
-
-
-@pytest.mark.parametrize(
-    ("section", "change", "sentence"),
-    [
-        ("model", {"n_embd": 32}, "{path}/config.json: unknown model keys ['n_embd']; ..."),
-        (
-            "model",
-            {"norm": "batchnorm"},
-            "{path}/config.json: norm is 'batchnorm'; it must be one of ['layernorm', 'rmsnorm']",
-        ),
-        (
-            "model",
-            {"vocab_size": 300},
-            "{path}: the tokenizer has 257 ids, the model 300",
-        ),
-        (
-            "tokenizer",
-            {"special_tokens": {}},
-            "{path}: the tokenizer has 256 ids, the model 257",
-        ),
-        (
-            "tokenizer",
-            {"special_tokens": {"<|endoftext|>": 65}},
-            "the tokenizer of {path} cannot be read: special tokens ...",
-        ),
-        (
-            "tokenizer",
-            {"special_tokens": ["<|endoftext|>"]},
-            "{path}/config.json: the tokenizer needs a 'pattern' (a string) and 'special_tokens' "
-            "(an object of names and integer ids)",
-        ),
-        (
-            "tokenizer",
-            {"special_tokens": {"<|endoftext|>": "256"}},
-            "{path}/config.json: the tokenizer needs a 'pattern' (a string) and 'special_tokens' "
-            "(an object of names and integer ids)",
-        ),
-        (
-            "tokenizer",
-            {"pattern": None},
-            "{path}/config.json: the tokenizer needs a 'pattern' (a string) and 'special_tokens' "
-            "(an object of names and integer ids)",
-        ),
-        (
-            "tokenizer",
-            {"pattern": "("},
-            "the tokenizer of {path} cannot be read: "
-            "the split pattern '(' is not a regular expression: ...",
-        ),
-        (
-            "tokenizer",
-            {"chat_template": 5},
-            "{path}/config.json: chat_template is not a string",
-        ),
-        (
-            "tokenizer",
-            {"chat_template": "{% for %}"},
-            "{path}/config.json: line 1 of the chat template: ...",
-        ),
-        (
-            "training",
-            {"loss": 1.0},
-            "{path}/config.json: the training record has ..., expected ...",
-        ),
-        (
-            "files",
-            {RANKS: "0" * 64},
-            "{path}/tokenizer.tiktoken (...) has sha256 ..., config.json says 000000000000...: ...",
-        ),
-        (
-            "files",
-            {WEIGHTS: None},
-            "{path}/config.json does not give the sha256 of model.safetensors",
-        ),
-    ],
-)
-def test_a_wrong_config(
-    saved: Path, section: str, change: dict[str, object], sentence: str
-) -> None:
-    edit_config(saved, lambda document: document[section].update(change))
-    refuse(saved, sentence)
-
-
-def test_bad_ranks(saved: Path) -> None:
-    with (saved / RANKS).open("ab") as file:
-        file.write(b"no rank\n")
-    rehash(saved)
-    refuse(
-        saved,
-        "the tokenizer of {path} cannot be read: line 257 of tokenizer.tiktoken is b'no rank'; "
-        "expected a base64 token, a space and its rank",
-    )
-
-
-@pytest.mark.parametrize(
-    ("name", "value"), [("step", "abc"), ("step", True), ("val_loss", []), ("data", 1)]
-)
-def test_a_training_record_of_wrong_kinds_is_refused(
-    checkpoint_path: Path, tmp_path: Path, name: str, value: object
-) -> None:
-    """A step that is not a number used to load, and broke whatever printed it later."""
-    copy = tmp_path / "copy"
-    shutil.copytree(checkpoint_path, copy)
-    document = json.loads((copy / "config.json").read_text())
-    document["training"][name] = value
-    (copy / "config.json").write_text(json.dumps(document))
-    with pytest.raises(CheckpointError, match=f"{name} of the training record"):
-        read_checkpoint(copy)
