@@ -180,6 +180,11 @@ def from_finish(event: FinishEvent) -> ApiError | None:
                 "timeout",
                 "deadline_exceeded",
             )
+        case FinishReason.UNREAD:
+            return unavailable(
+                "the reply was read too slowly while others waited for its place; ask again for "
+                "fewer positions at once, or read faster"
+            )
         case FinishReason.ABORT:
             return unavailable("the request was aborted: the server is shutting down")
         case FinishReason.ERROR if event.param is not None:

@@ -72,6 +72,13 @@ class Metrics:
         self.finished = counter("logitd_sequences_finished", "Sequences ended", ("reason",))
         self.running = gauge("logitd_num_sequences_running", "Sequences that have a slot")
         self.waiting = gauge("logitd_num_sequences_waiting", "Sequences waiting for a slot")
+        self.paused = gauge(
+            "logitd_num_sequences_paused",
+            "Sequences that lost their slots, because their readers are behind",
+        )
+        self.evicted = counter(
+            "logitd_sequences_evicted", "Sequences whose slot went to another, as often as it did"
+        )
         self.open_elements = gauge(
             "logitd_queue_elements",
             "Output elements (positions x width) of requests waiting or running",
@@ -162,8 +169,11 @@ class Metrics:
         """Count one step. Tokens count from its end, not from when they were delivered."""
         self.running.set(report.stats.running)
         self.waiting.set(report.stats.waiting)
+        self.paused.set(report.stats.paused)
         self.slots_used.set(report.stats.slots_used)
         result = report.result
+        if result.evicted_sequences:
+            self.evicted.inc(result.evicted_sequences)
         if result.prefilled_tokens or result.decoded_sequences:
             self.steps.observe(report.seconds)
             self.prefilled.inc(result.prefilled_tokens)

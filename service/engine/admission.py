@@ -85,7 +85,7 @@ class AdmissionController:
         self._limits = limits
         self._open = Load()  # submitted and not ended
         self._reserved = Load()  # not submitted yet
-        self._running_tokens = 0  # of the open ones, in a slot as of the last step
+        self._begun_tokens = 0  # of the open ones, that have or had a slot as of the last step
         self._pace = _Pace(clock)
         self._empty = asyncio.Event()
         self._empty.set()
@@ -125,7 +125,7 @@ class AdmissionController:
         retry_after = self._pace.seconds_for(waiting + 1)
         if self.sequences + load.sequences > self._slots + self._limits.sequences:
             raise QueueFull(f"{waiting} sequences are waiting", self._limits.sequences, retry_after)
-        queued = max(0, self._open.tokens - self._running_tokens)
+        queued = max(0, self._open.tokens - self._begun_tokens)
         if waiting and queued + load.tokens > self._limits.tokens:
             raise QueueFull(f"{queued} prompt tokens are waiting", self._limits.tokens, retry_after)
         if self.elements + load.elements > self._limits.elements:
@@ -186,9 +186,9 @@ class AdmissionController:
         self._open += load
         return load
 
-    def set_running(self, tokens: int) -> None:
-        """After a step: the prompt tokens of the sequences that have a slot."""
-        self._running_tokens = tokens
+    def set_begun(self, tokens: int) -> None:
+        """After a step: the prompt tokens of the sequences that have a slot, or had one."""
+        self._begun_tokens = tokens
 
     def end_sequence(self, event: FinishEvent) -> None:
         """One sequence has ended."""

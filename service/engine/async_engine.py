@@ -211,7 +211,7 @@ class AsyncEngine:
             request.submission.deliver(event)
             if isinstance(event, FinishEvent):
                 self._end(event, request)
-        self.admission.set_running(report.stats.running_tokens)
+        self.admission.set_begun(report.stats.begun_tokens)
         self._decoding = report.result.decoded_sequences > 0
         self._on_step(report)
 

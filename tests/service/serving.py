@@ -21,7 +21,7 @@ from service.app.app import create_app
 from service.core.state import Served, ServiceState
 from service.engine.driver import LocalDriver
 from service.settings.serve import ServeSettings
-from tests.service.spelling import long_prompt
+from tests.service.spelling import CONTEXT_LENGTH, long_prompt
 
 TEST_TIMEOUT = 60.0
 """Seconds after which something that should happen at once counts as never; machines are busy."""
@@ -162,7 +162,15 @@ def client(url: str) -> httpx.Client:
 
 def occupy(server: Serving, stack: ExitStack) -> None:
     """Hold the one slot of a service of the spelling checkpoint for as long as the stack is open:
-    by rows whose reader does not read."""
+    by a generation that outlasts anything a test does meanwhile."""
+    raw = stack.enter_context(server.connect())
+    body = {"prompt": "a", "max_tokens": CONTEXT_LENGTH - 1, "ignore_eos": True, "stream": True}
+    raw.sendall(request_bytes("/generate", body))
+    eventually(lambda: server.sample("logitd_kv_slots_used") == 1)
+
+
+def occupy_elements(server: Serving, stack: ExitStack) -> None:
+    """Hold 8000 rows of logits for as long as the stack is open, whose reader does not read."""
     raw = stack.enter_context(server.connect(receive_buffer=4096))
     raw.sendall(request_bytes("/logits", {"prompt": long_prompt(8000), "positions": "all"}))
     eventually(lambda: server.sample("logitd_kv_slots_used") == 1)

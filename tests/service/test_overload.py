@@ -23,6 +23,7 @@ from tests.service.serving import (
     events,
     eventually,
     occupy,
+    occupy_elements,
     read_all,
     read_chunks,
     read_until,
@@ -191,7 +192,7 @@ def test_prompts_that_come_later_in_a_reply_have_their_room_from_the_start(
 
 @pytest.fixture
 def elements_server(spelling_path: Path) -> Iterator[Serving]:
-    """Room for the elements of `occupy` and ELEMENTS_LEFT, for sequences without end."""
+    """Room for the elements of `occupy_elements` and ELEMENTS_LEFT, for sequences without end."""
     with serving(
         spelling_path,
         slots=4,
@@ -206,7 +207,7 @@ def test_a_queue_full_of_elements_rejects_outputs_and_nothing_else(
 ) -> None:
     server = elements_server
     with ExitStack() as stack:
-        occupy(server, stack)
+        occupy_elements(server, stack)
         assert server.sample("logitd_queue_elements") == 8000 * 257
         for path, (body, elements) in LARGE.items():
             response = server.post(path, body)
@@ -256,9 +257,9 @@ def test_what_the_queue_never_holds_is_refused_for_good(elements_server: Serving
 
 
 def test_elements_are_free_again_when_their_client_has_left(spelling_path: Path) -> None:
-    """Running, waiting behind others of the same reply, or in the queue."""
+    """Running, waiting behind others of the same reply, or without a slot while nobody reads."""
     whole = {"prompt": long_prompt(8000), "positions": "all"}
-    limits = {"max_queue_elements": 7 * 8000 * 257 + ELEMENTS_LEFT}
+    limits = {"max_queue_elements": 6 * 8000 * 257 + ELEMENTS_LEFT}
     with serving(spelling_path, slots=2, slow_reader_timeout=TEST_TIMEOUT, **limits) as server:
 
         def ask(stack: ExitStack, body: Any, prompts_by_then: int) -> None:
@@ -269,9 +270,9 @@ def test_elements_are_free_again_when_their_client_has_left(spelling_path: Path)
 
         with ExitStack() as stack:
             ask(stack, whole | {"prompt": [whole["prompt"]] * 3}, 3)
-            for others in range(1, 5):  # one more has a slot
+            for others in range(1, 4):  # one more than these has a slot
                 ask(stack, whole, 3 + others)
-            eventually(lambda: server.sample("logitd_num_sequences_waiting") == 3)
+            eventually(lambda: server.sample("logitd_num_sequences_paused") == 2)
             assert server.post("/logits", LARGE["/logits"][0]).status_code == 429
         server.wait_idle()
         assert server.post("/logits", LARGE["/logits"][0]).status_code == 200

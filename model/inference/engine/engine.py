@@ -1,9 +1,9 @@
 """Engine: a synchronous object that one thread drives by calling `step`.
 
 Accepts requests, turns plans into events and ends sequences: by a stop token, a constraint that is
-complete, max_tokens, abort, deadline or error. Each accepted sequence gets exactly one
-`FinishEvent`, and nothing after it. What runs next is the scheduler's decision, what is computed
-the runner's.
+complete, max_tokens, abort, deadline, a reader that is too far behind, or error. Each accepted
+sequence gets exactly one `FinishEvent`, and nothing after it. What runs next is the scheduler's
+decision, what is computed the runner's.
 
 A drafted token is accepted when the token sampled one position before it is that token; then the
 sample after it is the one that the sequence's next step would have given. So drafts change how many
@@ -109,7 +109,7 @@ class Engine:
     def grant(self, request_id: str) -> None:
         """The reader of an OutputsRequest took a chunk: one more may be computed."""
         for sequence in self._sequences.get(request_id, []):
-            sequence.credit += 1
+            self._scheduler.grant(sequence)
 
     def swap_weights(self, gpt: GPT) -> None:
         """Let every request that has not begun be answered by other weights of the same shape.
@@ -143,6 +143,7 @@ class Engine:
         events = self._expire()
         # 2) Choose the work: which sequences to admit, which prompts to go on with.
         plan = self._scheduler.plan(self.clock())
+        events += [self._finish(sequence, FinishReason.UNREAD) for sequence in plan.given_up]
         if plan:
             try:
                 # 3) Compute it.
@@ -158,6 +159,7 @@ class Engine:
             decoded_sequences=len(plan.decode),
             drafted_tokens=sum(len(draft.token_ids) for draft in plan.drafts.values()),
             accepted_tokens=sum(draft.accepted for draft in plan.drafts.values()),
+            evicted_sequences=plan.evicted,
         )
 
     def stats(self) -> EngineStats:
@@ -165,7 +167,10 @@ class Engine:
         return EngineStats(
             waiting=len(scheduler.waiting),
             running=len(scheduler.running),
-            running_tokens=sum(sequence.prompt_length for sequence in scheduler.running),
+            paused=len(scheduler.paused),
+            begun_tokens=sum(
+                sequence.prompt_length for sequence in (*scheduler.running, *scheduler.paused)
+            ),
             slots=scheduler.slots.total,
             slots_used=scheduler.slots.used,
         )
@@ -178,7 +183,8 @@ class Engine:
         """Assert that no slot or sequence is lost or shared (for tests)."""
         self._scheduler.check_integrity()
         known = {s for sequences in self._sequences.values() for s in sequences}
-        assert known == {*self._scheduler.waiting, *self._scheduler.running}
+        scheduler = self._scheduler
+        assert known == {*scheduler.waiting, *scheduler.running, *scheduler.paused}
 
     def _swap_when_idle(self) -> None:
         if self._next_weights is None:
@@ -216,7 +222,7 @@ class Engine:
             if sequence in output.scores:
                 events.append(self._prompt_event(chunk, output.scores[sequence]))
             if (outputs := output.outputs.get(sequence)) is not None:
-                sequence.credit -= 1
+                self._scheduler.charge(sequence, len(outputs.positions), now)
                 events.append(OutputsChunk(sequence.request_id, outputs.positions, outputs.values))
             if chunk.completes_prompt and sequence.generation is None:
                 events.append(self._finish(sequence, FinishReason.STOP))

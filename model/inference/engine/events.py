@@ -18,6 +18,7 @@ class FinishReason(StrEnum):
     LENGTH = "length"  # max_tokens
     ABORT = "abort"  # the caller asked
     TIMEOUT = "timeout"  # its deadline passed, in the queue or later
+    UNREAD = "unread"  # its reader was behind for the longest, and others needed the memory
     ERROR = "error"  # the engine failed on it; the event says how
 
 
@@ -103,6 +104,7 @@ class StepResult:
     decoded_sequences: int
     drafted_tokens: int = 0
     accepted_tokens: int = 0
+    evicted_sequences: int = 0  # that lost their slots, because their readers were behind
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +113,7 @@ class EngineStats:
 
     waiting: int
     running: int
-    running_tokens: int  # of the running sequences' prompts
+    paused: int  # evicted, until their readers have caught up
+    begun_tokens: int  # of the running and the paused sequences' prompts
     slots: int
     slots_used: int

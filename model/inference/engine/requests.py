@@ -15,7 +15,9 @@ class GenerationRequest:
 
     prompt_logprobs  None: none; k: raw logprobs of the prompt's own tokens and of the k likeliest
                      in the place of each. The whole prompt is computed for them.
-    priority         lower is admitted earlier; equals in the order of arrival
+    priority         lower is admitted earlier
+    caller           whose request it is: of one priority, callers are admitted in turn, and the
+                     requests of each in the order of arrival
     prefix_reuse     whether the prompt may copy a prefix that another slot holds
     deadline         a time of the engine's clock
     """
@@ -26,6 +28,7 @@ class GenerationRequest:
     n: int = 1
     prompt_logprobs: int | None = None
     priority: int = 0
+    caller: str = ""
     prefix_reuse: bool = True
     deadline: float | None = None
 
@@ -67,7 +70,8 @@ class OutputsRequest:
     """What the model computes at the `positions` (ascending) of a prompt. Nothing is generated.
 
     Rows are computed a piece at a time. A piece is handed out as a `OutputsChunk`, and the next one
-    but one is computed only after `Engine.grant`: a slow reader pauses its own request.
+    but one is computed only after `Engine.grant`: a slow reader pauses its own request, which gives
+    its slot to whoever waits for one (`scheduler.py`).
     """
 
     request_id: str
@@ -75,6 +79,7 @@ class OutputsRequest:
     positions: tuple[int, ...]
     output: Logits | HiddenStates | AttentionWeights = Logits()
     priority: int = 0
+    caller: str = ""
     prefix_reuse: bool = True
     deadline: float | None = None
 
@@ -94,6 +99,7 @@ class ScoreRequest:
     continuations: tuple[tuple[int, ...], ...] = ()
     top: int = 0
     priority: int = 0
+    caller: str = ""
     prefix_reuse: bool = True
     deadline: float | None = None
 

@@ -6,6 +6,7 @@ row depends on its phase and position only, never on who is computed beside it.
 Knows sequences and plans, not queues or events. Decides nothing.
 """
 
+from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -242,8 +243,10 @@ class Runner:
         return self._decoder.decode(*_rows_to_decode(sequences, drafts))
 
     def _outputs(self, chunk: PrefillChunk, request: OutputsRequest) -> Outputs:
-        """Compute a chunk, and the outputs that are asked for in it."""
-        positions = tuple(p for p in request.positions if chunk.start <= p < chunk.end)
+        """Compute a chunk, and the outputs that are asked for in it and were not handed out before
+        the sequence gave its slot back."""
+        first = max(chunk.sequence.handed_out, bisect_left(request.positions, chunk.start))
+        positions = request.positions[first : bisect_left(request.positions, chunk.end)]
         offsets = [position - chunk.start for position in positions]
         match request.output:
             case Logits() as asked:

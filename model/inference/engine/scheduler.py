@@ -1,9 +1,22 @@
 """Scheduler: which sequences the next step computes.
 
-First come, first served, within a priority. A step prefills at most `prefill_chunk` positions,
-shared by as many prompts as fit, and decodes every running sequence once; so a long prompt delays
-a running sequence by one chunk at most, and never starves it. What was admitted can always finish:
-there is no preemption. Knows tokens and slots, not tensors.
+Sequences are admitted by priority, callers in turn, each caller's in the order of arrival
+(`queue.py`), and prompts that are being computed take turns in the same way. A step prefills at
+most `prefill_chunk` positions, shared by as many prompts as fit, and decodes every running sequence
+once; so a long prompt delays a running sequence by one chunk at most, and never starves it. What
+generates is not preempted: once admitted it can finish. Knows tokens and slots, not tensors.
+
+A sequence whose reader is behind computes nothing and needs no slot. It keeps it until another
+sequence waits for one: then whoever has been behind the longest is evicted (PAUSED), and comes back
+into the queue when its reader has taken all that was computed. Its prefix is then copied, or
+computed again in the same blocks, which gives the same bits; what was handed out before is not
+handed out again. The other way, to let slow readers have a share of the slots and to end those that
+read below some rate, would need a rate that is right for every network, and would hold back a share
+of the slots from whoever waits. What eviction costs is bounded: each comes after CHUNKS_IN_FLIGHT
+new pieces, and costs the prefill of one prompt at most, which waits for its turn like a new one. So
+everybody goes on, and without contention nothing changes. Rows that wait for a reader take memory:
+at most as many sequences as there are slots are PAUSED, and where another had to be, the one that
+has been behind the longest is given up (`StepPlan.given_up`).
 
 Outputs (logits, hidden states, attention weights) cost elements (`cost.py`). A step computes
 OUTPUT_ELEMENTS of them at most. After a step with LARGE_OUTPUT or more, no other step with as many
@@ -15,13 +28,16 @@ rows. A sequence with a constraint has none: its mask depends on every token bef
 """
 
 import bisect
-from collections.abc import Callable
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from model.inference.engine.config import EngineConfig
 from model.inference.engine.ngram import Draft, Drafter, split_evenly
+from model.inference.engine.queue import WaitingQueue
 from model.inference.engine.requests import OutputsRequest
-from model.inference.engine.sequence import Sequence, State
+from model.inference.engine.sequence import CHUNKS_IN_FLIGHT, Sequence, State
 from model.inference.engine.slots import SlotPool
 from model.inference.options import DRAFTED_ROWS
 from model.transformer.config import BLOCK
@@ -52,11 +68,15 @@ class PrefillChunk:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """The work of a step. `drafts` are of sequences that decode in it."""
+    """The work of a step. `drafts` are of sequences that decode in it; `given_up` are sequences
+    whose readers are behind, for whose rows there is no memory left; `evicted` is how many lost
+    their slots to others."""
 
     prefill: tuple[PrefillChunk, ...]
     decode: tuple[Sequence, ...]
     drafts: dict[Sequence, Draft] = field(default_factory=dict)
+    given_up: tuple[Sequence, ...] = ()
+    evicted: int = 0
 
     def __bool__(self) -> bool:
         return bool(self.prefill or self.decode)
@@ -89,42 +109,68 @@ class Scheduler:
         self.output_elements = OUTPUT_ELEMENTS
         self._position_elements = position_elements
         self.slots = SlotPool(config.slots)
-        self.waiting: list[Sequence] = []  # in order of admission to come
+        self.waiting = WaitingQueue()
         self.running: list[Sequence] = []  # in order of admission
+        self.paused: dict[Sequence, None] = {}  # without a slot, in order of eviction
         self.only_started = False
         """While set, only siblings of admitted sequences are admitted: the weights are about to
         change, and a request is answered by one set of weights."""
         self._step = 0
+        self._began: dict[str, int] = {}  # the step of each caller's last first chunk
         self._planned_at = 0.0
         self._reserved_elements = 0  # of outputs, in the present step
         self._output_cooldown_until = 0.0
 
     def enqueue(self, sequence: Sequence) -> None:
-        """Queue behind all of the same or a lower priority number."""
-        bisect.insort(self.waiting, sequence, key=lambda queued: queued.request.priority)
+        """Queue behind all of the same caller and priority."""
+        self.waiting.push(sequence)
+
+    def grant(self, sequence: Sequence) -> None:
+        """The reader of a sequence's outputs took a piece. Once it has taken all of them, a PAUSED
+        sequence waits for a slot."""
+        sequence.credit += 1
+        if sequence.may_compute:
+            sequence.paused_at = None
+        if sequence.state is State.PAUSED and sequence.credit >= CHUNKS_IN_FLIGHT:
+            del self.paused[sequence]
+            sequence.state = State.WAITING
+            self.waiting.push(sequence)
+
+    def charge(self, sequence: Sequence, rows: int, now: float) -> None:
+        """A piece of so many rows of a sequence's outputs is handed out."""
+        sequence.credit -= 1
+        sequence.handed_out += rows
+        if not sequence.may_compute:
+            sequence.paused_at = now
 
     def has_work(self) -> bool:
         """Whether the next plan would have work: a sequence can compute, or can be admitted."""
-        can_admit = self._next() is not None and self.slots.used < self.slots.total
-        return can_admit or any(sequence.may_compute for sequence in self.running)
+        if any(sequence.may_compute for sequence in self.running):
+            return True
+        has_room = self.slots.used < self.slots.total or self._longest_behind() is not None
+        return has_room and any(self._firsts())
 
     def plan(self, now: float) -> StepPlan:
         """Admit what fits and choose the work of the next step."""
         self._step += 1
         self._planned_at, self._reserved_elements = now, 0
-        self._admit(now)
+        evicted = self._admit(now)
         decode = tuple(s for s in self.running if s.state is State.DECODE)
         cooldown = bool(decode) and now < self._output_cooldown_until
         return StepPlan(
             prefill=tuple(self._prefill_chunks(cooldown)),
             decode=decode,
             drafts=self._drafts(decode) if self.config.speculate == "ngram" else {},
+            given_up=self._given_up(),
+            evicted=evicted,
         )
 
     def remove(self, sequence: Sequence) -> None:
         """Take a sequence out, whatever it was doing. Its slot is free for the next step."""
         if sequence.state is State.WAITING:
             self.waiting.remove(sequence)
+        elif sequence.state is State.PAUSED:
+            del self.paused[sequence]
         else:
             self.running.remove(sequence)
             assert sequence.slot is not None
@@ -155,7 +201,12 @@ class Scheduler:
         assert len(slots) == len(set(slots)), f"a slot is shared: {slots}"
         assert set(slots) == self.slots.owned(), f"{slots} in use, {self.slots.owned()} owned"
         assert all(s.state in (State.PREFILL, State.DECODE) for s in self.running)
-        assert all(s.state is State.WAITING and s.slot is None for s in self.waiting)
+        waiting = list(self.waiting)
+        assert len(waiting) == len(set(waiting)) == len(self.waiting)
+        assert all(s.state is State.WAITING and s.slot is None for s in waiting)
+        assert all(s.state is State.PAUSED and s.slot is None for s in self.paused)
+        assert all(s.credit < CHUNKS_IN_FLIGHT for s in self.paused)
+        assert len(self.paused) <= self.slots.total
 
     def _drafts(self, decode: tuple[Sequence, ...]) -> dict[Sequence, Draft]:
         """Drafts for the decoding sequences, within the rows that a step may have. The last token
@@ -176,23 +227,60 @@ class Scheduler:
             del draft.token_ids[count:]
         return {sequence: draft for sequence, draft in drafts.items() if draft.token_ids}
 
-    def _admit(self, now: float) -> None:
-        while self.slots.used < self.slots.total and (sequence := self._next()) is not None:
-            source, length = self._shared_prefix(sequence)
-            if self._sibling_computes_more(sequence, length):
-                return
+    def _admit(self, now: float) -> int:
+        """Admit what there are slots for; how many sequences were evicted for it."""
+        evicted = 0
+        while True:
+            behind = None
+            if self.slots.used == self.slots.total:
+                behind = self._longest_behind()
+                if behind is None:
+                    return evicted
+            if (admitted := self._next()) is None:
+                return evicted
+            sequence, source, length = admitted
+            if behind is not None:
+                self._evict(behind)
+                evicted += 1
             slot = self.slots.acquire(self._step, preferred=source if length else None)
             assert slot is not None
-            self.waiting.remove(sequence)
+            self.waiting.take(sequence)
             sequence.group.started = True
             sequence.slot = slot
             sequence.state = State.PREFILL
-            sequence.admitted = now
+            sequence.admitted_step = self._step
+            if sequence.admitted is None:
+                sequence.admitted = now
             self.running.append(sequence)
 
-    def _next(self) -> Sequence | None:
-        """The sequence to be admitted next."""
-        return next((s for s in self.waiting if s.group.started or not self.only_started), None)
+    def _firsts(self) -> Iterable[Sequence]:
+        """Of each caller the sequence that may be admitted next, in the order of turns."""
+        return self.waiting.firsts(only_started=self.only_started)
+
+    def _next(self) -> tuple[Sequence, int, int] | None:
+        """The sequence to be admitted next, a slot to copy from, and how many positions. A caller
+        whose next sequence is better off waiting for a sibling is passed over; there are at most as
+        many as there are slots."""
+        for sequence in self._firsts():
+            source, length = self._shared_prefix(sequence)
+            if not self._sibling_computes_more(sequence, length):
+                return sequence, source, length
+        return None
+
+    def _longest_behind(self) -> Sequence | None:
+        """Of the sequences that have a slot and whose readers are behind, the one for which that
+        has been so for the longest."""
+        behind = [sequence for sequence in self.running if not sequence.may_compute]
+        return min(behind, key=_behind_since, default=None)
+
+    def _evict(self, sequence: Sequence) -> None:
+        """Take the slot of a sequence whose reader is behind. What the slot holds stays to be
+        copied until somebody writes over it."""
+        assert sequence.slot is not None
+        self.running.remove(sequence)
+        self.slots.release(sequence.slot, self._step)
+        sequence.slot, sequence.state, sequence.computed = None, State.PAUSED, 0
+        self.paused[sequence] = None
 
     def _sibling_computes_more(self, sequence: Sequence, length: int) -> bool:
         """Whether a sequence of the same prompt is still computing blocks that this one will then
@@ -216,17 +304,46 @@ class Scheduler:
         return self.config.prefix_reuse and sequence.request.prefix_reuse
 
     def _prefill_chunks(self, cooldown: bool) -> list[PrefillChunk]:
-        """The prompts of the step, in order of admission, within `prefill_chunk` positions."""
+        """The prompts of the step, callers in turn and each caller's in order of admission, within
+        `prefill_chunk` positions."""
         chunks = []
         budget = self.config.prefill_chunk
-        for sequence in self.running:
-            if sequence.state is State.PREFILL and sequence.may_compute and budget:
+        for sequence in self._prompts_in_turn():
+            if budget:
                 chunk = self._chunk(sequence, budget, cooldown)
                 if chunk is not None:
                     self._reserve(chunk)
                     budget -= -(-(chunk.end - chunk.start) // BLOCK) * BLOCK
                     chunks.append(chunk)
         return chunks
+
+    def _given_up(self) -> tuple[Sequence, ...]:
+        """Who is PAUSED beyond as many as there are slots: those that have been behind the
+        longest."""
+        excess = len(self.paused) - self.slots.total
+        if excess <= 0:
+            return ()
+        return tuple(sorted(self.paused, key=_behind_since)[:excess])
+
+    def _prompts_in_turn(self) -> list[Sequence]:
+        """The prompts that can be computed. Of one caller, in order of admission. Of several, those
+        that were begun come first; then the first of each caller, whoever began one last being the
+        last, then the second of each, and so on."""
+        prompts = [s for s in self.running if s.state is State.PREFILL and s.may_compute]
+        if len({sequence.request.caller for sequence in prompts}) <= 1:
+            return prompts
+        places: list[tuple[int, int, bool]] = []  # of each in the order
+        counts: Counter[str] = Counter()
+        for sequence in prompts:
+            caller = sequence.request.caller
+            if sequence.computed:
+                places.append((-1, 0, False))
+            else:
+                began, came = self._began.get(caller, -1), sequence.admitted_step
+                places.append((counts[caller], max(began, came), began >= came))
+                counts[caller] += 1
+        order = sorted(range(len(prompts)), key=places.__getitem__)
+        return [prompts[index] for index in order]
 
     def _chunk(self, sequence: Sequence, budget: int, cooldown: bool) -> PrefillChunk | None:
         """The next positions of a prompt; None where its outputs do not fit into this step. Changes
@@ -243,6 +360,7 @@ class Scheduler:
         if request is not None:
             affordable = affordable_end(
                 request.positions,
+                sequence.handed_out,
                 start,
                 end,
                 elements_each=self._position_elements(request),
@@ -252,7 +370,7 @@ class Scheduler:
             if affordable is None:
                 return None
             end = affordable
-            if cooldown and self._elements(request, start, end) >= LARGE_OUTPUT:
+            if cooldown and self._elements(sequence, start, end) >= LARGE_OUTPUT:
                 return None
         return PrefillChunk(sequence, start, end, copy_from)
 
@@ -260,22 +378,34 @@ class Scheduler:
         """Charge a chunk's outputs to the step; before a prompt's first chunk, declare that its
         slot holds the copied prefix."""
         sequence = chunk.sequence
-        if sequence.outputs is not None:
-            self._reserved_elements += self._elements(sequence.outputs, chunk.start, chunk.end)
+        self._reserved_elements += self._elements(sequence, chunk.start, chunk.end)
         if sequence.computed == 0:
             assert sequence.slot is not None
-            sequence.computed = sequence.cached = chunk.start
+            self._note_began(sequence.request.caller)
+            sequence.computed = chunk.start
+            if not sequence.handed_out:  # not evicted meanwhile
+                sequence.cached = chunk.start
             # Chunks run in the order planned here: from now on the slot holds the prefix alone.
             self.slots.set_contents(sequence.slot, sequence.tokens[: chunk.start])
 
-    def _elements(self, request: OutputsRequest, start: int, end: int) -> int:
-        """Elements of a request's outputs at positions [start, end)."""
-        count = _count_between(request.positions, start, end)
-        return count * self._position_elements(request)
+    def _note_began(self, caller: str) -> None:
+        self._began[caller] = self._step
+        if len(self._began) > len(self.running):  # some have left
+            callers = {sequence.request.caller for sequence in self.running}
+            self._began = {name: step for name, step in self._began.items() if name in callers}
+
+    def _elements(self, sequence: Sequence, start: int, end: int) -> int:
+        """Elements of a sequence's outputs at positions [start, end), as far as they are still to
+        be handed out."""
+        if (request := sequence.outputs) is None:
+            return 0
+        first, last = _between(request.positions, sequence.handed_out, start, end)
+        return (last - first) * self._position_elements(request)
 
 
 def affordable_end(
     positions: tuple[int, ...],
+    handed_out: int,
     start: int,
     end: int,
     *,
@@ -284,22 +414,29 @@ def affordable_end(
     must_progress: bool,
 ) -> int | None:
     """Where a chunk that could be [start, end) ends so that its outputs, `elements_each` at each of
-    some `positions`, fit into `elements_left`: whole blocks from `start`. None where not even one
-    block fits, unless it must make progress: a step's only outputs may be one block that is too
-    large, or they could never be computed."""
+    some `positions` but the first `handed_out`, fit into `elements_left`: whole blocks from
+    `start`. None where not even one block fits, unless it must make progress: a step's only outputs
+    may be one block that is too large, or they could never be computed."""
     affordable = max(0, elements_left) // elements_each
-    if _count_between(positions, start, end) <= affordable:
+    first, last = _between(positions, handed_out, start, end)
+    if last - first <= affordable:
         return end
-    first_too_many = positions[bisect.bisect_left(positions, start) + affordable]
+    first_too_many = positions[first + affordable]
     shorter = first_too_many // BLOCK * BLOCK
     if shorter > start:
         return shorter
     return min(start + BLOCK, end) if must_progress else None
 
 
-def _count_between(positions: tuple[int, ...], start: int, end: int) -> int:
-    """How many of ascending positions are in [start, end)."""
-    return bisect.bisect_left(positions, end) - bisect.bisect_left(positions, start)
+def _between(positions: tuple[int, ...], handed_out: int, start: int, end: int) -> tuple[int, int]:
+    """Where those of ascending positions that are in [start, end) begin and end, without the first
+    `handed_out`."""
+    first = max(handed_out, bisect.bisect_left(positions, start))
+    return first, max(first, bisect.bisect_left(positions, end))
+
+
+def _behind_since(sequence: Sequence) -> float:
+    return math.inf if sequence.paused_at is None else sequence.paused_at
 
 
 def _whole_blocks(token_ids: list[int]) -> list[int]:

@@ -19,6 +19,7 @@ CHUNKS_IN_FLIGHT = 2
 class State(Enum):
     WAITING = "waiting"  # in the queue, without a slot
     PREFILL = "prefill"  # has a slot; part of the prompt is still to be computed
+    PAUSED = "paused"  # gave its slot back, until the reader of its outputs has caught up
     DECODE = "decode"  # prompt computed, one token a step, and drafted tokens that were right
     FINISHED = "finished"
 
@@ -51,6 +52,9 @@ class Sequence:
     computed: int = 0  # leading tokens whose keys and values are in the cache
     cached: int = 0  # of these, copied from another slot at the start
     credit: int = CHUNKS_IN_FLIGHT
+    handed_out: int = 0  # of the positions whose outputs are asked for
+    paused_at: float | None = None  # when its reader fell behind; None: it has not
+    admitted_step: int = 0  # in which it got its slot
     drafter: Drafter | None = None  # while it decodes, if its drafts are verified
     admitted: float | None = None
     prefilled: float | None = None
@@ -119,16 +123,21 @@ class Sequence:
 
     @property
     def first_needed(self) -> int:
-        """The first prompt position whose hidden state is asked for; those before it may be
+        """The first prompt position whose hidden state is still asked for; those before it may be
         copied from another slot."""
-        if self.outputs is not None:
-            return self.outputs.positions[0]
+        if self.outputs is not None and not self.all_handed_out:
+            return self.outputs.positions[self.handed_out]
         return self.prompt_length - 1 if self.scores_from is None else self.scores_from
 
     @property
     def may_compute(self) -> bool:
         """False while the reader of its outputs is behind."""
-        return self.outputs is None or self.credit > 0
+        return self.outputs is None or self.credit > 0 or self.all_handed_out
+
+    @property
+    def all_handed_out(self) -> bool:
+        """Whether no more outputs of it will be computed."""
+        return self.outputs is not None and self.handed_out == len(self.outputs.positions)
 
     def finish_event(
         self,

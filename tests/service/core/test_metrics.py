@@ -24,7 +24,7 @@ from model.inference.engine.events import (
 from service.core.metrics import ENDPOINTS, Metrics, endpoint_label
 from service.engine.driver import StepReport
 
-STATS = EngineStats(waiting=0, running=2, running_tokens=9, slots=4, slots_used=2)
+STATS = EngineStats(waiting=0, running=2, paused=1, begun_tokens=9, slots=4, slots_used=2)
 
 
 @pytest.fixture

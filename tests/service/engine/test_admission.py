@@ -98,7 +98,7 @@ def test_the_tokens_of_what_runs_do_not_wait() -> None:
     admission.admit([GENERATION])
     with pytest.raises(QueueFull, match="6 prompt tokens are waiting, the queue holds 7"):
         admission.admit([GENERATION])
-    admission.set_running(3)
+    admission.set_begun(3)
     admission.admit([GENERATION])
 
 

@@ -66,6 +66,7 @@ def generation(
     deadline: float | None = None,
     prompt_logprobs: int | None = None,
     priority: int = 0,
+    caller: str = "",
     prefix_reuse: bool = True,
     sampling: SamplingParams | None = None,
     **fields: Any,
@@ -79,6 +80,7 @@ def generation(
         deadline=deadline,
         prompt_logprobs=prompt_logprobs,
         priority=priority,
+        caller=caller,
         prefix_reuse=prefix_reuse,
     )
 
@@ -90,6 +92,7 @@ def outputs_request(
     *,
     columns: tuple[int, ...] | None = None,
     deadline: float | None = None,
+    caller: str = "",
 ) -> OutputsRequest:
     """A request for rows: all positions unless told otherwise."""
     token_ids = tuple(prompt)
@@ -98,6 +101,7 @@ def outputs_request(
         token_ids=token_ids,
         positions=tuple(range(len(token_ids)) if positions is None else positions),
         output=Logits(columns=columns),
+        caller=caller,
         deadline=deadline,
     )
 
@@ -201,6 +205,7 @@ class Driven:
         self.accepted: set[tuple[str, int]] = set()
         self.drafted_tokens = 0
         self.accepted_tokens = 0
+        self.evicted_sequences = 0
 
     def add(self, request: Request) -> None:
         self.engine.add(request)
@@ -222,6 +227,7 @@ class Driven:
         assert computed == had_work or expired, "has_work was wrong"
         self.drafted_tokens += result.drafted_tokens
         self.accepted_tokens += result.accepted_tokens
+        self.evicted_sequences += result.evicted_sequences
         self.engine.check_integrity()
         return result
 

@@ -107,7 +107,7 @@ def test_stats(gpt: GPT) -> None:
     assert counts(engine) == (5, 0, 2, 0)
     driven.step()
     assert counts(engine) == (3, 2, 2, 2)
-    assert engine.stats().running_tokens == 2, "two prompts of a token each"
+    assert engine.stats().begun_tokens == 2, "two prompts of a token each"
     driven.drain()
     assert counts(engine) == (0, 0, 2, 0)
 

@@ -1,9 +1,14 @@
 """Engine under any order of commands: hypothesis submits, steps, aborts, grants, waits.
 
 The rules that hold at every moment are in `harness.Driven`: one finish per sequence and nothing
-after it, counts equal to the events, no slot lost or shared, work when there is work.
+after it, counts equal to the events, no slot lost or shared, work when there is work. Readers of
+rows fall behind, lose their slots to others and come back: their rows are the bits of an engine
+that does nothing else.
 """
 
+from functools import cache
+
+import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -17,6 +22,7 @@ from hypothesis.stateful import (
 )
 
 from model.inference.engine.events import FinishReason
+from model.inference.engine.sequence import CHUNKS_IN_FLIGHT
 from model.transformer.gpt import GPT
 from tests.model.factories import tiny_config, tiny_gpt
 from tests.model.inference.engine.harness import (
@@ -27,6 +33,7 @@ from tests.model.inference.engine.harness import (
     generation,
     outputs_request,
     params,
+    run,
 )
 from tests.profiles import examples
 
@@ -51,6 +58,19 @@ prompts = st.builds(
     last=st.integers(0, 3),
 )
 timeouts = st.none() | st.integers(0, 5)
+callers = st.sampled_from(["a", "b", "c"])
+
+
+@cache
+def _alone(prompt: tuple[int, ...]) -> np.ndarray:
+    outcomes = run(GPT_OF_THE_MACHINE, outputs_request("alone", prompt), slots=1)
+    rows: np.ndarray = np.concatenate([piece.rows for piece in outcomes["alone", 0].rows])
+    return rows
+
+
+def rows_alone(prompt: list[int]) -> np.ndarray:
+    """The logits of every position of a prompt, of an engine that does nothing else."""
+    return _alone(tuple(prompt))
 
 
 class EngineMachine(RuleBasedStateMachine):
@@ -74,7 +94,10 @@ class EngineMachine(RuleBasedStateMachine):
         self.count = 0
         self.asked: dict[tuple[str, int], int] = {}  # tokens or rows, by sequence
         self.steps: dict[tuple[str, int], int | None] = {}  # after which nothing may follow
-        self.ended_by_us: set[tuple[str, int]] = set()
+        self.rows: dict[str, tuple[list[int], list[int]]] = {}  # prompts and positions, by name
+        self.taken: dict[str, int] = {}  # pieces
+        self.compared: dict[str, int] = {}  # pieces
+        self.swapped = False
 
     def name(self) -> str:
         self.count += 1
@@ -92,6 +115,7 @@ class EngineMachine(RuleBasedStateMachine):
         steps=st.none() | st.integers(1, 8),
         scored=st.none() | st.integers(0, 2),
         priority=st.integers(-1, 1),
+        caller=callers,
         seconds=timeouts,
     )
     def submit_generation(
@@ -104,6 +128,7 @@ class EngineMachine(RuleBasedStateMachine):
         steps: int | None,
         scored: int | None,
         priority: int,
+        caller: str,
         seconds: int | None,
     ) -> None:
         name = self.name()
@@ -119,18 +144,33 @@ class EngineMachine(RuleBasedStateMachine):
                 deadline=self.deadline(seconds),
                 prompt_logprobs=scored,
                 priority=priority,
+                caller=caller,
                 sampling=sampling,
             )
         )
         self.asked |= {(name, index): max_tokens for index in range(n)}
         self.steps |= {(name, index): steps for index in range(n)}
 
-    @rule(prompt=prompts, data=st.data(), seconds=timeouts)
-    def submit_rows(self, prompt: list[int], data: st.DataObject, seconds: int | None) -> None:
+    @rule(prompt=prompts, data=st.data(), caller=callers, seconds=timeouts)
+    def submit_rows(
+        self, prompt: list[int], data: st.DataObject, caller: str, seconds: int | None
+    ) -> None:
         positions = sorted(data.draw(st.sets(st.integers(0, len(prompt) - 1), min_size=1)))
+        self.ask_for_rows(prompt, positions, caller, seconds)
+
+    @rule(block=st.integers(0, 2), caller=callers, seconds=timeouts)
+    def submit_many_rows(self, block: int, caller: str, seconds: int | None) -> None:
+        """More pieces than may be on their way, so that its reader can be behind."""
+        self.ask_for_rows([block] * 75, list(range(75)), caller, seconds)
+
+    def ask_for_rows(
+        self, prompt: list[int], positions: list[int], caller: str, seconds: int | None
+    ) -> None:
         name = self.name()
-        self.driven.add(outputs_request(name, prompt, positions, deadline=self.deadline(seconds)))
+        deadline = self.deadline(seconds)
+        self.driven.add(outputs_request(name, prompt, positions, deadline=deadline, caller=caller))
         self.asked[name, 0] = len(positions)
+        self.rows[name] = (prompt, positions)
 
     @rule()
     def step(self) -> None:
@@ -151,12 +191,21 @@ class EngineMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.driven.unfinished)
     @rule(data=st.data())
     def grant(self, data: st.DataObject) -> None:
+        """Of a piece that was not taken yet, if there is any."""
         name, _ = data.draw(st.sampled_from(sorted(self.driven.unfinished)))
-        self.driven.engine.grant(name)
+        self.take(name)
+
+    def take(self, name: str) -> None:
+        """The reader of a request takes a piece."""
+        outcome = self.driven.outcomes.get((name, 0))
+        if outcome is not None and len(outcome.rows) > self.taken.get(name, 0):
+            self.taken[name] = self.taken.get(name, 0) + 1
+            self.driven.engine.grant(name)
 
     @rule(other=st.booleans())
     def swap_weights(self, other: bool) -> None:
         """Those who had begun go on; nobody is lost, whatever else happens meanwhile."""
+        self.swapped = self.swapped or other
         self.driven.engine.swap_weights(OTHER_WEIGHTS if other else GPT_OF_THE_MACHINE)
 
     @rule(seconds=st.sampled_from([0.5, 1.0, 3.0]))
@@ -167,7 +216,9 @@ class EngineMachine(RuleBasedStateMachine):
     def the_engine_is_whole(self) -> None:
         self.driven.engine.check_integrity()
         stats = self.driven.engine.stats()
-        assert stats.waiting + stats.running == len(self.driven.unfinished)
+        assert stats.waiting + stats.running + stats.paused == len(self.driven.unfinished)
+        assert stats.paused <= stats.slots
+        assert self.driven.evicted_sequences >= stats.paused
         assert stats.slots_used == stats.running <= stats.slots
 
     @invariant()
@@ -176,16 +227,37 @@ class EngineMachine(RuleBasedStateMachine):
             assert len(outcome.tokens) + len(outcome.positions) <= self.asked[key]
             assert outcome.positions == sorted(set(outcome.positions))
 
+    @invariant()
+    def few_pieces_wait_for_a_reader(self) -> None:
+        for name in self.rows:
+            if (outcome := self.driven.outcomes.get((name, 0))) is not None:
+                assert len(outcome.rows) - self.taken.get(name, 0) <= CHUNKS_IN_FLIGHT
+
+    @invariant()
+    def rows_are_the_same_bits_whatever_happened(self) -> None:
+        """Alone, or after any number of evictions."""
+        if self.swapped:
+            return
+        for name, (prompt, positions) in self.rows.items():
+            outcome = self.driven.outcomes.get((name, 0))
+            if outcome is None or len(outcome.rows) == self.compared.get(name, 0):
+                continue
+            assert outcome.positions == positions[: len(outcome.positions)]
+            expected = rows_alone(prompt)[outcome.positions]
+            assert np.array_equal(np.concatenate([piece.rows for piece in outcome.rows]), expected)
+            self.compared[name] = len(outcome.rows)
+
     def teardown(self) -> None:
         """Whatever happened: with readers that read, everything ends in as many steps as there is
         work, and everybody was answered."""
         if not hasattr(self, "driven"):
             return
         budget = 2 + sum(CONTEXT // 32 + 1 + asked for asked in self.asked.values())
-        for name, _ in self.driven.unfinished:
-            for _ in range(CONTEXT):
-                self.driven.engine.grant(name)
-        while self.driven.engine.has_work():
+        budget += 3 * len(self.rows) * (CONTEXT // 32 + 1)  # what evictions make it compute again
+        while self.driven.unfinished:
+            for name in self.rows:
+                for _ in range(CHUNKS_IN_FLIGHT):
+                    self.take(name)
             self.driven.step()
             budget -= 1
             assert budget > 0, "it takes too many steps"
@@ -200,6 +272,8 @@ class EngineMachine(RuleBasedStateMachine):
         got, end = len(outcome.tokens) + len(outcome.positions), outcome.ended
         assert end.completion_tokens == len(outcome.tokens)
         assert end.reason is not FinishReason.ERROR
+        if end.reason is FinishReason.UNREAD:
+            assert outcome.rows
         if end.reason is FinishReason.LENGTH or (outcome.rows and end.reason is FinishReason.STOP):
             assert got == self.asked[key]
         if end.reason is FinishReason.STOP and outcome.tokens:

@@ -21,6 +21,7 @@ from model.inference.engine.requests import (
     OutputsRequest,
     ScoreRequest,
 )
+from model.inference.engine.sequence import CHUNKS_IN_FLIGHT
 from model.inference.errors import InvalidRequest
 from model.inference.reference import processed_row
 from model.transformer.gpt import GPT
@@ -118,6 +119,33 @@ def test_company_and_a_warm_cache_change_no_bit(gpt: GPT, wanted: Any) -> None:
     driven.add(request)
     outcome = driven.drain()["a", 0]
     assert outcome.ended.cached_tokens == 32
+    assert torch.equal(torch.cat([torch.from_numpy(e.rows) for e in outcome.rows]), alone)
+
+
+@pytest.mark.parametrize(
+    "wanted", [Logits(), HiddenStates(layers=(1, 3)), AttentionWeights(layers=(2,), heads=(0, 3))]
+)
+def test_the_loss_of_a_slot_changes_no_bit(gpt: GPT, wanted: Any) -> None:
+    """Its reader is slow, and after every two pieces somebody else has waited for the slot."""
+    alone = rows(gpt, wanted, range(1, LENGTH), prefill_chunk=32)
+    driven = Driven(gpt, slots=1, prefill_chunk=32)
+    driven.engine._scheduler.output_elements = 1  # pieces of one block
+    positions = tuple(range(1, LENGTH))
+    driven.add(
+        OutputsRequest(request_id="a", token_ids=tuple(PROMPT), positions=positions, output=wanted)
+    )
+    for i in range(2):
+        while driven.engine.has_work():
+            driven.step()
+        driven.add(generation(f"waits {i}", random_prompt(random.Random(i), 50), max_tokens=2))
+        while driven.engine.has_work():
+            driven.step()
+        assert driven.outcomes[f"waits {i}", 0].finish is not None
+        for _ in range(CHUNKS_IN_FLIGHT):
+            driven.engine.grant("a")
+    outcome = driven.drain()["a", 0]
+    assert driven.evicted_sequences == 1, "the third piece is the last"
+    assert outcome.positions == list(positions)
     assert torch.equal(torch.cat([torch.from_numpy(e.rows) for e in outcome.rows]), alone)
 
 

@@ -58,6 +58,7 @@ class Simulation:
         self.scheduler.output_elements = OUTPUT_ELEMENTS
         self.cells: list[dict[int, Cell]] = [{} for _ in range(slots)]
         self.admitted: list[Sequence] = []
+        self.rows: dict[Sequence, list[int]] = {}  # positions handed out
         self.now = 0.0
 
     def add(self, request: Request, n: int = 1) -> list[Sequence]:
@@ -71,9 +72,13 @@ class Simulation:
         """Plan, check the plan, and carry it out as the engine and the runner do."""
         self.now += 1
         decoding = [s for s in self.scheduler.running if s.state is State.DECODE]
-        has_work = self.scheduler.has_work()
+        before, has_work = list(self.scheduler.running), self.scheduler.has_work()
+        room = self.scheduler.slots.total - self.scheduler.slots.used
         plan = self.scheduler.plan(self.now)
         assert bool(plan) == has_work
+        self.check_evictions(plan, before, room)
+        for sequence in plan.given_up:
+            self.scheduler.remove(sequence)
         assert list(plan.decode) == decoding, "a running sequence was left out"
         self.admitted += [s for s in self.scheduler.running if s.admitted == self.now]
         self.check_shares(plan)
@@ -92,6 +97,16 @@ class Simulation:
             self.append(sequence)
         self.scheduler.check_integrity()
         return plan
+
+    def check_evictions(self, plan: StepPlan, before: list[Sequence], room: int) -> None:
+        """Nobody loses a slot but to somebody who waits, and whose reader is behind."""
+        evicted = [s for s in before if s not in self.scheduler.running]
+        assert len(evicted) == plan.evicted
+        admitted = [s for s in self.scheduler.running if s not in before]
+        assert not evicted or len(admitted) == room + len(evicted)
+        for sequence in evicted:
+            assert sequence.state is State.PAUSED
+            assert sequence.credit <= 0
 
     def check_shares(self, plan: StepPlan) -> None:
         """First come, first served, within the budget, in whole blocks."""
@@ -121,16 +136,14 @@ class Simulation:
         sequence = chunk.sequence
         assert sequence.slot is not None
         cells = self.cells[sequence.slot]
-        if sequence.cached == chunk.start:  # the first chunk
-            assert (chunk.copy_from is not None) == (chunk.start > 0)
-            assert sequence.cached == self.best_prefix(sequence)
+        if chunk.start == 0 or chunk.copy_from is not None:  # the first chunk in this slot
+            assert chunk.start == self.best_prefix(sequence)
+            assert sequence.cached == chunk.start or sequence in self.rows
             if chunk.copy_from is not None:
                 source = self.cells[chunk.copy_from]
                 cells.update({p: source[p] for p in range(chunk.start)})
             for position in [p for p in cells if p >= chunk.start]:
                 del cells[position]
-        else:
-            assert chunk.copy_from is None
         self.check_cells(sequence, chunk.start)
         padded_end = -(-chunk.end // BLOCK) * BLOCK
         for position in range(chunk.start, padded_end):
@@ -180,8 +193,13 @@ class Simulation:
         )
 
     def hand_out(self, chunk: PrefillChunk) -> None:
-        if rows_in(chunk):
-            chunk.sequence.credit -= 1
+        if count := rows_in(chunk):
+            sequence = chunk.sequence
+            assert sequence.outputs is not None
+            asked = sequence.outputs.positions[sequence.handed_out :][:count]
+            assert all(chunk.start <= position < chunk.end for position in asked)
+            self.rows.setdefault(sequence, []).extend(asked)
+            self.scheduler.charge(sequence, count, self.now)
         if chunk.completes_prompt:
             self.scheduler.remove(chunk.sequence)
 
@@ -200,9 +218,11 @@ class Simulation:
 
 
 def rows_in(chunk: PrefillChunk) -> int:
-    """Rows that a chunk hands out."""
-    request = chunk.sequence.outputs
-    return sum(chunk.start <= p < chunk.end for p in request.positions) if request else 0
+    """Rows that a chunk hands out: those that it has, and that were not handed out before."""
+    request, handed_out = chunk.sequence.outputs, chunk.sequence.handed_out
+    if request is None:
+        return 0
+    return sum(chunk.start <= p < chunk.end for p in request.positions[handed_out:])
 
 
 def blocks(*tokens: int, rest: int = 0) -> list[int]:
@@ -422,12 +442,13 @@ def test_a_slow_reader_pauses_itself_alone() -> None:
         simulation.step()
     assert rows.computed == CHUNKS_IN_FLIGHT * OUTPUT_ELEMENTS
     assert states([rows, other]) == [State.PREFILL, State.FINISHED]
-    rows.credit += 1
+    simulation.scheduler.grant(rows)
     assert simulation.scheduler.has_work()
     simulation.step()
     assert rows.computed == (CHUNKS_IN_FLIGHT + 1) * OUTPUT_ELEMENTS
     assert not simulation.scheduler.has_work()
-    rows.credit += 100
+    for _ in range(100):
+        simulation.scheduler.grant(rows)
     simulation.drain()
     assert states([rows]) == [State.FINISHED]
 
@@ -494,18 +515,102 @@ def test_pieces_without_rows_need_no_credit() -> None:
     assert rows.credit == CHUNKS_IN_FLIGHT - 2
 
 
-def test_waiting_behind_paused_readers_is_no_work() -> None:
-    """All slots are held by readers that are behind: stepping would spin."""
-    simulation = Simulation(slots=2)
-    rows = [simulation.add(outputs_request(str(i), [i] * 100, range(100)))[0] for i in range(2)]
-    (waiting,) = simulation.add(generation("waiting", [5]))
+def behind(simulation: Simulation, *requests: Request) -> list[Sequence]:
+    """Requests for rows of which nothing is taken, computed as far as they are."""
+    sequences = [simulation.add(request)[0] for request in requests]
     while simulation.scheduler.has_work():
         simulation.step()
-    assert states([waiting]) == [State.WAITING]
-    simulation.scheduler.remove(rows[0])
-    assert simulation.scheduler.has_work()
+    assert all(sequence.credit == 0 for sequence in sequences)
+    return sequences
+
+
+def test_who_waits_gets_the_slot_of_the_reader_that_is_behind_the_longest() -> None:
+    simulation = Simulation(slots=2)
+    first, second = behind(
+        simulation,
+        outputs_request("first", [1] * 200, range(200)),
+        outputs_request("second", [2] * 200, range(200)),
+    )
+    assert states([first, second]) == [State.PREFILL] * 2, "nobody waits: nothing changes"
+    (waiting,) = simulation.add(generation("waiting", [5], max_tokens=3))
+    assert simulation.step().evicted == 1
+    assert states([waiting, first, second]) == [State.DECODE, State.PAUSED, State.PREFILL]
+    simulation.drain()
+    assert states([waiting, first]) == [State.FINISHED, State.PAUSED]
+    simulation.scheduler.grant(first)  # a piece is still on its way to its reader
+    assert not simulation.scheduler.has_work()
+    simulation.scheduler.grant(first)
+    simulation.drain()
+    assert first.computed == 2 * CHUNKS_IN_FLIGHT * OUTPUT_ELEMENTS
+    for _ in range(10):
+        simulation.scheduler.grant(first)
+        simulation.scheduler.grant(second)
+    simulation.drain()
+    assert states([first, second]) == [State.FINISHED] * 2
+    assert simulation.rows == {first: list(range(200)), second: list(range(200))}
+    assert first.admitted == 1.0, "as when it came first"
+
+
+def test_an_evicted_sequence_copies_what_it_can() -> None:
+    """Of what was handed out before, nothing is needed but keys and values."""
+    simulation = Simulation(slots=2)
+    (same,) = simulation.add(generation("same", blocks(1, 2, 3, 4, 5), max_tokens=99))
+    (rows,) = simulation.add(outputs_request("rows", blocks(1, 2, 3, 4, 5), range(160)))
+    while rows.may_compute:
+        simulation.step()
+    simulation.add(generation("short", [8], max_tokens=1))
     simulation.step()
-    assert states([waiting]) == [State.DECODE]
+    assert states([same, rows]) == [State.DECODE, State.PAUSED]
+    for _ in range(CHUNKS_IN_FLIGHT):
+        simulation.scheduler.grant(rows)
+    (chunk,) = simulation.step().prefill
+    assert (chunk.sequence, chunk.start, chunk.copy_from) == (rows, 64, same.slot)
+    for _ in range(9):
+        simulation.scheduler.grant(rows)
+    simulation.drain()
+    assert simulation.rows[rows] == list(range(160))
+    assert rows.cached == 0, "as when it came first"
+
+
+def test_a_sequence_without_rows_left_is_not_behind() -> None:
+    """Only its prompt's end is missing, and nobody has to take that."""
+    simulation = Simulation(slots=1)
+    (rows,) = simulation.add(outputs_request("rows", [1] * 320, range(64)))
+    simulation.drain()
+    assert states([rows]) == [State.FINISHED]
+
+
+def test_no_more_are_paused_than_there_are_slots() -> None:
+    """Their rows take memory. Of more, who has been behind the longest is given up."""
+    simulation = Simulation(slots=2)
+    requests = [outputs_request(str(i), [i] * 200, range(200)) for i in range(6)]
+    sequences = [simulation.add(request)[0] for request in requests]
+    given_up: list[Sequence] = []
+    while simulation.scheduler.has_work():
+        given_up += simulation.step().given_up
+        assert len(simulation.scheduler.paused) <= 2
+    assert given_up == sequences[:2]
+    assert states(sequences[2:]) == [State.PAUSED] * 2 + [State.PREFILL] * 2
+
+
+def test_readers_that_read_all_go_on_whatever_they_do_to_each_other() -> None:
+    """More large replies than slots, each read as it comes: every one ends, in a number of steps
+    that is bounded by what has to be computed again."""
+    simulation = Simulation(slots=2)
+    requests = [outputs_request(str(i), [i] * 320, range(320)) for i in range(4)]
+    sequences = [simulation.add(request)[0] for request in requests]
+    steps = 0
+    while any(sequence.state is not State.FINISHED for sequence in sequences):
+        if not simulation.scheduler.has_work():
+            for sequence in sequences:  # everybody takes all there is, and only then
+                while sequence.credit < CHUNKS_IN_FLIGHT:
+                    simulation.scheduler.grant(sequence)
+        simulation.step()
+        steps += 1
+    assert states(sequences) == [State.FINISHED] * 4
+    assert [simulation.rows[s] for s in sequences] == [list(range(320))] * 4
+    # Ten pieces each, two at a time: five turns, before each of which all may be computed again.
+    assert steps <= 4 * 5 * (320 // CHUNK + CHUNKS_IN_FLIGHT)
 
 
 @pytest.mark.parametrize("state", [State.WAITING, State.PREFILL, State.DECODE])
@@ -565,7 +670,7 @@ class Mix:
         elif chance < 0.4 and self.open:
             self.simulation.scheduler.remove(self.rng.choice(self.open))
         elif chance < 0.6 and self.open:
-            self.rng.choice(self.open).credit += 1
+            self.simulation.scheduler.grant(self.rng.choice(self.open))
         elif self.simulation.scheduler.has_work():
             self.simulation.step()
         self.open = [s for s in self.open if s.state is not State.FINISHED]
@@ -587,7 +692,8 @@ def test_random_mixes(seed: int, share_decoded: bool) -> None:
     for _ in range(150):
         mix.act()
     for sequence in mix.open:
-        sequence.credit += 1000
+        for _ in range(1000):
+            simulation.scheduler.grant(sequence)
     simulation.drain()
     assert states(mix.open) == [State.FINISHED] * len(mix.open)
     assert simulation.scheduler.slots.used == 0

@@ -1,0 +1,119 @@
+"""WaitingQueue: the sequences that wait for a slot, in the order in which they are admitted.
+
+By priority. Within a priority callers take turns, a sequence each turn, so that nobody waits behind
+the thousand requests of somebody else; a caller that comes waits for one turn of each other caller
+at most. Within a caller, first come, first served: with one caller that is the whole order.
+
+A sequence that gave its slot back (`scheduler.py`) comes back into a lane of its own of its
+caller's line, and the two lanes alternate: neither large replies nor new requests can keep the
+other from going on.
+
+Every operation but iteration takes the same time however many wait. Decides nothing else: whether
+there is a slot is the scheduler's business.
+"""
+
+import bisect
+from collections import OrderedDict
+from collections.abc import Iterator
+
+from model.inference.engine.sequence import Sequence
+
+
+class _Line:
+    """The waiting sequences of one caller and one priority."""
+
+    def __init__(self) -> None:
+        self._new: OrderedDict[Sequence, None] = OrderedDict()
+        self._resumed: OrderedDict[Sequence, None] = OrderedDict()
+        self._resumed_next = True
+
+    def __bool__(self) -> bool:
+        return bool(self._new or self._resumed)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        yield from self._resumed
+        yield from self._new
+
+    def push(self, sequence: Sequence) -> None:
+        lane = self._new if sequence.admitted is None else self._resumed
+        lane[sequence] = None
+
+    def first(self, *, only_started: bool) -> Sequence | None:
+        """Who is next. In a lane, those whose request was started come before the others."""
+        lanes = (self._resumed, self._new) if self._resumed_next else (self._new, self._resumed)
+        for lane in lanes:
+            first = next(iter(lane), None)
+            if first is not None and (first.group.started or not only_started):
+                return first
+        return None
+
+    def take(self, sequence: Sequence) -> None:
+        self._resumed_next = sequence in self._new
+        self.remove(sequence)
+
+    def remove(self, sequence: Sequence) -> None:
+        del (self._new if sequence in self._new else self._resumed)[sequence]
+
+
+class WaitingQueue:
+    """Waiting sequences by priority and caller."""
+
+    def __init__(self) -> None:
+        self._lines: dict[int, OrderedDict[str, _Line]] = {}  # the callers in order of their turns
+        self._priorities: list[int] = []  # ascending, of those who wait
+        self._length = 0
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __iter__(self) -> Iterator[Sequence]:
+        """Every sequence, a caller's together."""
+        for priority in self._priorities:
+            for line in self._lines[priority].values():
+                yield from line
+
+    def push(self, sequence: Sequence) -> None:
+        """Queue behind all of the same caller and priority."""
+        request = sequence.request
+        if request.priority not in self._lines:
+            bisect.insort(self._priorities, request.priority)
+            self._lines[request.priority] = OrderedDict()
+        self._lines[request.priority].setdefault(request.caller, _Line()).push(sequence)
+        self._length += 1
+
+    def firsts(self, *, only_started: bool = False) -> Iterator[Sequence]:
+        """Of each caller the sequence that is next, in the order of turns; those of the first
+        priority that has any. `only_started` leaves out what belongs to no started request."""
+        for priority in self._priorities:
+            lines = self._lines[priority].values()
+            found = False
+            for line in lines:
+                if (sequence := line.first(only_started=only_started)) is not None:
+                    found = True
+                    yield sequence
+            if found:
+                return
+
+    def take(self, sequence: Sequence) -> None:
+        """A sequence of `firsts` is admitted: its caller's turn is over."""
+        lines = self._lines[sequence.request.priority]
+        caller = sequence.request.caller
+        lines[caller].take(sequence)
+        lines.move_to_end(caller)
+        self._forget_empty(sequence)
+
+    def remove(self, sequence: Sequence) -> None:
+        """A sequence has ended while it waited."""
+        self._lines[sequence.request.priority][sequence.request.caller].remove(sequence)
+        self._forget_empty(sequence)
+
+    def _forget_empty(self, sequence: Sequence) -> None:
+        """Account for a sequence that has left; a line without any other goes."""
+        self._length -= 1
+        priority, caller = sequence.request.priority, sequence.request.caller
+        lines = self._lines[priority]
+        if not lines[caller]:
+            del lines[caller]
+        if not lines:
+            del self._lines[priority]
+            self._priorities.remove(priority)

@@ -1,0 +1,159 @@
+"""WaitingQueue: callers in turn, first come first served within each, nobody starves.
+
+Against a model that is a plain list, and counts; and the scheduler's prompts, which take turns too.
+"""
+
+import itertools
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from model.inference.engine.config import EngineConfig
+from model.inference.engine.queue import WaitingQueue
+from model.inference.engine.scheduler import Scheduler
+from model.inference.engine.sequence import Group, Sequence, State
+from tests.model.inference.engine.harness import generation
+
+CALLERS = "abcd"
+
+
+def waiting(name: str, caller: str = "", priority: int = 0, *, length: int = 1) -> Sequence:
+    request = generation(name, [1] * length, caller=caller, priority=priority)
+    return Sequence(Group(request), 0, 0.0)
+
+
+def take_all(queue: WaitingQueue) -> list[Sequence]:
+    taken = []
+    while (first := next(iter(queue.firsts()), None)) is not None:
+        queue.take(first)
+        taken.append(first)
+    assert len(queue) == 0
+    assert list(queue) == []
+    return taken
+
+
+@given(st.lists(st.integers(-2, 2), max_size=40))
+def test_one_caller_is_served_by_priority_and_arrival(priorities: list[int]) -> None:
+    queue = WaitingQueue()
+    sequences = [waiting(str(i), priority=priority) for i, priority in enumerate(priorities)]
+    for sequence in sequences:
+        queue.push(sequence)
+    assert len(queue) == len(sequences)
+    assert take_all(queue) == sorted(sequences, key=lambda s: s.request.priority)  # is stable
+
+
+@given(st.lists(st.tuples(st.sampled_from(CALLERS), st.booleans()), max_size=60))
+def test_a_caller_waits_for_one_sequence_of_each_other_at_most(
+    acts: list[tuple[str, bool]],
+) -> None:
+    """Whatever comes and is admitted in which order."""
+    queue, count = WaitingQueue(), itertools.count()
+    lines: dict[str, list[Sequence]] = {caller: [] for caller in CALLERS}
+    passed: dict[str, Counter[str]] = {caller: Counter() for caller in CALLERS}
+    for caller, admits in acts + [("", True)] * len(acts):
+        if not admits:
+            sequence = waiting(str(next(count)), caller)
+            lines[caller].append(sequence)
+            queue.push(sequence)
+        elif (first := next(iter(queue.firsts()), None)) is not None:
+            name = first.request.caller
+            assert lines[name].pop(0) is first, "within a caller, first come first served"
+            queue.take(first)
+            passed[name].clear()
+            for other in CALLERS:
+                if other != name and lines[other]:
+                    passed[other][name] += 1
+                    assert passed[other][name] == 1, f"{name} was served twice before {other}"
+        assert len(queue) == sum(map(len, lines.values()))
+    assert len(queue) == 0
+
+
+def test_a_thousand_requests_of_one_delay_another_by_one() -> None:
+    queue = WaitingQueue()
+    for i in range(1000):
+        queue.push(waiting(str(i), "many"))
+    (first,) = queue.firsts()
+    queue.take(first)
+    for i in range(3):
+        queue.push(waiting(f"few {i}", "few"))
+    order = [sequence.request_id for sequence in take_all(queue)]
+    print(order)
+    assert order[:7] == ["1", "few 0", "2", "few 1", "3", "few 2", "4"]
+    assert order[7:] == [str(i) for i in range(5, 1000)]
+
+
+def test_a_priority_is_served_before_turns_are_taken() -> None:
+    queue = WaitingQueue()
+    sequences = [
+        waiting("late", "a", 1), waiting("1", "a"), waiting("2", "a"), waiting("other", "b"),
+        waiting("first", "a", -1),
+    ]  # fmt: skip
+    for sequence in sequences:
+        queue.push(sequence)
+    order = [sequence.request_id for sequence in take_all(queue)]
+    assert order == ["first", "1", "other", "2", "late"]
+
+
+@given(st.lists(st.booleans(), min_size=1, max_size=30))
+def test_who_comes_back_and_who_is_new_alternate(admitted_before: list[bool]) -> None:
+    queue = WaitingQueue()
+    sequences = [waiting(str(i), "a") for i in range(len(admitted_before))]
+    for sequence, before in zip(sequences, admitted_before, strict=True):
+        sequence.admitted = 1.0 if before else None
+        queue.push(sequence)
+    new = [s for s in sequences if s.admitted is None]
+    back = [s for s in sequences if s.admitted is not None]
+    both = list(itertools.chain.from_iterable(zip(back, new, strict=False)))
+    rest = [*back[len(new) :], *new[len(back) :]]
+    assert take_all(queue) == both + rest
+
+
+def test_while_weights_change_only_the_started_are_next() -> None:
+    queue = WaitingQueue()
+    for name, caller, started in (("1", "a", False), ("2", "b", True), ("3", "c", True)):
+        sequence = waiting(name, caller)
+        sequence.group.started = started
+        queue.push(sequence)
+    assert [s.request_id for s in queue.firsts()] == ["1", "2", "3"]
+    assert [s.request_id for s in queue.firsts(only_started=True)] == ["2", "3"]
+
+
+@pytest.mark.parametrize("gone", [0, 1, 2])
+def test_who_ends_while_waiting_is_out(gone: int) -> None:
+    queue = WaitingQueue()
+    sequences = [waiting(str(i), caller) for i, caller in enumerate("aab")]
+    for sequence in sequences:
+        queue.push(sequence)
+    queue.remove(sequences[gone])
+    assert set(take_all(queue)) == set(sequences) - {sequences[gone]}
+
+
+def test_prompts_that_are_computed_take_turns_too() -> None:
+    """All slots are one caller's long prompts, and each that ends lets one of another in, in turn:
+    that one is computed after the prompt that is next, not after all."""
+    scheduler = Scheduler(EngineConfig(slots=8, prefill_chunk=32), lambda request: 1)
+    long = [waiting(f"long {i}", "long", length=96) for i in range(12)]
+    for sequence in long:
+        scheduler.enqueue(sequence)
+    order: list[str] = []
+
+    def step(now: float) -> None:
+        for chunk in scheduler.plan(now).prefill:
+            scheduler.prefilled(chunk, now)
+            if chunk.completes_prompt:
+                order.append(chunk.sequence.request_id)
+                scheduler.remove(chunk.sequence)
+
+    step(0.0)
+    short = [waiting(f"short {i}", "short", length=32) for i in range(3)]
+    for sequence in short:
+        scheduler.enqueue(sequence)
+    for now in range(1, 100):
+        step(float(now))
+    assert all(sequence.state is State.FINISHED for sequence in (*long, *short))
+    assert order[:8] == [
+        "long 0", "long 1", "long 2", "short 0", "long 3", "short 1", "long 4", "short 2",
+    ]  # fmt: skip
+    assert order[8:] == [f"long {i}" for i in range(5, 12)]
