@@ -1,6 +1,11 @@
 """Every attack there is, in the order of the table."""
 
-from tests.faults import bodies, readers, trainer
+from tests.faults import bodies, readers, soak, trainer
 from tests.faults.attack import Attack
 
-ATTACKS: tuple[Attack, ...] = (*bodies.ATTACKS, *readers.ATTACKS, *trainer.ATTACKS)
+ATTACKS: tuple[Attack, ...] = (
+    *bodies.ATTACKS,
+    *readers.ATTACKS,
+    *trainer.ATTACKS,
+    *soak.ATTACKS,
+)
