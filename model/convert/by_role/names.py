@@ -38,15 +38,18 @@ FEED_FORWARD = re.compile(
 )
 HEADS = re.compile(r"(.*_)?heads?(_list)?|attns|attentions")
 
-QUERY = re.compile(
-    r"(w|to|in|fc|lin|linear|proj)?_?(q|query|queries)(_?(w|proj|projection|lin|linear|layer|net|map|matrix|transform))?"
-)
-KEY = re.compile(
-    r"(w|to|in|fc|lin|linear|proj)?_?(k|key|keys)(_?(w|proj|projection|lin|linear|layer|net|map|matrix|transform))?"
-)
-VALUE = re.compile(
-    r"(w|to|in|fc|lin|linear|proj)?_?(v|value|values|val)(_?(w|proj|projection|lin|linear|layer|net|map|matrix|transform))?"
-)
+
+def _projection(words: str) -> re.Pattern[str]:
+    """`q`, `W_q`, `to_q`, `q_proj`: one of the words, and what people put around it."""
+    return re.compile(
+        rf"(w|to|in|fc|lin|linear|proj)?_?({words})"
+        r"(_?(w|proj|projection|lin|linear|layer|net|map|matrix|transform))?"
+    )
+
+
+QUERY = _projection("q|query|queries")
+KEY = _projection("k|key|keys")
+VALUE = _projection("v|value|values|val")
 FUSED = re.compile(
     r"c_attn|(w|to|in|fc|lin|linear|proj|attn)?_?(qkv|kqv|query_key_value)(s|_?(proj|projection|lin|linear|layer|"
     r"net|map|w|matrix))?|in_proj"
@@ -72,14 +75,17 @@ GATED_UP = re.compile(r"(w_?)?up(_?(proj|projection|lin|linear|layer))?|(w|fc|li
 GATED_DOWN = re.compile(
     r"(w_?)?down(_?(proj|projection|lin|linear|layer))?|(w|fc|linear)_?down|c_proj|out(_?proj)?|proj"
 )
-GATE_AND_UP = re.compile(r"gate_?up.*|w12|w13|up_?gate.*|fc_?in|wi")
 
-QUERY_NORM = re.compile(
-    r"(q|query)_?(ln|norm|layernorm|layer_norm|rms_?norm)|(norm|ln|rms_?norm)_?(q|query)"
-)
-KEY_NORM = re.compile(
-    r"(k|key)_?(ln|norm|layernorm|layer_norm|rms_?norm)|(norm|ln|rms_?norm)_?(k|key)"
-)
+
+def _norm_of(words: str) -> re.Pattern[str]:
+    """`q_norm`, `norm_q`: a norm of what these words name, on either side."""
+    return re.compile(
+        rf"({words})_?(ln|norm|layernorm|layer_norm|rms_?norm)|(norm|ln|rms_?norm)_?({words})"
+    )
+
+
+QUERY_NORM = _norm_of("q|query")
+KEY_NORM = _norm_of("k|key")
 
 SECOND_NORM = re.compile(
     r".*post_?att.*|.*(ff|ffn|mlp|feed).*|.*(2|_b)$|(second|post).*|.*_(two|second)$|ln_?2.*|norm_?2.*"

@@ -244,6 +244,14 @@ def test_what_gpt2_has_and_we_have_not(
         import_model(folder, tmp_path / "ours")
 
 
+def refuse_changed(tmp_path: Path, family: str, change: dict[str, Any], sentence: str) -> None:
+    """A model of a family is refused with a sentence once its config.json is changed."""
+    save_theirs(tmp_path / "theirs", family)
+    edit(tmp_path / "theirs" / "config.json", **change)
+    with pytest.raises(ConvertError, match=sentence):
+        import_model(tmp_path / "theirs", tmp_path / "ours")
+
+
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
@@ -260,10 +268,7 @@ def test_what_gpt2_has_and_we_have_not(
 def test_what_gpt_neox_cannot_have_is_refused_by_its_key(
     tmp_path: Path, change: dict[str, Any], sentence: str
 ) -> None:
-    save_theirs(tmp_path / "theirs", "gpt_neox")
-    edit(tmp_path / "theirs" / "config.json", **change)
-    with pytest.raises(ConvertError, match=sentence):
-        import_model(tmp_path / "theirs", tmp_path / "ours")
+    refuse_changed(tmp_path, "gpt_neox", change, sentence)
 
 
 def test_the_old_form_of_gpt_neox_says_the_same(tmp_path: Path) -> None:
@@ -295,10 +300,7 @@ def test_the_old_form_of_gpt_neox_says_the_same(tmp_path: Path) -> None:
 def test_what_opt_has_and_we_have_not(
     tmp_path: Path, change: dict[str, Any], sentence: str
 ) -> None:
-    save_theirs(tmp_path / "theirs", "opt")
-    edit(tmp_path / "theirs" / "config.json", **change)
-    with pytest.raises(ConvertError, match=sentence):
-        import_model(tmp_path / "theirs", tmp_path / "ours")
+    refuse_changed(tmp_path, "opt", change, sentence)
 
 
 @pytest.mark.parametrize("name", ["type", "rope_type"])
