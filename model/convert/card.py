@@ -1,4 +1,8 @@
-"""Card of an imported checkpoint: where it comes from and what was changed on the way."""
+"""Card: the README.md of an imported checkpoint.
+
+Says where the weights come from, what the model is, and what the import changed or assumed. The
+card of a training run is `model/training/run/card.py`.
+"""
 
 from model.convert.foreign import ForeignModel, ForeignTokenizer
 from model.transformer.config import GPTConfig

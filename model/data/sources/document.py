@@ -1,7 +1,7 @@
-"""Documents: named texts that are read in pieces, so that one may be larger than memory.
+"""Documents: named texts, read in pieces so that one can be larger than memory.
 
-Covers what a document and a text are. Where they come from stands in the other files of this
-folder. Everything is UTF-8.
+Covers what a document and a text are; the other modules of this folder say where they come from.
+All text is UTF-8.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

@@ -1,10 +1,10 @@
-"""Download: a text behind an address, fetched once and kept.
+"""Download: a text at a URL, fetched once and cached.
 
-What was fetched stands in the cache folder ($XDG_CACHE_HOME or ~/.cache, then logitd/texts) under
-the sha256 of its address, and is not fetched again: delete it to have it anew. It is written aside
-and renamed when it is whole, so nothing half is ever read. Covers one GET with redirects and a
-limit of size. Does not log in, resume or check what a server sends beyond that it is UTF-8, gzip
-or Parquet.
+A fetched file is kept in the cache folder ($XDG_CACHE_HOME or ~/.cache, then logitd/texts) under
+the SHA-256 of its URL and is not fetched again; delete it to fetch it anew. It is written under a
+temporary name and renamed once it is complete, so a partial download is never read. Covers a
+single GET with redirects and a size limit. Does not log in or resume, and checks of the contents
+only that they are UTF-8, gzip or Parquet.
 """
 
 import codecs

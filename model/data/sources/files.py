@@ -1,12 +1,12 @@
 """Files: the documents in files of every kind that can be trained on.
 
-  NAME.jsonl     JSON lines, a document each (`records.py`)
-  NAME.parquet   a document in each row (`records.py`)
-  other names    UTF-8 text, the file is one document
+  NAME.jsonl     JSON lines, one document per line (`records.py`)
+  NAME.parquet   one document per row (`records.py`)
+  other names    UTF-8 text, one document per file
 
-Each but Parquet may be compressed with gzip; that is seen by its first bytes, so a file whose name
-ends in .gz and one that was packed under another name are read alike. What is not text is rejected
-by name. Does not follow addresses (`download.py`).
+All but Parquet may be compressed with gzip. That is told from a file's first bytes, so one whose
+name does not end in .gz is read just the same. A file that is not text is rejected, by name. Does
+not fetch URLs (`download.py`).
 """
 
 import glob

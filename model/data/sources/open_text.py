@@ -1,13 +1,13 @@
-"""Open text: from the words of `--data` to documents.
+"""Open text: from the arguments of `--data` to documents.
 
-  builtin:python         the text that this Python carries; what is read without any word
+  builtin:python         the documentation and sources of this Python; what is read by default
   builtin:stories        generated stories, 5 MB; builtin:stories:20mb for another size
   http://, https://      a file, fetched once
   *.tokens               shards that a run has tokenised, trained on as they are
-  other words            files, folders and globs (`files.py`)
+  anything else          files, folders and globs (`files.py`)
 
-Several words give one text with the documents of all. Reads nothing but the beginning, and decides
-nothing about training and validation (`split.py`).
+Several arguments make one text with the documents of all of them. Reads only the beginning of each,
+and does not split training from validation (`split.py`).
 """
 
 import re

@@ -1,4 +1,8 @@
-"""Progress of a download, for whoever shows it: `report` takes one of these."""
+"""Progress of a download: the events that a `Report` callback receives.
+
+Covers where a download stands and that a text is on this machine. Does not print anything: the
+command line does.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,8 @@
-"""Python's own text: `builtin:python`, what is trained on when nothing else is named.
+"""Python's own text: `builtin:python`, the default training text.
 
 The reference text of `pydoc_data.topics` and the sources of the standard library, read as files
-and never imported. It differs from one Python to the next, and a stripped Python has none.
+and never imported. It differs between versions of Python, and a stripped-down installation has
+none of it.
 """
 
 import ast

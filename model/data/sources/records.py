@@ -1,8 +1,7 @@
-"""Records: JSON lines and Parquet, a document in each, read one after the other.
+"""Records: JSON lines and Parquet, one document per record, read one at a time.
 
-Covers which field is the text and what is rejected, by line or row. An empty text is not a document
-and is passed over, as an empty file is; so is an empty line. Parquet needs pyarrow (an optional
-dependency).
+Covers which field is the text, and which records are rejected, by line or row. Empty lines and
+empty texts are skipped, as empty files are. Parquet needs pyarrow (an optional dependency).
 """
 
 import json

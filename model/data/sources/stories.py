@@ -1,13 +1,13 @@
 """Stories: `builtin:stories`, generated English whose information content is known exactly.
 
 A story is a walk through the small grammar below: who, where, what was found, what happened, how
-it ended. Names, pronouns and things come back later in the story, so a model has to remember them.
-Each choice has stated odds, and a text is told by one sequence of choices only (a test searches
-for a second one), so the log2 of the odds, summed over the choices, is the information content of
-the text: no model can predict stories in fewer bits, in the mean, and a good one gets close.
+it ended. Names, pronouns and things recur later in the story, so a model has to remember them.
+Every choice has fixed odds, and every text results from exactly one sequence of choices (a test
+searches for a second), so the information content of a text is the sum of -log2 of the odds of its
+choices: no model can predict stories in fewer bits on average, and a good one comes close.
 
 Story n is a function of the seed and n alone, computed with SHA-256 and integers: the same bytes
-on every machine and every Python. Not an imitation of any other corpus.
+on every machine and every Python. Does not imitate any other corpus.
 """
 
 import hashlib
@@ -147,9 +147,9 @@ def _one(draw: Draw, options: Sequence[str]) -> str:
 def _documents(size: int) -> Iterator[Document]:
     number = told = 0
     while told < size:
-        each = story(number)
-        yield text_document(f"story/{number}", each.text, bits=each.bits)
-        told += len(each.text)  # ASCII
+        told_story = story(number)
+        yield text_document(f"story/{number}", told_story.text, bits=told_story.bits)
+        told += len(told_story.text)  # ASCII
         number += 1
 
 

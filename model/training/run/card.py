@@ -1,7 +1,8 @@
 """Card: the README.md of a checkpoint, written from its run.
 
-Says what a stranger needs before using the weights: data and its licence, size, training, the
-numbers reached and the command that reaches them again. Computes nothing.
+Says what someone who comes across the weights needs to know before using them: the data and its
+licence, the model's size, how it was trained, the scores it reached, and the command that
+reproduces them. Formats what the run measured and measures nothing itself.
 """
 
 from collections.abc import Mapping, Sequence

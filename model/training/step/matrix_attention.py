@@ -1,10 +1,11 @@
-"""Matrix attention: causal attention by batched products, for training on a CPU in bfloat16.
+"""Matrix attention: causal attention as batched matrix products, for training on a CPU in bfloat16.
 
-There, forward and backward of torch's fused kernel take about twice the time of two products with a
-softmax between them. Queries go in blocks, each over the keys up to its own end, so that most of
-what the causal mask hides is never computed: at 512 positions the products, the softmax and their
-gradients take three fifths of the time that they take at once. The price is memory for the
-probabilities of every head and layer, kept for the backward pass.
+There, torch's fused kernel takes about twice as long, forward and backward, as two products with a
+softmax between them. Queries are processed in blocks, each against the keys up to the block's own
+end, so most of what the causal mask hides is never computed: at 512 positions, the products, the
+softmax and their gradients take three fifths of the time they take without blocks. The price is
+memory: the probabilities of every head and layer are kept for the backward pass. Does not read a
+KV cache: inference has attention of its own.
 
 Shapes: B sequences, H query heads, K key/value heads, G = H / K, T positions, D head width; a block
 is positions [a, e).
@@ -85,11 +86,11 @@ class _BlockedAttention(torch.autograd.Function):
         of_q = torch.empty_like(q)
         # A key is seen by several blocks: their shares are added up in float32.
         of_k, of_v = torch.zeros_like(k, dtype=torch.float32), torch.zeros_like(v).float()
-        each = iter(kept)
+        saved = iter(kept)
         for a, e in _blocks(k.shape[1]):
             rows = slice(a * ctx.groups, e * ctx.groups)
-            probs = next(each)
-            factor = next(each) if ctx.dropout else None
+            probs = next(saved)
+            factor = next(saved) if ctx.dropout else None
             above = gradient[:, rows]  # (B * K, (e - a) * G, D)
             used = probs if factor is None else probs * factor
             of_v[:, :e] += used.mT @ above
