@@ -228,8 +228,8 @@ class LLM:
             params = replace(params, stop_token_ids=params.stop_token_ids | {end_of_text})
         ids = [self.encode(prompt) for prompt in _as_list(prompts)]
         requests = [
-            GenerationRequest(request_id=self._new_id(), token_ids=one, params=params, n=n)
-            for one in ids
+            GenerationRequest(request_id=self._new_id(), token_ids=token_ids, params=params, n=n)
+            for token_ids in ids
         ]
         sequences = {
             (request.request_id, index): _Parts(
@@ -368,8 +368,8 @@ class _Parts:
         if self._ended:
             return None
         part = self._token(event) if isinstance(event, TokenEvent) else self._finish(event)
-        if (found := self._text.stopped_by) is not None:
-            part = replace(part, finish_reason="stop", stop_reason=found)
+        if (stop := self._text.stopped_by) is not None:
+            part = replace(part, finish_reason="stop", stop_reason=stop)
         self._ended = part.finish_reason is not None
         return part
 
@@ -393,7 +393,7 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
     """The prompts of a call: a text is one, and so are token ids."""
     if isinstance(prompts, str):
         return [prompts]
-    if all(isinstance(one, (int, np.integer)) for one in prompts):
+    if all(isinstance(prompt, (int, np.integer)) for prompt in prompts):
         return [cast("Sequence[int]", prompts)]
     return cast("Sequence[Prompt]", prompts)
 

@@ -146,13 +146,14 @@ def _decode(
         full_steps(engine, requests(workload, batch, decode_case(batch, number)))
         for number in range(workload.rounds)
     ]
-    steps = [step for one in rounds for step in one]
+    steps = [step for steps_of_round in rounds for step in steps_of_round]
     spread = Spread.of(step.seconds for step in steps)
     assert spread is not None, "choose_workload leaves steps to be timed"
     return DecodeFigures(
         batch=batch,
         tokens_per_second=statistics.median(
-            batch * len(one) / sum(step.seconds for step in one) for one in rounds
+            batch * len(steps_of_round) / sum(step.seconds for step in steps_of_round)
+            for steps_of_round in rounds
         ),
         step=spread,
         steps=len(steps),

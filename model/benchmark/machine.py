@@ -105,8 +105,8 @@ def processor_name() -> str:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:
         text = ""
-    found = re.search(r"^model name\s*: (.+)$", text, flags=re.MULTILINE)
-    return found[1].strip() if found else platform.processor() or platform.machine()
+    line = re.search(r"^model name\s*: (.+)$", text, flags=re.MULTILINE)
+    return line[1].strip() if line else platform.processor() or platform.machine()
 
 
 def _quickest(run: Callable[[], object], device: torch.device) -> float:

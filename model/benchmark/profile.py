@@ -228,8 +228,8 @@ def summarise(
         prompt_tokens=prompt_tokens,
         seconds=whole,
         stages=tuple(stages),
-        remainder=whole - sum(one.seconds for one in stages),
-        overhead=sum(one.seconds for one in stages if one.stage in OUTSIDE),
+        remainder=whole - sum(stage.seconds for stage in stages),
+        overhead=sum(stage.seconds for stage in stages if stage.stage in OUTSIDE),
         watching=whole / statistics.mean(step.seconds for step in unwatched) - 1,
         steps=len(watched),
     )

@@ -85,7 +85,7 @@ def stage_sizes(gpt: GPT) -> dict[Stage, StageSize]:
         if not own:
             continue
         stage = _MODULES[name.rpartition(".")[2]]
-        vectors = sum(one.numel() for one in own if one.dim() == 1)
+        vectors = sum(parameter.numel() for parameter in own if parameter.dim() == 1)
         if isinstance(module, nn.Embedding):
             add(stage, StageSize(looked_up=module.embedding_dim))
         elif isinstance(module, nn.Linear) and stage != "head":
@@ -105,8 +105,8 @@ def decode_stage_works(
     """`decode_work`, divided into stages."""
     size = size_of(gpt)
     works = {
-        stage: _work(one, size, rows=batch, tokens=batch, quantized=quantized)
-        for stage, one in stage_sizes(gpt).items()
+        stage: _work(stage_size, size, rows=batch, tokens=batch, quantized=quantized)
+        for stage, stage_size in stage_sizes(gpt).items()
     }
     cells = size.kv_width * live_positions * size.item_bytes
     return _attending(works, cells, None if quantized else size.attended * live_positions)
@@ -116,21 +116,25 @@ def prefill_stage_works(gpt: GPT, *, length: int) -> dict[Stage, Work]:
     """`prefill_work` of one prompt, divided into stages."""
     size = size_of(gpt)
     works = {
-        stage: _work(one, size, rows=1 if stage == "head" else length, tokens=length)
-        for stage, one in stage_sizes(gpt).items()
+        stage: _work(stage_size, size, rows=1 if stage == "head" else length, tokens=length)
+        for stage, stage_size in stage_sizes(gpt).items()
     }
     return _attending(works, 0, size.attended * length * (length + 1) // 2)
 
 
 def _work(
-    one: StageSize, size: ModelSize, *, rows: int, tokens: int, quantized: bool = False
+    stage_size: StageSize, size: ModelSize, *, rows: int, tokens: int, quantized: bool = False
 ) -> Work:
     """`rows` go through the matrices, `tokens` are looked up."""
     item = size.item_bytes
-    weights = one.matrices + INT8_ROW_BYTES * one.rows if quantized else one.matrices * item
+    weights = (
+        stage_size.matrices + INT8_ROW_BYTES * stage_size.rows
+        if quantized
+        else stage_size.matrices * item
+    )
     return Work(
-        read_bytes=weights + (one.vectors + one.looked_up * tokens) * item,
-        operations=None if quantized else 2 * one.matrices * rows,
+        read_bytes=weights + (stage_size.vectors + stage_size.looked_up * tokens) * item,
+        operations=None if quantized else 2 * stage_size.matrices * rows,
     )
 
 

@@ -102,10 +102,10 @@ class WatchedDecoder:
     def prefill(self, piece: PrefillInput) -> Prefilled:
         if self.prefills_natively:
             self._timeline.mark("scheduling" if self._timeline.empty else "tensors")
-        found = self._decoder.prefill(piece)
+        prefilled = self._decoder.prefill(piece)
         if self.prefills_natively:
             self._mark("head", "tensors")
-        return found
+        return prefilled
 
     def decode(
         self, token_ids: Sequence[int], slots: Sequence[int], positions: Sequence[int]
@@ -160,7 +160,7 @@ class Watch:
         """Times what the block does, which is one step; the seconds of its stages, when it has
         ended. Those of a prefill are known if `prefill`: torch's hooks cost too much to have them
         where a native decoder does everything."""
-        found: dict[Stage, float] = {}
+        seconds: dict[Stage, float] = {}
         assert self._decoder is not None, "the engine is made before it is watched"
         with ExitStack() as undone:
             hooked = not self._decoder.prefills_natively if prefill else not self._decoder.is_native
@@ -170,8 +170,8 @@ class Watch:
             self._decoder.time_stages(True)
             undone.callback(self._decoder.time_stages, False)
             self._timeline.begin()
-            yield found
-            found.update(self._timeline.end("events"))
+            yield seconds
+            seconds.update(self._timeline.end("events"))
 
 
 def _hooks(gpt: GPT, timeline: Timeline) -> Iterator[Any]:

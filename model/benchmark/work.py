@@ -110,8 +110,8 @@ def prefill_work(size: ModelSize, *, prompts: int, length: int) -> Work:
     a prefill computes in the model's own dtype."""
     seen = length * (length + 1) // 2  # by the first position one, by the last all
     read = size.block_matrices + size.head + size.vectors + size.looked_up * prompts * length
-    one = 2 * size.block_matrices * length + 2 * size.head + size.attended * seen
-    return Work(read_bytes=read * size.item_bytes, operations=prompts * one)
+    operations = 2 * size.block_matrices * length + 2 * size.head + size.attended * seen
+    return Work(read_bytes=read * size.item_bytes, operations=prompts * operations)
 
 
 def limit(work: Work, machine: Machine) -> Limit:
@@ -120,4 +120,4 @@ def limit(work: Work, machine: Machine) -> Limit:
     if work.operations is None:
         return reading
     multiplying = Limit(work.operations / machine.matrix_rate, "matrix products")
-    return max(reading, multiplying, key=lambda one: one.seconds)
+    return max(reading, multiplying, key=lambda bound: bound.seconds)

@@ -301,13 +301,13 @@ def _check(
     weights: Mapping[str, Tensor], shapes: Mapping[str, torch.Size], stored: torch.dtype
 ) -> None:
     """Raise ConvertError unless these are the weights of the model that is to be saved."""
-    found = {name: tensor.shape for name, tensor in weights.items()}
-    if wrong := sorted(name for name in found.keys() | shapes.keys()
-                       if found.get(name) != shapes.get(name)):  # fmt: skip
+    given = {name: tensor.shape for name, tensor in weights.items()}
+    if wrong := sorted(name for name in given.keys() | shapes.keys()
+                       if given.get(name) != shapes.get(name)):  # fmt: skip
         name = wrong[0]
         raise ConvertError(
             f"{len(wrong)} tensors do not fit the model, the first is {name}: it has the shape "
-            f"{found.get(name)}, expected {shapes.get(name)}"
+            f"{given.get(name)}, expected {shapes.get(name)}"
         )
     limit = torch.finfo(stored).max
     for name, tensor in weights.items():

@@ -58,8 +58,8 @@ def read_litgpt(folder: Path, *, context_length: int | None) -> ForeignModel:
     values = _read_yaml(folder / CONFIG)
     settings = Settings(where, values)
     _reject_unknown(settings, values)
-    found = read_pt(folder / WEIGHTS, keep='{"model": state_dict}')
-    state = found["model"] if isinstance(found.get("model"), dict) else found
+    loaded = read_pt(folder / WEIGHTS, keep='{"model": state_dict}')
+    state = loaded["model"] if isinstance(loaded.get("model"), dict) else loaded
     tensors = {name.removeprefix("_orig_mod."): value for name, value in state.items()}
     for name, value in tensors.items():
         if not isinstance(value, Tensor):
@@ -188,22 +188,22 @@ def _weights(reader: StateDictReader, config: GPTConfig, settings: Settings) -> 
     norm("final_norm", "transformer.ln_f")
     up = ["fc_1", "fc_2"] if config.activation == "swiglu" else ["fc"]
     for layer in range(config.n_layer):
-        there, here = f"transformer.h.{layer}", f"blocks.{layer}"
-        norm(f"{here}.attention_norm", f"{there}.norm_1")
-        norm(f"{here}.mlp_norm", f"{there}.norm_2")
-        old = f"{there}.attn.attn.weight" in reader
-        fused = f"{there}.attn.attn" if old else f"{there}.attn.qkv"
+        source, here = f"transformer.h.{layer}", f"blocks.{layer}"
+        norm(f"{here}.attention_norm", f"{source}.norm_1")
+        norm(f"{here}.mlp_norm", f"{source}.norm_2")
+        old = f"{source}.attn.attn.weight" in reader
+        fused = f"{source}.attn.attn" if old else f"{source}.attn.qkv"
         linear(f"{here}.qkv", [fused], width, config.qkv_width, config.qkv_bias)
         for kind in ("weight", "bias") if config.qkv_bias else ("weight",):
             name = f"{here}.qkv.{kind}"
             apart = _ungrouped(weights[name], config) if old else weights[name]
             weights[name] = _half_split(apart, config)
-        linear(f"{here}.attention_out", [f"{there}.attn.proj"], wide, width, biased)
-        linear(f"{here}.mlp_up", [f"{there}.mlp.{n}" for n in up], width, config.d_ff, biased)
-        linear(f"{here}.mlp_down", [f"{there}.mlp.proj"], config.d_ff, width, biased)
+        linear(f"{here}.attention_out", [f"{source}.attn.proj"], wide, width, biased)
+        linear(f"{here}.mlp_up", [f"{source}.mlp.{n}" for n in up], width, config.d_ff, biased)
+        linear(f"{here}.mlp_down", [f"{source}.mlp.proj"], config.d_ff, width, biased)
         if config.qk_norm:
-            norm(f"{here}.query_norm", f"{there}.attn.norm_q", config.head_dim)
-            norm(f"{here}.key_norm", f"{there}.attn.norm_k", config.head_dim)
+            norm(f"{here}.query_norm", f"{source}.attn.norm_q", config.head_dim)
+            norm(f"{here}.key_norm", f"{source}.attn.norm_k", config.head_dim)
             order = half_split(config.head_dim, config.rotary_dim)
             for name in (f"{here}.query_norm.weight", f"{here}.key_norm.weight"):
                 weights[name] = weights[name][order]

@@ -121,19 +121,19 @@ def _weights(reader: StateDictReader, config: GPTConfig) -> dict[str, Tensor]:
     }
     modules: dict[str, tuple[str, tuple[int, ...]]] = {"transformer.ln_f": ("final_norm", (width,))}
     for layer in range(config.n_layer):
-        there, here = f"transformer.h.{layer}", f"blocks.{layer}"
+        theirs, here = f"transformer.h.{layer}", f"blocks.{layer}"
         modules |= {
-            f"{there}.ln_1": (f"{here}.attention_norm", (width,)),
-            f"{there}.attn.c_attn": (f"{here}.qkv", (3 * width, width)),
-            f"{there}.attn.c_proj": (f"{here}.attention_out", (width, width)),
-            f"{there}.ln_2": (f"{here}.mlp_norm", (width,)),
-            f"{there}.mlp.c_fc": (f"{here}.mlp_up", (config.d_ff, width)),
-            f"{there}.mlp.c_proj": (f"{here}.mlp_down", (width, config.d_ff)),
+            f"{theirs}.ln_1": (f"{here}.attention_norm", (width,)),
+            f"{theirs}.attn.c_attn": (f"{here}.qkv", (3 * width, width)),
+            f"{theirs}.attn.c_proj": (f"{here}.attention_out", (width, width)),
+            f"{theirs}.ln_2": (f"{here}.mlp_norm", (width,)),
+            f"{theirs}.mlp.c_fc": (f"{here}.mlp_up", (config.d_ff, width)),
+            f"{theirs}.mlp.c_proj": (f"{here}.mlp_down", (width, config.d_ff)),
         }
-    for there, (here, shape) in modules.items():
-        weights[f"{here}.weight"] = reader.take(f"{there}.weight", *shape)
+    for theirs, (here, shape) in modules.items():
+        weights[f"{here}.weight"] = reader.take(f"{theirs}.weight", *shape)
         if config.bias:
-            weights[f"{here}.bias"] = reader.take(f"{there}.bias", shape[0])
+            weights[f"{here}.bias"] = reader.take(f"{theirs}.bias", shape[0])
     head = "lm_head.weight"
     if not config.tied_head:
         weights["head.weight"] = reader.take(head, rows, width)

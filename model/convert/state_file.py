@@ -181,9 +181,9 @@ def _settings_beside(path: Path) -> dict[str, Any]:
         file = path.parent / name
         if file.is_file():
             try:
-                found = json.loads(file.read_text(encoding="utf-8"))
+                document = json.loads(file.read_text(encoding="utf-8"))
             except (ValueError, RecursionError, OSError) as error:
                 raise ConvertError(f"{file}, beside the weights, is not JSON: {error}") from error
-            if isinstance(found, dict):
-                return collect_settings(found)
+            if isinstance(document, dict):
+                return collect_settings(document)
     return {}

@@ -23,13 +23,13 @@ class StopFinder:
         if not self._stop:
             return text, None
         text, self._held = self._held + text, ""
-        found = [
+        matches = [
             (start, start + len(stop), rank)
             for rank, stop in enumerate(self._stop)
             if (start := text.find(stop)) >= 0
         ]
-        if found:
-            start, _, rank = min(found)
+        if matches:
+            start, _, rank = min(matches)
             return text[:start], self._stop[rank]
         keep = max(_overlap(text, stop) for stop in self._stop)
         if keep:

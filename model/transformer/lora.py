@@ -139,10 +139,10 @@ def merge_into(gpt: GPT, shape: LoraShape, weights: Mapping[str, Tensor]) -> Non
             name = f"blocks.{layer}.{target}"
             a, b = (left.pop(f"{name}.{part}", None) for part in NARROW)
             wanted = ((len(heights), shape.rank, matrix.shape[1]), (len(matrix), shape.rank))
-            found = tuple(None if each is None else tuple(each.shape) for each in (a, b))
-            if a is None or b is None or found != wanted:
+            shapes = tuple(None if narrow is None else tuple(narrow.shape) for narrow in (a, b))
+            if a is None or b is None or shapes != wanted:
                 raise LoraError(
-                    f"the adapter of {name} has shapes {found[0]} and {found[1]}; this model and "
+                    f"the adapter of {name} has shapes {shapes[0]} and {shapes[1]}; this model and "
                     f"rank {shape.rank} need {wanted[0]} and {wanted[1]}"
                 )
             products = [  # (height, r) times (r, C)

@@ -107,9 +107,9 @@ def stream(prompt: Prompt, fields: Mapping[str, object]) -> Request:
 
 def logits(prompt: Prompt, top_k: int | None, fields: Mapping[str, object]) -> Call[Any]:
     """Logits, or TopLogits with `top_k`; of many prompts, a list of them."""
-    one = _logits if top_k is None else _top_logits
+    read_prompt = _logits if top_k is None else _top_logits
     chosen = {} if top_k is None else {"top_k": top_k}
-    return _arrays("/logits", prompt, {**fields, **chosen}, one)
+    return _arrays("/logits", prompt, {**fields, **chosen}, read_prompt)
 
 
 def hidden_states(prompt: Prompt, fields: Mapping[str, object]) -> Call[Any]:
@@ -178,7 +178,7 @@ def post(path: str, body: Mapping[str, object], accept: str = JSON) -> Request:
 def _with_text_keys(value: Any) -> Any:
     """JSON's keys are texts; token ids may be keys of a bias, and NumPy's integers ids."""
     if isinstance(value, Mapping):
-        return {str(name): _with_text_keys(one) for name, one in value.items()}
+        return {str(name): _with_text_keys(item) for name, item in value.items()}
     return value
 
 
@@ -236,18 +236,18 @@ def _arrays(
     path: str,
     prompt: Prompt,
     fields: Mapping[str, object],
-    one: Callable[[TensorFile, str, str], Any],
+    read_prompt: Callable[[TensorFile, str, str], Any],
 ) -> Call[Any]:
-    """A call with a safetensors answer; `one` takes a prompt's result out of the file, the end of
-    its tensors' names and the request's id."""
+    """A call with a safetensors answer. `read_prompt` gives one prompt's result, from the file, the
+    suffix of its tensors' names and the request's id."""
     many = is_many(prompt)
     count = len(prompt) if many else 1
     suffixes = [""] if count == 1 else [f".{i}" for i in range(count)]
 
     def results(answer: Answer) -> Any:
         file = TensorFile(answer.body)
-        found = [one(file, suffix, answer.request_id) for suffix in suffixes]
-        return found if many else found[0]
+        values = [read_prompt(file, suffix, answer.request_id) for suffix in suffixes]
+        return values if many else values[0]
 
     return Call(post(path, {"prompt": prompt, **fields}, SAFETENSORS), results)
 

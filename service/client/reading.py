@@ -25,10 +25,10 @@ def read(form: Any, value: Any, where: str = "") -> Any:
             return _one_of(get_args(form), value, where)
         case origin if origin is tuple and isinstance(value, list):
             item = get_args(form)[0]
-            return tuple(read(item, one, f"{where}.{i}") for i, one in enumerate(value))
+            return tuple(read(item, element, f"{where}.{i}") for i, element in enumerate(value))
         case origin if origin is dict and isinstance(value, dict):
             item = get_args(form)[1]
-            return {name: read(item, one, f"{where}.{name}") for name, one in value.items()}
+            return {name: read(item, element, f"{where}.{name}") for name, element in value.items()}
     raise _wrong(form, value, where)
 
 

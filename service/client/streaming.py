@@ -133,7 +133,7 @@ class StreamState:
     @property
     def tokens(self) -> int:
         """Tokens that have come, of all choices."""
-        return sum(len(one.token_ids) for one in self._choices.values())
+        return sum(len(choice.token_ids) for choice in self._choices.values())
 
     @property
     def tail(self) -> _Tail:

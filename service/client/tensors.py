@@ -81,8 +81,8 @@ class TensorFile:
     def checkpoint(self) -> Checkpoint:
         """From the metadata, where everything is text."""
         name, step, val_loss, weights_sha256 = (
-            self._metadata(f"checkpoint_{one}")
-            for one in ("name", "step", "val_loss", "weights_sha256")
+            self._metadata(f"checkpoint_{field}")
+            for field in ("name", "step", "val_loss", "weights_sha256")
         )
         try:
             loss = None if val_loss == "None" else float(val_loss)

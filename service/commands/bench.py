@@ -70,11 +70,11 @@ def run(settings: BenchSettings) -> int:
         print("logitd bench: stopped", file=sys.stderr)
         return 130
     if isinstance(measured, Profiled):
-        found = profile_summary(measured)
-        print("\n".join([*profile_lines(found), json.dumps(found, allow_nan=False)]))
+        report = profile_summary(measured)
+        print("\n".join([*profile_lines(report), json.dumps(report, allow_nan=False)]))
         return 0
-    found = summary(measured)
-    print("\n".join([*lines(found), json.dumps(found, allow_nan=False)]))
+    report = summary(measured)
+    print("\n".join([*lines(report), json.dumps(report, allow_nan=False)]))
     return 1 if measured.http is not None and measured.http.figures.failed else 0
 
 

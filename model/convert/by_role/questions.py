@@ -72,7 +72,7 @@ def find(
     tables = _rotary_tables(ignored)
     positions = _positions(tensors, tables, settings)
     norm = _norm(tensors, settings)
-    found = {
+    findings = {
         "n_head": _n_head(tensors, tables, settings),
         "context_length": _context_length(tensors, ignored, tables, settings),
         "norm": norm,
@@ -94,7 +94,7 @@ def find(
         "embedding_scale": Finding(get_args(EmbeddingScale), "convention"),
         "causal": _causal(ignored),
     }
-    return found | _qk_norm(tensors, settings)
+    return findings | _qk_norm(tensors, settings)
 
 
 def setting(settings: Mapping[str, Any], field: str) -> tuple[Any, str] | None:
@@ -388,22 +388,22 @@ def _gate_order(tensors: MappedTensors) -> Finding:
 
 def _qk_norm(tensors: MappedTensors, settings: Mapping[str, Any]) -> dict[str, Finding]:
     eps = _number(settings, "qk_norm_eps") or _number(settings, "norm_eps")
-    found = Finding((1e-6, 1e-5, 1e-8, 2**-23), "convention")
+    eps_finding = Finding((1e-6, 1e-5, 1e-8, 2**-23), "convention")
     if eps is not None and 0 < eps[0] < 1:
-        found = Finding((eps[0],), f"{eps[1]} of its settings")
+        eps_finding = Finding((eps[0],), f"{eps[1]} of its settings")
     if tensors.map.has("query_norm"):
         return {"qk_norm": Finding(("learned",), "norms of query and key are in the file"),
-                "qk_norm_eps": found}  # fmt: skip
+                "qk_norm_eps": eps_finding}  # fmt: skip
     said = setting(settings, "qk_norm")
     if said is not None and said[0] is True:
         return {"qk_norm": Finding(("unit",), f"{said[1]} of its settings, without weights"),
-                "qk_norm_eps": found}  # fmt: skip
+                "qk_norm_eps": eps_finding}  # fmt: skip
     if setting(settings, "qk_norm_eps") is not None:
         asked = Finding(
             ("unit", "none"), "qk_norm_eps is a setting, and no weights are there", True
         )
-        return {"qk_norm": asked, "qk_norm_eps": found}
-    return {"qk_norm": Finding(("none", "unit"), "convention"), "qk_norm_eps": found}
+        return {"qk_norm": asked, "qk_norm_eps": eps_finding}
+    return {"qk_norm": Finding(("none", "unit"), "convention"), "qk_norm_eps": eps_finding}
 
 
 def _causal(ignored: Mapping[str, Tensor]) -> Finding:

@@ -17,15 +17,15 @@ from model.text.chat_template import ChatTemplate, ChatTemplateError
 TEMPLATE = "chat_template.jinja"
 
 
-def read_template(found: ForeignTokenizer, folder: Path) -> ForeignTokenizer:
-    """`found` with the chat template of the folder, or with a note why it has none."""
+def read_template(foreign: ForeignTokenizer, folder: Path) -> ForeignTokenizer:
+    """`foreign` with the chat template of the folder, or with a note why it has none."""
     source = _source(folder)
     if source is None:
-        return found
-    if reason := _reason(source, found, folder):
+        return foreign
+    if reason := _reason(source, foreign, folder):
         note = f"the chat template is left out: {reason}"
-        return replace(found, notes=(*found.notes, note))
-    return replace(found, chat_template=source)
+        return replace(foreign, notes=(*foreign.notes, note))
+    return replace(foreign, chat_template=source)
 
 
 def _source(folder: Path) -> str | None:
@@ -45,15 +45,15 @@ def _begins_as_it_ends(folder: Path) -> bool:
     return document.get("bos_token") == document.get("eos_token")
 
 
-def _reason(source: str, found: ForeignTokenizer, folder: Path) -> str | None:
+def _reason(source: str, foreign: ForeignTokenizer, folder: Path) -> str | None:
     """Why the template cannot be taken."""
     if re.search(r"\bbos_token\b", source) and not _begins_as_it_ends(folder):
         return "it writes bos_token, and a vocabulary has only an end of text here"
-    if re.search(r"\beos_token\b", source) and found.tokenizer.end_of_text is None:
+    if re.search(r"\beos_token\b", source) and foreign.tokenizer.end_of_text is None:
         return "it writes eos_token, and none is known"
     try:
         template = ChatTemplate(source)
-        template.render([{"role": "user", "content": "Hi"}], found.tokenizer)
+        template.render([{"role": "user", "content": "Hi"}], foreign.tokenizer)
     except ChatTemplateError as error:
         return str(error)
     return None

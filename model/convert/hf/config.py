@@ -81,14 +81,14 @@ def read_huggingface(folder: Path, *, context_length: int | None) -> ForeignMode
 def read_object(path: Path) -> dict[str, Any]:
     """A file that holds one JSON object. Raises ConvertError."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        document = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise ConvertError(f"{path} does not exist") from error
     except (ValueError, RecursionError) as error:
         raise ConvertError(f"{path} is not JSON: {error}") from error
-    if not isinstance(found, dict):
+    if not isinstance(document, dict):
         raise ConvertError(f"{path} is not a JSON object")
-    return found
+    return document
 
 
 def open_state_dict(folder: Path) -> StateDictReader:
@@ -196,20 +196,20 @@ def _gpt2_weights(reader: StateDictReader, config: GPTConfig, prefix: str) -> di
     norms = {f"{prefix}ln_f": "final_norm"}
     matrices: dict[str, tuple[str, int, int]] = {}  # in, out
     for layer in range(config.n_layer):
-        there, here = f"{prefix}h.{layer}", f"blocks.{layer}"
-        norms |= {f"{there}.ln_1": f"{here}.attention_norm", f"{there}.ln_2": f"{here}.mlp_norm"}
+        theirs, here = f"{prefix}h.{layer}", f"blocks.{layer}"
+        norms |= {f"{theirs}.ln_1": f"{here}.attention_norm", f"{theirs}.ln_2": f"{here}.mlp_norm"}
         matrices |= {
-            f"{there}.attn.c_attn": (f"{here}.qkv", width, 3 * width),
-            f"{there}.attn.c_proj": (f"{here}.attention_out", width, width),
-            f"{there}.mlp.c_fc": (f"{here}.mlp_up", width, config.d_ff),
-            f"{there}.mlp.c_proj": (f"{here}.mlp_down", config.d_ff, width),
+            f"{theirs}.attn.c_attn": (f"{here}.qkv", width, 3 * width),
+            f"{theirs}.attn.c_proj": (f"{here}.attention_out", width, width),
+            f"{theirs}.mlp.c_fc": (f"{here}.mlp_up", width, config.d_ff),
+            f"{theirs}.mlp.c_proj": (f"{here}.mlp_down", config.d_ff, width),
         }
-    for there, here in norms.items():
-        weights[f"{here}.weight"] = reader.take(f"{there}.weight", width)
-        weights[f"{here}.bias"] = reader.take(f"{there}.bias", width)
-    for there, (here, inside, outside) in matrices.items():
-        weights[f"{here}.weight"] = reader.take(f"{there}.weight", inside, outside).T
-        weights[f"{here}.bias"] = reader.take(f"{there}.bias", outside)
+    for theirs, here in norms.items():
+        weights[f"{here}.weight"] = reader.take(f"{theirs}.weight", width)
+        weights[f"{here}.bias"] = reader.take(f"{theirs}.bias", width)
+    for theirs, (here, inside, outside) in matrices.items():
+        weights[f"{here}.weight"] = reader.take(f"{theirs}.weight", inside, outside).T
+        weights[f"{here}.bias"] = reader.take(f"{theirs}.bias", outside)
     return weights
 
 
@@ -265,7 +265,7 @@ def _rotary_weights(
         "final_norm.weight": reader.take(f"{prefix}norm.weight", width),
     }
     for layer in range(config.n_layer):
-        there, here = f"{prefix}layers.{layer}", f"blocks.{layer}"
+        theirs, here = f"{prefix}layers.{layer}", f"blocks.{layer}"
         sides = (("q_proj", wide), ("k_proj", config.kv_width), ("v_proj", config.kv_width))
         for ours, module, parts, inside, biased in (
             ("qkv", "self_attn", sides, width, config.qkv_bias),
@@ -273,7 +273,7 @@ def _rotary_weights(
             ("mlp_up", "mlp", (("gate_proj", hidden), ("up_proj", hidden)), width, mlp_bias),
             ("mlp_down", "mlp", (("down_proj", width),), hidden, mlp_bias),
         ):
-            names = [(f"{there}.{module}.{part}", rows) for part, rows in parts]
+            names = [(f"{theirs}.{module}.{part}", rows) for part, rows in parts]
             weights[f"{here}.{ours}.weight"] = torch.cat(
                 [reader.take(f"{name}.weight", rows, inside) for name, rows in names]
             )
@@ -282,15 +282,15 @@ def _rotary_weights(
                     [reader.take(f"{name}.bias", rows) for name, rows in names]
                 )
         weights |= {
-            f"{here}.attention_norm.weight": reader.take(f"{there}.input_layernorm.weight", width),
+            f"{here}.attention_norm.weight": reader.take(f"{theirs}.input_layernorm.weight", width),
             f"{here}.mlp_norm.weight": reader.take(
-                f"{there}.post_attention_layernorm.weight", width
+                f"{theirs}.post_attention_layernorm.weight", width
             ),
         }
         if config.qk_norm:
             for ours, part in (("query_norm", "q_norm"), ("key_norm", "k_norm")):
                 weights[f"{here}.{ours}.weight"] = reader.take(
-                    f"{there}.self_attn.{part}.weight", config.head_dim
+                    f"{theirs}.self_attn.{part}.weight", config.head_dim
                 )
     return weights
 

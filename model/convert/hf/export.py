@@ -138,14 +138,14 @@ def gpt_weights(gpt: GPT) -> dict[str, Tensor]:
     }
     names = {"final_norm": ("transformer.ln_f", width)}
     for layer in range(config.n_layer):
-        here, there = f"blocks.{layer}", f"transformer.h.{layer}"
+        here, target = f"blocks.{layer}", f"transformer.h.{layer}"
         names |= {
-            f"{here}.attention_norm": (f"{there}.ln_1", width),
-            f"{here}.qkv": (f"{there}.attn.c_attn", config.qkv_width),
-            f"{here}.attention_out": (f"{there}.attn.c_proj", width),
-            f"{here}.mlp_norm": (f"{there}.ln_2", width),
-            f"{here}.mlp_up": (f"{there}.mlp.c_fc", config.d_ff),
-            f"{here}.mlp_down": (f"{there}.mlp.c_proj", width),
+            f"{here}.attention_norm": (f"{target}.ln_1", width),
+            f"{here}.qkv": (f"{target}.attn.c_attn", config.qkv_width),
+            f"{here}.attention_out": (f"{target}.attn.c_proj", width),
+            f"{here}.mlp_norm": (f"{target}.ln_2", width),
+            f"{here}.mlp_up": (f"{target}.mlp.c_fc", config.d_ff),
+            f"{here}.mlp_down": (f"{target}.mlp.c_proj", width),
         }
     for ours, (theirs, size) in names.items():
         weight = state[f"{ours}.weight"]
@@ -169,15 +169,15 @@ def rotary_weights(gpt: GPT, family: str) -> dict[str, Tensor]:
     if not config.tied_head:
         weights["lm_head.weight"] = state["head.weight"][:rows]
     for layer in range(config.n_layer):
-        here, there = f"blocks.{layer}", f"model.layers.{layer}"
+        here, target = f"blocks.{layer}", f"model.layers.{layer}"
         weights |= {
-            f"{there}.input_layernorm.weight": state[f"{here}.attention_norm.weight"],
-            f"{there}.post_attention_layernorm.weight": state[f"{here}.mlp_norm.weight"],
+            f"{target}.input_layernorm.weight": state[f"{here}.attention_norm.weight"],
+            f"{target}.post_attention_layernorm.weight": state[f"{here}.mlp_norm.weight"],
         }
         if config.qk_norm:
             weights |= {
-                f"{there}.self_attn.q_norm.weight": state[f"{here}.query_norm.weight"],
-                f"{there}.self_attn.k_norm.weight": state[f"{here}.key_norm.weight"],
+                f"{target}.self_attn.q_norm.weight": state[f"{here}.query_norm.weight"],
+                f"{target}.self_attn.k_norm.weight": state[f"{here}.key_norm.weight"],
             }
         for ours, theirs, parts, biased in (
             ("qkv", [f"self_attn.{part}_proj" for part in "qkv"], sizes,
@@ -188,11 +188,11 @@ def rotary_weights(gpt: GPT, family: str) -> dict[str, Tensor]:
         ):  # fmt: skip
             weight = state[f"{here}.{ours}.weight"]
             for name, part in zip(theirs, weight.split(parts), strict=True):
-                weights[f"{there}.{name}.weight"] = part
+                weights[f"{target}.{name}.weight"] = part
             if biased:
                 bias = state.get(f"{here}.{ours}.bias", weight.new_zeros(len(weight)))
                 for name, part in zip(theirs, bias.split(parts), strict=True):
-                    weights[f"{there}.{name}.bias"] = part
+                    weights[f"{target}.{name}.bias"] = part
     return _own(weights)
 
 

@@ -66,7 +66,7 @@ def _weights(reader: StateDictReader, config: GPTConfig) -> dict[str, Tensor]:
         )
     }
     for module in _modules(config, attention_bias=config.qkv_bias):
-        name = f"{prefix}{module.there}"
+        name = f"{prefix}{module.theirs}"
         weights[f"{module.here}.weight"] = reader.take(f"{name}.weight", *module.shape)
         if module.biased:
             weights[f"{module.here}.bias"] = reader.take(f"{name}.bias", module.shape[0])
@@ -113,9 +113,9 @@ def neox_weights(gpt: GPT) -> dict[str, Tensor]:
         bias = state.get(f"{module.here}.bias", weight.new_zeros(len(weight)))
         if module.here.endswith("qkv"):
             weight, bias = together(weight, config), together(bias, config)
-        weights[f"{PREFIX}{module.there}.weight"] = weight
+        weights[f"{PREFIX}{module.theirs}.weight"] = weight
         if module.biased:
-            weights[f"{PREFIX}{module.there}.bias"] = bias
+            weights[f"{PREFIX}{module.theirs}.bias"] = bias
     return weights
 
 
@@ -123,7 +123,7 @@ def neox_weights(gpt: GPT) -> dict[str, Tensor]:
 class _Module:
     """A norm or a matrix by its two names, with the shape of its weights there."""
 
-    there: str
+    theirs: str
     here: str
     shape: tuple[int, ...]
     biased: bool = True
@@ -133,14 +133,14 @@ def _modules(config: GPTConfig, *, attention_bias: bool) -> Iterator[_Module]:
     width, hidden, biased = config.d_model, config.d_ff, attention_bias
     yield _Module("final_layer_norm", "final_norm", (width,))
     for layer in range(config.n_layer):
-        there, here = f"layers.{layer}", f"blocks.{layer}"
-        yield _Module(f"{there}.input_layernorm", f"{here}.attention_norm", (width,))
-        yield _Module(f"{there}.post_attention_layernorm", f"{here}.mlp_norm", (width,))
-        qkv = f"{there}.attention.query_key_value"
+        theirs, here = f"layers.{layer}", f"blocks.{layer}"
+        yield _Module(f"{theirs}.input_layernorm", f"{here}.attention_norm", (width,))
+        yield _Module(f"{theirs}.post_attention_layernorm", f"{here}.mlp_norm", (width,))
+        qkv = f"{theirs}.attention.query_key_value"
         yield _Module(qkv, f"{here}.qkv", (3 * width, width), biased)
-        yield _Module(f"{there}.attention.dense", f"{here}.attention_out", (width, width), biased)
-        yield _Module(f"{there}.mlp.dense_h_to_4h", f"{here}.mlp_up", (hidden, width))
-        yield _Module(f"{there}.mlp.dense_4h_to_h", f"{here}.mlp_down", (width, hidden))
+        yield _Module(f"{theirs}.attention.dense", f"{here}.attention_out", (width, width), biased)
+        yield _Module(f"{theirs}.mlp.dense_h_to_4h", f"{here}.mlp_up", (hidden, width))
+        yield _Module(f"{theirs}.mlp.dense_4h_to_h", f"{here}.mlp_down", (width, hidden))
 
 
 def apart(rows: Tensor, config: GPTConfig) -> Tensor:

@@ -57,10 +57,10 @@ def _weights(reader: StateDictReader, config: GPTConfig) -> dict[str, Tensor]:
     }
     norms = {"final_norm": f"{prefix}final_layer_norm"} if config.final_norm else {}
     for layer in range(config.n_layer):
-        there, here = f"{prefix}layers.{layer}", f"blocks.{layer}"
+        theirs, here = f"{prefix}layers.{layer}", f"blocks.{layer}"
         norms |= {
-            f"{here}.attention_norm": f"{there}.self_attn_layer_norm",
-            f"{here}.mlp_norm": f"{there}.final_layer_norm",
+            f"{here}.attention_norm": f"{theirs}.self_attn_layer_norm",
+            f"{here}.mlp_norm": f"{theirs}.final_layer_norm",
         }
         for ours, parts, rows, columns in (
             ("qkv", [f"self_attn.{part}_proj" for part in "qkv"], width, width),
@@ -69,12 +69,12 @@ def _weights(reader: StateDictReader, config: GPTConfig) -> dict[str, Tensor]:
             ("mlp_down", ["fc2"], width, hidden),
         ):
             weights[f"{here}.{ours}.weight"] = torch.cat(
-                [reader.take(f"{there}.{part}.weight", rows, columns) for part in parts]
+                [reader.take(f"{theirs}.{part}.weight", rows, columns) for part in parts]
             )
             weights[f"{here}.{ours}.bias"] = torch.cat(
-                [reader.take(f"{there}.{part}.bias", rows) for part in parts]
+                [reader.take(f"{theirs}.{part}.bias", rows) for part in parts]
             )
-    for here, there in norms.items():
+    for here, theirs in norms.items():
         for kind in ("weight", "bias"):
-            weights[f"{here}.{kind}"] = reader.take(f"{there}.{kind}", width)
+            weights[f"{here}.{kind}"] = reader.take(f"{theirs}.{kind}", width)
     return weights

@@ -92,13 +92,13 @@ def tokenizer_of_document(
         )
     except TokenizerError as error:
         raise ConvertError(f"{path}: {error}") from error
-    found = ForeignTokenizer(
+    foreign = ForeignTokenizer(
         tokenizer=tokenizer,
         order=order,
         notes=(*notes, *_template_notes(document)),
     )
-    _try(found, document, path)
-    return found
+    _try(foreign, document, path)
+    return foreign
 
 
 def _check_normalizer(document: Mapping[str, Any], path: Path, skip: bool) -> list[str]:
@@ -144,21 +144,21 @@ def _vocabulary(model: Mapping[str, Any], path: Path) -> dict[str, int]:
 
 def _added_tokens(document: Mapping[str, Any], path: Path) -> dict[str, int]:
     """Special tokens and others that are never merged: name to id."""
-    found: dict[str, int] = {}
+    added: dict[str, int] = {}
     for token in document.get("added_tokens") or ():
         name, token_id = token.get("content"), token.get("id")
         if not isinstance(name, str) or not name or type(token_id) is not int or token_id < 0:
             raise ConvertError(f"{path}: {token!r} is not a valid added token")
-        if token_id in found.values():
+        if token_id in added.values():
             raise ConvertError(f"{path}: two added tokens have the id {token_id}")
-        found[name] = token_id
-    return found
+        added[name] = token_id
+    return added
 
 
 def _ordinary(vocabulary: Mapping[str, int], added: set[str], path: Path) -> dict[bytes, int]:
     """The bytes of each ordinary token, in the order of the source's ids."""
     bytes_of = {character: byte for byte, character in byte_characters().items()}
-    found: dict[bytes, int] = {}
+    ordinary: dict[bytes, int] = {}
     for name, token_id in sorted(vocabulary.items(), key=lambda item: item[1]):
         if name in added:
             continue
@@ -167,8 +167,8 @@ def _ordinary(vocabulary: Mapping[str, int], added: set[str], path: Path) -> dic
                 f"{path}: the token {name!r} ({token_id}) is not written in bytes: this is "
                 "not a byte-level vocabulary"
             )
-        found[bytes(map(bytes_of.__getitem__, name))] = token_id
-    return found
+        ordinary[bytes(map(bytes_of.__getitem__, name))] = token_id
+    return ordinary
 
 
 def _order(ordinary: Mapping[bytes, int], added: Mapping[str, int], path: Path) -> list[int] | None:
@@ -209,13 +209,13 @@ def _pattern(document: Mapping[str, Any], path: Path) -> str:
 
 def _pairs(model: Mapping[str, Any], path: Path) -> dict[tuple[str, str], int]:
     """Each merge and its place; lists and lines of two parts are both written."""
-    found: dict[tuple[str, str], int] = {}
+    places: dict[tuple[str, str], int] = {}
     for place, merge in enumerate(model.get("merges") or ()):
         parts = merge.split(" ") if isinstance(merge, str) else merge
         if not isinstance(parts, list) or len(parts) != 2:
             raise ConvertError(f"{path}: the merge {merge!r} has not two parts")
-        found[parts[0], parts[1]] = place
-    return found
+        places[parts[0], parts[1]] = place
+    return places
 
 
 def _check_merges(
@@ -284,9 +284,9 @@ def _template_notes(document: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _try(found: ForeignTokenizer, document: Mapping[str, Any], path: Path) -> None:
+def _try(foreign: ForeignTokenizer, document: Mapping[str, Any], path: Path) -> None:
     """Raise ConvertError unless a built text gets the source's ids, and comes back from them."""
-    tokenizer, text = found.tokenizer, probe_text()
+    tokenizer, text = foreign.tokenizer, probe_text()
     if len(tokenizer.tokens) != len(tokenizer.ranks):  # some characters are not there
         text = "".join(
             character
@@ -296,7 +296,7 @@ def _try(found: ForeignTokenizer, document: Mapping[str, Any], path: Path) -> No
     ids = tokenizer.encode(text)
     if tokenizer.decode(ids) != text:
         raise ConvertError(f"{path}: the split pattern {tokenizer.pattern!r} leaves characters out")
-    order = found.order or range(tokenizer.vocab_size)
+    order = foreign.order or range(tokenizer.vocab_size)
     expected, by = _expected(text, tokenizer.pattern, document, path)
     given = [order[token_id] for token_id in ids]
     if given != expected:

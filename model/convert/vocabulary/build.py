@@ -111,11 +111,11 @@ def _as_document(table: Table, skip_normalizer: bool) -> ForeignTokenizer:
         },
     }
     place = Path(table.where)
-    found = tokenizer_of_document(
+    foreign = tokenizer_of_document(
         document,
         place,
         skip_normalizer=skip_normalizer,
         folder=place.parent if place.is_file() else None,
     )
     note = "how texts are cut is not written down: GPT-2's pattern is assumed, as its library does"
-    return replace(found, notes=(*found.notes, note))
+    return replace(foreign, notes=(*foreign.notes, note))

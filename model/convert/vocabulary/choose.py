@@ -97,20 +97,23 @@ def _one_of(
     ]
     if not fitting:
         return candidates[0]
-    different = [one for one in fitting if not _same(one.vocabulary, fitting[0].vocabulary)]
+    different = [
+        candidate for candidate in fitting if not _same(candidate.vocabulary, fitting[0].vocabulary)
+    ]
     if different:
+        places = ", ".join(candidate.where for candidate in (fitting[0], *different))
         raise ConvertError(
             f"there are several vocabularies that fit the model's {rows:,} rows and disagree: "
-            f"{', '.join(one.where for one in (fitting[0], *different))}. Say which is right with "
+            f"{places}. Say which is right with "
             "--tokenizer"
         )
     return fitting[0]
 
 
-def _same(one: ForeignTokenizer, other: ForeignTokenizer) -> bool:
+def _same(vocabulary: ForeignTokenizer, other: ForeignTokenizer) -> bool:
     """Whether two give every text the same ids, as far as it can be seen."""
-    first, second = one.tokenizer, other.tokenizer
-    return (first.kind, first.pattern, first.tokens, first.special_tokens, one.order) == (
+    first, second = vocabulary.tokenizer, other.tokenizer
+    return (first.kind, first.pattern, first.tokens, first.special_tokens, vocabulary.order) == (
         second.kind,
         second.pattern,
         second.tokens,

@@ -61,8 +61,8 @@ def vocabulary_in(path: Path, *, skip_normalizer: bool) -> ForeignTokenizer | No
     if suffix == ".json":
         document = read_json(path)
         if isinstance(document, dict) and isinstance(document.get("model"), dict):
-            found = read_tokenizer(path, skip_normalizer=skip_normalizer)
-            return read_template(found, path.parent)
+            vocabulary = read_tokenizer(path, skip_normalizer=skip_normalizer)
+            return read_template(vocabulary, path.parent)
         return _built(table_of(document, str(path)), path, skip_normalizer)
     raw = read_bytes(path)
     if suffix == ".model":
@@ -109,7 +109,7 @@ def vocabularies_beside(
     """
     in_vain: list[str] = []
     for places in _places(folder, dataset):
-        found = []
+        candidates = []
         for place in places:
             for path in _files(place):
                 try:
@@ -120,12 +120,12 @@ def vocabularies_beside(
                     in_vain.append(str(error))
                     continue
                 if vocabulary is not None:
-                    found.append(Candidate(str(path), vocabulary))
-                    found += _sorted_characters(path)
+                    candidates.append(Candidate(str(path), vocabulary))
+                    candidates += _sorted_characters(path)
                 elif path.name != TOKENIZER_CONFIG:
                     in_vain.append(f"{path} is not a vocabulary in a known form")
-        if found:
-            return found, in_vain
+        if candidates:
+            return candidates, in_vain
     return [], in_vain
 
 

@@ -48,13 +48,13 @@ def named_vocabulary(name: str, *, ids: int, skip_normalizer: bool) -> Candidate
     path = Path(name)
     if not path.is_file():
         raise ConvertError(f"the tokenizer {name!r} is not a file; --tokenizer takes {FORMS}")
-    found = vocabulary_in(path, skip_normalizer=skip_normalizer)
-    if found is None:
+    vocabulary = vocabulary_in(path, skip_normalizer=skip_normalizer)
+    if vocabulary is None:
         raise ConvertError(
             f"{path} does not hold a vocabulary in a form that is known: a dictionary of tokens "
             "and ids, a list of tokens, merges of ids, or a tokenizer.json"
         )
-    return Candidate(str(path), found)
+    return Candidate(str(path), vocabulary)
 
 
 def without_text(vocab_size: int) -> ForeignTokenizer:

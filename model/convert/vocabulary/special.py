@@ -57,13 +57,13 @@ def nameless(texts: Collection[int]) -> list[int]:
 def special_names(names: Mapping[int, str], ordinary: Collection[int]) -> dict[str, int]:
     """Names and ids of special tokens: those of `names`, and made-up ones for ids that are neither
     there nor among the ordinary ones."""
-    found = {name: token_id for token_id, name in names.items()}
+    special = {name: token_id for token_id, name in names.items()}
     for token_id in nameless({*names, *ordinary}):
         name = f"<|extra_{token_id}|>"
-        while name in found:
+        while name in special:
             name = f"<{name}>"
-        found[name] = token_id
-    return found
+        special[name] = token_id
+    return special
 
 
 def end_name(special: Collection[str]) -> str:

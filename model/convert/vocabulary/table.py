@@ -96,14 +96,14 @@ def table_of(value: Any, where: str) -> Table | None:
     """The vocabulary that a whole file holds: a dictionary of tables, a table itself, or a tuple of
     both directions. None where it is something else. Raises ConvertError."""
     if isinstance(value, Mapping):
-        found = table_in(value, where)
-        if found is not None:
-            return found
+        table = table_in(value, where)
+        if table is not None:
+            return table
         for name, inner in value.items():
             if isinstance(inner, Mapping) and (
-                found := table_in(inner, f"{str(name)!r} of {where}")
+                table := table_in(inner, f"{str(name)!r} of {where}")
             ):
-                return found
+                return table
     if isinstance(value, list | tuple) and len(value) == 2 and _are_mappings(value):
         both = {name: _texts(part, alphabet=False) for name, part in zip("ab", value, strict=True)}
         known = {name: texts for name, texts in both.items() if texts}
@@ -122,15 +122,15 @@ def id_merges(value: Any) -> dict[tuple[int, int], int] | None:
         items = list(value)
     else:
         return None
-    found: dict[tuple[int, int], int] = {}
+    merges: dict[tuple[int, int], int] = {}
     for item in items:
         if not isinstance(item, list | tuple) or len(item) != 2 or type(item[1]) is not int:
             return None
         pair = _pair(item[0])
         if pair is None:
             return None
-        found[pair] = item[1]
-    return found or None
+        merges[pair] = item[1]
+    return merges or None
 
 
 def string_merges(value: Any) -> tuple[tuple[str, str], ...] | None:
@@ -141,15 +141,15 @@ def string_merges(value: Any) -> tuple[tuple[str, str], ...] | None:
         value = sorted(value, key=value.__getitem__)
     if not isinstance(value, list | tuple):
         return None
-    found = []
+    merges = []
     for merge in value:
         parts = merge.split(" ") if isinstance(merge, str) else merge
         if not isinstance(parts, list | tuple) or len(parts) != 2:
             return None
         if not all(isinstance(part, str) for part in parts):
             return None
-        found.append((parts[0], parts[1]))
-    return tuple(found) or None
+        merges.append((parts[0], parts[1]))
+    return tuple(merges) or None
 
 
 def checked(texts: Texts, where: str) -> Texts:
@@ -238,8 +238,8 @@ def _agreeing(
     may leave out some of their texts."""
     for first, second in _pairs(ordered):
         if ordered[first] != ordered[second]:
-            one, other = names or (repr(second), repr(first))
-            raise ConvertError(f"{where}: {one} is not {other} the other way round")
+            this, other = names or (repr(second), repr(first))
+            raise ConvertError(f"{where}: {this} is not {other} the other way round")
     if ordered:
         texts = next(iter(ordered.values()))
         for name, others in listed.items():

@@ -81,8 +81,8 @@ def sample(
     results = sample_results(token_ids)
     for i, row in contexts.items():
         if (token_id := token_ids[i]) is not None and row.params.logprobs is not None:
-            one = slice(i, i + 1)
-            results[i] = _with_logprobs(token_id, row, raw[one], final[one], sampling[one])
+            only_i = slice(i, i + 1)
+            results[i] = _with_logprobs(token_id, row, raw[only_i], final[only_i], sampling[only_i])
     return results
 
 

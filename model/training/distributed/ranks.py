@@ -97,10 +97,10 @@ class Ranks:
         """The maximum over all ranks of each number."""
         if self.size == 1:
             return list(numbers)
-        each = torch.tensor(numbers, dtype=torch.float64)
+        maxima = torch.tensor(numbers, dtype=torch.float64)
         with self._peer_errors():
-            dist.all_reduce(each, dist.ReduceOp.MAX, group=self.control)
-        return each.tolist()
+            dist.all_reduce(maxima, dist.ReduceOp.MAX, group=self.control)
+        return maxima.tolist()
 
     def broadcast(self, number: float) -> float:
         """The number of the main process, on all ranks."""

@@ -203,9 +203,9 @@ async def _decode(ask: Ask, workload: Workload, batch: int) -> DecodeLoad:
     began, busy = time.perf_counter(), time.process_time()
     for number in range(workload.rounds):
         asked = workload.prompts(batch, decode_case(batch, number))
-        one = await run_streams(ask, asked, workload.tokens)
-        records += one
-        if (rate := full_batch_rate(one)) is not None:
+        streamed = await run_streams(ask, asked, workload.tokens)
+        records += streamed
+        if (rate := full_batch_rate(streamed)) is not None:
             rates.append(rate)
     busy, seconds = time.process_time() - busy, time.perf_counter() - began
     whole = [record for record in records if record.failure is None]

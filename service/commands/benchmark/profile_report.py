@@ -30,10 +30,10 @@ def profile_summary(run: Profiled) -> dict[str, Any]:
     }
 
 
-def profile_lines(found: Mapping[str, Any]) -> list[str]:
+def profile_lines(report: Mapping[str, Any]) -> list[str]:
     """What a terminal shows of it."""
-    shown = heading(found)
-    for profile in found["profiles"]:
+    shown = heading(report)
+    for profile in report["profiles"]:
         shown += table(_title(profile), "stage", [*profile["stages"], _rest(profile)], _COLUMNS)
         shown += _notes(profile)
     return shown
@@ -49,20 +49,20 @@ def _profile(profile: Profile, machine: Machine) -> dict[str, Any]:
         "overhead_us": 1e6 * profile.overhead,
         "remainder_us": 1e6 * profile.remainder,
         "watching_share": profile.watching,
-        "stages": [_stage(one, profile.seconds, machine) for one in profile.stages],
+        "stages": [_stage(stage, profile.seconds, machine) for stage in profile.stages],
     }
 
 
-def _stage(one: StageTime, whole: float, machine: Machine) -> dict[str, Any]:
-    least = None if one.work is None else limit(one.work, machine)
+def _stage(stage: StageTime, whole: float, machine: Machine) -> dict[str, Any]:
+    least = None if stage.work is None else limit(stage.work, machine)
     return {
-        "stage": one.stage,
-        "us": 1e6 * one.seconds,
-        "share_of_step": one.seconds / whole,
-        "read_bytes": None if one.work is None else one.work.read_bytes,
-        "matrix_operations": None if one.work is None else one.work.operations,
+        "stage": stage.stage,
+        "us": 1e6 * stage.seconds,
+        "share_of_step": stage.seconds / whole,
+        "read_bytes": None if stage.work is None else stage.work.read_bytes,
+        "matrix_operations": None if stage.work is None else stage.work.operations,
         "limited_by": None if least is None else least.by,
-        "share_of_limit": None if least is None else least.seconds / one.seconds,
+        "share_of_limit": None if least is None else least.seconds / stage.seconds,
     }
 
 

@@ -100,37 +100,37 @@ def about(run: Measured | Profiled) -> dict[str, Any]:
         },
         "machine": {
             **_machine(best_of(*run.machines)),
-            "measured": [_machine(one) for one in run.machines],
+            "measured": [_machine(machine) for machine in run.machines],
         },
     }
 
 
-def lines(found: Mapping[str, Any]) -> list[str]:
+def lines(report: Mapping[str, Any]) -> list[str]:
     """What a terminal shows of a summary."""
     shown = [
-        *heading(found),
-        *table("prefill, in process", "prompts", found["engine"]["prefill"], _LIMITED),
-        *table("decode, in process", "batch", found["engine"]["decode"], _LIMITED | _STEP),
+        *heading(report),
+        *table("prefill, in process", "prompts", report["engine"]["prefill"], _LIMITED),
+        *table("decode, in process", "batch", report["engine"]["decode"], _LIMITED | _STEP),
     ]
-    if found["http"] is not None:
-        shown += _http_lines(found["http"])
-    return [*shown, *_notes(found)]
+    if report["http"] is not None:
+        shown += _http_lines(report["http"])
+    return [*shown, *_notes(report)]
 
 
-def heading(found: Mapping[str, Any]) -> list[str]:
+def heading(report: Mapping[str, Any]) -> list[str]:
     """The machine, the model and the load; how is decoded where all of it is decoded alike."""
-    machine, checkpoint, workload = found["machine"], found["checkpoint"], found["workload"]
-    decoding = [("decoding", str(found["decoding"]))] if "decoding" in found else []
+    machine, checkpoint, workload = report["machine"], report["checkpoint"], report["workload"]
+    decoding = [("decoding", str(report["decoding"]))] if "decoding" in report else []
     return aligned(
         [
-            ("machine", f"{found['processor']}, {found['device']}, {found['threads']} threads"),
-            ("versions", f"logitd {found['logitd']}, torch {found['torch']}, "
-                         f"Python {found['python']}"),
+            ("machine", f"{report['processor']}, {report['device']}, {report['threads']} threads"),
+            ("versions", f"logitd {report['logitd']}, torch {report['torch']}, "
+                         f"Python {report['python']}"),
             ("memory", f"{machine['read_bytes_per_second'] / 1e9:,.1f} GB/s, read by a sum"),
             ("products", f"{machine['matrix_operations_per_second'] / 1e9:,.0f} GFLOP/s "
-                         f"of matrices in {found['dtype']}"),
+                         f"of matrices in {report['dtype']}"),
             ("model", f"{checkpoint['name']}, {checkpoint['parameters']:,} parameters, "
-                      f"{found['dtype']}"),
+                      f"{report['dtype']}"),
             *decoding,
             ("load", f"random prompts of {workload['prompt_tokens']} tokens, "
                      f"{workload['tokens']} tokens each, {workload['rounds']} rounds"),
@@ -158,13 +158,13 @@ def _http_lines(http: Mapping[str, Any]) -> list[str]:
     return shown
 
 
-def _notes(found: Mapping[str, Any]) -> Iterable[str]:
-    rows = [*found["engine"]["prefill"], *found["engine"]["decode"]]
+def _notes(report: Mapping[str, Any]) -> Iterable[str]:
+    rows = [*report["engine"]["prefill"], *report["engine"]["decode"]]
     if any(row["share_of_limit"] > 1 for row in rows):
         yield "above 100 %: what is read comes from the processor's caches, not from memory"
-    if found["quantize"] != "none":
-        yield f"{found['quantize']}: the rate of such products is not known, memory is the limit"
-    http = found["http"]
+    if report["quantize"] != "none":
+        yield f"{report['quantize']}: the rate of such products is not known, memory is the limit"
+    http = report["http"]
     if http is not None and any(
         row["tokens_per_second"] is None and not row["errors"] for row in http["decode"]
     ):
@@ -184,30 +184,30 @@ def _machine(machine: Machine) -> dict[str, float]:
 def _engine_prefill(run: Measured, machine: Machine) -> list[dict[str, Any]]:
     return [
         {
-            "prompts": one.prompts,
-            "tokens_per_second": one.tokens_per_second,
+            "prompts": load.prompts,
+            "tokens_per_second": load.tokens_per_second,
             **_against(
-                limit(one.work, machine),
-                one.prompts * run.workload.prompt_tokens,
-                one.tokens_per_second,
+                limit(load.work, machine),
+                load.prompts * run.workload.prompt_tokens,
+                load.tokens_per_second,
             ),
         }
-        for one in run.engine.prefill
+        for load in run.engine.prefill
     ]
 
 
 def _engine_decode(run: Measured, machine: Machine) -> list[dict[str, Any]]:
     return [
         {
-            "batch": one.batch,
-            "tokens_per_second": one.tokens_per_second,
-            **_against(limit(one.work, machine), one.batch, one.tokens_per_second),
-            "steps": one.steps,
-            "step_ms": _milliseconds(one.step),
-            "read_bytes_per_step": one.work.read_bytes,
-            "matrix_operations_per_step": one.work.operations,
+            "batch": load.batch,
+            "tokens_per_second": load.tokens_per_second,
+            **_against(limit(load.work, machine), load.batch, load.tokens_per_second),
+            "steps": load.steps,
+            "step_ms": _milliseconds(load.step),
+            "read_bytes_per_step": load.work.read_bytes,
+            "matrix_operations_per_step": load.work.operations,
         }
-        for one in run.engine.decode
+        for load in run.engine.decode
     ]
 
 
@@ -240,29 +240,29 @@ def _http(
         },
         "unlike_the_engine": list(http.unlike),
         "prefill": [
-            {"prompts": one.prompts, **_compared(one, engine, comparable)}
-            for one, engine in zip(http.figures.prefill, prefill, strict=True)
+            {"prompts": load.prompts, **_compared(load, engine, comparable)}
+            for load, engine in zip(http.figures.prefill, prefill, strict=True)
         ],
         "decode": [
             {
-                "batch": one.batch,
-                **_compared(one, engine, comparable),
-                "streams": one.streams,
-                "ttft_ms": _milliseconds(one.first_token),
-                "gap_ms": _milliseconds(one.gap),
-                "tokens_per_chunk": one.tokens_per_chunk,
-                "client_cpu": one.client_cpu,
+                "batch": load.batch,
+                **_compared(load, engine, comparable),
+                "streams": load.streams,
+                "ttft_ms": _milliseconds(load.first_token),
+                "gap_ms": _milliseconds(load.gap),
+                "tokens_per_chunk": load.tokens_per_chunk,
+                "client_cpu": load.client_cpu,
             }
-            for one, engine in zip(http.figures.decode, decode, strict=True)
+            for load, engine in zip(http.figures.decode, decode, strict=True)
         ],
     }
 
 
 def _compared(
-    one: PrefillLoad | DecodeLoad, engine: Mapping[str, Any], comparable: bool
+    load: PrefillLoad | DecodeLoad, engine: Mapping[str, Any], comparable: bool
 ) -> dict[str, Any]:
     """A rate over HTTP beside the engine's and beside the limit of both."""
-    rate = one.tokens_per_second
+    rate = load.tokens_per_second
 
     def share(of: float) -> float | None:
         return rate / of if comparable and rate is not None else None
@@ -271,7 +271,7 @@ def _compared(
         "tokens_per_second": rate,
         "share_of_limit": share(engine["limit_tokens_per_second"]),
         "share_of_engine": share(engine["tokens_per_second"]),
-        "errors": _errors(one.failures),
+        "errors": _errors(load.failures),
     }
 
 

@@ -95,14 +95,14 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
 def _signals_as_exits() -> Iterator[None]:
     """Let signals that would end this process at once leave the block first. Those that somebody
     handles or ignores stay with them."""
-    ours = [one for one in ENDING_SIGNALS if signal.getsignal(one) is signal.SIG_DFL]
-    for one in ours:
-        signal.signal(one, _exit)
+    ours = [number for number in ENDING_SIGNALS if signal.getsignal(number) is signal.SIG_DFL]
+    for number in ours:
+        signal.signal(number, _exit)
     try:
         yield
     finally:
-        for one in ours:
-            signal.signal(one, signal.SIG_DFL)
+        for number in ours:
+            signal.signal(number, signal.SIG_DFL)
 
 
 def _exit(number: int, frame: FrameType | None) -> None:
