@@ -133,12 +133,15 @@ def one_pass(gpt: GPT, product: Product) -> dict[str, float]:
 @torch.inference_mode()
 def fastest_products(gpt: GPT) -> dict[str, float]:
     """Of each kind the faster of both ways, each the median of some passes."""
-    found = dict.fromkeys(PRODUCTS, float("inf"))
+    fastest = dict.fromkeys(PRODUCTS, float("inf"))
     for product in (by_linear, by_vector):
         passes = [one_pass(gpt, product) for _ in range(PASSES)]
         for kind in PRODUCTS:
-            found[kind] = min(found[kind], statistics.median(one[kind] for one in passes))
-    return found
+            fastest[kind] = min(
+                fastest[kind],
+                statistics.median(seconds_by_product[kind] for seconds_by_product in passes),
+            )
+    return fastest
 
 
 @torch.inference_mode()
@@ -164,19 +167,23 @@ def native_price(gpt: GPT, threads: int) -> NativePrice | None:
         if stage.stage in PRODUCTS and stage.work is not None
     )
     return NativePrice(
-        step=statistics.median(one.seconds for one in profiles),
+        step=statistics.median(profile.seconds for profile in profiles),
         ours={
-            kind: statistics.median(in_stage(one, kind) for one in profiles) for kind in PRODUCTS
+            kind: statistics.median(in_stage(profile, kind) for profile in profiles)
+            for kind in PRODUCTS
         },
-        fastest={kind: statistics.median(one[kind] for one in products) for kind in PRODUCTS},
+        fastest={
+            kind: statistics.median(seconds_of[kind] for seconds_of in products)
+            for kind in PRODUCTS
+        },
         reading=read / read_bandwidth(torch.device("cpu")),
-        sampling=statistics.median(in_stage(one, "sampling") for one in profiles),
+        sampling=statistics.median(in_stage(profile, "sampling") for profile in profiles),
         fastest_sampling=statistics.median(samplings),
     )
 
 
 def in_stage(profile: Profile, stage: str) -> float:
-    return sum(one.seconds for one in profile.stages if one.stage == stage)
+    return sum(timed.seconds for timed in profile.stages if timed.stage == stage)
 
 
 def workload(gpt: GPT) -> Workload:
@@ -232,7 +239,7 @@ def prefill_price(gpt: GPT) -> PrefillPrice:
             ("torch's", lambda: activate(up, config.activation, fused=True)),
         ):
             times.setdefault(name, []).append(median_seconds(run, 5))
-    middle = {name: statistics.median(found) for name, found in times.items()}
+    middle = {name: statistics.median(seconds) for name, seconds in times.items()}
     return PrefillPrice(
         seconds=middle["blocks"],
         attention=1 - middle["fused"] / middle["blocks"],
@@ -282,16 +289,16 @@ def main() -> None:
         print(f"{count:9}  {ratio:.2f}")
     print(f"\nprefill of {prompt_length(gpt)}: {1e3 * prefill.seconds:.1f} ms, attention in blocks "
           f"{prefill.attention:+.1%}, activation {prefill.activation:+.1%}")  # fmt: skip
-    found = None
+    kept = None
     if native is not None:
-        found = {
+        kept = {
             **asdict(native),
             "products_share": native.products,
             "whole_share": native.whole,
             "bound_share": native.bound,
         }
     print(json.dumps({"shape": arguments.shape, "dtype": arguments.dtype,
-                      "threads": arguments.threads, "native": found, "padding_ratio": padding,
+                      "threads": arguments.threads, "native": kept, "padding_ratio": padding,
                       "prefill": asdict(prefill)}))  # fmt: skip
 
 

@@ -65,14 +65,18 @@ async def decode(url: str, workload: Workload) -> DecodeLoad:
 
 def compare(urls: dict[str, str], workload: Workload, rounds: int) -> dict[str, Any]:
     """Medians of the rounds, and of the ratios within each; every other round the other begins."""
-    found: list[dict[str, DecodeLoad]] = []
+    rounds_done: list[dict[str, DecodeLoad]] = []
     order = list(PLACES)
     for _ in range(rounds):
-        found.append({place: asyncio.run(decode(urls[place], workload)) for place in order})
+        rounds_done.append({place: asyncio.run(decode(urls[place], workload)) for place in order})
         order.reverse()
-    rates = {place: [one[place].tokens_per_second or 0.0 for one in found] for place in PLACES}
+    rates = {
+        place: [loads[place].tokens_per_second or 0.0 for loads in rounds_done] for place in PLACES
+    }
     ratios = [ours / theirs for ours, theirs in zip(rates["process"], rates["thread"], strict=True)]
-    first = {place: statistics.median(_p50(one[place]) for one in found) for place in PLACES}
+    first = {
+        place: statistics.median(_p50(loads[place]) for loads in rounds_done) for place in PLACES
+    }
     return {
         "batch": workload.batches[0],
         **{place: statistics.median(rates[place]) for place in PLACES},
@@ -104,11 +108,11 @@ def main() -> None:
                 config, batches=[batch], prompt_tokens=None, tokens=TOKENS, rounds=1,
                 prefill_chunk=256,
             )  # fmt: skip
-            one = compare(urls, workload, arguments.rounds)
-            results.append(one)
+            compared = compare(urls, workload, arguments.rounds)
+            results.append(compared)
             print(
-                "{batch:7} {thread:9.0f} {process:9.0f}  {ratio:5.2f} ".format_map(one)
-                + f"({min(one['ratios']):.2f} to {max(one['ratios']):.2f})",
+                "{batch:7} {thread:9.0f} {process:9.0f}  {ratio:5.2f} ".format_map(compared)
+                + f"({min(compared['ratios']):.2f} to {max(compared['ratios']):.2f})",
                 flush=True,
             )
     print(json.dumps({"checkpoint": path.name, "threads": arguments.threads, "results": results}))

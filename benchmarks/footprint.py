@@ -41,9 +41,9 @@ def peak(pid: int) -> int:
 
 def _told(pid: int, name: str) -> int:
     status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
-    found = re.search(rf"{name}:\s+(\d+) kB", status)
-    assert found is not None, "Linux says it of every process"
-    return int(found[1]) * 1024
+    line = re.search(rf"{name}:\s+(\d+) kB", status)
+    assert line is not None, "Linux says it of every process"
+    return int(line[1]) * 1024
 
 
 def besides(held: int, info: dict[str, Any]) -> int:
@@ -87,14 +87,14 @@ def start(checkpoint: Path, threads: int, slots: int) -> Start:
 def measure(checkpoint: Path, threads: int, slots: int, starts: int) -> dict[str, Any]:
     with suppress(KernelsUnavailable):
         load_library()
-    found = [start(checkpoint, threads, slots) for _ in range(starts)]
-    last = found[-1]
+    started = [start(checkpoint, threads, slots) for _ in range(starts)]
+    last = started[-1]
     return {
         "checkpoint": checkpoint.name,
         "dtype": last.info["dtype"],
         "slots": slots,
-        "ready_seconds": statistics.median(one.ready_seconds for one in found),
-        "each_ready_seconds": [one.ready_seconds for one in found],
+        "ready_seconds": statistics.median(server.ready_seconds for server in started),
+        "each_ready_seconds": [server.ready_seconds for server in started],
         "resident_bytes": last.resident_bytes,
         "peak_bytes": last.peak_bytes,
         "besides_bytes": besides(last.resident_bytes, last.info),
@@ -107,13 +107,13 @@ def main() -> None:
     parser.add_argument("--slots", type=int, default=4)
     parser.add_argument("--starts", type=int, default=5)
     arguments = parser.parse_args()
-    found = measure(arguments.checkpoint, arguments.threads, arguments.slots, arguments.starts)
-    print(f"{found['checkpoint']}, {found['dtype']}: ready after {found['ready_seconds']:.1f} s "
-          f"({', '.join(f'{one:.1f}' for one in sorted(found['each_ready_seconds']))}), "
-          f"{found['resident_bytes'] / 1e6:,.0f} MB resident "
-          f"({found['peak_bytes'] / 1e6:,.0f} MB at its peak), "
-          f"{found['besides_bytes'] / 1e6:,.0f} MB besides weights and KV cache")  # fmt: skip
-    print(json.dumps(found))
+    result = measure(arguments.checkpoint, arguments.threads, arguments.slots, arguments.starts)
+    print(f"{result['checkpoint']}, {result['dtype']}: ready after {result['ready_seconds']:.1f} s "
+          f"({', '.join(f'{seconds:.1f}' for seconds in sorted(result['each_ready_seconds']))}), "
+          f"{result['resident_bytes'] / 1e6:,.0f} MB resident "
+          f"({result['peak_bytes'] / 1e6:,.0f} MB at its peak), "
+          f"{result['besides_bytes'] / 1e6:,.0f} MB besides weights and KV cache")  # fmt: skip
+    print(json.dumps(result))
 
 
 if __name__ == "__main__":

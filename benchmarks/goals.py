@@ -52,41 +52,41 @@ def commands(folder: Path, threads: int, peer_python: str | None) -> dict[str, l
     """Each command by the name of its result."""
     batches = [str(batch) for batch in BATCHES]
     common = ["--threads", str(threads)]
-    found: dict[str, list[str]] = {}
+    commands: dict[str, list[str]] = {}
     for shape in SHAPES:
         checkpoint = ["--checkpoint", str(checkpoint_of(shape, folder))]
         for dtype in DTYPES:
             flags = ["--dtype", "bfloat16", "--quantize", "int8"]
-            found[f"bench-{shape}-{dtype}"] = [
+            commands[f"bench-{shape}-{dtype}"] = [
                 *module("service.cli"), "bench", *checkpoint, *common, "--batches", "1,8,32",
                 *(flags if dtype == "int8" else ["--dtype", dtype]),
                 *([] if dtype == OVER_HTTP else ["--skip-http"]),
             ]  # fmt: skip
         where = checkpoint[1] if shape == BUNDLED else shape
-        found[f"determinism-{shape}"] = [
+        commands[f"determinism-{shape}"] = [
             *module("benchmarks.determinism"), "--shape", where, "--dtype", "bfloat16", *common,
         ]  # fmt: skip
-        found[f"footprint-{shape}"] = [*module("benchmarks.footprint"), *checkpoint, *common]
+        commands[f"footprint-{shape}"] = [*module("benchmarks.footprint"), *checkpoint, *common]
         if peer_python is not None and shape != BUNDLED:
             peers = ["--shape", shape, "--peer-python", peer_python, *common, "--batches", *batches]
-            found[f"peers-{shape}"] = [
+            commands[f"peers-{shape}"] = [
                 *module("benchmarks.peers"), *peers,
                 "--peers", "logitd", "torch", "transformers", "llama.cpp",
             ]  # fmt: skip
-            found[f"serving-{shape}"] = [
+            commands[f"serving-{shape}"] = [
                 *module("benchmarks.peers.serving"), *peers, "--dtypes", OVER_HTTP,
             ]  # fmt: skip
     bundled = ["--checkpoint", str(checkpoint_of(BUNDLED, folder))]
-    found["profile"] = [
+    commands["profile"] = [
         *module("service.cli"), "bench", *bundled, *common, "--profile", "--batches", "1,32",
     ]  # fmt: skip
     # What else benchmarks/README.md has tables of.
     for name in ("engine_step", "speculation", "constraints", "large_reply"):
-        found[name] = [*module(f"benchmarks.{name}"), *common]
-    found["constraints-bfloat16"] = [*found["constraints"], "--dtype", "bfloat16"]
+        commands[name] = [*module(f"benchmarks.{name}"), *common]
+    commands["constraints-bfloat16"] = [*commands["constraints"], "--dtype", "bfloat16"]
     spinning = ["env", "GOMP_SPINCOUNT=10000"]  # as `logitd` sets it for itself
-    found["busy_neighbour"] = [*spinning, *module("benchmarks.busy_neighbour")]
-    return found
+    commands["busy_neighbour"] = [*spinning, *module("benchmarks.busy_neighbour")]
+    return commands
 
 
 def module(name: str) -> list[str]:
@@ -153,13 +153,13 @@ def targets(results: Mapping[str, Any], *, with_peers: bool) -> Iterator[Target]
         name = f"{BUNDLED}: a step of {batch}, outside the model and the sampling"
         yield Target(name, cost, bound, "us", at_least=False)
     for shape in SHAPES:
-        found = results.get(f"determinism-{shape}")
-        cost = found["native"]["whole_share"] if found and found["native"] else None
+        result = results.get(f"determinism-{shape}")
+        cost = result["native"]["whole_share"] if result and result["native"] else None
         yield Target(f"{shape}: what determinism costs a step of 1", cost, 0.1, "share", False)
-        found = results.get(f"footprint-{shape}")
-        ready = found["ready_seconds"] if found else None
+        result = results.get(f"footprint-{shape}")
+        ready = result["ready_seconds"] if result else None
         yield Target(f"{shape}: server ready", ready, 3.0, "s", at_least=False)
-        besides = found["besides_bytes"] / 1e6 if found else None
+        besides = result["besides_bytes"] / 1e6 if result else None
         name = f"{shape}: memory besides weights and KV cache"
         yield Target(name, besides, 500.0, "MB", at_least=False)
         if with_peers and shape != BUNDLED:
@@ -183,20 +183,20 @@ def peer_targets(results: Mapping[str, Any], shape: str) -> Iterator[Target]:
         yield Target(name, over_best(rates, "logitd serve"), 1.0, "ratio")
 
 
-def figure(found: Any, place: str, key: str, **where: Any) -> float | None:
+def figure(result: Any, place: str, key: str, **where: Any) -> float | None:
     """`key` of the first row at `place` ("engine.decode") that has the values `where`."""
-    return next((row[key] for row in rows_at(found, place, where)), None)
+    return next((row[key] for row in rows_at(result, place, where)), None)
 
 
-def rates_of(found: Any, name: str, key: str, **where: Any) -> dict[str, float]:
+def rates_of(result: Any, name: str, key: str, **where: Any) -> dict[str, float]:
     """`key` of each row of the results that has the values `where`, by the row's name."""
-    return {row[name]: row[key] for row in rows_at(found, "results", where)}
+    return {row[name]: row[key] for row in rows_at(result, "results", where)}
 
 
-def rows_at(found: Any, place: str, where: Mapping[str, Any]) -> list[Any]:
+def rows_at(result: Any, place: str, where: Mapping[str, Any]) -> list[Any]:
     for name in place.split("."):
-        found = None if found is None else found[name]
-    return [row for row in found or () if all(row[key] == where[key] for key in where)]
+        result = None if result is None else result[name]
+    return [row for row in result or () if all(row[key] == where[key] for key in where)]
 
 
 def over_best(rates: Mapping[str, float], ours: str) -> float | None:
@@ -223,9 +223,11 @@ def main() -> None:
     for name in arguments.only or every:
         measure(name, every[name], folder)
     results = {name: last_line(folder / f"{name}.txt") for name in every}
-    found = list(targets(results, with_peers=arguments.peer_python is not None))
-    print(f"\n{table(found)}\n")
-    print(json.dumps({"threads": arguments.threads, "targets": [one.json() for one in found]}))
+    judged = list(targets(results, with_peers=arguments.peer_python is not None))
+    print(f"\n{table(judged)}\n")
+    print(
+        json.dumps({"threads": arguments.threads, "targets": [target.json() for target in judged]})
+    )
 
 
 if __name__ == "__main__":

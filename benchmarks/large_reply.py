@@ -62,9 +62,9 @@ class MemoryWatch:
             self.peak = max(self.peak, self._resident())
 
     def _resident(self) -> int:
-        found = re.search(r"VmRSS:\s+(\d+) kB", self._status.read_text(encoding="utf-8"))
-        assert found is not None
-        return int(found[1]) * 1024
+        line = re.search(r"VmRSS:\s+(\d+) kB", self._status.read_text(encoding="utf-8"))
+        assert line is not None
+        return int(line[1]) * 1024
 
 
 class TokenWatch:
@@ -159,10 +159,10 @@ def main() -> None:
             ]  # fmt: skip
     heads = ("s", "rose MB", "ms/token", "during", "ratio", "worst")
     print(f"{'form':28} " + " ".join(f"{head:>8}" for head in heads))
-    for one in results:
+    for result in results:
         figures = ("seconds", "rose_mb", "token_ms_before", "token_ms_during", "ratio",
                    "worst_gap_ms")  # fmt: skip
-        print(f"{one['accept']:28} " + " ".join(f"{one[name]:8.2f}" for name in figures))
+        print(f"{result['accept']:28} " + " ".join(f"{result[name]:8.2f}" for name in figures))
     print(json.dumps(results))
 
 

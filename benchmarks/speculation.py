@@ -133,24 +133,24 @@ def run_in_turns(
 
 def compare(gpt: GPT, text: Text, rounds: int, threads: int) -> dict[str, Any]:
     """Medians of the rounds, and of the ratios within each; every other round the other begins."""
-    found: list[dict[Speculation, Result]] = []
+    measured: list[dict[Speculation, Result]] = []
     order: list[Speculation] = ["none", "ngram"]
     for _ in range(rounds + 1):
-        found.append(run_in_turns(gpt, text, order, threads))
+        measured.append(run_in_turns(gpt, text, order, threads))
         order.reverse()
-    del found[0]  # for warming up
-    drafts, plain = [one["ngram"] for one in found], [one["none"] for one in found]
-    if any(one.answers != plain[0].answers for one in (*drafts, *plain)):
+    del measured[0]  # for warming up
+    drafts, plain = [pair["ngram"] for pair in measured], [pair["none"] for pair in measured]
+    if any(result.answers != plain[0].answers for result in (*drafts, *plain)):
         raise SystemExit("the answers differ")
     ratios = [
-        one.tokens_per_second / other.tokens_per_second
-        for one, other in zip(drafts, plain, strict=True)
+        draft.tokens_per_second / other.tokens_per_second
+        for draft, other in zip(drafts, plain, strict=True)
     ]
     return {
         "text": text.name,
         "batch": len(text.prompts),
-        "none": statistics.median(one.tokens_per_second for one in plain),
-        "ngram": statistics.median(one.tokens_per_second for one in drafts),
+        "none": statistics.median(result.tokens_per_second for result in plain),
+        "ngram": statistics.median(result.tokens_per_second for result in drafts),
         "ratio": statistics.median(ratios),
         "ratios": ratios,
         "drafted": drafts[0].drafted,
@@ -174,12 +174,12 @@ def main() -> None:
     results = []
     for batch in BATCHES:
         for text in texts(gpt, tokenizer, batch):
-            one = compare(gpt, text, arguments.rounds, arguments.threads)
-            results.append(one)
+            compared = compare(gpt, text, arguments.rounds, arguments.threads)
+            results.append(compared)
             print(
-                "{text:9} {batch:5} {none:9.0f} {ngram:9.0f}  {ratio:5.2f} ".format_map(one)
-                + f"({min(one['ratios']):.2f} to {max(one['ratios']):.2f})        "
-                + "{drafted:7} {accepted:8}".format_map(one),
+                "{text:9} {batch:5} {none:9.0f} {ngram:9.0f}  {ratio:5.2f} ".format_map(compared)
+                + f"({min(compared['ratios']):.2f} to {max(compared['ratios']):.2f})        "
+                + "{drafted:7} {accepted:8}".format_map(compared),
                 flush=True,
             )
     where = {"shape": arguments.shape, "dtype": arguments.dtype, "threads": arguments.threads}

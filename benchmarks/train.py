@@ -267,23 +267,23 @@ def check(outcomes: Iterable[Outcome]) -> None:
     """Refuse to compare runs of unequal seconds or threads, or of unequal matrices where these
     should be the same. A run ends with the step in which its time is up."""
     outcomes = list(outcomes)
-    for each in outcomes:
-        asked = 60 * each.run.minutes
-        allowed = SAME_SECONDS * asked + each.seconds / max(1, each.steps)
-        if not asked <= each.seconds <= asked + allowed:
-            raise SystemExit(f"{each.run} took {each.seconds:.1f} s of {asked:.1f}")
-    if len({each.threads for each in outcomes}) > 1:
+    for outcome in outcomes:
+        asked = 60 * outcome.run.minutes
+        allowed = SAME_SECONDS * asked + outcome.seconds / max(1, outcome.steps)
+        if not asked <= outcome.seconds <= asked + allowed:
+            raise SystemExit(f"{outcome.run} took {outcome.seconds:.1f} s of {asked:.1f}")
+    if len({outcome.threads for outcome in outcomes}) > 1:
         raise SystemExit("not all runs had the same threads")
-    same = {each.matrices for each in outcomes if each.run.side != "nanogpt smaller"}
+    same = {outcome.matrices for outcome in outcomes if outcome.run.side != "nanogpt smaller"}
     if len(same) > 1:
         raise SystemExit(f"the block matrices are not equal: {sorted(same)} numbers")
 
 
 def summary(outcomes: Sequence[Outcome], default: Sequence[Outcome]) -> dict[str, Any]:
     """One side at one budget. `fewer`: how many percent fewer bits the default needs."""
-    bits = [each.bits_per_byte for each in outcomes]
+    bits = [outcome.bits_per_byte for outcome in outcomes]
     mean = statistics.mean(bits)
-    ours = statistics.mean(each.bits_per_byte for each in default)
+    ours = statistics.mean(outcome.bits_per_byte for outcome in default)
     first = outcomes[0]
     return {
         "minutes": first.run.minutes,
@@ -294,9 +294,11 @@ def summary(outcomes: Sequence[Outcome], default: Sequence[Outcome]) -> dict[str
         "mean": mean,
         "spread": max(bits) - min(bits),
         "fewer": 100 * (1 - ours / mean),
-        "steps": round(statistics.mean(each.steps for each in outcomes)),
-        "tokens": round(statistics.mean(each.tokens for each in outcomes)),
-        "tokens_per_second": statistics.mean(each.tokens / each.seconds for each in outcomes),
+        "steps": round(statistics.mean(outcome.steps for outcome in outcomes)),
+        "tokens": round(statistics.mean(outcome.tokens for outcome in outcomes)),
+        "tokens_per_second": statistics.mean(
+            outcome.tokens / outcome.seconds for outcome in outcomes
+        ),
         "matrices": first.matrices,
         "parameters": first.parameters,
     }
@@ -308,14 +310,14 @@ def table(summaries: Sequence[dict[str, Any]]) -> str:
         "| tokens | tokens/s | matrices | parameters |",
         "|---:|---|---|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
-    for each in summaries:
-        seeds = ", ".join(f"{bits:.4f}" for bits in each["bits_per_byte"])
-        fewer = "" if each["side"] == "default" else f"{each['fewer']:.1f} %"
+    for row in summaries:
+        seeds = ", ".join(f"{bits:.4f}" for bits in row["bits_per_byte"])
+        fewer = "" if row["side"] == "default" else f"{row['fewer']:.1f} %"
         lines.append(
-            f"| {each['minutes']:g} | {each['side']}, {each['rate']:g}, batch {each['batch']} "
-            f"| {seeds} | {each['mean']:.4f} | {each['spread']:.4f} | {fewer} "
-            f"| {each['steps']:,} | {each['tokens']:,} | {each['tokens_per_second']:,.0f} "
-            f"| {each['matrices']:,} | {each['parameters']:,} |"
+            f"| {row['minutes']:g} | {row['side']}, {row['rate']:g}, batch {row['batch']} "
+            f"| {seeds} | {row['mean']:.4f} | {row['spread']:.4f} | {fewer} "
+            f"| {row['steps']:,} | {row['tokens']:,} | {row['tokens_per_second']:,.0f} "
+            f"| {row['matrices']:,} | {row['parameters']:,} |"
         )
     return "\n".join(lines)
 
@@ -333,7 +335,7 @@ def compare(
     for seed in range(FIRST_SEED, FIRST_SEED + seeds):
         for run in runs:
             outcomes[run.side].append(measurement.outcome(replace(run, seed=seed)))
-    check(each for side in outcomes.values() for each in side)
+    check(outcome for side in outcomes.values() for outcome in side)
     return [summary(side, outcomes["default"]) for side in outcomes.values()]
 
 
@@ -357,9 +359,9 @@ def main() -> None:
         results = Results(arguments.results or Path(folder) / "results.jsonl")
         measurement = Measurement(arguments.data, arguments.threads, results, Path(folder))
         summaries = [
-            each
+            summary
             for minutes in arguments.minutes
-            for each in compare(
+            for summary in compare(
                 measurement, minutes, arguments.seeds, arguments.sweep, arguments.smaller
             )
         ]

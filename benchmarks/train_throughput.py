@@ -132,30 +132,31 @@ def measure(loop: str, name: str, steps: int, threads: int) -> dict[str, float]:
 
 def compare(name: str, rounds: int, steps: int, threads: int) -> dict[str, Any]:
     """All loops in turns, every other round in reverse."""
-    found: dict[str, list[dict[str, float]]] = {loop: [] for loop in LOOPS}
+    results_of: dict[str, list[dict[str, float]]] = {loop: [] for loop in LOOPS}
     order = list(LOOPS)
     for _ in range(rounds):
         for loop in order:
-            found[loop].append(_in_a_process(loop, name, steps, threads))
+            results_of[loop].append(_in_a_process(loop, name, steps, threads))
         order.reverse()
-    first = [each["first_loss"] for results in found.values() for each in results]
+    first = [result["first_loss"] for results in results_of.values() for result in results]
     if max(first) - min(first) > 0.01:
         raise SystemExit(f"the loops do not compute the same: first losses {first}")
     return {
         "preset": name,
         "tokens_per_second": {
-            loop: statistics.median(each["tokens"] / each["seconds"] for each in results)
-            for loop, results in found.items()
+            loop: statistics.median(result["tokens"] / result["seconds"] for result in results)
+            for loop, results in results_of.items()
         },
         "times_as_fast_as": {
             loop: statistics.median(
                 theirs["seconds"] / mine["seconds"]
-                for mine, theirs in zip(found["logitd"], found[loop], strict=True)
+                for mine, theirs in zip(results_of["logitd"], results_of[loop], strict=True)
             )
             for loop in LOOPS[1:]
         },
         "first_seconds": {
-            loop: [each["first_seconds"] for each in results] for loop, results in found.items()
+            loop: [result["first_seconds"] for result in results]
+            for loop, results in results_of.items()
         },
     }
 
@@ -190,7 +191,7 @@ def main() -> None:
             ratio = result["times_as_fast_as"].get(loop)
             beside = "" if ratio is None else f"  logitd is {ratio:.2f} times as fast"
             print(f"{name:<12} {loop:<14} {speed:>9,.0f} tokens/s{beside}")
-        compiling = ", ".join(f"{each:.0f}" for each in result["first_seconds"]["compiled"])
+        compiling = ", ".join(f"{seconds:.0f}" for seconds in result["first_seconds"]["compiled"])
         print(f"{name:<12} compiled, the first step of each round: {compiling} s")
     print(json.dumps(results))
 

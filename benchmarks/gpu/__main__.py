@@ -54,17 +54,20 @@ def guarded(
     name: str, part: Callable[[], Iterator[Finding]], keep: Callable[[Finding], None]
 ) -> tuple[list[Finding], str | None]:
     """What a part found before it ended or failed, and how it failed."""
-    found: list[Finding] = []
+    findings: list[Finding] = []
     print(f"gpu: {name}", file=sys.stderr, flush=True)
     try:
         for finding in part():
-            found.append(finding)
+            findings.append(finding)
             keep(finding)
             print(line(finding), file=sys.stderr, flush=True)
     except Exception as error:  # whatever it is, the other parts are still wanted
         traceback.print_exc()
-        return found, f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-    return found, None
+        return (
+            findings,
+            f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
+        )
+    return findings, None
 
 
 def keeper(path: Path | None) -> Callable[[Finding], None]:
@@ -127,8 +130,8 @@ def main() -> int:
     failures: dict[str, str] = {}
     for name in names:
         if name in chosen:
-            found, failure = guarded(name, partial(begun, name, parts[name]), keep)
-            findings += found
+            results, failure = guarded(name, partial(begun, name, parts[name]), keep)
+            findings += results
             if failure is not None:
                 failures[name] = failure
     after, failure_after = before, None

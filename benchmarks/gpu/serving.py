@@ -81,12 +81,15 @@ def kernels(plan: Plan) -> Iterator[Finding]:
     for variant in ("graphs", "no overlap", "one by one"):
         for batch in plan.profiled:
             seconds, watched = _watched_steps(plan, gpt, VARIANTS[variant], batch)
-            busy = sum(each.microseconds for each in watched) / 1e6
-            longest = sorted(watched, key=lambda each: each.microseconds, reverse=True)[:LONGEST]
+            busy = sum(kernel.microseconds for kernel in watched) / 1e6
+            longest = sorted(watched, key=lambda kernel: kernel.microseconds, reverse=True)[
+                :LONGEST
+            ]
             said = ", ".join(
-                f"{each.key[:40]} {each.microseconds / 1e6 / busy:.0%}" for each in longest[:3]
+                f"{kernel.key[:40]} {kernel.microseconds / 1e6 / busy:.0%}"
+                for kernel in longest[:3]
             )
-            count = sum(each.count for each in watched)
+            count = sum(kernel.count for kernel in watched)
             yield Finding(
                 "kernels",
                 f"{name} {variant}, {batch} at once",
@@ -96,7 +99,7 @@ def kernels(plan: Plan) -> Iterator[Finding]:
                     "step_ms": 1e3 * seconds,
                     "busy_ms": 1e3 * busy,
                     "kernels": count,
-                    "longest": [asdict(each) for each in longest],
+                    "longest": [asdict(kernel) for kernel in longest],
                 },
             )
 
@@ -122,7 +125,7 @@ def _watched_steps(
     try:
         for request in requests(workload, batch, "kernels"):
             engine.add(request)
-        while sum(isinstance(each, TokenEvent) for each in engine.step().events) < batch:
+        while sum(isinstance(event, TokenEvent) for event in engine.step().events) < batch:
             continue
 
         def several() -> None:
@@ -140,13 +143,17 @@ def _watched_steps(
         engine.close()
     return seconds, [
         Kernel(
-            each.key,
-            each.count / WATCHED,
-            (each.self_device_time_total if device.type == "cuda" else each.self_cpu_time_total)
+            average.key,
+            average.count / WATCHED,
+            (
+                average.self_device_time_total
+                if device.type == "cuda"
+                else average.self_cpu_time_total
+            )
             / WATCHED,
         )
-        for each in profiler.key_averages()
-        if each.device_type.name == device.type.upper()
+        for average in profiler.key_averages()
+        if average.device_type.name == device.type.upper()
     ]
 
 
@@ -212,13 +219,13 @@ def http(plan: Plan) -> Iterator[Finding]:
                 workload = replace(plan.workload(batch), tokens=512, rounds=1)
                 (decode,) = measure_engine(gpt, GraphDecoder, workload).decode
                 alone = batch / decode.step.p50
-                found = compare(urls, workload, rounds=1 if plan.tiny else 3)
+                rates = compare(urls, workload, rounds=1 if plan.tiny else 3)
                 yield Finding(
                     "http",
                     f"{name}, {batch} streams",
-                    f"thread {found['thread']:,.0f} tokens/s, {found['thread'] / alone:.0%} of the "
-                    f"engine's; process {found['process']:,.0f}, {found['process'] / alone:.0%}",
-                    {**found, "engine": alone},
+                    f"thread {rates['thread']:,.0f} tokens/s, {rates['thread'] / alone:.0%} of the "
+                    f"engine's; process {rates['process']:,.0f}, {rates['process'] / alone:.0%}",
+                    {**rates, "engine": alone},
                 )
 
 

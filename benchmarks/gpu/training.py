@@ -68,7 +68,7 @@ def trained(plan: Plan) -> Iterator[Finding]:
             raise RuntimeError(f"the trainer ended with {done.returncode}: {done.stderr[-2000:]}")
         best = read_checkpoint(run / "best").training
         samples = (run / "samples.txt").read_text(encoding="utf-8")
-        last = [json.loads(each) for each in (run / "metrics.jsonl").read_text().splitlines()][-1]
+        last = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()][-1]
         yield Finding(
             "trained",
             f"preset {name}, best at step {best.step:,}",

@@ -106,8 +106,8 @@ def random_weights(device: torch.device, size: Size) -> Iterator[Finding]:
             gpt = synthetic_gpt(config).to(dtype).to(device)
             with torch.inference_mode():
                 forward = gpt(ids.to(device)).logits[0].float().cpu()
-            for way, found in (("forward", forward), ("decoded", _decoded(gpt, ids))):
-                apart = float((found - exact).abs().max() / exact.std())
+            for way, logits in (("forward", forward), ("decoded", _decoded(gpt, ids))):
+                apart = float((logits - exact).abs().max() / exact.std())
                 yield Finding(
                     "random",
                     f"{family}, {str(dtype).removeprefix('torch.')} {way}",
@@ -131,7 +131,7 @@ def greedy(device: torch.device, size: Size) -> Iterator[Finding]:
             for i in range(size.prompts)
         ]
         texts.append(_run(gpt, make, asked))
-    same = sum(texts[0][one.request_id] == texts[1][one.request_id] for one in asked)
+    same = sum(texts[0][request.request_id] == texts[1][request.request_id] for request in asked)
     yield Finding(
         "greedy",
         "float32",
@@ -150,7 +150,7 @@ def replay(device: torch.device, size: Size) -> Iterator[Finding]:
             ways: tuple[DecoderMaker, ...]
             ways = (GraphDecoder, partial(GraphDecoder, capture=DirectCalls()))
             results = [_mixed(gpt, make, ids, size, drafts) for make in ways]
-            same = sum(one == other for one, other in zip(*results, strict=True))
+            same = sum(token_id == other for token_id, other in zip(*results, strict=True))
             yield Finding(
                 "replay",
                 f"{str(dtype).removeprefix('torch.')}, drafts {drafts}",
@@ -191,19 +191,19 @@ def overlap(device: torch.device, size: Size) -> Iterator[Finding]:
                 partial(Counted, behind, batch_invariant=invariant),
                 partial(GraphDecoder, batch_invariant=invariant, overlap=False),
             )
-            found, expected = (
+            given, expected = (
                 _mixed(gpt, make, ids, size, "none", kinds=SAMPLED, ends_early=invariant)
                 for make in ways
             )
-            same = sum(one == other for one, other in zip(found, expected, strict=True))
+            same = sum(token_id == other for token_id, other in zip(given, expected, strict=True))
             yield Finding(
                 "overlap",
                 f"{str(dtype).removeprefix('torch.')}, "
                 f"{'batch-invariant, some aborted' if invariant else 'of any size'}",
-                f"{same} of {len(found)} sequences have the tokens of steps that wait; "
+                f"{same} of {len(given)} sequences have the tokens of steps that wait; "
                 f"{len(behind)} steps were launched early",
-                {"same": same, "of": len(found), "overlapped": len(behind)},
-                same == len(found) and bool(behind),
+                {"same": same, "of": len(given), "overlapped": len(behind)},
+                same == len(given) and bool(behind),
             )
 
 
@@ -221,8 +221,8 @@ def invariance(device: torch.device, size: Size) -> Iterator[Finding]:
             together = _run(gpt, make, asked)
             checked = asked[:: max(1, len(asked) // 16)]
             same = sum(
-                _run(gpt, make, [one])[one.request_id] == together[one.request_id]
-                for one in checked
+                _run(gpt, make, [request])[request.request_id] == together[request.request_id]
+                for request in checked
             )
             yield Finding(
                 "invariance",
@@ -310,17 +310,17 @@ def _request(name: str, token_ids: Sequence[int], tokens: int, **options: Any) -
 def _run(gpt: GPT, make: DecoderMaker, asked: Sequence[GenerationRequest]) -> dict[str, list[Any]]:
     """Tokens with their logprobs, by request: all together, in eight slots."""
     engine = Engine(gpt, EngineConfig(slots=8), make_decoder=make)
-    found: dict[str, list[Any]] = {one.request_id: [] for one in asked}
+    answers: dict[str, list[Any]] = {request.request_id: [] for request in asked}
     try:
-        for one in asked:
-            engine.add(one)
+        for request in asked:
+            engine.add(request)
         while engine.has_work():
             for event in engine.step().events:
                 if isinstance(event, TokenEvent):
-                    found[event.request_id].append((event.token_id, event.chosen, event.top))
+                    answers[event.request_id].append((event.token_id, event.chosen, event.top))
     finally:
         engine.close()
-    return found
+    return answers
 
 
 def _mixed(
@@ -337,17 +337,17 @@ def _mixed(
     the same play for the same arguments."""
     engine = Engine(gpt, EngineConfig(slots=6, speculate=drafts), make_decoder=make)
     rng = random.Random(1)
-    found: dict[str, list[Any]] = {}
+    answers: dict[str, list[Any]] = {}
 
     def step() -> None:
         for event in engine.step().events:
             if isinstance(event, TokenEvent):
-                found[event.request_id].append((event.token_id, event.chosen))
+                answers[event.request_id].append((event.token_id, event.chosen))
 
     try:
         for number in range(size.requests):
             name = str(number)
-            found[name] = []
+            answers[name] = []
             options = dict(rng.choice(kinds))
             asked = _request(name, _piece(rng, ids, 200), rng.randint(1, size.tokens), **options)
             engine.add(replace(asked, params=replace(asked.params, seed=number)))
@@ -359,7 +359,7 @@ def _mixed(
             step()
     finally:
         engine.close()
-    return list(found.values())
+    return list(answers.values())
 
 
 def _held_bytes(device: torch.device) -> int:

@@ -106,20 +106,20 @@ async def measure(url: str, server: str, dtype: str, plan: Plan) -> list[Served]
         count = 1 + plan.rounds * sum(plan.batches)
         prompts = iter(random_prompts(count, plan.prompt, plan.shape.vocab_size))
         await run([next(prompts)], plan.tokens)  # warm
-        found = []
+        measured = []
         for batch in plan.batches:
             rounds = [
                 await run(list(islice(prompts, batch)), plan.tokens) for _ in range(plan.rounds)
             ]
-            found.append(summarise(rounds, server, dtype, batch))
-        return found
+            measured.append(summarise(rounds, server, dtype, batch))
+        return measured
 
 
 def summarise(
     rounds: Sequence[Sequence[StreamRecord]], server: str, dtype: str, batch: int
 ) -> Served:
     """What the rounds of one batch size say together. Raises Unmeasured."""
-    records = [record for one in rounds for record in one]
+    records = [record for records_of_round in rounds for record in records_of_round]
     failures = failures_of(records)
     if failures:
         first = failures[0]
@@ -127,7 +127,11 @@ def summarise(
             f"batch {batch}: {len(failures)} of {len(records)} streams failed, the first by "
             f"{first.kind}: {first.message}"
         )
-    together = [rate for one in rounds if (rate := full_batch_rate(one)) is not None]
+    together = [
+        rate
+        for records_of_round in rounds
+        if (rate := full_batch_rate(records_of_round)) is not None
+    ]
     waits = Spread.of(record.arrivals[0].at - record.sent for record in records)
     assert waits is not None, "there is a round, and a stream in it"
     return Served(
@@ -136,7 +140,9 @@ def summarise(
         batch=batch,
         tokens=sum(arrival.tokens for record in records for arrival in record.arrivals),
         decode_tokens_per_second=statistics.median(together) if together else None,
-        tokens_per_second=statistics.median(overall_rate(one) for one in rounds),
+        tokens_per_second=statistics.median(
+            overall_rate(records_of_round) for records_of_round in rounds
+        ),
         first_token_p50=waits.p50,
         first_token_p99=waits.p99,
     )
@@ -187,12 +193,12 @@ def compare(plan: Plan) -> list[Served]:
                 with tempfile.TemporaryDirectory() as folder:
                     try:
                         with running(server, dtype, plan, weights, Path(folder)) as url:
-                            found = asyncio.run(measure(url, server, dtype, plan))
+                            measured = asyncio.run(measure(url, server, dtype, plan))
                     except (ServerMissing, Unmeasured) as error:
                         print(f"{dtype}: {server} is left out: {error}", flush=True)
                         continue
-                results += found
-                rates = ", ".join(f"{one.tokens_per_second:,.0f}" for one in found)
+                results += measured
+                rates = ", ".join(f"{result.tokens_per_second:,.0f}" for result in measured)
                 print(f"{dtype}: {server}, tokens/s in all: {rates}", flush=True)
     return results
 
@@ -203,12 +209,12 @@ def table(results: Sequence[Served]) -> str:
         "| | batch | tokens/s | in all | TTFT p50 ms | p99 ms |",
         "|---|---:|---:|---:|---:|---:|",
     ]
-    for one in results:
-        together = one.decode_tokens_per_second
+    for result in results:
+        together = result.decode_tokens_per_second
         lines.append(
-            f"| {one.server}, {one.dtype} | {one.batch} "
-            f"| {'' if together is None else f'{together:,.0f}'} | {one.tokens_per_second:,.0f} "
-            f"| {1e3 * one.first_token_p50:,.0f} | {1e3 * one.first_token_p99:,.0f} |"
+            f"| {result.server}, {result.dtype} | {result.batch} "
+            f"| {'' if together is None else f'{together:,.0f}'} | {result.tokens_per_second:,.0f} "
+            f"| {1e3 * result.first_token_p50:,.0f} | {1e3 * result.first_token_p99:,.0f} |"
         )
     return "\n".join(lines)
 
@@ -248,7 +254,7 @@ def main(argv: Sequence[str]) -> None:
     print(f"\n{table(results)}\n")
     print(json.dumps({"shape": asdict(plan.shape), "threads": plan.threads,
                       "prompt": plan.prompt, "tokens": plan.tokens,
-                      "results": [asdict(one) for one in results]}))  # fmt: skip
+                      "results": [asdict(result) for result in results]}))  # fmt: skip
 
 
 if __name__ == "__main__":
