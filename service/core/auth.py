@@ -2,8 +2,8 @@
 
 Every key has a name, by which the log and the metrics know its callers. Keys come from a setting, a
 file, or both. Of a key only its SHA-256 is kept here, and no message, log line or metric holds a
-key, nor what a client sent for one. Does not cover limits per key, nor keys that expire: new keys
-are a restart.
+key, nor what a client sent for one. Does not cover how callers share the
+server (`callers.py`), nor keys that expire: new keys are a restart.
 """
 
 import hmac

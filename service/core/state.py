@@ -6,7 +6,7 @@ global: an application has one of these, its routes get it by dependency.
 
 import asyncio
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
 from fastapi import Depends, Request
@@ -14,6 +14,7 @@ from fastapi import Depends, Request
 from model.checkpoint.checkpoint import CheckpointInfo
 from model.inference.engine.events import FinishEvent
 from service.core.auth import NO_KEY, ApiKeys
+from service.core.callers import caller_of
 from service.core.constraints import Constraints
 from service.core.errors import ApiError, unavailable
 from service.core.metrics import Metrics
@@ -40,6 +41,7 @@ class Served:
     settings: ServeSettings
     reply_budget: ReplyBudget
     key_names: tuple[str, ...]  # of API keys; none: no request needs one
+    caller: str = ""  # to whom, while a request is answered
 
     @property
     def context_length(self) -> int:
@@ -142,8 +144,10 @@ async def service_state(request: Request) -> ServiceState:
     return state
 
 
-async def served(state: Annotated[ServiceState, Depends(service_state)]) -> Served:
-    return state.ready()
+async def served(
+    request: Request, state: Annotated[ServiceState, Depends(service_state)]
+) -> Served:
+    return replace(state.ready(), caller=caller_of(request))
 
 
 State = Annotated[ServiceState, Depends(service_state)]

@@ -5,6 +5,11 @@ elements of outputs. A request is counted from the moment its texts are encoded 
 last sequence ends. Requests that run one after another are counted from the start (`reserve`), so
 that the later ones are not rejected half-way.
 
+One caller must not fill the queue so that others only get rejected. So a queue that is full still
+takes a caller that has less than its share, the limit divided by the callers that have something in
+the queue; FULLEST times the limits are never exceeded. Whoever is alone may fill the whole queue,
+and nobody is rejected while it has room.
+
 Belongs to the event loop. Not here: which request runs next, which is the scheduler's decision, and
 whether the model can compute a request (`model/inference/engine/validation.py`).
 """
@@ -12,7 +17,7 @@ whether the model can compute a request (`model/inference/engine/validation.py`)
 import asyncio
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -21,6 +26,9 @@ from model.inference.engine.events import FinishEvent
 from model.inference.engine.requests import Request, sequence_lengths
 from model.inference.errors import InvalidRequest
 from model.transformer.config import GPTConfig
+
+FULLEST = 2
+"""What all callers together may have waiting, in times of each limit."""
 
 
 class QueueFull(Exception):
@@ -70,6 +78,40 @@ class Load:
         )
 
 
+class _Tally:
+    """The load of requests, of each caller and of all."""
+
+    def __init__(self) -> None:
+        self.total = Load()
+        self._by_caller: dict[str, Load] = {}
+
+    @property
+    def callers(self) -> Collection[str]:
+        """Whoever has any."""
+        return self._by_caller.keys()
+
+    def of(self, caller: str) -> Load:
+        return self._by_caller.get(caller, Load())
+
+    def add(self, caller: str, load: Load) -> None:
+        self.total += load
+        self._set(caller, self.of(caller) + load)
+
+    def subtract(self, caller: str, load: Load) -> None:
+        self.total -= load
+        self._set(caller, self.of(caller) - load)
+
+    def clear(self) -> None:
+        self.total = Load()
+        self._by_caller.clear()
+
+    def _set(self, caller: str, load: Load) -> None:
+        if load == Load():
+            self._by_caller.pop(caller, None)
+        else:
+            self._by_caller[caller] = load
+
+
 class AdmissionController:
     """Admits requests to an engine with `slots` slots, and counts them until they end."""
 
@@ -83,8 +125,8 @@ class AdmissionController:
         self._config = config
         self._slots = slots
         self._limits = limits
-        self._open = Load()  # submitted and not ended
-        self._reserved = Load()  # not submitted yet
+        self._open = _Tally()  # submitted and not ended
+        self._reserved = _Tally()  # not submitted yet
         self._begun_tokens = 0  # of the open ones, that have or had a slot as of the last step
         self._pace = _Pace(clock)
         self._empty = asyncio.Event()
@@ -93,12 +135,12 @@ class AdmissionController:
     @property
     def sequences(self) -> int:
         """Sequences that are submitted and have not ended, and those that are reserved."""
-        return self._open.sequences + self._reserved.sequences
+        return self._open.total.sequences + self._reserved.total.sequences
 
     @property
     def elements(self) -> int:
         """Output elements of the requests that have not ended, and of those that are reserved."""
-        return self._open.elements + self._reserved.elements
+        return self._open.total.elements + self._reserved.total.elements
 
     @property
     def is_empty(self) -> bool:
@@ -114,21 +156,29 @@ class AdmissionController:
         lengths = sequence_lengths(request)
         return Load(len(lengths), sum(lengths), output_elements(request, self._config))
 
-    def check_capacity(self, load: Load, param: str | None = None) -> None:
-        """Raise QueueFull where there is no room for `load` now, and InvalidRequest where there
-        never is; `param` names the field that asks for so many sequences.
+    def check_capacity(self, load: Load, param: str | None = None, caller: str = "") -> None:
+        """Raise QueueFull where there is no room for a caller's `load` now, and InvalidRequest
+        where there never is; `param` names the field that asks for so many sequences.
 
         An empty queue admits a request with any number of tokens: it is computed next.
         """
         self._check_possible(load, param)
         waiting = max(0, self.sequences - self._slots)
         retry_after = self._pace.seconds_for(waiting + 1)
-        if self.sequences + load.sequences > self._slots + self._limits.sequences:
+        limits, own = self._limits, self._open.of(caller) + self._reserved.of(caller) + load
+        callers = len({caller, *self._open.callers, *self._reserved.callers})
+
+        def exceeds(queued: int, own: int, limit: int) -> bool:
+            """Whether so much, of which the caller's is so much, is more than a limit allows."""
+            in_its_share = own <= limit // callers and queued <= FULLEST * limit
+            return queued > limit and not in_its_share
+
+        if exceeds(self.sequences + load.sequences - self._slots, own.sequences, limits.sequences):
             raise QueueFull(f"{waiting} sequences are waiting", self._limits.sequences, retry_after)
-        queued = max(0, self._open.tokens - self._begun_tokens)
-        if waiting and queued + load.tokens > self._limits.tokens:
+        queued = max(0, self._open.total.tokens - self._begun_tokens)
+        if waiting and exceeds(queued + load.tokens, own.tokens, limits.tokens):
             raise QueueFull(f"{queued} prompt tokens are waiting", self._limits.tokens, retry_after)
-        if self.elements + load.elements > self._limits.elements:
+        if exceeds(self.elements + load.elements, own.elements, limits.elements):
             raise QueueFull(
                 f"{self.elements} output elements are waiting or being computed and the "
                 f"request asks for {load.elements}",
@@ -137,9 +187,9 @@ class AdmissionController:
             )
 
     @contextmanager
-    def hold(self, sequences: int, param: str) -> Iterator[None]:
-        """Reserve sequences of one request while its texts are encoded. Raises as `check_capacity`
-        does, and InvalidRequest for more than one request may have.
+    def hold(self, sequences: int, param: str, caller: str = "") -> Iterator[None]:
+        """Reserve sequences of a caller's request while its texts are encoded. Raises as
+        `check_capacity` does, and InvalidRequest for more than one request may have.
 
         The block is left before the requests are submitted. The event loop runs nothing else in
         between, so nobody takes their room.
@@ -152,57 +202,60 @@ class AdmissionController:
                 param,
             )
         load = Load(sequences=sequences)
-        self.check_capacity(load, param)
-        self._reserve(load)
+        self.check_capacity(load, param, caller)
+        self._reserve(caller, load)
         try:
             yield
         finally:
-            self._release(load)
+            self._release(caller, load)
 
     def reserve(self, requests: Sequence[Request]) -> None:
-        """Keep room for requests that are submitted later, or raise as `check_capacity` does."""
-        load = self._sum(requests)
-        self.check_capacity(load)
-        self._reserve(load)
+        """Keep room for a caller's requests that are submitted later, or raise as `check_capacity`
+        does."""
+        load, caller = self._sum(requests), _caller(requests)
+        self.check_capacity(load, caller=caller)
+        self._reserve(caller, load)
 
     def release(self, requests: Sequence[Request]) -> None:
         """Give up the room of reserved requests."""
-        self._release(self._sum(requests))
+        for request in requests:
+            self._release(request.caller, self.load_of(request))
 
     def admit(self, requests: Sequence[Request]) -> list[Load]:
-        """Count requests as submitted: all of them, or none where `check_capacity` raises. Gives
-        the load of each."""
+        """Count a caller's requests as submitted: all of them, or none where `check_capacity`
+        raises. Gives the load of each."""
         loads = [self.load_of(request) for request in requests]
-        total = sum(loads, Load())
-        self.check_capacity(total)
-        self._open += total
+        total, caller = sum(loads, Load()), _caller(requests)
+        self.check_capacity(total, caller=caller)
+        self._open.add(caller, total)
         self._note_empty()
         return loads
 
     def admit_reserved(self, request: Request) -> Load:
         """Count a reserved request as submitted."""
         load = self.load_of(request)
-        self._reserved -= load
-        self._open += load
+        self._reserved.subtract(request.caller, load)
+        self._open.add(request.caller, load)
         return load
 
     def set_begun(self, tokens: int) -> None:
         """After a step: the prompt tokens of the sequences that have a slot, or had one."""
         self._begun_tokens = tokens
 
-    def end_sequence(self, event: FinishEvent) -> None:
-        """One sequence has ended."""
-        self._pace.finished(queued=self._open.sequences > self._slots)
-        self._open -= Load(sequences=1, tokens=event.prompt_tokens)
+    def end_sequence(self, event: FinishEvent, caller: str = "") -> None:
+        """One sequence of a caller has ended."""
+        self._pace.finished(queued=self._open.total.sequences > self._slots)
+        self._open.subtract(caller, Load(sequences=1, tokens=event.prompt_tokens))
         self._note_empty()
 
-    def end_request(self, load: Load) -> None:
-        """The last sequence of a request has ended: nothing more of its output is computed."""
-        self._open -= Load(elements=load.elements)
+    def end_request(self, load: Load, caller: str = "") -> None:
+        """The last sequence of a caller's request has ended: nothing more of its output is
+        computed."""
+        self._open.subtract(caller, Load(elements=load.elements))
 
     def clear(self) -> None:
         """Nothing that was submitted will be computed. What is reserved is still to be released."""
-        self._open = Load()
+        self._open.clear()
         self._note_empty()
 
     def _check_possible(self, load: Load, param: str | None) -> None:
@@ -225,12 +278,12 @@ class AdmissionController:
     def _sum(self, requests: Sequence[Request]) -> Load:
         return sum(map(self.load_of, requests), Load())
 
-    def _reserve(self, load: Load) -> None:
-        self._reserved += load
+    def _reserve(self, caller: str, load: Load) -> None:
+        self._reserved.add(caller, load)
         self._note_empty()
 
-    def _release(self, load: Load) -> None:
-        self._reserved -= load
+    def _release(self, caller: str, load: Load) -> None:
+        self._reserved.subtract(caller, load)
         self._note_empty()
 
     def _note_empty(self) -> None:
@@ -238,6 +291,11 @@ class AdmissionController:
             self._empty.set()
         else:
             self._empty.clear()
+
+
+def _caller(requests: Sequence[Request]) -> str:
+    """Whose requests these are: those of one HTTP request have one caller."""
+    return requests[0].caller if requests else ""
 
 
 class _Pace:

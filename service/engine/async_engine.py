@@ -184,7 +184,8 @@ class AsyncEngine:
             self, [r.request_id for r in requests], sum(load.sequences for load in loads)
         )
         for request, load in zip(requests, loads, strict=True):
-            self._open[request.request_id] = _OpenRequest(submission, load.sequences, load)
+            opened = _OpenRequest(submission, load.sequences, load, request.caller)
+            self._open[request.request_id] = opened
             self._driver.put(Add(request, self.now()))
         return submission
 
@@ -219,8 +220,8 @@ class AsyncEngine:
         request.open -= 1
         if not request.open:
             del self._open[event.request_id]
-            self.admission.end_request(request.load)
-        self.admission.end_sequence(event)
+            self.admission.end_request(request.load, request.caller)
+        self.admission.end_sequence(event, request.caller)
 
     def _stop(self) -> None:
         """The thread has ended: what it left is delivered first."""
@@ -241,3 +242,4 @@ class _OpenRequest:
     submission: Submission
     open: int  # sequences that have not ended
     load: Load
+    caller: str

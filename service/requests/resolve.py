@@ -58,7 +58,9 @@ async def resolve_generation(
     if not served.checkpoint.tokenizer.has_text:
         _reject_texts(body, source)
     constraint = None
-    with served.admission.hold(len(body.prompts) * body.n, "prompt" if body.n == 1 else "n"):
+    with served.admission.hold(
+        len(body.prompts) * body.n, "prompt" if body.n == 1 else "n", served.caller
+    ):
         prompts = await encode_all(body.prompts, "prompt", served)
         if source is not None:
             constraint = await unless_gone(request, served.constraints.compiled(source))
@@ -71,6 +73,7 @@ async def resolve_generation(
             n=body.n,
             prompt_logprobs=_prompt_logprobs(body),
             priority=body.priority,
+            caller=served.caller,
             prefix_reuse=body.prefix_reuse,
             deadline=deadline,
         )
@@ -225,7 +228,7 @@ async def _resolve_outputs(
     body: TensorRequest, output: Logits | HiddenStates | AttentionWeights, served: Served
 ) -> list[OutputsRequest]:
     deadline = deadline_of(body.timeout, served)
-    with served.admission.hold(len(body.prompts), "prompt"):
+    with served.admission.hold(len(body.prompts), "prompt", served.caller):
         prompts = await encode_all(body.prompts, "prompt", served)
     return [
         OutputsRequest(
@@ -233,6 +236,7 @@ async def _resolve_outputs(
             token_ids=prompt,
             positions=_positions(body.positions, len(prompt)),
             output=output,
+            caller=served.caller,
             deadline=deadline,
         )
         for prompt in prompts
@@ -312,7 +316,7 @@ async def resolve_probs(body: tensors.ProbsRequest, served: Served) -> ResolvedP
     check_token_ids("token_ids", body.token_ids or (), vocab_size)
     deadline = deadline_of(body.timeout, served)
     output = _logits(body.stage, body.processing)
-    with served.admission.hold(len(body.prompts), "prompt"):
+    with served.admission.hold(len(body.prompts), "prompt", served.caller):
         prompts = await encode_all(body.prompts, "prompt", served)
     token_ids, top_k = body.token_ids, body.top_k or DEFAULT_PROBS
     if body.tokens is not None:
@@ -327,12 +331,18 @@ async def resolve_probs(body: tensors.ProbsRequest, served: Served) -> ResolvedP
                 token_ids=prompt,
                 positions=_positions("last", len(prompt)),
                 output=output,
+                caller=served.caller,
                 deadline=deadline,
             )
             for prompt in prompts
         ],
         scores=[
-            ScoreRequest(request_id=new_id("score"), token_ids=prompt, deadline=deadline)
+            ScoreRequest(
+                request_id=new_id("score"),
+                token_ids=prompt,
+                caller=served.caller,
+                deadline=deadline,
+            )
             for prompt in prompts
             if body.perplexity
         ],
@@ -360,7 +370,7 @@ async def resolve_score(body: tensors.ScoreRequest, served: Served) -> list[Scor
     texts = body.continuations or []
     per_prompt = max(1, len(texts))
     param = "prompt" if per_prompt == 1 else "continuations"
-    with served.admission.hold(len(body.prompts) * per_prompt, param):
+    with served.admission.hold(len(body.prompts) * per_prompt, param, served.caller):
         prompts = await encode_all(body.prompts, "prompt", served)
         continuations = tuple(await encode_all(texts, "continuations", served))
     # One more than asked for, so that it is known whether a token was the likeliest.
@@ -373,6 +383,7 @@ async def resolve_score(body: tensors.ScoreRequest, served: Served) -> list[Scor
             token_ids=prompt,
             continuations=continuations,
             top=top,
+            caller=served.caller,
             deadline=deadline,
         )
         for prompt in prompts

@@ -40,7 +40,7 @@ async def chat_completions(body: ChatBody, served: Ready, request: Request) -> R
     names = {"prompt": "messages", "logprobs": "top_logprobs", "json_schema": "response_format"}
     with param_names(**names):
         # A full queue is reported before anything is rendered.
-        with served.admission.hold(body.n or 1, "n"):
+        with served.admission.hold(body.n or 1, "n", served.caller):
             prompt = await chat_prompt(body, served)
         native = native_chat(body, prompt, served.checkpoint.tokenizer)
         requests = await resolve_generation(native, served, request, arrived)

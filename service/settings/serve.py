@@ -136,7 +136,10 @@ class ServeSettings(BaseSettings):
         "which is faster where steps take about a millisecond and processors are free",
     )
     max_queue: int = Field(
-        256, ge=0, description="sequences that may wait for a slot; more are answered 429"
+        256,
+        ge=0,
+        description="sequences that may wait for a slot; more are answered 429, "
+        "unless they are of a caller that has less than its share",
     )
     max_queue_tokens: int = Field(
         2**18, ge=1, description="prompt tokens that may wait for a slot; more are answered 429"

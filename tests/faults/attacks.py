@@ -1,10 +1,11 @@
 """Every attack there is, in the order of the table."""
 
-from tests.faults import bodies, readers, soak, trainer
+from tests.faults import bodies, callers, readers, soak, trainer
 from tests.faults.attack import Attack
 
 ATTACKS: tuple[Attack, ...] = (
     *bodies.ATTACKS,
+    *callers.ATTACKS,
     *readers.ATTACKS,
     *trainer.ATTACKS,
     *soak.ATTACKS,

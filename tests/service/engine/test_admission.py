@@ -3,10 +3,13 @@ That the elements of each request are given back once, on every way to end, is i
 test_accounting.py, with a real engine."""
 
 import asyncio
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from model.inference.engine.events import FinishEvent, FinishReason, SequenceTimes
 from model.inference.engine.requests import GenerationRequest, OutputsRequest
@@ -177,3 +180,107 @@ def test_a_full_queue_says_when_by_the_pace_of_those_before() -> None:
     assert 5 < slow < slower == 15
     assert retry_after([0.01] * 100, sequences=5) == 1
     assert retry_after([40.0] * 100, sequences=5) == 60
+
+
+# Several callers
+
+
+def sent_by(caller: str, n: int = 1) -> GenerationRequest:
+    return replace(GENERATION, n=n, caller=caller)
+
+
+def test_a_full_queue_takes_a_caller_that_has_less_than_its_share() -> None:
+    """Half of 8 while two have something there, a third while three do; twice the limit in all."""
+    admission = controller(2, 8)
+    admission.admit([sent_by("a", 10)])
+    with pytest.raises(QueueFull, match="8 sequences are waiting, the queue holds 8"):
+        admission.admit([sent_by("a")])
+    admission.admit([sent_by("b", 4)])
+    with pytest.raises(QueueFull):
+        admission.admit([sent_by("b")])
+    with pytest.raises(QueueFull):
+        admission.admit([sent_by("c", 3)])
+    admission.admit([sent_by("c", 2)])
+    admission.admit([sent_by("d", 2)])
+    with pytest.raises(QueueFull, match="16 sequences are waiting, the queue holds 8"):
+        admission.admit([sent_by("e")])
+    assert admission.sequences == 2 + 2 * 8
+
+
+def test_whoever_is_alone_may_fill_the_queue_again_when_the_others_have_gone() -> None:
+    admission = controller(1, 4)
+    admission.admit([sent_by("a", 5)])
+    admission.admit([sent_by("b")])
+    for _ in range(2):
+        admission.end_sequence(finish(3), "a")
+    with pytest.raises(QueueFull):
+        admission.admit([sent_by("a", 2)])
+    admission.end_sequence(finish(3), "b")
+    admission.admit([sent_by("a", 2)])
+    assert admission.sequences == 5
+
+
+def test_tokens_and_elements_have_shares_too() -> None:
+    rows = CONFIG.vocab_size * 2
+    admission = controller(1, 100, tokens=12, elements=2 * rows)
+    for _ in range(4):
+        admission.admit([sent_by("a")])
+    with pytest.raises(QueueFull, match="12 prompt tokens are waiting"):
+        admission.admit([sent_by("a")])
+    admission.admit([sent_by("b"), sent_by("b")])
+    with pytest.raises(QueueFull, match="18 prompt tokens are waiting"):
+        admission.admit([sent_by("b")])
+    admission = controller(1, 100, elements=2 * rows)
+    admission.admit([replace(ROWS, caller="a")] * 2)
+    with pytest.raises(QueueFull, match="output elements"):
+        admission.admit([replace(ROWS, caller="a")])
+    admission.reserve([replace(ROWS, caller="b")])
+    with pytest.raises(QueueFull, match="output elements"):
+        admission.reserve([replace(ROWS, caller="b")])
+
+
+def test_a_queue_that_holds_nothing_holds_nothing_for_anybody() -> None:
+    admission = controller(1, 0)
+    admission.admit([sent_by("a")])
+    with pytest.raises(QueueFull):
+        admission.admit([sent_by("b")])
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from("abcde"), st.integers(1, 4), st.booleans()),
+        max_size=80,
+    ),
+    st.integers(0, 12),
+)
+def test_every_caller_gets_its_share_whatever_the_others_do(
+    acts: list[tuple[str, int, bool]], limit: int
+) -> None:
+    """Nobody is rejected while there is room, nor below its share while all have less than twice
+    the limit; and what was admitted and ended leaves nothing."""
+    slots = 2
+    admission = controller(slots, limit)
+    open_: Counter[str] = Counter()
+    for caller, n, ends in acts:
+        if ends and open_[caller]:
+            admission.end_sequence(finish(3), caller)
+            open_[caller] -= 1
+            continue
+        total = open_.total() + n
+        try:
+            admission.admit([sent_by(caller, n)])
+        except InvalidRequest:
+            assert n > slots + limit
+        except QueueFull:
+            present = sum(1 for other in open_ if other == caller or open_[other])
+            present += caller not in open_
+            below = open_[caller] + n <= limit // present
+            assert total > slots + limit
+            assert not below or total > slots + 2 * limit
+        else:
+            open_[caller] += n
+        assert admission.sequences == open_.total() <= slots + 2 * limit
+    for caller in open_.elements():
+        admission.end_sequence(finish(3), caller)
+    assert admission.is_empty
+    assert not admission._open.callers
