@@ -79,8 +79,8 @@ def test_all_cases_are_measured(gpt: GPT) -> None:
     lines: list[str] = []
     figures = measure_engine(gpt, PlainDecoder, asked, log=lines.append)
     assert len(lines) == 4
-    assert [one.prompts for one in figures.prefill] == [1, 4]
-    assert [one.batch for one in figures.decode] == [1, 4]
+    assert [load.prompts for load in figures.prefill] == [1, 4]
+    assert [load.batch for load in figures.decode] == [1, 4]
     size = size_of(gpt)
     for prefill in figures.prefill:
         assert prefill.tokens_per_second > 0

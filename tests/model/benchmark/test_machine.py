@@ -79,7 +79,7 @@ def test_the_better_of_each_figure_counts() -> None:
 
 def test_surroundings_are_in_the_words_of_info() -> None:
     placement = choose_placement("cpu", "bfloat16", 3)
-    found = surroundings(placement)
-    assert (found.dtype, found.threads, found.torch) == ("bfloat16", 3, torch.__version__)
-    assert found.device.startswith("cpu (")
-    assert found.processor == processor_name() != ""
+    said = surroundings(placement)
+    assert (said.dtype, said.threads, said.torch) == ("bfloat16", 3, torch.__version__)
+    assert said.device.startswith("cpu (")
+    assert said.processor == processor_name() != ""

@@ -77,7 +77,7 @@ def workload(**changed: Any) -> Workload:
 
 
 def seconds(profile: Profile) -> dict[Stage, float]:
-    return {one.stage: one.seconds for one in profile.stages}
+    return {stage.stage: stage.seconds for stage in profile.stages}
 
 
 # Whole profiles
@@ -92,19 +92,19 @@ def test_the_stages_are_the_step(decoder: DecoderMaker, family: str) -> None:
     assert set(seconds(alone)) == set(seconds(batch)) == OF_A_STEP
     plain: set[Stage] = {"cache_writes"} if decoder is PlainDecoder else set()
     assert set(seconds(prefill)) == OF_A_STEP | plain
-    for one in (prefill, alone, batch):
-        assert all(stage.seconds > 0 for stage in one.stages)
+    for profile in (prefill, alone, batch):
+        assert all(stage.seconds > 0 for stage in profile.stages)
         # What begins and ends the watching is outside, so the sum may be above the whole. Where
         # a step takes microseconds, a pause in the wrong place is a large share of it.
-        assert abs(one.remainder) < 0.5 * one.seconds
-        assert one.remainder == pytest.approx(one.seconds - sum(seconds(one).values()))
+        assert abs(profile.remainder) < 0.5 * profile.seconds
+        assert profile.remainder == pytest.approx(profile.seconds - sum(seconds(profile).values()))
         outside: tuple[Stage, ...] = ("scheduling", "tensors", "processing", "events")
-        assert one.overhead == pytest.approx(sum(seconds(one)[stage] for stage in outside))
-        assert one.steps >= 5
+        assert profile.overhead == pytest.approx(sum(seconds(profile)[stage] for stage in outside))
+        assert profile.steps >= 5
     works = prefill_stage_works(gpt, length=40)
-    assert {one.stage: one.work for one in prefill.stages if one.work} == works
+    assert {stage.stage: stage.work for stage in prefill.stages if stage.work} == works
     known = decode_stage_works(gpt, batch=3, live_positions=1)
-    assert {one.stage for one in batch.stages if one.work} == set(known)
+    assert {stage.stage for stage in batch.stages if stage.work} == set(known)
 
 
 @pytest.mark.parametrize(
@@ -127,14 +127,14 @@ def test_a_stage_is_what_it_is_called(
     gpt = GPT(config).eval().requires_grad_(False)
     prompt = config.context_length - 60 if largest == "attention" else 4
     asked = workload(batches=(3,), prompt_tokens=prompt, vocab_size=200, prefill_chunk=32_000)
-    found = set[Stage]()
+    stages = set[Stage]()
     for _ in range(5):
         _, profile = profile_engine(gpt, decoder, asked)
         inside = {name: took for name, took in seconds(profile).items() if name in ROWS | PRODUCTS}
-        found.add(max(inside, key=lambda stage: inside[stage]))
-        if largest in found:
+        stages.add(max(inside, key=lambda stage: inside[stage]))
+        if largest in stages:
             break
-    assert largest in found
+    assert largest in stages
 
 
 def test_another_device_is_refused() -> None:
@@ -148,12 +148,12 @@ def test_another_device_is_refused() -> None:
 
 
 def tokens(engine: Engine, run: Callable[[Engine], Any]) -> list[tuple[str, int, Any]]:
-    found = []
+    tokens = []
     while engine.has_work():
         for event in run(engine).events:
             if isinstance(event, TokenEvent):
-                found.append((event.request_id, event.token_id, event.chosen))
-    return found
+                tokens.append((event.request_id, event.token_id, event.chosen))
+    return tokens
 
 
 def asked(count: int) -> list[GenerationRequest]:
@@ -208,8 +208,8 @@ def test_a_prompt_that_torch_computes_is_watched_beside_native_decoding(
     prefill, step = profile_engine(small(), make, workload(batches=(3,)))
     assert set(seconds(prefill)) == OF_A_STEP | {"cache_writes"}
     assert set(seconds(step)) == OF_A_STEP
-    for one in (prefill, step):
-        assert abs(one.remainder) < 0.05 * one.seconds + 20e-6
+    for profile in (prefill, step):
+        assert abs(profile.remainder) < 0.05 * profile.seconds + 20e-6
 
 
 def test_nothing_is_left_on_the_model(decoder: DecoderMaker) -> None:
@@ -263,8 +263,8 @@ def test_a_profile_by_hand() -> None:
 
 
 def test_the_steps_of_a_prompt_are_one() -> None:
-    one = summed([watched_step(1.0, head=0.5), watched_step(2.0, head=1.0, sampling=0.25)])
-    assert (one.seconds, one.stages) == (3.0, {"head": 1.5, "sampling": 0.25})
+    profile = summed([watched_step(1.0, head=0.5), watched_step(2.0, head=1.0, sampling=0.25)])
+    assert (profile.seconds, profile.stages) == (3.0, {"head": 1.5, "sampling": 0.25})
     assert summed([WatchedStep(1.0, 32, 0, 40, None)]).stages is None
 
 

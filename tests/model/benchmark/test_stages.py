@@ -16,9 +16,9 @@ CASES = [(3, 100.5, False), (3, 100.5, True), (1, 7, False)]
 
 def together(works: Iterable[Work]) -> Work:
     works = list(works)
-    operations = [one.operations for one in works if one.operations is not None]
+    operations = [work.operations for work in works if work.operations is not None]
     return Work(
-        read_bytes=sum(one.read_bytes for one in works),
+        read_bytes=sum(work.read_bytes for work in works),
         operations=sum(operations) if len(operations) == len(works) else None,
     )
 

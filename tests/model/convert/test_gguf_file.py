@@ -50,12 +50,12 @@ def test_names_shapes_and_values_are_read_back(family: str, tmp_path: Path) -> N
     assert facts["tokenizer.ggml.tokens"][-2:] == ["<|endoftext|>", "<|user|>"]
     assert facts["tokenizer.ggml.token_type"][-3:] == [1, 3, 3]
     assert len(facts["tokenizer.ggml.merges"]) == 380 - 256
-    found = {tensor.name: tensor for tensor in reader.tensors}
-    assert len(found) == len(reader.tensors)
+    stored = {tensor.name: tensor for tensor in reader.tensors}
+    assert len(stored) == len(reader.tensors)
     known = gguf.MODEL_TENSORS[{name: arch_ for arch_, name in gguf.MODEL_ARCH_NAMES.items()}[arch]]
     names = {gguf.TENSOR_NAMES[kind].replace("{bid}", str(i)) for kind in known for i in (0, 1)}
-    assert {name.rpartition(".")[0] for name in found} <= names
-    assert ("output.weight" in found) is not info.config.tied_head
+    assert {name.rpartition(".")[0] for name in stored} <= names
+    assert ("output.weight" in stored) is not info.config.tied_head
     state = gpt.state_dict()
     for theirs, expected in {
         "token_embd.weight": state["token_embedding.weight"][:382],
@@ -63,15 +63,15 @@ def test_names_shapes_and_values_are_read_back(family: str, tmp_path: Path) -> N
         "blk.0.attn_output.weight": state["blocks.0.attention_out.weight"],
         "output_norm.weight": state["final_norm.weight"],
     }.items():
-        assert found[theirs].tensor_type == gguf.GGMLQuantizationType.F32
-        np.testing.assert_array_equal(np.array(found[theirs].data), expected.numpy())
+        assert stored[theirs].tensor_type == gguf.GGMLQuantizationType.F32
+        np.testing.assert_array_equal(np.array(stored[theirs].data), expected.numpy())
     queries = state["blocks.1.qkv.weight"]
     if arch == "gpt2":
-        np.testing.assert_array_equal(np.array(found["blk.1.attn_qkv.weight"].data), queries)
+        np.testing.assert_array_equal(np.array(stored["blk.1.attn_qkv.weight"].data), queries)
         return
     queries = queries[: info.config.n_head * info.config.head_dim]
     expected = interleaved(queries, info.config.n_head) if arch == "llama" else queries
-    np.testing.assert_array_equal(np.array(found["blk.1.attn_q.weight"].data), expected)
+    np.testing.assert_array_equal(np.array(stored["blk.1.attn_q.weight"].data), expected)
 
 
 def test_neighbours_are_the_halves_of_a_head() -> None:

@@ -27,22 +27,22 @@ CONFIG: dict[str, Any] = {
 def lit_state(model: Any, *, interleaved: bool) -> dict[str, Tensor]:
     """Llama's weights by LitGPT's names."""
     theirs = model.state_dict()
-    found = {
+    weights = {
         "lm_head.weight": theirs["lm_head.weight"],
         "transformer.wte.weight": theirs["model.embed_tokens.weight"],
         "transformer.ln_f.weight": theirs["model.norm.weight"],
     }
     for layer in range(2):
-        there, here = f"model.layers.{layer}.", f"transformer.h.{layer}."
-        q, k, v = (theirs[f"{there}self_attn.{part}_proj.weight"] for part in "qkv")
+        source, here = f"model.layers.{layer}.", f"transformer.h.{layer}."
+        q, k, v = (theirs[f"{source}self_attn.{part}_proj.weight"] for part in "qkv")
         if interleaved:  # two groups: queries 0 and 1, key 0, value 0, queries 2 and 3, ...
             rows = []
             for group in range(2):
                 rows += [q[group * 16 : group * 16 + 16], k[group * 8 : group * 8 + 8]]
                 rows += [v[group * 8 : group * 8 + 8]]
-            found[f"{here}attn.attn.weight"] = torch.cat(rows)
+            weights[f"{here}attn.attn.weight"] = torch.cat(rows)
         else:
-            found[f"{here}attn.qkv.weight"] = torch.cat((q, k, v))
+            weights[f"{here}attn.qkv.weight"] = torch.cat((q, k, v))
         for ours, name in {
             "norm_1": "input_layernorm",
             "norm_2": "post_attention_layernorm",
@@ -51,8 +51,8 @@ def lit_state(model: Any, *, interleaved: bool) -> dict[str, Tensor]:
             "mlp.fc_2": "mlp.up_proj",
             "mlp.proj": "mlp.down_proj",
         }.items():
-            found[f"{here}{ours}.weight"] = theirs[f"{there}{name}.weight"]
-    return found
+            weights[f"{here}{ours}.weight"] = theirs[f"{source}{name}.weight"]
+    return weights
 
 
 def save(folder: Path, state: Any, **changes: Any) -> Path:
@@ -133,23 +133,23 @@ def test_pythia_with_a_bias_in_its_head(interleaved: bool, parallel: bool, tmp_p
     }
     names = {"gpt_neox.final_layer_norm": "transformer.ln_f"}
     for layer in range(2):
-        there, here = f"gpt_neox.layers.{layer}", f"transformer.h.{layer}"
+        source, here = f"gpt_neox.layers.{layer}", f"transformer.h.{layer}"
         names |= {
-            f"{there}.input_layernorm": f"{here}.norm_1",
-            f"{there}.post_attention_layernorm": f"{here}.norm_2",
-            f"{there}.attention.dense": f"{here}.attn.proj",
-            f"{there}.mlp.dense_h_to_4h": f"{here}.mlp.fc",
-            f"{there}.mlp.dense_4h_to_h": f"{here}.mlp.proj",
+            f"{source}.input_layernorm": f"{here}.norm_1",
+            f"{source}.post_attention_layernorm": f"{here}.norm_2",
+            f"{source}.attention.dense": f"{here}.attn.proj",
+            f"{source}.mlp.dense_h_to_4h": f"{here}.mlp.fc",
+            f"{source}.mlp.dense_4h_to_h": f"{here}.mlp.proj",
         }
         for kind in ("weight", "bias"):  # head by head: query, key, value
-            rows = theirs[f"{there}.attention.query_key_value.{kind}"]
+            rows = theirs[f"{source}.attention.query_key_value.{kind}"]
             parts = [rows[48 * head + 16 * part : 48 * head + 16 * part + 16]
                      for part in range(3) for head in range(2)]  # fmt: skip
             state[f"{here}.attn.{'attn' if interleaved else 'qkv'}.{kind}"] = (
                 rows if interleaved else torch.cat(parts)
             )
-    for there, here in names.items():
-        state |= {f"{here}.{kind}": theirs[f"{there}.{kind}"] for kind in ("weight", "bias")}
+    for source, here in names.items():
+        state |= {f"{here}.{kind}": theirs[f"{source}.{kind}"] for kind in ("weight", "bias")}
     changes = {**PYTHIA, "lm_head_bias": True, "parallel_residual": parallel}
     folder = save(tmp_path / "lit", state, **changes, rotary_percentage=0.25)
     if parallel:

@@ -103,5 +103,5 @@ def test_one_process_computes_the_batches_that_were_asked_for() -> None:
 
 def test_noise_depends_on_seed_and_sequence_alone() -> None:
     seeds = {noise_seed(seed, sequence) for seed in (0, 1, 2**62) for sequence in range(100)}
-    assert len({each % 2**32 for each in seeds}) == 300, "torch's generator looks at 32 bits"
+    assert len({seed % 2**32 for seed in seeds}) == 300, "torch's generator looks at 32 bits"
     assert noise_seed(1, 5) == noise_seed(1, 5)

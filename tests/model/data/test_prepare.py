@@ -30,7 +30,7 @@ def prepare(text: Text, folder: Path, **given: Any) -> PreparedText:
 
 
 def text_of(*texts: str, **facts: Any) -> Text:
-    documents = [text_document(f"{n}", each) for n, each in enumerate(texts)]
+    documents = [text_document(f"{n}", text) for n, text in enumerate(texts)]
     return Text("a text", "CC0", documents, **facts)
 
 

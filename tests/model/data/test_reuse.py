@@ -69,7 +69,7 @@ def test_no_document_is_lost_cut_or_on_both_sides(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "CHUNK", chunk)
         train, val, written = reused(folder / "out", path)
-    together = [each for side in (train, val) for each in side]
+    together = [shard for side in (train, val) for shard in side]
     assert sorted(filter(None, together)) == sorted(filter(None, documents))
     whole = documents if ended else documents[:-1]  # one without an end is another document
     assert not {d for d in train if d in whole} & {d for d in val if d in whole} - {

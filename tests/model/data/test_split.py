@@ -48,11 +48,11 @@ def test_of_many_documents_some_are_held_out_whole_and_adding_others_moves_none(
 @given(st.lists(st.text("ab \n", min_size=1, max_size=4), min_size=MANY), st.floats(0.05, 0.5))
 def test_no_text_is_on_both_sides_whatever_its_names_are(texts: list[str], fraction: float) -> None:
     """Short texts of four characters repeat: under other names, and by chance."""
-    found: dict[str, set[str]] = {"train": set(), "val": set()}
+    names_of: dict[str, set[str]] = {"train": set(), "val": set()}
     for number, text in enumerate(texts):
         for side, piece in sides(text_document(f"{number}", text), fraction, many=True):
-            found[side].add(piece)
-    assert not found["train"] & found["val"]
+            names_of[side].add(piece)
+    assert not names_of["train"] & names_of["val"]
 
 
 def test_of_few_documents_two_that_say_the_same_hold_out_the_same() -> None:
@@ -77,9 +77,9 @@ def test_pythons_own_text_is_drawn_by_names() -> None:
     ]
     names = held_out(documents)
     expected = {
-        each.name
-        for each in documents
-        if int.from_bytes(hashlib.sha256(each.name.encode()).digest()[:8]) < 0.1 * 2**64
+        document.name
+        for document in documents
+        if int.from_bytes(hashlib.sha256(document.name.encode()).digest()[:8]) < 0.1 * 2**64
     }
     assert names == expected
     assert 5 < len(names) < 40

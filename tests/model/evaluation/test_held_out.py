@@ -35,9 +35,9 @@ def write(path: Path, size: int) -> Path:
     return path
 
 
-def texts(found: module.HeldOutWindows, checkpoint: CheckpointInfo) -> list[bytes]:
+def texts(windows: module.HeldOutWindows, checkpoint: CheckpointInfo) -> list[bytes]:
     """Each window with the token after it."""
-    (batch,) = found.windows
+    (batch,) = windows.windows
     inputs, targets = batch
     return [
         checkpoint.tokenizer.decode_bytes([*row.tolist(), int(last)])
@@ -47,10 +47,10 @@ def texts(found: module.HeldOutWindows, checkpoint: CheckpointInfo) -> list[byte
 
 def test_windows_are_spread_over_a_named_text(checkpoint: CheckpointInfo, tmp_path: Path) -> None:
     path = write(tmp_path / "text.txt", 10_000)
-    found = held_out_windows(checkpoint, path)
-    assert found.name == str(path)
+    held_out = held_out_windows(checkpoint, path)
+    assert held_out.name == str(path)
     content = path.read_bytes()
-    windows = texts(found, checkpoint)
+    windows = texts(held_out, checkpoint)
     assert [len(window) for window in windows] == [129] * 16
     places = [content.index(window) for window in windows]
     assert places[0] == 0
@@ -120,10 +120,10 @@ def test_a_run_has_its_own(configure: Configure, tmp_path: Path) -> None:
     assert config.out is not None
     for name in ("latest", "best"):
         info = read_checkpoint(config.out / name)
-        found = held_out_windows(info)
-        assert found.name == "the run's validation text"
+        windows = held_out_windows(info)
+        assert windows.name == "the run's validation text"
         val = read_prepared(config.out / "data").val.tokens
-        (batch,) = found.windows
+        (batch,) = windows.windows
         assert np.array_equal(batch[0][0].numpy(), val[: batch[0].shape[1]])
     other = replace(info, tokenizer=read_checkpoint(BUNDLED).tokenizer)
     with pytest.raises(DataError, match="another tokenizer"):
@@ -142,8 +142,8 @@ def documents(val_fraction: float) -> list[bytes]:
     """What the trainer holds out of each document of Python's own text."""
     text = python_text(Path(sysconfig.get_path("stdlib")))
     sorted_out = [
-        [p.encode() for side, p in sides(each, val_fraction, many=True) if side == "val"]
-        for each in text.documents
+        [p.encode() for side, p in sides(document, val_fraction, many=True) if side == "val"]
+        for document in text.documents
     ]
     return [b"".join(pieces) for pieces in sorted_out]
 
@@ -158,10 +158,10 @@ def test_pythons_own_text_is_what_the_trainer_held_out(tmp_path: Path, val_fract
     size = sum(map(len, expected))
     data: dict[str, Any] = {"name": "x", "licence": "y", "built_in": True, "val_bytes": size}
     info = save_tiny_checkpoint(tmp_path / "python", training=training_record(data=data))
-    found = held_out_windows(info)
-    assert found.name == "the validation part of Python's own text"
+    windows = held_out_windows(info)
+    assert windows.name == "the validation part of Python's own text"
     whole = b"<|endoftext|>".join(expected)
-    for window in texts(found, info):
+    for window in texts(windows, info):
         for piece in window.split(b"<|endoftext|>"):
             assert piece in whole
     shard = module._text(info, None)[1]

@@ -46,16 +46,16 @@ def forward_nats(path: Path, ids: list[int]) -> torch.Tensor:
 
 
 def test_a_short_text_is_what_the_forward_says(tiny: Path, short: Path) -> None:
-    found = text_loss(tiny, [str(short)], dtype="float32", threads=1)
+    measured = text_loss(tiny, [str(short)], dtype="float32", threads=1)
     ids = [*TEXT.encode(), 256]
     nats = forward_nats(tiny, ids)
-    evaluation = found.evaluation
+    evaluation = measured.evaluation
     assert (evaluation.tokens, evaluation.text_bytes) == (len(ids) - 1, len(ids) - 2)
     assert evaluation.loss == pytest.approx(float(nats.mean()), rel=1e-6)
     assert evaluation.perplexity == pytest.approx(float(nats.mean().exp()), rel=1e-5)
     bits = bits_per_byte(float(nats.sum()), len(ids) - 2)
     assert evaluation.bits_per_byte == pytest.approx(bits, rel=1e-6)
-    assert (found.text, found.window, found.dtype) == (str(short), len(ids) - 1, "float32")
+    assert (measured.text, measured.window, measured.dtype) == (str(short), len(ids) - 1, "float32")
 
 
 def test_overlapping_windows_predict_from_more(tiny: Path, tmp_path: Path) -> None:
@@ -68,44 +68,46 @@ def test_overlapping_windows_predict_from_more(tiny: Path, tmp_path: Path) -> No
         counted = min(10, end - len(expected))
         expected += list(forward_nats(tiny, ids[end - 64 : end + 1])[-counted:])
     assert len(expected) == 150
-    found = text_loss(tiny, [str(path)], stride=10, dtype="float32", threads=1, batch_size=3)
-    assert found.evaluation.tokens == 150
-    assert found.evaluation.loss == pytest.approx(float(torch.stack(expected).mean()), rel=1e-5)
-    assert found.stride == 10
+    measured = text_loss(tiny, [str(path)], stride=10, dtype="float32", threads=1, batch_size=3)
+    assert measured.evaluation.tokens == 150
+    assert measured.evaluation.loss == pytest.approx(float(torch.stack(expected).mean()), rel=1e-5)
+    assert measured.stride == 10
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_of_a_run_it_is_what_the_trainer_reported(configure: Configure, dtype: Any) -> None:
     """But for the tokens behind the last whole window, which the trainer leaves out."""
     result = train(configure(dtype=dtype, eval_batches=10_000))
-    found = text_loss(result.checkpoint, dtype=dtype, threads=1)
-    assert found.text == "the run's validation text"
-    tokens = found.evaluation.tokens
+    measured = text_loss(result.checkpoint, dtype=dtype, threads=1)
+    assert measured.text == "the run's validation text"
+    tokens = measured.evaluation.tokens
     assert tokens - 32 < tokens // 32 * 32 <= tokens
-    assert found.evaluation.loss == pytest.approx(result.val_loss, rel=0.01)
-    assert found.dtype == dtype
+    assert measured.evaluation.loss == pytest.approx(result.val_loss, rel=0.01)
+    assert measured.dtype == dtype
 
 
 def test_several_texts_are_documents_in_a_row(tiny: Path, tmp_path: Path) -> None:
     for name in "ab":
         (tmp_path / f"{name}.txt").write_text(f"only {name}")
-    found = text_loss(tiny, [str(tmp_path / "*.txt")], dtype="float32", threads=1)
+    measured = text_loss(tiny, [str(tmp_path / "*.txt")], dtype="float32", threads=1)
     ids = [*b"only a", 256, *b"only b", 256]
-    assert found.evaluation.text_bytes == 11, "the first byte is not predicted"
-    assert found.evaluation.loss == pytest.approx(float(forward_nats(tiny, ids).mean()), rel=1e-6)
+    assert measured.evaluation.text_bytes == 11, "the first byte is not predicted"
+    assert measured.evaluation.loss == pytest.approx(
+        float(forward_nats(tiny, ids).mean()), rel=1e-6
+    )
 
 
 def test_rounded_weights_are_measured_by_the_decoder(tiny: Path, tmp_path: Path) -> None:
     path = tmp_path / "text.txt"
     path.write_text(story(20), encoding="utf-8")
     exact = text_loss(tiny, [str(path)], dtype="float32", threads=1).evaluation
-    found = text_loss(
+    measured = text_loss(
         tiny, [str(path)], dtype="float32", threads=1, quantize="int8", stride=40, batch_size=3
     )
-    assert found.evaluation.tokens == exact.tokens
-    assert found.evaluation.text_bytes == exact.text_bytes
-    assert 0 < abs(found.evaluation.loss / exact.loss - 1) < 0.05
-    assert found.quantize == "int8"
+    assert measured.evaluation.tokens == exact.tokens
+    assert measured.evaluation.text_bytes == exact.text_bytes
+    assert 0 < abs(measured.evaluation.loss / exact.loss - 1) < 0.05
+    assert measured.quantize == "int8"
 
 
 def test_threads_are_left_as_they_were(tiny: Path, short: Path) -> None:
@@ -134,9 +136,9 @@ def test_all_that_a_run_on_pythons_text_held_out_is_measured(tmp_path: Path) -> 
         training=training_record(data=data),
     )
     try:
-        found = text_loss(info.path, batch_size=64, dtype="float32", threads=1)
+        measured = text_loss(info.path, batch_size=64, dtype="float32", threads=1)
     except TextError as reason:
         pytest.skip(str(reason))
-    assert found.text == "the validation part of Python's own text"
-    assert 299_990 < found.evaluation.text_bytes <= 300_000
+    assert measured.text == "the validation part of Python's own text"
+    assert 299_990 < measured.evaluation.text_bytes <= 300_000
     assert read_checkpoint(info.path).training.data == data

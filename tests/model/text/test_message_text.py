@@ -25,7 +25,7 @@ METHODS: dict[str, Callable[[str, str], Any]] = {
     "to nothing": lambda text, part: (text.__eq__(5), bool(text), len(text), text.isalpha()),
     "an index": lambda text, part: text[0] if text else "",
     "a slice": lambda text, part: (text[1:], text[:-1], text[::-1], text[1:3] == part),
-    "iteration": lambda text, part: [one == part for one in text],
+    "iteration": lambda text, part: [item == part for item in text],
     "startswith": lambda text, part: (text.startswith(part), text.startswith(("x", part), 1)),
     "endswith": lambda text, part: (text.endswith(part), text.endswith(("x", part))),
     "find": lambda text, part: (text.find(part), text.rfind(part), text.count(part)),
@@ -52,7 +52,7 @@ def shown(value: Any, show: Hidden) -> Any:
     if isinstance(value, str):
         return value.translate(show.show)
     if isinstance(value, (list, tuple)):
-        return type(value)(shown(one, show) for one in value)
+        return type(value)(shown(item, show) for item in value)
     return value
 
 
@@ -67,7 +67,7 @@ def test_it_answers_as_what_it_says(name: str, text: str, part: str) -> None:
 def strings(value: Any) -> list[str]:
     if isinstance(value, str):
         return [value]
-    return [s for one in value for s in strings(one)] if isinstance(value, (list, tuple)) else []
+    return [s for item in value for s in strings(item)] if isinstance(value, (list, tuple)) else []
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -77,8 +77,8 @@ def test_nothing_that_comes_out_of_it_shows_a_dangerous_character(
 ) -> None:
     """However it is joined, and in whatever case."""
     dangerous = set("".join(SPECIALS))
-    for one in strings(METHODS[name](MessageText(text, hidden(text)), part)):
-        raw = "".join([one])
+    for item in strings(METHODS[name](MessageText(text, hidden(text)), part)):
+        raw = "".join([item])
         assert type(raw) is str
         for plain in (raw, raw.upper(), raw.lower(), raw.title(), raw.casefold()):
             assert not dangerous & set(plain)
@@ -92,12 +92,12 @@ def test_what_stands_for_a_character_is_no_character() -> None:
 
 
 @pytest.mark.parametrize(
-    ("special", "text", "found"),
+    ("special", "text", "hidden_characters"),
     [("S", "x", "Ss"), ("S", "ß", "Ssß"), ("k", "\u212a", "kK\u212a"), ("<", "abc", "<"),
      ("", "abc", "")],
 )  # fmt: skip
 def test_what_becomes_dangerous_in_another_case_is_hidden_too(
-    special: str, text: str, found: str
+    special: str, text: str, hidden_characters: str
 ) -> None:
     table = Hidden.of([special], [text])
-    assert {chr(code) for code in table.hide} == set(found)
+    assert {chr(code) for code in table.hide} == set(hidden_characters)

@@ -17,10 +17,10 @@ def feed(stop: list[str], pieces: list[str]) -> tuple[list[str], str | None]:
     """What is shown, piece by piece, and what ended it."""
     finder, shown = StopFinder(stop), []
     for piece in pieces:
-        text, found = finder.push(piece)
+        text, stopped_by = finder.push(piece)
         shown.append(text)
-        if found is not None:
-            return shown, found
+        if stopped_by is not None:
+            return shown, stopped_by
     return [*shown, finder.finish()], None
 
 
@@ -35,10 +35,10 @@ def cut(text: str, places: list[int]) -> list[str]:
 def test_one_stop_string_is_found_however_the_text_is_cut(
     text: str, stop: str, places: list[int]
 ) -> None:
-    before, found, _ = text.partition(stop)
+    before, separator, _ = text.partition(stop)
     shown, ended_by = feed([stop], cut(text, places))
     assert "".join(shown) == before
-    assert ended_by == (stop if found else None)
+    assert ended_by == (stop if separator else None)
 
 
 @given(TEXT, st.lists(STOP, max_size=4), st.lists(st.integers(0, 30)))
@@ -48,10 +48,10 @@ def test_no_more_is_held_back_than_could_begin_a_stop_string(
 ) -> None:
     finder, pushed, shown = StopFinder(stops), "", ""
     for piece in cut(text, places):
-        new, found = finder.push(piece)
+        new, stopped_by = finder.push(piece)
         pushed, shown = pushed + piece, shown + new
-        if found is not None:
-            assert pushed[len(shown) :].startswith(found)
+        if stopped_by is not None:
+            assert pushed[len(shown) :].startswith(stopped_by)
             return
         held = pushed.removeprefix(shown)
         assert pushed == shown + held
@@ -66,16 +66,16 @@ def test_no_more_is_held_back_than_could_begin_a_stop_string(
 @given(TEXT, st.lists(STOP, min_size=1, max_size=4))
 @example("ab", ["ab", "b€"])
 def test_of_several_the_first_to_be_complete_ends_the_text(text: str, stops: list[str]) -> None:
-    shown, found = feed(stops, list(text))
+    shown, stopped_by = feed(stops, list(text))
     ends = [text.find(stop) + len(stop) for stop in stops if stop in text]
     if not ends:
-        assert (found, "".join(shown)) == (None, text)
+        assert (stopped_by, "".join(shown)) == (None, text)
         return
     complete = text[: min(ends)]
     # All that are complete at this character; the longest begins first.
     candidates = [stop for stop in stops if complete.endswith(stop)]
     longest = max(candidates, key=len)
-    assert found == longest
+    assert stopped_by == longest
     assert "".join(shown) == complete.removesuffix(longest)
 
 

@@ -42,14 +42,14 @@ def test_the_two_spellings_agree(kind: Activation) -> None:
 
 def bits_that_depend_on_company(kind: Activation, *, fused: bool) -> list[tuple[int, int]]:
     """(width, rows) at which a row's bits differ from those it has alone."""
-    found = []
+    results = []
     for width in WIDTHS:
         h = inputs(width)
         alone = torch.cat([activate(row[None].clone(), kind, fused=fused) for row in h])
         for rows in ROWS:
             if not torch.equal(activate(h[:rows].clone(), kind, fused=fused), alone[:rows]):
-                found.append((width, rows))
-    return found
+                results.append((width, rows))
+    return results
 
 
 @pytest.mark.parametrize("kind", KINDS)

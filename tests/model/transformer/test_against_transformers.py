@@ -62,14 +62,14 @@ def gpt2() -> Case:
         "transformer.ln_f": "final_norm",
     }
     for layer in range(3):
-        there, here = f"transformer.h.{layer}", f"blocks.{layer}"
+        layer_name, here = f"transformer.h.{layer}", f"blocks.{layer}"
         names |= {
-            f"{there}.ln_1": f"{here}.attention_norm",
-            f"{there}.attn.c_attn": f"{here}.qkv",
-            f"{there}.attn.c_proj": f"{here}.attention_out",
-            f"{there}.ln_2": f"{here}.mlp_norm",
-            f"{there}.mlp.c_fc": f"{here}.mlp_up",
-            f"{there}.mlp.c_proj": f"{here}.mlp_down",
+            f"{layer_name}.ln_1": f"{here}.attention_norm",
+            f"{layer_name}.attn.c_attn": f"{here}.qkv",
+            f"{layer_name}.attn.c_proj": f"{here}.attention_out",
+            f"{layer_name}.ln_2": f"{here}.mlp_norm",
+            f"{layer_name}.mlp.c_fc": f"{here}.mlp_up",
+            f"{layer_name}.mlp.c_proj": f"{here}.mlp_down",
         }
     prepare(theirs)
     weights = {}
@@ -126,23 +126,23 @@ def llama_shaped(
     if not tied_head:
         weights["head.weight"] = state["lm_head.weight"]
     for layer in range(3):
-        there, here = f"model.layers.{layer}", f"blocks.{layer}"
+        layer_name, here = f"model.layers.{layer}", f"blocks.{layer}"
         weights |= {
-            f"{here}.attention_norm.weight": state[f"{there}.input_layernorm.weight"],
+            f"{here}.attention_norm.weight": state[f"{layer_name}.input_layernorm.weight"],
             f"{here}.qkv.weight": torch.cat(
-                [state[f"{there}.self_attn.{part}_proj.weight"] for part in "qkv"]
+                [state[f"{layer_name}.self_attn.{part}_proj.weight"] for part in "qkv"]
             ),
-            f"{here}.attention_out.weight": state[f"{there}.self_attn.o_proj.weight"],
-            f"{here}.mlp_norm.weight": state[f"{there}.post_attention_layernorm.weight"],
+            f"{here}.attention_out.weight": state[f"{layer_name}.self_attn.o_proj.weight"],
+            f"{here}.mlp_norm.weight": state[f"{layer_name}.post_attention_layernorm.weight"],
             f"{here}.mlp_up.weight": torch.cat(
-                [state[f"{there}.mlp.{part}_proj.weight"] for part in ("gate", "up")]
+                [state[f"{layer_name}.mlp.{part}_proj.weight"] for part in ("gate", "up")]
             ),
-            f"{here}.mlp_down.weight": state[f"{there}.mlp.down_proj.weight"],
+            f"{here}.mlp_down.weight": state[f"{layer_name}.mlp.down_proj.weight"],
         }
         if qk_norm:
             weights |= {
-                f"{here}.query_norm.weight": state[f"{there}.self_attn.q_norm.weight"],
-                f"{here}.key_norm.weight": state[f"{there}.self_attn.k_norm.weight"],
+                f"{here}.query_norm.weight": state[f"{layer_name}.self_attn.q_norm.weight"],
+                f"{here}.key_norm.weight": state[f"{layer_name}.self_attn.k_norm.weight"],
             }
     gpt = ours(
         weights,

@@ -98,10 +98,10 @@ def test_it_is_on_large_pages() -> None:
     arena.place(torch.ones(8 * PAGE // 8 - GAP, dtype=torch.float64))
     address = arena._room.data_ptr()
     maps = Path("/proc/self/smaps").read_text().split("VmFlags:")
-    (ours,) = (one for one in maps if holds(one, address))
-    found = re.search(r"AnonHugePages:\s+(\d+) kB", ours)
-    assert found is not None
-    assert int(found[1]) * 1024 >= 6 * PAGE
+    (ours,) = (mapping for mapping in maps if holds(mapping, address))
+    huge = re.search(r"AnonHugePages:\s+(\d+) kB", ours)
+    assert huge is not None
+    assert int(huge[1]) * 1024 >= 6 * PAGE
 
 
 def holds(mapping: str, address: int) -> bool:

@@ -55,10 +55,10 @@ def test_merged_is_what_was_beside(family: str) -> None:
     merged = tiny_gpt(config)
     plain = merged(ids).logits
     merge_into(merged, SHAPE, trained_weights(gpt))
-    found = gpt(ids).logits
-    assert (found - plain).abs().max() > 0.05, "the adapters do something"
+    logits = gpt(ids).logits
+    assert (logits - plain).abs().max() > 0.05, "the adapters do something"
     # These weights are so large that attention multiplies what is rounded.
-    error = (merged(ids).logits - found).abs().max() / found.abs().max()
+    error = (merged(ids).logits - logits).abs().max() / logits.abs().max()
     assert error < 1e-5
 
 
@@ -79,7 +79,7 @@ def test_any_rank_alpha_and_targets_merge(rank: int, alpha: float, targets: list
     for target in TARGETS:
         matrix = getattr(plain.blocks[0], target).weight.clone()
         if target in targets:
-            a, b = (weights[f"blocks.0.{target}.lora_{each}"] for each in "ab")
+            a, b = (weights[f"blocks.0.{target}.lora_{matrix}"] for matrix in "ab")
             row = 0
             for number, height in enumerate(heights[target]):
                 for _ in range(height):
@@ -98,15 +98,19 @@ def test_only_adapters_get_gradients() -> None:
 
 
 def test_what_training_changes_is_given_and_taken_back() -> None:
-    plain, one, other = tiny_gpt(), adapted(tiny_gpt(), b=0.1), adapted(tiny_gpt())
+    plain, adapted_once, other = tiny_gpt(), adapted(tiny_gpt(), b=0.1), adapted(tiny_gpt())
     assert not is_adapted(plain)
     assert set(trained_weights(plain)) == set(plain.state_dict())
-    assert parameter_count(one.config) == plain.parameter_count() < one.parameter_count()
+    assert (
+        parameter_count(adapted_once.config)
+        == plain.parameter_count()
+        < adapted_once.parameter_count()
+    )
     ids = random_ids(1, 8)
-    load_trained_weights(other, trained_weights(one))
-    assert torch.equal(other(ids).logits, one(ids).logits)
+    load_trained_weights(other, trained_weights(adapted_once))
+    assert torch.equal(other(ids).logits, adapted_once(ids).logits)
     with pytest.raises(RuntimeError, match="on one side alone"):
-        load_trained_weights(plain, trained_weights(one))
+        load_trained_weights(plain, trained_weights(adapted_once))
 
 
 @pytest.mark.parametrize(

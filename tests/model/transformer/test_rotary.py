@@ -59,13 +59,13 @@ def test_angles_are_those_of_transformers(
         positions="rotary", head_dim=head_dim, rotary_dim=turning, rope_theta=500_000.0,
         rope_scaling=scaling,
     )  # fmt: skip
-    found = angles_per_position(config, CPU)
-    assert_close(found.float(), expected, rtol=1e-6, atol=0)
+    angles = angles_per_position(config, CPU)
+    assert_close(angles.float(), expected, rtol=1e-6, atol=0)
     cos, sin = rotary_tables(config, CPU)
     positions = torch.arange(config.context_length)[:, None]
     turned = turning // 2
-    assert_close(cos[:, :turned], factor * (positions * found).cos().float())
-    assert_close(sin[:, :turned], factor * (positions * found).sin().float())
+    assert_close(cos[:, :turned], factor * (positions * angles).cos().float())
+    assert_close(sin[:, :turned], factor * (positions * angles).sin().float())
 
 
 @pytest.mark.parametrize("kind", SCALINGS)

@@ -61,9 +61,9 @@ def test_one_token_and_a_full_context() -> None:
     assert trace(gpt, [0])[-1].shape == (1, 1, 257)
     stages = trace(gpt, random_ids(gpt.config.context_length).tolist())
     assert stages[-1].shape == (1, gpt.config.context_length, 257)
-    one = {stage.name: stage for stage in trace(gpt, [0])}
-    assert one["block 0: probs"].mean == 1, "the first token sees itself"
-    assert one["block 0: probs"].std == 0
+    of_one_token = {stage.name: stage for stage in trace(gpt, [0])}
+    assert of_one_token["block 0: probs"].mean == 1, "the first token sees itself"
+    assert of_one_token["block 0: probs"].std == 0
 
 
 def test_numbers_of_low_precision_are_told_in_full() -> None:

@@ -40,11 +40,11 @@ def test_blocks_without_a_word_for_attention() -> None:
         **block(names, "layers.1."),
         "to_logits.weight": torch.rand(ROWS, WIDTH),
     }
-    found = roles(tensors)
-    assert found["attention_out", "weight"] == "layers.{N}.0.to_out.0.weight"
-    assert found["attention_norm", "weight"] == "layers.{N}.0.norm.weight"
-    assert found["mlp_norm", "weight"] == "layers.{N}.1.net.0.weight"
-    assert found["mlp_down", "weight"] == "layers.{N}.1.net.4.weight"
+    names_by_role = roles(tensors)
+    assert names_by_role["attention_out", "weight"] == "layers.{N}.0.to_out.0.weight"
+    assert names_by_role["attention_norm", "weight"] == "layers.{N}.0.norm.weight"
+    assert names_by_role["mlp_norm", "weight"] == "layers.{N}.1.net.0.weight"
+    assert names_by_role["mlp_down", "weight"] == "layers.{N}.1.net.4.weight"
 
 
 def test_a_norm_at_the_end_of_the_list_of_blocks() -> None:
@@ -91,7 +91,7 @@ def test_tables_without_a_telling_name() -> None:
         **block(names, "layers.1."),
         "out.weight": torch.rand(ROWS, WIDTH),
     }
-    found = roles(tensors)
-    assert found["token_embedding", "weight"] == "letters.weight"
-    assert found["positions", "weight"] == "places.weight"
-    assert found["head", "weight"] == "out.weight"
+    names_by_role = roles(tensors)
+    assert names_by_role["token_embedding", "weight"] == "letters.weight"
+    assert names_by_role["positions", "weight"] == "places.weight"
+    assert names_by_role["head", "weight"] == "out.weight"

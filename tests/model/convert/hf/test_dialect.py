@@ -40,7 +40,7 @@ def test_the_engines_do_differ() -> None:
 
 
 @pytest.mark.parametrize(
-    ("pattern", "there", "here"),
+    ("pattern", "theirs", "ours"),
     [
         (r"[^\s\]]{1,3}+", r"(?>[^\s\]]{1,3})", r"(?:[^\s\]]{1,3})+"),
         (r"(?:a|(b)){2}+c", r"(?>(?:a|(b)){2})c", r"(?:(?:a|(b)){2})+c"),
@@ -50,9 +50,9 @@ def test_the_engines_do_differ() -> None:
         (r"(?i:'s)|a{,}+", r"(?i:'s)|a{,}+", r"(?i:'s)|a{,}+"),
     ],
 )
-def test_what_is_rewritten(pattern: str, there: str, here: str) -> None:
-    assert to_oniguruma(pattern) == there
-    assert from_oniguruma(pattern) == here
+def test_what_is_rewritten(pattern: str, theirs: str, ours: str) -> None:
+    assert to_oniguruma(pattern) == theirs
+    assert from_oniguruma(pattern) == ours
 
 
 @pytest.mark.parametrize("pattern", ["(?s:.)", "(?m)a", "(?-i:a)", "a)", "[a", "(?P<n>a)"])

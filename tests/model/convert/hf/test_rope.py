@@ -27,8 +27,8 @@ def test_what_is_written_is_read_as_it_was(
         rope_scaling=SCALINGS[scaling],
     )  # fmt: skip
     written = Settings("here", {"rope_parameters": rope_parameters(config)})
-    found = read_rope(written, head_dim=head_dim, context_length=config.context_length)
-    assert found == {
+    rope = read_rope(written, head_dim=head_dim, context_length=config.context_length)
+    assert rope == {
         "rope_theta": theta,
         "rotary_dim": turning,
         "rope_scaling": config.rope_scaling,

@@ -37,8 +37,8 @@ def document(path: Path) -> dict[str, Any]:
     return json.loads((path / "tokenizer.json").read_text(encoding="utf-8"))
 
 
-def read_document(found: dict[str, Any], path: Path) -> ForeignTokenizer:
-    (path / "tokenizer.json").write_text(json.dumps(found), encoding="utf-8")
+def read_document(tokenizer_json: dict[str, Any], path: Path) -> ForeignTokenizer:
+    (path / "tokenizer.json").write_text(json.dumps(tokenizer_json), encoding="utf-8")
     return read_tokenizer(path / "tokenizer.json", skip_normalizer=False)
 
 
@@ -47,20 +47,20 @@ def read_document(found: dict[str, Any], path: Path) -> ForeignTokenizer:
 @pytest.mark.hypothesis
 def test_ids_are_the_librarys(pattern: str | None, special_first: bool, tmp_path: Path) -> None:
     library = their_tokenizer(pattern=pattern, special_first=special_first)
-    found = read(library, tmp_path)
-    assert found.order is None, "ids are the library's"
+    vocabulary = read(library, tmp_path)
+    assert vocabulary.order is None, "ids are the library's"
 
     @given(TEXTS)
     def same(text: str) -> None:
         # There it would be the special token; here it is text like any other.
-        assume(not any(special in text for special in found.tokenizer.special_tokens))
-        ids = found.tokenizer.encode(text)
+        assume(not any(special in text for special in vocabulary.tokenizer.special_tokens))
+        ids = vocabulary.tokenizer.encode(text)
         assert ids == library.encode(text).ids
 
     same()
-    assert found.tokenizer.special_tokens.keys() == {"<|endoftext|>", "<|user|>"}
+    assert vocabulary.tokenizer.special_tokens.keys() == {"<|endoftext|>", "<|user|>"}
     name = "<|user|>"
-    (token_id,) = found.tokenizer.encode(name, special_ids=True)
+    (token_id,) = vocabulary.tokenizer.encode(name, special_ids=True)
     assert [token_id] == library.encode(name).ids
 
 
@@ -81,26 +81,26 @@ def test_a_broken_conversion_is_found_out(
         read(their_tokenizer(), tmp_path)
 
 
-def swap_merges(found: dict[str, Any]) -> None:
-    merges = found["model"]["merges"]
+def swap_merges(tokenizer_json: dict[str, Any]) -> None:
+    merges = tokenizer_json["model"]["merges"]
     merges[3], merges[60] = merges[60], merges[3]
 
 
-def drop_merge(found: dict[str, Any]) -> None:
-    del found["model"]["merges"][-1]
+def drop_merge(tokenizer_json: dict[str, Any]) -> None:
+    del tokenizer_json["model"]["merges"][-1]
 
 
-def other_merge(found: dict[str, Any]) -> None:
-    left, right = found["model"]["merges"][-1]
-    found["model"]["merges"][-1] = [left + right[:1], right[1:]]
+def other_merge(tokenizer_json: dict[str, Any]) -> None:
+    left, right = tokenizer_json["model"]["merges"][-1]
+    tokenizer_json["model"]["merges"][-1] = [left + right[:1], right[1:]]
 
 
 def change(**changes: Any) -> Callable[[dict[str, Any]], None]:
-    return lambda found: found.update(changes)
+    return lambda tokenizer_json: tokenizer_json.update(changes)
 
 
 def change_model(**changes: Any) -> Callable[[dict[str, Any]], None]:
-    return lambda found: found["model"].update(changes)
+    return lambda tokenizer_json: tokenizer_json["model"].update(changes)
 
 
 @pytest.mark.parametrize(
@@ -127,15 +127,15 @@ def change_model(**changes: Any) -> Callable[[dict[str, Any]], None]:
 def test_what_is_no_byte_level_bpe_is_refused(
     damage: Callable[[dict[str, Any]], None], sentence: str, tmp_path: Path
 ) -> None:
-    found = document(tmp_path)
-    damage(found)
+    tokenizer_json = document(tmp_path)
+    damage(tokenizer_json)
     with pytest.raises(ConvertError, match=sentence):
-        read_document(found, tmp_path)
+        read_document(tokenizer_json, tmp_path)
 
 
 def test_a_normalizer_can_be_left_out_and_that_is_noted(tmp_path: Path) -> None:
-    found = document(tmp_path) | {"normalizer": {"type": "NFC"}}
-    (tmp_path / "tokenizer.json").write_text(json.dumps(found), encoding="utf-8")
+    tokenizer_json = document(tmp_path) | {"normalizer": {"type": "NFC"}}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer_json), encoding="utf-8")
     tokenizer = read_tokenizer(tmp_path / "tokenizer.json", skip_normalizer=True)
     assert tokenizer.notes == (
         "the source's normalizer NFC is left out: texts are encoded as they are",
@@ -184,11 +184,13 @@ def test_what_is_written_encodes_alike_and_is_read_back(
 
 
 def test_ids_that_the_source_leaves_out_are_closed_up(tmp_path: Path) -> None:
-    library, found = their_tokenizer(), document(tmp_path)
-    vocab = {name: i + 2 * (i >= 300) for name, i in found["model"]["vocab"].items()}
-    found["model"]["vocab"] = vocab
-    found["added_tokens"] = [token | {"id": token["id"] + 2} for token in found["added_tokens"]]
-    moved = read_document(found, tmp_path)
+    library, tokenizer_json = their_tokenizer(), document(tmp_path)
+    vocab = {name: i + 2 * (i >= 300) for name, i in tokenizer_json["model"]["vocab"].items()}
+    tokenizer_json["model"]["vocab"] = vocab
+    tokenizer_json["added_tokens"] = [
+        token | {"id": token["id"] + 2} for token in tokenizer_json["added_tokens"]
+    ]
+    moved = read_document(tokenizer_json, tmp_path)
     assert moved.order == [i for i in range(384) if i not in (300, 301)]
     assert moved.tokenizer.encode(SAMPLE) == library.encode(SAMPLE).ids
     assert "leaves some out" in moved.notes[0]
@@ -220,13 +222,13 @@ def test_words_are_the_librarys(cut: Any, parts: list[str]) -> None:
     library, text = word_level(cut, ["<pad>"]), "".join(parts)
     ids = library.encode(text).ids
     with tempfile.TemporaryDirectory() as folder:
-        found = read(library, Path(folder)).tokenizer
+        tokenizer = read(library, Path(folder)).tokenizer
     if library.token_to_id("[UNK]") in ids:
         with pytest.raises(TokenizerError, match="is not one of the"):
-            found.encode(text)
+            tokenizer.encode(text)
     else:
-        assert found.encode(text) == ids
-        assert found.decode(ids).split() == library.decode(ids).split()
+        assert tokenizer.encode(text) == ids
+        assert tokenizer.decode(ids).split() == library.decode(ids).split()
 
 
 def test_other_ways_to_cut_words_are_refused(tmp_path: Path) -> None:

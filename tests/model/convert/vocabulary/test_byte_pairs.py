@@ -102,10 +102,10 @@ SHAPES: dict[str, Any] = {
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_merges_of_ids_encode_as_there(shape: str) -> None:
-    found = of(SHAPES[shape](WHOLE))
-    assert found.tokenizer.encode(TEXT) == encoded(TEXT, WHOLE)
-    assert found.tokenizer.decode(encoded(TEXT, WHOLE)) == TEXT
-    assert "merges go across the whole text" in found.notes[1]
+    given = of(SHAPES[shape](WHOLE))
+    assert given.tokenizer.encode(TEXT) == encoded(TEXT, WHOLE)
+    assert given.tokenizer.decode(encoded(TEXT, WHOLE)) == TEXT
+    assert "merges go across the whole text" in given.notes[1]
 
 
 WHOLE_TOKENIZER, CUT_TOKENIZER = of({"merges": WHOLE}), of({"merges": CUT})
@@ -128,10 +128,10 @@ def test_the_cut_is_assumed_from_tokens_that_never_cross_it() -> None:
 @pytest.mark.parametrize("pattern", CUTS.values(), ids=CUTS)
 def test_each_way_to_cut_leaves_its_own_tokens_whole(pattern: str) -> None:
     merges = learned(regex.findall(pattern, probe_text()), 200)
-    found = of({"merges": merges}, rows=456).tokenizer.pattern
+    cut = of({"merges": merges}, rows=456).tokenizer.pattern
     kept = [token.decode(errors="ignore") for token in vocabulary(merges).values()]
-    assert found != r"[\s\S]+"
-    assert all(len(regex.findall(found, text)) <= 1 for text in kept)
+    assert cut != r"[\s\S]+"
+    assert all(len(regex.findall(cut, text)) <= 1 for text in kept)
 
 
 def test_a_special_token_may_stand_between(tmp_path: Path) -> None:
@@ -140,19 +140,19 @@ def test_a_special_token_may_stand_between(tmp_path: Path) -> None:
     (tmp_path / "vocab.json").write_text(json.dumps(coded(merges) | {"256": name}))
     by_text = {f"{left},{right}": i for (left, right), i in merges.items()}
     (tmp_path / "merges.json").write_text(json.dumps(by_text))
-    found = of({}, rows=287, folder=tmp_path)
-    assert found.order is None, "ids are those of the source"
-    assert found.tokenizer.encode(TEXT) == encoded(TEXT, merges)
-    assert found.tokenizer.special_tokens == {"[EOD]": 256}
-    assert found.tokenizer.end_of_text == 256
+    given = of({}, rows=287, folder=tmp_path)
+    assert given.order is None, "ids are those of the source"
+    assert given.tokenizer.encode(TEXT) == encoded(TEXT, merges)
+    assert given.tokenizer.special_tokens == {"[EOD]": 256}
+    assert given.tokenizer.end_of_text == 256
 
 
 def test_the_lectures_own_file(tmp_path: Path) -> None:
     lines = ["minbpe v1", GPT4_PATTERN, "1", "<|endoftext|> 296", *(f"{a} {b}" for a, b in CUT)]
     (tmp_path / "my_tokenizer.model").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    found = of({}, rows=297, folder=tmp_path)
-    assert found.tokenizer.encode(TEXT) == encoded(TEXT, CUT, GPT4_PATTERN)
-    assert found.tokenizer.end_of_text == 296
+    given = of({}, rows=297, folder=tmp_path)
+    assert given.tokenizer.encode(TEXT) == encoded(TEXT, CUT, GPT4_PATTERN)
+    assert given.tokenizer.end_of_text == 296
     (tmp_path / "my_tokenizer.model").write_text("minbpe v1\n\nmany\n")
     with pytest.raises(ConvertError, match=r"my_tokenizer\.model is damaged: invalid literal"):
         of({}, folder=tmp_path)
@@ -164,9 +164,9 @@ def test_a_pickled_encoding_of_tiktoken(tmp_path: Path) -> None:
         "own", pat_str=GPT4_PATTERN, mergeable_ranks=ranks, special_tokens={"<|bos|>": 296}
     )
     (tmp_path / "tokenizer.pkl").write_bytes(pickle.dumps(encoding))
-    found = of({}, rows=297, folder=tmp_path)
-    assert found.tokenizer.encode(TEXT) == encoding.encode(TEXT)
-    assert found.tokenizer.special_tokens == {"<|bos|>": 296}
+    given = of({}, rows=297, folder=tmp_path)
+    assert given.tokenizer.encode(TEXT) == encoding.encode(TEXT)
+    assert given.tokenizer.special_tokens == {"<|bos|>": 296}
 
 
 @pytest.mark.parametrize(
@@ -199,10 +199,10 @@ def test_gpt2s_older_files_are_read_as_a_tokenizer_json(tmp_path: Path) -> None:
     lines = [merge if isinstance(merge, str) else " ".join(merge)
              for merge in document["model"]["merges"]]  # fmt: skip
     (tmp_path / "merges.txt").write_text("\n".join(["#version: 0.2", *lines]) + "\n")
-    found = of({}, rows=332, folder=tmp_path)
-    assert found.tokenizer.encode(TEXT) == library.encode(TEXT).ids
-    assert found.tokenizer.special_tokens == ends
-    assert "GPT-2's pattern is assumed" in found.notes[-1]
+    given = of({}, rows=332, folder=tmp_path)
+    assert given.tokenizer.encode(TEXT) == library.encode(TEXT).ids
+    assert given.tokenizer.special_tokens == ends
+    assert "GPT-2's pattern is assumed" in given.notes[-1]
     library.save(str(tmp_path / "tokenizer.json"))
     whole = of({}, rows=332, folder=tmp_path)
     assert whole.notes[0].endswith("tokenizer.json"), "which says more"
@@ -218,19 +218,19 @@ def test_a_token_that_merges_form_is_text_whatever_it_looks_like(tmp_path: Path)
     (tmp_path / "merges.txt").write_text("".join(f"{a} {b}\n" for a, b in merges))
     library = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=merges))
     library.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    found = of({}, rows=333, folder=tmp_path)
-    assert found.tokenizer.special_tokens == {"<pad>": 332}
-    assert found.tokenizer.encode("the<b>cat") == library.encode("the<b>cat").ids
-    assert 331 in found.tokenizer.tokens.values()
+    given = of({}, rows=333, folder=tmp_path)
+    assert given.tokenizer.special_tokens == {"<pad>": 332}
+    assert given.tokenizer.encode("the<b>cat") == library.encode("the<b>cat").ids
+    assert 331 in given.tokenizer.tokens.values()
 
 
 def test_merges_that_end_in_whole_words() -> None:
     merges = [("e", "</w>"), ("t", "h"), ("th", "e</w>"), ("t", "</w>"), ("c", "a"),
               ("ca", "t</w>")]  # fmt: skip
     vocab = {"<PAD>": 0, "<UNK>": 1, "the</w>": 2, "cat</w>": 3}
-    found = of({"vocab": vocab, "merges": merges}, rows=4)
-    assert found.tokenizer.encode("the cat\nthe") == [2, 3, 2]
-    assert found.tokenizer.special_tokens == {"<PAD>": 0, "<UNK>": 1}
+    given = of({"vocab": vocab, "merges": merges}, rows=4)
+    assert given.tokenizer.encode("the cat\nthe") == [2, 3, 2]
+    assert given.tokenizer.special_tokens == {"<PAD>": 0, "<UNK>": 1}
     with pytest.raises(ConvertError, match="do not form its token 'the</w>' from 'the'"):
         of({"vocab": vocab, "merges": merges[2:]}, rows=4)
     parts = {"vocab": vocab | {"ca": 4}, "merges": merges}

@@ -59,21 +59,21 @@ SHAPES: dict[str, Any] = {
 }
 
 
-def check_characters(found: ForeignTokenizer) -> None:
+def check_characters(vocabulary: ForeignTokenizer) -> None:
     """Against the encoder that everybody writes for characters."""
     ids = [STOI[character] for character in TEXT]
-    assert found.order is None
-    assert found.tokenizer.vocab_size == len(CHARACTERS)
-    assert found.tokenizer.encode(TEXT) == ids
-    assert found.tokenizer.decode(ids) == TEXT
+    assert vocabulary.order is None
+    assert vocabulary.tokenizer.vocab_size == len(CHARACTERS)
+    assert vocabulary.tokenizer.encode(TEXT) == ids
+    assert vocabulary.tokenizer.decode(ids) == TEXT
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_vocabulary_in_the_checkpoint(shape: str) -> None:
-    found = chosen(contents=SHAPES[shape])
-    check_characters(found)
-    assert "ids is from '" in found.notes[0]
-    assert "the checkpoint" in found.notes[0]
+    vocabulary = chosen(contents=SHAPES[shape])
+    check_characters(vocabulary)
+    assert "ids is from '" in vocabulary.notes[0]
+    assert "the checkpoint" in vocabulary.notes[0]
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -85,9 +85,9 @@ def test_a_vocabulary_beside_the_model(shape: str, form: str, tmp_path: Path) ->
     else:
         path = tmp_path / "meta.pkl"
         path.write_bytes(pickle.dumps(SHAPES[shape]))
-    found = chosen(folder=tmp_path)
-    check_characters(found)
-    assert found.notes[0].endswith(f"is from {path}")
+    vocabulary = chosen(folder=tmp_path)
+    check_characters(vocabulary)
+    assert vocabulary.notes[0].endswith(f"is from {path}")
 
 
 @pytest.mark.parametrize(
@@ -167,9 +167,9 @@ def test_where_it_is_looked_for(place: str, tmp_path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(pickle.dumps({"stoi": STOI}))
     (tmp_path / "out").mkdir(exist_ok=True)
-    found = chosen(folder=tmp_path / "out")
-    check_characters(found)
-    assert str(path) in found.notes[0]
+    vocabulary = chosen(folder=tmp_path / "out")
+    check_characters(vocabulary)
+    assert str(path) in vocabulary.notes[0]
 
 
 def save_characters(path: Path, characters: list[str]) -> None:
@@ -202,8 +202,8 @@ def test_the_order_is_named_then_inside_then_beside(tmp_path: Path) -> None:
 def test_nanogpts_data_folder_comes_before_others(tmp_path: Path) -> None:
     save_characters(tmp_path / "data" / "one" / "meta.pkl", CHARACTERS[::-1])
     save_characters(tmp_path / "data" / "two" / "meta.pkl", CHARACTERS)
-    found = chosen(folder=tmp_path / "out", facts={"dataset": "two"})
-    check_characters(found)
+    vocabulary = chosen(folder=tmp_path / "out", facts={"dataset": "two"})
+    check_characters(vocabulary)
 
 
 def test_what_contradicts_itself_is_refused() -> None:
@@ -244,8 +244,8 @@ def test_what_a_file_holds_beside_its_tensors(tmp_path: Path) -> None:
     whole = {"model": state, "optimizer": optimizer, "itos": ITOS, "config": {"n_layer": 2},
              "loss": torch.ones(1), 5: "a key that is not text"}  # fmt: skip
     torch.save(whole, tmp_path / "ckpt.pt")
-    found = without_tensors(read_pt(tmp_path / "ckpt.pt", keep=""))
-    assert found == {"itos": ITOS, "config": {"n_layer": 2}}
+    contents = without_tensors(read_pt(tmp_path / "ckpt.pt", keep=""))
+    assert contents == {"itos": ITOS, "config": {"n_layer": 2}}
 
 
 # The rows
@@ -260,8 +260,8 @@ def test_what_a_file_holds_beside_its_tensors(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_rows_beyond_the_ids_are_padding(ids: int, rows: int, settings: Any) -> None:
     texts = [chr(0x20000 + index) for index in range(ids)]
-    found = chosen(contents={"itos": texts, "config": settings or {}}, rows=rows)
-    assert found.tokenizer.vocab_size == ids
+    vocabulary = chosen(contents={"itos": texts, "config": settings or {}}, rows=rows)
+    assert vocabulary.tokenizer.vocab_size == ids
 
 
 @pytest.mark.parametrize(
@@ -280,8 +280,8 @@ def test_a_size_that_does_not_fit_is_refused_with_its_numbers(
     with pytest.raises(ConvertError, match=sentence):
         chosen(contents={"itos": texts}, rows=rows)
     if ids < rows:
-        found = chosen(contents={"itos": texts}, rows=rows, unused_rows=True)
-        assert found.tokenizer.vocab_size == ids
+        vocabulary = chosen(contents={"itos": texts}, rows=rows, unused_rows=True)
+        assert vocabulary.tokenizer.vocab_size == ids
     else:
         with pytest.raises(ConvertError, match="do not belong together"):
             chosen(contents={"itos": texts}, rows=rows, unused_rows=True)
@@ -305,8 +305,8 @@ def test_nothing_found_says_where_and_what_to_do(tmp_path: Path) -> None:
 
 def test_entries_that_are_not_characters_are_special_tokens() -> None:
     texts = ["<pad>", "a", "b", "[UNK]", "c", "<eos>", "e\u0301", "PAD", " "]
-    found = chosen(contents={"itos": texts}, rows=9)
-    tokenizer = found.tokenizer
+    vocabulary = chosen(contents={"itos": texts}, rows=9)
+    tokenizer = vocabulary.tokenizer
     assert tokenizer.encode("ab c") == [1, 2, 8, 4]
     assert tokenizer.special_tokens == {
         "<pad>": 0, "[UNK]": 3, "<eos>": 5, "e\u0301": 6, "PAD": 7,
@@ -317,12 +317,12 @@ def test_entries_that_are_not_characters_are_special_tokens() -> None:
 
 
 def test_ids_without_a_text_get_a_name() -> None:
-    found = chosen(contents={"stoi": {"a": 1, "b": 2, "c": 5}}, rows=6)
-    assert found.tokenizer.encode("cab") == [5, 1, 2]
-    assert found.tokenizer.special_tokens == {
+    vocabulary = chosen(contents={"stoi": {"a": 1, "b": 2, "c": 5}}, rows=6)
+    assert vocabulary.tokenizer.encode("cab") == [5, 1, 2]
+    assert vocabulary.tokenizer.special_tokens == {
         "<|extra_0|>": 0, "<|extra_3|>": 3, "<|extra_4|>": 4,
     }  # fmt: skip
-    assert "no text for the ids 0, 3, 4" in found.notes[1]
+    assert "no text for the ids 0, 3, 4" in vocabulary.notes[1]
 
 
 @given(st.lists(st.sampled_from(CHARACTERS)).map("".join))
@@ -342,9 +342,9 @@ def test_the_sorted_characters_of_a_text(tmp_path: Path) -> None:
     (tmp_path / "input.txt").write_bytes((TEXT * 2).replace("\n", "\r\n").encode())
     plain = sorted(set((tmp_path / "input.txt").read_text(encoding="utf-8")))
     named = f"characters:{tmp_path / 'input.txt'}"
-    found = chosen(named, rows=len(plain))
-    assert found.tokenizer.encode(TEXT) == [plain.index(character) for character in TEXT]
-    assert "the characters of" in found.notes[0]
+    vocabulary = chosen(named, rows=len(plain))
+    assert vocabulary.tokenizer.encode(TEXT) == [plain.index(character) for character in TEXT]
+    assert "the characters of" in vocabulary.notes[0]
     shifted = chosen(f"{named},first=2,last=1", rows=len(plain) + 3)
     assert shifted.tokenizer.encode(TEXT) == [2 + plain.index(c) for c in TEXT]
     assert sorted(shifted.tokenizer.special_tokens.values()) == [0, 1, len(plain) + 2]
@@ -357,9 +357,9 @@ def test_the_text_to_check_with_is_the_vocabulary_where_there_is_no_other(tmp_pa
     """Its loss says soon enough whether it was; only a text with as many characters is tried."""
     text = tmp_path / "elsewhere.txt"
     text.write_text("".join(CHARACTERS) * 2, encoding="utf-8")
-    found = chosen(folder=tmp_path / "empty", text=text)
-    check_characters(found)
-    assert f"the characters of {text}" in found.notes[0]
+    vocabulary = chosen(folder=tmp_path / "empty", text=text)
+    check_characters(vocabulary)
+    assert f"the characters of {text}" in vocabulary.notes[0]
     inside = chosen(contents={"itos": CHARACTERS[::-1]}, text=text)
     assert inside.tokenizer.encode("a") == [CHARACTERS[::-1].index("a")], "the file's own first"
     with pytest.raises(ConvertError, match="has no vocabulary"):
@@ -391,8 +391,8 @@ def test_words_of_a_file(form: str, tmp_path: Path) -> None:
         "object": json.dumps({word: index for index, word in enumerate(WORDS)}),
         "numbered": "".join(f"{word}\t{index}\n" for index, word in enumerate(WORDS)),
     }[form].encode())  # fmt: skip
-    found = chosen(f"words:{path}", rows=len(WORDS))
-    assert found.tokenizer.encode("the cat sat") == [0, 1, 2]
+    vocabulary = chosen(f"words:{path}", rows=len(WORDS))
+    assert vocabulary.tokenizer.encode("the cat sat") == [0, 1, 2]
     with pytest.raises(ConvertError, match=r"rows .* 9 ids"):
         chosen(f"words:{path}", rows=100)
     more = chosen(f"words:{path},first=1", rows=len(WORDS) + 1)
@@ -401,8 +401,8 @@ def test_words_of_a_file(form: str, tmp_path: Path) -> None:
 
 def test_a_list_of_lines_may_hold_a_line_break(tmp_path: Path) -> None:
     (tmp_path / "vocab.txt").write_text("a\n\n\nb\n", encoding="utf-8")
-    found = chosen(str(tmp_path / "vocab.txt"), rows=3)
-    assert found.tokenizer.encode("a\nb") == [0, 1, 2]
+    vocabulary = chosen(str(tmp_path / "vocab.txt"), rows=3)
+    assert vocabulary.tokenizer.encode("a\nb") == [0, 1, 2]
     (tmp_path / "vocab.txt").write_text("a\n\nb\n", encoding="utf-8")
     with pytest.raises(ConvertError, match="line 2 is empty"):
         chosen(str(tmp_path / "vocab.txt"), rows=3)
@@ -422,9 +422,9 @@ def test_a_list_of_characters_that_may_be_meant_sorted(tmp_path: Path) -> None:
 
 
 def test_token_ids_alone() -> None:
-    found = chosen("none", rows=81, contents={"itos": CHARACTERS})
-    assert (found.tokenizer.kind, found.tokenizer.vocab_size) == ("none", 81)
-    assert "there is no vocabulary" in found.notes[0]
+    vocabulary = chosen("none", rows=81, contents={"itos": CHARACTERS})
+    assert (vocabulary.tokenizer.kind, vocabulary.tokenizer.vocab_size) == ("none", 81)
+    assert "there is no vocabulary" in vocabulary.notes[0]
     for rows, said, ids in ((128, 100, 100), (512, 65, 65), (51_000, 50_257, 50_257), (81, 20, 81)):
         stated = chosen("none", rows=rows, contents={"config": {"vocab_size": said}})
         assert stated.tokenizer.vocab_size == ids

@@ -143,13 +143,13 @@ def test_an_address_gives_documents_that_bear_its_name(server: Server) -> None:
     addresses = (url, f"{server.address}/story.txt")
     for _ in range(2):
         text = open_text(addresses)
-        documents = {each.name: "".join(each.pieces()) for each in text.documents}
+        documents = {document.name: "".join(document.pieces()) for document in text.documents}
         assert documents == {
             f"{url}, line 1": "one",
             f"{url}, line 2": "two",
             f"{server.address}/story.txt": STORY,
         }
-        assert [each["url"] for each in text.downloads] == list(addresses)
+        assert [download["url"] for download in text.downloads] == list(addresses)
         assert text.downloads[1]["sha256"] == hashlib.sha256(STORY.encode()).hexdigest()
     assert len(server.asked) == 2
 
@@ -182,9 +182,9 @@ def test_what_a_server_packs_for_the_way_is_unpacked(server: Server) -> None:
 
 
 def test_a_packed_file_stays_packed_and_keeps_its_kind(server: Server) -> None:
-    found = get(f"{server.address}/lines.jsonl.gz")
-    assert found.path.name.endswith("-lines.jsonl.gz")
-    assert gzip.decompress(found.path.read_bytes()).startswith(b'{"text": "one"}')
+    fetched = get(f"{server.address}/lines.jsonl.gz")
+    assert fetched.path.name.endswith("-lines.jsonl.gz")
+    assert gzip.decompress(fetched.path.read_bytes()).startswith(b'{"text": "one"}')
 
 
 def test_a_very_short_text_is_a_text(server: Server) -> None:

@@ -15,7 +15,7 @@ from model.data.sources.files import documents_of
 
 
 def texts(path: Path, field: str = "text") -> list[str]:
-    return ["".join(each.pieces()) for each in documents_of(path, path.name, field)]
+    return ["".join(document.pieces()) for document in documents_of(path, path.name, field)]
 
 
 def write(path: Path, *lines: str) -> Path:
@@ -46,7 +46,7 @@ def test_each_line_is_a_document(
 def test_documents_are_named_by_their_lines_and_know_their_size(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", '{"text": "äb"}', "", '{"text": ""}', '{"text": "c"}')
     documents = list(documents_of(path, "a.jsonl", "text"))
-    assert [(each.name, each.size) for each in documents] == [
+    assert [(document.name, document.size) for document in documents] == [
         ("a.jsonl, line 1", 3),
         ("a.jsonl, line 4", 1),
     ]
@@ -136,7 +136,7 @@ def test_each_row_of_parquet_is_a_document(arrow: Any, tmp_path: Path, kind: str
     table = arrow.table({"id": list(range(12)), "body": column})
     arrow.parquet.write_table(table, tmp_path / "a.parquet", row_group_size=5)
     assert texts(tmp_path / "a.parquet", "body") == [row for row in rows if row]
-    names = [each.name for each in documents_of(tmp_path / "a.parquet", "a", "body")]
+    names = [document.name for document in documents_of(tmp_path / "a.parquet", "a", "body")]
     assert names[:4] == ["a, row 1", "a, row 2", "a, row 4", "a, row 5"]
 
 

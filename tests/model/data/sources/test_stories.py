@@ -57,7 +57,7 @@ class _Other(Exception):
 
 def tellings(text: str) -> list[tuple[list[int], float]]:
     """Every sequence of choices that tells a text, each with its odds."""
-    found = []
+    texts = []
     open_: list[tuple[list[int], float]] = [([], 1.0)]
     while open_:
         choices, odds = open_.pop()
@@ -72,8 +72,8 @@ def tellings(text: str) -> list[tuple[list[int], float]]:
                 open_.append(([*choices, index], odds * weight / total))
             continue
         if replay.said == text:
-            found.append((choices, odds))
-    return found
+            texts.append((choices, odds))
+    return texts
 
 
 def text_of(document: Document) -> str:
@@ -82,9 +82,9 @@ def text_of(document: Document) -> str:
 
 def test_a_story_is_told_by_one_sequence_of_choices_whose_odds_are_its_information() -> None:
     for number in range(12):
-        each = story(number)
-        ((_, odds),) = tellings(each.text)
-        assert -math.log2(odds) == pytest.approx(each.bits, rel=1e-12)
+        document = story(number)
+        ((_, odds),) = tellings(document.text)
+        assert -math.log2(odds) == pytest.approx(document.bits, rel=1e-12)
 
 
 def test_the_search_finds_a_second_telling(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,14 +108,16 @@ def test_the_bytes_are_the_same_on_every_machine_and_python() -> None:
 
 def test_stories_are_numbered_documents_of_the_size_asked_for() -> None:
     documents = list(stories_text(1).documents)
-    assert [each.name for each in documents[:2]] == ["story/0", "story/1"]
+    assert [document.name for document in documents[:2]] == ["story/0", "story/1"]
     assert text_of(documents[1]) == story(1).text
     assert documents[1].bits == story(1).bits
-    total = sum(each.count_bytes() for each in documents)
+    total = sum(document.count_bytes() for document in documents)
     assert 1_000_000 <= total < 1_001_000
-    assert all(text_of(each).isascii() for each in documents)
-    longer = [each.name for _, each in zip(range(5000), stories_text(2).documents, strict=False)]
-    assert longer[: len(documents)] == [each.name for each in documents]
+    assert all(text_of(document).isascii() for document in documents)
+    longer = [
+        document.name for _, document in zip(range(5000), stories_text(2).documents, strict=False)
+    ]
+    assert longer[: len(documents)] == [document.name for document in documents]
 
 
 def test_choices_come_as_often_as_their_odds_say() -> None:
@@ -158,21 +160,23 @@ def test_a_small_model_comes_within_five_percent_of_the_true_entropy(tmp_path: P
     assert source < result.val_bits_per_byte < 1.2 * source
 
     documents = stories_text().documents
-    validating = (each for each in documents if whole_side(lot(each), 0.1) == "val")
+    validating = (document for document in documents if whole_side(lot(document), 0.1) == "val")
     held_out = list(islice(validating, 400))
     info, gpt = load_checkpoint(result.checkpoint, device=torch.device("cpu"), dtype=torch.float32)
     end = info.tokenizer.end_of_text
     assert end is not None
     excess = []
     with torch.no_grad():
-        for each in held_out:
-            ids = torch.tensor([[end, *info.tokenizer.encode(text_of(each)), end]])  # (1, T + 1)
+        for document in held_out:
+            ids = torch.tensor(
+                [[end, *info.tokenizer.encode(text_of(document)), end]]
+            )  # (1, T + 1)
             assert ids.shape[1] <= info.config.context_length + 1
             logits = gpt(ids[:, :-1]).logits[0]  # (T, V)
             nats = float(F.cross_entropy(logits, ids[0, 1:], reduction="sum"))
-            assert each.bits is not None
-            excess.append(nats / math.log(2) - each.bits)
-    bits = sum(each.bits or 0.0 for each in held_out)
+            assert document.bits is not None
+            excess.append(nats / math.log(2) - document.bits)
+    bits = sum(document.bits or 0.0 for document in held_out)
     ratio = 1 + sum(excess) / bits
     noise = 4 * float(torch.tensor(excess).std()) * math.sqrt(len(excess)) / bits
     assert 1 - noise < ratio < 1.05, f"{ratio:.4f}, noise {noise:.4f}"
