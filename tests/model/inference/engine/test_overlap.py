@@ -6,8 +6,6 @@ held to the same step of the other: events, counts, times, whether there is more
 """
 
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -16,214 +14,36 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from model.inference.engine.events import Event, FinishReason, OutputsChunk, TokenEvent
+from model.inference.engine.events import FinishReason, TokenEvent
 from model.inference.engine.requests import GenerationRequest
-from model.inference.engine.runner import DecoderMaker
-from model.inference.kernels.base import Collect
 from model.inference.kernels.cuda.decoder import GraphDecoder
-from model.inference.kv_cache import KVCache
 from model.inference.reference import generate
-from model.inference.sampling.params import SamplingParams
-from model.inference.sampling.sample import SamplingRows
-from model.transformer.gpt import GPT
-from tests.model.factories import tiny_gpt
 from tests.model.inference.engine.harness import (
     Driven,
-    FakeClock,
     Steps,
     assert_is_reference,
     generation,
-    outputs_request,
     params,
-    random_params,
     random_prompt,
     small_gpt,
 )
-from tests.model.inference.engine.test_engine_failures import failing_gpt
-from tests.model.inference.kernels.late import LateDecoder, LateDevice
-from tests.profiles import examples
-
-VOCABULARY = 40
-CONFIG = small_gpt().config
-OLD, NEW = tiny_gpt(CONFIG, seed=1), tiny_gpt(CONFIG, seed=2)
-
-
-class Launching(LateDecoder):
-    """A late decoder that counts what it is asked for."""
-
-    def __init__(self, gpt: GPT, cache: KVCache, **options: Any) -> None:
-        super().__init__(LateDevice(), gpt, cache, **options)
-        self.decoded = self.launched = self.launched_next = 0
-
-    def decode(
-        self, token_ids: Sequence[int], slots: Sequence[int], positions: Sequence[int]
-    ) -> torch.Tensor:
-        self.decoded += 1
-        return super().decode(token_ids, slots, positions)
-
-    def launch(
-        self,
-        token_ids: Sequence[int],
-        slots: Sequence[int],
-        positions: Sequence[int],
-        sampling: SamplingRows,
-    ) -> Collect:
-        self.launched += 1
-        return super().launch(token_ids, slots, positions, sampling)
-
-    def launch_next(
-        self,
-        rows: Sequence[int],
-        slots: Sequence[int],
-        positions: Sequence[int],
-        sampling: SamplingRows,
-    ) -> Collect:
-        self.launched_next += 1
-        return super().launch_next(rows, slots, positions, sampling)
-
-
-def launching(driven: Driven) -> Launching:
-    decoder = driven.engine._runner._decoder
-    assert isinstance(decoder, Launching)
-    return decoder
-
-
-# What happens to an engine: (what, numbers that say how).
-Command = tuple[str, int, int]
-
-prompts = st.builds(
-    lambda block, rest, last: [block] * 32 * (rest > 10) + [last] * max(1, rest),
-    block=st.integers(0, 1),
-    rest=st.integers(0, 40),
-    last=st.integers(0, 3),
-)
-
-
-@dataclass(frozen=True)
-class Ask:
-    """A request to come, which gets its name when it does."""
-
-    kind: str
-    prompt: tuple[int, ...]
-    n: int
-    max_tokens: int
-    seed: int
-    timeout: int | None
-
-    def request(self, name: str, now: float) -> Any:
-        deadline = None if self.timeout is None else now + self.timeout
-        if self.kind == "rows":
-            return outputs_request(name, self.prompt, deadline=deadline)
-        rng = random.Random(self.seed)
-        asking = random_params(rng, self.max_tokens, VOCABULARY)
-        sampling = plain_params(rng, self.max_tokens)
-        if self.kind == "constraint":
-            constraint = Steps(VOCABULARY, by=3, length=rng.choice([None, 4]))
-            sampling = replace(sampling, constraint=constraint)
-        return generation(
-            name,
-            self.prompt,
-            n=self.n,
-            deadline=deadline,
-            prompt_logprobs=rng.choice([None, None, 1]),
-            priority=rng.choice([0, 0, 1]),
-            sampling=asking if self.kind == "asking" else sampling,
-        )
-
-
-def plain_params(rng: random.Random, max_tokens: int) -> SamplingParams:
-    """Draws without a question: greedy, sampled, filtered, and ends by a stop token."""
-    return params(
-        max_tokens,
-        seed=rng.getrandbits(64),
-        temperature=rng.choice([0.0, 1.0, 1.5]),
-        top_k=rng.choice([0, 0, 7]),
-        top_p=rng.choice([1.0, 1.0, 0.8]),
-        stop_token_ids=frozenset(rng.sample(range(VOCABULARY), rng.choice([0, 1, 3]))),
-    )
-
-
-asks = st.builds(
+from tests.model.inference.engine.played import (
+    NEW,
+    OLD,
+    VOCABULARY,
     Ask,
-    kind=st.sampled_from(["plain"] * 6 + ["asking", "constraint", "rows"]),
-    prompt=prompts.map(tuple),
-    n=st.sampled_from([1, 1, 1, 2, 3]),
-    max_tokens=st.integers(1, 20),
-    seed=st.integers(0, 2**32),
-    timeout=st.sampled_from([None, None, None, 1, 4]),
+    Command,
+    Launching,
+    Played,
+    ask_in_turn,
+    asks,
+    launching,
+    plays,
+    prompts,
+    steps,
 )
-steps = st.tuples(st.just("step"), st.integers(1, 6), st.just(0))
-others = st.one_of(
-    st.tuples(st.just("abort"), st.integers(0, 5), st.integers(-1, 2)),
-    st.tuples(st.just("wait"), st.integers(1, 3), st.just(0)),
-    st.tuples(st.just("swap"), st.integers(0, 1), st.just(0)),
-    st.tuples(st.just("grant"), st.integers(0, 5), st.just(0)),
-)
-plays = st.lists(st.one_of(asks, steps, steps, others), min_size=2, max_size=25)
-
-
-class Played:
-    """An engine that plays commands, and all that it tells meanwhile."""
-
-    def __init__(
-        self, gpt: GPT = OLD, make: DecoderMaker | None = None, *, slots: int = 3, **options: Any
-    ) -> None:
-        make = make or partial(Launching, **({"batch_invariant": True} | options))
-        self.clock = FakeClock()
-        self.driven = Driven(gpt, self.clock, make_decoder=make, slots=slots)
-        self.asked: list[Any] = []
-        self.told: list[Any] = []
-
-    def play(self, commands: Sequence[Ask | Command]) -> list[Any]:
-        for command in commands:
-            if isinstance(command, Ask):
-                request = command.request(str(len(self.asked)), self.clock.now)
-                self.asked.append(request)
-                self.driven.add(request)
-            else:
-                self.apply(*command)
-            self.told.append(self.driven.engine.has_work())
-        for request in self.asked:
-            for _ in range(10):
-                self.driven.engine.grant(request.request_id)
-        while self.driven.engine.has_work():
-            self.step()
-        self.driven.step()  # deadlines of those that wait for nothing
-        assert not self.driven.unfinished
-        assert self.driven.engine.stats().slots_used == 0
-        self.driven.engine.close()
-        return self.told
-
-    def apply(self, what: str, number: int, index: int) -> None:
-        engine = self.driven.engine
-        match what:
-            case "step":
-                for _ in range(number):
-                    self.step()
-            case "abort":
-                events = engine.abort(str(number), None if index < 0 else index)
-                self.driven.record(events)
-                self.note(events)
-            case "wait":
-                self.clock.now += number
-            case "swap":
-                engine.swap_weights(NEW if number else OLD)
-                self.told.append(engine.swapping())
-            case "grant":
-                engine.grant(str(number))
-
-    def step(self) -> None:
-        result = self.driven.step()
-        self.told.append(replace(result, events=()))
-        self.note(result.events)
-        self.told += [self.driven.engine.stats(), self.driven.engine.has_work()]
-
-    def note(self, events: Sequence[Event]) -> None:
-        for event in events:
-            if isinstance(event, OutputsChunk):
-                self.told.append((event.request_id, event.positions, event.rows.tolist()))
-            else:
-                self.told.append(event)
+from tests.model.inference.engine.test_engine_failures import failing_gpt
+from tests.profiles import examples
 
 
 @settings(max_examples=examples(150))
@@ -290,14 +110,6 @@ def test_a_device_that_fails_while_it_is_waited_for_fails_nobody_else(
         else:
             sampling = params(3 + 2 * number)
             assert_is_reference(OLD, prompt, sampling, 0, outcome.token_ids)
-
-
-def ask_in_turn(played: "Played", prompts: list[list[int]], waits: list[int]) -> list[Any]:
-    """Prompts that come some steps after one another, and what was said until all have ended."""
-    for number, (prompt, wait) in enumerate(zip(prompts, waits, strict=False)):
-        played.driven.add(generation(str(number), prompt, max_tokens=3 + 2 * number))
-        played.apply("step", wait, 0)
-    return played.play([])
 
 
 def test_all_steps_but_the_first_are_in_flight_when_they_are_due() -> None:
