@@ -8,7 +8,7 @@ there, and does not know what the dtype "auto" is: that depends on what decodes
 
 import ctypes
 import os
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,11 +30,9 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 KEPT_BYTES = 32 * 2**20
 """Freed memory up to this size is reused instead of returned: the largest that the C library
 allows, and larger than what a step computes with."""
-CONTAINER_LIMITS = (
-    Path("/sys/fs/cgroup/memory.max"),
-    Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
-)
-"""Where Linux says how much memory a container may have."""
+MEMINFO = Path("/proc/meminfo")
+OWN_GROUPS, GROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
+"""Where Linux says in which control groups this process is, and where these are."""
 
 
 class DeviceError(ValueError):
@@ -129,17 +127,78 @@ def available_processors() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def machine_memory(limits: tuple[Path, ...] = CONTAINER_LIMITS) -> int:
-    """Bytes of memory that this process may come to have: the machine's, or the container's."""
+def machine_memory(groups: Sequence[Path] | None = None) -> int:
+    """Bytes of memory that this process may come to have: the machine's, or the container's.
+    `groups` are the folders of the control groups that limit it."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    for path in limits:
-        try:
-            limit = path.read_text(encoding="ascii").strip()
-        except OSError:
-            continue
-        if limit.isdecimal():  # else "max": there is no limit
-            total = min(total, int(limit))
-    return total
+    limits = map(_group_limit, memory_groups() if groups is None else groups)
+    return min([total, *(limit for limit in limits if limit is not None)])
+
+
+def free_memory(groups: Sequence[Path] | None = None, meminfo: Path = MEMINFO) -> int:
+    """Bytes of memory that this process can take now without swapping: what Linux calls available,
+    or what is left to the container. Files that were read do not count as taken."""
+    groups = memory_groups() if groups is None else groups
+    free = [machine_memory(groups)]
+    if (available := _field(meminfo, "MemAvailable:")) is not None:
+        free.append(1024 * available)
+    for group in groups:
+        limit, used = _group_limit(group), _group_use(group)
+        if limit is not None and used is not None:
+            free.append(limit - used)
+    return max(0, min(free))
+
+
+def memory_groups(own: Path = OWN_GROUPS, root: Path = GROUPS) -> tuple[Path, ...]:
+    """The folders of the control groups that may limit this process: its own and those above it,
+    in either version. In a container they may have other names, and then the root is its own."""
+    folders = [root, root / "memory"]
+    try:
+        lines = own.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    for line in lines:
+        _, controllers, name = line.split(":", 2)
+        top = root if not controllers else root / "memory"
+        if not controllers or "memory" in controllers.split(","):
+            inner = top / name.lstrip("/")
+            folders += [inner, *(above for above in inner.parents if top in above.parents)]
+    return tuple(dict.fromkeys(folders))
+
+
+def _group_limit(group: Path) -> int | None:
+    """Bytes that a control group may have, None where it may have all."""
+    limits = [_number(group / name) for name in ("memory.max", "memory.limit_in_bytes")]
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
+def _group_use(group: Path) -> int | None:
+    """Bytes that a control group cannot do without; None where it does not say."""
+    current, usage = _number(group / "memory.current"), _number(group / "memory.usage_in_bytes")
+    used, prefix = (current, "") if current is not None else (usage, "total_")
+    if used is None:
+        return None
+    names = (f"{prefix}inactive_file", f"{prefix}active_file")
+    return used - sum(_field(group / "memory.stat", name) or 0 for name in names)
+
+
+def _number(path: Path) -> int | None:
+    """The number that is all of a file's text; None for "max", and where there is no such file."""
+    try:
+        text = path.read_text(encoding="ascii").strip()
+    except OSError:
+        return None
+    return int(text) if text.isdecimal() else None
+
+
+def _field(path: Path, name: str) -> int | None:
+    """The number behind a name at the beginning of a line; None where there is none."""
+    try:
+        lines = path.read_text(encoding="ascii").splitlines()
+    except OSError:
+        return None
+    words = (line.split() for line in lines)
+    return next((int(word[1]) for word in words if len(word) > 1 and word[0] == name), None)
 
 
 def processor_features() -> frozenset[str]:

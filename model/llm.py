@@ -60,7 +60,7 @@ from model.inference.engine.requests import (
 )
 from model.inference.errors import InvalidRequest
 from model.inference.kernels.select import KernelError
-from model.inference.load import choose_slots, load_model
+from model.inference.load import Slots, choose_slots, load_model
 from model.inference.memory import SlotBudget
 from model.inference.options import KernelChoice, Quantization
 from model.inference.sampling.distribution import log_softmax
@@ -148,6 +148,7 @@ class LLM:
         slots: int | None = None,
         log: Callable[[str], None] = logger.info,
     ) -> None:
+        wanted = Slots(SlotBudget(slots), EngineConfig().slots)
         try:
             loaded = load_model(
                 Path(checkpoint),
@@ -156,12 +157,11 @@ class LLM:
                 threads=threads,
                 kernels=kernels,
                 quantize=quantize,
+                slots=wanted,
                 log=log,
             )
             use_threads(loaded.placement.threads)
-            config = EngineConfig(
-                slots=choose_slots(loaded, SlotBudget(slots), default=EngineConfig().slots)
-            )
+            config = EngineConfig(slots=choose_slots(loaded, wanted))
         except (CheckpointError, DeviceError, KernelError, InvalidRequest) as error:
             raise LoadError(str(error)) from error
         self.checkpoint = loaded.checkpoint

@@ -12,10 +12,19 @@ ROOT = Path(__file__).parent.parent
 ROOMS: dict[str, set[str]] = {
     "model.version": set(),
     "model.dtypes": set(),
+    "model.files": set(),
     "model.device": {"model.dtypes"},
     "model.transformer": {"model.device"},
-    "model.text": set(),
-    "model.checkpoint": {"model.dtypes", "model.text", "model.transformer"},
+    "model.memory": {"model.device", "model.transformer"},
+    "model.text": {"model.files"},
+    "model.checkpoint": {
+        "model.device",
+        "model.dtypes",
+        "model.files",
+        "model.memory",
+        "model.text",
+        "model.transformer",
+    },
     # Inference: parameters and protocols first, then what computes, then the engine over both.
     "model.inference.errors": set(),
     "model.inference.options": set(),
@@ -44,7 +53,12 @@ ROOMS: dict[str, set[str]] = {
         "model.inference.options",
         "model.inference.sampling",
     },
-    "model.inference.memory": {"model.device", "model.inference.options", "model.transformer"},
+    "model.inference.memory": {
+        "model.device",
+        "model.inference.options",
+        "model.memory",
+        "model.transformer",
+    },
     "model.inference.load": {
         "model.checkpoint",
         "model.device",
@@ -53,6 +67,7 @@ ROOMS: dict[str, set[str]] = {
         "model.inference.kernels.select",
         "model.inference.memory",
         "model.inference.options",
+        "model.memory",
     },
     "model.inference.reference": {"model.transformer", "model.inference.sampling"},
     "model.llm": {
@@ -63,12 +78,13 @@ ROOMS: dict[str, set[str]] = {
         "model.text",
     },
     "model.benchmark": {"model.device", "model.transformer", "model.inference"},
-    "model.data": {"model.text"},
+    "model.data": {"model.files", "model.text"},
     "model.training": {
         "model.benchmark",
         "model.checkpoint",
         "model.data",
         "model.device",
+        "model.files",
         "model.text",
         "model.transformer",
     },
@@ -81,7 +97,13 @@ ROOMS: dict[str, set[str]] = {
         "model.transformer",
         "model.inference",
     },
-    "model.convert": {"model.checkpoint", "model.dtypes", "model.text", "model.transformer"},
+    "model.convert": {
+        "model.checkpoint",
+        "model.dtypes",
+        "model.files",
+        "model.text",
+        "model.transformer",
+    },
     "service.log": set(),
     "service.client": set(),
     "service.settings": {

@@ -24,7 +24,8 @@ from model.inference.engine.runner import DecoderMaker
 from model.inference.kernels.cuda.capture import DirectCalls
 from model.inference.kernels.cuda.decoder import GraphDecoder
 from model.inference.kernels.eager.decoder import PlainDecoder
-from model.inference.memory import SlotBudget, available, slots_for
+from model.inference.memory import SlotBudget, slots_for
+from model.memory import available
 from model.transformer.gpt import GPT
 
 VARIANTS: dict[str, DecoderMaker] = {

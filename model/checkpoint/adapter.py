@@ -36,10 +36,14 @@ from model.checkpoint.checkpoint import (
     save_checkpoint,
 )
 from model.dtypes import FloatName
+from model.files import CONFIG_BYTES, parse_json, read_regular, read_text
 from model.transformer.lora import LoraError, LoraShape, merge_into
 
 FORMAT_VERSION = 1
 WEIGHTS = "adapter.safetensors"
+ADAPTER_BYTES = 4 * 2**30
+CARD_BYTES = 2**20
+"""The most that the files of an adapter have, which are read whole."""
 
 
 @dataclass(frozen=True)
@@ -95,8 +99,8 @@ def save_adapter(
 def read_adapter(path: Path) -> Adapter:
     """Read and verify an adapter. Raises CheckpointError with what is wrong."""
     try:
-        document = json.loads((path / CONFIG).read_text(encoding="utf-8"))
-        raw = (path / WEIGHTS).read_bytes()
+        document = parse_json(read_regular(path / CONFIG, CONFIG_BYTES))
+        raw = read_regular(path / WEIGHTS, ADAPTER_BYTES)
     except (OSError, ValueError) as error:
         raise CheckpointError(
             f"{path} is not an adapter, which has a {CONFIG} and {WEIGHTS}: {error}"
@@ -160,7 +164,12 @@ def merge(base: Path, adapter: Path, path: Path, *, save_dtype: FloatName) -> Ch
 def _card(adapter: Adapter, name: str) -> str:
     """The adapter's card under the new name, with a word on how it was made."""
     card = adapter.path / CARD
-    text = card.read_text(encoding="utf-8") if card.is_file() else ""
+    try:
+        text = read_text(card, CARD_BYTES)
+    except FileNotFoundError:
+        text = ""
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"the card {card} cannot be read: {error}") from error
     _, _, rest = text.partition("\n")
     shape = adapter.shape
     return (

@@ -6,6 +6,10 @@
   tokenizer.tiktoken  the vocabulary's ranks; not there for a model of token ids alone
   README.md           the model card (free text; not hashed, so that people may edit it)
 
+What a file says of sizes is believed when another bears it out: the header of the weights is held
+against the configuration, and both against the memory there is, before anything is made of either.
+Files are regular ones of bounded size (`model/files.py`).
+
 Saving is atomic: everything is written into a folder aside, synced, and renamed. Loading verifies
 hashes, names, shapes and finiteness, executes nothing, and copies: a file changed afterwards cannot
 reach a loaded model. Does not cover the trainer's own state (`model/training/run/state.py`) or
@@ -15,7 +19,8 @@ other people's formats.
 import hashlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -29,14 +34,28 @@ from torch.overrides import TorchFunctionMode
 
 from model.checkpoint.atomic_folder import atomic_folder
 from model.checkpoint.hashed_file import HashedFile
-from model.checkpoint.weights_file import StoredTensor, WeightsFileError, read_elements, read_header
+from model.checkpoint.weights_file import (
+    StoredTensor,
+    WeightsFileError,
+    check_size,
+    read_elements,
+    read_header,
+)
+from model.files import CONFIG_BYTES, VOCABULARY_BYTES, parse_json, read_regular
+from model.memory import available, check_weights_fit
 from model.text.chat_template import ChatTemplate, ChatTemplateError
 from model.text.tokenizer import END_OF_TEXT, KINDS, Tokenizer, TokenizerError
 from model.transformer.arena import allocate_in_arena
 from model.transformer.config import ConfigError, GPTConfig
 from model.transformer.gpt import GPT
+from model.transformer.size import parameter_count
 
 FORMAT_VERSION = 1
+HASHED_WHEN_WRONG = 2**34
+"""Bytes: a smaller file that does not fit is hashed to say whether it was damaged; in a larger one
+that would take longer than the answer is worth."""
+MOST_TIMES = 2**10
+"""How many times as many elements as there are a shape may have, to be compared name by name."""
 CONFIG, WEIGHTS, RANKS, CARD = (
     "config.json",
     "model.safetensors",
@@ -141,9 +160,13 @@ def save_checkpoint(
             "training": training.to_dict(),
             "files": {name: _sha256((aside / name).read_bytes()) for name in hashed},
         }
-        (aside / CONFIG).write_text(
-            json.dumps(document, indent=2, allow_nan=False) + "\n", encoding="utf-8"
-        )
+        text = json.dumps(document, indent=2, allow_nan=False) + "\n"
+        if len(text) > CONFIG_BYTES:
+            raise CheckpointError(
+                f"the {CONFIG} of {path} would have {len(text):,} bytes, {CONFIG_BYTES:,} are the "
+                "most it may: the chat template or the special tokens are too long"
+            )
+        (aside / CONFIG).write_text(text, encoding="utf-8")
     return read_checkpoint(path)
 
 
@@ -153,7 +176,7 @@ def is_checkpoint(path: Path) -> bool:
     if not (path / CONFIG).is_file():
         return (path / CONFIG).exists()
     try:
-        document = json.loads((path / CONFIG).read_text(encoding="utf-8"))
+        document = parse_json(read_regular(path / CONFIG, CONFIG_BYTES))
     except (OSError, ValueError):
         return False
     return isinstance(document, dict) and ("format_version" in document or "kind" in document)
@@ -207,39 +230,88 @@ def load_weights(info: CheckpointInfo, *, device: torch.device, dtype: torch.dty
     Each piece of the file is converted to that dtype as it is read, and what was read is hashed:
     the model is given away only when the hash is right.
     """
-    try:
-        file = HashedFile(info.path / WEIGHTS)
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{info.path} has no {WEIGHTS}") from error
-    with file:
-        try:
-            gpt = _read_gpt(file, info, device, dtype)
-        except CheckpointError:
-            _verify_whole(file, info)  # what a damaged file seems to say is of no interest
-            raise
-        _verify_whole(file, info)
+    with _open_weights(info) as file, _verified(file, info):
+        gpt, stored = _shape_of(file, info)
+        check_weights_fit(info.config, dtype.itemsize, available(device))
+        gpt = gpt.to(dtype)
+        _take_memory(gpt, device)
+        _read_weights(file, info.path / WEIGHTS, gpt, stored)
     return gpt.eval().requires_grad_(False)
 
 
-def _read_gpt(
-    file: HashedFile, info: CheckpointInfo, device: torch.device, dtype: torch.dtype
-) -> GPT:
-    """The model that a file just opened describes. Nothing is verified yet."""
+def check_header(info: CheckpointInfo) -> None:
+    """Raise CheckpointError unless the weights have the names and shapes that the configuration
+    says. Reads only their header, so it is for those who are about to choose by the sizes in the
+    configuration; `load_weights` looks again."""
+    with _open_weights(info) as file:
+        try:
+            _shape_of(file, info)
+        except CheckpointError:
+            with _verified(file, info):
+                raise
+
+
+def _open_weights(info: CheckpointInfo) -> HashedFile:
+    try:
+        return HashedFile(info.path / WEIGHTS)
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{info.path} has no {WEIGHTS}") from error
+    except OSError as error:
+        raise CheckpointError(str(error)) from error
+
+
+@contextmanager
+def _verified(file: HashedFile, info: CheckpointInfo) -> Iterator[None]:
+    """Reads on to the end of the weights after the block, and raises CheckpointError unless the
+    hash is right: also where the block fails, as what a damaged file says is of no interest."""
+    try:
+        yield
+    except CheckpointError:
+        if file.size <= HASHED_WHEN_WRONG:
+            _verify_whole(file, info)
+        raise
+    _verify_whole(file, info)
+
+
+def _shape_of(file: HashedFile, info: CheckpointInfo) -> tuple[GPT, tuple[StoredTensor, ...]]:
+    """The model on the meta device, where it takes no memory, and the tensors of a file just
+    opened, which are its own. Nothing is verified yet."""
     where = info.path / WEIGHTS
     try:
         stored = read_header(file)
-        # On the meta device it takes no memory before it is known to fit.
-        gpt = empty_gpt(info.config, torch.device("meta")).to(dtype)
+        check_size(file, stored)
+        _check_sizes(where, info.config, stored)
+        gpt = empty_gpt(info.config, torch.device("meta"))
         _check_weights(where, gpt.state_dict(), stored)
-        _take_memory(gpt, device)
-        weights = gpt.state_dict()
-        for tensor in stored:
-            read_elements(file, tensor, weights[tensor.name], partial(_check_finite, where, tensor))
-        if file.take(1):
-            raise WeightsFileError("there is more behind the last of its tensors")
     except WeightsFileError as error:
         raise CheckpointError(f"{where} is not a complete safetensors file: {error}") from error
-    return gpt
+    return gpt, stored
+
+
+def _check_sizes(where: Path, config: GPTConfig, stored: Sequence[StoredTensor]) -> None:
+    """Raise CheckpointError for a model whose mere shape would be too much work: sizes are written
+    in a line of text, and those of the weights are those of a file that is there."""
+    if config.n_layer > len(stored):
+        raise CheckpointError(
+            f"{where} has {len(stored):,} tensors, and the configuration says {config.n_layer:,} "
+            "blocks, each of which has several: one of the two is another model's"
+        )
+    held, told = sum(tensor.elements for tensor in stored), parameter_count(config)
+    if told > max(MOST_TIMES * held, 2**40):
+        raise CheckpointError(
+            f"{where} has {held:,} elements, and a model of the configuration's shape "
+            f"{told:,}: one of the two is another model's"
+        )
+
+
+def _read_weights(file: HashedFile, where: Path, gpt: GPT, stored: Sequence[StoredTensor]) -> None:
+    """Fill the weights of a model with what follows the header of a file."""
+    weights = gpt.state_dict()
+    try:
+        for tensor in stored:
+            read_elements(file, tensor, weights[tensor.name], partial(_check_finite, where, tensor))
+    except WeightsFileError as error:
+        raise CheckpointError(f"{where} is not a complete safetensors file: {error}") from error
 
 
 def _take_memory(gpt: GPT, device: torch.device) -> None:
@@ -314,11 +386,13 @@ def _read_document(path: Path) -> dict[str, Any]:
         problem = "is not a directory" if path.exists() else "does not exist"
         raise CheckpointError(f"{path} {problem}; expected the directory of a checkpoint")
     try:
-        document = json.loads((path / CONFIG).read_text(encoding="utf-8"))
+        document = parse_json(read_regular(path / CONFIG, CONFIG_BYTES))
     except FileNotFoundError as error:
         raise CheckpointError(
             f"{path} has no {CONFIG}; a checkpoint has {CONFIG}, {WEIGHTS} and {RANKS}"
         ) from error
+    except OSError as error:
+        raise CheckpointError(str(error)) from error
     except ValueError as error:
         raise CheckpointError(f"{path / CONFIG} is not valid JSON: {error}") from error
     if not isinstance(document, dict):
@@ -353,7 +427,13 @@ def _training_record(section: Mapping[str, Any], path: Path) -> TrainingRecord:
     for name, kind in kinds.items():
         if not isinstance(section[name], kind) or isinstance(section[name], bool):
             raise CheckpointError(
-                f"{path / CONFIG}: {name} of the training record is {section[name]!r}"
+                f"{path / CONFIG}: {name} of the training record is {str(section[name])[:100]!r}"
+            )
+    for name in ("step", "tokens"):
+        if section[name] < 0:
+            raise CheckpointError(
+                f"{path / CONFIG}: {name} of the training record is {section[name]}; it must be at "
+                "least 0"
             )
     return TrainingRecord(**section)
 
@@ -416,9 +496,11 @@ def _section(document: Mapping[str, Any], name: str, path: Path) -> dict[str, An
 
 def _verified_bytes(path: Path, name: str, files: Mapping[str, str]) -> bytes:
     try:
-        raw = (path / name).read_bytes()
+        raw = read_regular(path / name, VOCABULARY_BYTES)
     except FileNotFoundError as error:
         raise CheckpointError(f"{path} has no {name}") from error
+    except OSError as error:
+        raise CheckpointError(str(error)) from error
     _verify(path, name, _sha256(raw), len(raw), files)
     return raw
 

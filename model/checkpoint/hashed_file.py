@@ -7,10 +7,13 @@ bytes mean, and trusts no length that they tell.
 """
 
 import hashlib
+import os
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
+
+from model.files import open_regular
 
 PIECE = 4 * 2**20
 """Bytes at a time: few enough for the processor's cache."""
@@ -23,7 +26,9 @@ class HashedFile:
     """
 
     def __init__(self, path: Path) -> None:
-        self._file = path.open("rb", buffering=0)
+        self._file = open_regular(path)
+        self.size = os.fstat(self._file.fileno()).st_size
+        """Bytes that the file had when it was opened."""
         self._sha256 = hashlib.sha256()
         self._hashing = ThreadPoolExecutor(1, thread_name_prefix="logitd-hash")
         self._pieces = [_Piece(), _Piece()]
@@ -46,7 +51,7 @@ class HashedFile:
         """The next `count` bytes, PIECE at most; fewer where the file ends."""
         piece = self._pieces[0]
         self._pieces.reverse()
-        found = piece.fill(self._file.readinto, min(count, PIECE))
+        found = piece.fill(self._read_into, min(count, PIECE))
         piece.in_use = self._hashing.submit(self._sha256.update, found)
         self.taken += len(found)
         return found
@@ -57,6 +62,9 @@ class HashedFile:
         while len(whole) < count and (piece := self.take(count - len(whole))):
             whole += piece
         return bytes(whole)
+
+    def _read_into(self, memory: memoryview) -> int | None:
+        return self._file.readinto(memory)  # type: ignore[attr-defined]
 
     def finish(self) -> str:
         """Read on to the end; the sha256 of the whole file."""

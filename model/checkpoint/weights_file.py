@@ -6,9 +6,8 @@ piece (`model/checkpoint/hashed_file.py`). Covers what safetensors says of its f
 header of JSON, tensors without gaps between them. Does not know what the tensors should be called.
 """
 
-import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,9 +15,11 @@ import torch
 from torch import Tensor
 
 from model.checkpoint.hashed_file import PIECE, HashedFile
+from model.files import parse_json
 
-LARGEST_HEADER = 100_000_000
-"""Bytes: the limit of the safetensors library."""
+LARGEST_HEADER = 16 * 2**20
+"""Bytes: 100,000 tensors. The safetensors library allows six times as many, which would take
+gigabytes when they are parsed."""
 MOST_DIMENSIONS = 8
 
 DTYPES: Mapping[str, torch.dtype] = {
@@ -75,8 +76,8 @@ def read_header(file: HashedFile) -> tuple[StoredTensor, ...]:
     if len(raw) < length:
         raise WeightsFileError(f"it ends after {len(raw):,} bytes of a header of {length:,}")
     try:
-        document = json.loads(raw)
-    except (ValueError, RecursionError) as error:
+        document = parse_json(raw)
+    except ValueError as error:
         raise WeightsFileError(f"its header is not valid JSON: {error}") from error
     if not isinstance(document, dict):
         raise WeightsFileError("its header is not a JSON object")
@@ -91,6 +92,19 @@ def read_header(file: HashedFile) -> tuple[StoredTensor, ...]:
             )
         end = tensor.end
     return tuple(tensors)
+
+
+def check_size(file: HashedFile, stored: Sequence[StoredTensor]) -> None:
+    """Raise WeightsFileError unless a file of which only the header was read ends with the last of
+    its tensors."""
+    has, needs = file.size - file.taken, stored[-1].end if stored else 0
+    if has < needs:
+        ends = next(tensor for tensor in stored if tensor.end > has)
+        raise WeightsFileError(
+            f"it ends within {ends.name}: its tensors take {needs:,} bytes, and it has {has:,}"
+        )
+    if has > needs:
+        raise WeightsFileError("there is more behind the last of its tensors")
 
 
 def read_elements(

@@ -1,15 +1,21 @@
 """Load a checkpoint: from a folder and some options to a model that is ready to decode.
 
-The order matters: the shape is read first, because the fastest dtype depends on it; then the
-weights, in that dtype; then the decoder is chosen. Makes no engine and no cache.
+The order matters: the shape is read first, held against the header of the weights and against the
+memory there is, because nothing else may be of a size that is not true; then the weights, in the
+dtype that is fastest for that shape; then the decoder is chosen. Makes no engine and no cache.
 """
 
 import ctypes
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from model.checkpoint.checkpoint import CheckpointInfo, load_weights, read_checkpoint
+from model.checkpoint.checkpoint import (
+    CheckpointInfo,
+    check_header,
+    load_weights,
+    read_checkpoint,
+)
 from model.device import (
     Placement,
     choose_device,
@@ -19,9 +25,18 @@ from model.device import (
 )
 from model.dtypes import DTypeName
 from model.inference.kernels.select import DecodePath, DTypeChoice, choose_decode_path, choose_dtype
-from model.inference.memory import SlotBudget, available, check_weights_fit, slots_for
+from model.inference.memory import SlotBudget, slots_for
 from model.inference.options import KernelChoice, Quantization
+from model.memory import available, check_weights_fit, model_bytes
 from model.transformer.gpt import GPT
+
+
+@dataclass(frozen=True, slots=True)
+class Slots:
+    """The slots that a KV cache is to have: a budget, and their number where that is empty."""
+
+    budget: SlotBudget
+    default: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,19 +59,27 @@ def load_model(
     kernels: KernelChoice,
     quantize: Quantization,
     batch_invariant: bool = False,
+    slots: Slots | None = None,
     log: Callable[[str], None],
 ) -> LoadedModel:
     """Read a checkpoint and choose how it is computed; what this process frees is kept from then on
     (`keep_freed_memory`). Torch's threads are left to `use_threads`, in the thread that computes.
 
     `log` is told when native kernels are being built. Raises CheckpointError, DeviceError (weights
-    that do not fit are refused before they are read) and KernelError.
+    that do not fit, beside the `slots` that they will have, are refused before they are read) and
+    KernelError.
     """
     keep_freed_memory()
     checkpoint = read_checkpoint(path)
+    check_header(checkpoint)  # from here on its sizes are those of the weights
     choice = choose_dtype(dtype, checkpoint.config, choose_device(device), kernels=kernels, log=log)
     placement = choose_placement(device, choice.name, threads)
-    check_weights_fit(checkpoint.config, placement.dtype.itemsize, available(placement.device))
+    memory, item_bytes = available(placement.device), placement.dtype.itemsize
+    check_weights_fit(checkpoint.config, item_bytes, memory)
+    if slots is not None:
+        left = replace(memory, free=memory.free - model_bytes(checkpoint.config, item_bytes))
+        gpu = placement.device.type == "cuda"
+        slots_for(slots.budget, checkpoint.config, item_bytes, left, default=slots.default, gpu=gpu)
     if placement.device.type == "cuda":
         disable_cudnn_attention()
     gpt = load_weights(checkpoint, device=placement.device, dtype=placement.dtype)
@@ -71,17 +94,16 @@ def load_model(
     return LoadedModel(checkpoint, gpt, placement, choice, decode_path)
 
 
-def choose_slots(loaded: LoadedModel, budget: SlotBudget, default: int) -> int:
-    """How many slots the KV cache of a model gets; `default` where the budget is empty. Raises
-    DeviceError where they do not fit beside the weights."""
-    device, item_bytes = loaded.placement.device, loaded.placement.dtype.itemsize
-    memory = available(device, weight_bytes=loaded.gpt.parameter_count() * item_bytes)
+def choose_slots(loaded: LoadedModel, slots: Slots) -> int:
+    """How many slots the KV cache of a loaded model gets. Raises DeviceError where they do not fit
+    beside the weights."""
+    device = loaded.placement.device
     return slots_for(
-        budget,
+        slots.budget,
         loaded.checkpoint.config,
-        item_bytes,
-        memory,
-        default=default,
+        loaded.placement.dtype.itemsize,
+        available(device),
+        default=slots.default,
         gpu=device.type == "cuda",
     )
 

@@ -1,34 +1,21 @@
-"""Memory: what a model, a slot and a step take, what a device has, and how many slots fit.
+"""Memory of slots: what a slot and a step take, and how many slots fit beside a model.
 
-Arithmetic on shapes, and one look at the device. On CUDA "free" is what its driver says, so other
-processes' memory counts. On a CPU it is the memory of the machine, or of the container, less the
-weights: what other processes take there comes and goes. Left out are the buffers of libraries and
-of single kernels; the share of a GPU that is left unused has to hold them.
+Arithmetic on shapes; what a device has and a model takes is in `model/memory.py`. Left out are the
+buffers of libraries and of single kernels; the share of a GPU that is left unused has to hold them.
 """
 
 from dataclasses import dataclass
 
-import torch
-
-from model.device import DeviceError, machine_memory
+from model.device import DeviceError
 from model.inference.options import MemoryShare, MemorySize
+from model.memory import Available, format_bytes, free_of
 from model.transformer.config import BLOCK, GPTConfig
-from model.transformer.size import parameter_count
 
 MAX_SLOTS = 4096
 """The most slots that are made of an amount of memory."""
 SAMPLING_BYTES = 48
 """Of each logit of a row while tokens are sampled on a GPU: a row of float32, its filtered copy,
 its order, probabilities and their sums in float64, and masks."""
-
-
-@dataclass(frozen=True, slots=True)
-class Available:
-    """Bytes of a device: all of them, and those that are free."""
-
-    name: str
-    total: int
-    free: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,16 +37,6 @@ def working_bytes(config: GPTConfig, item_bytes: int) -> int:
     """Bytes that a step on a GPU takes besides for each running sequence: a copy of a layer's keys
     and values, and what sampling takes."""
     return slot_bytes(config, item_bytes) // config.n_layer + SAMPLING_BYTES * config.vocab_size
-
-
-def check_weights_fit(config: GPTConfig, item_bytes: int, memory: Available) -> None:
-    """Raise DeviceError unless a model's weights fit into the free memory."""
-    needed = parameter_count(config) * item_bytes
-    if needed > memory.free:
-        raise DeviceError(
-            f"the model's weights take {format_bytes(needed)} at {item_bytes} bytes each, "
-            f"{_free(memory)}: choose a narrower dtype, another device, or free some"
-        )
 
 
 def slots_for(
@@ -89,10 +66,11 @@ def slots_for(
         case None:
             slots = default if budget.slots is None else budget.slots
     if slots * used_bytes > memory.free:
+        fit = max(0, memory.free // used_bytes)
+        way_out = "Lower slots or kv_cache_memory" if fit else "Free some, or lower context_length"
         raise DeviceError(
             f"{slots} slots take {format_bytes(slots * used_bytes)} ({format_bytes(used_bytes)} "
-            f"each), {_free(memory)} beside the weights: {memory.free // used_bytes} fit. "
-            "Lower slots or kv_cache_memory"
+            f"each), {free_of(memory)} beside the weights: {fit} fit. {way_out}"
         )
     return slots
 
@@ -117,25 +95,3 @@ def _slots_in_share(share: MemoryShare, used_bytes: int, memory: Available, *, g
             f"{format_bytes(used_bytes)}: raise it, or free some"
         )
     return slots
-
-
-def available(device: torch.device, *, weight_bytes: int = 0) -> Available:
-    """The memory of a device. `weight_bytes` are those of a model that is loaded already: on a CPU
-    they are subtracted, a GPU's driver counts them."""
-    if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        return Available(str(device), total, free)
-    total = machine_memory()
-    return Available("this machine", total, max(0, total - weight_bytes))
-
-
-def format_bytes(count: int) -> str:
-    """Bytes for people: "36.0 MiB"."""
-    for power, unit in ((3, "GiB"), (2, "MiB"), (1, "KiB")):
-        if abs(count) >= 1024**power:
-            return f"{count / 1024**power:,.1f} {unit}"
-    return f"{count} bytes"
-
-
-def _free(memory: Available) -> str:
-    return f"{memory.name} has {format_bytes(memory.free)} free of {format_bytes(memory.total)}"

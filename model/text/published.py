@@ -9,6 +9,7 @@ import hashlib
 from collections.abc import Mapping
 from pathlib import Path
 
+from model.files import VOCABULARY_BYTES, read_regular
 from model.text.tokenizer import END_OF_TEXT, PUBLISHED, Tokenizer, TokenizerError
 
 _FIM = {"<|fim_prefix|>": 100258, "<|fim_middle|>": 100259, "<|fim_suffix|>": 100260}
@@ -38,7 +39,11 @@ def _from_file(path: Path) -> Tokenizer:
             f"the tokenizer {str(path)!r} is neither 'own' nor one of {', '.join(PUBLISHED)} nor "
             "a ranks file"
         )
-    known = KNOWN_FILES.get(hashlib.sha256(path.read_bytes()).hexdigest())
+    try:
+        raw = read_regular(path, VOCABULARY_BYTES)
+    except OSError as error:
+        raise TokenizerError(str(error)) from error
+    known = KNOWN_FILES.get(hashlib.sha256(raw).hexdigest())
     if known is None:
-        return Tokenizer.read_ranks(path)
-    return Tokenizer.read_ranks(path, pattern=known[0], special_tokens=known[1])
+        return Tokenizer.parse_ranks(raw, name=path.name)
+    return Tokenizer.parse_ranks(raw, name=path.name, pattern=known[0], special_tokens=known[1])

@@ -15,13 +15,15 @@ import codecs
 import itertools
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Self
 
 import tiktoken
 
+from model.files import VOCABULARY_BYTES, read_regular
 from model.text.pieces import PieceEncoder, UnknownPiece, word_spans
 
 END_OF_TEXT = "<|endoftext|>"
@@ -52,6 +54,12 @@ NO_VOCABULARY = (
     "token ids; or, if its vocabulary is known, import the model once more with --tokenizer"
 )
 """Why a text is rejected where there are ids alone."""
+
+MOST_IDS = 2**24
+"""Of a vocabulary: sixty times the largest that is published."""
+
+TRIED = "A word, 2 numbers (1.5)\n\tand\u00e9\u4e16."
+"""A text that every pattern of a tokenizer is tried on."""
 
 _CONTINUATION = bytes(range(0x80, 0xC0))
 """Bytes of UTF-8 that go on with a character; every other one begins one."""
@@ -102,6 +110,11 @@ class Tokenizer:
         kind: TokenizerKind = "bpe",
     ) -> None:
         beyond = math.inf if vocab_size is None else vocab_size
+        largest = max([vocab_size or 0, *special_tokens.values()])
+        if largest > MOST_IDS:
+            raise TokenizerError(
+                f"the vocabulary goes up to {largest:,}; {MOST_IDS:,} ids are the most it may have"
+            )
         self.kind: TokenizerKind = kind
         self.ranks = dict(ranks)
         self.pattern = pattern
@@ -119,6 +132,11 @@ class Tokenizer:
         else:
             _check_ranks(self.ranks, self.special_tokens, beyond, every_byte=kind == "bpe")
             self.vocab_size = max([*self.tokens.values(), *special_tokens.values()]) + 1
+        if kind != "none" and not pattern:
+            raise TokenizerError(
+                "the split pattern is empty, so it cuts no text: a pattern says what the pieces of "
+                "a text are; the whole text is one piece with '[\\s\\S]+'"
+            )
         self._encoding = self._byte_pairs() if kind == "bpe" else None
         self._pieces = self._whole_pieces() if kind in ("pieces", "words") else None
         # Ids of a published encoding may have gaps, and of kind "none" all are: without bytes.
@@ -133,7 +151,7 @@ class Tokenizer:
 
     def _byte_pairs(self) -> tiktoken.Encoding:
         try:
-            return tiktoken.Encoding(
+            encoding = tiktoken.Encoding(
                 "logitd",
                 pat_str=self.pattern,
                 mergeable_ranks=self.ranks,
@@ -141,6 +159,9 @@ class Tokenizer:
             )
         except ValueError as error:
             raise self._bad_pattern(error) from error
+        with self._teaching():
+            encoding.encode_ordinary(TRIED)  # a pattern that matches nothing at all shows here
+        return encoding
 
     def _whole_pieces(self) -> PieceEncoder:
         try:
@@ -183,9 +204,9 @@ class Tokenizer:
                 raise TokenizerError(str(error)) from error
         if self._encoding is None:
             raise NoVocabularyError
-        ids = self._encoding.encode(
-            text, allowed_special="all" if special_ids else set(), disallowed_special=()
-        )
+        allowed: Literal["all"] | set[str] = "all" if special_ids else set()
+        with self._teaching():
+            ids = self._encoding.encode(text, allowed_special=allowed, disallowed_special=())
         self._check_complete(ids)
         return ids
 
@@ -193,10 +214,27 @@ class Tokenizer:
         """`encode` of many texts, on several threads."""
         if self._encoding is None:
             return list(map(self.encode, texts))
-        batch = self._encoding.encode_batch(list(texts), num_threads=threads, disallowed_special=())
+        with self._teaching():
+            batch = self._encoding.encode_batch(
+                list(texts), num_threads=threads, disallowed_special=()
+            )
         for ids in batch:
             self._check_complete(ids)
         return batch
+
+    @contextmanager
+    def _teaching(self) -> Iterator[None]:
+        """Turns what tiktoken raises where a pattern cuts a text into nothing at all, or does not
+        come to an end, into a TokenizerError."""
+        try:
+            yield
+        except BaseException as error:
+            if type(error).__name__ != "PanicException":
+                raise
+            raise TokenizerError(
+                f"the split pattern {self.pattern[:60]!r} does not cut this text into pieces: "
+                f"{str(error)[:100]}"
+            ) from error
 
     def least_tokens(self, text: str) -> int:
         """A number of tokens that the text has at least, known without encoding it."""
@@ -297,7 +335,10 @@ class Tokenizer:
     ) -> "Tokenizer":
         """Read a ranks file. Without special tokens, END_OF_TEXT takes the id after the last."""
         return cls.parse_ranks(
-            path.read_bytes(), name=path.name, pattern=pattern, special_tokens=special_tokens
+            read_regular(path, VOCABULARY_BYTES),
+            name=path.name,
+            pattern=pattern,
+            special_tokens=special_tokens,
         )
 
     @classmethod

@@ -27,6 +27,9 @@ BLOCK = 32
 """Positions in a cache block: prefill computes, and prefix reuse copies, whole blocks."""
 
 
+SMALLEST_FACTOR, LARGEST_FACTOR = 1e-6, 1e12
+"""Of the values of `RopeScaling`: far beyond what is used, and angles stay finite."""
+
 _SIZES = (
     "vocab_size",
     "context_length",
@@ -88,8 +91,11 @@ class RopeScaling:
             if value is None and name in own:
                 raise ConfigError(f"rope_scaling lacks {name}, which the kind {self.kind!r} needs")
             number = isinstance(value, int | float) and not isinstance(value, bool)
-            if number and not 0 < value < math.inf:
-                raise ConfigError(f"rope_scaling.{name} is {value}; it must be finite and above 0")
+            if number and not SMALLEST_FACTOR <= value <= LARGEST_FACTOR:
+                raise ConfigError(
+                    f"rope_scaling.{name} is {value}; it must be from {SMALLEST_FACTOR:g} to "
+                    f"{LARGEST_FACTOR:g}"
+                )
         for low, high in (("low_freq_factor", "high_freq_factor"), ("beta_slow", "beta_fast")):
             if low in own and not getattr(self, low) < getattr(self, high):
                 raise ConfigError(
@@ -99,7 +105,7 @@ class RopeScaling:
 
     def _set_defaults(self) -> None:
         """What the paper and transformers take where nothing is given."""
-        if self.kind != "yarn" or not 0 < self.factor < math.inf:
+        if self.kind != "yarn" or not SMALLEST_FACTOR <= self.factor <= LARGEST_FACTOR:
             return
         stretched = 0.1 * math.log(self.factor) + 1 if self.factor > 1 else 1.0
         for name, value in (

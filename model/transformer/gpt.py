@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from model.transformer.activation import activate
 from model.transformer.attention import Attend, CausalAttend, RecordingAttend
 from model.transformer.config import GPTConfig
-from model.transformer.rotary import rotary_tables, rotate
+from model.transformer.rotary import TABLE_ROWS, rotary_tables, rotate
 
 VALUE_GATE_WIDTH = 32
 """Leading channels of the residual stream that steer the gate of a value embedding."""
@@ -276,9 +276,14 @@ def sinusoidal_table(length: int, d_model: int, device: torch.device) -> Tensor:
     """Fixed position vectors (length, d_model) of Vaswani et al. (2017): sine in the even
     channels, cosine in the odd ones."""
     channels = torch.arange(0, d_model, 2, device=device, dtype=torch.float64) / d_model
-    angles = torch.arange(length, device=device)[:, None] * 10_000.0**-channels
-    table = torch.stack((angles.sin(), angles.cos()), dim=-1)  # (length, ceil(C / 2), 2)
-    return table.flatten(1)[:, :d_model].float()
+    table = torch.empty(length, d_model, device=device)
+    for start in range(0, length, TABLE_ROWS):
+        rows = slice(start, min(start + TABLE_ROWS, length))
+        positions = torch.arange(rows.start, rows.stop, device=device)
+        angles = positions[:, None] * 10_000.0**-channels
+        pairs = torch.stack((angles.sin(), angles.cos()), dim=-1)  # (rows, ceil(C / 2), 2)
+        table[rows] = pairs.flatten(1)[:, :d_model].float()
+    return table
 
 
 def _norm(config: GPTConfig) -> nn.Module:

@@ -15,10 +15,12 @@ Shapes: D = head_dim, R = rotary_dim.
 import math
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from model.transformer.config import GPTConfig, RopeScaling
+
+TABLE_ROWS = 4096
+"""Positions whose angles are computed at a time."""
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -34,14 +36,20 @@ def rotary_tables(config: GPTConfig, device: torch.device) -> tuple[Tensor, Tens
     Those of the first R / 2 pairs, times yarn's attention factor; the other pairs do not turn, and
     have a cosine of exactly 1 and a sine of exactly 0.
     """
-    positions = torch.arange(config.context_length, device=device)
-    angles = positions[:, None] * angles_per_position(config, device)  # (context_length, R / 2)
+    turns = angles_per_position(config, device)
     scaling = config.rope_scaling
     factor = (scaling.attention_factor if scaling is not None else None) or 1.0
-    still = (config.head_dim - config.rotary_dim) // 2
-    cos = F.pad(factor * angles.cos(), (0, still), value=1.0)  # (context_length, D / 2)
-    sin = F.pad(factor * angles.sin(), (0, still))
-    return cos.float(), sin.float()
+    turning = config.rotary_dim // 2
+    cos = torch.ones(config.context_length, config.head_dim // 2, device=device)
+    sin = torch.zeros(config.context_length, config.head_dim // 2, device=device)
+    # In float64, but never all of them at once: that is six times the memory of the tables.
+    for start in range(0, config.context_length, TABLE_ROWS):
+        rows = slice(start, min(start + TABLE_ROWS, config.context_length))
+        positions = torch.arange(rows.start, rows.stop, device=device)
+        angles = positions[:, None] * turns  # (rows, R / 2)
+        cos[rows, :turning] = (factor * angles.cos()).float()
+        sin[rows, :turning] = (factor * angles.sin()).float()
+    return cos, sin
 
 
 def angles_per_position(config: GPTConfig, device: torch.device) -> Tensor:

@@ -40,7 +40,7 @@ def count_elements(config: GPTConfig) -> Elements:
     block_matrices = config.qkv_width * width + width * heads + up * width + width * config.d_ff
     block_rows = config.qkv_width + width + up + width
     # Value embeddings: in some blocks a table, and a gate of one row for each key/value head.
-    valued = sum(config.has_value_embedding(layer) for layer in range(config.n_layer))
+    valued = -(-config.n_layer // 2) if config.value_embeddings else 0
     gate = min(VALUE_GATE_WIDTH, width) * config.n_kv_head
     # Vectors: two norms a block and perhaps one at the end, biases, norms of queries and keys.
     norm = width * (2 if config.norm == "layernorm" and config.bias else 1)
@@ -67,6 +67,13 @@ def parameter_count(config: GPTConfig) -> int:
     """Parameters of a model of this shape; a tied head counts once, padded rows count."""
     elements = count_elements(config)
     return elements.block_matrices + elements.vectors + elements.embeddings + elements.head
+
+
+def table_elements(config: GPTConfig) -> int:
+    """Elements of the tables of positions that are computed and not trained: sinusoids, or cosines
+    and sines; and of the mask of a block of queries, which takes a byte each, in fours."""
+    width = {"sinusoidal": config.d_model, "rotary": config.head_dim, "learned": 0}
+    return config.context_length * (width[config.positions] + 8)
 
 
 def attention_operations(config: GPTConfig) -> int:

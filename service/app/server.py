@@ -2,7 +2,8 @@
 
 SIGTERM or SIGINT: readiness turns 503 and new requests are rejected, the running ones get
 `drain_timeout` seconds, what is left is aborted with an error of its own, and the process exits
-with 0. A second signal quits at once, with 128 and its number.
+with 0. While the checkpoint is being loaded it exits with 0 at once. A second signal quits at once,
+with 128 and its number.
 """
 
 import asyncio
@@ -54,9 +55,13 @@ class Server(uvicorn.Server):
     def _on_signal(self, number: int) -> None:
         self._signals += 1
         if self._signals > 1:
-            # Nothing here is worth waiting for, and a thread that is still loading would be.
+            # Nothing here is worth waiting for.
             logger.warning("%s again: quitting at once", signal.Signals(number).name)
             os._exit(128 + number)
+        if not self._state.settled.is_set():
+            # Nothing was accepted, and what loads is in native code that cannot be told to stop.
+            logger.info("%s while loading: quitting at once", signal.Signals(number).name)
+            os._exit(0)
         logger.info("%s: draining", signal.Signals(number).name)
         self._start(self._drain_then_exit())
 

@@ -16,7 +16,7 @@ from model.inference.engine.config import EngineConfig
 from model.inference.engine.engine import Engine
 from model.inference.errors import InvalidRequest
 from model.inference.kernels.select import KernelError
-from model.inference.load import LoadedModel, choose_slots, load_model, release_memory
+from model.inference.load import LoadedModel, Slots, choose_slots, load_model, release_memory
 from model.inference.memory import SlotBudget
 from model.inference.options import parse_memory
 from model.text.tokenizer import Tokenizer
@@ -83,6 +83,8 @@ def compiler_for(tokenizer: Tokenizer) -> Compiler | Unavailable:
 
 
 def _build(settings: ServeSettings) -> BuiltEngine:
+    memory = None if settings.kv_cache_memory is None else parse_memory(settings.kv_cache_memory)
+    slots = Slots(SlotBudget(settings.slots, memory), EngineConfig().slots)
     model = load_model(
         settings.checkpoint,
         device=settings.device,
@@ -91,16 +93,15 @@ def _build(settings: ServeSettings) -> BuiltEngine:
         kernels=settings.kernels,
         quantize=settings.quantize,
         batch_invariant=settings.batch_invariant,
+        slots=slots,
         log=logger.info,
     )
     path = model.decode_path
     if path.note is not None:
         logger.warning("decoding in plain torch, which is slower: %s", path.note)
     quantization = measure_quantization(model, settings.quantize, settings.validation_text)
-    memory = None if settings.kv_cache_memory is None else parse_memory(settings.kv_cache_memory)
-    budget = SlotBudget(settings.slots, memory)
     config = EngineConfig(
-        slots=choose_slots(model, budget, EngineConfig().slots),
+        slots=choose_slots(model, slots),
         prefill_chunk=settings.prefill_chunk,
         prefix_reuse=settings.prefix_reuse,
         speculate=settings.speculate,

@@ -10,13 +10,18 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
+import torch
 import uvicorn
 
+from model.checkpoint.checkpoint import empty_gpt, read_checkpoint, save_checkpoint
 from model.inference.engine.engine import Engine
+from model.inference.load import LoadedModel, load_model
 from service.app.app import create_app
 from service.core.state import Served, ServiceState
 from service.engine.driver import LocalDriver
@@ -147,6 +152,42 @@ def serve_settings(checkpoint: Path, **settings: Any) -> ServeSettings:
         **settings,
     }  # fmt: skip
     return ServeSettings(_env_file=None, checkpoint=checkpoint, device="cpu", **values)
+
+
+def slow_checkpoint(like: Path, folder: Path, elements: int) -> Path:
+    """A checkpoint that takes seconds to load: a feed-forward of about so many zeros."""
+    info = read_checkpoint(like)
+    config = replace(info.config, d_ff=elements // (2 * info.config.n_layer * info.config.d_model))
+    weights = {
+        name: torch.zeros(1).expand(tensor.shape)
+        for name, tensor in empty_gpt(config, torch.device("meta")).state_dict().items()
+    }
+    save_checkpoint(
+        folder / "slow",
+        config=config,
+        weights=weights,
+        tokenizer=info.tokenizer,
+        training=info.training,
+        card="",
+    )
+    return folder / "slow"
+
+
+@contextmanager
+def held_loading() -> Iterator[threading.Event]:
+    """Services that begin in this block do not load before the event is set."""
+    gate = threading.Event()
+
+    def load(*arguments: Any, **flags: Any) -> LoadedModel:
+        assert gate.wait(TEST_TIMEOUT)
+        return load_model(*arguments, **flags)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("service.engine.build.load_model", load)
+        try:
+            yield gate
+        finally:
+            gate.set()
 
 
 def engine_of(server: Serving) -> Engine:

@@ -11,7 +11,7 @@ from model.checkpoint.checkpoint import CheckpointError
 from model.device import DeviceError
 from model.inference.kernels.select import KernelError, choose_dtype
 from model.inference.load import LoadedModel, load_model
-from model.inference.memory import Available
+from model.memory import Available
 from tests.model.factories import random_ids, save_tiny_checkpoint, tiny_config, tiny_gpt
 
 
@@ -73,7 +73,7 @@ def test_what_cannot_be_had_is_refused(
 
 
 def test_a_checkpoint_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="no checkpoint directory"):
+    with pytest.raises(CheckpointError, match="does not exist; expected the directory"):
         opened(tmp_path / "nowhere")
 
 

@@ -1,7 +1,5 @@
-"""Memory: the arithmetic against the real things, and refusals with their numbers."""
+"""Memory of slots: the arithmetic against the real things, and refusals with their numbers."""
 
-import math
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,22 +7,18 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from model.device import DeviceError, machine_memory
+from model.device import DeviceError
 from model.inference.kv_cache import KVCache
 from model.inference.memory import (
     MAX_SLOTS,
-    Available,
     SlotBudget,
-    available,
-    check_weights_fit,
-    format_bytes,
     slot_bytes,
     slots_for,
     working_bytes,
 )
 from model.inference.options import MemoryShare, parse_memory
+from model.memory import Available, format_bytes
 from model.transformer.config import BLOCK, gpt2_shape
-from model.transformer.size import parameter_count
 from tests.model.factories import FAMILIES, tiny_config
 
 GIB = 2**30
@@ -154,38 +148,6 @@ def test_another_text_is_not_an_amount_of_memory(text: str, message: str) -> Non
         parse_memory(text)
 
 
-def test_weights_that_do_not_fit_are_refused() -> None:
-    count = parameter_count(SMALL)
-    check_weights_fit(SMALL, 2, Available("cuda:0", GIB, 2 * count))
-    message = (
-        "the model's weights take 474.8 MiB at 4 bytes each, cuda:0 has 474.8 MiB free of "
-        "1.0 GiB: choose a narrower dtype, another device, or free some"
-    )
-    with pytest.raises(DeviceError) as caught:
-        check_weights_fit(SMALL, 4, Available("cuda:0", GIB, 4 * count - 1))
-    assert str(caught.value) == message
-
-
-def test_this_machine_has_memory(tmp_path: Path) -> None:
-    whole = machine_memory(())
-    assert 2**26 < machine_memory() <= whole
-    limit = tmp_path / "memory.max"
-    for text, expected in (("max\n", whole), ("1048576\n", 2**20), (f"{2**63}\n", whole)):
-        limit.write_text(text)
-        assert machine_memory((tmp_path / "none", limit)) == expected
-    memory = available(torch.device("cpu"), weight_bytes=100)
-    assert memory.free == memory.total - 100
-    assert available(torch.device("cpu"), weight_bytes=2**60).free == 0
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_a_gpu_has_memory() -> None:
-    memory = available(torch.device("cuda"))
-    assert 0 < memory.free <= memory.total
-    assert not math.isclose(memory.total, 0)
-
-
-def test_bytes_for_people() -> None:
-    assert [format_bytes(n) for n in (0, 1023, 1536, 3 * 2**20, 2**31)] == [
-        "0 bytes", "1023 bytes", "1.5 KiB", "3.0 MiB", "2.0 GiB"
-    ]  # fmt: skip
+def test_where_not_one_slot_fits_the_way_out_is_another() -> None:
+    with pytest.raises(DeviceError, match=r"0 fit\. Free some, or lower context_length$"):
+        slots(Available("this machine", GIB, 2**20), gpu=False, slots=1)

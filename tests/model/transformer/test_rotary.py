@@ -150,11 +150,11 @@ def test_scaling_goes_through_json(kind: str) -> None:
         ({"kind": "linear", "factor": True}, "rope_scaling.factor is True; it must be a number"),
         (
             {"kind": "linear", "factor": 0.0},
-            "rope_scaling.factor is 0.0; it must be finite and above 0",
+            "rope_scaling.factor is 0.0; it must be from 1e-06 to 1e+12",
         ),
         (
             {"kind": "yarn", "factor": math.inf, "original_context_length": 9},
-            "rope_scaling.factor is inf; it must be finite and above 0",
+            "rope_scaling.factor is inf; it must be from 1e-06 to 1e+12",
         ),
         (
             {"kind": "linear", "factor": 2.0, "beta_fast": 32.0},

@@ -1,10 +1,9 @@
 """The server's life: loading, signals and the drain, in real processes."""
 
-import os
-import shutil
 import signal
 import socket
 import threading
+import time
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ import pytest
 from service.app.server import serve
 from service.schemas.generate import ErrorReply
 from tests.e2e.server import ServedProcess
-from tests.service.serving import client, events, eventually, serve_settings
+from tests.service.serving import client, events, eventually, serve_settings, slow_checkpoint
 
 LONG = {"prompt": "a", "ignore_eos": True}
 """A generation of seconds."""
@@ -76,9 +75,7 @@ def posted(url: str, body: dict[str, Any]) -> tuple[threading.Thread, list[httpx
 
 
 def test_it_answers_while_it_loads_and_then_serves(checkpoint_path: Path, tmp_path: Path) -> None:
-    path = Path(shutil.copytree(checkpoint_path, tmp_path / "slow"))
-    (path / "config.json").unlink()
-    os.mkfifo(path / "config.json")  # whoever reads it waits until somebody writes
+    path = slow_checkpoint(checkpoint_path, tmp_path, 2**27)
     with closing(process(path)) as server:
         server.wait_for("listening on port")
         assert "logitd is ready" not in server.output
@@ -86,24 +83,38 @@ def test_it_answers_while_it_loads_and_then_serves(checkpoint_path: Path, tmp_pa
             assert http.get("/health").status_code == 503
             assert http.get("/health/live").status_code == 200
             assert http.post("/generate", json=LONG).status_code == 503
-            (path / "config.json").write_bytes((checkpoint_path / "config.json").read_bytes())
             server.wait_for("logitd is ready")
             assert http.get("/health").status_code == 200
         server.signal(signal.SIGINT)
         assert server.exit_code() == 0
 
 
-def test_a_second_signal_quits_even_while_it_loads(checkpoint_path: Path, tmp_path: Path) -> None:
-    path = Path(shutil.copytree(checkpoint_path, tmp_path / "stuck"))
-    (path / "config.json").unlink()
-    os.mkfifo(path / "config.json")
-    with closing(process(path)) as server:
+@pytest.mark.parametrize("engine", ["thread", "process"])
+def test_a_signal_ends_it_at_once_while_it_loads(
+    checkpoint_path: Path, tmp_path: Path, engine: str
+) -> None:
+    path = slow_checkpoint(checkpoint_path, tmp_path, 2**28)
+    with closing(process(path, "--engine", engine)) as server:
         server.wait_for("listening on port")
+        time.sleep(0.2)
+        began = time.monotonic()
+        server.signal(signal.SIGTERM)
+        assert server.exit_code() == 0
+        assert time.monotonic() - began < 1
+        assert "SIGTERM while loading: quitting at once" in server.output
+        assert "Traceback" not in server.output
+
+
+def test_a_second_signal_quits_even_while_it_drains(spelling_path: Path) -> None:
+    with closing(process(spelling_path, "--slots", "1", "--kernels", "torch")) as server:
+        server.wait_for("logitd is ready")
+        stream = Stream(server.url, max_tokens=600)
         server.signal(signal.SIGTERM)
         server.wait_for("SIGTERM: draining")
         server.signal(signal.SIGTERM)
         assert server.exit_code() == 128 + signal.SIGTERM
         assert "Traceback" not in server.output
+        stream.broken_off()
 
 
 def test_a_drain_finishes_what_runs_and_what_waits_and_refuses_what_is_new(

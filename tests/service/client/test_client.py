@@ -1,8 +1,6 @@
 """Client and AsyncClient against a real server: every call gives what its endpoint gives."""
 
 import asyncio
-import os
-import shutil
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -19,7 +17,7 @@ from service.schemas import generate as schemas
 from service.schemas import tensors as numbers
 from service.schemas import tokenizer as tokenizer_schemas
 from tests.service.client.conftest import Connect
-from tests.service.serving import Serving, eventually, serve_settings, serving_app
+from tests.service.serving import Serving, eventually, held_loading, serve_settings, serving_app
 from tests.service.spelling import spelled
 
 LONG: dict[str, Any] = {"prompt": "a", "ignore_eos": True}
@@ -162,21 +160,19 @@ def test_info_health_and_version(server: Serving, connect: Connect) -> None:
 
 
 def test_health_is_told_while_nothing_else_is_answered(
-    checkpoint_path: Path, tmp_path: Path, connect: Connect
+    checkpoint_path: Path, connect: Connect
 ) -> None:
-    """A checkpoint whose config.json is a pipe loads until somebody writes there."""
-    path = Path(shutil.copytree(checkpoint_path, tmp_path / "slow"))
-    config = (path / "config.json").read_bytes()
-    (path / "config.json").unlink()
-    os.mkfifo(path / "config.json")
-    with serving_app(create_app(serve_settings(path))) as running:
+    with (
+        held_loading() as gate,
+        serving_app(create_app(serve_settings(checkpoint_path))) as running,
+    ):
         client = connect(running.url, max_retries=0)
         assert (client.health().status, client.health().ok) == ("loading", False)
         for call in (client.info, lambda: client.generate("a"), lambda: client.logits("a")):
             with pytest.raises(UnavailableError, match="being loaded") as caught:
                 call()
             assert caught.value.retry_after == 1
-        (path / "config.json").write_bytes(config)
+        gate.set()
         eventually(lambda: client.health().ok)
         assert client.generate("a", max_tokens=1).usage.completion_tokens == 1
 

@@ -1,12 +1,12 @@
 """GET endpoints: the life of the service as seen from outside, what is served, and the metrics."""
 
 import asyncio
-import os
 import shutil
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
@@ -28,6 +28,7 @@ from tests.service.serving import (
     Serving,
     events,
     eventually,
+    held_loading,
     serve_settings,
     serving,
     serving_app,
@@ -35,13 +36,12 @@ from tests.service.serving import (
 
 
 @pytest.fixture
-def loading(checkpoint_path: Path, tmp_path: Path) -> Iterator[tuple[Serving, Path]]:
-    """A service whose checkpoint's config.json is a pipe: it loads until somebody writes there."""
+def loading(checkpoint_path: Path, tmp_path: Path) -> Iterator[tuple[Serving, Path, Event]]:
+    """A service that is about to load until the event is set, and the config.json that it will
+    read."""
     path = Path(shutil.copytree(checkpoint_path, tmp_path / "slow"))
-    (path / "config.json").unlink()
-    os.mkfifo(path / "config.json")
-    with serving_app(create_app(serve_settings(path))) as running:
-        yield running, path / "config.json"
+    with held_loading() as gate, serving_app(create_app(serve_settings(path))) as running:
+        yield running, path / "config.json", gate
 
 
 def health(server: Serving, path: str = "/health") -> tuple[int, str]:
@@ -76,9 +76,9 @@ def test_a_service_that_is_ready(server: Serving) -> None:
 
 
 def test_while_loading_only_life_is_answered(
-    loading: tuple[Serving, Path], checkpoint_path: Path
+    loading: tuple[Serving, Path, Event],
 ) -> None:
-    server, pipe = loading
+    server, _, gate = loading
     assert health(server) == health(server, "/health/ready") == (503, "loading")
     assert health(server, LIVE) == (200, "loading")
     for response in [
@@ -93,17 +93,18 @@ def test_while_loading_only_life_is_answered(
         assert "being loaded" in error.message
     assert server.client.get("/version").status_code == 200
     assert server.sample("logitd_ready") == 0
-    pipe.write_bytes((checkpoint_path / "config.json").read_bytes())
+    gate.set()
     eventually(lambda: health(server) == (200, "ok"))
     assert server.json("/probs", {"prompt": "a"})["model"] == "slow"
     assert server.sample("logitd_ready") == 1
 
 
 def test_a_checkpoint_that_cannot_be_loaded(
-    loading: tuple[Serving, Path], logged_errors: list[str]
+    loading: tuple[Serving, Path, Event], logged_errors: list[str]
 ) -> None:
-    server, pipe = loading
-    pipe.write_text("{}")
+    server, config, gate = loading
+    config.write_text("{}")
+    gate.set()
     eventually(lambda: health(server, LIVE) == (503, "failed"))
     assert health(server) == (503, "failed")
     assert "format_version" in str(server.client.get("/health").json()["reason"])

@@ -1,0 +1,121 @@
+"""Files: regular ones alone, no more of them than was said before, and JSON that stays small.
+
+What a path names may be a pipe on which nobody writes, a device without an end, a folder, a link to
+itself, or a file larger than memory. Everything here looks first and reads then, so that no such
+thing makes a program wait or grow: `FileError` names the path and says what is there. A file that
+is missing is the system's own error. Knows nothing of what the bytes mean.
+"""
+
+import json
+import os
+import stat
+from pathlib import Path
+from typing import Any, BinaryIO
+
+CONFIG_BYTES = 4 * 2**20
+"""Of a JSON file of settings: a hundred times what is usual, and little beside a model even where
+each two bytes become an object."""
+VOCABULARY_BYTES = 64 * 2**20
+"""Of a vocabulary: ten times the largest that is published."""
+TEXT_BYTES = 2**30
+"""Of a text that is read at once."""
+
+KINDS = (
+    (stat.S_ISDIR, "a directory"),
+    (stat.S_ISFIFO, "a pipe (FIFO)"),
+    (stat.S_ISCHR, "a device"),
+    (stat.S_ISBLK, "a device"),
+    (stat.S_ISSOCK, "a socket"),
+)
+
+
+class FileError(OSError):
+    """A path that cannot be read as it should be; the message names it and says why."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.strerror = message
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+def open_regular(path: Path, most: int | None = None) -> BinaryIO:
+    """A regular file of at most so many bytes, unbuffered, opened to be read. Raises FileError, and
+    OSError where the system does."""
+    _require_regular(path, path.stat().st_mode)  # some devices do something when they are opened
+    # What is there now may be a pipe all the same, and must not be waited for.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        status = os.fstat(descriptor)
+        _require_regular(path, status.st_mode)
+        if most is not None and status.st_size > most:
+            raise FileError(f"{path} has {status.st_size:,} bytes; {most:,} are the most it may")
+        return os.fdopen(descriptor, "rb", buffering=0)
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def require_regular(path: Path) -> None:
+    """Raise FileError unless a path names a regular file, for libraries that open it themselves."""
+    _require_regular(path, path.stat().st_mode)
+
+
+def read_regular(path: Path, most: int) -> bytes:
+    """The bytes of a regular file that has at most so many. Raises FileError and OSError."""
+    with open_regular(path, most) as file:
+        # Not all that reads as a regular file tells its size: those of /proc have 0.
+        raw = bytearray()
+        while len(raw) <= most and (piece := file.read(min(2**20, most + 1 - len(raw)))):
+            raw += piece
+    if len(raw) > most:
+        raise FileError(f"{path} has more than {most:,} bytes, which are the most it may")
+    return bytes(raw)
+
+
+def read_text(path: Path, most: int = TEXT_BYTES) -> str:
+    """A regular file as UTF-8, with line ends as "\\n". Raises FileError, OSError and
+    UnicodeDecodeError."""
+    return read_regular(path, most).decode("utf-8").replace("\r\n", "\n").replace("\r", "\n")
+
+
+def parse_json(raw: bytes) -> Any:
+    """JSON whose numbers and texts can be written again: finite ones of 64 bits, and Unicode.
+    Raises ValueError, for what nests too deeply too."""
+    try:
+        document = json.loads(
+            raw.decode("utf-8"),
+            parse_int=_integer,
+            parse_float=_real,
+            parse_constant=_no_constant,
+        )
+        # An escape may stand for half a character, which no text can hold.
+        json.dumps(document, ensure_ascii=False).encode()
+    except RecursionError as error:
+        raise ValueError("it nests too deeply") from error
+    return document
+
+
+def _require_regular(path: Path, mode: int) -> None:
+    if not stat.S_ISREG(mode):
+        kind = next((name for holds, name in KINDS if holds(mode)), "something else")
+        raise FileError(f"{path} is {kind}; expected a regular file")
+
+
+def _integer(digits: str) -> int:
+    number = int(digits) if len(digits) < 25 else 2**64
+    if not -(2**63) <= number < 2**63:
+        raise ValueError(f"{digits[:30]} does not fit into 64 bits")
+    return number
+
+
+def _real(digits: str) -> float:
+    number = float(digits)
+    if number in (float("inf"), float("-inf")):
+        raise ValueError(f"{digits[:30]} is more than a number can be")
+    return number
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not JSON")

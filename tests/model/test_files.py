@@ -1,0 +1,133 @@
+"""Files that are not what their names promise: a sentence at once, whatever is there."""
+
+import os
+import socket
+import threading
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from model.files import FileError, open_regular, parse_json, read_regular, read_text
+
+
+def odd_files(folder: Path) -> dict[str, Path]:
+    """What is not a regular file, by what a message calls it; none is removed afterwards."""
+    folder.mkdir(exist_ok=True)
+    (folder / "directory").mkdir()
+    os.mkfifo(folder / "pipe")
+    (folder / "zero").symlink_to("/dev/zero")
+    with socket.socket(socket.AF_UNIX) as server:
+        before = Path.cwd()
+        os.chdir(folder)  # a socket's path is short
+        server.bind("socket")
+        os.chdir(before)
+    return {
+        "a directory": folder / "directory",
+        "a pipe (FIFO)": folder / "pipe",
+        "a device": folder / "zero",
+        "a socket": folder / "socket",
+    }
+
+
+def test_only_regular_files_are_read(tmp_path: Path) -> None:
+    for kind, path in odd_files(tmp_path).items():
+        with pytest.raises(FileError) as caught:
+            read_regular(path, 100)
+        assert str(caught.value) == f"{path} is {kind}; expected a regular file"
+        assert caught.value.strerror == str(caught.value)
+
+
+def test_links_to_themselves_and_missing_files_are_the_systems_errors(tmp_path: Path) -> None:
+    loop = tmp_path / "loop"
+    loop.symlink_to(loop)
+    with pytest.raises(OSError, match="Too many levels of symbolic links"):
+        read_regular(loop, 100)
+    with pytest.raises(FileNotFoundError):
+        read_regular(tmp_path / "none", 100)
+
+
+def test_a_pipe_that_takes_a_files_place_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"text")
+    regular = path.stat()
+    path.unlink()
+    os.mkfifo(path)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "stat", lambda self: regular)
+        with pytest.raises(FileError, match="is a pipe"):
+            open_regular(path)
+
+
+@given(size=st.integers(0, 300), most=st.integers(0, 300))
+def test_no_more_is_read_than_was_said(
+    tmp_path_factory: pytest.TempPathFactory, size: int, most: int
+) -> None:
+    path = tmp_path_factory.mktemp("files") / "file"
+    path.write_bytes(b"x" * size)
+    if size <= most:
+        assert read_regular(path, most) == b"x" * size
+    else:
+        with pytest.raises(FileError, match=f"has {size} bytes; {most} are the most it may"):
+            read_regular(path, most)
+
+
+def test_a_size_that_is_not_told_is_bounded_too() -> None:
+    path = Path("/proc/self/maps")
+    assert path.stat().st_size == 0
+    assert b"python" in read_regular(path, 2**22)
+    with pytest.raises(FileError, match="has more than 100 bytes"):
+        read_regular(path, 100)
+
+
+def test_a_sparse_file_takes_no_memory(tmp_path: Path) -> None:
+    path = tmp_path / "sparse"
+    path.touch()
+    os.truncate(path, 2**40)
+    with pytest.raises(FileError, match="has 1,099,511,627,776 bytes"):
+        read_regular(path, 2**20)
+
+
+def test_no_descriptor_is_left(tmp_path: Path) -> None:
+    paths = odd_files(tmp_path).values()
+    before = len(os.listdir("/proc/self/fd"))
+    for path in paths:
+        with pytest.raises(FileError):
+            open_regular(path)
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert threading.active_count() >= 1
+
+
+def test_line_ends_are_those_of_python(tmp_path: Path) -> None:
+    path = tmp_path / "text"
+    path.write_bytes("a\r\nb\rc\n\u00e9".encode())
+    assert read_text(path) == path.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("[" * 100_000, "it nests too deeply"),
+        ("1" * 400, "does not fit into 64 bits"),
+        ("1" * 10_000, "does not fit into 64 bits"),
+        (str(2**63), "does not fit into 64 bits"),
+        ("1e400", "is more than a number can be"),
+        ("-1e400", "is more than a number can be"),
+        ("NaN", "NaN is not JSON"),
+        ("[Infinity]", "Infinity is not JSON"),
+        ('{"a": "\\ud800"}', "surrogates not allowed"),
+        ('{"\\udfff": 1}', "surrogates not allowed"),
+        ("{", "Expecting property name"),
+    ],
+)
+def test_json_that_could_not_be_written_again_is_refused(text: str, sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        parse_json(text.encode())
+
+
+def test_other_json_is_read_as_it_is() -> None:
+    text = '{"a": [1, -9223372036854775808, 1.5, 1e300, null, true, "\\ud83d\\ude00"]}'
+    assert parse_json(text.encode()) == {"a": [1, -(2**63), 1.5, 1e300, None, True, "\U0001f600"]}
