@@ -1,8 +1,11 @@
 """Constraints: compiled off the event loop, within a time limit, once for equal sources.
 
 Each is compiled first in a sandbox, a process that can be killed, and then here. Compiled ones are
-cached. One is compiled at a time, the others wait. A client that leaves meanwhile stops waiting;
-the compilation goes on for the others.
+cached. There are two sandboxes, each with one compilation at a time, for which callers take turns
+(`turns.py`). In the first, a compilation has FIRST_SECONDS. What takes longer begins again in the
+second, where it has its whole time: so whatever slow ones are sent, others wait for moments. A
+client that leaves stops waiting, and a compilation that nobody waits for any more ends, with the
+process if need be.
 
 Not here: what a constraint is (`model/inference/constraints/compiler.py`), the sandbox
 (`sandbox.py`) and the cache (`cache.py`) beside it, and the masks of the sampler
@@ -11,7 +14,9 @@ Not here: what a constraint is (`model/inference/constraints/compiler.py`), the 
 
 import asyncio
 import time
+from collections import Counter
 from dataclasses import dataclass, field
+from typing import Any
 
 from model.inference.constraints.cache import ConstraintCache
 from model.inference.constraints.compiler import (
@@ -24,20 +29,42 @@ from model.inference.constraints.sandbox import Checker
 from model.inference.errors import ConstraintError
 from service.core.errors import ApiError, bad_request
 from service.core.metrics import Metrics
+from service.core.turns import Turns
 from service.engine.build import Unavailable
 
 MAX_COMPILING = 16
-"""Different constraints that are being compiled, or wait to be."""
+"""Different constraints that are being compiled, or wait to be. A caller with less than its share
+of them, in equal parts, is served beyond that, up to twice as many."""
+FIRST_SECONDS = 0.25
+"""Time of a constraint before it makes way for others. Those of ordinary requests take
+milliseconds."""
+KILL_INTERVAL = 1.0
+"""Seconds after which a process that should have ended is killed again: it may have been starting
+when it was killed before."""
 
 
 class _TooSlow(ConstraintError):
     """Compiling took more than its time."""
 
 
+class _NoTurn(Exception):
+    """No sandbox was free in time."""
+
+
 @dataclass(slots=True)
+class _Sandbox:
+    checker: Checker
+    turns: Turns = field(default_factory=Turns)
+
+
+@dataclass(eq=False, slots=True)
 class _Compiling:
-    task: "asyncio.Task[Constraint]"
-    started: asyncio.Event = field(default_factory=asyncio.Event)  # its turn has come
+    """A compilation; `task` is none for a moment only."""
+
+    source: Source
+    caller: str  # who asked first
+    task: "asyncio.Task[Constraint] | None" = None
+    waiters: int = 0
 
 
 class Constraints:
@@ -52,36 +79,40 @@ class Constraints:
         metrics: Metrics,
     ) -> None:
         self._compiler = compiler
-        self._checker = checker
+        self._first, self._second = _Sandbox(checker), _Sandbox(checker.twin())
         self._timeout = timeout
         self._metrics = metrics
         self._cache = ConstraintCache()
         self._compiling: dict[Source, _Compiling] = {}
-        self._turn = asyncio.Lock()
 
-    async def compiled(self, source: Source) -> Constraint:
+    async def compiled(self, source: Source, caller: str = "") -> Constraint:
         """Take it from the cache, compile it, or wait until another request has compiled it.
         ApiError where it cannot be compiled, or not in time."""
         if (constraint := self.cached(source)) is not None:
             return constraint
-        compiling = self._compiling.get(source) or self._begin(source)
-        try:
-            async with asyncio.timeout(self._timeout):
-                await compiling.started.wait()
-        except TimeoutError as error:
-            raise self._busy() from error
+        compiling = self._compiling.get(source) or self._begin(source, caller)
+        assert compiling.task is not None
+        compiling.waiters += 1
         try:
             constraint = await asyncio.shield(compiling.task)
+        except _NoTurn as error:
+            raise self._busy() from error
         except _TooSlow as error:
             raise self._rejected(source, str(error), "timed_out") from error
         except (ConstraintError, ConstraintsUnavailable) as error:
             raise self._rejected(source, str(error)) from error
+        finally:
+            compiling.waiters -= 1
+            if not compiling.waiters and not compiling.task.done():  # everybody has left
+                self._forget(compiling)
+                compiling.task.cancel()
         self._metrics.constraints.labels("compiled").inc()
         return constraint
 
     def close(self) -> None:
-        """End the sandbox; nothing can be compiled after this."""
-        self._checker.close()
+        """End the sandboxes; nothing can be compiled after this."""
+        self._first.checker.close()
+        self._second.checker.close()
 
     def cached(self, source: Source) -> Constraint | None:
         """The constraint, if it was compiled before and is still in the cache."""
@@ -91,46 +122,63 @@ class Constraints:
         self._metrics.constraints_kept.set(len(self._cache))
         return constraint
 
-    def _begin(self, source: Source) -> _Compiling:
+    def _begin(self, source: Source, caller: str) -> _Compiling:
         if isinstance(self._compiler, Unavailable):
             raise self._rejected(source, self._compiler.reason)
         if len(self._compiling) >= MAX_COMPILING:
-            raise self._busy()
-        task = asyncio.create_task(self._compile(source, self._compiler))
+            counts = Counter(compiling.caller for compiling in self._compiling.values())
+            counts[caller] += 1
+            most = 2 * MAX_COMPILING
+            if counts[caller] > MAX_COMPILING // len(counts) or counts.total() > most:
+                raise self._busy()
+        compiling = self._compiling[source] = _Compiling(source, caller)
+        task = compiling.task = asyncio.create_task(self._compile(compiling, self._compiler))
         # All who waited may be gone: an error that nobody retrieves is not worth a warning.
         task.add_done_callback(lambda done: done.cancelled() or done.exception())
-        compiling = self._compiling[source] = _Compiling(task)
         return compiling
 
-    async def _compile(self, source: Source, compiler: Compiler) -> Constraint:
-        try:
-            async with self._turn:
-                self._compiling[source].started.set()
-                began = time.monotonic()
-                size = await self._check(source)
-                constraint = await asyncio.to_thread(compiler.compile, source)
-                self._metrics.constraint_compile.observe(time.monotonic() - began)
-        finally:
-            del self._compiling[source]
-        constraint.size = max(size, len(source.text))
-        self._cache.put(constraint)
-        self._metrics.constraints_kept.set(len(self._cache))
-        return constraint
+    def _forget(self, compiling: _Compiling) -> None:
+        if self._compiling.get(compiling.source) is compiling:
+            del self._compiling[compiling.source]
 
-    async def _check(self, source: Source) -> int:
-        """Compile in the sandbox; the bytes that it took, or ConstraintError."""
-        await asyncio.to_thread(self._checker.start)
-        checking = asyncio.create_task(asyncio.to_thread(self._checker.check, source))
-        await asyncio.wait({checking}, timeout=self._timeout)
-        if not checking.done():
-            self._checker.kill()  # which ends the check
-            await asyncio.wait({checking})
-            checking.exception()
+    async def _compile(self, compiling: _Compiling, compiler: Compiler) -> Constraint:
+        try:
+            constraint = await self._compile_within(
+                self._first, compiling, compiler, min(FIRST_SECONDS, self._timeout)
+            )
+            if constraint is None and self._timeout > FIRST_SECONDS:
+                constraint = await self._compile_within(
+                    self._second, compiling, compiler, self._timeout
+                )
+        finally:
+            self._forget(compiling)
+        if constraint is None:
             raise _TooSlow(
                 f"it took more than {self._timeout:g} s to compile; make it simpler, or raise "
                 "--constraint-timeout"
             )
-        return checking.result()
+        self._cache.put(constraint)
+        self._metrics.constraints_kept.set(len(self._cache))
+        return constraint
+
+    async def _compile_within(
+        self, sandbox: _Sandbox, compiling: _Compiling, compiler: Compiler, seconds: float
+    ) -> Constraint | None:
+        """Compile in a sandbox and then here, if the sandbox does not need more than that; None
+        otherwise. Raises _NoTurn or ConstraintError."""
+        source = compiling.source
+        try:
+            async with sandbox.turns.of(compiling.caller, self._timeout):
+                began = time.monotonic()
+                size = await _check(sandbox.checker, source, seconds)
+                if size is None:
+                    return None
+                constraint = await asyncio.to_thread(compiler.compile, source)
+                self._metrics.constraint_compile.observe(time.monotonic() - began)
+        except TimeoutError as error:
+            raise _NoTurn from error
+        constraint.size = max(size, len(source.text))
+        return constraint
 
     def _rejected(self, source: Source, reason: str, outcome: str = "refused") -> ApiError:
         self._metrics.constraints.labels(outcome).inc()
@@ -146,3 +194,39 @@ class Constraints:
             "queue_full",
             1,
         )
+
+
+async def _check(checker: Checker, source: Source, seconds: float) -> int | None:
+    """Compile in a sandbox; the bytes that it took, or None when it takes more than so many
+    seconds. Raises ConstraintError. The sandbox has come to an end of it, also when this call is
+    cancelled."""
+    checking: asyncio.Future[Any] = asyncio.ensure_future(asyncio.to_thread(checker.start))
+    try:
+        await asyncio.shield(checking)
+        checking = asyncio.ensure_future(asyncio.to_thread(checker.check, source))
+        await asyncio.wait({checking}, timeout=seconds)
+        if checking.done():
+            size: int = checking.result()
+            return size
+    except asyncio.CancelledError:
+        await _end(checker, checking)
+        raise
+    return await _end(checker, checking)
+
+
+async def _end(checker: Checker, checking: "asyncio.Future[Any]") -> int | None:
+    """Kill a sandbox, which ends what it is asked, and wait for that; the answer, if there was one
+    all the same. Goes on when the caller is cancelled meanwhile."""
+    cancelled = False
+    while not checking.done():
+        checker.kill()
+        try:
+            await asyncio.wait({checking}, timeout=KILL_INTERVAL)
+        except asyncio.CancelledError:
+            cancelled = True
+    if cancelled:
+        raise asyncio.CancelledError
+    if checking.exception() is not None:
+        return None
+    size: int | None = checking.result()
+    return size

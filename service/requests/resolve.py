@@ -63,7 +63,9 @@ async def resolve_generation(
     ):
         prompts = await encode_all(body.prompts, "prompt", served)
         if source is not None:
-            constraint = await unless_gone(request, served.constraints.compiled(source))
+            constraint = await unless_gone(
+                request, served.constraints.compiled(source, served.caller)
+            )
     seed = secrets.randbits(63) if body.seed is None else body.seed
     requests = [
         GenerationRequest(

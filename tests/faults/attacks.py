@@ -1,13 +1,14 @@
 """Every attack there is, in the order of the table."""
 
-from tests.faults import bodies, callers, checkpoints, readers, soak, trainer
+from tests.faults import bodies, callers, checkpoints, constraints, readers, soak, trainer
 from tests.faults.attack import Attack
 
 ATTACKS: tuple[Attack, ...] = (
     *bodies.ATTACKS,
     *callers.ATTACKS,
+    *constraints.ATTACKS,
     *readers.ATTACKS,
-    *checkpoints.ATTACKS,
     *trainer.ATTACKS,
+    *checkpoints.ATTACKS,
     *soak.ATTACKS,
 )

@@ -12,6 +12,7 @@ each. It ends when its input does, or when it has grown: then the next check sta
 
 import base64
 import contextlib
+import copy
 import json
 import random
 import re
@@ -54,6 +55,12 @@ class Checker:
             }
         )
         self._process: subprocess.Popen[bytes] | None = None
+
+    def twin(self) -> "Checker":
+        """Another process for the same vocabulary."""
+        twin = copy.copy(self)
+        twin._process = None
+        return twin
 
     def start(self) -> None:
         """Let the process be there, so that its start is not part of a check. Raises

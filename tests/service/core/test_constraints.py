@@ -239,7 +239,7 @@ async def error_of_task(task: "asyncio.Task[Constraint]") -> ApiError:
 def test_whoever_waits_too_long_for_a_turn_is_told_to_come_again() -> None:
     async def test() -> None:
         async with bench(timeout=0.3) as b:
-            async with b.constraints._turn:  # somebody else's
+            async with b.constraints._first.turns.of("other"):  # somebody else's
                 error = await error_of(b.constraints.compiled(GOOD))
                 assert (error.status, error.retry_after) == (429, 1)
                 assert b.count("busy") == 1
@@ -253,7 +253,7 @@ def test_no_more_than_so_many_wait(monkeypatch: pytest.MonkeyPatch) -> None:
 
     async def test() -> None:
         async with bench() as b:
-            async with b.constraints._turn:
+            async with b.constraints._first.turns.of("other"):
                 waiting = [
                     asyncio.create_task(b.constraints.compiled(literal(i))) for i in range(3)
                 ]
@@ -271,7 +271,7 @@ def test_no_more_than_so_many_wait(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_client_that_leaves_takes_nothing_from_the_others() -> None:
     async def test() -> None:
         async with bench() as b:
-            async with b.constraints._turn:
+            async with b.constraints._first.turns.of("other"):
                 leaves, stays, bad = (
                     asyncio.create_task(b.constraints.compiled(source))
                     for source in (GOOD, GOOD, Source("regex", "("))
@@ -282,11 +282,11 @@ def test_a_client_that_leaves_takes_nothing_from_the_others() -> None:
             assert await stays
             with pytest.raises(asyncio.CancelledError):
                 await leaves
-            # Nobody waits for the other one any more; it is compiled all the same, and forgotten.
-            while b.constraints._compiling:
-                await asyncio.sleep(0.01)
-            assert len(b.checker.checked) == 2
-            assert b.kept == 1
+            # Nobody waits for the other one any more: its turn does not come.
+            assert await b.constraints.compiled(literal(1))
+            assert b.checker.checked == [GOOD, literal(1)]
+            assert not b.constraints._compiling
+            assert b.kept == 2
 
     run(test)
 
@@ -303,6 +303,108 @@ def test_a_client_that_leaves_during_the_check_leaves_it_to_the_others() -> None
             b.checker.gate.set()
             assert await stays
             assert b.checker.checked == [GOOD]
+
+    run(test)
+
+
+def slow(i: int) -> Source:
+    """Takes minutes to compile."""
+    return Source(SLOW.kind, SLOW.text + " " * i)
+
+
+def test_what_nobody_waits_for_any_more_gives_its_place_up() -> None:
+    """In both sandboxes, and of those that wait for one: as soon as the last client has left."""
+
+    async def test() -> None:
+        async with bench() as b:
+            clients = [
+                asyncio.create_task(b.constraints.compiled(slow(i % 3), f"client {i}"))
+                for i in range(6)
+            ]
+            while len(b.checker.checked) < 4:  # one of them is in the second sandbox
+                await asyncio.sleep(0.01)
+            for client in clients[:3]:
+                client.cancel()
+            await asyncio.wait(clients[:3])
+            assert len(b.constraints._compiling) == 3, "somebody still waits for each"
+            for client in clients[3:]:
+                client.cancel()
+            await asyncio.wait(clients)
+            assert not b.constraints._compiling
+            began = time.monotonic()
+            assert await b.constraints.compiled(GOOD)
+            assert time.monotonic() - began < 10
+
+    run(test)
+
+
+def test_a_client_that_comes_while_a_compilation_is_given_up_begins_another() -> None:
+    async def test() -> None:
+        async with bench() as b:
+            b.checker.gate.clear()
+            leaves = asyncio.create_task(b.constraints.compiled(GOOD))
+            while not b.checker.checked:
+                await asyncio.sleep(0.01)
+            leaves.cancel()
+            await asyncio.wait({leaves})
+            comes = asyncio.create_task(b.constraints.compiled(GOOD))
+            await asyncio.sleep(0.01)
+            b.checker.gate.set()
+            assert await comes
+            assert b.checker.checked == [GOOD, GOOD]
+
+    run(test)
+
+
+def test_slow_ones_hold_up_nobody_for_longer_than_moments() -> None:
+    """Of the same caller and of another: three clients have one slow constraint after another."""
+
+    async def test() -> None:
+        async with bench(timeout=3) as b:
+            stop = False
+
+            async def attack(first: int) -> None:
+                for i in range(first, 10_000, 3):
+                    if stop:
+                        return
+                    await error_or_constraint(b.constraints.compiled(slow(i), "attacker"))
+
+            attackers = [asyncio.create_task(attack(i)) for i in range(3)]
+            await asyncio.sleep(1)
+            for i in range(8):
+                found = await error_or_constraint(
+                    b.constraints.compiled(literal(i), ("attacker", "other")[i % 2])
+                )
+                assert isinstance(found, Constraint), found.message
+            stop = True
+            await asyncio.wait(attackers)
+            assert b.count("timed_out") + b.count("busy") > 0
+
+    run(test)
+
+
+def test_the_places_are_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_COMPILING", 4)
+
+    async def test() -> None:
+        async with bench() as b:
+            async with b.constraints._first.turns.of("somebody"):
+                waiting = [
+                    asyncio.create_task(b.constraints.compiled(literal(i), "many"))
+                    for i in range(4)
+                ]
+                await asyncio.sleep(0)
+                assert (await error_of(b.constraints.compiled(literal(9), "many"))).status == 429
+                waiting += [
+                    asyncio.create_task(b.constraints.compiled(literal(i), "few"))
+                    for i in range(4, 6)
+                ]
+                await asyncio.sleep(0)
+                assert (await error_of(b.constraints.compiled(literal(9), "few"))).status == 429
+                await asyncio.sleep(0.01)  # until all of them wait for a turn
+            await asyncio.gather(*waiting)
+            order = [int(source.text.removeprefix("text ")) for source in b.checker.checked]
+            assert order == [0, 4, 1, 5, 2, 3], "in turn"
 
     run(test)
 
