@@ -56,10 +56,16 @@ def choose_placement(
     device: str = "auto", dtype: FloatName = "float32", threads: int = 0
 ) -> Placement:
     """Resolve "auto", which is CUDA when there is one, and 0 threads, which are as many as the
-    process has processors."""
-    return Placement(
-        choose_device(device), getattr(torch, dtype), threads or available_processors()
-    )
+    process has processors. Raises DeviceError for more: they would wait for each other at every
+    operation, for a processor's share of time each."""
+    processors = available_processors()
+    if not 0 <= threads <= processors:
+        plural = "" if processors == 1 else "s"
+        raise DeviceError(
+            f"threads is {threads}, and this process has {processors} processor{plural}: give 1 to "
+            f"{processors}, or 0 for all of them"
+        )
+    return Placement(choose_device(device), getattr(torch, dtype), threads or processors)
 
 
 def choose_device(name: str) -> torch.device:
@@ -122,9 +128,18 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def available_processors() -> int:
-    """Processors this process may run on (a container's or taskset's share, not the machine's)."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+def available_processors(groups: Sequence[Path] | None = None) -> int:
+    """Processors this process may run on (a container's or taskset's share, not the machine's).
+    Where a control group limits its time, as many as that is worth, rounded up. `groups` are the
+    folders of the control groups that may."""
+    if hasattr(os, "sched_getaffinity"):
+        count = len(os.sched_getaffinity(0))
+    else:
+        count = os.cpu_count() or 1
+    if groups is None:
+        groups = (*memory_groups(), GROUPS / "cpu", GROUPS / "cpu,cpuacct")
+    limits = map(_group_processors, groups)
+    return max(1, min([count, *(limit for limit in limits if limit is not None)]))
 
 
 def machine_memory(groups: Sequence[Path] | None = None) -> int:
@@ -170,6 +185,19 @@ def _group_limit(group: Path) -> int | None:
     """Bytes that a control group may have, None where it may have all."""
     limits = [_number(group / name) for name in ("memory.max", "memory.limit_in_bytes")]
     return min((limit for limit in limits if limit is not None), default=None)
+
+
+def _group_processors(group: Path) -> int | None:
+    """Processors' worth of time that a control group may have, None where it may have all."""
+    try:
+        words = (group / "cpu.max").read_text(encoding="ascii").split()
+        quota, period = int(words[0]), int(words[1])
+    except (OSError, ValueError, IndexError):  # no such file, or "max"
+        first, second = _number(group / "cpu.cfs_quota_us"), _number(group / "cpu.cfs_period_us")
+        if first is None or not second:
+            return None
+        quota, period = first, second
+    return -(-quota // period)
 
 
 def _group_use(group: Path) -> int | None:

@@ -69,6 +69,11 @@ Quantize = Annotated[
     Field(description="int8 quantizes the matrices to 8 bits when loading"),
 ]
 Threads = Annotated[
-    int, Field(ge=0, le=1024, description="compute threads; 0 is one per available processor")
+    int,
+    Field(
+        ge=0,
+        le=1024,
+        description="compute threads; 0 is one per available processor, which is the most",
+    ),
 ]
 AsJson = Annotated[bool, Field(description="print JSON instead of tables")]

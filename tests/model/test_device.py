@@ -4,6 +4,7 @@ import os
 import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -28,7 +29,7 @@ def test_auto_takes_what_the_machine_has() -> None:
 
 
 def test_it_computes_in_float32_unless_told_otherwise() -> None:
-    assert choose_placement("cpu", threads=3) == Placement(torch.device("cpu"), torch.float32, 3)
+    assert choose_placement("cpu", threads=1) == Placement(torch.device("cpu"), torch.float32, 1)
     for name in ("float32", "bfloat16", "float16"):
         placement = choose_placement("cpu", name)
         assert placement.dtype == getattr(torch, name)
@@ -88,6 +89,40 @@ def test_use_threads() -> None:
     assert torch.get_num_threads() == 3
 
 
+@pytest.mark.parametrize("more", [1, 1000])
+def test_more_threads_than_processors_are_refused(more: int) -> None:
+    processors = available_processors()
+    assert choose_placement("cpu", threads=processors).threads == processors
+    with pytest.raises(DeviceError) as caught:
+        choose_placement("cpu", threads=processors + more)
+    assert f"threads is {processors + more}, and this process has {processors} proc" in str(
+        caught.value
+    )
+    assert "0 for all of them" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("files", "most"),
+    [
+        ({"cpu.max": "max 100000\n"}, None),
+        ({"cpu.max": "50000 100000\n"}, 1),
+        ({"cpu.max": "100000 100000\n"}, 1),
+        ({"cpu.max": "100001 100000\n"}, 2),
+        ({"cpu.cfs_quota_us": "-1\n", "cpu.cfs_period_us": "100000\n"}, None),
+        ({"cpu.cfs_quota_us": "20000\n", "cpu.cfs_period_us": "100000\n"}, 1),
+        ({}, None),
+    ],
+)
+def test_a_limit_of_time_is_a_limit_of_processors(
+    tmp_path: Path, files: dict[str, str], most: int | None
+) -> None:
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    unlimited = available_processors([])
+    expected = unlimited if most is None else min(unlimited, most)
+    assert available_processors([tmp_path / "none", tmp_path]) == expected
+
+
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="Linux only")
 def test_a_share_of_the_machine_is_what_counts() -> None:
     """A container or taskset with one processor of a large machine: threads for all of it would
@@ -99,4 +134,4 @@ def test_a_share_of_the_machine_is_what_counts() -> None:
 
     with ThreadPoolExecutor(1) as pool:
         assert pool.submit(confined).result() == 1
-    assert available_processors() == len(os.sched_getaffinity(0))
+    assert available_processors([]) == len(os.sched_getaffinity(0))
