@@ -68,7 +68,7 @@ async def respond(request: Request, generation: "Generation", *, stream: bool) -
         generation.events(),
         on_end=generation.submission.abort,
         write_timeout=generation.slow_reader_timeout,
-        media_type="text/event-stream",
+        media_type=sse.MEDIA_TYPE,
         waits=True,
     )
 

@@ -17,10 +17,27 @@ import orjson
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from service.core.errors import EXPECTED, as_api_error
+from service.core.errors import ERRORS, EXPECTED, as_api_error
 
 logger = logging.getLogger("logitd.http")
 
+MEDIA_TYPE = "text/event-stream"
+RESPONSES: dict[int | str, dict[str, Any]] = {
+    **ERRORS,
+    200: {
+        "content": {
+            MEDIA_TYPE: {
+                "schema": {
+                    "type": "string",
+                    "description": "with `stream`: `data: ` and a chunk as JSON, then a blank "
+                    "line; comments (`: keep-alive`) between them; an error after the first byte "
+                    'as `data: {"error": ...}`; `data: [DONE]` at the end',
+                }
+            }
+        }
+    },
+}
+"""What an endpoint that can stream answers besides its reply, for its OpenAPI description."""
 KEEP_ALIVE_SECONDS = 15.0
 KEEP_ALIVE = b": keep-alive\n\n"
 DONE = b"data: [DONE]\n\n"

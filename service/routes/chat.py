@@ -6,12 +6,12 @@ from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
 from service.core.auth import note_user
-from service.core.errors import ERRORS
 from service.core.state import Ready
 from service.openai.chat import ChatFormat, chat_prompt
 from service.openai.translate import native_chat, param_names
 from service.requests.body import body_of, described_by
 from service.requests.resolve import resolve_generation
+from service.responses import sse
 from service.responses.generation import Generation, respond
 from service.schemas.openai import ChatReply, ChatRequest
 
@@ -23,7 +23,7 @@ ChatBody = Annotated[ChatRequest, Depends(body_of(ChatRequest))]
 @router.post(
     "/v1/chat/completions",
     response_model=ChatReply,
-    responses=ERRORS,
+    responses=sse.RESPONSES,
     openapi_extra=described_by(ChatRequest),
     summary="Answer in a conversation, as OpenAI's API does",
     tags=["openai"],

@@ -6,12 +6,12 @@ from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
 from service.core.auth import note_user
-from service.core.errors import ERRORS
 from service.core.state import Ready
 from service.openai.completions import CompletionFormat
 from service.openai.translate import native_completion, param_names
 from service.requests.body import body_of, described_by
 from service.requests.resolve import resolve_generation
+from service.responses import sse
 from service.responses.generation import Generation, respond
 from service.schemas.openai import CompletionReply, CompletionRequest
 
@@ -23,7 +23,7 @@ CompletionBody = Annotated[CompletionRequest, Depends(body_of(CompletionRequest)
 @router.post(
     "/v1/completions",
     response_model=CompletionReply,
-    responses=ERRORS,
+    responses=sse.RESPONSES,
     openapi_extra=described_by(CompletionRequest),
     summary="Generate text, as OpenAI's API does",
     tags=["openai"],

@@ -5,10 +5,10 @@ from typing import Annotated
 from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
-from service.core.errors import ERRORS
 from service.core.state import Ready
 from service.requests.body import body_of, described_by
 from service.requests.resolve import resolve_generation
+from service.responses import sse
 from service.responses.generation import Generation, NativeFormat, respond
 from service.schemas.generate import GenerateReply, GenerateRequest
 
@@ -20,7 +20,7 @@ GenerateBody = Annotated[GenerateRequest, Depends(body_of(GenerateRequest))]
 @router.post(
     "/generate",
     response_model=GenerateReply,
-    responses=ERRORS,
+    responses=sse.RESPONSES,
     openapi_extra=described_by(GenerateRequest),
     summary="Generate text",
     tags=["generation"],

@@ -159,3 +159,23 @@ def test_the_page_uses_local_files_alone(server: Serving) -> None:
 
 def test_there_is_no_second_documentation(server: Serving) -> None:
     assert server.client.get("/redoc").status_code == 404
+
+
+@pytest.mark.parametrize("path", ["/generate", "/v1/completions", "/v1/chat/completions"])
+def test_a_stream_is_among_the_replies(
+    server: Serving, document: dict[str, Any], path: str
+) -> None:
+    """Under the media type that it comes with."""
+    content = document["paths"][path]["post"]["responses"]["200"]["content"]
+    assert content.keys() == {"application/json", "text/event-stream"}
+    assert content["text/event-stream"]["schema"]["type"] == "string"
+    body = {"prompt": "a", "max_tokens": 1, "stream": True}
+    if "chat" not in path:  # which needs a template
+        with server.client.stream("POST", path, json=body) as reply:
+            assert reply.headers["content-type"].partition(";")[0] in content
+
+
+def test_what_does_not_stream_does_not_say_so(document: dict[str, Any]) -> None:
+    for path in ("/probs", "/score", "/logits"):
+        content = document["paths"][path]["post"]["responses"]["200"]["content"]
+        assert "text/event-stream" not in content
