@@ -26,6 +26,7 @@ from service.settings.tools import (
     InspectSettings,
 )
 from service.settings.train import EvalSettings, MergeSettings, TrainSettings
+from service.start import INTERRUPTED, quits_when_interrupted
 
 COMMANDS: Mapping[str, type[BaseSettings]] = {
     "serve": ServeSettings,
@@ -51,6 +52,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         code = run(sys.argv[1:] if arguments is None else arguments)
         sys.stdout.flush()
+    except KeyboardInterrupt:  # a command that has more to say catches it itself
+        code = INTERRUPTED
     except BrokenPipeError:  # as of `logitd generate ... | head`: the reader has enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 128 + signal.SIGPIPE
@@ -108,7 +111,8 @@ def import_command(name: str) -> ModuleType:
     collecting = gc.isenabled()
     gc.disable()
     try:
-        return importlib.import_module(f"service.commands.{MODULES.get(name, name)}")
+        with quits_when_interrupted():
+            return importlib.import_module(f"service.commands.{MODULES.get(name, name)}")
     finally:
         gc.freeze()
         if collecting:

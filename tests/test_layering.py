@@ -158,7 +158,8 @@ ROOMS: dict[str, set[str]] = {
         "service.core",
         "service.settings",
     },
-    "service.cli": {"model.version", "service.commands", "service.settings"},
+    "service.start": set(),
+    "service.cli": {"model.version", "service.commands", "service.settings", "service.start"},
     "logitd": {"service.client"},
 }
 """Each room, a folder or a lone module, with those that it may import besides itself. A room

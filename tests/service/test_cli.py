@@ -5,13 +5,17 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from model.version import VERSION
-from service.cli import COMMANDS, run, wait_briefly
+from service.cli import COMMANDS, main, run, wait_briefly
+from service.start import quits_when_interrupted
 from tests.model.factories import FAMILIES, save_tiny_checkpoint, tiny_config, tiny_gpt
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(autouse=True)
@@ -230,3 +234,51 @@ def test_torchs_threads_wait_briefly_unless_the_environment_says_otherwise(
     monkeypatch.setattr(os, "environ", dict(given))
     wait_briefly()
     assert os.environ.get("GOMP_SPINCOUNT") == expected
+
+
+# Interrupts
+
+
+@pytest.mark.parametrize("library", ["_pydantic_core", "libtorch_cpu"])
+@pytest.mark.parametrize("arguments", [["serve", "--port", "0"], ["generate", "a"], ["bench"]])
+def test_an_interrupt_during_the_imports_ends_it_in_silence(
+    arguments: list[str], library: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the command line's own modules, and of those of the command."""
+    monkeypatch.chdir(ROOT)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "service.start", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    maps = Path(f"/proc/{process.pid}/maps")
+    while library not in maps.read_text():
+        assert process.poll() is None
+        time.sleep(0.001)
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=60)
+    assert (process.returncode, output) == (130, "")
+
+
+def test_an_interrupt_of_a_command_ends_it_in_silence(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(arguments: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("service.cli.run", interrupted)
+    with pytest.raises(SystemExit) as caught:
+        main([])
+    assert caught.value.code == 130
+    assert capsys.readouterr() == ("", "")
+
+
+def test_who_ignores_interrupts_goes_on_ignoring_them() -> None:
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with quits_when_interrupted():
+            assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
