@@ -141,8 +141,10 @@ ROOMS: dict[str, set[str]] = {
         "service.responses",
         "service.schemas",
     },
+    "service.connections": {"service.core", "service.settings"},
     "service.app": {
         "model",
+        "service.connections",
         "service.core",
         "service.engine",
         "service.log",

@@ -1,9 +1,9 @@
 """Middleware: what happens to every request, whatever its endpoint. Pure ASGI.
 
 From the outside in: `RequestLog` (a request id, taken from `X-Request-ID` or made, and returned;
-the count by endpoint and status; one log line; a cap on the size of headers, which the HTTP parser
-does not have), CORS where it is asked for, `BugAnswer` (the answer to what should not have
-happened; inside CORS, so that a browser can read it), and the API keys (`service/core/auth.py`).
+the count by endpoint and status; one log line; a cap on the size of headers), CORS where it is
+asked for, `BugAnswer` (the answer to what should not have happened; inside CORS, so that a browser
+can read it), and the API keys (`service/core/auth.py`).
 Starlette's BaseHTTPMiddleware would hide a client's disconnect and make streams several times
 dearer.
 """
@@ -16,8 +16,10 @@ from collections.abc import Iterable
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from service.connections.limits import MAX_HEADER_BYTES, head_size
+from service.connections.protocol import headers_too_large
 from service.core.auth import CALLER
-from service.core.errors import ApiError, clip, internal_error
+from service.core.errors import clip, internal_error
 from service.core.metrics import Metrics, endpoint_label
 from service.responses.text import CHECKPOINT_HEADERS
 
@@ -26,7 +28,6 @@ logger = logging.getLogger("logitd.http")
 REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 REQUEST_ID_SCOPE = "logitd.request_id"
 """Where a request's scope holds its id."""
-MAX_HEADER_BYTES = 64 * 1024
 MAX_USER = 64
 """Characters of `user` that are logged."""
 QUIET = ("/health", "/metrics")
@@ -60,13 +61,9 @@ class RequestLog:
             await send(message)
 
         try:
-            if sum(len(name) + len(value) for name, value in scope["headers"]) > MAX_HEADER_BYTES:
-                too_large = ApiError(
-                    431,
-                    "invalid_request_error",
-                    f"the headers are larger than {MAX_HEADER_BYTES} bytes together",
-                )
-                await too_large.response()(scope, receive, send_named)
+            target = len(scope["raw_path"]) + len(scope["query_string"])
+            if head_size(target, scope["headers"]) > MAX_HEADER_BYTES:
+                await headers_too_large().response()(scope, receive, send_named)
             else:
                 await self._app(scope, receive, send_named)
         finally:

@@ -13,10 +13,16 @@ import signal
 import socket
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
+from functools import partial
+from math import ceil
+from typing import Any
 
 import uvicorn
 
 from service.app.app import create_app
+from service.connections.limits import ConnectionLimitError, connection_limits
+from service.connections.protocol import Connection
+from service.connections.register import Register
 from service.core.auth import ApiKeyError
 from service.core.state import Served, ServiceState
 from service.log import configure_logging
@@ -32,9 +38,12 @@ Announce = Callable[[Served, int], None]
 class Server(uvicorn.Server):
     """uvicorn's server, with an announcement at the start and a drain at the end."""
 
-    def __init__(self, config: uvicorn.Config, state: ServiceState, announce: Announce) -> None:
+    def __init__(
+        self, config: uvicorn.Config, state: ServiceState, register: Register, announce: Announce
+    ) -> None:
         super().__init__(config)
         self._state = state
+        self._register = register
         self._announce = announce
         self._signals = 0
         self._tasks: set[asyncio.Task[None]] = set()
@@ -78,6 +87,8 @@ class Server(uvicorn.Server):
             self._announce(self._state.served, self._port)
 
     async def _drain_then_exit(self) -> None:
+        now = asyncio.get_running_loop().time()
+        self._register.reply_deadline = now + self._state.settings.drain_timeout
         await self._state.drain()
         self.should_exit = True
 
@@ -86,6 +97,23 @@ class Server(uvicorn.Server):
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+def uvicorn_config(app: Any, settings: ServeSettings, register: Register) -> uvicorn.Config:
+    """How uvicorn runs the application: with connections of our own."""
+    return uvicorn.Config(
+        app,
+        host=settings.host,
+        port=settings.port,
+        http=partial(Connection, register=register),  # type: ignore[arg-type]
+        ws="none",
+        backlog=register.limits.backlog,
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        # Connections end by themselves before that (`Connection.shutdown`).
+        timeout_graceful_shutdown=ceil(settings.drain_timeout) + 5,
+    )
 
 
 def serve(settings: ServeSettings, announce: Announce) -> int:
@@ -97,18 +125,13 @@ def serve(settings: ServeSettings, announce: Announce) -> int:
         logger.error("cannot serve: %s", error)
         return 1
     state: ServiceState = app.state.service
-    config = uvicorn.Config(
-        app,
-        host=settings.host,
-        port=settings.port,
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        timeout_keep_alive=30,
-        # Streams were drained before uvicorn is told to exit; a stuck one must not hold it.
-        timeout_graceful_shutdown=5,
-    )
-    server = Server(config, state, announce)
+    try:
+        register = Register(connection_limits(settings), state.metrics)
+    except ConnectionLimitError as error:
+        logger.error("cannot serve: %s", error)
+        return 1
+    config = uvicorn_config(app, settings, register)
+    server = Server(config, state, register, announce)
     loop_factory = config.get_loop_factory()
     with asyncio.Runner(loop_factory=loop_factory) as runner:
         try:

@@ -265,12 +265,16 @@ ERRORS: dict[int | str, dict[str, Any]] = {
         "description": "The API key is missing or wrong",
     },
     404: {"model": ErrorReply, "description": "Another model was asked for"},
+    408: {"model": ErrorReply, "description": "The request came too slowly"},
     413: {"model": ErrorReply, "description": "The body is too large"},
     415: {"model": ErrorReply, "description": "The body is not JSON"},
     429: {"model": ErrorReply, "description": "The queue is full; see Retry-After"},
     431: {"model": ErrorReply, "description": "The headers are too large"},
     500: {"model": ErrorReply, "description": "A bug of the server"},
-    503: {"model": ErrorReply, "description": "Loading or shutting down; see Retry-After"},
+    503: {
+        "model": ErrorReply,
+        "description": "Loading, shutting down, or too many connections; see Retry-After",
+    },
     504: {"model": ErrorReply, "description": "The request's timeout passed"},
 }
 """What an endpoint can answer besides its reply, for /docs."""

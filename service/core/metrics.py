@@ -6,6 +6,7 @@ GPT's step takes less than one. `observe_step` is called once per engine step on
 """
 
 from collections.abc import Callable, Iterable
+from enum import StrEnum
 
 from prometheus_client import (
     CollectorRegistry,
@@ -41,6 +42,21 @@ ENDPOINTS = (
 )
 CONSTRAINT_OUTCOMES = ("kept", "compiled", "refused", "timed_out", "busy")
 
+
+class ConnectionEnd(StrEnum):
+    """Why the server ended a connection before its client did."""
+
+    SILENT = "silent"  # nothing came after it was opened
+    IDLE = "idle"  # nothing came after its last reply
+    SLOW_HEAD = "slow_head"
+    SLOW_BODY = "slow_body"
+    UNREAD = "unread"
+    TOO_LARGE = "too_large"  # the head of a request, or what frames its body
+    NOT_HTTP = "not_http"
+    MADE_ROOM = "made_room"  # for another, at the bound
+    REFUSED = "refused"  # a new one, at the bound
+
+
 # 0.1 ms to about 105 s by doubling.
 _LATENCY = tuple(0.0001 * 2**i for i in range(21))
 _TOKENS = tuple(2**i for i in range(18))
@@ -68,6 +84,10 @@ class Metrics:
         )
         self.key_requests = counter(
             "logitd_api_key_requests", "HTTP requests by the name of their API key", ("key",)
+        )
+        self.connections = gauge("logitd_connections", "Open connections")
+        self.connections_ended = counter(
+            "logitd_connections_ended", "Connections that the server ended", ("reason",)
         )
         self.finished = counter("logitd_sequences_finished", "Sequences ended", ("reason",))
         self.running = gauge("logitd_num_sequences_running", "Sequences that have a slot")
@@ -137,6 +157,8 @@ class Metrics:
         )
         for reason in FinishReason:  # a series that is there from the start can be alerted on
             self.finished.labels(reason.value)
+        for end in ConnectionEnd:
+            self.connections_ended.labels(end.value)
         for caller in callers:
             self.key_requests.labels(caller)
         for outcome in CONSTRAINT_OUTCOMES:

@@ -55,6 +55,15 @@ Origins = Annotated[
 ]
 
 
+def _host(text: str) -> str:
+    if not text or any(c.isspace() for c in text):
+        raise ValueError(
+            "an address is a name or a number without white space, such as 127.0.0.1; "
+            "0.0.0.0 is every interface of this machine"
+        )
+    return text
+
+
 def _memory(text: str) -> str:
     parse_memory(text)
     return text
@@ -86,7 +95,9 @@ class ServeSettings(BaseSettings):
         description="where --checkpoint is somebody else's file of weights or folder, import it "
         "into checkpoints/ first, unless that was done before",
     )
-    host: str = Field("127.0.0.1", description="address to bind; 0.0.0.0 for all")
+    host: Annotated[str, AfterValidator(_host)] = Field(
+        "127.0.0.1", description="address to bind; 0.0.0.0 for all"
+    )
     port: int = Field(8000, ge=0, le=65535, description="port to bind; 0 picks a free one")
     device: Device = "auto"
     dtype: DType = "auto"
@@ -164,8 +175,26 @@ class ServeSettings(BaseSettings):
     constraint_timeout: float = Field(
         5, gt=0, le=3600, description="seconds that compiling a regex, schema or grammar may take"
     )
+    max_connections: int | None = Field(
+        None,
+        ge=1,
+        description="connections at once; with more, those that wait longest for their clients "
+        "are closed. If not given as many as the process has file descriptors for, up to 4096",
+    )
+    slow_sender_timeout: float = Field(
+        20,
+        gt=0,
+        description="seconds a client may take for the headers of a request; its body has to come "
+        "with 2 KiB/s on average over this time",
+    )
     slow_reader_timeout: float = Field(
-        30, gt=0, description="seconds a client may leave a stream unread before it is aborted"
+        30,
+        gt=0,
+        description="seconds a client may leave a reply unread before it is aborted; it has to be "
+        "read with 2 KiB/s on average over this time, a stream over twice this time",
+    )
+    keep_alive_timeout: float = Field(
+        30, gt=0, description="seconds a connection may be idle between two requests"
     )
     stall_timeout: float = Field(
         60, gt=0, description="seconds after which a step that does not end makes /health fail"

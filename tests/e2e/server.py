@@ -1,12 +1,14 @@
 """A real `logitd serve` in a process of its own, for tests from the outside."""
 
 import re
+import resource
 import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 
@@ -19,8 +21,13 @@ class ServedProcess:
     Entering the block waits until it is ready."""
 
     def __init__(
-        self, *flags: str, cwd: Path | None = None, environment: Mapping[str, str] | None = None
+        self,
+        *flags: str,
+        cwd: Path | None = None,
+        environment: Mapping[str, str] | None = None,
+        descriptors: int | None = None,
     ) -> None:
+        """`descriptors`: how many files and connections the process may have open."""
         # To a file: nobody empties a pipe while a test waits for an answer.
         self._log = tempfile.NamedTemporaryFile("w+", suffix=".log")  # noqa: SIM115
         self.process = subprocess.Popen(
@@ -29,6 +36,7 @@ class ServedProcess:
             stderr=subprocess.STDOUT,
             cwd=cwd,
             env=environment,
+            preexec_fn=None if descriptors is None else partial(_limit, descriptors),
         )
 
     @property
@@ -89,3 +97,7 @@ class ServedProcess:
         self.process.kill()
         self.process.wait()
         self._log.close()
+
+
+def _limit(descriptors: int) -> None:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (descriptors, descriptors))

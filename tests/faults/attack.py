@@ -42,12 +42,13 @@ class Ground:
         path = self.folder / "tiny"
         return path if path.exists() else save_tiny_checkpoint(path).path
 
-    def serve(self, *flags: str, checkpoint: Path | None = None) -> ServedProcess:
+    def serve(
+        self, *flags: str, checkpoint: Path | None = None, descriptors: int | None = None
+    ) -> ServedProcess:
         """A server of its own that is ready; on the loopback, on a free port."""
         path = checkpoint or self.checkpoint()
-        return self._stack.enter_context(
-            ServedProcess("--checkpoint", str(path), "--threads", "1", *flags)
-        )
+        flags = ("--checkpoint", str(path), "--threads", "1", *flags)
+        return self._stack.enter_context(ServedProcess(*flags, descriptors=descriptors))
 
     def __enter__(self) -> "Ground":
         return self

@@ -23,6 +23,9 @@ from model.checkpoint.checkpoint import empty_gpt, read_checkpoint, save_checkpo
 from model.inference.engine.engine import Engine
 from model.inference.load import LoadedModel, load_model
 from service.app.app import create_app
+from service.app.server import uvicorn_config
+from service.connections.limits import connection_limits
+from service.connections.register import Register
 from service.core.state import Served, ServiceState
 from service.engine.driver import LocalDriver
 from service.settings.serve import ServeSettings
@@ -116,10 +119,11 @@ class _ThreadServer(uvicorn.Server):
 @contextmanager
 def serving_app(app: Any) -> Iterator[Serving]:
     """Run an application of `create_app`; it may be loading still."""
+    state: ServiceState = app.state.service
+    settings = state.settings
     server = _ThreadServer(
-        uvicorn.Config(app, host="127.0.0.1", port=0, log_config=None, access_log=False,
-                       timeout_graceful_shutdown=5)
-    )  # fmt: skip
+        uvicorn_config(app, settings, Register(connection_limits(settings), state.metrics))
+    )
     thread = threading.Thread(target=server.run, name="uvicorn")
     thread.start()
     try:
@@ -148,7 +152,8 @@ def serve_settings(checkpoint: Path, **settings: Any) -> ServeSettings:
     decoder is through with it before they have begun. It has tests of its own. That a
     constraint is too large takes seconds of computing to find out, and a busy machine has few."""
     values: dict[str, Any] = {
-        "threads": 1, "drain_timeout": 0.0, "kernels": "torch", "constraint_timeout": TEST_TIMEOUT,
+        "port": 0, "threads": 1, "drain_timeout": 0.0, "kernels": "torch",
+        "constraint_timeout": TEST_TIMEOUT,
         **settings,
     }  # fmt: skip
     return ServeSettings(_env_file=None, checkpoint=checkpoint, device="cpu", **values)

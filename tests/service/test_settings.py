@@ -95,6 +95,8 @@ def test_the_default_address_is_reachable_from_this_machine_alone() -> None:
      ("max_queue", -1), ("max_queue_elements", 0), ("max_sequences", 0), ("max_body_bytes", 10),
      ("max_reply_elements", 0),
      ("slow_reader_timeout", 0), ("slow_reader_timeout", math.inf),
+     ("slow_sender_timeout", 0), ("keep_alive_timeout", 0), ("max_connections", 0),
+     ("host", ""), ("host", " "), ("host", "127.0.0.1 "), ("host", "\n"),
      ("slow_reader_timeout", math.nan), ("drain_timeout", -1), ("drain_timeout", math.inf),
      ("drain_timeout", math.nan), ("dtype", "int8"), ("speculate", "yes"),
      ("log_level", "loud"), ("threads", -1), ("slots", 4097),

@@ -1,0 +1,194 @@
+"""Bounds on connections: what descriptors allow, who makes room, what the log says of it."""
+
+import logging
+import resource
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import httpx
+import pytest
+
+from service.app.server import serve
+from service.connections.limits import (
+    MOST_CONNECTIONS,
+    ConnectionLimitError,
+    ConnectionLimits,
+    connection_limits,
+)
+from service.connections.register import Reports
+from service.core.metrics import ConnectionEnd, Metrics
+from tests.e2e.server import ServedProcess
+from tests.service.serving import (
+    Serving,
+    eventually,
+    read_until,
+    request_bytes,
+    serve_settings,
+    serving,
+)
+
+GET = b"GET /version HTTP/1.1\r\nHost: a\r\n\r\n"
+
+
+@pytest.fixture
+def descriptors() -> Iterator[None]:
+    """The limit of this process, as it was before."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+@pytest.mark.usefixtures("descriptors")
+@pytest.mark.parametrize(
+    ("soft", "expected"), [(256, 112), (1024, 688), (4096, 2992), (20_000, MOST_CONNECTIONS)]
+)
+def test_descriptors_decide_how_many_there_may_be(tmp_path: Path, soft: int, expected: int) -> None:
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    limits = connection_limits(serve_settings(tmp_path))
+    assert limits.max_connections == expected
+    assert limits.max_connections + limits.backlog < soft
+    chosen = connection_limits(serve_settings(tmp_path, max_connections=expected - 1))
+    assert chosen.max_connections == expected - 1
+
+
+@pytest.mark.usefixtures("descriptors")
+def test_more_than_descriptors_allow_is_refused_with_the_numbers(
+    checkpoint_path: Path, logged_errors: list[str]
+) -> None:
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+    settings = serve_settings(checkpoint_path, max_connections=200)
+    with pytest.raises(ConnectionLimitError, match=r"256 file descriptors .* 112 connections fit"):
+        connection_limits(settings)
+    assert serve(settings, announce=lambda served, port: None) == 1
+    assert "200 connections do not fit" in logged_errors[0]
+    logged_errors.clear()
+
+
+@pytest.fixture
+def narrow(spelling_path: Path) -> Iterator[Serving]:
+    """A server for four connections, of which `server.client` may have one."""
+    with serving(spelling_path, slots=8, max_connections=4) as running:
+        yield running
+
+
+def ended(server: Serving, reason: str) -> float:
+    return server.sample("logitd_connections_ended_total", reason=reason)
+
+
+def test_who_waits_longest_makes_room(narrow: Serving) -> None:
+    """First those without a request, the longest first; then a body; never a reply."""
+    with ExitStack() as stack:
+
+        def connect(begin: bytes) -> socket.socket:
+            raw = stack.enter_context(narrow.connect())
+            raw.sendall(begin)
+            eventually(lambda: narrow.sample("logitd_connections") == min(4, len(opened) + 1))
+            opened.append(raw)
+            return raw
+
+        opened: list[socket.socket] = []
+        answered = connect(request_bytes("/generate", {"prompt": "a", "ignore_eos": True}))
+        body = connect(request_bytes("/tokenize", {"prompt": "abc"})[:-5])
+        silent = connect(b"")
+        used = connect(GET)
+        read_until(used, b'"version"')
+        first = connect(b"GET /")  # in place of `silent`, which waits for longer than `used`
+        assert silent.recv(1) == b""
+        second = connect(b"GET /")
+        assert used.recv(1) == b""
+        for raw in (first, second):  # now they are at work
+            raw.sendall(b"version HTTP/1.1\r\n\r\n" if raw is first else b"health HTTP/1.1\r\n\r\n")
+            assert b" 200 " in read_until(raw, b"}")
+        assert ended(narrow, "made_room") == 2
+        for raw in (first, second):
+            raw.sendall(request_bytes("/generate", {"prompt": "a", "ignore_eos": True}))
+        eventually(lambda: narrow.sample("logitd_kv_slots_used") == 3)
+        third = connect(b"GET /")
+        assert body.recv(1) == b"", "the body made room, because the others are at work"
+        third.sendall(b"version HTTP/1.1\r\n\r\n")
+        assert b" 200 " in read_until(third, b'"version"')
+        answered.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            answered.recv(1)
+
+
+def test_where_all_are_at_work_health_alone_is_answered(narrow: Serving) -> None:
+    with ExitStack() as stack:
+        for _ in range(4):
+            raw = stack.enter_context(narrow.connect())
+            raw.sendall(request_bytes("/generate", {"prompt": "a", "ignore_eos": True}))
+        eventually(lambda: narrow.sample("logitd_kv_slots_used") == 4)
+        with httpx.Client(base_url=narrow.url, trust_env=False) as client:
+            assert client.get("/health").status_code == 200
+            refused = client.get("/version")
+            assert refused.status_code == 503
+            assert refused.headers["retry-after"] == "1"
+            assert refused.headers["connection"] == "close"
+            assert "too many connections" in refused.json()["error"]["message"]
+        assert ended(narrow, "refused") == 1
+        assert ended(narrow, "made_room") <= 1
+        held = [stack.enter_context(narrow.connect()) for _ in range(100)]
+        with httpx.Client(base_url=narrow.url, trust_env=False) as client:
+            assert client.get("/health").status_code == 200
+        assert narrow.sample("logitd_connections") <= 4 + 17
+        del held
+    eventually(lambda: narrow.sample("logitd_connections") == 0)
+    narrow.wait_idle()
+
+
+def test_silent_connections_keep_nobody_out(checkpoint_path: Path) -> None:
+    """With 256 descriptors, and more connections than that."""
+    with (
+        ServedProcess(
+            "--checkpoint", str(checkpoint_path), "--threads", "1", descriptors=256
+        ) as server,
+        ExitStack() as stack,
+    ):
+        host, _, port = server.address.partition(":")
+        for _ in range(400):
+            raw = stack.enter_context(socket.socket())
+            raw.setblocking(False)
+            raw.connect_ex((host, int(port)))
+        for _ in range(5):
+            with httpx.Client(base_url=server.url, trust_env=False, timeout=10) as client:
+                assert client.get("/health").status_code == 200
+        assert "with 112 open; see --max-connections" in server.output
+
+
+def test_the_log_says_each_kind_of_ending_at_once_and_then_now_and_then(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    now = 0.0
+    metrics = Metrics()
+    limits = ConnectionLimits(7, 7, 1, 2, 3)
+    reports = Reports(limits, metrics, clock=lambda: now)
+    caplog.set_level(logging.INFO, "logitd.http")
+    for _ in range(5):
+        reports.count(ConnectionEnd.SILENT)
+    reports.count(ConnectionEnd.UNREAD)
+    reports.count(ConnectionEnd.IDLE)
+    assert caplog.messages == [
+        "ended a connection: nothing was sent for 1 s",
+        "ended a connection: too little of a reply was read within 2 s",
+    ]
+    now = 9.9
+    reports.flush()
+    assert len(caplog.messages) == 2
+    now = 10.0
+    reports.flush()
+    assert caplog.messages[2:] == ["ended 4 connections: nothing was sent for 1 s"]
+    assert not reports.pending
+    for end, number in ((ConnectionEnd.SILENT, 5), (ConnectionEnd.IDLE, 1)):
+        name = "logitd_connections_ended_total"
+        assert metrics.registry.get_sample_value(name, {"reason": end.value}) == number
+
+
+@pytest.mark.parametrize("end", ConnectionEnd)
+def test_every_ending_is_a_series_from_the_start(end: ConnectionEnd) -> None:
+    metrics = Metrics()
+    labels = {"reason": end.value}
+    assert metrics.registry.get_sample_value("logitd_connections_ended_total", labels) == 0

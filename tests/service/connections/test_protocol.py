@@ -1,0 +1,482 @@
+"""One connection: bytes without end, requests ahead of their turn, deadlines, upgrades, shutdown.
+Real servers and real sockets.
+"""
+
+import contextlib
+import json
+import re
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from service.connections.limits import (
+    MAX_HEADER_BYTES,
+    MAX_RAW_HEADER_BYTES,
+    MIN_BYTES_PER_SECOND,
+    head_size,
+)
+from service.schemas.generate import ErrorReply
+from tests.e2e.server import ServedProcess
+from tests.service.serving import (
+    Serving,
+    eventually,
+    read_all,
+    read_until,
+    request_bytes,
+    serving,
+)
+from tests.service.spelling import long_prompt
+
+GET = b"GET /version HTTP/1.1\r\nHost: a\r\n\r\n"
+LAST = b"GET /health HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n"
+LARGE: dict[str, Any] = {"prompt": long_prompt(1000), "max_tokens": 1, "prompt_logprobs": 200}
+"""One JSON reply of more than sockets hold."""
+WINDOW = 256 * 1024
+"""Bytes that a reader takes at once, which needs some seconds for all."""
+ENDLESS = {
+    "header lines": (b"GET / HTTP/1.1\r\n", b"X-A: " + b"b" * 40 + b"\r\n"),
+    "a header's value": (b"GET / HTTP/1.1\r\nX-A: ", b"b" * 100),
+    "a header's name": (b"GET / HTTP/1.1\r\n", b"b" * 100),
+    "an address": (b"GET /", b"b" * 100),
+    "blank lines": (b"", b"\r\n" * 50),
+    "white space": (b"GET / HTTP/1.1\r\nX-A:", b" " * 100),
+    "a chunk's extension": (
+        b"POST /generate HTTP/1.1\r\nContent-Type: application/json\r\n"
+        b"Transfer-Encoding: chunked\r\n\r\n1;a=",
+        b"b" * 100,
+    ),
+    "trailers": (
+        b"POST /generate HTTP/1.1\r\nContent-Type: application/json\r\n"
+        b"Transfer-Encoding: chunked\r\n\r\n1\r\n{\r\n0\r\n",
+        b"X-A: " + b"b" * 40 + b"\r\n",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def hurried(spelling_path: Path) -> Iterator[Serving]:
+    """A server that gives a slow client a second."""
+    with serving(
+        spelling_path,
+        slots=2,
+        slow_sender_timeout=1,
+        slow_reader_timeout=1,
+        keep_alive_timeout=1,
+    ) as running:
+        yield running
+
+
+def ended(server: Serving, reason: str) -> float:
+    return server.sample("logitd_connections_ended_total", reason=reason)
+
+
+def answers(received: bytes) -> list[tuple[int, bytes]]:
+    """Status and body of each response, one after the other."""
+    found = []
+    while received:
+        head, _, rest = received.partition(b"\r\n\r\n")
+        length = re.search(rb"(?i)content-length: (\d+)", head)
+        assert length, head
+        found.append((int(head.split()[1]), rest[: int(length[1])]))
+        received = rest[int(length[1]) :]
+    return found
+
+
+def refused(received: bytes) -> list[int]:
+    """The statuses of responses of which the last is an error that closes the connection."""
+    *_, (_, body) = whole = answers(received)
+    ErrorReply.model_validate_json(body)
+    return [status for status, _ in whole]
+
+
+# Bytes
+
+
+@pytest.mark.parametrize("name", ENDLESS)
+def test_what_has_no_end_is_answered_431_after_the_bound(server: Serving, name: str) -> None:
+    begin, more = ENDLESS[name]
+    with server.connect() as raw:
+        raw.sendall(begin)
+        sent = 0
+        raw.setblocking(False)
+        while sent < 4 * MAX_RAW_HEADER_BYTES:
+            try:
+                sent += raw.send(more * 20)
+            except BlockingIOError:
+                time.sleep(0.001)
+        raw.setblocking(True)
+        assert refused(read_all(raw)) == [431]
+    eventually(lambda: ended(server, "too_large") > 0)
+
+
+@pytest.mark.parametrize("extra", [0, 1])
+def test_the_bound_is_exact(server: Serving, extra: int) -> None:
+    """Whatever the head consists of: a long address, or lines of any length."""
+    headers = [(b"host", b"a"), (b"connection", b"close"), (b"x-b", b"c" * 5000)]
+    headers += [(b"x-%d" % i, b"") for i in range(100)]
+    room = MAX_HEADER_BYTES - head_size(len(b"/version"), headers) - 4 - len(b"x-a")
+    headers.append((b"x-a", b"d" * (room + extra)))
+    lines = b"".join(b"%s: %s\r\n" % header for header in headers)
+    with server.connect() as raw:
+        raw.sendall(b"GET /version HTTP/1.1\r\n" + lines + b"\r\n")
+        assert answers(read_all(raw))[0][0] == (431 if extra else 200)
+
+
+@st.composite
+def pipelines(draw: st.DrawFn) -> tuple[list[bytes], list[int]]:
+    """Requests that are sent without waiting, and the statuses of their answers."""
+    requests, statuses = [], []
+    for _ in range(draw(st.integers(1, 5))):
+        match draw(st.sampled_from(["get", "post", "chunked", "upgrade", "long", "too long"])):
+            case "get":
+                requests.append(GET)
+            case "post":
+                requests.append(request_bytes("/tokenize", {"prompt": "a" * draw(sizes)}))
+            case "chunked":
+                requests.append(chunked(json.dumps({"prompt": "a" * draw(sizes)}).encode(), draw))
+            case "upgrade":
+                upgrade = ("Connection: Upgrade, HTTP2-Settings", "Upgrade: h2c")
+                requests.append(request_bytes("/tokenize", {"prompt": "ab"}, *upgrade))
+            case "long":
+                requests.append(GET[:-2] + b"X-A: " + b"b" * 60_000 + b"\r\n\r\n")
+            case "too long":
+                size = MAX_HEADER_BYTES + draw(st.integers(0, 2 * MAX_RAW_HEADER_BYTES))
+                requests.append(GET[:-2] + b"X-A: " + b"b" * size + b"\r\n\r\n")
+                statuses.append(431)
+                if size > MAX_RAW_HEADER_BYTES - 200:  # the connection may be closed after it
+                    return requests, statuses
+                continue
+        statuses.append(200)
+    requests.append(LAST)
+    return requests, [*statuses, 200]
+
+
+sizes = st.integers(1, 3000)
+
+
+def chunked(body: bytes, draw: st.DrawFn) -> bytes:
+    head = (
+        b"POST /tokenize HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+        b"Transfer-Encoding: chunked\r\n\r\n"
+    )
+    size = draw(st.integers(1, 500))
+    pieces = [body[i : i + size] for i in range(0, len(body), size)]
+    lines = b"".join(b"%x;a=b\r\n%s\r\n" % (len(piece), piece) for piece in pieces)
+    return head + lines + b"0\r\nX-Trailer: c\r\n\r\n"
+
+
+@given(pipelines(), st.data())
+def test_any_split_of_a_pipeline_has_the_same_answers(
+    server: Serving, pipeline: tuple[list[bytes], list[int]], data: st.DataObject
+) -> None:
+    requests, expected = pipeline
+    stream = b"".join(requests)
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(stream)), max_size=8)))
+    with server.connect() as raw:
+        raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for begin, end in zip([0, *cuts], [*cuts, len(stream)], strict=True):
+            try:
+                raw.sendall(stream[begin:end])
+            except ConnectionError:  # refused and closed: what is answered has come
+                break
+            time.sleep(0.001)
+        assert [status for status, _ in answers(read_all(raw))] == expected
+
+
+def test_the_same_pipeline_byte_by_byte(server: Serving) -> None:
+    upgrade = ("Connection: Upgrade", "Upgrade: websocket")
+    stream = b"".join(
+        [GET, request_bytes("/tokenize", {"prompt": "ab"}, *upgrade), b"\r\n", GET, LAST]
+    )
+    with server.connect() as raw:
+        raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for index in range(len(stream)):
+            raw.sendall(stream[index : index + 1])
+        whole = answers(read_all(raw))
+    assert [status for status, _ in whole] == [200] * 4
+    assert len(json.loads(whole[1][1])["tokens"]) == 2
+
+
+def test_requests_ahead_of_their_turn_stay_with_the_client(speller: Serving) -> None:
+    """Thousands while the first is answered; all are answered, in their order."""
+    count = 5000
+    first = request_bytes("/generate", {"prompt": "a", "max_tokens": 300, "ignore_eos": True})
+    with speller.connect() as raw:
+        received = bytearray()
+        raw.sendall(first)
+        raw.setblocking(False)
+        stream = memoryview(GET * count + LAST)
+        while stream or not received:
+            with contextlib.suppress(BlockingIOError):
+                stream = stream[raw.send(stream[:65536]) :]
+            try:
+                received += raw.recv(65536)
+            except BlockingIOError:
+                time.sleep(0.001)
+        raw.setblocking(True)
+        received += read_all(raw)
+    whole = answers(bytes(received))
+    assert [status for status, _ in whole] == [200] * (count + 2)
+    assert b'"completion_tokens":300' in whole[0][1]
+    assert b'"status":"ok"' in whole[-1][1]
+
+
+def test_a_refusal_waits_for_its_turn(speller: Serving) -> None:
+    """What is wrong comes while the request before is answered, and is answered after it."""
+    first = request_bytes("/generate", {"prompt": "a", "max_tokens": 200, "ignore_eos": True})
+    for wrong, status in ((b"nonsense\r\n\r\n", 400), (b"GET /" + b"a" * 300_000, 431)):
+        with speller.connect() as raw:
+            raw.sendall(first + GET + wrong)
+            assert refused(read_all(raw)) == [200, 200, status]
+
+
+def test_a_client_that_leaves_behind_another_request_is_noticed(speller: Serving) -> None:
+    """The second request waits in the socket, and so does the end after it."""
+    server = speller
+    before = server.finished("abort")
+    with server.connect() as raw:
+        raw.sendall(request_bytes("/generate", {"prompt": "a", "ignore_eos": True}) + GET + GET)
+        eventually(lambda: server.sample("logitd_kv_slots_used") == 1)
+        time.sleep(0.05)
+    eventually(lambda: server.finished("abort") == before + 1, timeout=10)
+    server.wait_idle()
+
+
+def test_trailers_are_not_headers(server: Serving) -> None:
+    body = json.dumps({"prompt": "a"}).encode()
+    with server.connect() as raw:
+        raw.sendall(
+            b"POST /tokenize HTTP/1.1\r\nContent-Type: application/json\r\nConnection: close\r\n"
+            b"Transfer-Encoding: chunked\r\n\r\n%x\r\n%s\r\n0\r\n"
+            % (len(body), body)
+            + b"X-Request-ID: late\r\n\r\n"
+        )
+        received = read_all(raw)
+    assert b" 200 OK" in received
+    assert b"late" not in received
+
+
+# Upgrades
+
+
+@pytest.mark.parametrize("protocol", ["websocket", "h2c", "h2c, websocket", "TLS/1.0"])
+@pytest.mark.parametrize("method", ["GET", "POST"])
+def test_a_request_to_upgrade_is_answered_as_ordinary_http(
+    server: Serving, protocol: str, method: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    headers = {
+        "Connection": "Upgrade, HTTP2-Settings",
+        "Upgrade": protocol,
+        "Sec-WebSocket-Key": "dGhlIHNhbXBsZSBub25jZQ==",
+        "Sec-WebSocket-Version": "13",
+    }
+    for _ in range(2):  # the same connection
+        if method == "GET":
+            response = server.client.get("/version", headers=headers)
+        else:
+            response = server.post("/tokenize", {"prompt": "ab"}, **headers)
+        assert response.status_code == 200
+        assert "upgrade" not in response.headers
+    assert [r for r in caplog.records if r.name.startswith("uvicorn")] == []
+
+
+@pytest.mark.parametrize(
+    "sent", [b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", b"CONNECT a:1 HTTP/1.1\r\n\r\n", b"\x16\x03\x01"]
+)
+def test_other_protocols_are_refused_in_a_sentence(server: Serving, sent: bytes) -> None:
+    with server.connect() as raw:
+        raw.sendall(sent)
+        assert refused(read_all(raw)) == [400]
+
+
+# Deadlines
+
+
+def test_half_a_head_is_answered_408(hurried: Serving) -> None:
+    """Also where a byte comes now and then."""
+    for pause in (None, 0.2):
+        with hurried.connect() as raw:
+            raw.sendall(b"GET /version HTTP/1.1\r\n")
+            started = time.monotonic()
+            if pause is not None:
+                with pytest.raises(ConnectionError):
+                    trickle(raw, pause)
+            else:
+                assert refused(read_all(raw)) == [408]
+            assert 0.9 < time.monotonic() - started < 8
+    assert ended(hurried, "slow_head") == 2
+
+
+def trickle(raw: socket.socket, pause: float, size: int = 1) -> None:
+    """Send some bytes now and then until the connection has gone."""
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        raw.sendall(b"a" * size)
+        time.sleep(pause)
+
+
+def test_silence_is_ended_without_an_answer(hurried: Serving) -> None:
+    with hurried.connect() as raw:
+        assert raw.recv(100) == b""
+    assert ended(hurried, "silent") == 1
+
+
+def test_an_idle_connection_is_closed(hurried: Serving) -> None:
+    before = ended(hurried, "idle")
+    with hurried.connect() as raw:
+        raw.sendall(GET)
+        started = time.monotonic()
+        assert answers(read_all(raw))[0][0] == 200
+        assert 0.9 < time.monotonic() - started < 8
+    assert ended(hurried, "idle") == before + 1
+
+
+@pytest.mark.parametrize("pause", [None, 0.2])
+def test_half_a_body_is_answered_408(hurried: Serving, pause: float | None) -> None:
+    """What it has to do with: a rate, over the timeout."""
+    before = ended(hurried, "slow_body")
+    whole = request_bytes("/tokenize", {"prompt": "a" * 200})
+    with hurried.connect() as raw:
+        raw.sendall(whole[:-150])
+        started = time.monotonic()
+        if pause is not None:
+            with pytest.raises(ConnectionError):
+                trickle(raw, pause)
+        else:
+            assert refused(read_all(raw)) == [408]
+        assert 0.9 < time.monotonic() - started < 8
+    assert ended(hurried, "slow_body") == before + 1
+    hurried.wait_idle()
+
+
+def test_a_slow_upload_is_served_for_as_long_as_it_takes(hurried: Serving) -> None:
+    """Three times the timeout, at about twice the rate that it needs."""
+    whole = request_bytes("/tokenize", {"prompt": "a" * 6 * 2 * MIN_BYTES_PER_SECOND})
+    with hurried.connect() as raw:
+        step = MIN_BYTES_PER_SECOND // 2
+        for begin in range(0, len(whole), step):
+            raw.sendall(whole[begin : begin + step])
+            time.sleep(0.12)
+        assert b" 200 OK" in read_until(raw, b'"tokens"')
+
+
+def test_a_body_that_goes_on_after_its_answer_is_cut_off(hurried: Serving) -> None:
+    """Answered 415 at its head; what follows is thrown away, but not for ever."""
+    head = b"POST /tokenize HTTP/1.1\r\nContent-Length: 99999999999\r\n\r\n"
+    with hurried.connect() as raw:
+        raw.sendall(head)
+        assert b" 415 " in read_until(raw, b"\r\n\r\n")
+        started = time.monotonic()
+        with pytest.raises(ConnectionError):
+            trickle(raw, 0.01, 4096)
+        assert time.monotonic() - started < 15
+
+
+def test_a_reply_that_nobody_reads_is_let_go(
+    spelling_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with serving(spelling_path, slots=2, slow_reader_timeout=1) as server:
+        size = len(server.post("/generate", LARGE).content)
+        assert size > 6_000_000, "more than sockets hold"
+        with server.connect(receive_buffer=2048) as raw:
+            raw.sendall(request_bytes("/generate", LARGE))
+            eventually(lambda: ended(server, "unread") == 1)
+            assert len(drained(raw)) < size
+        assert any("too little of a reply was read" in line for line in caplog.messages)
+        eventually(lambda: server.sample("logitd_connections") == 1)  # the client of this test
+
+
+def test_a_reader_that_trickles_is_let_go_and_a_slow_one_is_not(spelling_path: Path) -> None:
+    with serving(spelling_path, slots=2, slow_reader_timeout=1) as server:
+        size = len(server.post("/generate", LARGE).content)
+        with server.connect(receive_buffer=2048) as raw:
+            raw.sendall(request_bytes("/generate", LARGE, "Connection: close"))
+            deadline = time.monotonic() + 30
+            while not ended(server, "unread"):
+                raw.recv(10)
+                time.sleep(0.02)
+                assert time.monotonic() < deadline
+        with server.connect(receive_buffer=WINDOW) as raw:
+            raw.sendall(request_bytes("/generate", LARGE, "Connection: close"))
+            received = 0
+            while piece := raw.recv(WINDOW):
+                received += len(piece)
+                time.sleep(0.02)
+            assert received > size
+        assert ended(server, "unread") == 1
+
+
+def drained(raw: socket.socket) -> bytes:
+    """What there is to read until the end, be it a reset."""
+    received = b""
+    try:
+        while piece := raw.recv(65536):
+            received += piece
+    except ConnectionResetError:
+        return received
+    return received
+
+
+# Shutdown
+
+
+def test_shutdown_waits_for_no_stuck_client_and_leaves_no_traceback(spelling_path: Path) -> None:
+    """Nothing sent, half a head, half a body, an unread reply, an unread stream."""
+    rows = {"prompt": "abc" * 2000, "positions": "all"}
+    starts: list[bytes] = [
+        b"",
+        b"GET / HT",
+        request_bytes("/generate", {"prompt": "abc"})[:-3],
+        GET,
+        request_bytes("/generate", LARGE),
+        request_bytes("/logits", rows),
+    ]
+    with ServedProcess(
+        "--checkpoint", str(spelling_path), "--threads", "1", "--drain-timeout", "1"
+    ) as server:
+        host, _, port = server.address.partition(":")
+        held = []
+        for start in starts:
+            raw = socket.socket()
+            raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+            raw.connect((host, int(port)))
+            raw.sendall(start)
+            held.append(raw)
+        with httpx.Client(base_url=server.url, trust_env=False) as client:
+            eventually(lambda: "logitd_kv_slots_used 1.0" in client.get("/metrics").text)
+            started = time.monotonic()
+            server.signal(signal.SIGTERM)
+            assert server.exit_code() == 0
+        assert time.monotonic() - started < 1 + 3, "a machine may be busy"
+        held[2].settimeout(5)
+        assert b" 503 " in drained(held[2])
+        for raw in held:
+            raw.close()
+        assert "Traceback" not in server.output
+        assert "CancelledError" not in server.output
+
+
+def test_a_reply_that_is_being_read_is_finished_at_shutdown(spelling_path: Path) -> None:
+    with ServedProcess("--checkpoint", str(spelling_path), "--threads", "1") as server:
+        with httpx.Client(base_url=server.url, trust_env=False) as client:
+            size = len(client.post("/generate", json=LARGE).content)
+        host, _, port = server.address.partition(":")
+        with socket.socket() as raw:
+            raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, WINDOW)
+            raw.connect((host, int(port)))
+            raw.sendall(request_bytes("/generate", LARGE))
+            received = len(raw.recv(100))
+            server.signal(signal.SIGTERM)
+            while piece := raw.recv(WINDOW):
+                received += len(piece)
+                time.sleep(0.03)
+            assert received > size
+        assert server.exit_code() == 0
