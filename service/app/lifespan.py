@@ -19,6 +19,7 @@ from service.engine.async_engine import AsyncEngine
 from service.engine.build import STARTUP_ERRORS, Computation, Unavailable, build, compiler_for
 from service.engine.driver import EngineDriver, LocalDriver
 from service.engine.process import EngineProcessError, ProcessDriver
+from service.engine.restarts import Restarts
 from service.settings.serve import ServeSettings
 
 logger = logging.getLogger("logitd")
@@ -30,6 +31,7 @@ class _Loaded:
     computation: Computation
     driver: EngineDriver
     compiler: Compiler | Unavailable  # of constraints
+    restarts: Restarts | None = None  # of a driver that can be lost
 
 
 async def load(state: ServiceState) -> None:
@@ -66,7 +68,19 @@ def _with_process(settings: ServeSettings) -> _Loaded:
     except BaseException:
         driver.close()
         raise
-    return _Loaded(checkpoint, driver.computation, driver, compiler)
+    weights, restarts = driver.computation.weights_sha256, settings.engine_restarts
+    again = Restarts(lambda: _same_again(settings, weights), restarts) if restarts else None
+    return _Loaded(checkpoint, driver.computation, driver, compiler, again)
+
+
+def _same_again(settings: ServeSettings, weights_sha256: str) -> ProcessDriver:
+    """Another process with the same weights. Raises EngineProcessError, and CheckpointError where
+    there are others by now: what this server says of itself would be wrong."""
+    driver = ProcessDriver(settings)
+    if driver.computation.weights_sha256 != weights_sha256:
+        driver.close()
+        raise CheckpointError(f"{settings.checkpoint} was replaced; it takes a new server to serve")
+    return driver
 
 
 def _served(state: ServiceState, loaded: _Loaded, checker: Checker) -> Served:
@@ -85,6 +99,7 @@ def _served(state: ServiceState, loaded: _Loaded, checker: Checker) -> Served:
             AdmissionController(driver.model_config, driver.slots, limits),
             stall_timeout=settings.stall_timeout,
             on_step=state.on_step,
+            restarts=loaded.restarts,
         ),
         constraints=Constraints(
             loaded.compiler,

@@ -3,7 +3,8 @@
 SIGTERM or SIGINT: readiness turns 503 and new requests are rejected, the running ones get
 `drain_timeout` seconds, what is left is aborted with an error of its own, and the process exits
 with 0. While the checkpoint is being loaded it exits with 0 at once. A second signal quits at once,
-with 128 and its number.
+with 128 and its number. An engine that failed for good ends the process with 1, so that whoever
+watches it can start another.
 """
 
 import asyncio
@@ -85,6 +86,9 @@ class Server(uvicorn.Server):
             self.should_exit = True  # there will never be anything to serve
         else:
             self._announce(self._state.served, self._port)
+            await self._state.served.engine.failed.wait()
+            logger.error("the engine failed: exiting with 1")
+            self.should_exit = True
 
     async def _drain_then_exit(self) -> None:
         now = asyncio.get_running_loop().time()
@@ -138,4 +142,5 @@ def serve(settings: ServeSettings, announce: Announce) -> int:
             runner.run(server.serve())
         except SystemExit:  # uvicorn's way out when it cannot bind; it has logged why
             return 1
-    return 0 if state.served is not None and server.started else 1
+    answered = state.served is not None and state.served.engine.failure is None
+    return 0 if answered and server.started else 1

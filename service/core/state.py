@@ -115,6 +115,8 @@ class ServiceState:
             return "loading", None
         if self.served.engine.failure is not None:
             return "failed", self.served.engine.failure
+        if self.served.engine.restarting:
+            return "loading", None
         if (seconds := self.served.engine.stalled()) is not None:
             return "stalled", f"a step of the engine has been running for {seconds:.0f} s"
         return ("draining" if self._draining else "ok"), None

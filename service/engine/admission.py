@@ -256,6 +256,7 @@ class AdmissionController:
     def clear(self) -> None:
         """Nothing that was submitted will be computed. What is reserved is still to be released."""
         self._open.clear()
+        self._begun_tokens = 0
         self._note_empty()
 
     def _check_possible(self, load: Load, param: str | None) -> None:

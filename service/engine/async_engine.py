@@ -4,7 +4,8 @@ Requests go in as commands of a driver (`driver.py`), which hands them to the en
 step. Events come back, at most one wake-up of the event loop per step (`wakeup.py`), into the
 mailbox of the submission they belong to (`submission.py`). Whether a request is admitted is decided
 before (`admission.py`). Whether the engine computes in this process or in one of its own
-(`process.py`) is not known here.
+(`process.py`) is not known here, but that it can be lost: then all who wait are told, new requests
+are rejected, and another takes its place (`restarts.py`).
 
 Knows no HTTP and no text.
 """
@@ -21,13 +22,16 @@ from model.inference.engine.events import FinishEvent, FinishReason
 from model.inference.engine.requests import Request
 from model.inference.engine.validation import check_request
 from service.engine.admission import AdmissionController, Load
-from service.engine.driver import Abort, Add, EngineDriver, Grant, StepReport
+from service.engine.driver import Abort, Add, EngineDriver, EngineLost, Grant, StepReport
+from service.engine.restarts import Restarts
 from service.engine.submission import EngineStopped, Submission
 from service.engine.wakeup import WakeupThrottle
 
 logger = logging.getLogger("logitd.engine")
 
 FAILED = "the engine failed; the log says why"
+LOST = "the engine's process has ended, and what it computed is lost; ask again in a moment"
+RESTARTING = "the engine's process has ended and is being started again; try again in a moment"
 SHUTTING_DOWN = "the server is shutting down"
 
 
@@ -62,8 +66,12 @@ class AsyncEngine:
         *,
         stall_timeout: float,
         on_step: Callable[[StepReport], None],
+        restarts: Restarts | None = None,
     ) -> None:
         self.admission = admission
+        self.failed = asyncio.Event()  # the engine stopped by itself, for good
+        self._restarts = restarts
+        self._restarting = False
         self._driver = driver
         self._stall_timeout = stall_timeout
         self._on_step = on_step
@@ -83,6 +91,11 @@ class AsyncEngine:
     def failure(self) -> str | None:
         """Why the engine stopped by itself, if it did."""
         return self._failure
+
+    @property
+    def restarting(self) -> bool:
+        """Whether the engine was lost, and another is on its way."""
+        return self._restarting
 
     @property
     def slots(self) -> int:
@@ -133,6 +146,8 @@ class AsyncEngine:
         """Queue a reserved request; called by its Reservation."""
         if self._failure is not None:
             raise EngineStopped(self._failure)
+        if self._restarting:
+            raise EngineStopped(RESTARTING)
         if self._closed:
             raise EngineStopped(SHUTTING_DOWN)
         return self._enqueue([request], [self.admission.admit_reserved(request)])
@@ -165,6 +180,8 @@ class AsyncEngine:
             logger.warning("aborting %d sequences at shutdown", sequences)
             for request_id in list(self._open):
                 self.abort(request_id)
+        if self._restarts is not None:
+            self._restarts.leave()
         self._driver.put(None)
         await self._stopped.wait()
         self._thread.join()
@@ -175,6 +192,8 @@ class AsyncEngine:
             check_request(request, self._driver.model_config)
         if self._failure is not None:
             raise EngineStopped(self._failure)
+        if self._restarting:
+            raise EngineStopped(RESTARTING)
         if self._draining:
             raise EngineStopped(SHUTTING_DOWN)
 
@@ -193,15 +212,44 @@ class AsyncEngine:
 
     def _run(self) -> None:
         try:
-            while (report := self._driver.run_once()) is not None:
-                urgent = report.result.prefilled_tokens > 0 or not report.has_work
-                self._reports.put(report, urgent=urgent)
+            while self._drive_until_lost():
+                if not self._replace():
+                    return
         except BaseException:  # whatever it was, the waiters are told
             logger.exception("the engine failed")
             self._loop.call_soon_threadsafe(self._fail)
         finally:
             self._driver.close()
             self._loop.call_soon_threadsafe(self._stop)
+
+    def _drive_until_lost(self) -> bool:
+        """Make steps until the last command is done (False), or the engine is lost (True)."""
+        try:
+            while (report := self._driver.run_once()) is not None:
+                urgent = report.result.prefilled_tokens > 0 or not report.has_work
+                self._reports.put(report, urgent=urgent)
+        except EngineLost as error:
+            if self._restarts is None:
+                raise
+            logger.error("the engine is lost: %s", error)
+            return True
+        return False
+
+    def _replace(self) -> bool:
+        """Another driver in place of one whose engine is lost; False where the server ends."""
+        assert self._restarts is not None
+        # Only when all open requests are told: none of them may reach another engine.
+        told = threading.Event()
+        self._loop.call_soon_threadsafe(self._lose, told)
+        told.wait()
+        self._driver.close()
+        driver = self._restarts.another()
+        if driver is None:
+            return False
+        back = threading.Event()
+        self._loop.call_soon_threadsafe(self._go_on, driver, back)
+        back.wait()
+        return True
 
     # Back on the event loop.
 
@@ -228,11 +276,28 @@ class AsyncEngine:
         self._reports.deliver()
         self._stopped.set()
 
+    def _lose(self, told: threading.Event) -> None:
+        self._restarting = True
+        self._tell_all(LOST)
+        told.set()
+
+    def _go_on(self, driver: EngineDriver, back: threading.Event) -> None:
+        self._driver = driver
+        self._restarting = False
+        if self._closed:  # the last command went to the driver before
+            driver.put(None)
+        back.set()
+
     def _fail(self) -> None:
-        self._reports.deliver()
         self._failure = FAILED
+        self._tell_all(FAILED)
+        self.failed.set()
+
+    def _tell_all(self, reason: str) -> None:
+        """Whatever was submitted will not be computed; what was, is delivered first."""
+        self._reports.deliver()
         for request in self._open.values():
-            request.submission.fail(FAILED)
+            request.submission.fail(reason)
         self._open.clear()
         self.admission.clear()
 

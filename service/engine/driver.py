@@ -57,6 +57,11 @@ class StepReport:
     has_work: bool  # there is more to do, without another command
 
 
+class EngineLost(Exception):
+    """The engine is gone, with all that it was computing; another may be made. The message says
+    why."""
+
+
 class EngineDriver(Protocol):
     """Drives one engine. `run_once` and `close` are for one thread, the rest for any."""
 

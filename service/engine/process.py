@@ -8,9 +8,9 @@ They are pickled: both ends are this program, and nobody else can reach the sock
 cannot be pickled, so its source is sent and compiled again there. Both processes read the system's
 monotonic clock.
 
-The worker ends when its socket is closed, for whatever reason. A worker that has ended counts as an
-engine that failed. Not here: whose requests these are (`async_engine.py`), and when the event loop
-is woken (`wakeup.py`).
+The worker ends when its socket is closed, for whatever reason. A worker that has ended is an engine
+that is lost (`restarts.py`). Not here: whose requests these are (`async_engine.py`), and when the
+event loop is woken (`wakeup.py`).
 """
 
 import contextlib
@@ -31,7 +31,7 @@ from model.inference.constraints.compiler import Constraint, Source
 from model.inference.engine.requests import GenerationRequest
 from model.transformer.config import GPTConfig
 from service.engine.build import Computation
-from service.engine.driver import Add, Command, StepReport
+from service.engine.driver import Add, Command, EngineLost, StepReport
 from service.settings.serve import ServeSettings
 
 ROOT = Path(__file__).parents[2]
@@ -39,7 +39,7 @@ END_SECONDS = 10.0
 """Seconds within which a worker ends by itself before it is killed."""
 
 
-class EngineProcessError(Exception):
+class EngineProcessError(EngineLost):
     """The engine's process could not begin, or is gone; the message says why."""
 
 

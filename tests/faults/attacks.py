@@ -1,12 +1,13 @@
 """Every attack there is, in the order of the table."""
 
-from tests.faults import bodies, callers, checkpoints, constraints, readers, soak, trainer
+from tests.faults import bodies, callers, checkpoints, constraints, engine, readers, soak, trainer
 from tests.faults.attack import Attack
 
 ATTACKS: tuple[Attack, ...] = (
     *bodies.ATTACKS,
     *callers.ATTACKS,
     *constraints.ATTACKS,
+    *engine.ATTACKS,
     *readers.ATTACKS,
     *trainer.ATTACKS,
     *checkpoints.ATTACKS,

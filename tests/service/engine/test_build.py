@@ -29,6 +29,7 @@ def test_weights_are_read_with_one_thread_and_the_rest_are_the_engines(
         return opening.load_model(*arguments, **flags)
 
     monkeypatch.setattr("service.engine.build.load_model", watched)
+    monkeypatch.setattr("model.device.available_processors", lambda: 3)
     settings = ServeSettings(checkpoint=checkpoint_path, threads=3, kernels="torch")
     try:
         loaded = building.build(settings)

@@ -2,7 +2,9 @@
 either process, nobody waits for ever and nothing is left behind."""
 
 import os
+import shutil
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from dataclasses import replace
@@ -23,11 +25,12 @@ from service.engine.driver import Abort, Add
 from service.engine.process import AddWithConstraint, ProcessDriver, _portable
 from service.engine.worker import SourceCompiler, Uncompiled
 from tests.e2e.server import ServedProcess
-from tests.model.factories import VOCAB_SIZE, byte_tokenizer, tiny_gpt
+from tests.model.factories import VOCAB_SIZE, byte_tokenizer, save_tiny_checkpoint, tiny_gpt
 from tests.service.serving import (
     Serving,
     client,
     eventually,
+    read_all,
     read_until,
     request_bytes,
     serve_settings,
@@ -57,6 +60,24 @@ def driver_of(server: Serving) -> ProcessDriver:
 
 def worker_of(server: Serving) -> int:
     return driver_of(server)._process.pid
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs; one that is dead and not yet buried does not."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
+
+
+def children(pid: int) -> list[int]:
+    """Of all its threads: a process belongs to the one that started it."""
+    lists = Path(f"/proc/{pid}/task").glob("*/children")
+    return [int(child) for one in lists for child in one.read_text(encoding="utf-8").split()]
+
+
+needs_proc = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks into /proc")
 
 
 GENERATIONS: dict[str, dict[str, Any]] = {
@@ -145,7 +166,8 @@ def test_what_cannot_be_served_is_said(tmp_path: Path, logged_errors: list[str])
 def test_a_process_that_dies_is_an_engine_that_failed(
     spelling_path: Path, logged_errors: list[str]
 ) -> None:
-    with serving(spelling_path, slots=2, engine="process") as server, ExitStack() as stack:
+    settings: dict[str, Any] = {"slots": 2, "engine": "process", "engine_restarts": 0}
+    with serving(spelling_path, **settings) as server, ExitStack() as stack:
         raw = stack.enter_context(closing(server.connect()))
         raw.sendall(request_bytes("/generate", LONG))
         read_until(raw, b"data: ")
@@ -157,6 +179,70 @@ def test_a_process_that_dies_is_an_engine_that_failed(
         assert server.served.engine.open_sequences == 0
     assert any(f"ended with {-signal.SIGKILL}" in message for message in logged_errors)
     logged_errors.clear()
+
+
+def test_a_process_that_dies_is_started_again(
+    spelling_path: Path, logged_errors: list[str]
+) -> None:
+    """Whoever waits is told once, who comes meanwhile is told to come again, and who comes later is
+    answered: with all slots free and nothing counted twice."""
+    with serving(spelling_path, slots=1, engine="process") as server, ExitStack() as stack:
+        driver, gone = driver_of(server), worker_of(server)
+        running = stack.enter_context(closing(server.connect()))
+        running.sendall(request_bytes("/generate", LONG, "Connection: close"))
+        read_until(running, b"data: ")
+        waiting = stack.enter_context(closing(server.connect()))
+        waiting.sendall(request_bytes("/generate", {"prompt": "a"}, "Connection: close"))
+        eventually(lambda: server.sample("logitd_num_sequences_waiting") == 1)
+        os.kill(gone, signal.SIGKILL)
+        told = read_all(running)
+        assert told.count(b'"error"') == 1
+        assert b"the engine's process has ended" in told
+        assert read_all(waiting).startswith(b"HTTP/1.1 503 ")
+        if server.served.engine.restarting:  # it takes a second or more
+            refused = server.post("/generate", {"prompt": "a"})
+            assert refused.status_code == 503
+            assert refused.headers["retry-after"]
+        eventually(lambda: server.state.status() == ("ok", None))
+        assert driver_of(server) is not driver
+        assert server.served.engine.open_sequences == 0
+        assert server.generate("a", max_tokens=3)["choices"][0]["text"] == "bcd"
+        server.wait_idle()
+    assert not alive(gone)
+    assert any(f"ended with {-signal.SIGKILL}" in message for message in logged_errors)
+    logged_errors.clear()
+
+
+def test_other_weights_are_not_what_this_server_said_it_serves(
+    checkpoint_path: Path, tmp_path: Path, logged_errors: list[str]
+) -> None:
+    path = tmp_path / "replaced"
+    save_tiny_checkpoint(path)
+    with serving(path, engine="process") as server:
+        shutil.rmtree(path)
+        save_tiny_checkpoint(path, gpt=tiny_gpt(seed=1))
+        os.kill(worker_of(server), signal.SIGKILL)
+        eventually(lambda: server.state.status()[0] == "failed")
+    assert any("was replaced" in message for message in logged_errors)
+    logged_errors.clear()
+
+
+@pytest.mark.slow
+@needs_proc
+def test_a_process_that_dies_again_and_again_ends_the_server(spelling_path: Path) -> None:
+    flags = ("--checkpoint", str(spelling_path), "--threads", "1", "--engine", "process")
+    with closing(ServedProcess(*flags, "--engine-restarts", "1")) as server:
+        server.wait_for("try it:")
+        for _ in range(2):
+            with client(server.url) as http:
+                eventually(lambda: http.get("/health").status_code == 200)
+            for worker in children(server.process.pid):
+                os.kill(worker, signal.SIGKILL)
+            server.wait_for("the engine is lost")
+            time.sleep(0.5)
+        assert server.exit_code() == 1
+        assert "--engine-restarts allows 1" in server.output
+        assert "the engine failed: exiting with 1" in server.output
 
 
 def test_a_process_that_hangs_is_seen(spelling_path: Path) -> None:
@@ -174,24 +260,6 @@ def test_a_process_that_hangs_is_seen(spelling_path: Path) -> None:
                 os.kill(worker, signal.SIGCONT)
             read_until(raw, b'"finish_reason"')
         eventually(lambda: server.state.status() == ("ok", None))
-
-
-def alive(pid: int) -> bool:
-    """Whether a process runs; one that is dead and not yet buried does not."""
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
-    except FileNotFoundError:
-        return False
-    return state != "Z"
-
-
-def children(pid: int) -> list[int]:
-    """Of all its threads: a process belongs to the one that started it."""
-    lists = Path(f"/proc/{pid}/task").glob("*/children")
-    return [int(child) for one in lists for child in one.read_text(encoding="utf-8").split()]
-
-
-needs_proc = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks into /proc")
 
 
 @pytest.mark.slow
