@@ -112,6 +112,7 @@ class Scheduler:
         self.waiting = WaitingQueue()
         self.running: list[Sequence] = []  # in order of admission
         self.paused: dict[Sequence, None] = {}  # without a slot, in order of eviction
+        self._behind: dict[Sequence, None] = {}  # with one, the longest first
         self.only_started = False
         """While set, only siblings of admitted sequences are admitted: the weights are about to
         change, and a request is answered by one set of weights."""
@@ -131,6 +132,7 @@ class Scheduler:
         sequence.credit += 1
         if sequence.may_compute:
             sequence.paused_at = None
+            self._behind.pop(sequence, None)
         if sequence.state is State.PAUSED and sequence.credit >= CHUNKS_IN_FLIGHT:
             del self.paused[sequence]
             sequence.state = State.WAITING
@@ -142,12 +144,13 @@ class Scheduler:
         sequence.handed_out += rows
         if not sequence.may_compute:
             sequence.paused_at = now
+            self._behind[sequence] = None
 
     def has_work(self) -> bool:
         """Whether the next plan would have work: a sequence can compute, or can be admitted."""
         if any(sequence.may_compute for sequence in self.running):
             return True
-        has_room = self.slots.used < self.slots.total or self._longest_behind() is not None
+        has_room = bool(self._behind) or self.slots.used < self.slots.total
         return has_room and any(self._firsts())
 
     def plan(self, now: float) -> StepPlan:
@@ -173,6 +176,7 @@ class Scheduler:
             del self.paused[sequence]
         else:
             self.running.remove(sequence)
+            self._behind.pop(sequence, None)
             assert sequence.slot is not None
             if self._share_decoded and sequence.state is State.DECODE:
                 computed = sequence.tokens[: sequence.computed]
@@ -207,6 +211,7 @@ class Scheduler:
         assert all(s.state is State.PAUSED and s.slot is None for s in self.paused)
         assert all(s.credit < CHUNKS_IN_FLIGHT for s in self.paused)
         assert len(self.paused) <= self.slots.total
+        assert set(self._behind) == {s for s in self.running if not s.may_compute}
 
     def _drafts(self, decode: tuple[Sequence, ...]) -> dict[Sequence, Draft]:
         """Drafts for the decoding sequences, within the rows that a step may have. The last token
@@ -230,17 +235,15 @@ class Scheduler:
     def _admit(self, now: float) -> int:
         """Admit what there are slots for; how many sequences were evicted for it."""
         evicted = 0
-        while True:
-            behind = None
-            if self.slots.used == self.slots.total:
-                behind = self._longest_behind()
-                if behind is None:
-                    return evicted
+        while self.waiting:
+            full = self.slots.used == self.slots.total
+            if full and not self._behind:
+                break
             if (admitted := self._next()) is None:
-                return evicted
+                break
             sequence, source, length = admitted
-            if behind is not None:
-                self._evict(behind)
+            if full:
+                self._evict(next(iter(self._behind)))
                 evicted += 1
             slot = self.slots.acquire(self._step, preferred=source if length else None)
             assert slot is not None
@@ -252,6 +255,7 @@ class Scheduler:
             if sequence.admitted is None:
                 sequence.admitted = now
             self.running.append(sequence)
+        return evicted
 
     def _firsts(self) -> Iterable[Sequence]:
         """Of each caller the sequence that may be admitted next, in the order of turns."""
@@ -267,17 +271,12 @@ class Scheduler:
                 return sequence, source, length
         return None
 
-    def _longest_behind(self) -> Sequence | None:
-        """Of the sequences that have a slot and whose readers are behind, the one for which that
-        has been so for the longest."""
-        behind = [sequence for sequence in self.running if not sequence.may_compute]
-        return min(behind, key=_behind_since, default=None)
-
     def _evict(self, sequence: Sequence) -> None:
         """Take the slot of a sequence whose reader is behind. What the slot holds stays to be
         copied until somebody writes over it."""
         assert sequence.slot is not None
         self.running.remove(sequence)
+        del self._behind[sequence]
         self.slots.release(sequence.slot, self._step)
         sequence.slot, sequence.state, sequence.computed = None, State.PAUSED, 0
         self.paused[sequence] = None
