@@ -28,10 +28,17 @@ RESPONSES: dict[int | str, dict[str, Any]] = {
         "content": {
             MEDIA_TYPE: {
                 "schema": {
-                    "type": "string",
-                    "description": "with `stream`: `data: ` and a chunk as JSON, then a blank "
-                    "line; comments (`: keep-alive`) between them; an error after the first byte "
-                    'as `data: {"error": ...}`; `data: [DONE]` at the end',
+                    "type": "object",
+                    "description": "An event, with `stream`; comments (`: keep-alive`) come "
+                    "between them.",
+                    "properties": {
+                        "data": {
+                            "type": "string",
+                            "description": "A chunk as JSON on one line; an error after the first "
+                            'byte is `{"error": ...}`; the last event is `[DONE]`.',
+                        }
+                    },
+                    "required": ["data"],
                 }
             }
         }
