@@ -17,7 +17,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 WORKERS ?= $(shell cores=$$(getconf _NPROCESSORS_ONLN); echo $$((cores < 4 ? cores : 4)))
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --durations 15
 
-.PHONY: help setup serve train test test-slow test-others lint format client map lock clean
+.PHONY: help setup serve train test test-slow test-others lint audit format client map lock clean
 .DEFAULT_GOAL := help
 
 help:  ## list the tasks
@@ -53,6 +53,10 @@ lint: $(VENV)/.dev  ## ruff, mypy (strict), Dockerfile and compose checks
 	$(BIN)/mypy
 	$(BIN)/hadolint Dockerfile
 	$(BIN)/check-jsonschema --builtin-schema vendor.compose-spec docker-compose.yml
+
+audit: $(VENV)/.runtime  ## look up known vulnerabilities of what is pinned (needs a network)
+	$(PIP) install --quiet 'pip-audit>=2.10,<3'
+	$(BIN)/pip-audit --requirement requirements.lock --no-deps --disable-pip
 
 format: $(VENV)/.dev  ## let ruff format and fix the sources
 	$(BIN)/ruff format .

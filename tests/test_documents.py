@@ -230,3 +230,11 @@ def test_sources_name_files_that_exist() -> None:
         if not any(other.endswith(f"/{name}") for other in paths)
     ]
     assert stale == []
+
+
+@each_document
+def test_code_stands_in_blocks_of_its_own(document: Path) -> None:
+    """A tool that wrapped paragraphs once joined the lines of three blocks into their fences."""
+    fences = [line for line in document.read_text(encoding="utf-8").splitlines() if "```" in line]
+    assert [fence for fence in fences if not re.fullmatch(r" *```[a-z]*", fence)] == []
+    assert len(fences) % 2 == 0

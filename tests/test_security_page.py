@@ -1,0 +1,50 @@
+"""SECURITY.md: its list of dependencies is the one of pyproject.toml, and its tests exist."""
+
+import importlib.metadata
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PAGE = (ROOT / "SECURITY.md").read_text(encoding="utf-8")
+
+
+def dependencies() -> set[str]:
+    """What serving and training need, extras included."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    lists = [project["dependencies"], *project["optional-dependencies"].values()]
+    return {re.split(r"[<>=;\[ ]", line)[0] for lines in lists for line in lines}
+
+
+def licences() -> dict[str, str]:
+    """What the page says of each dependency."""
+    rows = PAGE.partition("| dependency | licence |")[2].splitlines()[2:]
+    cells = [row.strip("| ").split(" | ") for row in rows if row.startswith("|")]
+    return {name: licence for names, licence in cells for name in names.split(", ")}
+
+
+def test_every_dependency_has_its_licence() -> None:
+    assert licences().keys() == dependencies()
+
+
+@pytest.mark.parametrize("name", sorted(dependencies()))
+def test_the_licence_is_what_the_package_says(name: str) -> None:
+    said = importlib.metadata.metadata(name)
+    texts = [said["License-Expression"], said["License"], *(said.get_all("Classifier") or [])]
+    known = " ".join(text for text in texts if text)
+    kinds = {"MIT": "MIT", "Apache": "Apache", "BSD": "BSD", "MPL": "MPL", "its own": "matplotlib"}
+    claimed = [word for kind, word in kinds.items() if kind in licences()[name]]
+    assert claimed
+    assert all(word in known for word in claimed), known[:300]
+
+
+def test_every_row_of_the_bounds_names_a_test_that_is_there() -> None:
+    rows = PAGE.partition("## Bounds")[2].partition("## What the operator")[0].splitlines()
+    bounds = [row for row in rows if row.startswith("| ") and not row.startswith("| what could")]
+    assert len(bounds) > 10
+    for row in bounds:
+        paths = re.findall(r"`(tests/[\w/]+\.py)`", row)
+        assert paths, row
+        assert all((ROOT / path).is_file() for path in paths), row
