@@ -39,6 +39,8 @@ PIECE = 16 * 1024
 LINGER_SECONDS = 2.0
 """A client that is still sending when it is refused has this long to stop and read why: closing at
 once would reset the connection, and the answer with it."""
+LINGER_BYTES = 2**20
+"""What is read of it meanwhile; the rest stays with the client."""
 SHUTDOWN_SECONDS = 0.5
 """At shutdown, a connection that takes nothing of its reply for this long is aborted."""
 
@@ -77,6 +79,7 @@ class Connection(HttpToolsProtocol):
         self._held = bytearray()  # received ahead of its turn
         self._refusal: ApiError | None = None
         self._linger_until: float | None = None
+        self._throw_away_until = 0  # bytes received
         # Counting of bytes: in this piece, of this message, of all that came.
         self._piece_body = 0
         self._piece_completes = False
@@ -108,9 +111,11 @@ class Connection(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        if self._refusal is not None or self._linger_until is not None:
-            return  # nothing more is answered
         self._received += len(data)
+        if self._refusal is not None:  # nothing more is answered
+            if self._received > self._throw_away_until:
+                self.flow.pause_reading()
+            return
         if self._awaited is Awaited.REQUEST:
             self._awaited, self._since = Awaited.HEAD, self.loop.time()
         if self._held or self.pipeline:
@@ -374,6 +379,7 @@ class Connection(HttpToolsProtocol):
         if end is not None:
             self._register.reports.count(end)
         self._refusal = error
+        self._throw_away_until = self._received + LINGER_BYTES
         self._held.clear()
         if self._awaited is Awaited.BODY:
             self._give_up(self.cycle)

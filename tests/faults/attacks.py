@@ -1,10 +1,21 @@
 """Every attack there is, in the order of the table."""
 
-from tests.faults import bodies, callers, checkpoints, constraints, engine, readers, soak, trainer
+from tests.faults import (
+    bodies,
+    callers,
+    checkpoints,
+    connections,
+    constraints,
+    engine,
+    readers,
+    soak,
+    trainer,
+)
 from tests.faults.attack import Attack
 
 ATTACKS: tuple[Attack, ...] = (
     *bodies.ATTACKS,
+    *connections.ATTACKS,
     *callers.ATTACKS,
     *constraints.ATTACKS,
     *engine.ATTACKS,
