@@ -6,6 +6,12 @@ or just an end), looked at by the register's one timer; requests that a client s
 back in its socket until their turn; what the server refuses is answered in turn too, and read by
 the client before the connection closes; requests to upgrade are answered as ordinary HTTP.
 
+The end of a client's side means that the client has gone, and its request is aborted. A client that
+only half-closes (`shutdown`, `nc -N`) sends the same segment as one that closes; only a reset in
+answer to something sent tells them apart, and a client that has read what was sent before it closes
+gives none. A server that waited would have to send interim responses for as long as it computes,
+and compute for as long as a reset takes or a firewall hides it.
+
 Not here: how many connections there may be (`register.py`), what requests mean (`service/app/`).
 """
 
@@ -197,7 +203,7 @@ class Connection(HttpToolsProtocol):
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._running = cycle
         self._stand(Standing.ANSWERED)
-        if self._register.full and not cycle.scope["path"].startswith("/health"):
+        if not self._register.has_room() and not cycle.scope["path"].startswith("/health"):
             app = _full
             self._register.reports.count(ConnectionEnd.REFUSED)
         super()._start_asgi_task(cycle, app)

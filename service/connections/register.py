@@ -63,14 +63,15 @@ class Register:
         }
         self._timer: asyncio.TimerHandle | None = None
 
-    @property
-    def full(self) -> bool:
-        """Whether there are more connections than there should be."""
-        return len(self._open) > self.limits.max_connections
+    def has_room(self) -> bool:
+        """Whether the connections are no more than they should be, if need be by ending one."""
+        if len(self._open) > self.limits.max_connections:
+            self._make_room()
+        return len(self._open) <= self.limits.max_connections
 
     def opened(self, connection: Watched) -> None:
         """A connection was accepted; at the bound another one makes room for it."""
-        if self.full or len(self._open) == self.limits.max_connections:
+        if len(self._open) >= self.limits.max_connections:
             self._make_room()
         self._open[connection] = None
         self._metrics.connections.set(len(self._open))
@@ -88,6 +89,8 @@ class Register:
 
     def place(self, connection: Watched, standing: Standing) -> None:
         """A connection's standing has changed; within one, who came first makes room first."""
+        if connection not in self._open:
+            return
         for place, members in self._by_standing.items():
             if place is standing:
                 members[connection] = None

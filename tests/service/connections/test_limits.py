@@ -135,9 +135,29 @@ def test_where_all_are_at_work_health_alone_is_answered(narrow: Serving) -> None
         with httpx.Client(base_url=narrow.url, trust_env=False) as client:
             assert client.get("/health").status_code == 200
         assert narrow.sample("logitd_connections") <= 4 + 17
-        del held
+        for raw in held:
+            raw.close()
     eventually(lambda: narrow.sample("logitd_connections") == 0)
     narrow.wait_idle()
+
+
+def test_who_was_above_the_bound_is_served_when_others_are_idle(narrow: Serving) -> None:
+    """More connections than the bound, which were at work: an idle one goes, nobody gets 503."""
+    with ExitStack() as stack:
+        tokens = {"prompt": "a", "ignore_eos": True, "max_tokens": 1000}
+        at_work = [stack.enter_context(narrow.connect()) for _ in range(4)]
+        for raw in at_work:
+            raw.sendall(request_bytes("/generate", tokens))
+        eventually(lambda: narrow.sample("logitd_kv_slots_used") == 4)
+        surplus = [stack.enter_context(narrow.connect()) for _ in range(3)]
+        eventually(lambda: narrow.sample("logitd_connections") > 4)
+        for raw in at_work:
+            assert b" 200 " in read_until(raw, b'"timings"')
+        narrow.wait_idle()
+        surplus[-1].sendall(GET)
+        assert b" 200 " in read_until(surplus[-1], b'"version"')
+        assert ended(narrow, "refused") == 0
+        assert ended(narrow, "made_room") > 0
 
 
 def test_silent_connections_keep_nobody_out(checkpoint_path: Path) -> None:
