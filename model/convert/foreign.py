@@ -139,9 +139,12 @@ class Settings:
 
     def number(self, name: str, default: float | None = None) -> float:
         value = self._first((name,), default)
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise ConvertError(f"{self._where}: {name} is {value!r}; expected a number")
-        return float(value)
+        try:
+            if not isinstance(value, bool) and isinstance(value, int | float):
+                return float(value)
+        except OverflowError:
+            value = "more than a number can be"
+        raise ConvertError(f"{self._where}: {name} is {value!r}; expected a number")
 
     def flag(self, name: str, default: bool) -> bool:
         value = self._first((name,), default)

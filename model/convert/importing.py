@@ -8,7 +8,8 @@ computes: nanoGPT's `ckpt.pt` (`nanogpt.py`), Hugging Face folders (`hf/config.p
 """
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -40,6 +41,7 @@ from model.convert.hf import config as huggingface
 from model.convert.hf.config import read_huggingface
 from model.convert.litgpt import read_litgpt
 from model.convert.nanogpt import is_nanogpt, read_nanogpt
+from model.convert.source_file import source_text
 from model.convert.state_file import LOOKED_FOR, SUFFIXES, find_state_file, read_state_file
 from model.convert.vocabulary.choose import choose_vocabulary
 from model.dtypes import DTypeName
@@ -52,6 +54,12 @@ PUBLISHED_FILES = (litgpt.WEIGHTS, huggingface.CONFIG, huggingface.WEIGHTS, hugg
 FINGERPRINT_BYTES = 2**20
 CHECKED_CHARACTERS = 2_000_000
 """Of a text that a model is tried on; windows are taken from all of it."""
+
+DAMAGE = (
+    *(ArithmeticError, AttributeError, LookupError, MemoryError, TypeError, ValueError),
+    RuntimeError,
+)
+"""What reading a value of a kind that nobody expects there may raise."""
 
 ROWS = ("token_embedding.weight", "head.weight", "head.bias")
 """Weights with a row for each token."""
@@ -82,20 +90,22 @@ def import_model(
     """
     if destination.exists():
         raise CheckpointError(f"{destination} exists; checkpoints are never overwritten")
-    opened, folder = _open(
-        source, context_length, roles or RoleOptions(), checked=check is not None
-    )
+    with _teaching(source):
+        opened, folder = _open(
+            source, context_length, roles or RoleOptions(), checked=check is not None
+        )
     log(f"{source} is a model of {opened.kind}")
-    vocabulary = choose_vocabulary(
-        tokenizer,
-        contents=opened.contents,
-        folder=folder,
-        facts=opened.facts,
-        rows=opened.rows,
-        skip_normalizer=skip_normalizer,
-        unused_rows=unused_rows,
-        text=check,
-    )
+    with _teaching(folder):
+        vocabulary = choose_vocabulary(
+            tokenizer,
+            contents=opened.contents,
+            folder=folder,
+            facts=opened.facts,
+            rows=opened.rows,
+            skip_normalizer=skip_normalizer,
+            unused_rows=unused_rows,
+            text=check,
+        )
     text = None if check is None else _check_text(check, vocabulary)
     if isinstance(opened, Recognised):
         model = read_by_role(opened, text=text, log=log)
@@ -165,6 +175,22 @@ def fingerprint(source: Path) -> str:
     return digest.hexdigest()[:16]
 
 
+@contextmanager
+def _teaching(where: Path) -> Iterator[None]:
+    """Turns what damaged values make of code that expects others into a ConvertError: a field of
+    JSON or of a pickle may be anything, and not each is looked at before it is used."""
+    try:
+        yield
+    except (ConvertError, CheckpointError):
+        raise
+    except DAMAGE as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        raise ConvertError(
+            f"{where} cannot be read ({reason}): one of its files is damaged, or has a value where "
+            "another kind is expected"
+        ) from error
+
+
 def _open(
     source: Path, context_length: int | None, roles: RoleOptions, *, checked: bool
 ) -> tuple[ForeignModel | Recognised, Path]:
@@ -213,9 +239,9 @@ def _is_own(folder: Path) -> bool:
 def _check_text(path: Path, vocabulary: ForeignTokenizer) -> CheckText:
     """A text as ids of the source. Raises ConvertError."""
     try:
-        text = path.read_text(encoding="utf-8")[:CHECKED_CHARACTERS]
+        text = source_text(path)[:CHECKED_CHARACTERS]
         ids = vocabulary.tokenizer.encode(text)
-    except (OSError, UnicodeDecodeError, TokenizerError) as error:
+    except (ConvertError, TokenizerError) as error:
         raise ConvertError(f"--check {path}: {error}") from error
     order = vocabulary.order
     return CheckText(path.name, ids if order is None else [order[token_id] for token_id in ids])

@@ -17,6 +17,8 @@ from torch import Tensor
 from model.convert.foreign import ConvertError, ForeignModel, Settings, StateDictReader
 from model.convert.hf.rope import half_split
 from model.convert.pt_file import read_pt
+from model.convert.source_file import source_text
+from model.files import CONFIG_BYTES
 from model.transformer.config import ConfigError, GPTConfig, gpt2_shape
 
 WEIGHTS, CONFIG = "lit_model.pth", "model_config.yaml"
@@ -92,11 +94,13 @@ def _read_yaml(path: Path) -> dict[str, Any]:
             f"reading {path.name} needs PyYAML, which is not installed: "
             "pip install 'logitd[litgpt]'"
         ) from error
+    if not path.exists():
+        raise ConvertError(f"{path} does not exist; it says what {WEIGHTS} is")
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise ConvertError(f"{path} does not exist; it says what {WEIGHTS} is") from error
-    except (yaml.YAMLError, ValueError) as error:
+        values = yaml.safe_load(source_text(path, CONFIG_BYTES))
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        if isinstance(error, ConvertError):
+            raise
         raise ConvertError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
     if not isinstance(values, dict):
         raise ConvertError(f"{path} is not a mapping of keys to values")

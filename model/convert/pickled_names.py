@@ -5,7 +5,9 @@ and its older form (several pickles one behind the other), and plain pickles.
 """
 
 import pickletools
+import struct
 import zipfile
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +18,12 @@ BYTES = 256 * 2**20
 
 OLD_TORCH = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 """What torch.save's older form begins with: its magic number, pickled."""
+
+DAMAGE = (
+    *(ValueError, OSError, IndexError, EOFError, KeyError, OverflowError, MemoryError),
+    *(zipfile.BadZipFile, NotImplementedError, RuntimeError, struct.error, zlib.error),
+)
+"""What reading a damaged pickle or archive may raise."""
 
 HARMLESS = frozenset(
     {
@@ -73,7 +81,7 @@ def pickled_names(path: Path) -> PickledNames:
                 while file.tell() < min(size, BYTES):
                     names += _globals(file, texts)
                     complete = True
-    except (ValueError, OSError, zipfile.BadZipFile, IndexError, EOFError, KeyError):
+    except DAMAGE:
         pass  # what was read until then is what is known: the caller says that it is damaged
     foreign = tuple(dict.fromkeys(name for name in names if not _harmless(name)))
     module = "_modules" in texts and "_parameters" in texts

@@ -8,7 +8,10 @@ torch 1.6, which are not zip archives, are read too. Meta files of character voc
 pickles as well, of plain containers; `read_plain_pickle` builds nothing but these.
 """
 
+import io
 import pickle
+import pickletools
+import struct
 import warnings
 import zipfile
 from collections.abc import Mapping
@@ -20,7 +23,10 @@ from torch import Tensor
 
 from model.convert.foreign import ConvertError
 from model.convert.pickled_names import PickledNames, pickled_names
+from model.convert.source_file import require_source, source_bytes
 
+PACKED_TIMES = 4
+"""How many times its size an archive may unpack to."""
 PICKLE_BYTES = 64 * 2**20
 """More than any character vocabulary has."""
 
@@ -48,9 +54,10 @@ def read_pt(path: Path, *, keep: str) -> dict[str, Any]:
     `keep` is, as Python, what to save where the file was made if it cannot be read. Raises
     ConvertError.
     """
-    if not path.is_file():
-        raise ConvertError(f"{path} {'is not a file' if path.exists() else 'does not exist'}")
+    require_source(path)
     zipped = zipfile.is_zipfile(path)
+    if zipped:
+        _check_unpacked(path)
     try:
         loaded = _load(path, zipped)
     except pickle.UnpicklingError as error:
@@ -61,6 +68,22 @@ def read_pt(path: Path, *, keep: str) -> dict[str, Any]:
     if not isinstance(plain, dict):
         raise ConvertError(f"{path} holds a {type(loaded).__name__}, not a dictionary of tensors")
     return plain
+
+
+def _check_unpacked(path: Path) -> None:
+    """Raise ConvertError for an archive that unpacks to much more than it is: torch.save does not
+    compress, and what is read is allocated as it says."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            unpacked = sum(entry.file_size for entry in archive.infolist())
+    except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError, struct.error):
+        return  # a damaged one: reading it says so
+    size = path.stat().st_size
+    if unpacked > PACKED_TIMES * size + PICKLE_BYTES:
+        raise ConvertError(
+            f"{path} has {size:,} bytes and says that it unpacks to {unpacked:,}: it is damaged, "
+            "or was packed again. Unpack it where it was made, and save it with torch.save"
+        )
 
 
 def _load(path: Path, zipped: bool) -> Any:
@@ -166,20 +189,22 @@ def _holds_tensors(value: Any, depth: int = 3) -> bool:
 def read_plain_pickle(path: Path) -> Any:
     """What a pickle of dictionaries, lists, numbers and texts holds; an object that has these as
     attributes is a dictionary of them. Raises ConvertError."""
+    raw = source_bytes(path, PICKLE_BYTES)
     try:
-        size = path.stat().st_size
-        if size > PICKLE_BYTES:
-            raise ConvertError(f"{path} has {size:,} bytes, too many for a vocabulary")
-        with path.open("rb") as file:
-            return _attributes(_PlainUnpickler(file, encoding="utf-8").load())
-    except FileNotFoundError as error:
-        raise ConvertError(f"{path} does not exist") from error
-    except ConvertError:
-        raise
+        _check_memo(raw)
+        return _attributes(_PlainUnpickler(io.BytesIO(raw), encoding="utf-8").load())
     except Exception as error:  # as many kinds as there are ways to break a pickle
         raise ConvertError(
             f"{path} is not a pickle of plain values: {type(error).__name__}: {error}"
         ) from error
+
+
+def _check_memo(raw: bytes) -> None:
+    """Raise UnpicklingError where a pickle puts something at a place that it cannot come to by
+    counting: Python makes room for all places before it."""
+    for opcode, argument, _ in pickletools.genops(raw):
+        if opcode.name.endswith("PUT") and argument is not None and argument > len(raw):
+            raise pickle.UnpicklingError(f"it has no {argument:,} values to remember")
 
 
 class _PlainUnpickler(pickle.Unpickler):

@@ -5,7 +5,6 @@ and the values of its configuration, in the file or in a JSON file beside it. Re
 `pt_file.py` does: no code runs. Says nothing about what the tensors are: see `by_role/`.
 """
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +16,7 @@ from torch import Tensor
 from model.convert.by_role.names import WRAPPERS
 from model.convert.foreign import ConvertError
 from model.convert.pt_file import read_pt, without_tensors
+from model.convert.source_file import require_source, source_json
 
 SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".safetensors", ".pkl", ".tar", ".model")
 """Files that may hold weights; those of the second half only by their own name."""
@@ -85,12 +85,11 @@ def find_state_file(folder: Path) -> Path:
 
 
 def _read_safetensors(path: Path) -> dict[str, Tensor]:
+    require_source(path)
     try:
         with safe_open(path, framework="pt") as opened:
             return {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-    except FileNotFoundError as error:
-        raise ConvertError(f"{path} does not exist") from error
-    except (SafetensorError, OSError) as error:
+    except (SafetensorError, OSError, ValueError, TypeError, AttributeError) as error:
         raise ConvertError(f"{path} is not a complete safetensors file: {error}") from error
 
 
@@ -181,9 +180,9 @@ def _settings_beside(path: Path) -> dict[str, Any]:
         file = path.parent / name
         if file.is_file():
             try:
-                document = json.loads(file.read_text(encoding="utf-8"))
-            except (ValueError, RecursionError, OSError) as error:
-                raise ConvertError(f"{file}, beside the weights, is not JSON: {error}") from error
+                document = source_json(file)
+            except ConvertError as error:
+                raise ConvertError(f"{error} (beside the weights)") from error
             if isinstance(document, dict):
                 return collect_settings(document)
     return {}

@@ -30,6 +30,7 @@ from model.data.vocabulary import (
     require_end_of_text,
     tokenizer_sha256,
 )
+from model.files import CONFIG_BYTES, VOCABULARY_BYTES, parse_json, read_regular
 from model.text.tokenizer import END_OF_TEXT, Tokenizer
 
 RUN, DATA, RANKS = "run.json", "data", "tokenizer.tiktoken"
@@ -167,9 +168,9 @@ def _tokenizer_of_shards(text: Text, vocabulary: str) -> Tokenizer:
 def read_prepared(folder: Path) -> PreparedText:
     """Read what `prepare_text` wrote: a run is resumed on the very same tokens."""
     try:
-        document = json.loads((folder / "data.json").read_text(encoding="utf-8"))
+        document = parse_json(read_regular(folder / "data.json", CONFIG_BYTES))
         tokenizer = Tokenizer.parse_ranks(
-            (folder / RANKS).read_bytes(),
+            read_regular(folder / RANKS, VOCABULARY_BYTES),
             name=RANKS,
             pattern=document["pattern"],
             special_tokens=document["special_tokens"],

@@ -13,6 +13,7 @@ from pathlib import Path
 from model.data.prepare import PreparedText, prepare_text, read_prepared, require_window
 from model.data.sources.document import Text
 from model.data.sources.open_text import open_text
+from model.files import CONFIG_BYTES, read_text
 from model.text.chat_template import ChatTemplate, ChatTemplateError
 from model.text.tokenizer import Tokenizer, TokenizerError
 from model.training.autosize import choose
@@ -215,7 +216,7 @@ def _chat_template(config: TrainingConfig, base: Base | None) -> str | None:
     if config.chat_template is None:
         return None if base is None else base.chat_template
     try:
-        return ChatTemplate(config.chat_template.read_text(encoding="utf-8")).source
+        return ChatTemplate(read_text(config.chat_template, CONFIG_BYTES)).source
     except (OSError, UnicodeDecodeError) as error:
         raise TrainingError(
             f"the chat template {config.chat_template} cannot be read: {error}"

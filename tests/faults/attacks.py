@@ -7,6 +7,7 @@ from tests.faults import (
     connections,
     constraints,
     engine,
+    imports,
     readers,
     soak,
     trainer,
@@ -22,5 +23,6 @@ ATTACKS: tuple[Attack, ...] = (
     *readers.ATTACKS,
     *trainer.ATTACKS,
     *checkpoints.ATTACKS,
+    *imports.ATTACKS,
     *soak.ATTACKS,
 )

@@ -38,6 +38,8 @@ from model.convert.by_role.tensor_map import (
     glob,
 )
 from model.convert.foreign import ConvertError
+from model.convert.source_file import source_text
+from model.files import CONFIG_BYTES
 
 SECTIONS = ("state", "tensors", "computation", "files")
 
@@ -57,10 +59,8 @@ class MapFile:
 def read_map_file(path: Path) -> MapFile:
     """Read a map file. Raises ConvertError, naming the key that is wrong."""
     try:
-        document = tomllib.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise ConvertError(f"{path} does not exist") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        document = tomllib.loads(source_text(path, CONFIG_BYTES))
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise ConvertError(f"{path} is not TOML: {error}") from error
     _check_known(path, document, SECTIONS, "section")
     files = _section(path, document, "files")

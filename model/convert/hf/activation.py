@@ -21,7 +21,7 @@ ACTIVATIONS: Mapping[str, Activation] = {
 def read_activation(settings: Settings, key: str, default: str) -> Activation:
     """The activation under a key. Raises ConvertError."""
     name = settings.get(key, default)
-    if name not in ACTIVATIONS:
+    if not isinstance(name, str) or name not in ACTIVATIONS:
         settings.reject_unless(key, (), f"known are {', '.join(ACTIVATIONS)}")
     return ACTIVATIONS[name]
 

@@ -12,6 +12,8 @@ from pathlib import Path
 from model.convert.foreign import ForeignTokenizer
 from model.convert.hf.config import read_object
 from model.convert.hf.tokenizer import TOKENIZER_CONFIG
+from model.convert.source_file import source_text
+from model.files import CONFIG_BYTES
 from model.text.chat_template import ChatTemplate, ChatTemplateError
 
 TEMPLATE = "chat_template.jinja"
@@ -30,7 +32,7 @@ def read_template(foreign: ForeignTokenizer, folder: Path) -> ForeignTokenizer:
 
 def _source(folder: Path) -> str | None:
     if (folder / TEMPLATE).is_file():
-        return (folder / TEMPLATE).read_text(encoding="utf-8")
+        return source_text(folder / TEMPLATE, CONFIG_BYTES)
     if not (folder / TOKENIZER_CONFIG).is_file():
         return None
     source = read_object(folder / TOKENIZER_CONFIG).get("chat_template")

@@ -10,7 +10,6 @@ Layouts: GPT-2's Conv1D matrices are (in, out) and are transposed; rotary heads 
 here; query, key and value rows are one matrix here, and so are gate and up.
 """
 
-import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -26,6 +25,7 @@ from model.convert.hf.neox import read_neox
 from model.convert.hf.opt import read_opt
 from model.convert.hf.rope import read_rope, reject_part_of_a_head
 from model.convert.pt_file import read_pt
+from model.convert.source_file import require_source, source_json
 from model.transformer.config import ConfigError, GPTConfig, gpt2_shape
 
 CONFIG, WEIGHTS, PICKLE = "config.json", "model.safetensors", "pytorch_model.bin"
@@ -80,12 +80,7 @@ def read_huggingface(folder: Path, *, context_length: int | None) -> ForeignMode
 
 def read_object(path: Path) -> dict[str, Any]:
     """A file that holds one JSON object. Raises ConvertError."""
-    try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise ConvertError(f"{path} does not exist") from error
-    except (ValueError, RecursionError) as error:
-        raise ConvertError(f"{path} is not JSON: {error}") from error
+    document = source_json(path)
     if not isinstance(document, dict):
         raise ConvertError(f"{path} is not a JSON object")
     return document
@@ -134,10 +129,9 @@ def _shards(index: Path) -> dict[str, str]:
 
 def _safetensors(path: Path) -> dict[str, Callable[[], Tensor]]:
     """What reads each tensor of a safetensors file."""
+    require_source(path)
     try:
         opened: Any = safe_open(path, framework="pt")
-    except FileNotFoundError as error:
-        raise ConvertError(f"{path} does not exist") from error
     except (SafetensorError, OSError) as error:
         raise ConvertError(f"{path} is not a complete safetensors file: {error}") from error
 

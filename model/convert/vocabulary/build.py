@@ -5,6 +5,7 @@ special tokens: characters. Everything else: words. A table whose ids leave more
 a text is damaged. Does not hold the result against a model (`rows.py`).
 """
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -76,11 +77,14 @@ def _named_notes(texts: Mapping[int, str]) -> tuple[str, ...]:
 
 
 def _refuse_gaps(table: Table) -> None:
-    if len(gaps := nameless(table.texts)) > MOST_NAMELESS:
+    largest = max(table.texts)
+    # Counted, not listed: an id may be any number.
+    gaps = largest + 1 - sum(0 <= token_id <= largest for token_id in table.texts)
+    if gaps > MOST_NAMELESS:
+        first = next(token_id for token_id in itertools.count() if token_id not in table.texts)
         raise ConvertError(
-            f"{table.where} has {len(table.texts):,} texts for ids up to {max(table.texts):,}: "
-            f"{len(gaps):,} ids have none, the first is {gaps[0]}; it is damaged, or not a "
-            "vocabulary"
+            f"{table.where} has {len(table.texts):,} texts for ids up to {largest:,}: {gaps:,} ids "
+            f"have none, the first is {first}; it is damaged, or not a vocabulary"
         )
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from model.convert.foreign import ConvertError, ForeignTokenizer
+from model.convert.source_file import source_text
 from model.convert.vocabulary.build import build_tokenizer
 from model.convert.vocabulary.files import Candidate, text_of_characters, vocabularies_beside
 from model.convert.vocabulary.named import FORMS, named_vocabulary
@@ -125,8 +126,8 @@ def _same(vocabulary: ForeignTokenizer, other: ForeignTokenizer) -> bool:
 def _count_characters(text: Path) -> int | None:
     """How many different characters a text has; None where it cannot be read."""
     try:
-        return len(set(text.read_text(encoding="utf-8")))
-    except (OSError, UnicodeDecodeError):
+        return len(set(source_text(text)))
+    except ConvertError:
         return None
 
 

@@ -8,7 +8,6 @@ into one of the known forms. No code of a file is run.
 import base64
 import binascii
 import contextlib
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
@@ -19,8 +18,10 @@ from model.convert.foreign import ConvertError, ForeignTokenizer
 from model.convert.hf.chat_template import read_template
 from model.convert.hf.tokenizer import TOKENIZER, TOKENIZER_CONFIG, read_tokenizer
 from model.convert.pt_file import read_plain_pickle
+from model.convert.source_file import source_bytes, source_json, source_text
 from model.convert.vocabulary.build import build_tokenizer
 from model.convert.vocabulary.table import Table, id_merges, string_merges, table_of
+from model.files import VOCABULARY_BYTES
 from model.text.published import published_tokenizer
 from model.text.tokenizer import TokenizerError
 
@@ -40,7 +41,6 @@ FOLDERS = (
 )
 """Where they lie beside a model; in each folder of data, too."""
 MERGES = ("merges.txt", "merges.json", "bpe_merges.txt", "bpe_merges.json")
-LARGEST = 64 * 2**20
 MOST_FOLDERS = 200
 
 
@@ -59,12 +59,12 @@ def vocabulary_in(path: Path, *, skip_normalizer: bool) -> ForeignTokenizer | No
     if suffix in PICKLES:
         return _built(table_of(read_plain_pickle(path), str(path)), path, skip_normalizer)
     if suffix == ".json":
-        document = read_json(path)
+        document = source_json(path)
         if isinstance(document, dict) and isinstance(document.get("model"), dict):
             vocabulary = read_tokenizer(path, skip_normalizer=skip_normalizer)
             return read_template(vocabulary, path.parent)
         return _built(table_of(document, str(path)), path, skip_normalizer)
-    raw = read_bytes(path)
+    raw = source_bytes(path)
     if suffix == ".model":
         return _lecture_model(raw, path)
     if _are_ranks(raw):
@@ -134,7 +134,7 @@ def _sorted_characters(path: Path) -> Iterator[Candidate]:
     the whole file, sorted, for their vocabulary."""
     if path.suffix.lower() != ".txt":
         return
-    text = path.read_text(encoding="utf-8-sig")
+    text = source_text(path).removeprefix("\ufeff")
     if all(len(line) <= 1 for line in text.split("\n")):
         where = f"characters:{path}"
         table = Table(texts=dict(enumerate(sorted(set(text)))), where=where)
@@ -147,9 +147,9 @@ def text_of_characters(folder: Path, count: int) -> Path | None:
     above, texts = folder.resolve().parent, list[Path]()
     for place in (folder, *_subfolders(folder), above, *_subfolders(above)):
         for path in _listed(place):
-            if path.suffix.lower() == ".txt" and path.is_file() and path.stat().st_size <= LARGEST:
-                with contextlib.suppress(OSError, UnicodeDecodeError):
-                    if len(set(path.read_text(encoding="utf-8"))) == count:
+            if path.suffix.lower() == ".txt" and _is_small(path):
+                with contextlib.suppress(ConvertError):
+                    if len(set(source_text(path))) == count:
                         texts.append(path)
     return texts[0] if len(texts) == 1 else None
 
@@ -182,8 +182,13 @@ def _files(folder: Path) -> Iterator[Path]:
             continue
         if whole and path.name != TOKENIZER and _merges_beside(path) is not None:
             continue  # the older form of the same vocabulary
-        if path.stat().st_size <= LARGEST:
+        if _is_small(path):
             yield path
+
+
+def _is_small(path: Path) -> bool:
+    """Whether a path is a file that may be a vocabulary, or a text of one."""
+    return path.is_file() and path.stat().st_size <= VOCABULARY_BYTES
 
 
 def _listed(folder: Path) -> list[Path]:
@@ -195,7 +200,7 @@ def _listed(folder: Path) -> list[Path]:
 
 def _is_library_document(path: Path) -> bool:
     try:
-        document = read_json(path)
+        document = source_json(path)
     except ConvertError:
         return False
     return isinstance(document, dict) and isinstance(document.get("model"), dict)
@@ -222,8 +227,8 @@ def _merges_beside(path: Path) -> Path | None:
 
 def _merges(path: Path) -> Any:
     if path.suffix == ".json":
-        return read_json(path)
-    lines = read_bytes(path).decode("utf-8", errors="replace").splitlines()
+        return source_json(path)
+    lines = source_bytes(path).decode("utf-8", errors="replace").splitlines()
     return [line for line in lines if line.strip() and not line.startswith("#version")]
 
 
@@ -233,8 +238,8 @@ def _lecture_model(raw: bytes, path: Path) -> ForeignTokenizer:
         raise ConvertError(
             f"{path} is SentencePiece's or another library's own format, which is not read here"
         )
-    lines = raw.decode("utf-8").split("\n")
     try:
+        lines = raw.decode("utf-8").split("\n")
         count = int(lines[2])
         special = [line.rsplit(" ", 1) for line in lines[3 : 3 + count]]
         names = {int(number): name for name, number in special}
@@ -267,20 +272,3 @@ def _are_ranks(raw: bytes) -> bool:
         except binascii.Error:
             return False
     return all(bytes([byte]) in tokens for byte in range(256))
-
-
-def read_json(path: Path) -> Any:
-    try:
-        return json.loads(read_bytes(path).decode("utf-8-sig"))
-    except (ValueError, RecursionError) as error:
-        raise ConvertError(f"{path} is not JSON: {error}") from error
-
-
-def read_bytes(path: Path) -> bytes:
-    try:
-        size = path.stat().st_size
-        if size > LARGEST:
-            raise ConvertError(f"{path} has {size:,} bytes, too many for a vocabulary")
-        return path.read_bytes()
-    except OSError as error:
-        raise ConvertError(f"{path} cannot be read: {error.strerror}") from error

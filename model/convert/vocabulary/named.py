@@ -12,11 +12,10 @@ import re
 from pathlib import Path
 
 from model.convert.foreign import ConvertError, ForeignTokenizer
+from model.convert.source_file import source_bytes, source_json, source_text
 from model.convert.vocabulary.build import build_tokenizer
 from model.convert.vocabulary.files import (
     Candidate,
-    read_bytes,
-    read_json,
     table_of_lines,
     vocabulary_in,
 )
@@ -92,9 +91,9 @@ def _characters(path: Path, first: int, last: int, ids: int) -> Candidate:
 def _words(path: Path, first: int, last: int, ids: int) -> Candidate:
     table = None
     if path.suffix.lower() == ".json":
-        table = table_of(read_json(path), str(path))
+        table = table_of(source_json(path), str(path))
     else:
-        table = table_of_lines(read_bytes(path), path)
+        table = table_of_lines(source_bytes(path), path)
     if table is None:
         raise ConvertError(f"{path} is not a JSON list of tokens, or an object of tokens and ids")
     shifted = {first + token_id: text for token_id, text in table.texts.items()}
@@ -115,10 +114,4 @@ def _count(options: str, key: str) -> int:
 
 
 def _text(path: Path, newline: str | None) -> str:
-    try:
-        with path.open(encoding="utf-8", newline=newline) as file:
-            return file.read()
-    except OSError as error:
-        raise ConvertError(f"the text {path} cannot be read: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise ConvertError(f"{path} is not a text in UTF-8: {error}") from error
+    return source_text(path, lines=newline is None)

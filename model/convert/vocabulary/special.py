@@ -7,6 +7,7 @@ without any text get a name here, so that every id below the last has one.
 import re
 from collections.abc import Collection, Mapping
 
+from model.convert.foreign import ConvertError
 from model.text.tokenizer import END_OF_TEXT
 
 _LOOK = re.compile(r"<[^\s<>]+>|\[[^\s\[\]]+\]|\{[^\s{}]+\}|__[^\W_]\w*__")
@@ -36,6 +37,7 @@ _END_NAMES = (
 """What ends a document, the first that is there."""
 
 MOST_NAMELESS = 8
+MOST_LISTED = 10**6
 """Ids without a text that are given a name; more of them are a damaged file."""
 
 
@@ -50,7 +52,13 @@ def is_bare_name(text: str) -> bool:
 
 
 def nameless(texts: Collection[int]) -> list[int]:
-    """Ids below the largest that have no text."""
+    """Ids below the largest that have no text. Raises ConvertError where these are so many that it
+    is not worth counting them."""
+    if (largest := max(texts)) > len(texts) + MOST_LISTED:
+        raise ConvertError(
+            f"a vocabulary of {len(texts):,} texts has ids up to {largest:,}: it is damaged, or "
+            "not a vocabulary"
+        )
     return sorted(set(range(max(texts) + 1)).difference(texts))
 
 

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from model.data.prepare import DATA, RUN
+from model.files import CONFIG_BYTES, parse_json, read_regular
 from model.training.config import TrainingError
 from model.training.run.description import RunDescription
 from model.training.run.lock import LOCK, RunLock
@@ -99,7 +100,7 @@ class RunDirectory:
         """What run.json holds. Raises TrainingError for a file that is damaged."""
         path = self.path / RUN
         try:
-            document = json.loads(path.read_text(encoding="utf-8"))
+            document = parse_json(read_regular(path, CONFIG_BYTES))
         except (OSError, ValueError) as error:
             raise TrainingError(f"{path} cannot be read: {error}") from error
         try:

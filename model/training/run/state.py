@@ -22,6 +22,7 @@ from typing import Any, BinaryIO
 import torch
 
 from model.device import Placement, describe
+from model.files import require_regular
 from model.training.config import TrainingError
 from model.training.distributed.fsdp import gather_weights, is_sharded, scatter_weights
 from model.training.distributed.ranks import ALONE, Ranks
@@ -140,6 +141,7 @@ def read_state(path: Path, *, mapped: bool = False) -> dict[str, Any]:
     """The file's contents. Raises TrainingError with what is wrong with it. `mapped` leaves tensors
     on the disk, for callers that read a counter."""
     try:
+        require_regular(path)
         document = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except FileNotFoundError as error:
         raise TrainingError(f"there is nothing to resume: {path} does not exist") from error

@@ -301,7 +301,7 @@ def test_a_zip_of_something_else_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_file_that_is_missing_is_named(tmp_path: Path) -> None:
-    for path, problem in ((tmp_path / "none.pt", "does not exist"), (tmp_path, "is not a file")):
+    for path, problem in ((tmp_path / "none.pt", "does not exist"), (tmp_path, "is a directory")):
         with pytest.raises(ConvertError, match=f"{path} {problem}"):
             read_pt(path, keep=KEEP)
 

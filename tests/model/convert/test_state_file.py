@@ -176,7 +176,7 @@ def test_what_the_file_says_counts_more_than_what_stands_beside_it(tmp_path: Pat
 def test_a_broken_file_beside_the_weights_is_named(text: str, tmp_path: Path) -> None:
     saved(tmp_path / "m.pt", STATE)
     (tmp_path / "config.json").write_text(text)
-    with pytest.raises(ConvertError, match=r"config\.json, beside the weights, is not JSON"):
+    with pytest.raises(ConvertError, match=r"config\.json is not JSON: .* \(beside the weights\)"):
         read_state_file(tmp_path / "m.pt")
 
 

@@ -247,7 +247,7 @@ def test_a_file_that_is_missing_or_not_text_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConvertError, match=r"none\.toml does not exist"):
         read_map_file(tmp_path / "none.toml")
     (tmp_path / "bytes.toml").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ConvertError, match=r"bytes\.toml is not TOML"):
+    with pytest.raises(ConvertError, match=r"bytes\.toml is not a text in UTF-8"):
         read_map_file(tmp_path / "bytes.toml")
 
 

@@ -377,7 +377,7 @@ def test_a_text_with_other_characters_is_refused_with_the_way_out(tmp_path: Path
         chosen(named, rows=2)
     with pytest.raises(ConvertError, match=r"3 different characters and 2 extra ids"):
         chosen(f"{named},first=2", rows=4)
-    with pytest.raises(ConvertError, match="cannot be read: No such file"):
+    with pytest.raises(ConvertError, match="does not exist"):
         chosen("characters:nowhere.txt", rows=4)
 
 
@@ -436,7 +436,7 @@ def test_token_ids_alone() -> None:
         (lambda folder: "gpt5", "the tokenizer 'gpt5' is not a file; --tokenizer takes gpt2, "),
         (lambda folder: str(folder / "x.json"), "does not hold a vocabulary in a form that is"),
         (lambda folder: f"words:{folder / 'x.json'}", "is not a JSON list of tokens"),
-        (lambda folder: f"words:{folder / 'y.txt'}", "cannot be read: No such file"),
+        (lambda folder: f"words:{folder / 'y.txt'}", "does not exist"),
     ],
 )
 def test_a_name_that_is_none(make: Callable[[Path], str], sentence: str, tmp_path: Path) -> None:

@@ -1,0 +1,280 @@
+"""Any damage to somebody else's model: it is imported, or refused with a sentence and exit code 1.
+
+By the command itself, in this process. No code of a file runs, whatever became of it.
+"""
+
+import json
+import os
+import pickle
+import shutil
+import time
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+
+from service.cli import run
+from tests.model.convert.theirs import save_theirs
+from tests.model.damage import damaged, edited, written
+from tests.profiles import examples
+
+pytestmark = pytest.mark.timeout(600)  # with all examples on a busy machine
+
+CANARY = "code-of-the-file-ran"
+STOI = {character: token_id for token_id, character in enumerate(" abcdefg\n")}
+
+
+class Exploding:
+    """Leaves a file behind where somebody unpickles it."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, (f"touch {CANARY}",)
+
+
+def try_to_import(source: Path, folder: Path, *flags: str) -> int:
+    """The exit code of `logitd import`, which may be 0 or 1; nothing else comes out of it."""
+    destination = folder / "imported"
+    shutil.rmtree(destination, ignore_errors=True)
+    code = run(["import", str(source), str(destination), *flags])
+    assert code in (0, 1)
+    assert not Path(CANARY).exists()
+    assert destination.exists() == (code == 0)
+    return code
+
+
+def nanogpt(hostile: bool) -> dict[str, Any]:
+    """A very small model as nanoGPT saves it."""
+    width, layers, vocab, context = 8, 1, len(STOI), 8
+    shapes = {
+        "transformer.wte.weight": (vocab, width),
+        "transformer.wpe.weight": (context, width),
+        "transformer.ln_f.weight": (width,),
+        "lm_head.weight": (vocab, width),
+    }
+    for layer in range(layers):
+        name = f"transformer.h.{layer}."
+        shapes |= {
+            f"{name}ln_1.weight": (width,),
+            f"{name}ln_2.weight": (width,),
+            f"{name}attn.c_attn.weight": (3 * width, width),
+            f"{name}attn.c_proj.weight": (width, width),
+            f"{name}mlp.c_fc.weight": (4 * width, width),
+            f"{name}mlp.c_proj.weight": (width, 4 * width),
+        }
+    torch.manual_seed(0)
+    model = {name: torch.randn(shape) for name, shape in shapes.items()}
+    model["lm_head.weight"] = model["transformer.wte.weight"]
+    arguments = {
+        "n_layer": layers,
+        "n_head": 2,
+        "n_embd": width,
+        "block_size": context,
+        "bias": False,
+        "vocab_size": vocab,
+        "dropout": 0.0,
+    }
+    saved = {"model": model, "model_args": arguments, "iter_num": 3, "best_val_loss": 2.0}
+    return saved | ({"config": Exploding()} if hostile else {"config": {"dataset": "x"}})
+
+
+def zipped(path: Path, hostile: bool) -> None:
+    torch.save(nanogpt(hostile), path)
+
+
+def legacy(path: Path, hostile: bool) -> None:
+    torch.save(nanogpt(hostile), path, _use_new_zipfile_serialization=False)
+
+
+@pytest.fixture(autouse=True)
+def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+FUZZ = settings(suppress_health_check=[HealthCheck.too_slow])
+
+
+@pytest.mark.hypothesis
+@pytest.mark.parametrize("hostile", [False, True], ids=["plain", "hostile"])
+@pytest.mark.parametrize("save", [zipped, legacy])
+def test_pickled_files(save: Callable[[Path, bool], None], hostile: bool, tmp_path: Path) -> None:
+    source = tmp_path / "ckpt.pt"
+    save(source, hostile)
+    whole = source.read_bytes()
+    assert try_to_import(source, tmp_path, "--tokenizer", "none") == hostile
+
+    @given(damaged(whole))
+    @settings(FUZZ, max_examples=examples(300))
+    def refused_or_imported(raw: bytes) -> None:
+        source.write_bytes(raw)
+        try_to_import(source, tmp_path, "--tokenizer", "none")
+
+    refused_or_imported()
+
+
+@pytest.mark.hypothesis
+@pytest.mark.parametrize("hostile", [False, True], ids=["plain", "hostile"])
+def test_pickled_vocabularies(hostile: bool, tmp_path: Path) -> None:
+    zipped(tmp_path / "ckpt.pt", False)
+    itos = {token_id: character for character, token_id in STOI.items()}
+    meta: dict[str, Any] = {"vocab_size": len(STOI), "stoi": STOI, "itos": itos}
+    whole = pickle.dumps(meta | ({"more": Exploding()} if hostile else {}))
+    (tmp_path / "meta.pkl").write_bytes(whole)
+    assert try_to_import(tmp_path / "ckpt.pt", tmp_path) == hostile
+
+    @given(damaged(whole))
+    @settings(FUZZ, max_examples=examples(300))
+    def refused_or_imported(raw: bytes) -> None:
+        (tmp_path / "meta.pkl").write_bytes(raw)
+        try_to_import(tmp_path / "ckpt.pt", tmp_path)
+
+    refused_or_imported()
+
+
+@pytest.mark.hypothesis
+@pytest.mark.parametrize("name", ["vocab.json", "chars.txt", "vocab.tiktoken", "tokenizer.model"])
+def test_vocabulary_files(name: str, tmp_path: Path) -> None:
+    zipped(tmp_path / "ckpt.pt", False)
+    whole = {
+        "vocab.json": written(STOI),
+        "chars.txt": "\n".join("abcdefghi").encode(),
+        "vocab.tiktoken": b"YQ== 0\nYg== 1\n",
+        "tokenizer.model": b"minbpe v1\n\n0\n97 98\n256 99\n",
+    }[name]
+
+    @given(damaged(whole))
+    @settings(FUZZ, max_examples=examples(200))
+    def refused_or_imported(raw: bytes) -> None:
+        (tmp_path / name).write_bytes(raw)
+        try_to_import(tmp_path / "ckpt.pt", tmp_path)
+
+    refused_or_imported()
+
+
+@pytest.mark.hypothesis
+def test_fields_of_a_vocabulary(tmp_path: Path) -> None:
+    zipped(tmp_path / "ckpt.pt", False)
+
+    @given(edited({"stoi": STOI, "itos": {str(i): text for text, i in STOI.items()}}))
+    @settings(FUZZ, max_examples=examples(300))
+    def refused_or_imported(document: Any) -> None:
+        (tmp_path / "vocab.json").write_bytes(written(document))
+        try_to_import(tmp_path / "ckpt.pt", tmp_path)
+
+    refused_or_imported()
+
+
+@pytest.mark.parametrize("largest", [2**31, 2**62, 10**400])
+def test_an_id_may_be_any_number_and_costs_nothing(
+    largest: int, tmp_path: Path, their_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It used to be counted to: 23 seconds, and gigabytes."""
+    zipped(tmp_path / "ckpt.pt", False)
+    (tmp_path / "vocab.json").write_bytes(written(STOI | {"z": largest}))
+    source = Path(shutil.copytree(their_folder, tmp_path / "theirs"))
+    document = json.loads((source / "tokenizer.json").read_bytes())
+    document["model"]["vocab"]["z"] = largest
+    (source / "tokenizer.json").write_bytes(written(document))
+    began = time.monotonic()
+    assert try_to_import(tmp_path / "ckpt.pt", tmp_path) == 1
+    assert try_to_import(source, tmp_path) == 1
+    assert time.monotonic() - began < 5
+    assert "logitd import: " in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def their_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder as transformers saves it."""
+    folder = tmp_path_factory.mktemp("theirs") / "theirs"
+    save_theirs(folder, "gpt2")
+    return folder
+
+
+@pytest.mark.hypothesis
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json"])
+def test_folders_of_hugging_face(name: str, their_folder: Path, tmp_path: Path) -> None:
+    source = Path(shutil.copytree(their_folder, tmp_path / "theirs"))
+    whole = (source / name).read_bytes()
+    assert try_to_import(source, tmp_path) == 0
+
+    @given(damaged(whole))
+    @settings(FUZZ, max_examples=examples(200))
+    def refused_or_imported(raw: bytes) -> None:
+        (source / name).write_bytes(raw)
+        try_to_import(source, tmp_path)
+
+    refused_or_imported()
+
+
+@pytest.mark.hypothesis
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json"])
+def test_fields_of_hugging_face(name: str, their_folder: Path, tmp_path: Path) -> None:
+    source = Path(shutil.copytree(their_folder, tmp_path / "theirs"))
+
+    @given(edited(json.loads((source / name).read_bytes())))
+    @settings(FUZZ, max_examples=examples(300))
+    def refused_or_imported(document: Any) -> None:
+        (source / name).write_bytes(written(document))
+        try_to_import(source, tmp_path)
+
+    refused_or_imported()
+
+
+@pytest.mark.parametrize("suffix", [".pt", ".safetensors", ".bin", ".npz", ""])
+def test_paths_that_are_not_files(
+    suffix: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pipe, zeros, loop = (tmp_path / f"{name}{suffix}" for name in ("pipe", "zeros", "loop"))
+    os.mkfifo(pipe)
+    zeros.symlink_to("/dev/zero")
+    loop.symlink_to(loop)
+    for source, sentence in (
+        (pipe, "is a pipe (FIFO); expected a regular file"),
+        (zeros, "is a device; expected a regular file"),
+        (loop, str(loop)),
+    ):
+        assert try_to_import(source, tmp_path) == 1
+        assert sentence in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--tokenizer", "characters:/dev/zero"),
+        ("--tokenizer", "characters:PIPE"),
+        ("--tokenizer", "words:PIPE"),
+        ("--tokenizer", "PIPE"),
+        ("--check", "/dev/zero", "--tokenizer", "characters:TEXT"),
+        ("--check", "PIPE", "--tokenizer", "characters:TEXT"),
+        ("--map", "PIPE"),
+        ("--map", "/dev/zero"),
+    ],
+    ids=" ".join,
+)
+def test_flags_that_name_no_files(
+    flags: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    zipped(tmp_path / "ckpt.pt", False)
+    os.mkfifo(tmp_path / "PIPE")
+    (tmp_path / "TEXT").write_text("".join(STOI), encoding="utf-8")
+    assert try_to_import(tmp_path / "ckpt.pt", tmp_path, *flags) == 1
+    assert "PIPE" in (said := capsys.readouterr().err) or "/dev/zero" in said
+
+
+def test_the_canary_sings(tmp_path: Path) -> None:
+    """So that the tests above can fail."""
+    pickle.loads(pickle.dumps(Exploding()))
+    assert Path(CANARY).exists()
+
+
+def test_an_archive_that_unpacks_to_more_than_memory_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with zipfile.ZipFile(tmp_path / "ckpt.pt", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("archive/data.pkl", bytes(200 * 2**20))
+    assert (tmp_path / "ckpt.pt").stat().st_size < 2**20
+    assert try_to_import(tmp_path / "ckpt.pt", tmp_path) == 1
+    assert "says that it unpacks to 209,715,200" in capsys.readouterr().err
