@@ -225,6 +225,12 @@ def test_a_storm_of_clients_that_leave_at_any_time(server: Serving) -> None:
 
 # Readers that stop
 
+GIVEN_UP = (
+    "a client left its stream unread for 0.5 s",
+    # Where the machine is so busy that the look at all connections comes first.
+    "ended a connection: too little of a reply was read within 0.5 s",
+)
+
 
 @pytest.mark.parametrize(
     ("path", "body"),
@@ -247,7 +253,7 @@ def test_a_reader_that_stops_is_given_up_and_nobody_else(
         while not caplog.messages:
             (choice,) = server.generate("a", max_tokens=30)["choices"]
             assert choice["token_ids"] == spelled("a", 30)
-        assert caplog.messages[0] == "a client left its stream unread for 0.5 s"
+        assert caplog.messages[0] in GIVEN_UP
         server.wait_idle()
         received = read_all(stopped)  # to the end, which comes without the last chunk
         assert not received.endswith(b"0\r\n\r\n")
