@@ -124,10 +124,7 @@ class Connection(HttpToolsProtocol):
             return
         if self._awaited is Awaited.REQUEST:
             self._awaited, self._since = Awaited.HEAD, self.loop.time()
-        if self._held or self.pipeline:
-            self._hold(data)
-        else:
-            self._feed(data)
+        self._feed(data)
 
     # What the register calls
 
@@ -173,15 +170,12 @@ class Connection(HttpToolsProtocol):
         self._upgrade = False
         self._awaited, self._since = Awaited.HEAD, self.loop.time()
 
-    def on_header(self, name: bytes, value: bytes) -> None:
-        if self._awaited is not Awaited.BODY:  # trailers: too late to mean anything
-            super().on_header(name, value)
-
     def on_headers_complete(self) -> None:
         if self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT":
             self._upgrade = True
             return
         super().on_headers_complete()
+        self.headers = []  # trailers come too late to mean anything
         self._piece_completes = True
         self._body_size = 0
         self._awaited, self._body_mark = Awaited.BODY, (self.loop.time(), self._received)

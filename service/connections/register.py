@@ -57,10 +57,8 @@ class Register:
         self.reports = Reports(limits, metrics)
         self._metrics = metrics
         self._open: dict[Watched, None] = {}
-        self._by_standing: dict[Standing, OrderedDict[Watched, None]] = {
-            Standing.WAITS: OrderedDict(),
-            Standing.SENDS: OrderedDict(),
-        }
+        self._waits: OrderedDict[Watched, None] = OrderedDict()
+        self._sends: OrderedDict[Watched, None] = OrderedDict()
         self._timer: asyncio.TimerHandle | None = None
 
     def has_room(self) -> bool:
@@ -83,22 +81,23 @@ class Register:
     def closed(self, connection: Watched) -> None:
         """A connection has ended; more than once changes nothing."""
         self._open.pop(connection, None)
-        for standing in self._by_standing.values():
-            standing.pop(connection, None)
+        self._waits.pop(connection, None)
+        self._sends.pop(connection, None)
         self._metrics.connections.set(len(self._open))
 
     def place(self, connection: Watched, standing: Standing) -> None:
         """A connection's standing has changed; within one, who came first makes room first."""
         if connection not in self._open:
             return
-        for place, members in self._by_standing.items():
-            if place is standing:
-                members[connection] = None
-            else:
-                members.pop(connection, None)
+        self._waits.pop(connection, None)
+        self._sends.pop(connection, None)
+        if standing is Standing.WAITS:
+            self._waits[connection] = None
+        elif standing is Standing.SENDS:
+            self._sends[connection] = None
 
     def _make_room(self) -> None:
-        for members in self._by_standing.values():
+        for members in (self._waits, self._sends):
             for connection in list(zip(members, range(LOOKED_AT), strict=False)):
                 if connection[0].unsent():
                     members.move_to_end(connection[0])

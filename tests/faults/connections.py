@@ -27,6 +27,10 @@ ENDLESS = {
     "a header": (b"GET / HTTP/1.1\r\nX-A: ", b"b" * 64),
     "an address": (b"GET /", b"b" * 64),
     "a chunk's extension": (CHUNKED + b"1;a=", b"b" * 64),
+    "requests ahead of their turn": (
+        b"",
+        b"GET /version HTTP/1.1\r\nHost: a\r\n" + b"a:b\r\n" * 5 + b"\r\n",
+    ),
     "trailers": (CHUNKED + b"1\r\n{\r\n0\r\n", b"X-A: " + b"b" * 59 + b"\r\n"),
 }
 LARGE = {"prompt": [[5] * 1000], "max_tokens": 1, "prompt_logprobs": 160}
@@ -72,13 +76,14 @@ class Watch:
 
 
 def bytes_without_end(ground: Ground, mib: int) -> str:
-    """Heads, addresses, chunk extensions and trailers that do not stop."""
+    """Heads, addresses, chunk extensions, trailers and requests that do not stop."""
     server = ground.serve()
     before = resident_mib(server)
     most, sent = 0.0, dict.fromkeys(ENDLESS, 0)
     with Watch(server) as watch:
         for name, (begin, more) in ENDLESS.items():
-            with _connect(server) as raw, contextlib.suppress(ConnectionError):
+            with _connect(server) as raw, contextlib.suppress(ConnectionError, TimeoutError):
+                raw.settimeout(3)
                 raw.sendall(begin)
                 while sent[name] < mib * MIB:
                     raw.sendall(more * 1024)

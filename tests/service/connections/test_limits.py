@@ -28,6 +28,7 @@ from tests.service.serving import (
     serve_settings,
     serving,
 )
+from tests.service.spelling import long_prompt
 
 GET = b"GET /version HTTP/1.1\r\nHost: a\r\n\r\n"
 
@@ -114,6 +115,24 @@ def test_who_waits_longest_makes_room(narrow: Serving) -> None:
         answered.setblocking(False)
         with pytest.raises(BlockingIOError):
             answered.recv(1)
+
+
+def test_who_is_reading_a_reply_does_not_make_room(narrow: Serving) -> None:
+    """Its reply is complete, so it waits for longest; but not all has been sent."""
+    large = {"prompt": long_prompt(1000), "max_tokens": 1, "prompt_logprobs": 200}
+    with ExitStack() as stack:
+        reading = stack.enter_context(narrow.connect(receive_buffer=4096))
+        reading.sendall(request_bytes("/generate", large))
+        eventually(lambda: narrow.finished("length") == 1)
+        reading.recv(1)  # it is being written
+        for number in range(6):
+            raw = stack.enter_context(narrow.connect())
+            raw.sendall(GET)
+            read_until(raw, b'"version"')
+            assert narrow.sample("logitd_connections") == min(4, number + 2)
+        assert ended(narrow, "made_room") == 3
+        reading.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**20)
+        assert b'"timings"' in read_until(reading, b'"timings"')
 
 
 def test_where_all_are_at_work_health_alone_is_answered(narrow: Serving) -> None:
