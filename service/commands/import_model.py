@@ -52,8 +52,12 @@ def for_serving(source: Path, *, may_import: bool) -> Path | None:
     """The checkpoint of a model of somebody else's: imported now, or there already and from this
     very source. None, with the reason on stderr, where it may not or cannot be imported."""
     destination = IMPORTED / _name(source)
-    if not importable(source):
-        return source  # what is wrong with it, loading says
+    try:
+        if not importable(source):
+            return source  # what is wrong with it, loading says
+    except (ConvertError, OSError) as error:  # its config.json is not even JSON
+        print(f"logitd serve: {error}", file=sys.stderr)
+        return None
     if not may_import:
         print(
             f"logitd serve: {source} is not a checkpoint of logitd, but it may be imported:\n\n"

@@ -15,6 +15,8 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import httpx
+
 from model.checkpoint.checkpoint import CARD, CONFIG, RANKS, WEIGHTS
 from tests.e2e.server import ServedProcess
 from tests.faults.attack import Attack, Ground
@@ -46,10 +48,22 @@ def start(path: Path) -> tuple[int | None, float, str]:
             code = server.process.poll()
             if code is None:
                 largest = max(largest, _resident(server.process.pid))
-            if code is not None or "try it:" in server.output:
+            if code is None and "try it:" in server.output:
+                ask(server)
+                return code, largest, server.output
+            if code is not None:
                 return code, largest, server.output
             time.sleep(0.02)
         raise AssertionError(f"neither ready nor ended after {SECONDS} s:\n{server.output}")
+
+
+def ask(server: ServedProcess) -> None:
+    """What is served answers: what it says of itself, and a text."""
+    with httpx.Client(base_url=server.url, trust_env=False, timeout=30) as client:
+        replies = [client.get(path) for path in ("/info", "/metrics", "/tokenizer_info")]
+        replies.append(client.post("/generate", json={"prompt": "A b", "max_tokens": 2}))
+    for reply in replies:
+        assert reply.status_code < 500, f"{reply.status_code}: {reply.text}\n{server.output}"
 
 
 def _resident(pid: int) -> float:
