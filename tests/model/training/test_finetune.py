@@ -222,7 +222,7 @@ def test_a_run_of_adapters_goes_on_with_the_very_base(
     assert config.out is not None
     with pytest.raises(TrainingError, match=f"{other.weights_sha256[:12]}.*name with --from"):
         train(TrainingConfig(out=config.out, resume=True, from_checkpoint=other.path))
-    with pytest.raises(TrainingError, match=r"no checkpoint directory at .*elsewhere"):
+    with pytest.raises(TrainingError, match=r"elsewhere does not exist"):
         train(TrainingConfig(out=config.out, resume=True, from_checkpoint=moved))
     moved.symlink_to(base)
     resume = TrainingConfig(out=config.out, resume=True, from_checkpoint=moved)

@@ -115,5 +115,6 @@ def test_two_reasons_are_answers() -> None:
         "length",
         "abort",
         "timeout",
+        "unread",
         "error",
     ]

@@ -45,7 +45,7 @@ def test_the_logits_are_the_models_own() -> None:
 
 
 def test_what_is_asked_for_is_taken() -> None:
-    assert training_placement("cpu", "float32", 3) == Placement(CPU, torch.float32, 3)
+    assert training_placement("cpu", "float32", 1) == Placement(CPU, torch.float32, 1)
     assert training_placement("cpu", "bfloat16", 1).dtype == torch.bfloat16
     assert training_placement("cpu", "auto", 1).dtype in (torch.float32, torch.bfloat16)
 
