@@ -57,7 +57,7 @@ def read_pt(path: Path, *, keep: str) -> dict[str, Any]:
     require_source(path)
     zipped = zipfile.is_zipfile(path)
     if zipped:
-        _check_unpacked(path)
+        _check_unpacked(path, keep)
     try:
         loaded = _load(path, zipped)
     except pickle.UnpicklingError as error:
@@ -70,14 +70,14 @@ def read_pt(path: Path, *, keep: str) -> dict[str, Any]:
     return plain
 
 
-def _check_unpacked(path: Path) -> None:
-    """Raise ConvertError for an archive that unpacks to much more than it is: torch.save does not
-    compress, and what is read is allocated as it says."""
+def _check_unpacked(path: Path, keep: str) -> None:
+    """Raise ConvertError for an archive that unpacks to much more than it is (torch.save does not
+    compress, and what is read is allocated as it says), or whose list of files cannot be read."""
     try:
         with zipfile.ZipFile(path) as archive:
             unpacked = sum(entry.file_size for entry in archive.infolist())
-    except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError, struct.error):
-        return  # a damaged one: reading it says so
+    except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError, struct.error) as error:
+        raise _unreadable(path, keep, error) from error
     size = path.stat().st_size
     if unpacked > PACKED_TIMES * size + PICKLE_BYTES:
         raise ConvertError(

@@ -62,7 +62,7 @@ class Served:
             raise ApiError(
                 404,
                 "not_found_error",
-                f"there is no model {name[:80]!r} here; {self.checkpoint.name!r} is served",
+                f"the model {name[:80]!r} is not served here, {self.checkpoint.name!r} is",
                 "model",
                 "model_not_found",
             )

@@ -1,8 +1,7 @@
 """Errors that end a run: what went wrong, what is safe on the disk, and what to do.
 
 Raises them for a disk that cannot be written to, before the first step and later, and for training
-that diverged. Does not detect
-divergence (`model/training/stopping/divergence.py`).
+that diverged. Does not detect divergence (`model/training/stopping/divergence.py`).
 """
 
 import errno

@@ -322,3 +322,13 @@ def test_plain_pickles_are_read_and_others_are_not(
         with pytest.raises(ConvertError, match=r"it names .*, and to build that would run code"):
             read_plain_pickle(path)
     assert not Path("exploded").exists()
+
+
+def test_an_archive_whose_list_cannot_be_read_is_not_given_to_torch(tmp_path: Path) -> None:
+    """What it unpacks to could not be said, and torch may read lists that Python does not."""
+    path = tmp_path / "ckpt.pt"
+    torch.save({"weight": torch.zeros(3)}, path)
+    path.write_bytes(path.read_bytes().replace(b"PK\x01\x02", b"PK\x01\x03"))
+    with pytest.raises(ConvertError, match="truncated or damaged zip archive") as caught:
+        read_pt(path, keep="model.state_dict()")
+    assert isinstance(caught.value.__cause__, zipfile.BadZipFile)

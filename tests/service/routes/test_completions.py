@@ -88,7 +88,7 @@ def test_the_model_may_be_named(server: Serving) -> None:
     assert complete(server, model="tiny", max_tokens=1)["model"] == "tiny"
     error = refusal(server, 404, model="gpt-4")
     assert (error.param, error.code) == ("model", "model_not_found")
-    assert "'tiny' is served" in error.message
+    assert "not served here, 'tiny' is" in error.message
 
 
 # The same as /generate

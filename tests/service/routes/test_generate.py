@@ -424,7 +424,7 @@ def test_the_model_may_be_named(server: Serving) -> None:
         assert response.status_code == 404
         error = ErrorReply.model_validate(response.json()).error
         assert (error.param, error.code) == ("model", "model_not_found")
-        assert "'tiny' is served" in error.message
+        assert "not served here, 'tiny' is" in error.message
 
 
 def test_a_timeout_is_504_and_frees_the_slot(speller: Serving) -> None:

@@ -34,7 +34,7 @@ def test_no_other_model(server: Serving, name: str) -> None:
     assert response.status_code == 404
     error = ErrorReply.model_validate(response.json()).error
     assert (error.param, error.code) == ("model", "model_not_found")
-    assert "'tiny' is served" in error.message
+    assert "not served here, 'tiny' is" in error.message
 
 
 @pytest.mark.parametrize(
