@@ -224,9 +224,10 @@ async def _end(checker: Checker, checking: "asyncio.Future[Any]") -> int | None:
             await asyncio.wait({checking}, timeout=KILL_INTERVAL)
         except asyncio.CancelledError:
             cancelled = True
+    error = checking.exception()  # asked for even when nobody waits: else asyncio logs it
     if cancelled:
         raise asyncio.CancelledError
-    if checking.exception() is not None:
+    if error is not None:
         return None
     size: int | None = checking.result()
     return size

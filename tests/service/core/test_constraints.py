@@ -1,6 +1,7 @@
 """Constraints are compiled once, within a time, and kept within bounds; whoever waits or leaves."""
 
 import asyncio
+import gc
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
@@ -428,6 +429,30 @@ def test_without_a_compiler_it_is_said_why() -> None:
             assert b.checker.checked == []
 
     run(test)
+
+
+def test_a_check_given_up_twice_fails_without_a_word_in_the_log() -> None:
+    """By its last client and then by the end of the server: what the check fails with in the end
+    was asked for by nobody, so asyncio logged "Task exception was never retrieved"."""
+
+    async def test() -> None:
+        async with bench() as b:
+            b.checker.gate.clear()
+            client = asyncio.create_task(b.constraints.compiled(Source("regex", "(")))
+            while not b.checker.checked:
+                await asyncio.sleep(0.01)
+            (compiling,) = b.constraints._compiling.values()
+            assert compiling.task is not None
+            client.cancel()
+            await asyncio.wait({client})
+            await asyncio.sleep(0.01)
+            compiling.task.cancel()
+            b.checker.gate.set()
+            await asyncio.wait({compiling.task})
+            assert compiling.task.cancelled()
+
+    run(test)
+    gc.collect()
 
 
 def test_closing_in_the_middle_of_a_check_leaves_nothing_behind() -> None:
