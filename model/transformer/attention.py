@@ -43,11 +43,15 @@ def attention_probs(scores: Tensor, *, causal: bool) -> Tensor:
 
     The last query is aligned with the last key, so T may be smaller than S.
     """
-    if causal:
-        t, s = scores.shape[-2:]
-        visible = torch.ones(t, s, dtype=torch.bool, device=scores.device).tril(s - t)
-        scores = scores.masked_fill(~visible, float("-inf"))
-    return scores.softmax(dim=-1)
+    return (mask_causal(scores) if causal else scores).softmax(dim=-1)
+
+
+def mask_causal(scores: Tensor) -> Tensor:
+    """Scores (B, H, T, S) with -inf for keys behind their query; the last query is aligned with the
+    last key."""
+    t, s = scores.shape[-2:]
+    visible = torch.ones(t, s, dtype=torch.bool, device=scores.device).tril(s - t)
+    return scores.masked_fill(~visible, float("-inf"))
 
 
 def block_mask(length: int, device: torch.device) -> Tensor:

@@ -23,6 +23,7 @@ from model.transformer.activation import activate
 from model.transformer.attention import Attend, CausalAttend, RecordingAttend
 from model.transformer.config import GPTConfig
 from model.transformer.rotary import TABLE_ROWS, rotary_tables, rotate
+from model.transformer.tap import UNTAPPED, Tap
 
 VALUE_GATE_WIDTH = 32
 """Leading channels of the residual stream that steer the gate of a value embedding."""
@@ -95,11 +96,13 @@ class GPT(nn.Module):
         positions: Tensor,  # (B, T)
         attend: Attend,
         states: list[Tensor] | None = None,
+        tap: Tap = UNTAPPED,
     ) -> Tensor:
         """The final hidden state (B, T, C) of tokens at their positions, ready for `logits`.
 
         `states`, when given, collects the residual stream: after the embeddings, then after each
-        block, before the final norm.
+        block, before the final norm. `tap` is shown every stage and may change it; scores and
+        attention weights are the business of `attend`.
         """
         x = self.token_embedding(token_ids)  # (B, T, C)
         if self.config.positions == "learned":
@@ -112,14 +115,14 @@ class GPT(nn.Module):
                 self.rope_cos[positions].unsqueeze(1),  # (B, 1, T, D / 2)
                 self.rope_sin[positions].unsqueeze(1),
             )
-        x = self.embedding_dropout(x)
+        x = tap(None, "embedding", self.embedding_dropout(x))
         if states is not None:
             states.append(x)
         for block in self.blocks:
-            x = block(x, token_ids, rotation, attend)
+            x = block(x, token_ids, rotation, attend, tap)
             if states is not None:
                 states.append(x)
-        return self.final_norm(x)
+        return tap(None, "final_norm", self.final_norm(x))
 
     def logits(self, x: Tensor) -> Tensor:
         """Logits (..., V) of final hidden states (..., C). Padded ids are cut off here."""
@@ -215,15 +218,19 @@ class Block(nn.Module):
         token_ids: Tensor,  # (B, T)
         rotation: tuple[Tensor, Tensor] | None,
         attend: Attend,
+        tap: Tap = UNTAPPED,
     ) -> Tensor:
+        layer = self.layer
         if self.config.norm_position == "pre":
-            h = self.attention_norm(x)
-            after = x + self.residual_dropout(self.attention(h, token_ids, rotation, attend))
+            h = tap(layer, "attention.norm", self.attention_norm(x))
+            h = self.residual_dropout(self.attention(h, token_ids, rotation, attend, tap))
+            after = tap(layer, "middle", x + h)
             before_mlp = x if self.config.residual == "parallel" else after
-            return after + self.residual_dropout(self.mlp(self.mlp_norm(before_mlp)))
-        h = self.attention(x, token_ids, rotation, attend)
-        x = self.attention_norm(x + self.residual_dropout(h))
-        return self.mlp_norm(x + self.residual_dropout(self.mlp(x)))
+            h = tap(layer, "mlp.norm", self.mlp_norm(before_mlp))
+            return tap(layer, "output", after + self.residual_dropout(self.mlp(h, tap)))
+        h = self.residual_dropout(self.attention(x, token_ids, rotation, attend, tap))
+        x = tap(layer, "middle", self.attention_norm(x + h))
+        return tap(layer, "output", self.mlp_norm(x + self.residual_dropout(self.mlp(x, tap))))
 
     def attention(
         self,
@@ -231,21 +238,35 @@ class Block(nn.Module):
         token_ids: Tensor,
         rotation: tuple[Tensor, Tensor] | None,
         attend: Attend,
+        tap: Tap = UNTAPPED,
     ) -> Tensor:
-        config = self.config
+        config, layer = self.config, self.layer
         batch, time, _ = x.shape
         heads = self.qkv(x).view(batch, time, -1, config.head_dim)  # (B, T, H + 2K, D)
         q, k, v = heads.transpose(1, 2).split(  # (B, H, T, D), (B, K, T, D), (B, K, T, D)
             [config.n_head, config.n_kv_head, config.n_kv_head], dim=1
         )
-        if config.has_value_embedding(self.layer):
+        if config.has_value_embedding(layer):
             v = v + self.gated_value_embedding(x, token_ids)
+        q, k = tap(layer, "attention.q_raw", q), tap(layer, "attention.k_raw", k)
         if config.qk_norm:
             q, k = self.query_norm(q), self.key_norm(k)
         if rotation is not None:
             q, k = rotate(q, *rotation), rotate(k, *rotation)
-        out = attend(self.layer, q, k, v)  # (B, H, T, D)
-        return self.attention_out(out.transpose(1, 2).reshape(batch, time, -1))  # (B, T, C)
+        q, k = tap(layer, "attention.q", q), tap(layer, "attention.k", k)
+        out = attend(layer, q, k, tap(layer, "attention.v", v))  # (B, H, T, D)
+        out = tap(layer, "attention.heads", out)
+        if tap.wants(layer, "attention.head_out"):
+            tap(layer, "attention.head_out", self.head_parts(out))
+        out = self.attention_out(out.transpose(1, 2).reshape(batch, time, -1))  # (B, T, C)
+        return tap(layer, "attention.out", out)
+
+    def head_parts(self, heads: Tensor) -> Tensor:
+        """Each head's part of the attention's output (B, H, T, C), of heads (B, H, T, D): they and
+        the projection's bias add up to it."""
+        weight = self.attention_out.weight  # (C, H * D)
+        per_head = weight.view(len(weight), -1, self.config.head_dim)  # (C, H, D)
+        return torch.einsum("bhtd,chd->bhtc", heads, per_head)
 
     def gated_value_embedding(self, x: Tensor, token_ids: Tensor) -> Tensor:
         """A per-token vector for the values of each head, gated by the stream (B, K, T, D).
@@ -264,12 +285,22 @@ class Block(nn.Module):
         gate = (1 + torch.tanh(steer / 2)).to(values.dtype)  # (B, T, K)
         return (gate.unsqueeze(-1) * values).transpose(1, 2)  # (B, K, T, D)
 
-    def mlp(self, x: Tensor) -> Tensor:
+    def mlp(self, x: Tensor, tap: Tap = UNTAPPED) -> Tensor:
+        layer = self.layer
         h = self.mlp_up(x)  # (B, T, d_ff), or twice that for swiglu
+        if tap.wants(layer, "mlp.pre") or tap.wants(layer, "mlp.up"):
+            h = self._tap_units(h, tap)
         # Training and GPUs take torch's fused kernels: there no bits are promised.
-        return self.mlp_down(
-            activate(h, self.config.activation, fused=h.requires_grad or not h.is_cpu)
-        )
+        h = activate(h, self.config.activation, fused=h.requires_grad or not h.is_cpu)
+        return tap(layer, "mlp.out", self.mlp_down(tap(layer, "mlp.hidden", h)))
+
+    def _tap_units(self, h: Tensor, tap: Tap) -> Tensor:
+        """Show a tap the units (B, T, d_ff); of swiglu, whose h is twice as wide, both halves."""
+        if self.config.activation != "swiglu":
+            return tap(self.layer, "mlp.pre", h)
+        gate, up = h.split(self.config.d_ff, dim=-1)
+        shown = tap(self.layer, "mlp.pre", gate), tap(self.layer, "mlp.up", up)
+        return h if shown[0] is gate and shown[1] is up else torch.cat(shown, dim=-1)
 
 
 def sinusoidal_table(length: int, d_model: int, device: torch.device) -> Tensor:

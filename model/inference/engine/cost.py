@@ -1,12 +1,16 @@
 """Cost: how many elements the outputs of a request have.
 
 An output is what a client asks for at one position: logits of the whole vocabulary, hidden states
-of some layers, attention weights of some heads. The scheduler limits the elements of a step,
-admission those of all requests. Pure functions of a request and the model's shape. Not here: a
-prompt's other cost, counted in tokens, and a generation's, counted in sequences.
+of some layers, attention weights of some heads, values of named stages. The scheduler limits the
+elements of a step, admission those of all requests. Pure functions of a request and the model's
+shape. Not here: a prompt's other cost, counted in tokens, and a generation's, counted in sequences.
 """
 
+import math
+from collections.abc import Sequence
+
 from model.inference.engine.requests import (
+    Activations,
     AttentionWeights,
     GenerationRequest,
     HiddenStates,
@@ -16,6 +20,7 @@ from model.inference.engine.requests import (
     ScoreRequest,
 )
 from model.transformer.config import GPTConfig
+from model.transformer.stages import stages_of
 
 
 def position_elements(request: OutputsRequest, config: GPTConfig) -> int:
@@ -27,6 +32,17 @@ def position_elements(request: OutputsRequest, config: GPTConfig) -> int:
             return len(layers) * config.d_model
         case AttentionWeights(layers=layers, heads=heads):
             return len(layers) * len(heads) * len(request.token_ids)
+        case Activations(stages=stages):
+            shapes = activation_shapes(stages, config, len(request.token_ids))
+            return sum(map(math.prod, shapes))
+
+
+def activation_shapes(
+    stages: Sequence[str], config: GPTConfig, length: int
+) -> list[tuple[int, ...]]:
+    """Of the value of each stage at one position of a prompt of `length` tokens."""
+    by_name = {stage.name: stage for stage in stages_of(config)}
+    return [by_name[name].shape(config, length) for name in stages]
 
 
 def output_elements(request: Request, config: GPTConfig) -> int:

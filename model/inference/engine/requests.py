@@ -6,6 +6,7 @@ only: texts, stop strings and the end-of-text token are the caller's business.
 
 from dataclasses import dataclass
 
+from model.inference.interventions import Intervention
 from model.inference.sampling.params import SamplingParams
 
 
@@ -18,6 +19,8 @@ class GenerationRequest:
     priority         lower is admitted earlier
     caller           whose request it is: of one priority, callers are admitted in turn, and the
                      requests of each in the order of arrival
+    interventions    what is changed inside the forward, in this order; such a request neither
+                     copies a prefix nor leaves one
     prefix_reuse     whether the prompt may copy a prefix that another slot holds
     deadline         a time of the engine's clock
     """
@@ -31,6 +34,7 @@ class GenerationRequest:
     caller: str = ""
     prefix_reuse: bool = True
     deadline: float | None = None
+    interventions: tuple[Intervention, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +70,17 @@ class AttentionWeights:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Activations:
+    """Rows of named stages (P, elements): the values of each at the position, flattened and one
+    after the other in the order of `stages` (names of `model/transformer/stages.py`)."""
+
+    stages: tuple[str, ...]
+
+
+Output = Logits | HiddenStates | AttentionWeights | Activations
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class OutputsRequest:
     """What the model computes at the `positions` (ascending) of a prompt. Nothing is generated.
 
@@ -77,11 +92,12 @@ class OutputsRequest:
     request_id: str
     token_ids: tuple[int, ...]
     positions: tuple[int, ...]
-    output: Logits | HiddenStates | AttentionWeights = Logits()
+    output: Output = Logits()
     priority: int = 0
     caller: str = ""
     prefix_reuse: bool = True
     deadline: float | None = None
+    interventions: tuple[Intervention, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,6 +118,7 @@ class ScoreRequest:
     caller: str = ""
     prefix_reuse: bool = True
     deadline: float | None = None
+    interventions: tuple[Intervention, ...] = ()
 
 
 Request = GenerationRequest | OutputsRequest | ScoreRequest

@@ -1,4 +1,5 @@
-"""Runner: computes what a step plan asks for. The one file between the engine and the tensors.
+"""Runner: computes what a step plan asks for. With `outputs.py`, all of the engine that knows
+tensors.
 
 The passes themselves are a decoder's (`model/kernels/`): each sees to it that the arithmetic of a
 row depends on its phase and position only, never on who is computed beside it.
@@ -6,7 +7,6 @@ row depends on its phase and position only, never on who is computed beside it.
 Knows sequences and plans, not queues or events. Decides nothing.
 """
 
-from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -20,12 +20,12 @@ from torch import Tensor
 from model.device import one_thread
 from model.inference.constraints.protocol import BackgroundMasks
 from model.inference.engine.ngram import Draft
+from model.inference.engine.outputs import Outputs, OutputsComputer, TappedPasses
 from model.inference.engine.overlap import OverlapScheduler
-from model.inference.engine.requests import AttentionWeights, HiddenStates, Logits, OutputsRequest
 from model.inference.engine.scheduler import PrefillChunk, StepPlan
 from model.inference.engine.sequence import Sequence
 from model.inference.errors import ConstraintError
-from model.inference.kernels.base import AttentionSelection, Decoder, Prefilled, PrefillInput
+from model.inference.kernels.base import Decoder
 from model.inference.kernels.eager.decoder import PlainDecoder
 from model.inference.kv_cache import KVCache
 from model.inference.sampling.results import (
@@ -34,22 +34,15 @@ from model.inference.sampling.results import (
     SampleResult,
     TokenWithLogprobs,
 )
-from model.inference.sampling.sampler import RowContext, process, sample, score
+from model.inference.sampling.sampler import RowContext, sample, score
 from model.inference.sampling.state import SamplingState
 from model.transformer.config import BLOCK
 from model.transformer.gpt import GPT
 
 DecoderMaker = Callable[[GPT, KVCache], Decoder]
+DecodeRows = tuple[list[int], list[int], list[int]]
+"""Token ids, slots and positions."""
 NO_DRAFTS: Mapping[Sequence, Draft] = MappingProxyType({})
-
-
-@dataclass(frozen=True, slots=True)
-class Outputs:
-    """What an OutputsRequest asks for at some positions: a NumPy array (len(positions), ...),
-    float32."""
-
-    positions: tuple[int, ...]
-    values: Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +74,14 @@ class _LogitsToSample:
     positions: list[int] = field(default_factory=list)
     logits: list[Tensor] = field(default_factory=list)  # each (rows, V)
 
+    def decoded(self, sequences: tuple[Sequence, ...], rows: DecodeRows, logits: Tensor) -> None:
+        """Take the rows that were decoded of sequences."""
+        _, slots, positions = rows
+        self.sequences += sequences
+        self.slots += slots
+        self.positions += [position + 1 for position in positions]
+        self.logits.append(logits)
+
 
 class Runner:
     """A model, its cache, and the forward passes of a step."""
@@ -101,6 +102,8 @@ class Runner:
         self._decoder = make_decoder(gpt, self.cache)
         self._sampling = SamplingState(slots)
         self._overlap = OverlapScheduler(self._decoder.launcher, self._sampling)
+        self._tapped = TappedPasses(gpt, self.cache)
+        self._outputs = OutputsComputer(gpt, self.cache, self._decoder, self._tapped)
         self._masks = masks
 
     @property
@@ -125,6 +128,8 @@ class Runner:
         self._decoder.close()
         self._decoder = self._make_decoder(gpt, self.cache)
         self._overlap = OverlapScheduler(self._decoder.launcher, self._sampling)
+        self._tapped = TappedPasses(gpt, self.cache)
+        self._outputs = OutputsComputer(gpt, self.cache, self._decoder, self._tapped)
         self.gpt = gpt
 
     def close(self) -> None:
@@ -166,11 +171,11 @@ class Runner:
         for chunk in plan.prefill:
             sequence = chunk.sequence
             if sequence.outputs is not None:
-                outputs = self._outputs(chunk, sequence.outputs)
+                outputs = self._outputs.compute(chunk, sequence.outputs)
                 if outputs.positions:
                     output.outputs[sequence] = outputs
                 continue
-            hidden = self.prefill(chunk).hidden  # (T, d_model)
+            hidden = self.prefill(chunk)  # (T, d_model)
             if sequence.scores_from is not None and chunk.end > sequence.scores_from:
                 output.scores[sequence] = self._scores(chunk, hidden, sequence.scores_from)
             if chunk.completes_prompt and sequence.generation is not None:
@@ -182,12 +187,14 @@ class Runner:
                 ends.append(hidden[-1:])
         if ends:
             to_sample.logits.append(self._decoder.head(torch.cat(ends)))
-        if plan.decode:
-            token_ids, slots, positions = _rows_to_decode(plan.decode, plan.drafts)
-            to_sample.sequences += plan.decode
-            to_sample.slots += slots
-            to_sample.positions += [position + 1 for position in positions]
-            to_sample.logits.append(self._decoder.decode(token_ids, slots, positions))
+        tapped = tuple(sequence for sequence in plan.decode if sequence.tapped)
+        plain = tuple(s for s in plan.decode if not s.tapped) if tapped else plan.decode
+        if plain:
+            rows = _rows_to_decode(plain, plan.drafts)
+            to_sample.decoded(plain, rows, self._decoder.decode(*rows))
+        if tapped:
+            rows = _rows_to_decode(tapped, NO_DRAFTS)
+            to_sample.decoded(tapped, rows, self._tapped.decode(tapped))
         return to_sample
 
     def _sample(
@@ -220,20 +227,9 @@ class Runner:
         else:
             output.sampled = dict(zip(sequences, results, strict=True))
 
-    def prefill(
-        self,
-        chunk: PrefillChunk,
-        *,
-        states: bool = False,
-        weights: AttentionSelection | None = None,
-    ) -> Prefilled:
-        """Compute a chunk into its slot."""
-        sequence, start = chunk.sequence, chunk.start
-        assert sequence.slot is not None
-        if chunk.copy_from is not None:
-            self.cache.copy_prefix(chunk.copy_from, sequence.slot, start)
-        token_ids = sequence.tokens[start : chunk.end]
-        return self._decoder.prefill(PrefillInput(token_ids, sequence.slot, start, states, weights))
+    def prefill(self, chunk: PrefillChunk) -> Tensor:
+        """Compute a chunk into its slot: final hidden states (T, d_model)."""
+        return self._outputs.prefill(chunk).hidden
 
     def decode(
         self, sequences: tuple[Sequence, ...], drafts: Mapping[Sequence, Draft] = NO_DRAFTS
@@ -241,45 +237,6 @@ class Runner:
         """Compute the last token of each sequence, with its draft behind it; the logits that follow
         each token, a row each: (B + drafted, V)."""
         return self._decoder.decode(*_rows_to_decode(sequences, drafts))
-
-    def _outputs(self, chunk: PrefillChunk, request: OutputsRequest) -> Outputs:
-        """Compute a chunk, and the outputs that are asked for in it and were not handed out before
-        the sequence gave its slot back."""
-        first = max(chunk.sequence.handed_out, bisect_left(request.positions, chunk.start))
-        positions = request.positions[first : bisect_left(request.positions, chunk.end)]
-        offsets = [position - chunk.start for position in positions]
-        match request.output:
-            case Logits() as asked:
-                hidden = self.prefill(chunk).hidden[offsets]  # (P, d_model)
-                values = self._logits(chunk.sequence, asked, positions, hidden)
-            case HiddenStates(layers=layers):
-                states = self.prefill(chunk, states=True).states
-                assert states is not None
-                values = states[list(layers)][:, offsets].transpose(0, 1)  # (P, layers, d_model)
-            case AttentionWeights(layers=layers, heads=heads):
-                selection = AttentionSelection(layers, heads, len(request.token_ids))
-                weights = self.prefill(chunk, weights=selection).weights
-                assert weights is not None
-                values = weights[offsets]  # (P, layers, heads, T)
-        return Outputs(positions, values.float().cpu().numpy())
-
-    def _logits(
-        self, sequence: Sequence, asked: Logits, positions: tuple[int, ...], hidden: Tensor
-    ) -> Tensor:
-        """Logits (P, columns) of final hidden states (P, d_model)."""
-        logits = self._decoder.head(hidden)
-        if asked.processing is not None:
-            contexts = [
-                RowContext(
-                    asked.processing,
-                    sequence.index,
-                    sequence.tokens[: position + 1],
-                    _prompt_part(position + 1, asked.completion_start),
-                )
-                for position in positions
-            ]
-            logits = process(logits, contexts)
-        return logits if asked.columns is None else logits[:, list(asked.columns)]
 
     def _scores(self, chunk: PrefillChunk, hidden: Tensor, scores_from: int) -> Scores:
         """Logprobs of the tokens after the chunk's positions, block by block."""
@@ -300,14 +257,9 @@ def _check_mode(gpt: GPT) -> None:
         raise ValueError("the model is in training mode and would drop out; call eval() on it")
 
 
-def _prompt_part(length: int, completion_start: int | None) -> int:
-    """How many of a text's leading tokens are prompt, the rest counting as generated."""
-    return length if completion_start is None else min(length, completion_start)
-
-
 def _rows_to_decode(
     sequences: tuple[Sequence, ...], drafts: Mapping[Sequence, Draft]
-) -> tuple[list[int], list[int], list[int]]:
+) -> DecodeRows:
     """Token ids, slots and positions of a decode step's rows: each sequence's last token, with its
     draft behind it."""
     token_ids: list[int] = []

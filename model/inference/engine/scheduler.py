@@ -84,8 +84,9 @@ class StepPlan:
     @property
     def continuing(self) -> tuple[Sequence, ...]:
         """Those of `decode` that will decode in the next step too, unless their next token ends
-        them. Empty where that cannot be said: with prompts in the step, or drafts."""
-        if self.prefill or any(sequence.drafter is not None for sequence in self.decode):
+        them. Empty where that cannot be said, or such a step cannot be launched ahead: with
+        prompts in the step, drafts, or a sequence that is tapped."""
+        if self.prefill or any(s.drafter is not None or s.tapped for s in self.decode):
             return ()
         return tuple(sequence for sequence in self.decode if sequence.tokens_left > 1)
 
@@ -178,7 +179,7 @@ class Scheduler:
             self.running.remove(sequence)
             self._behind.pop(sequence, None)
             assert sequence.slot is not None
-            if self._share_decoded and sequence.state is State.DECODE:
+            if self._share_decoded and sequence.state is State.DECODE and not sequence.tapped:
                 computed = sequence.tokens[: sequence.computed]
                 self.slots.set_contents(sequence.slot, _whole_blocks(computed))
             self.slots.release(sequence.slot, self._step)
@@ -192,11 +193,16 @@ class Scheduler:
         sequence.computed = chunk.end
         if self._reserved_elements >= LARGE_OUTPUT:
             self._output_cooldown_until = now + OUTPUT_COOLDOWN * (now - self._planned_at)
-        self.slots.set_contents(sequence.slot, _whole_blocks(sequence.tokens[: chunk.end]))
+        if not sequence.tapped:
+            self.slots.set_contents(sequence.slot, _whole_blocks(sequence.tokens[: chunk.end]))
         if chunk.completes_prompt:
             sequence.state = State.DECODE
             sequence.prefilled = now
-            if self.config.speculate == "ngram" and sequence.matcher is None:
+            if (
+                self.config.speculate == "ngram"
+                and sequence.matcher is None
+                and not sequence.tapped
+            ):
                 sequence.drafter = Drafter(sequence.tokens)
 
     def check_integrity(self) -> None:
@@ -300,7 +306,8 @@ class Scheduler:
         return self.slots.longest_prefix(sequence.tokens[: sequence.first_needed + 1])
 
     def _reuses_prefix(self, sequence: Sequence) -> bool:
-        return self.config.prefix_reuse and sequence.request.prefix_reuse
+        allowed = self.config.prefix_reuse and sequence.request.prefix_reuse
+        return allowed and not sequence.tapped
 
     def _prefill_chunks(self, cooldown: bool) -> list[PrefillChunk]:
         """The prompts of the step, callers in turn and each caller's in order of admission, within

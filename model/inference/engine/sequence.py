@@ -10,7 +10,13 @@ from enum import Enum
 from model.inference.constraints.protocol import TokenConstraint, TokenMatcher
 from model.inference.engine.events import FinishEvent, FinishReason, SequenceTimes
 from model.inference.engine.ngram import Drafter
-from model.inference.engine.requests import GenerationRequest, OutputsRequest, Request, ScoreRequest
+from model.inference.engine.requests import (
+    Activations,
+    GenerationRequest,
+    OutputsRequest,
+    Request,
+    ScoreRequest,
+)
 
 CHUNKS_IN_FLIGHT = 2
 """Chunks of outputs that may be on their way to a reader at once."""
@@ -32,7 +38,7 @@ class Group:
     started: bool = False  # one of them was admitted
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, slots=True, weakref_slot=True)
 class Sequence:
     """One of the sequences of a request."""
 
@@ -47,6 +53,9 @@ class Sequence:
     longest: int = field(init=False)  # of `tokens`: max_tokens after the prompt
     stop_token_ids: frozenset[int] = field(init=False)
     matcher: TokenMatcher | None = field(init=False)  # of its constraint, if it has one
+    tapped: bool = field(init=False)
+    """Whether its stages are recorded or changed: then it is computed apart from the others, and
+    its slot holds nothing that another could copy."""
     state: State = State.WAITING
     slot: int | None = None
     computed: int = 0  # leading tokens whose keys and values are in the cache
@@ -72,6 +81,9 @@ class Sequence:
             self.longest += self.generation.params.max_tokens
             self.stop_token_ids = self.generation.params.stop_token_ids
         self.matcher = None if self.constraint is None else self.constraint.matcher()
+        self.tapped = bool(request.interventions) or (
+            isinstance(request, OutputsRequest) and isinstance(request.output, Activations)
+        )
 
     @property
     def generated(self) -> int:

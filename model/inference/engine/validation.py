@@ -10,6 +10,7 @@ know a part of a request earlier. Not here: bounds of sampling parameters that h
 from collections.abc import Collection, Iterable, Sequence
 
 from model.inference.engine.requests import (
+    Activations,
     AttentionWeights,
     GenerationRequest,
     HiddenStates,
@@ -19,8 +20,10 @@ from model.inference.engine.requests import (
     ScoreRequest,
 )
 from model.inference.errors import ContextLengthExceeded, InvalidRequest
+from model.inference.interventions import check_interventions
 from model.inference.sampling.params import SamplingParams
 from model.transformer.config import GPTConfig
+from model.transformer.stages import UnknownStage, match_stages
 
 
 def check_request(request: Request, config: GPTConfig) -> None:
@@ -28,6 +31,7 @@ def check_request(request: Request, config: GPTConfig) -> None:
     if not request.token_ids:
         raise InvalidRequest("the prompt is empty; give at least one token", "prompt")
     check_token_ids("prompt", request.token_ids, config.vocab_size)
+    check_interventions(request.interventions, config, len(request.token_ids))
     match request:
         case GenerationRequest():
             _check_generation(request, config)
@@ -107,6 +111,17 @@ def resolve_indices(
     return resolved
 
 
+def resolve_stages(patterns: Sequence[str], config: GPTConfig) -> tuple[str, ...]:
+    """The names of the stages that names and patterns choose, in the order in which they are
+    computed. Raises InvalidRequest for a pattern that chooses none."""
+    if not patterns:
+        raise InvalidRequest("stages is empty; name at least one, GET /stages lists them", "stages")
+    try:
+        return tuple(stage.name for stage in match_stages(patterns, config))
+    except UnknownStage as error:
+        raise InvalidRequest(str(error), "stages") from error
+
+
 def _check_generation(request: GenerationRequest, config: GPTConfig) -> None:
     params = request.params
     check_generation_fits(len(request.token_ids), params.max_tokens, config.context_length)
@@ -152,6 +167,8 @@ def _check_outputs(request: OutputsRequest, config: GPTConfig) -> None:
         case AttentionWeights(layers=layers, heads=heads):
             _check_indices("layers", layers, config.n_layer, f"there are {config.n_layer} layers")
             _check_indices("heads", heads, config.n_head, f"there are {config.n_head} heads")
+        case Activations(stages=stages):
+            resolve_stages(stages, config)
 
 
 def _check_scores(request: ScoreRequest, config: GPTConfig) -> None:

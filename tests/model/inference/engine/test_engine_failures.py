@@ -12,6 +12,7 @@ from model.inference.engine.requests import (
 )
 from model.transformer.attention import Attend
 from model.transformer.gpt import GPT
+from model.transformer.tap import UNTAPPED, Tap
 from tests.model.inference.engine.harness import (
     Driven,
     assert_is_reference,
@@ -37,13 +38,14 @@ class FailingGPT(GPT):
         positions: Tensor,
         attend: Attend,
         states: list[Tensor] | None = None,
+        tap: Tap = UNTAPPED,
     ) -> Tensor:
         self.calls += 1
         if self.calls in self.fails_at:
             # The step wrote something before it failed.
-            super().transform(token_ids, positions, attend, states)
+            super().transform(token_ids, positions, attend, states, tap)
             raise RuntimeError(f"no memory left for call {self.calls}")
-        return super().transform(token_ids, positions, attend, states)
+        return super().transform(token_ids, positions, attend, states, tap)
 
 
 def failing_gpt(gpt: GPT, *fails_at: int) -> FailingGPT:

@@ -52,7 +52,7 @@ def prefill(runner: Runner, slot: int, prompt: Many[int], cuts: Many[int]) -> Te
     ends = [*cuts, len(prompt)]
     return torch.cat(
         [
-            runner.prefill(PrefillChunk(one, start, end)).hidden
+            runner.prefill(PrefillChunk(one, start, end))
             for start, end in zip([0, *cuts], ends, strict=True)
         ]
     )
@@ -68,7 +68,7 @@ def test_chunks_do_not_change_a_prompts_bits(gpt: GPT, dtype: torch.dtype) -> No
     assert torch.equal(runner.cache.values[:, 1, :, :117], runner.cache.values[:, 0, :, :117])
     with torch.inference_mode():  # A shorter prompt, and one that copies.
         assert torch.equal(prefill(runner, 2, prompt[:70], []), whole[:70])
-        rest = runner.prefill(PrefillChunk(sequence(1, prompt), 64, 117, copy_from=2)).hidden
+        rest = runner.prefill(PrefillChunk(sequence(1, prompt), 64, 117, copy_from=2))
     assert torch.equal(rest, whole[64:])
 
 

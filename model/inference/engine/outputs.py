@@ -1,0 +1,222 @@
+"""Outputs: what is computed of a chunk beside the cache, for requests that ask for it.
+
+Rows of logits, hidden states, attention weights and named stages, each at the positions of the
+chunk that the request chose. Beside `runner.py`, which knows the passes, the one file of the engine
+that knows tensors. Sequences that are tapped (`TappedPasses`) are computed apart from the others.
+
+Shapes: P chosen positions, T positions of a chunk, V = vocab_size.
+"""
+
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from model.inference.engine import sequence as engine_sequence
+from model.inference.engine.requests import (
+    Activations,
+    AttentionWeights,
+    HiddenStates,
+    Logits,
+    Output,
+    OutputsRequest,
+)
+from model.inference.engine.scheduler import PrefillChunk
+from model.inference.kernels.base import AttentionSelection, Decoder, Prefilled, PrefillInput
+from model.inference.kernels.eager.tapped import TappedDecoder
+from model.inference.kernels.eager.taps import Changes, Key, PieceTap
+from model.inference.kv_cache import KVCache
+from model.inference.sampling.sampler import RowContext, process
+from model.transformer.config import GPTConfig
+from model.transformer.gpt import GPT
+from model.transformer.stages import match_stages
+
+
+@dataclass(frozen=True, slots=True)
+class Outputs:
+    """What an OutputsRequest asks for at some positions: a NumPy array (len(positions), ...),
+    float32."""
+
+    positions: tuple[int, ...]
+    values: Any
+
+
+class TappedPasses:
+    """The passes of sequences whose stages are recorded or changed."""
+
+    def __init__(self, gpt: GPT, cache: KVCache) -> None:
+        self._gpt = gpt
+        self._decoder = TappedDecoder(gpt, cache)
+        self._changes: WeakKeyDictionary[engine_sequence.Sequence, Changes] = WeakKeyDictionary()
+
+    def prefill(
+        self, chunk: PrefillChunk, record: Sequence[Key] = (), rows: Sequence[int] = ()
+    ) -> tuple[Tensor, PieceTap]:
+        """Compute a chunk into its slot: final hidden states (T, d_model), and what was recorded of
+        some stages at some rows of the chunk."""
+        sequence = chunk.sequence
+        assert sequence.slot is not None
+        tap = PieceTap(
+            chunk.start,
+            self._changes_of(sequence),
+            record,
+            rows=rows,
+            length=sequence.prompt_length,
+        )
+        token_ids = sequence.tokens[chunk.start : chunk.end]
+        return self._decoder.prefill(token_ids, sequence.slot, chunk.start, tap), tap
+
+    def decode(self, sequences: Sequence[engine_sequence.Sequence]) -> Tensor:
+        """Logits (B, V) that follow the last token of each sequence."""
+        slots = []
+        for sequence in sequences:
+            assert sequence.slot is not None
+            slots.append(sequence.slot)
+        return self._decoder.decode(
+            [sequence.tokens[sequence.computed] for sequence in sequences],
+            slots,
+            [sequence.computed for sequence in sequences],
+            [self._changes_of(sequence) for sequence in sequences],
+        )
+
+    def _changes_of(self, sequence: engine_sequence.Sequence) -> Changes:
+        if sequence not in self._changes:
+            self._changes[sequence] = Changes(
+                sequence.request.interventions,
+                len(sequence.request.token_ids),
+                self._gpt.config,
+                self._gpt.token_embedding.weight,
+            )
+        return self._changes[sequence]
+
+
+class OutputsComputer:
+    """Computes chunks of prompts, and what is asked for in them."""
+
+    def __init__(self, gpt: GPT, cache: KVCache, decoder: Decoder, tapped: TappedPasses) -> None:
+        self._config = gpt.config
+        self._cache = cache
+        self._decoder = decoder
+        self._tapped = tapped
+
+    def prefill(
+        self,
+        chunk: PrefillChunk,
+        *,
+        states: bool = False,
+        weights: AttentionSelection | None = None,
+    ) -> Prefilled:
+        """Compute a chunk into its slot."""
+        sequence, start = chunk.sequence, chunk.start
+        assert sequence.slot is not None
+        if sequence.tapped:
+            assert not states
+            assert weights is None
+            return Prefilled(self._tapped.prefill(chunk)[0])
+        if chunk.copy_from is not None:
+            self._cache.copy_prefix(chunk.copy_from, sequence.slot, start)
+        token_ids = sequence.tokens[start : chunk.end]
+        return self._decoder.prefill(PrefillInput(token_ids, sequence.slot, start, states, weights))
+
+    def compute(self, chunk: PrefillChunk, request: OutputsRequest) -> Outputs:
+        """Compute a chunk, and the outputs that are asked for in it and were not handed out before
+        the sequence gave its slot back."""
+        first = max(chunk.sequence.handed_out, bisect_left(request.positions, chunk.start))
+        positions = request.positions[first : bisect_left(request.positions, chunk.end)]
+        offsets = [position - chunk.start for position in positions]
+        if chunk.sequence.tapped:
+            values = self._of_tapped(chunk, request.output, positions, offsets)
+        else:
+            values = self._of_plain(chunk, request.output, positions, offsets)
+        return Outputs(positions, values.float().cpu().numpy())
+
+    def _of_plain(
+        self, chunk: PrefillChunk, output: Output, positions: tuple[int, ...], offsets: list[int]
+    ) -> Tensor:
+        match output:
+            case Logits():
+                hidden = self.prefill(chunk).hidden[offsets]  # (P, d_model)
+                return self._logits(chunk.sequence, output, positions, hidden)
+            case HiddenStates(layers=layers):
+                states = self.prefill(chunk, states=True).states
+                assert states is not None
+                return states[list(layers)][:, offsets].transpose(0, 1)  # (P, layers, d_model)
+            case AttentionWeights(layers=layers, heads=heads):
+                length = len(chunk.sequence.request.token_ids)
+                selection = AttentionSelection(layers, heads, length)
+                weights = self.prefill(chunk, weights=selection).weights
+                assert weights is not None
+                return weights[offsets]  # (P, layers, heads, T)
+            case Activations():
+                raise AssertionError("sequences whose stages are recorded are tapped")
+
+    def _of_tapped(
+        self, chunk: PrefillChunk, output: Output, positions: tuple[int, ...], offsets: list[int]
+    ) -> Tensor:
+        record = list(_recorded(output, self._config))
+        hidden, tap = self._tapped.prefill(chunk, record, offsets)
+        hidden = hidden[offsets]  # (P, d_model)
+        match output:
+            case Logits():
+                return self._logits(chunk.sequence, output, positions, hidden)
+            case HiddenStates():
+                return torch.stack([tap.recorded(*key) for key in record], dim=1)
+            case AttentionWeights(heads=heads):
+                weights = [tap.recorded(*key)[:, list(heads)] for key in record]
+                return torch.stack(weights, dim=1)  # (P, layers, heads, T)
+            case Activations(stages=stages):
+                values = [
+                    self._decoder.head(hidden)
+                    if stage.name == "logits"
+                    else tap.recorded(stage.layer, stage.kind.name).flatten(1)
+                    for stage in match_stages(stages, self._config)
+                ]
+                return torch.cat([value.float() for value in values], dim=1)
+
+    def _logits(
+        self,
+        sequence: engine_sequence.Sequence,
+        asked: Logits,
+        positions: tuple[int, ...],
+        hidden: Tensor,
+    ) -> Tensor:
+        """Logits (P, columns) of final hidden states (P, d_model)."""
+        logits = self._decoder.head(hidden)
+        if asked.processing is not None:
+            contexts = [
+                RowContext(
+                    asked.processing,
+                    sequence.index,
+                    sequence.tokens[: position + 1],
+                    _prompt_part(position + 1, asked.completion_start),
+                )
+                for position in positions
+            ]
+            logits = process(logits, contexts)
+        return logits if asked.columns is None else logits[:, list(asked.columns)]
+
+
+def _recorded(output: Output, config: GPTConfig) -> Iterator[Key]:
+    """The stages that an output is made of, but for logits."""
+    match output:
+        case Logits():
+            return
+        case HiddenStates(layers=layers):
+            for layer in layers:
+                yield (layer - 1, "output") if layer else (None, "embedding")
+        case AttentionWeights(layers=layers):
+            for layer in layers:
+                yield layer, "attention.probs"
+        case Activations(stages=stages):
+            for stage in match_stages(stages, config):
+                if stage.name != "logits":
+                    yield stage.layer, stage.kind.name
+
+
+def _prompt_part(length: int, completion_start: int | None) -> int:
+    """How many of a text's leading tokens are prompt, the rest counting as generated."""
+    return length if completion_start is None else min(length, completion_start)

@@ -1,0 +1,129 @@
+"""Interventions: what is changed inside a forward, at which stage and positions.
+
+Plain data, checked against the model's shape by `check_interventions`; carried out by
+`model/inference/kernels/eager/taps.py`. Not here: where values come from (another prompt, a
+difference of two), which is the caller's business and settled before a request is queued.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from model.inference.errors import InvalidRequest
+from model.transformer.config import GPTConfig
+from model.transformer.stages import Stage, UnknownStage, match_stages
+
+Operation = Literal["zero", "scale", "add", "set"]
+Span = Literal["all", "prompt", "generated"]
+
+PARAM = "interventions"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Intervention:
+    """One change of a stage, carried out wherever the stage is computed.
+
+    stage      its name; one of those that may be changed
+    positions  ascending positions of the prompt, or a span of all that is computed
+    heads      ascending; None: all, or the stage has none
+    operation  zero; scale: times `factor`; add: `factor` times `values` are added; set: `values`
+    values     NumPy, float32: (1, ...) for every position alike, or (len(positions), ...), and
+               after that the stage's shape, of the chosen `heads` alone. A last axis T is as long
+               as the prompt
+    """
+
+    stage: str
+    operation: Operation
+    positions: tuple[int, ...] | Span = "all"
+    heads: tuple[int, ...] | None = None
+    factor: float = 1.0
+    values: Any = None
+
+    def covers(self, position: int, prompt_length: int) -> bool:
+        """Whether it changes what is computed at a position."""
+        match self.positions:
+            case "all":
+                return True
+            case "prompt":
+                return position < prompt_length
+            case "generated":
+                return position >= prompt_length
+            case positions:
+                return position in positions
+
+
+def check_interventions(
+    interventions: Sequence[Intervention], config: GPTConfig, prompt_length: int
+) -> None:
+    """Raise InvalidRequest for what cannot be carried out on a prompt of so many tokens."""
+    for index, intervention in enumerate(interventions):
+        try:
+            _check(intervention, config, prompt_length)
+        except InvalidRequest as error:
+            raise InvalidRequest(f"interventions[{index}]: {error}", PARAM) from error
+
+
+def changeable_stage(name: str, config: GPTConfig) -> Stage:
+    """The stage of a name without `*`. Raises InvalidRequest where there is none, or none that may
+    be changed."""
+    try:
+        matching = match_stages([name], config)
+    except UnknownStage as error:
+        raise InvalidRequest(str(error), PARAM) from error
+    if len(matching) > 1:
+        raise InvalidRequest(f"{name!r} matches {len(matching)} stages; name one", PARAM)
+    (stage,) = matching
+    if not stage.kind.changes:
+        instead = "logit_bias" if stage.name == "logits" else "attention.heads"
+        raise InvalidRequest(f"{stage.name} cannot be changed; use {instead}", PARAM)
+    return stage
+
+
+def _check(intervention: Intervention, config: GPTConfig, length: int) -> None:
+    stage = changeable_stage(intervention.stage, config)
+    _check_positions(intervention.positions, length)
+    shape = stage.shape(config, length)
+    heads, axis = intervention.heads, stage.heads_axis
+    if heads is not None:
+        if axis is None:
+            raise InvalidRequest(f"heads are given, and {stage.name} has none", PARAM)
+        count = shape[0]
+        if not heads or list(heads) != sorted(set(heads)) or not 0 <= heads[0] <= heads[-1] < count:
+            raise InvalidRequest(
+                f"heads {list(heads[:20])} must be ascending, distinct and within 0 to {count - 1} "
+                f"({axis} of {stage.name})",
+                PARAM,
+            )
+        shape = (len(heads), *shape[1:])
+    if intervention.operation in ("add", "set"):
+        _check_values(intervention, shape)
+
+
+def _check_positions(positions: tuple[int, ...] | Span, length: int) -> None:
+    if isinstance(positions, str):
+        return
+    for position in positions:
+        if not 0 <= position < length:
+            raise InvalidRequest(
+                f"position {position} is not one of the prompt's {length} (0 to {length - 1})",
+                PARAM,
+            )
+    if not positions or list(positions) != sorted(set(positions)):
+        raise InvalidRequest(
+            f"positions {list(positions[:20])} must be ascending, distinct and at least one", PARAM
+        )
+
+
+def _check_values(intervention: Intervention, shape: tuple[int, ...]) -> None:
+    """`shape` is that of the chosen part of the stage at one position."""
+    values, positions = intervention.values, intervention.positions
+    rows = {1} if isinstance(positions, str) else {1, len(positions)}
+    if values is None:
+        raise InvalidRequest(f"{intervention.operation!r} needs values", PARAM)
+    if values.shape[0] not in rows or values.shape[1:] != shape:
+        each = f"{max(rows)} or 1" if max(rows) > 1 else "1"
+        raise InvalidRequest(
+            f"values have the shape {list(values.shape)}; {intervention.stage} takes "
+            f"{list(shape)} at each of {each} positions",
+            PARAM,
+        )

@@ -1,0 +1,160 @@
+"""TappedDecoder: prompts and decode steps in stock torch with a tap on every stage.
+
+For sequences whose stages are recorded or changed, whichever decoder computes the others: over the
+same cache, in the same blocks and rows as `TorchPrefill` and `PlainDecoder`, and with their bits
+where nothing is changed. Scores and attention weights are spelled out for a tap that wants them;
+attention goes on with the fused kernel's result unless they were changed.
+
+On a GPU, where a row's bits depend on how many are computed with it, prompts are computed a block
+at a time and decode steps a row at a time: so they are the same in any batch there too.
+
+Shapes: T positions of a piece, H = n_head, K = n_kv_head, D = head_dim, S = key positions.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from model.inference.kernels.eager.decoder import ROW_GROUP, padded_logits
+from model.inference.kernels.eager.taps import Changes, PieceTap, RowTaps
+from model.inference.kv_cache import KVCache
+from model.transformer.attention import Attend, attention_scores, mask_causal
+from model.transformer.config import BLOCK
+from model.transformer.gpt import GPT
+
+
+class TappedDecoder:
+    """A GPT over a KV cache that another decoder uses too, each sequence by one of them alone."""
+
+    def __init__(self, gpt: GPT, cache: KVCache) -> None:
+        self._gpt = gpt
+        self._cache = cache
+        self._device = gpt.token_embedding.weight.device
+
+    def prefill(self, token_ids: Sequence[int], slot: int, start: int, tap: PieceTap) -> Tensor:
+        """Compute tokens of a prompt into their slot, which holds the positions before `start`, a
+        multiple of BLOCK: their final hidden states (T, d_model)."""
+        assert start % BLOCK == 0
+        length = len(token_ids)
+        padding = -length % BLOCK
+        ids = torch.tensor([[*token_ids, *[0] * padding]], device=self._device)  # (1, T padded)
+        positions = torch.arange(start, start + length + padding, device=self._device)
+        positions = positions.clamp(max=self._gpt.config.context_length - 1)[None]
+        width = length + padding if self._device.type == "cpu" else BLOCK
+        parts = []
+        for offset in range(0, length + padding, width):
+            part = slice(offset, offset + width)
+            shifted = _Shifted(tap, offset)
+            attend = self._attend_piece(slot, start + offset, shifted)
+            parts.append(self._gpt.transform(ids[:, part], positions[:, part], attend, tap=shifted))
+        return torch.cat(parts, dim=1)[0, :length]
+
+    def decode(
+        self,
+        token_ids: Sequence[int],
+        slots: Sequence[int],
+        positions: Sequence[int],
+        changes: Sequence[Changes],
+    ) -> Tensor:
+        """Logits (B, V) that follow the tokens, a row of each sequence with its changes."""
+        together = len(token_ids) if self._device.type == "cpu" else 1
+        logits = []
+        for first in range(0, len(token_ids), together):
+            rows = slice(first, first + together)
+            logits.append(
+                self._decode_rows(token_ids[rows], slots[rows], positions[rows], changes[rows])
+            )
+        return torch.cat(logits)
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """Logits (R, V) of final hidden states (R, d_model)."""
+        return padded_logits(self._gpt, hidden)
+
+    def _decode_rows(
+        self,
+        token_ids: Sequence[int],
+        slots: Sequence[int],
+        positions: Sequence[int],
+        changes: Sequence[Changes],
+    ) -> Tensor:
+        padding = [0] * (-len(token_ids) % ROW_GROUP)
+        ids = torch.tensor([*token_ids, *padding], device=self._device)
+        position_ids = torch.tensor([*positions, *padding], device=self._device)
+        taps = RowTaps(list(zip(changes, positions, strict=True)))
+        hidden = self._gpt.transform(
+            ids[:, None], position_ids[:, None], self._attend_rows(slots, positions, taps), tap=taps
+        )  # (B padded, 1, d_model)
+        return padded_logits(self._gpt, hidden[:, 0])[: len(token_ids)]
+
+    def _attend_piece(self, slot: int, start: int, tap: "_Shifted") -> Attend:
+        """As `KVCache.prefill`, with a tap on scores and attention weights."""
+        fused = self._cache.prefill(slot, start)
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            out = fused(layer, q, k, v)  # (1, H, T, D); keys and values are in the cache now
+            if not _wants_weights(tap, layer):
+                return out
+            keys, values = self._cache.keys[layer, slot], self._cache.values[layer, slot]
+            blocks = []
+            for offset in range(0, q.shape[2], BLOCK):
+                rows = slice(offset, offset + BLOCK)
+                end = start + offset + BLOCK
+                weighted = _weighted(
+                    tap, layer, q[:, :, rows], keys[None, :, :end], values[None, :, :end], offset
+                )
+                blocks.append(out[:, :, rows] if weighted is None else weighted)
+            return torch.cat(blocks, dim=2)
+
+        return attend
+
+    def _attend_rows(self, slots: Sequence[int], positions: Sequence[int], taps: RowTaps) -> Attend:
+        """As `KVCache.decode`, with the taps on scores and attention weights."""
+        fused = self._cache.decode(slots, positions)
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            out = fused(layer, q, k, v)  # (B, H, 1, D)
+            for row, (slot, position) in enumerate(zip(slots, positions, strict=True)):
+                tap = taps.row(row)
+                if _wants_weights(tap, layer):
+                    keys = self._cache.keys[layer, slot, None, :, : position + 1]
+                    values = self._cache.values[layer, slot, None, :, : position + 1]
+                    weighted = _weighted(tap, layer, q[row : row + 1], keys, values, 0)
+                    if weighted is not None:
+                        out[row] = weighted[0]
+            return out
+
+        return attend
+
+
+class _Shifted:
+    """A tap of a whole piece, for a part of it that begins `offset` positions in."""
+
+    def __init__(self, tap: PieceTap, offset: int) -> None:
+        self._tap = tap
+        self._offset = offset
+
+    def wants(self, layer: int | None, stage: str) -> bool:
+        return self._tap.wants(layer, stage)
+
+    def __call__(self, layer: int | None, stage: str, value: Tensor, offset: int = 0) -> Tensor:
+        return self._tap(layer, stage, value, self._offset + offset)
+
+
+def _wants_weights(tap: PieceTap | _Shifted, layer: int) -> bool:
+    return tap.wants(layer, "attention.scores") or tap.wants(layer, "attention.probs")
+
+
+def _weighted(
+    tap: PieceTap | _Shifted, layer: int, q: Tensor, keys: Tensor, values: Tensor, offset: int
+) -> Tensor | None:
+    """Show a tap the scores and weights of queries (1, H, T, D) over the keys (1, K, S, D) up to
+    the last query's own; what they make of the values, if they were changed."""
+    scores = mask_causal(attention_scores(q, keys))  # (1, H, T, S)
+    shown_scores = tap(layer, "attention.scores", scores, offset)
+    probs = shown_scores.softmax(dim=-1)
+    shown_probs = tap(layer, "attention.probs", probs, offset)
+    if shown_scores is scores and shown_probs is probs:
+        return None
+    values = values.repeat_interleave(q.shape[1] // values.shape[1], dim=1)  # (1, H, S, D)
+    return shown_probs @ values

@@ -1,0 +1,251 @@
+"""Stages: the names of everything that a forward computes, what it means and which shape it has.
+
+One list, `STAGES`, for whoever shows, records or changes what is inside: `GPT.transform` tells a
+`Tap` (`model/transformer/tap.py`) each of them by these names. Which of them a model has depends on
+its `GPTConfig`: one without rotary positions and QK-norm has no `q_raw`, one whose norms stand
+behind the residual addition has no `attention.norm`. Knows shapes and no tensors.
+
+Axes: T tokens of the prompt; the others as in `GPTConfig`. Positions come first and are not listed.
+The names of TransformerLens are those of its HookedTransformer, version 2.
+"""
+
+import fnmatch
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from model.transformer.config import GPTConfig
+
+Axis = Literal["n_head", "n_kv_head", "head_dim", "T", "d_model", "d_ff", "vocab_size"]
+
+
+class UnknownStage(ValueError):
+    """A name that no stage of the model has; the message lists those there are."""
+
+
+@dataclass(frozen=True, slots=True)
+class StageKind:
+    """A stage, be it of every block or of the model once.
+
+    name      without the block: "attention.q"
+    axes      of the value at one position
+    lens      what TransformerLens calls it, after `blocks.N.`; None where it has no such hook
+    changes   whether an intervention may change it
+    """
+
+    name: str
+    axes: tuple[Axis, ...]
+    meaning: str
+    lens: str | None
+    changes: bool = True
+    in_block: bool = True
+    has: Callable[[GPTConfig], bool] = lambda config: True
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """A stage of one model: `kind` in block `layer`, or once where that is None."""
+
+    kind: StageKind
+    layer: int | None
+
+    @property
+    def name(self) -> str:
+        return self.kind.name if self.layer is None else f"blocks.{self.layer}.{self.kind.name}"
+
+    @property
+    def transformer_lens(self) -> str | None:
+        lens = self.kind.lens
+        return lens if lens is None or self.layer is None else f"blocks.{self.layer}.{lens}"
+
+    def shape(self, config: GPTConfig, length: int) -> tuple[int, ...]:
+        """Of the value at one position of a prompt of `length` tokens."""
+        return tuple(length if axis == "T" else getattr(config, axis) for axis in self.kind.axes)
+
+    @property
+    def heads_axis(self) -> Literal["n_head", "n_kv_head"] | None:
+        """What its first axis counts, if it counts heads."""
+        first = self.kind.axes[0]
+        return first if first in ("n_head", "n_kv_head") else None
+
+
+def _is_pre(config: GPTConfig) -> bool:
+    return config.norm_position == "pre"
+
+
+def _is_gated(config: GPTConfig) -> bool:
+    return config.activation == "swiglu"
+
+
+def _changes_q(config: GPTConfig) -> bool:
+    return config.qk_norm or config.positions == "rotary"
+
+
+STAGES: tuple[StageKind, ...] = (
+    StageKind(
+        "embedding",
+        ("d_model",),
+        "the token's vector, with that of its position where those are added",
+        None,
+        in_block=False,
+    ),
+    StageKind(
+        "attention.norm",
+        ("d_model",),
+        "the residual stream after the norm before attention",
+        "ln1.hook_normalized",
+        has=_is_pre,
+    ),
+    StageKind(
+        "attention.q_raw",
+        ("n_head", "head_dim"),
+        "queries as they are projected, before QK-norm and rotation",
+        "attn.hook_q",
+        has=_changes_q,
+    ),
+    StageKind(
+        "attention.k_raw",
+        ("n_kv_head", "head_dim"),
+        "keys as they are projected, before QK-norm and rotation",
+        "attn.hook_k",
+        has=_changes_q,
+    ),
+    StageKind(
+        "attention.q",
+        ("n_head", "head_dim"),
+        "queries as they are compared with keys",
+        "attn.hook_rot_q",
+    ),
+    StageKind(
+        "attention.k",
+        ("n_kv_head", "head_dim"),
+        "keys as they stand in the cache",
+        "attn.hook_rot_k",
+    ),
+    StageKind(
+        "attention.v",
+        ("n_kv_head", "head_dim"),
+        "values, with the value embedding where the block has one",
+        "attn.hook_v",
+    ),
+    StageKind(
+        "attention.scores",
+        ("n_head", "T"),
+        "products of a query with each key over the square root of head_dim; -inf for keys "
+        "that the position does not see",
+        "attn.hook_attn_scores",
+    ),
+    StageKind(
+        "attention.probs",
+        ("n_head", "T"),
+        "attention weights: softmax of the scores",
+        "attn.hook_pattern",
+    ),
+    StageKind(
+        "attention.heads",
+        ("n_head", "head_dim"),
+        "each head's weighted sum of values, before the output projection",
+        "attn.hook_z",
+    ),
+    StageKind(
+        "attention.head_out",
+        ("n_head", "d_model"),
+        "each head's part of the attention's output, without the projection's bias",
+        "attn.hook_result",
+        changes=False,
+    ),
+    StageKind(
+        "attention.out",
+        ("d_model",),
+        "what attention adds to the residual stream",
+        "hook_attn_out",
+    ),
+    StageKind(
+        "middle",
+        ("d_model",),
+        "the residual stream after attention (and after its norm, where that stands behind)",
+        "hook_resid_mid",
+    ),
+    StageKind(
+        "mlp.norm",
+        ("d_model",),
+        "what the MLP reads: the residual stream after the norm before it",
+        "ln2.hook_normalized",
+        has=_is_pre,
+    ),
+    StageKind(
+        "mlp.pre",
+        ("d_ff",),
+        "the MLP's units before the activation (of swiglu: the gate)",
+        "mlp.hook_pre",
+    ),
+    StageKind(
+        "mlp.up",
+        ("d_ff",),
+        "what the gate multiplies",
+        "mlp.hook_pre_linear",
+        has=_is_gated,
+    ),
+    StageKind(
+        "mlp.hidden",
+        ("d_ff",),
+        "the MLP's units after the activation (and the gate)",
+        "mlp.hook_post",
+    ),
+    StageKind("mlp.out", ("d_model",), "what the MLP adds to the residual stream", "hook_mlp_out"),
+    StageKind("output", ("d_model",), "the residual stream after the block", "hook_resid_post"),
+    StageKind(
+        "final_norm",
+        ("d_model",),
+        "the last residual stream after the final norm: what the head reads",
+        "ln_final.hook_normalized",
+        in_block=False,
+        has=lambda config: config.final_norm,
+    ),
+    StageKind(
+        "logits",
+        ("vocab_size",),
+        "the head's logits of the token that follows",
+        None,
+        changes=False,
+        in_block=False,
+    ),
+)
+"""In the order in which they are computed."""
+
+
+def stages_of(config: GPTConfig) -> tuple[Stage, ...]:
+    """The stages of a model, in the order in which they are computed."""
+    kinds = [kind for kind in STAGES if kind.has(config)]
+    first = [Stage(kind, None) for kind in kinds if kind.name == "embedding"]
+    blocks = [
+        Stage(kind, layer) for layer in range(config.n_layer) for kind in kinds if kind.in_block
+    ]
+    last = [Stage(kind, None) for kind in kinds if not kind.in_block and kind.name != "embedding"]
+    return (*first, *blocks, *last)
+
+
+def match_stages(patterns: Sequence[str], config: GPTConfig) -> tuple[Stage, ...]:
+    """The stages that names or patterns (`*` for any layer: "blocks.*.attention.q") choose, each
+    once, in the order in which they are computed. Raises UnknownStage for a pattern that chooses
+    none."""
+    stages = stages_of(config)
+    chosen: set[Stage] = set()
+    for pattern in patterns:
+        matching = [stage for stage in stages if fnmatch.fnmatchcase(stage.name, pattern)]
+        if not matching:
+            raise UnknownStage(_unknown(pattern, config))
+        chosen.update(matching)
+    return tuple(stage for stage in stages if stage in chosen)
+
+
+def _unknown(pattern: str, config: GPTConfig) -> str:
+    kinds = [kind for kind in STAGES if kind.has(config)]
+    for kind in STAGES:
+        if kind not in kinds and pattern.endswith(kind.name):
+            return f"this model has no stage {kind.name!r}: GET /stages lists those that it has"
+    names = [f"blocks.N.{kind.name}" if kind.in_block else kind.name for kind in kinds]
+    return (
+        f"no stage matches {pattern[:100]!r}; the stages are {', '.join(names)}, with N from 0 to "
+        f"{config.n_layer - 1} or * for all"
+    )

@@ -1,0 +1,470 @@
+"""What is inside a forward, handed out and changed by the engine, against its definitions in
+`tests/model/plain_stages.py`: for every family, recorded and changed at every stage."""
+
+import copy
+import random
+from collections.abc import Sequence
+from typing import Any, get_args
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+
+from model.inference.engine.cost import activation_shapes, position_elements
+from model.inference.engine.events import FinishReason
+from model.inference.engine.requests import (
+    Activations,
+    AttentionWeights,
+    GenerationRequest,
+    HiddenStates,
+    Logits,
+    OutputsRequest,
+    ScoreRequest,
+)
+from model.inference.errors import InvalidRequest
+from model.inference.interventions import Intervention, Operation, Span
+from model.transformer.gpt import GPT, Block
+from model.transformer.stages import stages_of
+from tests.model.factories import FAMILIES, tiny_config, tiny_gpt
+from tests.model.inference.engine.harness import (
+    Driven,
+    Outcome,
+    generation,
+    params,
+    random_prompt,
+    run,
+    skip_unless_rows_depend_on_their_number,
+)
+from tests.model.plain_stages import Change, plain_stages
+
+LENGTH = 75
+PROMPT = random_prompt(random.Random(0), LENGTH, 257)
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def gpt(request: pytest.FixtureRequest) -> GPT:
+    return tiny_gpt(tiny_config(**FAMILIES[request.param]))
+
+
+@pytest.fixture(scope="module")
+def exact(gpt: GPT) -> GPT:
+    """In float64, so that what differs is what is computed; rows are handed out in float32."""
+    return copy.deepcopy(gpt).double()
+
+
+def check_close(value: Tensor, expected: Tensor, what: str = "") -> None:
+    """To 1e-5 of the largest number: the head computes in float32, whatever the model does."""
+    expected = expected.to(value.dtype)
+    finite = expected[expected.isfinite()]
+    scale = max(1.0, float(finite.abs().max())) if len(finite) else 1.0
+    assert_close(value, expected, atol=1e-5 * scale, rtol=0, msg=lambda text: f"{what}: {text}")
+
+
+def names(gpt: GPT) -> list[str]:
+    return [stage.name for stage in stages_of(gpt.config)]
+
+
+def ask(
+    output: Any,
+    *interventions: Intervention,
+    request_id: str = "a",
+    prompt: Sequence[int] = PROMPT,
+    positions: Sequence[int] | None = None,
+) -> OutputsRequest:
+    return OutputsRequest(
+        request_id=request_id,
+        token_ids=tuple(prompt),
+        positions=tuple(range(len(prompt)) if positions is None else positions),
+        output=output,
+        interventions=interventions,
+    )
+
+
+def rows_of(outcome: Outcome) -> Tensor:
+    assert outcome.ended.reason is FinishReason.STOP, outcome.ended.error
+    return torch.cat([torch.from_numpy(event.rows) for event in outcome.rows])
+
+
+def by_stage(gpt: GPT, stages: Sequence[str], rows: Tensor, length: int) -> dict[str, Tensor]:
+    shapes = activation_shapes(stages, gpt.config, length)
+    parts = rows.split([int(np.prod(shape)) for shape in shapes], dim=1)
+    return {
+        name: part.reshape(len(rows), *shape)
+        for name, part, shape in zip(stages, parts, shapes, strict=True)
+    }
+
+
+def recorded(gpt: GPT, request: OutputsRequest, **config: Any) -> dict[str, Tensor]:
+    assert isinstance(request.output, Activations)
+    rows = rows_of(run(gpt, request, **config)[request.request_id, 0])
+    return by_stage(gpt, request.output.stages, rows, len(request.token_ids))
+
+
+# Recording
+
+
+@pytest.mark.parametrize("prefill_chunk", [32, 128])
+def test_every_stage_is_what_its_definition_says(exact: GPT, prefill_chunk: int) -> None:
+    gpt = exact
+    stages = recorded(gpt, ask(Activations(stages=tuple(names(gpt)))), prefill_chunk=prefill_chunk)
+    expected = plain_stages(gpt, PROMPT)
+    assert list(stages) == names(gpt)
+    assert set(stages) == set(expected)
+    for name, value in stages.items():
+        assert value.shape == expected[name].shape, name
+        check_close(value, expected[name], name)
+
+
+def test_the_stream_the_weights_and_the_logits_are_those_of_their_own_endpoints_to_the_bit(
+    gpt: GPT,
+) -> None:
+    layers = range(gpt.config.n_layer)
+    stages = recorded(gpt, ask(Activations(stages=tuple(names(gpt)))))
+    states = rows_of(run(gpt, ask(HiddenStates(layers=tuple(range(len(layers) + 1)))))["a", 0])
+    weights = AttentionWeights(layers=tuple(layers), heads=tuple(range(gpt.config.n_head)))
+    probs = rows_of(run(gpt, ask(weights))["a", 0])
+    assert torch.equal(stages["logits"], rows_of(run(gpt, ask(Logits()))["a", 0]))
+    assert torch.equal(stages["embedding"], states[:, 0])
+    for layer in layers:
+        assert torch.equal(stages[f"blocks.{layer}.output"], states[:, layer + 1])
+        assert torch.equal(stages[f"blocks.{layer}.attention.probs"], probs[:, layer])
+
+
+def test_chosen_positions_are_those_of_all(gpt: GPT) -> None:
+    output = Activations(stages=tuple(names(gpt)))
+    every = recorded(gpt, ask(output))
+    some = recorded(gpt, ask(output, positions=(0, 31, 32, 70)), prefill_chunk=32)
+    for name, value in some.items():
+        assert torch.equal(value, every[name][[0, 31, 32, 70]]), name
+
+
+def test_many_elements_are_computed_in_more_steps_with_the_same_bits(
+    gpt: GPT, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = ask(Activations(stages=tuple(names(gpt))))
+    at_once = recorded(gpt, request)
+    monkeypatch.setattr("model.inference.engine.scheduler.OUTPUT_ELEMENTS", 1)
+    outcome = run(gpt, request)["a", 0]
+    assert len(outcome.rows) == 3, "a block of positions in each step"
+    pieces = by_stage(gpt, names(gpt), rows_of(outcome), LENGTH)
+    for name, value in pieces.items():
+        assert torch.equal(value, at_once[name]), name
+
+
+def test_the_cost_of_a_position_is_what_is_handed_out_of_it(gpt: GPT) -> None:
+    request = ask(Activations(stages=tuple(names(gpt))), positions=(3,))
+    rows = rows_of(run(gpt, request)["a", 0])
+    assert rows.shape == (1, position_elements(request, gpt.config))
+
+
+# Changing
+
+
+def change_by_hand(interventions: Sequence[Intervention], prompt_length: int) -> Change:
+    """The same in plain torch, on whole texts."""
+
+    def change(name: str, value: Tensor) -> Tensor:
+        for intervention in interventions:
+            if intervention.stage != name:
+                continue
+            value = value.clone()
+            heads = intervention.heads
+            columns = range(value.shape[1]) if heads is None else heads
+            values = intervention.values
+            for place, position in enumerate(
+                [p for p in range(len(value)) if intervention.covers(p, prompt_length)]
+            ):
+                for index, column in enumerate(columns):
+                    at = value[position]
+                    if intervention.operation == "zero":
+                        at[column] = 0
+                    elif intervention.operation == "scale":
+                        at[column] *= intervention.factor
+                    else:
+                        given = torch.from_numpy(values[place % len(values)])[index]
+                        adds = intervention.operation == "add"
+                        kept = at[column].clone() if adds else 0
+                        at[column] = kept + (intervention.factor if adds else 1) * given
+        return value
+
+    return change
+
+
+def random_intervention(gpt: GPT, name: str, rng: random.Random) -> Intervention:
+    (stage,) = [stage for stage in stages_of(gpt.config) if stage.name == name]
+    shape = stage.shape(gpt.config, LENGTH)
+    places: list[tuple[int, ...] | Span] = ["all", "prompt", (0, 5, 33), (LENGTH - 1,), (31, 32)]
+    positions = rng.choice(places)
+    heads = None
+    if stage.heads_axis and rng.random() < 0.6:
+        heads = tuple(sorted(rng.sample(range(shape[0]), rng.randint(1, shape[0]))))
+        shape = (len(heads), *shape[1:])
+    operation = rng.choice(get_args(Operation))
+    rows = rng.choice([1, 1 if isinstance(positions, str) else len(positions)])
+    values = None
+    if operation in ("add", "set"):
+        generator = np.random.default_rng(rng.randrange(2**32))
+        values = generator.normal(size=(rows, *shape)).astype(np.float32)
+    return Intervention(
+        stage=name,
+        operation=operation,
+        positions=positions,
+        heads=heads,
+        factor=rng.choice([0.5, -1.0, 2.0]),
+        values=values,
+    )
+
+
+def changeable(gpt: GPT) -> list[str]:
+    return [stage.name for stage in stages_of(gpt.config) if stage.kind.changes]
+
+
+@pytest.mark.parametrize("count", [10, pytest.param(None, marks=pytest.mark.slow)])
+def test_a_change_of_any_stage_is_that_change_by_hand(exact: GPT, count: int | None) -> None:
+    """Each stage in turn, at the positions, heads and with the values of a draw: all stages after
+    it are what the definition gives with the same change. In a hurry, some stages."""
+    gpt = exact
+    rng = random.Random(gpt.config.n_head if count is None else count)
+    everything = Activations(stages=tuple(names(gpt)))
+    for name in changeable(gpt) if count is None else rng.sample(changeable(gpt), count):
+        intervention = random_intervention(gpt, name, rng)
+        stages = recorded(gpt, ask(everything, intervention), prefill_chunk=64)
+        expected = plain_stages(gpt, PROMPT, change_by_hand([intervention], LENGTH))
+        keys = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()[:, None]
+        for stage, value in stages.items():
+            wanted = expected[stage]
+            if stage.endswith((".scores", ".probs")):  # what is not seen is not of interest
+                value, wanted = (torch.where(keys, part, 0) for part in (value, wanted))
+            check_close(value, wanted, f"{intervention}, at {stage}")
+
+
+def test_several_changes_are_carried_out_in_their_order(gpt: GPT) -> None:
+    stage = "blocks.1.output"
+    one = np.ones((1, gpt.config.d_model), dtype=np.float32)
+    add = Intervention(stage=stage, operation="add", values=one)
+    double = Intervention(stage=stage, operation="scale", factor=2.0)
+    output = Activations(stages=(stage,))
+    plain = recorded(gpt, ask(output))[stage]
+    assert_close(recorded(gpt, ask(output, add, double))[stage], 2 * (plain + 1))
+    assert_close(recorded(gpt, ask(output, double, add))[stage], 2 * plain + 1)
+
+
+def test_logits_hidden_states_weights_and_scores_are_those_of_the_changed_forward(gpt: GPT) -> None:
+    head = Intervention(stage="blocks.0.attention.heads", operation="zero", heads=(1,))
+    sharp = Intervention(stage="blocks.1.attention.scores", operation="scale", factor=3.0)
+    stages = recorded(gpt, ask(Activations(stages=tuple(names(gpt))), head, sharp))
+    layers = tuple(range(gpt.config.n_layer))
+    logits = rows_of(run(gpt, ask(Logits(), head, sharp))["a", 0])
+    assert torch.equal(logits, stages["logits"])
+    states = rows_of(run(gpt, ask(HiddenStates(layers=(0, 2)), head, sharp))["a", 0])
+    assert torch.equal(states[:, 0], stages["embedding"])
+    assert torch.equal(states[:, 1], stages["blocks.1.output"])
+    weights = AttentionWeights(layers=layers, heads=(0, 3))
+    probs = rows_of(run(gpt, ask(weights, head, sharp))["a", 0])
+    assert torch.equal(probs[:, 1], stages["blocks.1.attention.probs"][:, [0, 3]])
+    request = ScoreRequest(
+        request_id="s", token_ids=tuple(PROMPT), interventions=(head, sharp), top=1
+    )
+    scored = run(gpt, request)["s", 0].prompt
+    expected = logits.log_softmax(dim=-1)
+    for position, token in enumerate(scored[1:]):
+        assert token.chosen is not None
+        assert token.chosen.logprob == pytest.approx(
+            expected[position, PROMPT[position + 1]].item(), abs=1e-4
+        )
+
+
+def test_a_text_goes_on_as_the_changed_model_would(exact: GPT) -> None:
+    """Greedy, with changes of the prompt alone, of what is generated alone, and of all: each token
+    is the likeliest of a whole changed forward over the text before it."""
+    gpt, prompt = exact, PROMPT[:40]
+    spans: tuple[Span, ...] = ("prompt", "generated", "all")
+    for span in spans:
+        head = Intervention(
+            stage="blocks.1.attention.heads", operation="zero", heads=(0, 2), positions=span
+        )
+        probs = Intervention(
+            stage="blocks.0.attention.probs", operation="scale", factor=0.5, positions=span
+        )
+        stream = Intervention(
+            stage="blocks.2.output", operation="scale", factor=1.5, positions=span
+        )
+        changes = (head, probs, stream)
+        request = GenerationRequest(
+            request_id="g",
+            token_ids=tuple(prompt),
+            params=params(max_tokens=12),
+            interventions=changes,
+        )
+        tokens = run(gpt, request)["g", 0].token_ids
+        text = list(prompt)
+        for token in tokens:
+            logits = plain_stages(gpt, text, change_by_hand(changes, len(prompt)))["logits"][-1]
+            assert logits[token] >= logits.max() - 1e-6, f"{span}: {text[len(prompt) :]}"
+            text.append(token)
+
+
+def test_to_patch_a_prompt_with_itself_changes_nothing(gpt: GPT) -> None:
+    """Of stages that the forward goes on with as they are: to the bit."""
+    for name in changeable(gpt):
+        if name.endswith((".scores", ".probs")):
+            continue  # spelled out where they are changed
+        value = recorded(gpt, ask(Activations(stages=(name,))))[name]
+        patch = Intervention(
+            stage=name, operation="set", positions=tuple(range(LENGTH)), values=value.numpy()
+        )
+        logits = rows_of(run(gpt, ask(Logits(), patch))["a", 0])
+        assert torch.equal(logits, rows_of(run(gpt, ask(Logits()))["a", 0])), name
+
+
+def test_zero_for_all_heads_but_one_leaves_that_heads_part(exact: GPT) -> None:
+    gpt = exact
+    parts = recorded(gpt, ask(Activations(stages=("blocks.1.attention.head_out",))))
+    others = Intervention(stage="blocks.1.attention.heads", operation="zero", heads=(0, 1, 3))
+    out = recorded(gpt, ask(Activations(stages=("blocks.1.attention.out",)), others))
+    block = gpt.blocks[1]
+    assert isinstance(block, Block)
+    bias = block.attention_out.bias if gpt.config.bias else torch.zeros(())
+    head = parts["blocks.1.attention.head_out"][:, 2]
+    check_close(out["blocks.1.attention.out"], head + bias)
+
+
+# Beside others
+
+
+def test_changed_sequences_change_no_bit_of_others_and_have_those_of_being_alone() -> None:
+    """Generations with and without changes, rows and scores, all at once in few slots: each is what
+    it is alone. No prefix of a changed one is shared, though all prompts begin alike."""
+    gpt = tiny_gpt(tiny_config())
+    rng = random.Random(3)
+    requests: list[Any] = []
+    for index in range(12):
+        prompt = tuple(PROMPT[: 33 + index])
+        changes = tuple(
+            random_intervention_of(gpt, rng, len(prompt)) for _ in range(rng.randint(1, 3))
+        )
+        changed = index % 3 > 0
+        if index % 4 == 3:
+            requests.append(
+                OutputsRequest(
+                    request_id=f"r{index}",
+                    token_ids=prompt,
+                    positions=tuple(range(len(prompt))),
+                    output=Logits(),
+                    interventions=changes if changed else (),
+                )
+            )
+        else:
+            requests.append(
+                GenerationRequest(
+                    request_id=f"r{index}",
+                    token_ids=prompt,
+                    params=params(max_tokens=rng.randint(1, 20), temperature=0.7, seed=index),
+                    interventions=changes if changed else (),
+                    n=1 + index % 2,
+                )
+            )
+    together = run(gpt, *requests, slots=3, prefill_chunk=64)
+    for request in requests:
+        alone = run(gpt, request, slots=3, prefill_chunk=32)
+        for key, outcome in alone.items():
+            assert outcome.token_ids == together[key].token_ids
+            for mine, other in zip(outcome.rows, together[key].rows, strict=False):
+                common = min(len(mine.rows), len(other.rows))
+                assert np.array_equal(mine.rows[:common], other.rows[:common])
+            if request.interventions:
+                assert together[key].ended.cached_tokens == 0
+
+
+def random_intervention_of(gpt: GPT, rng: random.Random, length: int) -> Intervention:
+    name = rng.choice(changeable(gpt))
+    places: list[tuple[int, ...] | Span] = ["all", "prompt", "generated", (0, length - 1)]
+    operations: list[Operation] = ["zero", "scale"]
+    return Intervention(
+        stage=name,
+        operation=rng.choice(operations),
+        positions=rng.choice(places),
+        factor=rng.choice([0.5, 2.0]),
+    )
+
+
+def test_rows_of_a_step_do_not_depend_on_how_many_are_changed() -> None:
+    skip_unless_rows_depend_on_their_number()
+    gpt = tiny_gpt(tiny_config(d_model=48, n_head=3))
+    requests = [
+        GenerationRequest(
+            request_id=f"g{index}",
+            token_ids=tuple(PROMPT[index : 40 + index]),
+            params=params(max_tokens=6, logprobs=0),
+            interventions=(Intervention(stage="blocks.0.mlp.out", operation="scale", factor=0.5),),
+        )
+        for index in range(3)
+    ]
+    together = run(gpt, *requests)
+    for request in requests:
+        key = (request.request_id, 0)
+        assert run(gpt, request)[key].tokens == together[key].tokens
+
+
+def test_a_changed_prompt_leaves_nothing_to_be_copied() -> None:
+    gpt = tiny_gpt(tiny_config())
+    driven = Driven(gpt)
+    zero = Intervention(stage="blocks.0.attention.v", operation="zero")
+    driven.add(
+        GenerationRequest(
+            request_id="changed",
+            token_ids=tuple(PROMPT),
+            params=params(max_tokens=4),
+            interventions=(zero,),
+        )
+    )
+    driven.drain()
+    driven.add(generation("plain", PROMPT, max_tokens=4))
+    plain = driven.drain()["plain", 0]
+    assert plain.ended.cached_tokens == 0
+    alone = run(gpt, generation("plain", PROMPT, max_tokens=4))
+    assert plain.token_ids == alone["plain", 0].token_ids
+
+
+# Refusing
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"stage": "blocks.0.attention.heds"}, "no stage matches"),
+        ({"stage": "blocks.9.output"}, "N from 0 to 2"),
+        ({"stage": "blocks.*.output"}, "matches 3 stages"),
+        ({"stage": "blocks.0.attention.q_raw"}, "this model has no stage"),
+        ({"stage": "blocks.0.attention.head_out"}, "use attention.heads"),
+        ({"stage": "logits"}, "use logit_bias"),
+        ({"heads": (4,)}, "within 0 to 3"),
+        ({"heads": ()}, "within 0 to 3"),
+        ({"stage": "blocks.0.output", "heads": (0,)}, "blocks.0.output has none"),
+        ({"positions": (75,)}, "position 75 is not one of the prompt's 75"),
+        ({"positions": (3, 3)}, "ascending"),
+        ({"operation": "add"}, "'add' needs values"),
+        (
+            {"operation": "set", "values": np.zeros((1, 4, 7), np.float32)},
+            r"shape \[1, 4, 7\]; blocks.0.attention.heads takes \[4, 8\] at each of 1",
+        ),
+        (
+            {
+                "operation": "set",
+                "positions": (0, 1, 2),
+                "values": np.zeros((2, 4, 8), np.float32),
+            },
+            "at each of 3 or 1 positions",
+        ),
+    ],
+)
+def test_what_cannot_be_carried_out_is_rejected(fields: dict[str, Any], message: str) -> None:
+    gpt = tiny_gpt(tiny_config())
+    values: dict[str, Any] = {"stage": "blocks.0.attention.heads", "operation": "zero"}
+    intervention = Intervention(**(values | fields))
+    with pytest.raises(InvalidRequest, match=message) as info:
+        run(gpt, ask(Logits(), intervention))
+    assert str(info.value).startswith("interventions[0]: ")
+    assert info.value.param == "interventions"
