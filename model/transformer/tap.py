@@ -3,7 +3,7 @@
 `GPT.transform` calls a tap with each value that it computes, by the names of
 `model/transformer/stages.py`, and goes on with what the tap returns: the same tensor where nothing
 is changed. `UNTAPPED` is what training and serving pass. What records and changes is in
-`model/inference/taps.py`.
+`model/inference/kernels/eager/taps.py`.
 """
 
 from typing import Protocol
