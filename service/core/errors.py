@@ -26,7 +26,8 @@ from model.inference.engine.events import FinishEvent, FinishReason
 from model.inference.errors import ContextLengthExceeded, InvalidRequest
 from service.engine.admission import QueueFull
 from service.engine.submission import EngineStopped
-from service.schemas.generate import MAX_IDS, MAX_PROMPTS, MAX_STOP_TEXTS, ErrorReply
+from service.schemas.base import MAX_IDS, MAX_PROMPTS, ErrorReply
+from service.schemas.generate import MAX_STOP_TEXTS
 
 ErrorType = Literal[
     "invalid_request_error",

@@ -20,8 +20,7 @@ from service.core.errors import (
     from_validation,
 )
 from service.requests.structure import count_structure
-from service.schemas import generate as schemas
-from service.schemas.generate import MAX_IDS
+from service.schemas.base import MAX_IDS, RequestBody
 
 MAX_VALUES = MAX_IDS + 2**14
 """JSON values in a body: the ids of the longest list, and what else is said."""
@@ -61,7 +60,7 @@ def body_of(model: type[Body]) -> Callable[[Request], Awaitable[Body]]:
     return read
 
 
-def described_by(model: type[schemas.RequestBody]) -> dict[str, Any]:
+def described_by(model: type[RequestBody]) -> dict[str, Any]:
     """The OpenAPI description of a body that `body_of` reads."""
     content = {
         "schema": {"$ref": f"#/components/schemas/{model.__name__}"},

@@ -36,7 +36,8 @@ from service.requests.body import unless_gone
 from service.requests.encode import encode_all, encode_text, no_vocabulary
 from service.schemas import generate as schemas
 from service.schemas import tensors
-from service.schemas.tensors import PositionChoice, PositionRange, Processing
+from service.schemas.base import PositionChoice, PositionRange
+from service.schemas.tensors import Processing
 
 TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,9}")
 """An id as the key of a JSON object: one spelling each, so that no key overwrites another."""

@@ -11,11 +11,11 @@ from model.inference.engine.requests import OutputsRequest
 from model.inference.sampling.distribution import Summary, summarise
 from model.text.tokenizer import Tokenizer
 from service.core.errors import ERRORS
+from service.core.gather import Gathered, gather, perplexity
 from service.core.ids import new_id
 from service.core.state import Ready, Served
 from service.requests.body import body_of, described_by, unless_gone
 from service.requests.resolve import ResolvedProbs, resolve_probs
-from service.responses.tensors.gather import Gathered, gather, perplexity
 from service.responses.text import envelope, server_timing, token_json
 from service.schemas.tensors import ProbsReply, ProbsRequest
 

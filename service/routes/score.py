@@ -12,11 +12,11 @@ from model.inference.engine.events import PromptToken
 from model.inference.engine.requests import ScoreRequest as EngineScoreRequest
 from model.text.tokenizer import Tokenizer
 from service.core.errors import ERRORS
+from service.core.gather import Gathered, gather, logprobs_of, perplexity
 from service.core.ids import new_id
 from service.core.state import Ready, Served
 from service.requests.body import body_of, described_by, unless_gone
 from service.requests.resolve import resolve_score
-from service.responses.tensors.gather import Gathered, gather, logprobs_of, perplexity
 from service.responses.text import envelope, first_likeliest, scored_json, server_timing
 from service.schemas.tensors import ScoreReply, ScoreRequest
 

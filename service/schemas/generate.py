@@ -1,53 +1,31 @@
-"""Schemas: the bodies of requests and replies, as pydantic models.
+"""Schemas of /generate and of what says how the server is: its health, its model.
 
-Requests are validated strictly: no unknown field, no NaN, no number in quotes. For replies the
-models are the documentation that /docs shows, and the tests hold every reply to them; the replies
-themselves are written as plain dicts, which is several times faster.
+Bodies and replies follow the rules of `base.py`.
 """
 
 import json
-from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    field_validator,
-    model_validator,
+from pydantic import Field, field_validator, model_validator
+
+from service.schemas.base import (
+    ChosenIds,
+    Examples,
+    ModelName,
+    PromptBody,
+    ReplyBody,
+    Text,
+    Timeout,
+    TokenId,
 )
 
-MAX_IDS = 2**17
-"""Ids in one list; parsing a body of so many takes some 20 ms, in which nobody else is answered."""
-MAX_PROMPTS = 4096
 MAX_STOP_TEXTS = 64
 
 MAX_CHOICES = 1024
 MAX_CONSTRAINT = 2**15
 """Characters of a regex, of a grammar, of a schema as JSON, and of all choices together."""
 
-# Lists stop at their first wrong item: a description of each would take the event loop seconds.
-TokenId = Annotated[int, Field(ge=0, lt=2**31)]
-Text = Annotated[str, Field(max_length=2**22)]
 Pattern = Annotated[str, Field(max_length=MAX_CONSTRAINT)]
-TokenIds = Annotated[list[TokenId], Field(max_length=MAX_IDS, fail_fast=True)]
-ChosenIds = Annotated[TokenIds, Field(min_length=1)]
-Prompts = Annotated[list[Text | TokenIds], Field(max_length=MAX_PROMPTS, fail_fast=True)]
-Prompt = Annotated[
-    Text | TokenIds | Prompts,
-    Field(description="A text, a list of token ids, or a list of texts and lists of ids."),
-]
-Examples = Mapping[str, Mapping[str, Any]]
-"""Bodies that can be sent as they are, by what each one shows; /docs offers them."""
-
-Timeout = Annotated[
-    float | None,
-    Field(gt=0, le=86_400, description="Seconds from arrival until the request is ended (504)."),
-]
-ModelName = Annotated[
-    str | None, Field(max_length=256, description="If given, the name served here.")
-]
-
 # What happens to the logits before a token is sampled. Where no description stands here, each
 # endpoint says in its own words what the value does there.
 Temperature = Annotated[float, Field(ge=0, le=1e6)]
@@ -73,33 +51,6 @@ LogitBias = Annotated[
     dict[str, float],
     Field(max_length=4096, description="Added to the logits: {token id: bias}."),
 ]
-
-
-class RequestBody(BaseModel):
-    examples: ClassVar[Examples]
-
-    model_config = ConfigDict(
-        strict=True, extra="forbid", allow_inf_nan=False, frozen=True, hide_input_in_errors=True
-    )
-
-
-class PromptBody(RequestBody):
-    """A request for one or many prompts."""
-
-    prompt: Prompt
-
-    @property
-    def prompts(self) -> Sequence[str | Sequence[int]]:
-        """The prompts, also where the body gives one without a list around it."""
-        prompt: Any = self.prompt
-        if isinstance(prompt, str) or not prompt or isinstance(prompt[0], int):
-            prompt = [prompt]
-        prompts: Sequence[str | Sequence[int]] = prompt
-        return prompts
-
-
-class ReplyBody(BaseModel):
-    model_config = ConfigDict(extra="forbid")
 
 
 # POST /generate
@@ -356,17 +307,6 @@ class GenerateReply(ReplyBody):
 
 
 # Errors and GET replies
-
-
-class ErrorDetail(ReplyBody):
-    message: str
-    type: str
-    param: str | None
-    code: str | None
-
-
-class ErrorReply(ReplyBody):
-    error: ErrorDetail
 
 
 class Health(ReplyBody):

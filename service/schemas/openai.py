@@ -11,11 +11,9 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 
-from service.schemas.generate import (
-    CheckpointName,
+from service.schemas.base import (
     ChosenIds,
     Examples,
-    GenerateRequest,
     ModelName,
     PromptBody,
     ReplyBody,
@@ -24,6 +22,7 @@ from service.schemas.generate import (
     Timeout,
     TokenId,
 )
+from service.schemas.generate import CheckpointName, GenerateRequest
 
 MAX_MESSAGES = 4096
 COMPLETION_TOKENS = 16

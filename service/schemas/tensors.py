@@ -8,35 +8,36 @@ is listed.
 
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
-from service.schemas.generate import (
-    MAX_IDS,
-    CheckpointName,
+from service.schemas.base import (
     ChosenIds,
     Examples,
+    ModelName,
+    Places,
+    PositionChoice,
+    PromptBody,
+    ReplyBody,
+    RequestBody,
+    Text,
+    Timeout,
+    TokenIds,
+)
+from service.schemas.generate import (
+    CheckpointName,
     FrequencyPenalty,
     LogitBias,
     MinP,
-    ModelName,
     PresencePenalty,
-    PromptBody,
     RepetitionPenalty,
-    ReplyBody,
-    RequestBody,
     Temperature,
-    Text,
-    Timeout,
     Token,
-    TokenIds,
     TopK,
     TopP,
 )
 
 MAX_CONTINUATIONS = 4096
 
-Place = Annotated[int, Field(ge=-(2**31), lt=2**31)]
-Places = Annotated[list[Place], Field(min_length=1, max_length=MAX_IDS, fail_fast=True)]
 Stage = Literal["raw", "processed"]
 HalfOrFull = Literal["float32", "float16"]
 DType = Annotated[
@@ -48,28 +49,6 @@ DType = Annotated[
 ]
 
 
-class PositionRange(RequestBody):
-    """Positions from one to before another, like a Python slice."""
-
-    model_config = ConfigDict(validate_by_name=False, serialize_by_alias=True)
-
-    start: Place | None = Field(None, alias="from", description="The first; absent: 0.")
-    to: Place | None = Field(None, description="The first that is left out; absent: to the end.")
-
-    @model_validator(mode="after")
-    def _some_end(self) -> "PositionRange":
-        if self.start is None and self.to is None:
-            raise ValueError("positions is an empty object; give from, to or both, or 'all'")
-        return self
-
-
-PositionChoice = Annotated[
-    Literal["last", "all"] | Places | PositionRange,
-    Field(
-        description="Rows: the last position, all, a list, or {'from': first, 'to': first left "
-        "out}; negative ones count from the end."
-    ),
-]
 PROCESSED_NEEDS_STAGE = (
     "processing is given and stage is 'raw'; set stage to 'processed', or leave processing out"
 )

@@ -8,15 +8,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator
 
-from service.schemas.generate import (
-    MAX_PROMPTS,
-    CheckpointName,
-    Examples,
-    ModelName,
-    ReplyBody,
-    RequestBody,
-    TokenIds,
-)
+from service.schemas.base import MAX_PROMPTS, Examples, ModelName, ReplyBody, RequestBody, TokenIds
+from service.schemas.generate import CheckpointName
 
 MAX_PIECES = 2**14
 """Tokens that one reply describes one by one: about a megabyte and a half of JSON."""

@@ -13,7 +13,7 @@ import pytest
 from model.inference.constraints.compiler import Source
 from model.inference.constraints.sandbox import Checker
 from service.responses import sse
-from service.schemas.generate import ErrorReply
+from service.schemas.base import ErrorReply
 from tests.service.serving import (
     TEST_TIMEOUT,
     Serving,

@@ -7,7 +7,6 @@ shape. Not here: a prompt's other cost, counted in tokens, and a generation's, c
 """
 
 import math
-from collections.abc import Sequence
 
 from model.inference.engine.requests import (
     Activations,
@@ -32,22 +31,32 @@ def position_elements(request: OutputsRequest, config: GPTConfig) -> int:
             return len(layers) * config.d_model
         case AttentionWeights(layers=layers, heads=heads):
             return len(layers) * len(heads) * len(request.token_ids)
-        case Activations(stages=stages):
-            shapes = activation_shapes(stages, config, len(request.token_ids))
+        case Activations() as asked:
+            shapes = activation_shapes(asked, config, len(request.token_ids))
             return sum(map(math.prod, shapes))
 
 
-def activation_shapes(
-    stages: Sequence[str], config: GPTConfig, length: int
-) -> list[tuple[int, ...]]:
-    """Of the value of each stage at one position of a prompt of `length` tokens."""
+def activation_shapes(asked: Activations, config: GPTConfig, length: int) -> list[tuple[int, ...]]:
+    """Of what is handed out of each stage at one position of a prompt of `length` tokens."""
     by_name = {stage.name: stage for stage in stages_of(config)}
-    return [by_name[name].shape(config, length) for name in stages]
+    stages = [by_name[name] for name in asked.stages]
+    shapes = [stage.shape(config, length) for stage in stages]
+    if asked.heads is None:
+        return shapes
+    return [
+        (len(asked.heads), *shape[1:]) if stage.heads_axis else shape
+        for stage, shape in zip(stages, shapes, strict=True)
+    ]
 
 
 def output_elements(request: Request, config: GPTConfig) -> int:
-    """Elements of everything that a request hands out or scores tokens by; 0 for generation as
-    such."""
+    """Elements of everything that a request hands out, scores tokens by or brings along as values
+    of its interventions; 0 for generation as such."""
+    brought = [change.values.size for change in request.interventions if change.values is not None]
+    return sum(brought) + _computed_elements(request, config)
+
+
+def _computed_elements(request: Request, config: GPTConfig) -> int:
     match request:
         case OutputsRequest(positions=positions):
             return len(positions) * position_elements(request, config)

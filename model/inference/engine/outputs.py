@@ -168,14 +168,16 @@ class OutputsComputer:
             case AttentionWeights(heads=heads):
                 weights = [tap.recorded(*key)[:, list(heads)] for key in record]
                 return torch.stack(weights, dim=1)  # (P, layers, heads, T)
-            case Activations(stages=stages):
-                values = [
-                    self._decoder.head(hidden)
-                    if stage.name == "logits"
-                    else tap.recorded(stage.layer, stage.kind.name).flatten(1)
-                    for stage in match_stages(stages, self._config)
-                ]
-                return torch.cat([value.float() for value in values], dim=1)
+            case Activations(stages=stages, heads=heads):
+                values = []
+                for stage in match_stages(stages, self._config):
+                    if stage.name == "logits":
+                        values.append(self._decoder.head(hidden))
+                        continue
+                    value = tap.recorded(stage.layer, stage.kind.name)  # (P, ...)
+                    chosen = heads is not None and stage.heads_axis is not None
+                    values.append(value[:, list(heads or ())] if chosen else value)
+                return torch.cat([value.flatten(1).float() for value in values], dim=1)
 
     def _logits(
         self,

@@ -72,9 +72,11 @@ class AttentionWeights:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Activations:
     """Rows of named stages (P, elements): the values of each at the position, flattened and one
-    after the other in the order of `stages` (names of `model/transformer/stages.py`)."""
+    after the other in the order of `stages` (names of `model/transformer/stages.py`); of those that
+    have heads, the chosen ones. None: all."""
 
     stages: tuple[str, ...]
+    heads: tuple[int, ...] | None = None
 
 
 Output = Logits | HiddenStates | AttentionWeights | Activations

@@ -167,8 +167,8 @@ def _check_outputs(request: OutputsRequest, config: GPTConfig) -> None:
         case AttentionWeights(layers=layers, heads=heads):
             _check_indices("layers", layers, config.n_layer, f"there are {config.n_layer} layers")
             _check_indices("heads", heads, config.n_head, f"there are {config.n_head} heads")
-        case Activations(stages=stages):
-            resolve_stages(stages, config)
+        case Activations(stages=stages, heads=heads):
+            _check_activations(stages, heads, config)
 
 
 def _check_scores(request: ScoreRequest, config: GPTConfig) -> None:
@@ -182,6 +182,25 @@ def _check_scores(request: ScoreRequest, config: GPTConfig) -> None:
         check_token_ids("continuations", continuation, config.vocab_size)
         check_prompt_fits(length + len(continuation), config.context_length, continued=True)
     check_count("logprobs", request.top, config.vocab_size)
+
+
+def _check_activations(
+    names: tuple[str, ...], heads: tuple[int, ...] | None, config: GPTConfig
+) -> None:
+    if resolve_stages(names, config) != names:
+        raise InvalidRequest(
+            f"stages {list(names[:20])} must be names, each once, in the order of GET /stages",
+            "stages",
+        )
+    if heads is None:
+        return
+    stages = [stage for stage in match_stages(names, config) if stage.heads_axis]
+    if not stages:
+        raise InvalidRequest(f"heads are given, and none of {list(names[:20])} has any", "heads")
+    for stage in stages:
+        assert stage.heads_axis is not None
+        count = getattr(config, stage.heads_axis)
+        _check_indices("heads", heads, count, f"{stage.name} has {count} heads")
 
 
 def _check_indices(param: str, indices: Collection[int], count: int, what: str) -> None:

@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from service.schemas.generate import GenerateRequest, RequestBody
+from service.schemas.base import RequestBody
+from service.schemas.generate import GenerateRequest
 from service.schemas.openai import ChatRequest, CompletionRequest
 from service.schemas.tensors import (
     AttentionRequest,

@@ -14,7 +14,7 @@ from starlette.responses import StreamingResponse
 from service.app.app import create_app
 from service.app.middleware import EXPOSED_HEADERS
 from service.connections.limits import MAX_HEADER_BYTES
-from service.schemas.generate import ErrorReply
+from service.schemas.base import ErrorReply
 from tests.service.serving import (
     Serving,
     events,

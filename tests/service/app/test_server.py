@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from service.app.server import serve
-from service.schemas.generate import ErrorReply
+from service.schemas.base import ErrorReply
 from tests.e2e.server import ServedProcess
 from tests.service.serving import client, events, eventually, serve_settings, slow_checkpoint
 

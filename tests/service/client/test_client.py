@@ -16,6 +16,7 @@ from service.app.app import create_app
 from service.schemas import generate as schemas
 from service.schemas import tensors as numbers
 from service.schemas import tokenizer as tokenizer_schemas
+from service.schemas.base import RequestBody
 from tests.service.client.conftest import Connect
 from tests.service.serving import Serving, eventually, held_loading, serve_settings, serving_app
 from tests.service.spelling import spelled
@@ -198,14 +199,14 @@ EXAMPLES = [
 
 @pytest.mark.parametrize(("model", "summary"), EXAMPLES, ids=lambda one: str(one)[:30])
 def test_every_example_of_the_endpoints_can_be_asked(
-    server: Serving, connect: Connect, model: type[schemas.RequestBody], summary: str
+    server: Serving, connect: Connect, model: type[RequestBody], summary: str
 ) -> None:
     body = dict(model.examples[summary])
     client = connect(server.url)
     if body.pop("stream", False):
         assert client.stream(**body).result().usage.completion_tokens > 0
         return
-    call: dict[type[schemas.RequestBody], Callable[..., Any]] = {
+    call: dict[type[RequestBody], Callable[..., Any]] = {
         schemas.GenerateRequest: client.generate,
         tokenizer_schemas.TokenizeRequest: client.tokenize,
         tokenizer_schemas.DetokenizeRequest: client.detokenize,

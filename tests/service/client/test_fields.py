@@ -6,6 +6,7 @@ from service.client import fields
 from service.schemas import generate as schemas
 from service.schemas import tensors as numbers
 from service.schemas import tokenizer as tokenizer_schemas
+from service.schemas.base import PositionRange, RequestBody
 
 ARGUMENTS = {"prompt", "stream"}
 """No keywords of a call: its first argument, and what the choice of `stream` or `generate` says."""
@@ -26,11 +27,11 @@ ARGUMENTS = {"prompt", "stream"}
     ],
 )
 def test_fields_are_those_of_the_endpoint(
-    ours: type, theirs: type[schemas.RequestBody], more: set[str]
+    ours: type, theirs: type[RequestBody], more: set[str]
 ) -> None:
     assert set(ours.__annotations__) == set(theirs.model_fields) - more
 
 
 def test_a_range_of_positions_has_the_names_of_the_endpoint() -> None:
-    aliases = {field.alias or name for name, field in numbers.PositionRange.model_fields.items()}
+    aliases = {field.alias or name for name, field in PositionRange.model_fields.items()}
     assert set(fields.PositionRange.__annotations__) == aliases

@@ -23,7 +23,7 @@ from service.connections.limits import (
     MIN_BYTES_PER_SECOND,
     head_size,
 )
-from service.schemas.generate import ErrorReply
+from service.schemas.base import ErrorReply
 from tests.e2e.server import ServedProcess
 from tests.service.serving import (
     Serving,

@@ -15,7 +15,7 @@ from pydantic import SecretStr
 from service.app.app import create_app
 from service.app.server import serve
 from service.core.auth import ApiKeyError, ApiKeys, is_public, read_api_keys
-from service.schemas.generate import ErrorReply
+from service.schemas.base import ErrorReply
 from service.settings.serve import ServeSettings
 from tests.service.serving import (
     Serving,

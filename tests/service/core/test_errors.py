@@ -25,7 +25,8 @@ from service.core.errors import (
 )
 from service.engine.admission import QueueFull
 from service.engine.submission import EngineStopped
-from service.schemas.generate import ErrorReply, GenerateRequest, RequestBody
+from service.schemas.base import ErrorReply, RequestBody
+from service.schemas.generate import GenerateRequest
 from service.schemas.tensors import LogitsRequest
 
 LARGEST_BODY = 4096

@@ -16,7 +16,8 @@ from pydantic import BaseModel
 from model.inference.constraints.compiler import Source
 from service.core.errors import ApiError
 from service.requests.resolve import constraint_source
-from service.schemas.generate import ErrorReply, GenerateReply, GenerateRequest
+from service.schemas.base import ErrorReply
+from service.schemas.generate import GenerateReply, GenerateRequest
 from service.schemas.openai import CompletionReply
 from service.schemas.tensors import LogitsReply, ProbsReply
 from tests.profiles import examples

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from service.schemas.generate import ErrorReply
+from service.schemas.base import ErrorReply
 from service.schemas.openai import ChatReply
 from tests.model.factories import save_tiny_checkpoint
 from tests.profiles import examples

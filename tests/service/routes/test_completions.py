@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from model.transformer.gpt import GPT
-from service.schemas.generate import ErrorReply
+from service.schemas.base import ErrorReply
 from service.schemas.openai import CompletionReply
 from tests.profiles import examples
 from tests.service.serving import Serving, events

@@ -13,15 +13,8 @@ from model.inference import reference
 from model.inference.sampling.distribution import log_softmax
 from model.inference.sampling.params import SamplingParams
 from model.transformer.gpt import GPT
-from service.schemas.generate import (
-    Choice,
-    ErrorReply,
-    GenerateReply,
-    Timings,
-    Token,
-    TopToken,
-    Usage,
-)
+from service.schemas.base import ErrorReply
+from service.schemas.generate import Choice, GenerateReply, Timings, Token, TopToken, Usage
 from tests.service.serving import Serving, events, read_until, request_bytes
 from tests.service.spelling import (
     ALPHABET,

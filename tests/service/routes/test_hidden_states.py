@@ -12,7 +12,7 @@ import safetensors.torch
 import torch
 
 from model.transformer.gpt import GPT
-from service.schemas.generate import ErrorReply
+from service.schemas.base import ErrorReply
 from service.schemas.tensors import AttentionReply, HiddenStatesReply
 from tests.model.inference.served import forward_as_served
 from tests.service.serving import Serving, eventually, read_until, request_bytes, serving

@@ -17,7 +17,7 @@ from model.inference.engine.engine import Engine
 from model.inference.engine.events import OutputsChunk
 from model.inference.engine.requests import OutputsRequest
 from model.transformer.gpt import GPT
-from service.schemas.generate import ErrorReply
+from service.schemas.base import ErrorReply
 from service.schemas.tensors import LogitsReply
 from tests.model.inference.served import forward_as_served
 from tests.service.serving import Serving, read_chunks, read_until, request_bytes

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from service.schemas.generate import ErrorReply
+from service.schemas.base import ErrorReply
 from service.schemas.openai import ModelList
 from tests.model.factories import save_tiny_checkpoint, training_record
 from tests.service.serving import Serving, serving

@@ -22,7 +22,8 @@ from service.core.metrics import ENDPOINTS
 from service.engine.admission import AdmissionController, QueueLimits
 from service.engine.async_engine import AsyncEngine
 from service.engine.driver import LocalDriver
-from service.schemas.generate import ErrorReply, Health, Info, Version
+from service.schemas.base import ErrorReply
+from service.schemas.generate import Health, Info, Version
 from tests.service.serving import (
     TEST_TIMEOUT,
     Serving,

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from model.transformer.gpt import GPT
-from service.schemas.generate import ErrorReply
+from service.schemas.base import ErrorReply
 from service.schemas.tensors import ProbsReply
 from tests.service.serving import Serving
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from model.transformer.gpt import GPT
-from service.schemas.generate import ErrorReply
+from service.schemas.base import ErrorReply
 from service.schemas.tensors import ScoreReply
 from tests.service.serving import Serving, serving
 

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from model.text.tokenizer import END_OF_TEXT, SPLIT_PATTERN, Tokenizer
-from service.schemas.generate import MAX_IDS, ErrorReply
+from service.schemas.base import MAX_IDS, ErrorReply
 from service.schemas.tokenizer import (
     MAX_PIECES,
     DetokenizeListReply,

@@ -10,7 +10,8 @@ from pydantic import BaseModel, ValidationError
 
 from service.schemas import generate as schemas
 from service.schemas import tokenizer as tokenizer_schemas
-from service.schemas.generate import GenerateRequest, RequestBody
+from service.schemas.base import RequestBody
+from service.schemas.generate import GenerateRequest
 from service.schemas.tensors import LogitsRequest, ProbsRequest
 from service.schemas.tokenizer import DetokenizeRequest, TokenizeRequest
 

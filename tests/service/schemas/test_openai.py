@@ -10,7 +10,8 @@ from annotated_types import BaseMetadata
 from pydantic import BaseModel, ValidationError
 
 from service.schemas import openai as schemas
-from service.schemas.generate import GenerateRequest, RequestBody
+from service.schemas.base import RequestBody
+from service.schemas.generate import GenerateRequest
 from service.schemas.openai import MAX_MESSAGES, ChatRequest, CompletionRequest
 
 REQUESTS: list[type[RequestBody]] = [CompletionRequest, ChatRequest]

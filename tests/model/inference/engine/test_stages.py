@@ -88,7 +88,7 @@ def rows_of(outcome: Outcome) -> Tensor:
 
 
 def by_stage(gpt: GPT, stages: Sequence[str], rows: Tensor, length: int) -> dict[str, Tensor]:
-    shapes = activation_shapes(stages, gpt.config, length)
+    shapes = activation_shapes(Activations(stages=tuple(stages)), gpt.config, length)
     parts = rows.split([int(np.prod(shape)) for shape in shapes], dim=1)
     return {
         name: part.reshape(len(rows), *shape)
