@@ -13,10 +13,11 @@
         llm.probs("def main():")                 # (vocabulary,): the next token
         llm.score("def main", ["():", "body"])   # the logprobs of each continuation
 
-Covers generation, streams, logits, next-token probabilities, hidden states, attention weights and
-scores. Prompts run together in the engine that `logitd serve` runs, so on a CPU the results are the
-same bits. Does not cover chat templates, JSON or queue limits, which belong to the service, and
-compiles no constraint: give a compiled one in `SamplingParams`.
+Covers generation, streams, logits, next-token probabilities, hidden states, attention weights,
+scores, the values of any stage of the forward, and interventions in it. Prompts run together in the
+engine that `logitd serve` runs, so on a CPU the results are the same bits. Does not cover chat
+templates, JSON or queue limits, which belong to the service, and compiles no constraint: give a
+compiled one in `SamplingParams`.
 """
 
 import itertools
@@ -38,6 +39,7 @@ from model.checkpoint.checkpoint import CheckpointError
 from model.device import DeviceError, use_threads
 from model.dtypes import DTypeName
 from model.inference.engine.config import EngineConfig
+from model.inference.engine.cost import split_activations
 from model.inference.engine.engine import Engine
 from model.inference.engine.events import (
     Event,
@@ -49,16 +51,20 @@ from model.inference.engine.events import (
     TokenEvent,
 )
 from model.inference.engine.requests import (
+    Activations,
     AttentionWeights,
     GenerationRequest,
     HiddenStates,
     Logits,
+    Output,
     OutputsRequest,
     Request,
     ScoreRequest,
     sequence_lengths,
 )
+from model.inference.engine.validation import resolve_heads, resolve_stages
 from model.inference.errors import InvalidRequest
+from model.inference.interventions import Intervention
 from model.inference.kernels.select import KernelError
 from model.inference.load import Slots, choose_slots, load_model
 from model.inference.memory import SlotBudget
@@ -72,6 +78,7 @@ __all__ = [
     "LLM",
     "Completion",
     "GenerationError",
+    "Intervention",
     "InvalidRequest",
     "LoadError",
     "SamplingParams",
@@ -196,14 +203,19 @@ class LLM:
         n: int = 1,
         stop: Sequence[str] = (),
         ignore_eos: bool = False,
+        interventions: Sequence[Intervention] = (),
     ) -> list[Completion]:
         """The `n` completions of each prompt, prompt by prompt.
 
-        stop        texts that end a completion; none where the model has no vocabulary
-        ignore_eos  whether to go on after the end-of-text token
+        stop           texts that end a completion; none where the model has no vocabulary
+        ignore_eos     whether to go on after the end-of-text token
+        interventions  what is changed inside the forward, here and below
         """
         parts: dict[tuple[int, int], list[Completion]] = {}
-        for part in self.stream(prompts, params, n=n, stop=stop, ignore_eos=ignore_eos):
+        stream = self.stream(
+            prompts, params, n=n, stop=stop, ignore_eos=ignore_eos, interventions=interventions
+        )
+        for part in stream:
             parts.setdefault((part.prompt_index, part.index), []).append(part)
         return [_joined(parts[key]) for key in sorted(parts)]
 
@@ -215,6 +227,7 @@ class LLM:
         n: int = 1,
         stop: Sequence[str] = (),
         ignore_eos: bool = False,
+        interventions: Sequence[Intervention] = (),
     ) -> Generator[Completion]:
         """The same, token by token: what is new of the completions, as they grow side by side.
 
@@ -228,7 +241,13 @@ class LLM:
             params = replace(params, stop_token_ids=params.stop_token_ids | {end_of_text})
         ids = [self.encode(prompt) for prompt in _as_list(prompts)]
         requests = [
-            GenerationRequest(request_id=self._new_id(), token_ids=token_ids, params=params, n=n)
+            GenerationRequest(
+                request_id=self._new_id(),
+                token_ids=token_ids,
+                params=params,
+                n=n,
+                interventions=tuple(interventions),
+            )
             for token_ids in ids
         ]
         sequences = {
@@ -251,34 +270,62 @@ class LLM:
                     self._stop(event.request_id, event.index)
                 yield part
 
-    def logits(self, prompt: Prompt) -> Floats:
+    def logits(self, prompt: Prompt, interventions: Sequence[Intervention] = ()) -> Floats:
         """Logits (T, V): row i predicts the token after token i."""
-        return self._rows(prompt, Logits())
+        return self._rows(self.encode(prompt), Logits(), interventions)
 
-    def probs(self, prompt: Prompt) -> npt.NDArray[np.float64]:
+    def probs(
+        self, prompt: Prompt, interventions: Sequence[Intervention] = ()
+    ) -> npt.NDArray[np.float64]:
         """Probabilities (V,) of the token that follows."""
-        row = self._rows(prompt, Logits(), only_last=True)[0]
+        row = self._rows(self.encode(prompt), Logits(), interventions, only_last=True)[0]
         return np.exp(log_softmax(row))
 
-    def hidden_states(self, prompt: Prompt) -> Floats:
+    def activations(
+        self,
+        prompt: Prompt,
+        stages: str | Sequence[str],
+        *,
+        heads: Sequence[int] | None = None,
+        interventions: Sequence[Intervention] = (),
+    ) -> dict[str, Floats]:
+        """The values (T, ...) of the stages that names or patterns (`blocks.*.attention.q`) choose;
+        `model/transformer/stages.py` lists them. Of those that have heads, the chosen ones."""
+        config, token_ids = self.checkpoint.config, self.encode(prompt)
+        names = resolve_stages([stages] if isinstance(stages, str) else stages, config)
+        output = Activations(
+            stages=names, heads=None if heads is None else resolve_heads(heads, names, config)
+        )
+        rows = self._rows(token_ids, output, interventions)  # (T, elements)
+        return split_activations(rows, output, config, len(token_ids))
+
+    def hidden_states(self, prompt: Prompt, interventions: Sequence[Intervention] = ()) -> Floats:
         """The residual stream (n_layer + 1, T, d_model): after the embeddings, after each block."""
         layers = range(self.checkpoint.config.n_layer + 1)
-        return self._rows(prompt, HiddenStates(layers=tuple(layers))).swapaxes(0, 1)
+        output = HiddenStates(layers=tuple(layers))
+        return self._rows(self.encode(prompt), output, interventions).swapaxes(0, 1)
 
-    def attention(self, prompt: Prompt) -> Floats:
+    def attention(self, prompt: Prompt, interventions: Sequence[Intervention] = ()) -> Floats:
         """Attention weights (n_layer, n_head, T, T); each row sums to 1."""
         config = self.checkpoint.config
         output = AttentionWeights(
             layers=tuple(range(config.n_layer)), heads=tuple(range(config.n_head))
         )
-        return self._rows(prompt, output).transpose(1, 2, 0, 3)
+        rows = self._rows(self.encode(prompt), output, interventions)
+        return rows.transpose(1, 2, 0, 3)
 
-    def score(self, prompt: Prompt, continuations: Sequence[Prompt] = ()) -> list[Score]:
+    def score(
+        self,
+        prompt: Prompt,
+        continuations: Sequence[Prompt] = (),
+        interventions: Sequence[Intervention] = (),
+    ) -> list[Score]:
         """How likely each continuation is after the prompt; where there are none, the prompt."""
         request = ScoreRequest(
             request_id=self._new_id(),
             token_ids=self.encode(prompt),
             continuations=tuple(map(self.encode, continuations)),
+            interventions=tuple(interventions),
         )
         tokens: list[list[PromptToken]] = [[] for _ in sequence_lengths(request)]
         for event in self._run([request]):
@@ -305,19 +352,20 @@ class LLM:
 
     def _rows(
         self,
-        prompt: Prompt,
-        output: Logits | HiddenStates | AttentionWeights,
+        token_ids: tuple[int, ...],
+        output: Output,
+        interventions: Sequence[Intervention] = (),
         *,
         only_last: bool = False,
     ) -> Floats:
         """Rows of a prompt's positions, the first axis, in the order of the engine."""
-        token_ids = self.encode(prompt)
         positions = tuple(range(len(token_ids)))
         request = OutputsRequest(
             request_id=self._new_id(),
             token_ids=token_ids,
             positions=positions[-1:] if only_last else positions,
             output=output,
+            interventions=tuple(interventions),
         )
         pieces = [event.rows for event in self._run([request]) if isinstance(event, OutputsChunk)]
         return np.concatenate(pieces)

@@ -58,7 +58,7 @@ def check_interventions(
     """Raise InvalidRequest for what cannot be carried out on a prompt of so many tokens."""
     for index, intervention in enumerate(interventions):
         try:
-            _check(intervention, config, prompt_length)
+            check_intervention(intervention, config, prompt_length)
         except InvalidRequest as error:
             raise InvalidRequest(f"interventions[{index}]: {error}", PARAM) from error
 
@@ -79,7 +79,8 @@ def changeable_stage(name: str, config: GPTConfig) -> Stage:
     return stage
 
 
-def _check(intervention: Intervention, config: GPTConfig, length: int) -> None:
+def check_intervention(intervention: Intervention, config: GPTConfig, length: int) -> None:
+    """Raise InvalidRequest for what cannot be carried out on a prompt of so many tokens."""
     stage = changeable_stage(intervention.stage, config)
     _check_positions(intervention.positions, length)
     shape = stage.shape(config, length)

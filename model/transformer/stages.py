@@ -41,6 +41,16 @@ class StageKind:
     in_block: bool = True
     has: Callable[[GPTConfig], bool] = lambda config: True
 
+    @property
+    def pattern(self) -> str:
+        """Its name with N for the layer."""
+        return f"blocks.N.{self.name}" if self.in_block else self.name
+
+    @property
+    def lens_pattern(self) -> str | None:
+        """TransformerLens' name with N for the layer."""
+        return f"blocks.N.{self.lens}" if self.lens and self.in_block else self.lens
+
 
 @dataclass(frozen=True, slots=True)
 class Stage:
@@ -244,8 +254,8 @@ def _unknown(pattern: str, config: GPTConfig) -> str:
     for kind in STAGES:
         if kind not in kinds and pattern.endswith(kind.name):
             return f"this model has no stage {kind.name!r}: GET /stages lists those that it has"
-    names = [f"blocks.N.{kind.name}" if kind.in_block else kind.name for kind in kinds]
+    names = ", ".join(kind.pattern for kind in kinds)
     return (
-        f"no stage matches {pattern[:100]!r}; the stages are {', '.join(names)}, with N from 0 to "
+        f"no stage matches {pattern[:100]!r}; the stages are {names}, with N from 0 to "
         f"{config.n_layer - 1} or * for all"
     )

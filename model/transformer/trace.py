@@ -1,7 +1,7 @@
-"""Trace: the shape and size of everything a forward pass computes, in the order it is computed.
+"""Trace: the shape and size of every stage of a forward, in the order of `stages.py`.
 
 For people who want to see what happens between a text and its logits. Keeps figures about the
-tensors, not the tensors; for those, use `GPT.forward` or the HTTP endpoints.
+tensors, not the tensors; for those, use `GPT.forward`, a tap or the HTTP endpoints.
 """
 
 from collections.abc import Sequence
@@ -10,13 +10,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from model.transformer.attention import RecordingAttend
+from model.transformer.attention import RecordingAttend, mask_causal
 from model.transformer.gpt import GPT
+from model.transformer.stages import Stage, stages_of
+from model.transformer.tap import HEADS_FIRST
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
-    """One tensor of the forward pass. Axes: B sequences, T positions, V = vocab_size."""
+class TracedStage:
+    """Figures of a stage over a text: mean and deviation of what is finite. Axes: T positions (of
+    scores and probs, then the keys), the others as in `GPTConfig`."""
 
     name: str
     shape: tuple[int, ...]
@@ -26,30 +29,35 @@ class Stage:
 
 
 @torch.inference_mode()
-def trace(gpt: GPT, token_ids: Sequence[int]) -> list[Stage]:
+def trace(gpt: GPT, token_ids: Sequence[int]) -> list[TracedStage]:
     """Every stage of a forward over one text."""
     ids = torch.tensor([token_ids], device=gpt.token_embedding.weight.device)  # (1, T)
     positions = torch.arange(len(token_ids), device=ids.device)[None]
-    attend, states = RecordingAttend(), list[Tensor]()
-    final = gpt.transform(ids, positions, attend, states)
-    stages = [_stage("embedding", states[0], "B, T, d_model")]
-    for layer in range(gpt.config.n_layer):
-        stages += [
-            _stage(f"block {layer}: Q", attend.q[layer], "B, n_head, T, head_dim"),
-            _stage(f"block {layer}: K", attend.k[layer], "B, n_kv_head, T, head_dim"),
-            _stage(f"block {layer}: V", attend.v[layer], "B, n_kv_head, T, head_dim"),
-            _stage(f"block {layer}: scores", attend.scores[layer], "B, n_head, T, T"),
-            _stage(f"block {layer}: probs", attend.probs[layer], "B, n_head, T, T"),
-            _stage(f"block {layer}: hidden state", states[layer + 1], "B, T, d_model"),
-        ]
-    if gpt.config.final_norm:
-        stages.append(_stage("final norm", final, "B, T, d_model"))
-    stages.append(_stage("lm_head: logits", gpt.logits(final), "B, T, V"))
-    return stages
+    attend, tap = RecordingAttend(), _Figures()
+    final = gpt.transform(ids, positions, attend, tap=tap)
+    for layer, (scores, probs) in enumerate(zip(attend.scores, attend.probs, strict=True)):
+        tap(layer, "attention.scores", mask_causal(scores))
+        tap(layer, "attention.probs", probs)
+    tap(None, "logits", gpt.logits(final))
+    return [tap.of(stage) for stage in stages_of(gpt.config)]
 
 
-def _stage(name: str, tensor: Tensor, axes: str) -> Stage:
-    values = tensor.float()
-    return Stage(
-        name, tuple(tensor.shape), axes, values.mean().item(), values.std(correction=0).item()
-    )
+class _Figures:
+    """A tap that keeps the shape, mean and deviation of each stage."""
+
+    def __init__(self) -> None:
+        self._kept: dict[tuple[int | None, str], tuple[tuple[int, ...], float, float]] = {}
+
+    def wants(self, layer: int | None, stage: str) -> bool:
+        return True
+
+    def __call__(self, layer: int | None, stage: str, value: Tensor, offset: int = 0) -> Tensor:
+        shown = value[0].transpose(0, 1) if stage in HEADS_FIRST else value[0]  # (T, ...)
+        finite = shown.float()[shown.isfinite()]
+        figures = finite.mean().item(), finite.std(correction=0).item()
+        self._kept[layer, stage] = tuple(shown.shape), *figures
+        return value
+
+    def of(self, stage: Stage) -> TracedStage:
+        shape, mean, std = self._kept[stage.layer, stage.kind.name]
+        return TracedStage(stage.name, shape, ", ".join(("T", *stage.kind.axes)), mean, std)

@@ -24,6 +24,7 @@ from service.core import errors
 from service.core.auth import ApiKeyCheck, is_public, read_api_keys
 from service.core.state import ServiceState
 from service.routes import (
+    activations,
     attention,
     chat,
     completions,
@@ -34,6 +35,7 @@ from service.routes import (
     operations,
     probs,
     score,
+    stages,
     tokenize,
 )
 from service.settings.serve import ServeSettings
@@ -70,7 +72,7 @@ def create_app(settings: ServeSettings) -> FastAPI:
     errors.install(app)
     openapi.install(app, needs_key=lambda path: _needs_key(state, path))
     for routes in (
-        generate, logits, probs, score, hidden_states, attention, tokenize,
+        generate, logits, probs, score, hidden_states, attention, activations, stages, tokenize,
         completions, chat, models, operations,
     ):  # fmt: skip
         app.include_router(routes.router)

@@ -12,6 +12,7 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from pydantic.json_schema import models_json_schema
 
+from service.schemas.activations import ActivationsRequest
 from service.schemas.generate import GenerateRequest
 from service.schemas.openai import ChatRequest, CompletionRequest
 from service.schemas.tensors import (
@@ -30,6 +31,7 @@ REQUEST_BODIES = (
     ScoreRequest,
     HiddenStatesRequest,
     AttentionRequest,
+    ActivationsRequest,
     TokenizeRequest,
     DetokenizeRequest,
     CompletionRequest,

@@ -21,6 +21,7 @@ import httpx
 
 from service.client import calls, transport
 from service.client.fields import (
+    ActivationsFields,
     AttentionFields,
     DetokenizeFields,
     GenerateFields,
@@ -36,6 +37,7 @@ from service.client.fields import (
     TokenizeFields,
 )
 from service.client.results import (
+    Activations,
     Attention,
     Chunk,
     Detokenized,
@@ -46,6 +48,7 @@ from service.client.results import (
     Logits,
     Probs,
     Scores,
+    Stages,
     Timings,
     Tokenized,
     TokenizerInfo,
@@ -160,6 +163,31 @@ class AsyncClient:
     ) -> Attention | list[Attention]:
         """Attention weights by layer and head; of a list of prompts, a list of results."""
         return await self._run(calls.attention(prompt, fields))
+
+    @overload
+    async def activations(  # type: ignore[overload-overlap]
+        self,
+        prompt: OnePrompt,
+        stages: str | Sequence[str],
+        **fields: Unpack[ActivationsFields],
+    ) -> Activations: ...
+    @overload
+    async def activations(
+        self,
+        prompt: ManyPrompts,
+        stages: str | Sequence[str],
+        **fields: Unpack[ActivationsFields],
+    ) -> list[Activations]: ...
+    async def activations(
+        self, prompt: Prompt, stages: str | Sequence[str], **fields: Unpack[ActivationsFields]
+    ) -> Activations | list[Activations]:
+        """The values of stages of the forward, by name or pattern (`blocks.*.attention.q`); of a
+        list of prompts, a list of results."""
+        return await self._run(calls.activations(prompt, stages, fields))
+
+    async def stages(self) -> Stages:
+        """The names, shapes and meanings of the stages."""
+        return await self._run(calls.stages())
 
     async def probs(self, prompt: Prompt, **fields: Unpack[ProbsFields]) -> Probs:
         """The distribution of the next token after each prompt."""

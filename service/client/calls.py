@@ -17,6 +17,7 @@ from service.client.errors import MalformedReplyError
 from service.client.fields import OneOrManyIds, Prompt
 from service.client.reading import WrongShape, read
 from service.client.results import (
+    Activations,
     Attention,
     Detokenized,
     Generation,
@@ -26,6 +27,7 @@ from service.client.results import (
     Logits,
     Probs,
     Scores,
+    Stages,
     Tokenized,
     TokenizerInfo,
     TopLogits,
@@ -120,6 +122,18 @@ def hidden_states(prompt: Prompt, fields: Mapping[str, object]) -> Call[Any]:
 def attention(prompt: Prompt, fields: Mapping[str, object]) -> Call[Any]:
     """Attention; of many prompts, a list of them."""
     return _arrays("/attention", prompt, fields, _attention)
+
+
+def activations(
+    prompt: Prompt, stages: str | Sequence[str], fields: Mapping[str, object]
+) -> Call[Any]:
+    """Activations; of many prompts, a list of them."""
+    names = [stages] if isinstance(stages, str) else list(stages)
+    return _arrays("/activations", prompt, {"stages": names, **fields}, _activations)
+
+
+def stages() -> Call[Stages]:
+    return Call(Request("GET", "/stages"), partial(_object, Stages))
 
 
 def probs(prompt: Prompt, fields: Mapping[str, object]) -> Call[Probs]:
@@ -288,6 +302,18 @@ def _hidden_states(file: TensorFile, suffix: str, request_id: str) -> HiddenStat
 def _attention(file: TensorFile, suffix: str, request_id: str) -> Attention:
     return Attention(
         attention=file.array(f"attention{suffix}"),
+        positions=file.array(f"positions{suffix}"),
+        token_ids=file.array(f"token_ids{suffix}"),
+        checkpoint=file.checkpoint,
+        request_id=request_id,
+    )
+
+
+def _activations(file: TensorFile, suffix: str, request_id: str) -> Activations:
+    alone = {"token_ids", "positions"}
+    names = [name.removesuffix(suffix) for name in file.names if name.endswith(suffix)]
+    return Activations(
+        stages={name: file.array(name + suffix) for name in names if name not in alone},
         positions=file.array(f"positions{suffix}"),
         token_ids=file.array(f"token_ids{suffix}"),
         checkpoint=file.checkpoint,

@@ -23,6 +23,7 @@ import httpx
 
 from service.client import calls, transport
 from service.client.fields import (
+    ActivationsFields,
     AttentionFields,
     DetokenizeFields,
     GenerateFields,
@@ -38,6 +39,7 @@ from service.client.fields import (
     TokenizeFields,
 )
 from service.client.results import (
+    Activations,
     Attention,
     Chunk,
     Detokenized,
@@ -48,6 +50,7 @@ from service.client.results import (
     Logits,
     Probs,
     Scores,
+    Stages,
     Timings,
     Tokenized,
     TokenizerInfo,
@@ -162,6 +165,31 @@ class Client:
     ) -> Attention | list[Attention]:
         """Attention weights by layer and head; of a list of prompts, a list of results."""
         return self._run(calls.attention(prompt, fields))
+
+    @overload
+    def activations(  # type: ignore[overload-overlap]
+        self,
+        prompt: OnePrompt,
+        stages: str | Sequence[str],
+        **fields: Unpack[ActivationsFields],
+    ) -> Activations: ...
+    @overload
+    def activations(
+        self,
+        prompt: ManyPrompts,
+        stages: str | Sequence[str],
+        **fields: Unpack[ActivationsFields],
+    ) -> list[Activations]: ...
+    def activations(
+        self, prompt: Prompt, stages: str | Sequence[str], **fields: Unpack[ActivationsFields]
+    ) -> Activations | list[Activations]:
+        """The values of stages of the forward, by name or pattern (`blocks.*.attention.q`); of a
+        list of prompts, a list of results."""
+        return self._run(calls.activations(prompt, stages, fields))
+
+    def stages(self) -> Stages:
+        """The names, shapes and meanings of the stages."""
+        return self._run(calls.stages())
 
     def probs(self, prompt: Prompt, **fields: Unpack[ProbsFields]) -> Probs:
         """The distribution of the next token after each prompt."""

@@ -6,7 +6,7 @@ out has the server's default.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal, Required, TypedDict
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +23,35 @@ DType = Literal["float32", "float16", "bfloat16"]
 Stage = Literal["raw", "processed"]
 PositionRange = TypedDict("PositionRange", {"from": int, "to": int}, total=False)
 Positions = Literal["last", "all"] | TokenIds | PositionRange
+
+
+Values = Sequence[float] | Sequence[Sequence[float]] | npt.NDArray[np.floating[Any]]
+"""Of a stage: at one position, or a list of such, one for each."""
+
+
+class Source(TypedDict, total=False):
+    """Another prompt, of which a stage is read."""
+
+    prompt: Required[OnePrompt]
+    positions: Positions
+
+
+Intervention = TypedDict(
+    "Intervention",
+    {
+        "stage": Required[str],
+        "operation": Required[Literal["zero", "scale", "add", "set"]],
+        "positions": Literal["all", "prompt", "generated", "last"] | TokenIds | PositionRange,
+        "heads": TokenIds | None,
+        "factor": float | None,
+        "values": Values | None,
+        "from": Source | None,
+        "minus": Source | None,
+    },
+    total=False,
+)
+"""A change inside the forward; `from` is a word of Python's: write it as a dict."""
+Interventions = Sequence[Intervention]
 
 
 class Processing(TypedDict, total=False):
@@ -67,6 +96,7 @@ class GenerateFields(TypedDict, total=False):
     echo: bool
     priority: int
     prefix_reuse: bool
+    interventions: Interventions
     timeout: float | None
     model: str | None
 
@@ -77,6 +107,7 @@ class LogitsFields(TypedDict, total=False):
     stage: Stage
     processing: Processing | None
     dtype: DType
+    interventions: Interventions
     timeout: float | None
     model: str | None
 
@@ -85,6 +116,7 @@ class HiddenStatesFields(TypedDict, total=False):
     layers: TokenIds | None
     positions: Positions
     dtype: DType
+    interventions: Interventions
     timeout: float | None
     model: str | None
 
@@ -93,6 +125,16 @@ class AttentionFields(TypedDict, total=False):
     layers: TokenIds | None
     heads: TokenIds | None
     positions: Positions
+    dtype: DType
+    interventions: Interventions
+    timeout: float | None
+    model: str | None
+
+
+class ActivationsFields(TypedDict, total=False):
+    positions: Positions
+    heads: TokenIds | None
+    interventions: Interventions
     dtype: DType
     timeout: float | None
     model: str | None
@@ -105,6 +147,7 @@ class ProbsFields(TypedDict, total=False):
     stage: Stage
     processing: Processing | None
     perplexity: bool
+    interventions: Interventions
     timeout: float | None
     model: str | None
 
@@ -123,5 +166,6 @@ class DetokenizeFields(TypedDict, total=False):
 class ScoreFields(TypedDict, total=False):
     continuations: ManyPrompts | None
     logprobs: int | None
+    interventions: Interventions
     timeout: float | None
     model: str | None

@@ -2,10 +2,11 @@
 
 Those without arrays are read from JSON (`reading.py`) and have the members of the server's replies
 under the same names; `bytes` is bytes here, and `request_id` comes from the reply's header. Logits,
-hidden states and attention weights are NumPy arrays of the caller's own, which may be written to.
-Shapes: `P` positions asked for, `T` tokens of the prompt, `C` columns.
+hidden states, attention weights and activations are NumPy arrays of the caller's own, which may be
+written to. Shapes: `P` positions asked for, `T` tokens of the prompt, `C` columns.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -184,6 +185,43 @@ class Attention:
     positions: Integers  # (P,)
     token_ids: Integers  # (T,)
     checkpoint: Checkpoint
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Activations:
+    """The values of stages (P, ...) of one prompt, by their names."""
+
+    stages: Mapping[str, Floats]
+    positions: Integers  # (P,)
+    token_ids: Integers  # (T,)
+    checkpoint: Checkpoint
+    request_id: str
+
+    def __getitem__(self, stage: str) -> Floats:
+        return self.stages[stage]
+
+
+@dataclass(frozen=True, slots=True)
+class StageInfo:
+    """A stage of the model's forward, N standing for the layer; None in `shape`: positions, and
+    tokens of the prompt."""
+
+    name: str
+    names: tuple[str, ...]
+    axes: tuple[str, ...]
+    shape: tuple[int | None, ...]
+    meaning: str
+    changeable: bool
+    transformer_lens: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Stages:
+    """What the served model computes, in that order."""
+
+    model: str
+    stages: tuple[StageInfo, ...]
     request_id: str
 
 

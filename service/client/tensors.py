@@ -46,6 +46,11 @@ class TensorFile:
         self._header: dict[str, Any] = read(dict[str, Any], header, "the header")
         self._data = memoryview(content)[8 + size :]
 
+    @property
+    def names(self) -> list[str]:
+        """Of all tensors, in the file's order."""
+        return [name for name in self._header if name != "__metadata__"]
+
     def array(self, name: str) -> Array:
         """The tensor of this name, over the file's own bytes."""
         if name not in self._header:

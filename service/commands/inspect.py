@@ -16,7 +16,9 @@ from model.device import choose_placement
 from model.text.tokenizer import NoVocabularyError, TokenizerError
 from model.training.config import TrainingError
 from model.training.run.summary import is_run, summarise
-from model.transformer.trace import Stage, trace
+from model.transformer.config import GPTConfig
+from model.transformer.stages import stages_of
+from model.transformer.trace import TracedStage, trace
 from service.commands.generate import token_ids_of
 from service.commands.inspect_runs import show_runs
 from service.settings.tools import InspectSettings
@@ -63,6 +65,7 @@ def _inspect_checkpoint(path: Path, settings: InspectSettings) -> int:
     pieces = [repr(name) if name else str(i) for i, name in zip(token_ids, names, strict=True)]
     console.print(f"\n{len(token_ids)} tokens: {' '.join(pieces)}\n", markup=False)
     console.print(_shapes(stages))
+    console.print(_meanings(checkpoint.config))
     return 0
 
 
@@ -81,7 +84,7 @@ def _token_ids(checkpoint: CheckpointInfo, settings: InspectSettings) -> list[in
 
 
 def _document(
-    checkpoint: CheckpointInfo, parameters: int, token_ids: list[int], stages: list[Stage]
+    checkpoint: CheckpointInfo, parameters: int, token_ids: list[int], stages: list[TracedStage]
 ) -> dict[str, Any]:
     """What --json prints."""
     return {
@@ -91,7 +94,10 @@ def _document(
         "training": checkpoint.training.to_dict(),
         "model": checkpoint.config.to_dict(),
         "token_ids": token_ids,
-        "stages": [asdict(stage) for stage in stages],
+        "stages": [
+            {**asdict(traced), "meaning": stage.kind.meaning}
+            for traced, stage in zip(stages, stages_of(checkpoint.config), strict=True)
+        ],
     }
 
 
@@ -117,13 +123,21 @@ def _facts(checkpoint: CheckpointInfo, parameters: int) -> Table:
     return table
 
 
-def _shapes(stages: list[Stage]) -> Table:
+def _shapes(stages: list[TracedStage]) -> Table:
     # A narrow terminal folds; it does not cut.
     columns = (Column(name, overflow="fold") for name in ("stage", "shape", "axes", "mean", "std"))
     table = Table(*columns, title="a forward pass")
     for stage in stages:
         shape = " x ".join(map(str, stage.shape))
         table.add_row(stage.name, shape, stage.axes, f"{stage.mean:.4f}", f"{stage.std:.4f}")
+    return table
+
+
+def _meanings(config: GPTConfig) -> Table:
+    columns = (Column(name, overflow="fold") for name in ("stage", "meaning", "TransformerLens"))
+    table = Table(*columns, title="what the stages are")
+    for kind in dict.fromkeys(stage.kind for stage in stages_of(config)):
+        table.add_row(kind.pattern, kind.meaning, kind.lens_pattern or "")
     return table
 
 

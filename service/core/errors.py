@@ -64,6 +64,16 @@ SEVERAL_FORMS = {
     "{'from': first, 'to': first left out}",
     "tokens": f"a list of token ids (integers from 0, {MAX_IDS} at most), or a list of such lists "
     f"({MAX_PROMPTS} at most)",
+    "interventions.positions": "'all', 'prompt', 'generated', 'last', a list of integers or "
+    "{'from': first, 'to': first left out}",
+    "interventions.values": "a list of numbers, or a list of such lists, up to three deep",
+    **dict.fromkeys(
+        ("interventions.from.prompt", "interventions.minus.prompt"), "a string or a list of ids"
+    ),
+    **dict.fromkeys(
+        ("interventions.from.positions", "interventions.minus.positions"),
+        "'last', 'all', a list of integers or {'from': first, 'to': first left out}",
+    ),
 }
 """Fields that take values of several forms, in words."""
 
@@ -232,8 +242,9 @@ def _from_status(status: int, request: Request) -> ApiError:
 def _sentence(problem: Mapping[str, Any], fields: Collection[str]) -> str:
     location = problem["loc"]
     field = clip(".".join(str(part) for part in location))
-    if len(location) > 1 and location[0] in SEVERAL_FORMS:
-        return f"{location[0]} must be {SEVERAL_FORMS[location[0]]}"
+    for length in range(1, len(location)):  # what follows names a form that it does not have
+        if (form := SEVERAL_FORMS.get(_field_name(location[:length]))) is not None:
+            return f"{_place(location[:length])} must be {form}"
     match problem["type"]:
         case "extra_forbidden":
             return f"unknown field {field!r}{_suggestion(location, fields)}"
@@ -244,9 +255,21 @@ def _sentence(problem: Mapping[str, Any], fields: Collection[str]) -> str:
         case "model_type":
             return "the body must be a JSON object"
         case "value_error":  # a sentence of our own
-            return str(problem["msg"]).removeprefix("Value error, ")
+            item = f"{_place(location)}: " if len(location) > 1 else ""
+            return item + str(problem["msg"]).removeprefix("Value error, ")
         case _:
             return f"{field}: {problem['msg'][:300]}" if field else str(problem["msg"])[:300]
+
+
+def _field_name(location: tuple[int | str, ...]) -> str:
+    """A field's name with those that it is within: interventions.from.prompt."""
+    return ".".join(part for part in location if isinstance(part, str))
+
+
+def _place(location: tuple[int | str, ...]) -> str:
+    """A field as one would write it: interventions[1].values."""
+    parts = [f"[{part}]" if isinstance(part, int) else f".{part}" for part in location]
+    return clip("".join(parts).removeprefix("."))
 
 
 def _suggestion(location: tuple[int | str, ...], fields: Collection[str]) -> str:

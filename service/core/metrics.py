@@ -28,6 +28,8 @@ ENDPOINTS = (
     "/score",
     "/hidden_states",
     "/attention",
+    "/activations",
+    "/stages",
     "/tokenize",
     "/detokenize",
     "/tokenizer_info",

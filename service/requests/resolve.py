@@ -19,14 +19,22 @@ from fastapi import Request
 
 from model.inference.constraints.compiler import Constraint, Source
 from model.inference.engine.requests import (
+    Activations,
     AttentionWeights,
     GenerationRequest,
     HiddenStates,
     Logits,
+    Output,
     OutputsRequest,
     ScoreRequest,
 )
-from model.inference.engine.validation import check_count, check_token_ids, resolve_indices
+from model.inference.engine.validation import (
+    check_count,
+    check_token_ids,
+    resolve_heads,
+    resolve_indices,
+    resolve_stages,
+)
 from model.inference.sampling.params import SamplingParams
 from model.text.tokenizer import NO_VOCABULARY, Tokenizer
 from service.core.errors import bad_request, clip
@@ -34,9 +42,11 @@ from service.core.ids import new_id
 from service.core.state import Served
 from service.requests.body import unless_gone
 from service.requests.encode import encode_all, encode_text, no_vocabulary
+from service.requests.interventions import resolve_interventions
+from service.requests.positions import resolve_positions
 from service.schemas import generate as schemas
 from service.schemas import tensors
-from service.schemas.base import PositionChoice, PositionRange
+from service.schemas.activations import ActivationsRequest
 from service.schemas.tensors import Processing
 
 TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,9}")
@@ -44,7 +54,12 @@ TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,9}")
 DEFAULT_PROBS = 10
 """Tokens that /probs lists when the body does not say how many."""
 
-TensorRequest = tensors.LogitsRequest | tensors.HiddenStatesRequest | tensors.AttentionRequest
+TensorRequest = (
+    tensors.LogitsRequest
+    | tensors.HiddenStatesRequest
+    | tensors.AttentionRequest
+    | ActivationsRequest
+)
 
 
 # Generations
@@ -67,6 +82,9 @@ async def resolve_generation(
             constraint = await unless_gone(
                 request, served.constraints.compiled(source, served.caller)
             )
+    changes = await resolve_interventions(
+        body.interventions, prompts, served, request, deadline=deadline, generates=True
+    )
     seed = secrets.randbits(63) if body.seed is None else body.seed
     requests = [
         GenerationRequest(
@@ -79,8 +97,9 @@ async def resolve_generation(
             caller=served.caller,
             prefix_reuse=body.prefix_reuse,
             deadline=deadline,
+            interventions=interventions,
         )
-        for prompt in prompts
+        for prompt, interventions in zip(prompts, changes, strict=True)
     ]
     _check_generation_logprobs(body, requests, served)
     return requests
@@ -196,11 +215,13 @@ def _check_generation_logprobs(
 # Outputs: logits, hidden states, attention weights
 
 
-async def resolve_logits(body: tensors.LogitsRequest, served: Served) -> list[OutputsRequest]:
+async def resolve_logits(
+    body: tensors.LogitsRequest, served: Served, request: Request
+) -> list[OutputsRequest]:
     """One engine request per prompt, for the rows and columns that a body chooses."""
     columns = None if body.token_ids is None else tuple(body.token_ids)
     output = _logits(body.stage, body.processing, columns)
-    requests = await _resolve_outputs(body, output, served)
+    requests = await _resolve_outputs(body, output, served, request)
     check_count("top_k", body.top_k, served.checkpoint.config.vocab_size)
     if body.top_k is not None:
         listed = body.top_k * sum(len(request.positions) for request in requests)
@@ -209,65 +230,58 @@ async def resolve_logits(body: tensors.LogitsRequest, served: Served) -> list[Ou
 
 
 async def resolve_hidden_states(
-    body: tensors.HiddenStatesRequest, served: Served
+    body: tensors.HiddenStatesRequest, served: Served, request: Request
 ) -> list[OutputsRequest]:
     """One engine request per prompt, for the layers and positions that a body chooses."""
     states = served.checkpoint.config.n_layer + 1
     layers = resolve_indices("layers", body.layers, states, f"there are {states} hidden states")
-    return await _resolve_outputs(body, HiddenStates(layers=layers), served)
+    return await _resolve_outputs(body, HiddenStates(layers=layers), served, request)
 
 
-async def resolve_attention(body: tensors.AttentionRequest, served: Served) -> list[OutputsRequest]:
+async def resolve_attention(
+    body: tensors.AttentionRequest, served: Served, request: Request
+) -> list[OutputsRequest]:
     """One engine request per prompt, for the layers, heads and positions that a body chooses."""
     config = served.checkpoint.config
     layers = resolve_indices(
         "layers", body.layers, config.n_layer, f"there are {config.n_layer} layers"
     )
     heads = resolve_indices("heads", body.heads, config.n_head, f"there are {config.n_head} heads")
-    return await _resolve_outputs(body, AttentionWeights(layers=layers, heads=heads), served)
+    weights = AttentionWeights(layers=layers, heads=heads)
+    return await _resolve_outputs(body, weights, served, request)
+
+
+async def resolve_activations(
+    body: ActivationsRequest, served: Served, request: Request
+) -> list[OutputsRequest]:
+    """One engine request per prompt, for the stages, heads and positions that a body chooses."""
+    config = served.checkpoint.config
+    stages = resolve_stages(body.stages, config)
+    heads = None if body.heads is None else resolve_heads(body.heads, stages, config)
+    return await _resolve_outputs(body, Activations(stages=stages, heads=heads), served, request)
 
 
 async def _resolve_outputs(
-    body: TensorRequest, output: Logits | HiddenStates | AttentionWeights, served: Served
+    body: TensorRequest, output: Output, served: Served, request: Request
 ) -> list[OutputsRequest]:
     deadline = deadline_of(body.timeout, served)
     with served.admission.hold(len(body.prompts), "prompt", served.caller):
         prompts = await encode_all(body.prompts, "prompt", served)
+    changes = await resolve_interventions(
+        body.interventions, prompts, served, request, deadline=deadline
+    )
     return [
         OutputsRequest(
             request_id=new_id("outputs"),
             token_ids=prompt,
-            positions=_positions(body.positions, len(prompt)),
+            positions=resolve_positions(body.positions, len(prompt)),
             output=output,
             caller=served.caller,
             deadline=deadline,
+            interventions=interventions,
         )
-        for prompt in prompts
+        for prompt, interventions in zip(prompts, changes, strict=True)
     ]
-
-
-def _positions(positions: PositionChoice, length: int) -> tuple[int, ...]:
-    """The positions that a body chooses of a prompt with `length` tokens."""
-    if not length:
-        return ()  # validation rejects an empty prompt
-    match positions:
-        case "last":
-            return (length - 1,)
-        case "all":
-            return tuple(range(length))
-        case PositionRange():
-            within = tuple(range(length)[positions.start : positions.to])
-            if not within:
-                raise bad_request(
-                    f"there are no positions from {positions.start} to {positions.to} in a prompt "
-                    f"of {length} tokens; `to` is the first position left out",
-                    "positions",
-                )
-            return within
-        case _:
-            return resolve_indices(
-                "positions", positions, length, f"the prompt has {length} tokens"
-            )
 
 
 def _logits(
@@ -312,7 +326,9 @@ class ResolvedProbs:
     top_k: int
 
 
-async def resolve_probs(body: tensors.ProbsRequest, served: Served) -> ResolvedProbs:
+async def resolve_probs(
+    body: tensors.ProbsRequest, served: Served, request: Request
+) -> ResolvedProbs:
     """The engine's requests of a body, and the tokens that it names."""
     vocab_size = served.checkpoint.config.vocab_size
     check_count("top_k", body.top_k, vocab_size)
@@ -321,6 +337,9 @@ async def resolve_probs(body: tensors.ProbsRequest, served: Served) -> ResolvedP
     output = _logits(body.stage, body.processing)
     with served.admission.hold(len(body.prompts), "prompt", served.caller):
         prompts = await encode_all(body.prompts, "prompt", served)
+    changes = await resolve_interventions(
+        body.interventions, prompts, served, request, deadline=deadline
+    )
     token_ids, top_k = body.token_ids, body.top_k or DEFAULT_PROBS
     if body.tokens is not None:
         token_ids = [_single(text, served.checkpoint.tokenizer) for text in body.tokens]
@@ -332,12 +351,13 @@ async def resolve_probs(body: tensors.ProbsRequest, served: Served) -> ResolvedP
             OutputsRequest(
                 request_id=new_id("outputs"),
                 token_ids=prompt,
-                positions=_positions("last", len(prompt)),
+                positions=resolve_positions("last", len(prompt)),
                 output=output,
                 caller=served.caller,
                 deadline=deadline,
+                interventions=interventions,
             )
-            for prompt in prompts
+            for prompt, interventions in zip(prompts, changes, strict=True)
         ],
         scores=[
             ScoreRequest(
@@ -345,8 +365,9 @@ async def resolve_probs(body: tensors.ProbsRequest, served: Served) -> ResolvedP
                 token_ids=prompt,
                 caller=served.caller,
                 deadline=deadline,
+                interventions=interventions,
             )
-            for prompt in prompts
+            for prompt, interventions in zip(prompts, changes, strict=True)
             if body.perplexity
         ],
         token_ids=token_ids,
@@ -367,7 +388,9 @@ def _single(text: str, tokenizer: Tokenizer) -> int:
     return ids[0]
 
 
-async def resolve_score(body: tensors.ScoreRequest, served: Served) -> list[ScoreRequest]:
+async def resolve_score(
+    body: tensors.ScoreRequest, served: Served, request: Request
+) -> list[ScoreRequest]:
     """One engine request per prompt, each with all continuations."""
     deadline = deadline_of(body.timeout, served)
     texts = body.continuations or []
@@ -376,6 +399,9 @@ async def resolve_score(body: tensors.ScoreRequest, served: Served) -> list[Scor
     with served.admission.hold(len(body.prompts) * per_prompt, param, served.caller):
         prompts = await encode_all(body.prompts, "prompt", served)
         continuations = tuple(await encode_all(texts, "continuations", served))
+    changes = await resolve_interventions(
+        body.interventions, prompts, served, request, deadline=deadline, generates=bool(texts)
+    )
     # One more than asked for, so that it is known whether a token was the likeliest.
     top = max(1, body.logprobs or 0)
     scored = [sum(map(len, continuations)) or len(prompt) for prompt in prompts]
@@ -388,6 +414,7 @@ async def resolve_score(body: tensors.ScoreRequest, served: Served) -> list[Scor
             top=top,
             caller=served.caller,
             deadline=deadline,
+            interventions=interventions,
         )
-        for prompt in prompts
+        for prompt, interventions in zip(prompts, changes, strict=True)
     ]

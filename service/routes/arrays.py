@@ -1,5 +1,5 @@
-"""The route that /hidden_states and /attention share: one array per prompt, in any of the forms of
-`service/responses/tensors/negotiation.py`."""
+"""The route that /hidden_states, /attention and /activations share: arrays of each prompt, in any
+of the forms of `service/responses/tensors/negotiation.py`."""
 
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Annotated, Any, TypeVar
@@ -12,11 +12,12 @@ from model.inference.engine.requests import OutputsRequest
 from service.core.state import Ready, Served
 from service.requests.body import body_of, described_by
 from service.responses.tensors.arrays import ArrayOutput, ArrayWriter
-from service.responses.tensors.negotiation import RESPONSES, negotiate
+from service.responses.tensors.negotiation import NPY, RESPONSES, check_one_array, negotiate
 from service.responses.tensors.stream import stream_tensors
+from service.schemas.activations import ActivationsRequest
 from service.schemas.tensors import AttentionRequest, HiddenStatesRequest
 
-Body = TypeVar("Body", HiddenStatesRequest, AttentionRequest)
+Body = TypeVar("Body", HiddenStatesRequest, AttentionRequest, ActivationsRequest)
 
 
 def array_route(
@@ -26,19 +27,22 @@ def array_route(
     *,
     summary: str,
     description: str,
-    resolve: Callable[[Body, Served], Awaitable[list[OutputsRequest]]],
+    resolve: Callable[[Body, Served, Request], Awaitable[list[OutputsRequest]]],
     output: Callable[[Sequence[OutputsRequest], Served], ArrayOutput],
 ) -> APIRouter:
     """A router with the endpoint POST `path`. `resolve` gives the engine's requests of a body,
-    `output` the array that the reply makes of them."""
+    `output` the arrays that the reply makes of them."""
 
     async def endpoint(
         body: Annotated[Any, Depends(body_of(body_type))], served: Ready, request: Request
     ) -> Response:
         served.check_model(body.model)
         media_type = negotiate(request, len(body.prompts), body.dtype)
-        requests = await resolve(body, served)
-        writer = ArrayWriter(output(requests, served), requests, body.dtype, served)
+        requests = await resolve(body, served, request)
+        arrays = output(requests, served)
+        if media_type == NPY:
+            check_one_array(len(arrays.arrays))
+        writer = ArrayWriter(arrays, requests, body.dtype, served)
         return await stream_tensors(writer, media_type, served, request)
 
     router = APIRouter()

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from model.inference.engine.requests import AttentionWeights, OutputsRequest
 from service.core.state import Served
 from service.requests.resolve import resolve_attention
-from service.responses.tensors.arrays import ArrayOutput
+from service.responses.tensors.arrays import ArrayOutput, NamedArray
 from service.routes.arrays import array_route
 from service.schemas.tensors import AttentionReply, AttentionRequest
 
@@ -17,7 +17,7 @@ def _output(requests: Sequence[OutputsRequest], served: Served) -> ArrayOutput:
     layers, heads = weights.layers, weights.heads
     shapes = [(len(layers), len(heads), len(r.positions), len(r.token_ids)) for r in requests]
     facts = {"layers": list(layers), "heads": list(heads)}
-    return ArrayOutput("attention", shapes, position_axis=2, facts=facts)
+    return ArrayOutput("attention", [NamedArray("attention", shapes, 2)], facts=facts)
 
 
 router = array_route(

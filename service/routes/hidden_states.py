@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from model.inference.engine.requests import HiddenStates, OutputsRequest
 from service.core.state import Served
 from service.requests.resolve import resolve_hidden_states
-from service.responses.tensors.arrays import ArrayOutput
+from service.responses.tensors.arrays import ArrayOutput, NamedArray
 from service.routes.arrays import array_route
 from service.schemas.tensors import HiddenStatesReply, HiddenStatesRequest
 
@@ -16,7 +16,8 @@ def _output(requests: Sequence[OutputsRequest], served: Served) -> ArrayOutput:
     assert isinstance(states, HiddenStates)
     d_model, layers = served.checkpoint.config.d_model, states.layers
     shapes = [(len(layers), len(request.positions), d_model) for request in requests]
-    return ArrayOutput("hidden_states", shapes, position_axis=1, facts={"layers": list(layers)})
+    array = NamedArray("hidden_states", shapes, 1)
+    return ArrayOutput("hidden_states", [array], facts={"layers": list(layers)})
 
 
 router = array_route(

@@ -33,6 +33,6 @@ async def logits(body: LogitsBody, served: Ready, request: Request) -> Response:
     `numpy.load`, `application/vnd.safetensors` those of all prompts; otherwise JSON."""
     served.check_model(body.model)
     media_type = negotiate(request, len(body.prompts), body.dtype, top_k=body.top_k)
-    requests = await resolve_logits(body, served)
+    requests = await resolve_logits(body, served, request)
     writer = LogitsWriter(body, requests, served)
     return await stream_tensors(writer, media_type, served, request)

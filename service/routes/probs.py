@@ -36,7 +36,7 @@ async def probs(body: ProbsBody, served: Ready, request: Request) -> Response:
     """The likeliest next tokens after each prompt, or named ones, with probability, logprob and
     rank; and the entropy of the whole distribution."""
     served.check_model(body.model)
-    resolved = await resolve_probs(body, served)
+    resolved = await resolve_probs(body, served, request)
     submission = served.engine.submit([*resolved.outputs, *resolved.scores])
     computed = await unless_gone(request, gather(submission))
     # In a thread: it sorts whole vocabularies.

@@ -37,7 +37,7 @@ async def score(body: ScoreBody, served: Ready, request: Request) -> Response:
     """The logprob of each prompt, or of continuations of it: as a sum, by token if asked for, as
     perplexity and as bits per byte. A prompt with several continuations is computed once."""
     served.check_model(body.model)
-    requests = await resolve_score(body, served)
+    requests = await resolve_score(body, served, request)
     computed = await unless_gone(request, gather(served.engine.submit(requests)))
     return Response(
         orjson.dumps(_reply(body, requests, computed, served)),

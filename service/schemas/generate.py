@@ -18,6 +18,7 @@ from service.schemas.base import (
     Timeout,
     TokenId,
 )
+from service.schemas.interventions import Interventions
 
 MAX_STOP_TEXTS = 64
 
@@ -174,6 +175,7 @@ class GenerateRequest(PromptBody):
     prefix_reuse: bool = Field(
         True, description="Whether the prompt may copy a prefix that was computed before."
     )
+    interventions: Interventions = Field(default_factory=list)
     timeout: Timeout = None
     model: ModelName = None
     stream: bool = Field(False, description="Answer with server-sent events.")

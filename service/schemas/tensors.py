@@ -35,6 +35,7 @@ from service.schemas.generate import (
     TopK,
     TopP,
 )
+from service.schemas.interventions import Interventions
 
 MAX_CONTINUATIONS = 4096
 
@@ -117,6 +118,7 @@ class LogitsRequest(PromptBody):
         None, description="With stage 'processed'; what it drops is -inf, null in JSON."
     )
     dtype: DType = "float32"
+    interventions: Interventions = Field(default_factory=list)
     timeout: Timeout = None
     model: ModelName = None
 
@@ -194,6 +196,7 @@ class ProbsRequest(PromptBody):
     stage: Stage = Field("raw", description="Before or after `processing`.")
     processing: Processing | None = Field(None, description="With stage 'processed'.")
     perplexity: bool = Field(False, description="Also the perplexity of each prompt itself.")
+    interventions: Interventions = Field(default_factory=list)
     timeout: Timeout = None
     model: ModelName = None
 
@@ -266,6 +269,7 @@ class ScoreRequest(PromptBody):
         lt=2**31,
         description="List each token's logprob, and the k likeliest in its place.",
     )
+    interventions: Interventions = Field(default_factory=list)
     timeout: Timeout = None
     model: ModelName = None
 
@@ -321,6 +325,7 @@ class HiddenStatesRequest(PromptBody):
     )
     positions: PositionChoice = "last"
     dtype: DType = "float32"
+    interventions: Interventions = Field(default_factory=list)
     timeout: Timeout = None
     model: ModelName = None
 
@@ -358,6 +363,7 @@ class AttentionRequest(PromptBody):
     heads: Places | None = Field(None, description="From 0. Absent: all.")
     positions: PositionChoice = "last"
     dtype: DType = "float32"
+    interventions: Interventions = Field(default_factory=list)
     timeout: Timeout = None
     model: ModelName = None
 

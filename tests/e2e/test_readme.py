@@ -36,13 +36,17 @@ def blocks(document: Path, language: str) -> list[str]:
 
 
 def curl_lines(document: Path) -> list[str]:
-    """Every command of a document that begins with curl, continuation lines joined."""
-    return [
-        line
-        for block in blocks(document, "sh")
-        for line in block.replace("\\\n", " ").splitlines()
-        if line.startswith("curl ")
-    ]
+    """Every command of a document that begins with curl, with the lines that continue it: after a
+    backslash, and within a quotation."""
+    commands = []
+    for block in blocks(document, "sh"):
+        lines = iter(block.replace("\\\n", " ").splitlines())
+        for line in lines:
+            command = line
+            while command.count("'") % 2:
+                command += "\n" + next(lines)
+            commands.append(command)
+    return [command for command in commands if command.startswith("curl ")]
 
 
 CURL_LINES = [

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 from pydantic import BaseModel
 
-from service.schemas import generate, openai, tensors, tokenizer
+from service.schemas import activations, generate, openai, tensors, tokenizer
 from tests.faults.attack import Attack, Ground
 
 PIECES = (
@@ -23,6 +23,9 @@ VALUES: tuple[Any, ...] = (
     "[a-z]{1,5}", "(", [], [[]], [0], [1, 2, 3], [-1], [256], [257], ["a"], ["a", "bc"],
     [[1], [2, 3]], ["a", [1]], [None], [0.5], {}, {"0": 1}, {"257": 1.5}, {"a": {}},
     {"type": "object"}, {"type": "integer"},
+    ["embedding"], ["blocks.*.attention.q"],
+    [{"stage": "blocks.*.output", "operation": "zero"}],
+    [{"stage": "embedding", "operation": "set", "from": {"prompt": "ab"}}],
     {"from": 0, "to": 2}, {"from": 5, "to": -5}, [{"role": "user", "content": "a"}],
 )  # fmt: skip
 """What a field can be given: sound for one, hostile for another."""
@@ -33,6 +36,7 @@ BODIES: dict[str, type[BaseModel]] = {
     "/logits": tensors.LogitsRequest,
     "/hidden_states": tensors.HiddenStatesRequest,
     "/attention": tensors.AttentionRequest,
+    "/activations": activations.ActivationsRequest,
     "/tokenize": tokenizer.TokenizeRequest,
     "/detokenize": tokenizer.DetokenizeRequest,
     "/v1/completions": openai.CompletionRequest,

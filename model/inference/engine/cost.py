@@ -7,6 +7,7 @@ shape. Not here: a prompt's other cost, counted in tokens, and a generation's, c
 """
 
 import math
+from typing import Any
 
 from model.inference.engine.requests import (
     Activations,
@@ -47,6 +48,18 @@ def activation_shapes(asked: Activations, config: GPTConfig, length: int) -> lis
         (len(asked.heads), *shape[1:]) if stage.heads_axis else shape
         for stage, shape in zip(stages, shapes, strict=True)
     ]
+
+
+def split_activations(
+    rows: Any, asked: Activations, config: GPTConfig, length: int
+) -> dict[str, Any]:
+    """The rows (P, elements) of a request as an array (P, ...) of each stage; views of them."""
+    values, start = {}, 0
+    for name, shape in zip(asked.stages, activation_shapes(asked, config, length), strict=True):
+        end = start + math.prod(shape)
+        values[name] = rows[:, start:end].reshape(len(rows), *shape)
+        start = end
+    return values
 
 
 def output_elements(request: Request, config: GPTConfig) -> int:

@@ -122,6 +122,26 @@ def resolve_stages(patterns: Sequence[str], config: GPTConfig) -> tuple[str, ...
         raise InvalidRequest(str(error), "stages") from error
 
 
+def resolve_heads(heads: Sequence[int], names: Sequence[str], config: GPTConfig) -> tuple[int, ...]:
+    """Indices from 0 of heads that each of the named stages has, if it has any; negative ones count
+    from the end. Raises InvalidRequest."""
+    stages = [stage for stage in match_stages(names, config) if stage.heads_axis]
+    if not stages:
+        raise InvalidRequest(f"heads are given, and {_named(names)} has none", "heads")
+    resolved = []
+    for stage in stages:
+        assert stage.heads_axis is not None
+        count = getattr(config, stage.heads_axis)
+        resolved.append(resolve_indices("heads", heads, count, f"{stage.name} has {count} heads"))
+    if len(set(resolved)) > 1:
+        raise InvalidRequest(
+            f"heads count from the end, and {_named([stage.name for stage in stages])} have "
+            "not the same count of them; ask for them one by one, or count from 0",
+            "heads",
+        )
+    return resolved[0]
+
+
 def _check_generation(request: GenerationRequest, config: GPTConfig) -> None:
     params = request.params
     check_generation_fits(len(request.token_ids), params.max_tokens, config.context_length)
@@ -192,15 +212,8 @@ def _check_activations(
             f"stages {list(names[:20])} must be names, each once, in the order of GET /stages",
             "stages",
         )
-    if heads is None:
-        return
-    stages = [stage for stage in match_stages(names, config) if stage.heads_axis]
-    if not stages:
-        raise InvalidRequest(f"heads are given, and none of {list(names[:20])} has any", "heads")
-    for stage in stages:
-        assert stage.heads_axis is not None
-        count = getattr(config, stage.heads_axis)
-        _check_indices("heads", heads, count, f"{stage.name} has {count} heads")
+    if heads is not None and resolve_heads(heads, names, config) != heads:
+        raise InvalidRequest(f"heads {list(heads[:20])} must be counted from 0", "heads")
 
 
 def _check_indices(param: str, indices: Collection[int], count: int, what: str) -> None:
@@ -209,6 +222,12 @@ def _check_indices(param: str, indices: Collection[int], count: int, what: str) 
         if not 0 <= index < count:
             raise InvalidRequest(f"{param} has {index}; {what} (0 to {count - 1})", param)
     resolve_indices(param, tuple(indices), count, what)
+
+
+def _named(names: Sequence[str]) -> str:
+    """Names as a sentence has them, so many that it stays readable."""
+    shown = ", ".join(names[:4])
+    return shown if len(names) <= 4 else f"{shown} and {len(names) - 4} others"
 
 
 def _tokens(count: int) -> str:

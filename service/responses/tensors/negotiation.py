@@ -38,6 +38,15 @@ def negotiate(request: Request, prompts: int, dtype: str, *, top_k: int | None =
     return media_type
 
 
+def check_one_array(arrays: int) -> None:
+    """Reject (400) a reply as npy that has several arrays."""
+    if arrays > 1:
+        raise bad_request(
+            f"npy holds one array, and these stages are {arrays}. Take {SAFETENSORS} or JSON",
+            "stages",
+        )
+
+
 def _accepted(accept: str) -> str:
     """The first format that is known; JSON where anything is accepted."""
     for part in accept.split(","):

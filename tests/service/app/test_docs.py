@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from service.schemas.activations import ActivationsRequest
 from service.schemas.base import RequestBody
 from service.schemas.generate import GenerateRequest
 from service.schemas.openai import ChatRequest, CompletionRequest
@@ -25,6 +26,7 @@ BODIES: dict[str, type[RequestBody]] = {
     "/score": ScoreRequest,
     "/hidden_states": HiddenStatesRequest,
     "/attention": AttentionRequest,
+    "/activations": ActivationsRequest,
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
     "/v1/completions": CompletionRequest,
@@ -37,6 +39,7 @@ QUEUED = (
     "/score",
     "/hidden_states",
     "/attention",
+    "/activations",
     "/v1/completions",
     "/v1/chat/completions",
 )
@@ -44,6 +47,7 @@ QUEUED = (
 GETS = (
     *("/health", "/health/live", "/health/ready", "/info", "/version", "/metrics"),
     "/tokenizer_info",
+    "/stages",
     *("/v1/models", "/v1/models/{model}"),
 )
 
@@ -92,8 +96,12 @@ def test_a_body_is_described_field_by_field(document: dict[str, Any], path: str)
     ]
     assert set(schema["properties"]) == set(model.model_fields)
     assert schema["additionalProperties"] is False
-    required = {DetokenizeRequest: "tokens", ChatRequest: "messages"}
-    assert schema["required"] == [required.get(model, "prompt")]
+    required = {
+        DetokenizeRequest: ["tokens"],
+        ChatRequest: ["messages"],
+        ActivationsRequest: ["prompt", "stages"],
+    }
+    assert schema["required"] == required.get(model, ["prompt"])
     assert all(field["description"] for field in schema["properties"].values())
 
 

@@ -23,6 +23,8 @@ CALLS: dict[str, Call[Any]] = {
     "top_k": calls.logits(["a", "b"], 3, {}),
     "hidden_states": calls.hidden_states("a", {}),
     "attention": calls.attention("a", {}),
+    "activations": calls.activations("a", "embedding", {}),
+    "stages": calls.stages(),
     "probs": calls.probs("a", {}),
     "score": calls.score("a", {}),
     "tokenize": calls.tokenize("a", {}),

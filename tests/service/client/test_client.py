@@ -16,6 +16,7 @@ from service.app.app import create_app
 from service.schemas import generate as schemas
 from service.schemas import tensors as numbers
 from service.schemas import tokenizer as tokenizer_schemas
+from service.schemas.activations import ActivationsRequest
 from service.schemas.base import RequestBody
 from tests.service.client.conftest import Connect
 from tests.service.serving import Serving, eventually, held_loading, serve_settings, serving_app
@@ -192,6 +193,7 @@ EXAMPLES = [
         numbers.ScoreRequest,
         numbers.HiddenStatesRequest,
         numbers.AttentionRequest,
+        ActivationsRequest,
     )
     for summary in model.examples
 ]
@@ -215,6 +217,7 @@ def test_every_example_of_the_endpoints_can_be_asked(
         numbers.ScoreRequest: client.score,
         numbers.HiddenStatesRequest: client.hidden_states,
         numbers.AttentionRequest: client.attention,
+        ActivationsRequest: client.activations,
     }
     given = body.pop("tokens" if model is tokenizer_schemas.DetokenizeRequest else "prompt")
     result = call[model](given, **body)

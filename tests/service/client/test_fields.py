@@ -6,7 +6,9 @@ from service.client import fields
 from service.schemas import generate as schemas
 from service.schemas import tensors as numbers
 from service.schemas import tokenizer as tokenizer_schemas
+from service.schemas.activations import ActivationsRequest
 from service.schemas.base import PositionRange, RequestBody
+from service.schemas.interventions import Intervention, Source
 
 ARGUMENTS = {"prompt", "stream"}
 """No keywords of a call: its first argument, and what the choice of `stream` or `generate` says."""
@@ -19,6 +21,8 @@ ARGUMENTS = {"prompt", "stream"}
         (fields.LogitsFields, numbers.LogitsRequest, ARGUMENTS | {"top_k"}),
         (fields.HiddenStatesFields, numbers.HiddenStatesRequest, ARGUMENTS),
         (fields.AttentionFields, numbers.AttentionRequest, ARGUMENTS),
+        (fields.ActivationsFields, ActivationsRequest, ARGUMENTS | {"stages"}),
+        (fields.Source, Source, set()),
         (fields.ProbsFields, numbers.ProbsRequest, ARGUMENTS),
         (fields.ScoreFields, numbers.ScoreRequest, ARGUMENTS),
         (fields.TokenizeFields, tokenizer_schemas.TokenizeRequest, ARGUMENTS),
@@ -32,6 +36,12 @@ def test_fields_are_those_of_the_endpoint(
     assert set(ours.__annotations__) == set(theirs.model_fields) - more
 
 
-def test_a_range_of_positions_has_the_names_of_the_endpoint() -> None:
-    aliases = {field.alias or name for name, field in PositionRange.model_fields.items()}
-    assert set(fields.PositionRange.__annotations__) == aliases
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [(fields.PositionRange, PositionRange), (fields.Intervention, Intervention)],
+)
+def test_words_of_python_have_the_names_of_the_endpoint(
+    ours: type, theirs: type[RequestBody]
+) -> None:
+    aliases = {field.alias or name for name, field in theirs.model_fields.items()}
+    assert set(ours.__annotations__) == aliases

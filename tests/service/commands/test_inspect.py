@@ -54,13 +54,17 @@ def test_every_stage_has_its_shape(
     monkeypatch.setenv("COLUMNS", columns)
     printed = inspect(capsys, checkpoint_path, "--text", "five!")
     assert "5 tokens: 'f' 'i' 'v' 'e' '!'" in printed
-    rows = [line.split("│") for line in printed.splitlines() if line.startswith("│")]
+    figures, meanings = printed.split("what the stages are")
+    rows = [line.split("│") for line in figures.splitlines() if line.startswith("│")]
     names = unfolded("".join(row[1] for row in rows))
     shapes = unfolded("".join(row[2] for row in rows))
     stages = trace(gpt, list(b"five!"))
     assert names == unfolded("".join(stage.name for stage in stages))
     assert shapes == unfolded("".join(" x ".join(map(str, stage.shape)) for stage in stages))
-    assert {(1, 5, 257), (1, 4, 5, 5), (1, 5, 32)} < {stage.shape for stage in stages}
+    assert {(5, 257), (5, 4, 5), (5, 32)} < {stage.shape for stage in stages}
+    assert unfolded("blocks.N.attention.q") in unfolded(
+        "".join(line.split("│")[1] for line in meanings.splitlines() if line.startswith("│"))
+    )
 
 
 def test_odd_names_are_shown_as_they_are(
@@ -86,8 +90,8 @@ def test_another_family_has_its_own_stages(
     gpt = tiny_gpt(tiny_config(norm_position="post", n_kv_head=2, n_layer=1))
     path = save_tiny_checkpoint(tmp_path / "post", gpt=gpt).path
     printed = inspect(capsys, path, "--text", "ab")
-    assert "final norm" not in printed
-    assert "1 x 2 x 2 x 8" in printed  # keys of two heads
+    assert "│ final_norm" not in printed
+    assert "2 x 2 x 8" in printed  # keys of two heads
 
 
 @pytest.mark.parametrize(

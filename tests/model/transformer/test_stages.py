@@ -1,0 +1,60 @@
+"""The list of stages: names, patterns and families; the README's table is the list."""
+
+from pathlib import Path
+
+import pytest
+
+from model.transformer.stages import STAGES, UnknownStage, match_stages, stages_of
+from model.transformer.tap import HEADS_FIRST
+from tests.model.factories import FAMILIES, tiny_config
+
+README = Path(__file__).parents[3] / "model/transformer/README.md"
+
+
+def test_the_readmes_table_is_the_list() -> None:
+    """With the name that TransformerLens has for each."""
+    rows = [
+        [cell.strip().strip("`") for cell in line.strip("|").split("|")]
+        for line in README.read_text(encoding="utf-8").splitlines()
+        if line.startswith("| `")
+    ]
+    assert rows == [
+        [kind.pattern, f"({', '.join(('P', *kind.axes))})", kind.meaning, kind.lens_pattern or ""]
+        for kind in STAGES
+    ]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_model_has_its_stages_in_the_order_of_its_layers(family: str) -> None:
+    config = tiny_config(**FAMILIES[family])
+    stages = stages_of(config)
+    names = [stage.name for stage in stages]
+    assert len(set(names)) == len(names)
+    layers = [stage.layer for stage in stages if stage.layer is not None]
+    assert layers == sorted(layers)
+    assert names[0] == "embedding"
+    assert names[-1] == "logits"
+    assert ("final_norm" in names) == config.final_norm
+    assert ("blocks.0.attention.norm" in names) == (config.norm_position == "pre")
+    assert ("blocks.0.mlp.up" in names) == (config.activation == "swiglu")
+    assert match_stages(["*"], config) == stages
+
+
+def test_a_pattern_chooses_layer_by_layer() -> None:
+    config = tiny_config()
+    names = [stage.name for stage in match_stages(["blocks.*.mlp.out", "embedding"], config)]
+    assert names == ["embedding", *(f"blocks.{n}.mlp.out" for n in range(config.n_layer))]
+    assert match_stages(["embedding", "embedding"], config) == match_stages(["embedding"], config)
+
+
+def test_what_a_model_lacks_is_said() -> None:
+    with pytest.raises(UnknownStage, match=r"this model has no stage 'mlp\.up'"):
+        match_stages(["blocks.*.mlp.up"], tiny_config())
+    with pytest.raises(UnknownStage, match="with N from 0 to 2"):
+        match_stages(["blocks.7.output"], tiny_config(n_layer=3))
+
+
+def test_heads_come_first_in_the_forward_where_they_come_first_here() -> None:
+    """`HEADS_FIRST` says how the forward lays a stage out, the axes here what it is."""
+    with_heads = {kind.name for kind in STAGES if kind.axes[0] in ("n_head", "n_kv_head")}
+    assert with_heads == HEADS_FIRST
