@@ -1,5 +1,7 @@
 """Fixtures that several packages of tests use."""
 
+import gc
+from collections.abc import Generator
 from pathlib import Path
 
 import pytest
@@ -7,6 +9,7 @@ import torch
 
 from tests.model.factories import save_tiny_checkpoint
 from tests.profiles import register_profiles
+from tests.zygote import end
 
 register_profiles()
 
@@ -22,6 +25,22 @@ def one_thread() -> None:
 def checkpoint_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A saved tiny checkpoint (random weights, byte vocabulary). Read it, do not change it."""
     return save_tiny_checkpoint(tmp_path_factory.mktemp("checkpoints") / "tiny").path
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Modules and tests stay until the end. To look through them for garbage again and again makes
+    the collection a quarter longer, and every full garbage collection afterwards."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
+def pytest_sessionfinish() -> None:
+    end()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -12,6 +12,8 @@ from functools import partial
 from pathlib import Path
 from types import TracebackType
 
+from tests.zygote import ForkedProcess
+
 STARTUP_SECONDS = 60
 """A start takes seconds; this long only on a machine that is busy with other things."""
 
@@ -26,18 +28,29 @@ class ServedProcess:
         cwd: Path | None = None,
         environment: Mapping[str, str] | None = None,
         descriptors: int | None = None,
+        cold: bool = False,
     ) -> None:
-        """`descriptors`: how many files and connections the process may have open."""
+        """`descriptors`: how many files and connections the process may have open.
+        `cold`: by an interpreter of its own, as on a command line; not by the zygote."""
         # To a file: nobody empties a pipe while a test waits for an answer.
         self._log = tempfile.NamedTemporaryFile("w+", suffix=".log")  # noqa: SIM115
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "service.cli", "serve", "--port", "0", *flags],
-            stdout=self._log,
-            stderr=subprocess.STDOUT,
-            cwd=cwd,
-            env=environment,
-            preexec_fn=None if descriptors is None else partial(_limit, descriptors),
-        )
+        arguments = ("serve", "--port", "0", *flags)
+        self.process: subprocess.Popen[bytes] | ForkedProcess
+        if cold:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "service.cli", *arguments],
+                stdout=self._log,
+                stderr=subprocess.STDOUT,
+                cwd=cwd,
+                env=environment,
+                preexec_fn=None if descriptors is None else partial(_limit, descriptors),
+            )
+        else:
+            log = self._log.fileno()
+            self.process = ForkedProcess(
+                arguments, stdout=log, stderr=log, cwd=cwd, environment=environment,
+                descriptors=descriptors,
+            )  # fmt: skip
 
     @property
     def output(self) -> str:

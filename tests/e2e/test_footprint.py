@@ -30,7 +30,7 @@ def built() -> None:
 @pytest.mark.slow
 def test_it_is_ready_soon() -> None:
     began = time.monotonic()
-    with ServedProcess():
+    with ServedProcess(cold=True):
         took = time.monotonic() - began
     assert took < READY_SECONDS
 
@@ -45,7 +45,7 @@ def test_it_holds_little_besides_weights_and_cache(tmp_path: Path, model: str, d
             vocab_size=50_257, context_length=1024, n_layer=12, n_head=12, d_model=768
         )
         flags += ["--checkpoint", str(save_synthetic(tmp_path / "124m", config).path)]
-    with ServedProcess(*flags) as process:
+    with ServedProcess(*flags, cold=True) as process:
         with httpx.Client(base_url=process.url, trust_env=False, timeout=60) as http:
             info = http.get("/info").json()
             for seed in range(4):

@@ -63,7 +63,7 @@ PYTHON_BLOCKS = [
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[ServedProcess]:
-    with ServedProcess() as process:
+    with ServedProcess(cold=True) as process:
         yield process
 
 

@@ -18,7 +18,7 @@ BODIES: list[dict[str, Any]] = [
 def answers(checkpoint: Path, *, at_once: int) -> list[Any]:
     """The choices for each body from a server of its own, asked so many at once."""
     with (
-        ServedProcess("--checkpoint", str(checkpoint), "--threads", "1") as process,
+        ServedProcess("--checkpoint", str(checkpoint), "--threads", "1", cold=True) as process,
         httpx.Client(base_url=process.url, trust_env=False, timeout=60) as client,
         ThreadPoolExecutor(at_once) as threads,
     ):

@@ -21,6 +21,7 @@ from model.inference.sampling.params import SamplingParams
 from model.transformer.gpt import GPT
 from service import cli
 from tests.e2e.server import ServedProcess
+from tests.zygote import completed
 
 TEXT = "".join(
     f"the cat sat on mat {i % 7} and looked at the dog who ran over the hill – “far”, it said.\n"
@@ -68,7 +69,7 @@ def client(run: Path) -> Iterator[httpx.Client]:
     """A client of `logitd serve --checkpoint run/best`, as the trainer says, in the oracle's
     numbers."""
     with (
-        ServedProcess(*SERVED, cwd=run.parent) as process,
+        ServedProcess(*SERVED, cwd=run.parent, cold=True) as process,
         httpx.Client(base_url=process.url, trust_env=False, timeout=60) as http,
     ):
         yield http
@@ -138,13 +139,7 @@ def test_the_classroom_model_is_served(tmp_path: Path) -> None:
     flags = (
         "--preset decoder-8x64 --data text.txt --out run --vocab-size 300 --threads 1 --steps 60"
     )
-    subprocess.run(
-        [sys.executable, "-m", "service.cli", "train", *flags.split(), "--sample-tokens", "4"],
-        cwd=tmp_path,
-        check=True,
-        capture_output=True,
-        timeout=100,
-    )
+    completed(["train", *flags.split(), "--sample-tokens", "4"], cwd=tmp_path).check_returncode()
     info, gpt = load_checkpoint(
         tmp_path / "run" / "best", device=torch.device("cpu"), dtype=torch.float32
     )

@@ -48,7 +48,7 @@ class Ground:
         """A server of its own that is ready; on the loopback, on a free port."""
         path = checkpoint or self.checkpoint()
         flags = ("--checkpoint", str(path), "--threads", "1", *flags)
-        return self._stack.enter_context(ServedProcess(*flags, descriptors=descriptors))
+        return self._stack.enter_context(ServedProcess(*flags, descriptors=descriptors, cold=True))
 
     def __enter__(self) -> "Ground":
         return self

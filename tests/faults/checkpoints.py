@@ -41,7 +41,7 @@ def start(path: Path) -> tuple[int | None, float, str]:
     """The exit code of a server on a checkpoint, None if it is ready; the most memory in MiB that
     was seen, and what it said."""
     with closing(
-        ServedProcess("--checkpoint", str(path), "--threads", "1", "--slots", "2")
+        ServedProcess("--checkpoint", str(path), "--threads", "1", "--slots", "2", cold=True)
     ) as server:
         began, largest = time.monotonic(), 0.0
         while time.monotonic() - began < SECONDS:

@@ -1,9 +1,11 @@
 """The server's life: loading, signals and the drain, in real processes."""
 
+import shutil
 import signal
 import socket
 import threading
 import time
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,14 @@ from tests.service.serving import client, events, eventually, serve_settings, sl
 
 LONG = {"prompt": "a", "ignore_eos": True}
 """A generation of seconds."""
+
+
+@pytest.fixture(scope="module")
+def slow_path(checkpoint_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Half a gigabyte, which takes seconds to load: more than a process has that ends at once."""
+    path = slow_checkpoint(checkpoint_path, tmp_path_factory.mktemp("slow"), 2**27)
+    yield path
+    shutil.rmtree(path)
 
 
 def process(checkpoint: Path, *flags: str) -> ServedProcess:
@@ -75,7 +85,7 @@ def posted(url: str, body: dict[str, Any]) -> tuple[threading.Thread, list[httpx
 
 
 def test_it_answers_while_it_loads_and_then_serves(checkpoint_path: Path, tmp_path: Path) -> None:
-    path = slow_checkpoint(checkpoint_path, tmp_path, 2**27)
+    path = slow_checkpoint(checkpoint_path, tmp_path, 2**26)
     with closing(process(path)) as server:
         server.wait_for("listening on port")
         assert "logitd is ready" not in server.output
@@ -90,13 +100,10 @@ def test_it_answers_while_it_loads_and_then_serves(checkpoint_path: Path, tmp_pa
 
 
 @pytest.mark.parametrize("engine", ["thread", "process"])
-def test_a_signal_ends_it_at_once_while_it_loads(
-    checkpoint_path: Path, tmp_path: Path, engine: str
-) -> None:
-    path = slow_checkpoint(checkpoint_path, tmp_path, 2**28)
-    with closing(process(path, "--engine", engine)) as server:
+def test_a_signal_ends_it_at_once_while_it_loads(slow_path: Path, engine: str) -> None:
+    with closing(process(slow_path, "--engine", engine)) as server:
         server.wait_for("listening on port")
-        time.sleep(0.2)
+        time.sleep(0.1)
         began = time.monotonic()
         server.signal(signal.SIGTERM)
         assert server.exit_code() == 0

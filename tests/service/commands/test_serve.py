@@ -4,7 +4,6 @@ import re
 import shlex
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from service.commands.serve import print_banner
 from tests.e2e.server import ServedProcess
 from tests.model.factories import save_tiny_checkpoint, training_record
 from tests.service.serving import client, serving
+from tests.zygote import completed
 
 ODD_NAME = "模型 [bold]"
 """A directory's name that is neither ASCII nor without a meaning to the banner's library."""
@@ -119,13 +119,7 @@ def test_a_damaged_checkpoint_exits_1_with_a_sentence(
     weights = bytearray((path / "model.safetensors").read_bytes())
     weights[-1] ^= 1
     (path / "model.safetensors").write_bytes(weights)
-    done = subprocess.run(
-        [sys.executable, "-m", "service.cli", "serve", "--port", "0", "--threads", "1",
-         "--checkpoint", path],
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )  # fmt: skip
+    done = completed(["serve", "--port", "0", "--threads", "1", "--checkpoint", str(path)])
     assert done.returncode == 1
     assert done.stdout == "", "no banner"
     assert "Traceback" not in done.stderr

@@ -61,6 +61,19 @@ def on_meta(make: DecoderMaker, dtype: torch.dtype, family: str, **options: Any)
     return make(gpt, cache, **options)
 
 
+def step_and_sample(decoder: Any, rows: int, how: SamplingRow) -> None:
+    """All that is recorded for so many rows, which are sampled in this way."""
+    slots = list(range(rows))
+    with torch.inference_mode():
+        logits = decoder.decode([1] * rows, slots, [5] * rows)
+    assert (logits.device, logits.dtype) == (META, torch.float32)
+    sampling = sampling_rows([how] * rows)
+    first = decoder.launch([1] * rows, slots, [6] * rows, sampling)
+    decoder.launch_next(slots, slots, [7] * rows, sampling)
+    assert first() == [0] * rows
+    assert decoder.sample(logits, logits, sampling) == [0] * rows
+
+
 @pytest.mark.parametrize("batch_invariant", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("family", FAMILIES)
@@ -70,18 +83,17 @@ def test_steps_and_sampling_read_nothing_back(
     decoder = on_meta(
         GraphDecoder, dtype, family, batch_invariant=batch_invariant, capture=TwiceOver()
     )
-    for rows in (1, 2, SLOTS):  # keys are copied together, or read where they lie
-        slots = list(range(rows))
-        with torch.inference_mode():
-            logits = decoder.decode([1] * rows, slots, [5] * rows)
-        assert (logits.device, logits.dtype) == (META, torch.float32)
-        for how in (GREEDY, PLAIN, FILTERED):
-            sampling = sampling_rows([how] * rows)
-            first = decoder.launch([1] * rows, slots, [6] * rows, sampling)
-            decoder.launch_next(slots, slots, [7] * rows, sampling)
-            assert first() == [0] * rows
-            assert decoder.sample(logits, logits, sampling) == [0] * rows
+    # Keys are copied together, or read where they lie.
+    for rows, how in ((1, GREEDY), (2, FILTERED), (SLOTS, PLAIN)):
+        step_and_sample(decoder, rows, how)
     decoder.decode([1, 2, 3], [0, 0, 1], [5, 6, 5])  # a draft's rows
+
+
+@pytest.mark.parametrize("how", [GREEDY, PLAIN, FILTERED])
+@pytest.mark.parametrize("rows", [1, 2, SLOTS])
+def test_any_number_of_rows_is_sampled_in_any_way(rows: int, how: SamplingRow) -> None:
+    """Logits are float32 whatever the model is, and it is sampled from them alone."""
+    step_and_sample(on_meta(GraphDecoder, torch.bfloat16, "modern", capture=TwiceOver()), rows, how)
 
 
 @pytest.mark.parametrize("make", [GraphDecoder, PlainDecoder])
