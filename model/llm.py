@@ -14,10 +14,10 @@
         llm.score("def main", ["():", "body"])   # the logprobs of each continuation
 
 Covers generation, streams, logits, next-token probabilities, hidden states, attention weights,
-scores, the values of any stage of the forward, and interventions in it. Prompts run together in the
-engine that `logitd serve` runs, so on a CPU the results are the same bits. Does not cover chat
-templates, JSON or queue limits, which belong to the service, and compiles no constraint: give a
-compiled one in `SamplingParams`.
+scores, the values of any stage of the forward, interventions in it and sweeps of them. Prompts run
+together in the engine that `logitd serve` runs, so on a CPU the results are the same bits. Does not
+cover chat templates, JSON or queue limits, which belong to the service, and compiles no constraint:
+give a compiled one in `SamplingParams`.
 """
 
 import itertools
@@ -64,13 +64,14 @@ from model.inference.engine.requests import (
 )
 from model.inference.engine.validation import resolve_heads, resolve_stages
 from model.inference.errors import InvalidRequest
-from model.inference.interventions import Intervention
+from model.inference.interventions import Intervention, changeable_stage
 from model.inference.kernels.select import KernelError
 from model.inference.load import Slots, choose_slots, load_model
 from model.inference.memory import SlotBudget
 from model.inference.options import KernelChoice, Quantization
 from model.inference.sampling.distribution import log_softmax
 from model.inference.sampling.params import SamplingParams, TokenLogprob
+from model.inference.sweep import Axis, make_grid
 from model.text.growing_text import GrowingText
 from model.text.tokenizer import NO_VOCABULARY, NoVocabularyError, Tokenizer
 
@@ -298,6 +299,81 @@ class LLM:
         )
         rows = self._rows(token_ids, output, interventions)  # (T, elements)
         return split_activations(rows, output, config, len(token_ids))
+
+    def sweep(
+        self,
+        prompt: Prompt,
+        vary: Intervention,
+        over: Sequence[Axis],
+        token: int,
+        minus: int | None = None,
+        *,
+        interventions: Sequence[Intervention] = (),
+    ) -> npt.NDArray[np.float64]:
+        """The logit of `token` after the prompt, less that of `minus`, with `vary` carried out in
+        one place after another: an axis for each of `over` ("layers", "heads", "positions"). The
+        stage of `vary` may be a pattern; values are those of each of its layers alike."""
+        config, token_ids = self.checkpoint.config, self.encode(prompt)
+        varied = [
+            replace(vary, stage=changeable_stage(name, config).name)
+            for name in resolve_stages([vary.stage], config)
+        ]
+        return self._swept(token_ids, varied, over, token, minus, tuple(interventions))
+
+    def patch(
+        self,
+        prompt: Prompt,
+        source: Prompt,
+        token: int,
+        minus: int | None = None,
+        *,
+        stage: str = "blocks.*.output",
+        over: Sequence[Axis] = ("layers", "positions"),
+    ) -> npt.NDArray[np.float64]:
+        """The sweep that sets a stage to what `source`, a prompt of as many tokens, has there."""
+        token_ids = self.encode(prompt)
+        values = self.activations(source, stage)
+        varied = [
+            Intervention(
+                stage=changeable_stage(name, self.checkpoint.config).name,
+                operation="set",
+                positions=tuple(range(len(token_ids))),
+                values=value,
+            )
+            for name, value in values.items()
+        ]
+        return self._swept(token_ids, varied, over, token, minus)
+
+    def _swept(
+        self,
+        token_ids: tuple[int, ...],
+        varied: Sequence[Intervention],
+        over: Sequence[Axis],
+        token: int,
+        minus: int | None,
+        interventions: tuple[Intervention, ...] = (),
+    ) -> npt.NDArray[np.float64]:
+        """The values of a grid, whose cells run side by side."""
+        grid = make_grid(varied, over, len(token_ids), self.checkpoint.config)
+        output = Logits(columns=(token,) if minus is None else (token, minus))
+        requests = [
+            OutputsRequest(
+                request_id=self._new_id(),
+                token_ids=token_ids,
+                positions=(len(token_ids) - 1,),
+                output=output,
+                interventions=(*interventions, *changes),
+            )
+            for _, changes in grid.cells
+        ]
+        rows = {
+            event.request_id: event.rows[0].astype(np.float64)  # (1 or 2,)
+            for event in self._run(requests)
+            if isinstance(event, OutputsChunk)
+        }
+        logits = np.stack([rows[request.request_id] for request in requests])  # (cells, 1 or 2)
+        values = logits[:, 0] if minus is None else logits[:, 0] - logits[:, 1]
+        return values.reshape([len(places) for places in grid.axes.values()])
 
     def hidden_states(self, prompt: Prompt, interventions: Sequence[Intervention] = ()) -> Floats:
         """The residual stream (n_layer + 1, T, d_model): after the embeddings, after each block."""

@@ -34,6 +34,11 @@ ROOMS: dict[str, set[str]] = {
         "model.inference.errors",
     },
     "model.inference.interventions": {"model.transformer", "model.inference.errors"},
+    "model.inference.sweep": {
+        "model.transformer",
+        "model.inference.errors",
+        "model.inference.interventions",
+    },
     "model.inference.kv_cache": {"model.transformer"},
     "model.inference.kernels": {
         "model.device",

@@ -36,6 +36,7 @@ from service.routes import (
     probs,
     score,
     stages,
+    sweep,
     tokenize,
 )
 from service.settings.serve import ServeSettings
@@ -72,7 +73,8 @@ def create_app(settings: ServeSettings) -> FastAPI:
     errors.install(app)
     openapi.install(app, needs_key=lambda path: _needs_key(state, path))
     for routes in (
-        generate, logits, probs, score, hidden_states, attention, activations, stages, tokenize,
+        generate, logits, probs, score, hidden_states, attention, activations, stages, sweep,
+        tokenize,
         completions, chat, models, operations,
     ):  # fmt: skip
         app.include_router(routes.router)

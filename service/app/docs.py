@@ -15,6 +15,7 @@ from pydantic.json_schema import models_json_schema
 from service.schemas.activations import ActivationsRequest
 from service.schemas.generate import GenerateRequest
 from service.schemas.openai import ChatRequest, CompletionRequest
+from service.schemas.sweep import SweepRequest
 from service.schemas.tensors import (
     AttentionRequest,
     HiddenStatesRequest,
@@ -32,6 +33,7 @@ REQUEST_BODIES = (
     HiddenStatesRequest,
     AttentionRequest,
     ActivationsRequest,
+    SweepRequest,
     TokenizeRequest,
     DetokenizeRequest,
     CompletionRequest,

@@ -14,7 +14,7 @@ import numpy as np
 
 from service.client import errors
 from service.client.errors import MalformedReplyError
-from service.client.fields import OneOrManyIds, Prompt
+from service.client.fields import Intervention, OneOrManyIds, OnePrompt, Prompt
 from service.client.reading import WrongShape, read
 from service.client.results import (
     Activations,
@@ -28,6 +28,7 @@ from service.client.results import (
     Probs,
     Scores,
     Stages,
+    Sweep,
     Tokenized,
     TokenizerInfo,
     TopLogits,
@@ -134,6 +135,26 @@ def activations(
 
 def stages() -> Call[Stages]:
     return Call(Request("GET", "/stages"), partial(_object, Stages))
+
+
+def sweep(
+    prompt: OnePrompt, vary: Intervention, over: Sequence[str], fields: Mapping[str, object]
+) -> Call[Sweep]:
+    if "stream" in fields:
+        raise TypeError("sweep gives one reply and takes no `stream`")
+    body = {"prompt": prompt, "vary": vary, "over": over, **fields}
+    return Call(post("/sweep", body), partial(_object, Sweep))
+
+
+def patch(
+    prompt: OnePrompt,
+    source: OnePrompt,
+    stage: str,
+    over: Sequence[str],
+    fields: Mapping[str, object],
+) -> Call[Sweep]:
+    vary: Intervention = {"stage": stage, "operation": "set", "from": {"prompt": source}}
+    return sweep(prompt, vary, over, fields)
 
 
 def probs(prompt: Prompt, fields: Mapping[str, object]) -> Call[Probs]:

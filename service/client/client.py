@@ -28,6 +28,7 @@ from service.client.fields import (
     DetokenizeFields,
     GenerateFields,
     HiddenStatesFields,
+    Intervention,
     LogitsFields,
     ManyPrompts,
     OneOrManyIds,
@@ -35,6 +36,7 @@ from service.client.fields import (
     ProbsFields,
     Prompt,
     ScoreFields,
+    SweepFields,
     TokenIds,
     TokenizeFields,
 )
@@ -51,6 +53,7 @@ from service.client.results import (
     Probs,
     Scores,
     Stages,
+    Sweep,
     Timings,
     Tokenized,
     TokenizerInfo,
@@ -186,6 +189,29 @@ class Client:
         """The values of stages of the forward, by name or pattern (`blocks.*.attention.q`); of a
         list of prompts, a list of results."""
         return self._run(calls.activations(prompt, stages, fields))
+
+    def sweep(
+        self,
+        prompt: OnePrompt,
+        vary: Intervention,
+        over: Sequence[str],
+        **fields: Unpack[SweepFields],
+    ) -> Sweep:
+        """A token's logit with `vary` carried out in one place after another, along axes: "layers",
+        "heads", "positions"."""
+        return self._run(calls.sweep(prompt, vary, over, fields))
+
+    def patch(
+        self,
+        prompt: OnePrompt,
+        source: OnePrompt,
+        stage: str = "blocks.*.output",
+        over: Sequence[str] = ("layers", "positions"),
+        **fields: Unpack[SweepFields],
+    ) -> Sweep:
+        """The sweep that sets a stage to what `source`, a prompt of as many tokens, has there: in
+        each layer and position in turn."""
+        return self._run(calls.patch(prompt, source, stage, over, fields))
 
     def stages(self) -> Stages:
         """The names, shapes and meanings of the stages."""

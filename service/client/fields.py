@@ -140,6 +140,17 @@ class ActivationsFields(TypedDict, total=False):
     model: str | None
 
 
+class SweepFields(TypedDict, total=False):
+    token: str | None
+    token_id: int | None
+    minus: str | None
+    minus_id: int | None
+    position: int
+    interventions: Interventions
+    timeout: float | None
+    model: str | None
+
+
 class ProbsFields(TypedDict, total=False):
     top_k: int | None
     token_ids: TokenIds | None

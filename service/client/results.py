@@ -225,6 +225,63 @@ class Stages:
     request_id: str
 
 
+# sweep
+
+
+@dataclass(frozen=True, slots=True)
+class SweptToken:
+    id: int
+    text: str
+    bytes: Bytes
+
+
+@dataclass(frozen=True, slots=True)
+class SweepAxis:
+    """An axis of the grid: "layers", "heads" or "positions", and the places along it."""
+
+    name: str
+    values: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SweepCell:
+    """A place of the grid, None where an axis is not swept. `value` is the token's logit, less that
+    of `minus` where there is one."""
+
+    layer: int | None
+    head: int | None
+    position: int | None
+    logit: float
+    minus_logit: float | None
+    value: float
+
+
+@dataclass(frozen=True, slots=True)
+class Sweep:
+    """A token's logit, or the difference of two, in each place of a grid; `unchanged` is what it is
+    without the change."""
+
+    token_ids: tuple[int, ...]
+    token: SweptToken
+    minus: SweptToken | None
+    axes: tuple[SweepAxis, ...]
+    unchanged: SweepCell
+    cells: tuple[SweepCell, ...]
+    checkpoint: Checkpoint
+    request_id: str
+
+    @property
+    def grid(self) -> npt.NDArray[np.float64]:
+        """The values, an axis of the array for each axis of the grid."""
+        shape = [len(axis.values) for axis in self.axes]
+        return np.array([cell.value for cell in self.cells], dtype=np.float64).reshape(shape)
+
+    @property
+    def effect(self) -> npt.NDArray[np.float64]:
+        """The same less the unchanged value: what each place does to it."""
+        return self.grid - self.unchanged.value
+
+
 # probs and score
 
 

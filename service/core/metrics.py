@@ -30,6 +30,7 @@ ENDPOINTS = (
     "/attention",
     "/activations",
     "/stages",
+    "/sweep",
     "/tokenize",
     "/detokenize",
     "/tokenizer_info",

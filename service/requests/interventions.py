@@ -127,7 +127,7 @@ def _change(
         names = [stage.name for stage in stages]
         heads = None if asked.heads is None else resolve_heads(asked.heads, names, config)
         source, minus = (
-            None if ids is None else _reading(ids, body, positions, stages, heads, config)
+            None if ids is None else _reading(ids, body, asked, stages, heads, config)
             for ids, body in zip(sources, (asked.source, asked.minus), strict=True)
         )
     except InvalidRequest as error:
@@ -155,19 +155,17 @@ def _positions(asked: object, length: int) -> tuple[int, ...] | Span:
 def _reading(
     token_ids: TokenIds,
     body: schemas.Source | None,
-    changed: tuple[int, ...] | Span,
+    asked: schemas.Intervention,
     stages: Sequence[Stage],
     heads: tuple[int, ...] | None,
     config: GPTConfig,
 ) -> _Reading:
     """What a `from` or `minus` reads, once it is known that the engine can compute it."""
     assert body is not None
-    if body.positions is not None:
-        positions = resolve_positions(body.positions, len(token_ids))
-    elif isinstance(changed, str):
-        positions = resolve_positions("all", len(token_ids))
-    else:
-        positions = changed
+    choice = asked.positions if body.positions is None else body.positions
+    positions = _positions(choice, len(token_ids))
+    if isinstance(positions, str):
+        positions = tuple(range(len(token_ids)))
     names = tuple(stage.name for stage in stages)
     reading = _Reading(token_ids, positions, names, heads)
     try:

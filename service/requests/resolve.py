@@ -342,7 +342,9 @@ async def resolve_probs(
     )
     token_ids, top_k = body.token_ids, body.top_k or DEFAULT_PROBS
     if body.tokens is not None:
-        token_ids = [_single(text, served.checkpoint.tokenizer) for text in body.tokens]
+        token_ids = [
+            single_token(text, served.checkpoint.tokenizer, "tokens") for text in body.tokens
+        ]
     listed = top_k if token_ids is None else len(token_ids)
     param = "top_k" if token_ids is None else "token_ids"
     served.reply_budget.check_logprobs(listed * len(prompts), param)
@@ -375,15 +377,15 @@ async def resolve_probs(
     )
 
 
-def _single(text: str, tokenizer: Tokenizer) -> int:
-    """The id of a text that is one token, or the name of a special one."""
+def single_token(text: str, tokenizer: Tokenizer, param: str) -> int:
+    """The id of a text that is one token, or the name of a special one; `param` is its field."""
     if text in tokenizer.special_tokens:
         return tokenizer.special_tokens[text]
-    ids = encode_text(text, tokenizer, "tokens")
+    ids = encode_text(text, tokenizer, param)
     if len(ids) != 1:
         raise bad_request(
-            f"{clip(text)!r} is {len(ids)} tokens ({clip(str(ids))}); each of tokens must be one",
-            "tokens",
+            f"{clip(text)!r} is {len(ids)} tokens ({clip(str(ids))}); {param} takes single ones",
+            param,
         )
     return ids[0]
 

@@ -62,6 +62,23 @@ def event(data: Any) -> bytes:
     return b"data: " + line + b"\n\n"
 
 
+async def with_keep_alive(pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """The pieces, with a comment between them wherever one takes its time."""
+    upcoming = asyncio.ensure_future(anext(pieces, None))
+    try:
+        while True:
+            done, _ = await asyncio.wait({upcoming}, timeout=KEEP_ALIVE_SECONDS)
+            if not done:
+                yield KEEP_ALIVE
+                continue
+            if (piece := upcoming.result()) is None:
+                return
+            yield piece
+            upcoming = asyncio.ensure_future(anext(pieces, None))
+    finally:
+        upcoming.cancel()
+
+
 class StreamedResponse(Response):
     """Writes the pieces of an async iterator as they come.
 

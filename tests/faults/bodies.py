@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 from pydantic import BaseModel
 
-from service.schemas import activations, generate, openai, tensors, tokenizer
+from service.schemas import activations, generate, openai, sweep, tensors, tokenizer
 from tests.faults.attack import Attack, Ground
 
 PIECES = (
@@ -26,6 +26,7 @@ VALUES: tuple[Any, ...] = (
     ["embedding"], ["blocks.*.attention.q"],
     [{"stage": "blocks.*.output", "operation": "zero"}],
     [{"stage": "embedding", "operation": "set", "from": {"prompt": "ab"}}],
+    {"stage": "blocks.*.output", "operation": "zero"}, ["layers", "positions"],
     {"from": 0, "to": 2}, {"from": 5, "to": -5}, [{"role": "user", "content": "a"}],
 )  # fmt: skip
 """What a field can be given: sound for one, hostile for another."""
@@ -37,6 +38,7 @@ BODIES: dict[str, type[BaseModel]] = {
     "/hidden_states": tensors.HiddenStatesRequest,
     "/attention": tensors.AttentionRequest,
     "/activations": activations.ActivationsRequest,
+    "/sweep": sweep.SweepRequest,
     "/tokenize": tokenizer.TokenizeRequest,
     "/detokenize": tokenizer.DetokenizeRequest,
     "/v1/completions": openai.CompletionRequest,

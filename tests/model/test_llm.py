@@ -209,6 +209,23 @@ def test_stages_and_interventions_are_those_of_the_definition(llm: LLM, gpt: GPT
     assert llm.score("a prompt", [], [zero])[0].logprob != llm.score("a prompt")[0].logprob
 
 
+def test_sweeps_are_interventions_in_one_place_after_another(llm: LLM) -> None:
+    ablate = Intervention(stage="blocks.*.attention.heads", operation="zero")
+    grid = llm.sweep("a prompt", ablate, ["layers", "heads"], token=97, minus=98)
+    assert grid.shape == (3, 4)
+    zero = Intervention(stage="blocks.1.attention.heads", operation="zero", heads=(2,))
+    row = llm.logits("a prompt", [zero])[-1].astype(np.float64)
+    assert grid[1, 2] == row[97] - row[98]
+    patched = llm.patch("a prompt", "b prompt", token=97)
+    assert patched.shape == (3, 8)
+    assert len(set(patched[-1, :-1])) == 1, "no later block carries another position to the last"
+    value = llm.activations("b prompt", "blocks.0.output")["blocks.0.output"][:1]
+    first = Intervention(stage="blocks.0.output", operation="set", positions=(0,), values=value)
+    assert patched[0, 0] == llm.logits("a prompt", [first])[-1, 97]
+    with pytest.raises(InvalidRequest, match="has no layers"):
+        llm.sweep("a", Intervention(stage="embedding", operation="zero"), ["layers"], 97)
+
+
 def test_probs_are_the_softmax_of_the_last_row(llm: LLM, gpt: GPT) -> None:
     expected = gpt(torch.tensor([IDS])).logits[0, -1].double().softmax(dim=-1).numpy()
     found = llm.probs(PROMPT)

@@ -9,6 +9,7 @@ from service.schemas.activations import ActivationsRequest
 from service.schemas.base import RequestBody
 from service.schemas.generate import GenerateRequest
 from service.schemas.openai import ChatRequest, CompletionRequest
+from service.schemas.sweep import SweepRequest
 from service.schemas.tensors import (
     AttentionRequest,
     HiddenStatesRequest,
@@ -27,6 +28,7 @@ BODIES: dict[str, type[RequestBody]] = {
     "/hidden_states": HiddenStatesRequest,
     "/attention": AttentionRequest,
     "/activations": ActivationsRequest,
+    "/sweep": SweepRequest,
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
     "/v1/completions": CompletionRequest,
@@ -40,6 +42,7 @@ QUEUED = (
     "/hidden_states",
     "/attention",
     "/activations",
+    "/sweep",
     "/v1/completions",
     "/v1/chat/completions",
 )
@@ -100,6 +103,7 @@ def test_a_body_is_described_field_by_field(document: dict[str, Any], path: str)
         DetokenizeRequest: ["tokens"],
         ChatRequest: ["messages"],
         ActivationsRequest: ["prompt", "stages"],
+        SweepRequest: ["prompt", "vary", "over"],
     }
     assert schema["required"] == required.get(model, ["prompt"])
     assert all(field["description"] for field in schema["properties"].values())

@@ -18,6 +18,7 @@ from service.schemas import tensors as numbers
 from service.schemas import tokenizer as tokenizer_schemas
 from service.schemas.activations import ActivationsRequest
 from service.schemas.base import RequestBody
+from service.schemas.sweep import SweepRequest
 from tests.service.client.conftest import Connect
 from tests.service.serving import Serving, eventually, held_loading, serve_settings, serving_app
 from tests.service.spelling import spelled
@@ -194,6 +195,7 @@ EXAMPLES = [
         numbers.HiddenStatesRequest,
         numbers.AttentionRequest,
         ActivationsRequest,
+        SweepRequest,
     )
     for summary in model.examples
 ]
@@ -205,7 +207,7 @@ def test_every_example_of_the_endpoints_can_be_asked(
 ) -> None:
     body = dict(model.examples[summary])
     client = connect(server.url)
-    if body.pop("stream", False):
+    if body.pop("stream", False) and model is schemas.GenerateRequest:
         assert client.stream(**body).result().usage.completion_tokens > 0
         return
     call: dict[type[RequestBody], Callable[..., Any]] = {
@@ -218,6 +220,7 @@ def test_every_example_of_the_endpoints_can_be_asked(
         numbers.HiddenStatesRequest: client.hidden_states,
         numbers.AttentionRequest: client.attention,
         ActivationsRequest: client.activations,
+        SweepRequest: client.sweep,
     }
     given = body.pop("tokens" if model is tokenizer_schemas.DetokenizeRequest else "prompt")
     result = call[model](given, **body)

@@ -9,6 +9,7 @@ from service.schemas import tokenizer as tokenizer_schemas
 from service.schemas.activations import ActivationsRequest
 from service.schemas.base import PositionRange, RequestBody
 from service.schemas.interventions import Intervention, Source
+from service.schemas.sweep import SweepRequest
 
 ARGUMENTS = {"prompt", "stream"}
 """No keywords of a call: its first argument, and what the choice of `stream` or `generate` says."""
@@ -23,6 +24,7 @@ ARGUMENTS = {"prompt", "stream"}
         (fields.AttentionFields, numbers.AttentionRequest, ARGUMENTS),
         (fields.ActivationsFields, ActivationsRequest, ARGUMENTS | {"stages"}),
         (fields.Source, Source, set()),
+        (fields.SweepFields, SweepRequest, ARGUMENTS | {"vary", "over"}),
         (fields.ProbsFields, numbers.ProbsRequest, ARGUMENTS),
         (fields.ScoreFields, numbers.ScoreRequest, ARGUMENTS),
         (fields.TokenizeFields, tokenizer_schemas.TokenizeRequest, ARGUMENTS),

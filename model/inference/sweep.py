@@ -1,0 +1,112 @@
+"""Sweep: the places of a grid, and what an intervention becomes in each of them.
+
+To ablate each head in turn or to patch each layer and position in turn is one intervention carried
+out in one place after another. Here are its places along the axes layers, heads and positions, and
+its part for each cell. Plain data; the cells are requests like any other, made by the caller.
+"""
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from model.inference.errors import InvalidRequest
+from model.inference.interventions import Intervention
+from model.transformer.config import GPTConfig
+from model.transformer.stages import Stage, match_stages
+
+Axis = Literal["layers", "heads", "positions"]
+
+MAX_CELLS = 2**14
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """A place of the grid; None where an axis is not swept."""
+
+    layer: int | None
+    head: int | None
+    position: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """The places of each axis, in the order that was asked for, and the cells, the last axis
+    fastest, each with what is changed there."""
+
+    axes: Mapping[Axis, tuple[int, ...]]
+    cells: Sequence[tuple[Cell, tuple[Intervention, ...]]]
+
+
+def make_grid(
+    varied: Sequence[Intervention], over: Sequence[Axis], prompt_length: int, config: GPTConfig
+) -> Grid:
+    """The grid over some axes of one intervention, given as one for each layer that it is for. An
+    axis that is not swept is changed as a whole in every cell. Raises InvalidRequest for an axis
+    that the stage does not have, and for more than MAX_CELLS cells."""
+    if not over or len(set(over)) < len(over):
+        raise InvalidRequest(f"over is {list(over)}; name at least one axis, each once", "over")
+    axes = {axis: _places(axis, varied, prompt_length, config) for axis in over}
+    count = math.prod(map(len, axes.values()))
+    if count > MAX_CELLS:
+        spelled = " x ".join(f"{len(places)} {axis}" for axis, places in axes.items())
+        raise InvalidRequest(
+            f"the grid would have {count} cells ({spelled}), each a forward of the prompt; "
+            f"{MAX_CELLS} are allowed. Sweep fewer heads or positions, or fewer axes",
+            "over",
+        )
+    cells = []
+    for place in itertools.product(*axes.values()):
+        at = dict(zip(axes, place, strict=True))
+        cell = Cell(at.get("layers"), at.get("heads"), at.get("positions"))
+        changes = tuple(
+            _at(intervention, cell)
+            for intervention in varied
+            if cell.layer in (None, _stage(intervention, config).layer)
+        )
+        cells.append((cell, changes))
+    return Grid(axes, cells)
+
+
+def _places(
+    axis: Axis, varied: Sequence[Intervention], prompt_length: int, config: GPTConfig
+) -> tuple[int, ...]:
+    """Where what varies is carried out along an axis, one after the other."""
+    stages = [_stage(intervention, config) for intervention in varied]
+    first = varied[0]
+    match axis:
+        case "layers":
+            if stages[0].layer is None:
+                raise InvalidRequest(f"{stages[0].name} has no layers to sweep over", "over")
+            return tuple(stage.layer for stage in stages if stage.layer is not None)
+        case "heads":
+            if stages[0].heads_axis is None:
+                raise InvalidRequest(f"{stages[0].name} has no heads to sweep over", "over")
+            count = getattr(config, stages[0].heads_axis)
+            return tuple(range(count)) if first.heads is None else first.heads
+        case "positions":
+            places = first.positions
+            return tuple(range(prompt_length)) if isinstance(places, str) else places
+
+
+def _at(intervention: Intervention, cell: Cell) -> Intervention:
+    """An intervention, carried out in one place alone."""
+    values, heads, positions = intervention.values, intervention.heads, intervention.positions
+    if cell.head is not None:
+        if values is not None:  # (1 or positions, heads, ...)
+            index = cell.head if heads is None else heads.index(cell.head)
+            values = values[:, index : index + 1]
+        heads = (cell.head,)
+    if cell.position is not None:
+        if values is not None and len(values) > 1:
+            assert not isinstance(positions, str)
+            index = positions.index(cell.position)
+            values = values[index : index + 1]
+        positions = (cell.position,)
+    return replace(intervention, values=values, heads=heads, positions=positions)
+
+
+def _stage(intervention: Intervention, config: GPTConfig) -> Stage:
+    (stage,) = match_stages([intervention.stage], config)
+    return stage

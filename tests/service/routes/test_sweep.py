@@ -1,0 +1,149 @@
+"""POST /sweep: each cell is the intervention by hand, whole or streamed; nothing outlasts it."""
+
+import itertools
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+
+from service.schemas.base import ErrorReply
+from service.schemas.sweep import SweepReply
+from tests.service.serving import Serving, eventually
+
+PROMPT, OTHER = "the first prompt", "another of these"
+ABLATE: dict[str, Any] = {"stage": "blocks.*.attention.heads", "operation": "zero"}
+PATCH: dict[str, Any] = {"stage": "blocks.*.output", "operation": "set", "from": {"prompt": OTHER}}
+
+
+def sweep(server: Serving, prompt: str = PROMPT, **fields: Any) -> SweepReply:
+    return SweepReply.model_validate(server.json("/sweep", {"prompt": prompt, **fields}))
+
+
+def logits(server: Serving, columns: list[int], *interventions: Any) -> list[float]:
+    body = {"prompt": PROMPT, "token_ids": columns, "interventions": interventions}
+    row = server.json("/logits", body)["prompts"][0]["logits"][0]
+    return [float(np.float32(logit)) for logit in row]  # JSON has the fewest digits of a float32
+
+
+def test_each_head_in_turn_is_that_head_by_hand(server: Serving) -> None:
+    reply = sweep(server, vary=ABLATE, over=["layers", "heads"], token="a", minus_id=98)
+    assert [(axis.name, axis.values) for axis in reply.axes] == [
+        ("layers", [0, 1, 2]),
+        ("heads", [0, 1, 2, 3]),
+    ]
+    assert [(cell.layer, cell.head, cell.position) for cell in reply.cells] == [
+        (layer, head, None) for layer, head in itertools.product(range(3), range(4))
+    ]
+    for cell in reply.cells:
+        change = {"stage": f"blocks.{cell.layer}.attention.heads", "heads": [cell.head]}
+        expected = logits(server, [97, 98], {**change, "operation": "zero"})
+        assert [cell.logit, cell.minus_logit] == expected, "to the bit"
+        assert cell.value == cell.logit - expected[1]
+    unchanged = logits(server, [97, 98])
+    assert [reply.unchanged.logit, reply.unchanged.minus_logit] == unchanged
+    assert np.array(reply.grid).shape == (3, 4)
+    assert np.array(reply.grid).ravel().tolist() == [cell.value for cell in reply.cells]
+
+
+def test_each_layer_and_position_in_turn_is_that_patch_by_hand(server: Serving) -> None:
+    vary = {**PATCH, "positions": [2, -1]}
+    reply = sweep(server, vary=vary, over=["positions", "layers"], token_id=97)
+    assert np.array(reply.grid).shape == (2, 3)
+    assert reply.minus is None
+    for cell in reply.cells:
+        source = {"prompt": OTHER, "positions": [cell.position]}
+        change = {**PATCH, "stage": f"blocks.{cell.layer}.output", "positions": [cell.position]}
+        assert logits(server, [97], {**change, "from": source}) == [cell.logit]
+    assert len({cell.logit for cell in reply.cells}) == 6
+
+
+def test_heads_of_a_patch_have_their_own_values(server: Serving) -> None:
+    stage = {"stage": "blocks.1.attention.heads", "operation": "set", "heads": [1, 3]}
+    vary = {**stage, "from": {"prompt": OTHER}}
+    reply = sweep(server, vary=vary, over=["heads"], token_id=97)
+    assert [cell.head for cell in reply.cells] == [1, 3]
+    for cell in reply.cells:
+        assert logits(server, [97], {**vary, "heads": [cell.head]}) == [cell.logit]
+
+
+def test_what_is_not_swept_is_changed_in_every_cell(server: Serving) -> None:
+    """All layers at once, position by position, over another change that always stands."""
+    standing = {"stage": "embedding", "operation": "scale", "factor": 2.0}
+    vary = {"stage": "blocks.*.mlp.out", "operation": "zero"}
+    reply = sweep(server, vary=vary, over=["positions"], token_id=97, interventions=[standing])
+    assert reply.unchanged.logit == logits(server, [97], standing)[0]
+    for cell in reply.cells[-2:]:
+        change = {**vary, "positions": [cell.position]}
+        assert logits(server, [97], standing, change) == [cell.logit]
+
+
+def test_without_a_token_it_is_the_likeliest(server: Serving) -> None:
+    (likeliest,) = server.json("/probs", {"prompt": PROMPT, "top_k": 1})["prompts"][0]["tokens"]
+    reply = sweep(server, vary=ABLATE, over=["layers"])
+    assert reply.token.id == likeliest["id"]
+
+
+def test_a_stream_gives_the_same_cells_one_by_one(server: Serving) -> None:
+    body = {"prompt": PROMPT, "vary": ABLATE, "over": ["layers", "heads"], "token_id": 97}
+    whole = server.json("/sweep", body)
+    with server.client.stream("POST", "/sweep", json={**body, "stream": True}) as response:
+        assert response.headers["content-type"].startswith("text/event-stream")
+        events = [line.removeprefix("data: ") for line in response.iter_lines() if line]
+    assert events[-1] == "[DONE]"
+    head, *cells = (json.loads(event) for event in events[:-1])
+    assert [cell["cell"] for cell in cells] == whole["cells"]
+    assert head["unchanged"] == whole["unchanged"]
+    assert head["axes"] == whole["axes"]
+
+
+def test_a_reader_that_goes_ends_its_sweep(server: Serving) -> None:
+    body = {"prompt": "x" * 60, "vary": PATCH | {"from": {"prompt": "y" * 60}}, "stream": True}
+    body |= {"over": ["layers", "positions"]}
+    with server.client.stream("POST", "/sweep", json=body) as response:
+        next(response.iter_lines())
+    eventually(lambda: server.served.engine.open_sequences == 0)
+    assert server.served.reply_budget.used == 0
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "message"),
+    [
+        ({"vary": ABLATE, "over": []}, "over", "at least 1"),
+        ({"vary": ABLATE, "over": ["heads", "heads"]}, None, "an axis twice"),
+        (
+            {"vary": {"stage": "embedding", "operation": "zero"}, "over": ["layers"]},
+            "over",
+            "embedding has no layers",
+        ),
+        (
+            {"vary": {"stage": "blocks.*.output", "operation": "zero"}, "over": ["heads"]},
+            "over",
+            "blocks.0.output has no heads",
+        ),
+        ({"vary": {**ABLATE, "stage": "blocks.*.what"}, "over": ["layers"]}, "vary", "vary: no st"),
+        ({"vary": ABLATE, "over": ["layers"], "token": "ab"}, "token", "'ab' is 2 tokens"),
+        ({"vary": ABLATE, "over": ["layers"], "token_id": 300}, "token_id", "300"),
+        ({"vary": ABLATE, "over": ["layers"], "token_id": 1, "minus_id": 1}, "minus", "is 0"),
+        ({"vary": ABLATE, "over": ["layers"], "position": 16}, "positions", "16 tokens"),
+        ({"vary": PATCH, "over": ["layers"], "prompt": "ab"}, "vary", "values for 16 positions"),
+    ],
+)
+def test_refusals_name_what_is_wrong(
+    server: Serving, fields: dict[str, Any], param: str | None, message: str
+) -> None:
+    response = server.post("/sweep", {"prompt": PROMPT, **fields})
+    assert response.status_code == 400, response.text
+    error = ErrorReply.model_validate(response.json()).error
+    assert message in error.message
+    assert error.param == param
+
+
+def test_too_many_cells_are_refused_with_their_number(server: Serving) -> None:
+    prompt = list(range(100))
+    axes = {"vary": {**ABLATE, "positions": "all"}, "over": ["layers", "heads", "positions"]}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("model.inference.sweep.MAX_CELLS", 1199)
+        response = server.post("/sweep", {"prompt": prompt, **axes})
+    assert response.status_code == 400
+    assert "1200 cells (3 layers x 4 heads x 100 positions)" in response.json()["error"]["message"]
