@@ -1,7 +1,7 @@
 """Fixtures that several packages of tests use."""
 
 import gc
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -17,7 +17,15 @@ register_profiles()
 @pytest.fixture(scope="session", autouse=True)
 def one_thread() -> None:
     """Models of a few kilobytes: a second thread would only spin, and take a core from a server
-    under test. A test of threads sets its own number and puts this one back."""
+    under test."""
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def one_thread_again() -> Iterator[None]:
+    """Whatever number a test sets, or has set by what it calls: left behind, it made all tests of
+    that process several times slower."""
+    yield
     torch.set_num_threads(1)
 
 

@@ -78,6 +78,7 @@ def test_examples_scale_with_the_profile(profile: str, drawn: int) -> None:
         assert settings().max_examples == examples(FULL) == drawn
         assert examples(3 * FULL) == 3 * drawn
         assert examples(1) == 1
+        assert examples(300, fast=7) == (300 if profile == "full" else 7)
         assert settings().deadline is None
     finally:
         settings.load_profile(before)

@@ -21,6 +21,7 @@ import torch
 from model.checkpoint.checkpoint import load_checkpoint
 from model.device import use_threads
 from model.llm import LLM
+from model.transformer.gpt import GPT
 from tests.e2e.server import ServedProcess
 from tests.model.inference.served import forward_as_served
 
@@ -112,12 +113,26 @@ def test_python_block(block: str, server: ServedProcess, here: Path) -> None:
     assert done.stdout
 
 
-@pytest.mark.parametrize("tokens", [3, 32, 300])
-def test_the_numbers_are_bit_for_bit_the_models_own(server: ServedProcess, tokens: int) -> None:
-    """Of whatever dtype and decoder this machine chose."""
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
+@pytest.fixture(scope="module")
+def model(server: ServedProcess) -> Iterator[tuple[GPT, LLM]]:
+    """What the server serves, in its dtype and with its threads: the weights; by the library."""
     with httpx.Client(base_url=server.url, trust_env=False, timeout=60) as http:
         info = http.get("/info").json()
+    cpu, dtype = torch.device("cpu"), getattr(torch, info["dtype"])
+    gpt = load_checkpoint(BUNDLED, device=cpu, dtype=dtype)[1]
+    with LLM(BUNDLED, device="cpu", threads=info["threads"]) as llm:
+        yield gpt, llm
+
+
+@pytest.mark.parametrize("tokens", [3, 32, 300])
+def test_the_numbers_are_bit_for_bit_the_models_own(
+    server: ServedProcess, model: tuple[GPT, LLM], tokens: int
+) -> None:
+    """Of whatever dtype and decoder this machine chose."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    gpt, llm = model
+    with httpx.Client(base_url=server.url, trust_env=False, timeout=60) as http:
+        threads = http.get("/info").json()["threads"]
         ids = http.post("/tokenize", json={"prompt": text}).json()["tokens"][:tokens]
         reply = http.post(
             "/logits",
@@ -125,17 +140,9 @@ def test_the_numbers_are_bit_for_bit_the_models_own(server: ServedProcess, token
             headers={"Accept": "application/x-npy"},
         )
     served = np.load(io.BytesIO(reply.content))
-    threads = torch.get_num_threads()
-    use_threads(info["threads"])
-    try:
-        gpt = load_checkpoint(
-            BUNDLED, device=torch.device("cpu"), dtype=getattr(torch, info["dtype"])
-        )[1]
-        own = forward_as_served(gpt, torch.tensor(ids)).logits[0].float().numpy()
-        with LLM(BUNDLED, device="cpu", threads=info["threads"]) as llm:
-            in_process = llm.logits(ids)
-    finally:
-        use_threads(threads)
+    use_threads(threads)
+    own = forward_as_served(gpt, torch.tensor(ids)).logits[0].float().numpy()
+    in_process = llm.logits(ids)
     assert served.shape == (tokens, 2048)
     assert np.array_equal(served, own)
     assert np.array_equal(served, in_process)

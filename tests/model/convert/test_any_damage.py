@@ -107,7 +107,7 @@ def test_pickled_files(save: Callable[[Path, bool], None], hostile: bool, tmp_pa
     assert try_to_import(source, tmp_path, "--tokenizer", "none") == hostile
 
     @given(damaged(whole))
-    @settings(FUZZ, max_examples=examples(300))
+    @settings(FUZZ, max_examples=examples(300, fast=30))
     def refused_or_imported(raw: bytes) -> None:
         source.write_bytes(raw)
         try_to_import(source, tmp_path, "--tokenizer", "none")
@@ -126,7 +126,7 @@ def test_pickled_vocabularies(hostile: bool, tmp_path: Path) -> None:
     assert try_to_import(tmp_path / "ckpt.pt", tmp_path) == hostile
 
     @given(damaged(whole))
-    @settings(FUZZ, max_examples=examples(300))
+    @settings(FUZZ, max_examples=examples(300, fast=30))
     def refused_or_imported(raw: bytes) -> None:
         (tmp_path / "meta.pkl").write_bytes(raw)
         try_to_import(tmp_path / "ckpt.pt", tmp_path)
@@ -146,7 +146,7 @@ def test_vocabulary_files(name: str, tmp_path: Path) -> None:
     }[name]
 
     @given(damaged(whole))
-    @settings(FUZZ, max_examples=examples(200))
+    @settings(FUZZ, max_examples=examples(200, fast=20))
     def refused_or_imported(raw: bytes) -> None:
         (tmp_path / name).write_bytes(raw)
         try_to_import(tmp_path / "ckpt.pt", tmp_path)
@@ -159,7 +159,7 @@ def test_fields_of_a_vocabulary(tmp_path: Path) -> None:
     zipped(tmp_path / "ckpt.pt", False)
 
     @given(edited({"stoi": STOI, "itos": {str(i): text for text, i in STOI.items()}}))
-    @settings(FUZZ, max_examples=examples(300))
+    @settings(FUZZ, max_examples=examples(300, fast=30))
     def refused_or_imported(document: Any) -> None:
         (tmp_path / "vocab.json").write_bytes(written(document))
         try_to_import(tmp_path / "ckpt.pt", tmp_path)
@@ -201,7 +201,7 @@ def test_folders_of_hugging_face(name: str, their_folder: Path, tmp_path: Path) 
     assert try_to_import(source, tmp_path) == 0
 
     @given(damaged(whole))
-    @settings(FUZZ, max_examples=examples(200))
+    @settings(FUZZ, max_examples=examples(200, fast=20))
     def refused_or_imported(raw: bytes) -> None:
         (source / name).write_bytes(raw)
         try_to_import(source, tmp_path)
@@ -215,7 +215,7 @@ def test_fields_of_hugging_face(name: str, their_folder: Path, tmp_path: Path) -
     source = Path(shutil.copytree(their_folder, tmp_path / "theirs"))
 
     @given(edited(json.loads((source / name).read_bytes())))
-    @settings(FUZZ, max_examples=examples(300))
+    @settings(FUZZ, max_examples=examples(300, fast=30))
     def refused_or_imported(document: Any) -> None:
         (source / name).write_bytes(written(document))
         try_to_import(source, tmp_path)

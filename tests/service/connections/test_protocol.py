@@ -63,14 +63,18 @@ ENDLESS = {
 
 @pytest.fixture(scope="module")
 def hurried(spelling_path: Path) -> Iterator[Serving]:
-    """A server that gives a slow client a second."""
-    with serving(
-        spelling_path,
-        slots=2,
-        slow_sender_timeout=1,
-        slow_reader_timeout=1,
-        keep_alive_timeout=1,
-    ) as running:
+    """A server that gives a slow client a second, and one that it has refused half of one."""
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        serving(
+            spelling_path,
+            slots=2,
+            slow_sender_timeout=1,
+            slow_reader_timeout=1,
+            keep_alive_timeout=1,
+        ) as running,
+    ):
+        patch.setattr("service.connections.protocol.LINGER_SECONDS", 0.5)
         yield running
 
 
@@ -396,14 +400,14 @@ def test_a_reply_that_nobody_reads_is_let_go(
 
 
 def test_a_reader_that_trickles_is_let_go_and_a_slow_one_is_not(spelling_path: Path) -> None:
-    with serving(spelling_path, slots=2, slow_reader_timeout=4) as server:
+    with serving(spelling_path, slots=2, slow_reader_timeout=2) as server:
         size = len(server.post("/generate", LARGE).content)
         with server.connect(receive_buffer=2048) as raw:
             raw.sendall(request_bytes("/generate", LARGE, "Connection: close"))
             deadline = time.monotonic() + 40
             while not ended(server, "unread"):
                 raw.recv(100)
-                time.sleep(0.1)  # 1,000 bytes/s: some come in any four seconds
+                time.sleep(0.1)  # 1,000 bytes/s: some come in any two seconds
                 assert time.monotonic() < deadline
         with server.connect(receive_buffer=WINDOW) as raw:
             raw.sendall(request_bytes("/generate", LARGE, "Connection: close"))

@@ -677,7 +677,9 @@ class Mix:
 
 
 @pytest.mark.parametrize("share_decoded", [False, True])
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize(
+    "seed", [*range(15), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(15, 45))]
+)
 def test_random_mixes(seed: int, share_decoded: bool) -> None:
     """Every rule of `Simulation.step` holds in every step, and everybody ends. Where what was
     decoded is shared, some prompts go on from what others have generated."""

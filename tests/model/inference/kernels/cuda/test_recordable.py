@@ -5,7 +5,8 @@ Held to that on torch's meta device, whose tensors have shapes and no numbers: t
 Not seen are indices on the CPU, and what CUDA alone computes (`is_cuda`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ from tests.model.factories import FAMILIES, tiny_config
 from tests.model.inference.kernels.cpu.test_native_sample import GREEDY, PLAIN
 from tests.model.inference.kernels.cuda.test_decoder import TwiceOver
 
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 META = torch.device("meta")
 SLOTS = 6
 FILTERED = SamplingRow(1.0, 3, 0.9, 0.1, seed=1, position=6, index=0)
@@ -56,7 +58,8 @@ def nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def on_meta(make: DecoderMaker, dtype: torch.dtype, family: str, **options: Any) -> Any:
     """A decoder of a model without numbers, whose tables of positions are there all the same."""
-    gpt = GPT(tiny_config(**{**FAMILIES[family], "context_length": 256})).to(META).to(dtype).eval()
+    shape = {**FAMILIES[family], "n_layer": 2, "context_length": 256}
+    gpt = GPT(tiny_config(**shape)).to(META).to(dtype).eval()
     cache = KVCache(gpt.config, SLOTS, device=META, dtype=dtype)
     return make(gpt, cache, **options)
 
@@ -74,9 +77,16 @@ def step_and_sample(decoder: Any, rows: int, how: SamplingRow) -> None:
     assert decoder.sample(logits, logits, sampling) == [0] * rows
 
 
-@pytest.mark.parametrize("batch_invariant", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("family", FAMILIES)
+def ways() -> Iterator[Any]:
+    """Each family in each dtype, batch invariant and not. Any two of the three come together in the
+    half that is not slow."""
+    for choice in product(range(len(FAMILIES)), range(len(DTYPES)), (False, True)):
+        family, dtype, invariant = list(FAMILIES)[choice[0]], DTYPES[choice[1]], choice[2]
+        marks = [pytest.mark.slow] if sum(choice) % 2 else []
+        yield pytest.param(family, dtype, invariant, marks=marks)
+
+
+@pytest.mark.parametrize(("family", "dtype", "batch_invariant"), list(ways()))
 def test_steps_and_sampling_read_nothing_back(
     family: str, dtype: torch.dtype, batch_invariant: bool
 ) -> None:
