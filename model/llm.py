@@ -55,6 +55,7 @@ from model.inference.engine.requests import (
     AttentionWeights,
     GenerationRequest,
     HiddenStates,
+    Lens,
     Logits,
     Output,
     OutputsRequest,
@@ -70,6 +71,7 @@ from model.inference.load import Slots, choose_slots, load_model
 from model.inference.memory import SlotBudget
 from model.inference.options import KernelChoice, Quantization
 from model.inference.sampling.distribution import log_softmax
+from model.inference.sampling.lens import LensRow, read_lens
 from model.inference.sampling.params import SamplingParams, TokenLogprob
 from model.inference.sweep import Axis, make_grid
 from model.text.growing_text import GrowingText
@@ -299,6 +301,22 @@ class LLM:
         )
         rows = self._rows(token_ids, output, interventions)  # (T, elements)
         return split_activations(rows, output, config, len(token_ids))
+
+    def lens(
+        self,
+        prompt: Prompt,
+        top_k: int = 5,
+        token_ids: Sequence[int] = (),
+        interventions: Sequence[Intervention] = (),
+    ) -> list[list[LensRow]]:
+        """What the model would say if it stopped after each layer (0: after the embeddings), by
+        position and layer: the likeliest ids, rank and logprob of `token_ids`, entropy and the
+        divergence of the model's own answer."""
+        layers = tuple(range(self.checkpoint.config.n_layer + 1))
+        output = Lens(layers=layers, top_k=top_k, token_ids=tuple(token_ids))
+        rows = self._rows(self.encode(prompt), output, interventions)  # (T, layers, numbers)
+        named = len(token_ids)
+        return [[read_lens(numbers, top_k, named) for numbers in at] for at in rows]
 
     def sweep(
         self,

@@ -30,6 +30,7 @@ from service.routes import (
     completions,
     generate,
     hidden_states,
+    lens,
     logits,
     models,
     operations,
@@ -73,7 +74,7 @@ def create_app(settings: ServeSettings) -> FastAPI:
     errors.install(app)
     openapi.install(app, needs_key=lambda path: _needs_key(state, path))
     for routes in (
-        generate, logits, probs, score, hidden_states, attention, activations, stages, sweep,
+        generate, logits, probs, score, hidden_states, attention, activations, stages, sweep, lens,
         tokenize,
         completions, chat, models, operations,
     ):  # fmt: skip

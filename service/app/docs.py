@@ -14,6 +14,7 @@ from pydantic.json_schema import models_json_schema
 
 from service.schemas.activations import ActivationsRequest
 from service.schemas.generate import GenerateRequest
+from service.schemas.lens import LensRequest
 from service.schemas.openai import ChatRequest, CompletionRequest
 from service.schemas.sweep import SweepRequest
 from service.schemas.tensors import (
@@ -34,6 +35,7 @@ REQUEST_BODIES = (
     AttentionRequest,
     ActivationsRequest,
     SweepRequest,
+    LensRequest,
     TokenizeRequest,
     DetokenizeRequest,
     CompletionRequest,

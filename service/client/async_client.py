@@ -27,6 +27,7 @@ from service.client.fields import (
     GenerateFields,
     HiddenStatesFields,
     Intervention,
+    LensFields,
     LogitsFields,
     ManyPrompts,
     OneOrManyIds,
@@ -47,6 +48,7 @@ from service.client.results import (
     Health,
     HiddenStates,
     Info,
+    LensReadings,
     Logits,
     Probs,
     Scores,
@@ -214,6 +216,10 @@ class AsyncClient:
     async def stages(self) -> Stages:
         """The names, shapes and meanings of the stages."""
         return await self._run(calls.stages())
+
+    async def lens(self, prompt: Prompt, **fields: Unpack[LensFields]) -> LensReadings:
+        """What the model would say if it stopped after each layer."""
+        return await self._run(calls.lens(prompt, fields))
 
     async def probs(self, prompt: Prompt, **fields: Unpack[ProbsFields]) -> Probs:
         """The distribution of the next token after each prompt."""

@@ -24,6 +24,7 @@ from service.client.results import (
     Health,
     HiddenStates,
     Info,
+    LensReadings,
     Logits,
     Probs,
     Scores,
@@ -155,6 +156,10 @@ def patch(
 ) -> Call[Sweep]:
     vary: Intervention = {"stage": stage, "operation": "set", "from": {"prompt": source}}
     return sweep(prompt, vary, over, fields)
+
+
+def lens(prompt: Prompt, fields: Mapping[str, object]) -> Call[LensReadings]:
+    return Call(post("/lens", {"prompt": prompt, **fields}), partial(_object, LensReadings))
 
 
 def probs(prompt: Prompt, fields: Mapping[str, object]) -> Call[Probs]:

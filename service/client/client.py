@@ -29,6 +29,7 @@ from service.client.fields import (
     GenerateFields,
     HiddenStatesFields,
     Intervention,
+    LensFields,
     LogitsFields,
     ManyPrompts,
     OneOrManyIds,
@@ -49,6 +50,7 @@ from service.client.results import (
     Health,
     HiddenStates,
     Info,
+    LensReadings,
     Logits,
     Probs,
     Scores,
@@ -216,6 +218,10 @@ class Client:
     def stages(self) -> Stages:
         """The names, shapes and meanings of the stages."""
         return self._run(calls.stages())
+
+    def lens(self, prompt: Prompt, **fields: Unpack[LensFields]) -> LensReadings:
+        """What the model would say if it stopped after each layer."""
+        return self._run(calls.lens(prompt, fields))
 
     def probs(self, prompt: Prompt, **fields: Unpack[ProbsFields]) -> Probs:
         """The distribution of the next token after each prompt."""

@@ -140,6 +140,17 @@ class ActivationsFields(TypedDict, total=False):
     model: str | None
 
 
+class LensFields(TypedDict, total=False):
+    layers: TokenIds | None
+    positions: Positions
+    top_k: int
+    token_ids: TokenIds | None
+    tokens: Sequence[str] | None
+    interventions: Interventions
+    timeout: float | None
+    model: str | None
+
+
 class SweepFields(TypedDict, total=False):
     token: str | None
     token_id: int | None

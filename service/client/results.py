@@ -299,6 +299,40 @@ class TokenProb:
 
 
 @dataclass(frozen=True, slots=True)
+class LensLayer:
+    """What the model would say after a layer: the likeliest tokens, the named ones, the entropy,
+    and the divergence of the model's own answer from it, in nats."""
+
+    layer: int
+    top: tuple[TokenProb, ...]
+    tokens: tuple[TokenProb, ...]
+    entropy: float
+    divergence: float
+
+
+@dataclass(frozen=True, slots=True)
+class LensPosition:
+    position: int
+    layers: tuple[LensLayer, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLens:
+    index: int
+    token_ids: tuple[int, ...]
+    positions: tuple[LensPosition, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LensReadings:
+    """Of each prompt, position by position and layer by layer."""
+
+    prompts: tuple[PromptLens, ...]
+    checkpoint: Checkpoint
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
 class PromptProbs:
     """The listed tokens after one prompt, their `mass` together, and the entropy (nats) of the
     whole distribution. `perplexity` is the prompt's own, if it was asked for."""

@@ -31,6 +31,7 @@ ENDPOINTS = (
     "/activations",
     "/stages",
     "/sweep",
+    "/lens",
     "/tokenize",
     "/detokenize",
     "/tokenizer_info",

@@ -23,6 +23,7 @@ from model.inference.engine.requests import (
     AttentionWeights,
     GenerationRequest,
     HiddenStates,
+    Lens,
     Logits,
     Output,
     OutputsRequest,
@@ -47,6 +48,7 @@ from service.requests.positions import resolve_positions
 from service.schemas import generate as schemas
 from service.schemas import tensors
 from service.schemas.activations import ActivationsRequest
+from service.schemas.lens import LensRequest
 from service.schemas.tensors import Processing
 
 TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,9}")
@@ -59,6 +61,7 @@ TensorRequest = (
     | tensors.HiddenStatesRequest
     | tensors.AttentionRequest
     | ActivationsRequest
+    | LensRequest
 )
 
 
@@ -236,6 +239,21 @@ async def resolve_hidden_states(
     states = served.checkpoint.config.n_layer + 1
     layers = resolve_indices("layers", body.layers, states, f"there are {states} hidden states")
     return await _resolve_outputs(body, HiddenStates(layers=layers), served, request)
+
+
+async def resolve_lens(body: LensRequest, served: Served, request: Request) -> list[OutputsRequest]:
+    """One engine request per prompt, for the layers and positions that a body chooses."""
+    states = served.checkpoint.config.n_layer + 1
+    layers = resolve_indices("layers", body.layers, states, f"there are {states} hidden states")
+    named = tuple(body.token_ids or ())
+    if body.tokens is not None:
+        tokenizer = served.checkpoint.tokenizer
+        named = tuple(single_token(text, tokenizer, "tokens") for text in body.tokens)
+    lens = Lens(layers=layers, top_k=body.top_k, token_ids=named)
+    requests = await _resolve_outputs(body, lens, served, request)
+    rows = len(layers) * sum(len(resolved.positions) for resolved in requests)
+    served.reply_budget.check_logprobs(rows * (body.top_k + len(named)), "top_k")
+    return requests
 
 
 async def resolve_attention(

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 from pydantic import BaseModel
 
-from service.schemas import activations, generate, openai, sweep, tensors, tokenizer
+from service.schemas import activations, generate, lens, openai, sweep, tensors, tokenizer
 from tests.faults.attack import Attack, Ground
 
 PIECES = (
@@ -39,6 +39,7 @@ BODIES: dict[str, type[BaseModel]] = {
     "/attention": tensors.AttentionRequest,
     "/activations": activations.ActivationsRequest,
     "/sweep": sweep.SweepRequest,
+    "/lens": lens.LensRequest,
     "/tokenize": tokenizer.TokenizeRequest,
     "/detokenize": tokenizer.DetokenizeRequest,
     "/v1/completions": openai.CompletionRequest,

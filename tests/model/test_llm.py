@@ -209,6 +209,16 @@ def test_stages_and_interventions_are_those_of_the_definition(llm: LLM, gpt: GPT
     assert llm.score("a prompt", [], [zero])[0].logprob != llm.score("a prompt")[0].logprob
 
 
+def test_the_lens_ends_in_the_models_own_answer(llm: LLM) -> None:
+    readings = llm.lens("a prompt", top_k=2, token_ids=[97])
+    assert (len(readings), len(readings[0])) == (8, 4)
+    last = readings[-1][-1]
+    probs = llm.probs("a prompt")
+    assert last.top_ids[0] == probs.argmax()
+    assert np.exp(last.logprobs[0]) == pytest.approx(probs[97], rel=1e-5)
+    assert last.divergence == 0
+
+
 def test_sweeps_are_interventions_in_one_place_after_another(llm: LLM) -> None:
     ablate = Intervention(stage="blocks.*.attention.heads", operation="zero")
     grid = llm.sweep("a prompt", ablate, ["layers", "heads"], token=97, minus=98)

@@ -1,8 +1,9 @@
 """Cost: how many elements the outputs of a request have.
 
 An output is what a client asks for at one position: logits of the whole vocabulary, hidden states
-of some layers, attention weights of some heads, values of named stages. The scheduler limits the
-elements of a step, admission those of all requests. Pure functions of a request and the model's
+of some layers, attention weights of some heads, values of named stages; where what is handed out is
+a digest of logits, those logits. The scheduler limits the elements of a step, admission those of
+all requests. Pure functions of a request and the model's
 shape. Not here: a prompt's other cost, counted in tokens, and a generation's, counted in sequences.
 """
 
@@ -14,6 +15,7 @@ from model.inference.engine.requests import (
     AttentionWeights,
     GenerationRequest,
     HiddenStates,
+    Lens,
     Logits,
     OutputsRequest,
     Request,
@@ -32,6 +34,8 @@ def position_elements(request: OutputsRequest, config: GPTConfig) -> int:
             return len(layers) * config.d_model
         case AttentionWeights(layers=layers, heads=heads):
             return len(layers) * len(heads) * len(request.token_ids)
+        case Lens(layers=layers):  # each has logits of its own, and so has the last
+            return (len(layers) + 1) * config.vocab_size
         case Activations() as asked:
             shapes = activation_shapes(asked, config, len(request.token_ids))
             return sum(map(math.prod, shapes))

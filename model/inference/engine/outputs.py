@@ -21,6 +21,7 @@ from model.inference.engine.requests import (
     Activations,
     AttentionWeights,
     HiddenStates,
+    Lens,
     Logits,
     Output,
     OutputsRequest,
@@ -30,6 +31,7 @@ from model.inference.kernels.base import AttentionSelection, Decoder, Prefilled,
 from model.inference.kernels.eager.tapped import TappedDecoder
 from model.inference.kernels.eager.taps import Changes, Key, PieceTap
 from model.inference.kv_cache import KVCache
+from model.inference.sampling.lens import lens_numbers, log_softmax
 from model.inference.sampling.sampler import RowContext, process
 from model.transformer.config import GPTConfig
 from model.transformer.gpt import GPT
@@ -99,6 +101,7 @@ class OutputsComputer:
 
     def __init__(self, gpt: GPT, cache: KVCache, decoder: Decoder, tapped: TappedPasses) -> None:
         self._config = gpt.config
+        self._final_norm = gpt.final_norm
         self._cache = cache
         self._decoder = decoder
         self._tapped = tapped
@@ -145,6 +148,11 @@ class OutputsComputer:
                 states = self.prefill(chunk, states=True).states
                 assert states is not None
                 return states[list(layers)][:, offsets].transpose(0, 1)  # (P, layers, d_model)
+            case Lens(layers=layers):
+                prefilled = self.prefill(chunk, states=True)
+                assert prefilled.states is not None
+                states = prefilled.states[list(layers)][:, offsets]  # (layers, P, d_model)
+                return self._lens(output, states, prefilled.hidden[offsets])
             case AttentionWeights(layers=layers, heads=heads):
                 length = len(chunk.sequence.request.token_ids)
                 selection = AttentionSelection(layers, heads, length)
@@ -163,6 +171,9 @@ class OutputsComputer:
         match output:
             case Logits():
                 return self._logits(chunk.sequence, output, positions, hidden)
+            case Lens():
+                states = torch.stack([tap.recorded(*key) for key in record])
+                return self._lens(output, states, hidden)
             case HiddenStates():
                 return torch.stack([tap.recorded(*key) for key in record], dim=1)
             case AttentionWeights(heads=heads):
@@ -178,6 +189,18 @@ class OutputsComputer:
                     chosen = heads is not None and stage.heads_axis is not None
                     values.append(value[:, list(heads or ())] if chosen else value)
                 return torch.cat([value.flatten(1).float() for value in values], dim=1)
+
+    def _lens(self, asked: Lens, states: Tensor, hidden: Tensor) -> Tensor:
+        """Numbers (P, layers, numbers) of streams (layers, P, d_model), of which the last becomes
+        the final hidden state (P, d_model)."""
+        own = self._decoder.head(hidden)
+        last = log_softmax(own)  # (P, V)
+        rows = []
+        for layer, stream in zip(asked.layers, states, strict=True):
+            at_the_end = layer == self._config.n_layer
+            logits = own if at_the_end else self._decoder.head(self._final_norm(stream))
+            rows.append(lens_numbers(logits, last, asked.top_k, asked.token_ids))
+        return torch.stack(rows, dim=1)
 
     def _logits(
         self,
@@ -207,7 +230,7 @@ def _recorded(output: Output, config: GPTConfig) -> Iterator[Key]:
     match output:
         case Logits():
             return
-        case HiddenStates(layers=layers):
+        case HiddenStates(layers=layers) | Lens(layers=layers):
             for layer in layers:
                 yield (layer - 1, "output") if layer else (None, "embedding")
         case AttentionWeights(layers=layers):

@@ -79,7 +79,22 @@ class Activations:
     heads: tuple[int, ...] | None = None
 
 
-Output = Logits | HiddenStates | AttentionWeights | Activations
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lens:
+    """Rows (P, layers, numbers): what the head says of the stream after each of the chosen layers
+    (as in HiddenStates), in the figures of `model/inference/sampling/lens.py`: of its `top_k`
+    likeliest ids and of the named `token_ids`."""
+
+    layers: tuple[int, ...]
+    top_k: int
+    token_ids: tuple[int, ...] = ()
+
+
+LARGEST_LENS_VOCABULARY = 2**24
+"""Ids travel as float32, which has every integer up to it."""
+
+
+Output = Logits | HiddenStates | AttentionWeights | Activations | Lens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

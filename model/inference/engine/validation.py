@@ -10,10 +10,12 @@ know a part of a request earlier. Not here: bounds of sampling parameters that h
 from collections.abc import Collection, Iterable, Sequence
 
 from model.inference.engine.requests import (
+    LARGEST_LENS_VOCABULARY,
     Activations,
     AttentionWeights,
     GenerationRequest,
     HiddenStates,
+    Lens,
     Logits,
     OutputsRequest,
     Request,
@@ -187,6 +189,8 @@ def _check_outputs(request: OutputsRequest, config: GPTConfig) -> None:
         case AttentionWeights(layers=layers, heads=heads):
             _check_indices("layers", layers, config.n_layer, f"there are {config.n_layer} layers")
             _check_indices("heads", heads, config.n_head, f"there are {config.n_head} heads")
+        case Lens() as lens:
+            _check_lens(lens, config)
         case Activations(stages=stages, heads=heads):
             _check_activations(stages, heads, config)
 
@@ -202,6 +206,22 @@ def _check_scores(request: ScoreRequest, config: GPTConfig) -> None:
         check_token_ids("continuations", continuation, config.vocab_size)
         check_prompt_fits(length + len(continuation), config.context_length, continued=True)
     check_count("logprobs", request.top, config.vocab_size)
+
+
+def _check_lens(lens: Lens, config: GPTConfig) -> None:
+    states = config.n_layer + 1
+    _check_indices("layers", lens.layers, states, f"there are {states} hidden states")
+    if not 1 <= lens.top_k <= config.vocab_size:
+        raise InvalidRequest(
+            f"top_k is {lens.top_k}; the vocabulary has {config.vocab_size} ids", "top_k"
+        )
+    check_token_ids("token_ids", lens.token_ids, config.vocab_size)
+    if config.vocab_size > LARGEST_LENS_VOCABULARY:
+        raise InvalidRequest(
+            f"the vocabulary has {config.vocab_size} ids; a lens tells {LARGEST_LENS_VOCABULARY} "
+            "apart",
+            "prompt",
+        )
 
 
 def _check_activations(

@@ -8,6 +8,7 @@ import pytest
 from service.schemas.activations import ActivationsRequest
 from service.schemas.base import RequestBody
 from service.schemas.generate import GenerateRequest
+from service.schemas.lens import LensRequest
 from service.schemas.openai import ChatRequest, CompletionRequest
 from service.schemas.sweep import SweepRequest
 from service.schemas.tensors import (
@@ -29,6 +30,7 @@ BODIES: dict[str, type[RequestBody]] = {
     "/attention": AttentionRequest,
     "/activations": ActivationsRequest,
     "/sweep": SweepRequest,
+    "/lens": LensRequest,
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
     "/v1/completions": CompletionRequest,
@@ -43,6 +45,7 @@ QUEUED = (
     "/attention",
     "/activations",
     "/sweep",
+    "/lens",
     "/v1/completions",
     "/v1/chat/completions",
 )

@@ -25,6 +25,7 @@ CALLS: dict[str, Call[Any]] = {
     "attention": calls.attention("a", {}),
     "activations": calls.activations("a", "embedding", {}),
     "stages": calls.stages(),
+    "lens": calls.lens("a", {}),
     "sweep": calls.sweep("a", {"stage": "embedding", "operation": "zero"}, ["positions"], {}),
     "probs": calls.probs("a", {}),
     "score": calls.score("a", {}),

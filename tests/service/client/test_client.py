@@ -18,6 +18,7 @@ from service.schemas import tensors as numbers
 from service.schemas import tokenizer as tokenizer_schemas
 from service.schemas.activations import ActivationsRequest
 from service.schemas.base import RequestBody
+from service.schemas.lens import LensRequest
 from service.schemas.sweep import SweepRequest
 from tests.service.client.conftest import Connect
 from tests.service.serving import Serving, eventually, held_loading, serve_settings, serving_app
@@ -196,6 +197,7 @@ EXAMPLES = [
         numbers.AttentionRequest,
         ActivationsRequest,
         SweepRequest,
+        LensRequest,
     )
     for summary in model.examples
 ]
@@ -221,6 +223,7 @@ def test_every_example_of_the_endpoints_can_be_asked(
         numbers.AttentionRequest: client.attention,
         ActivationsRequest: client.activations,
         SweepRequest: client.sweep,
+        LensRequest: client.lens,
     }
     given = body.pop("tokens" if model is tokenizer_schemas.DetokenizeRequest else "prompt")
     result = call[model](given, **body)

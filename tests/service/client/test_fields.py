@@ -9,6 +9,7 @@ from service.schemas import tokenizer as tokenizer_schemas
 from service.schemas.activations import ActivationsRequest
 from service.schemas.base import PositionRange, RequestBody
 from service.schemas.interventions import Intervention, Source
+from service.schemas.lens import LensRequest
 from service.schemas.sweep import SweepRequest
 
 ARGUMENTS = {"prompt", "stream"}
@@ -24,6 +25,7 @@ ARGUMENTS = {"prompt", "stream"}
         (fields.AttentionFields, numbers.AttentionRequest, ARGUMENTS),
         (fields.ActivationsFields, ActivationsRequest, ARGUMENTS | {"stages"}),
         (fields.Source, Source, set()),
+        (fields.LensFields, LensRequest, ARGUMENTS),
         (fields.SweepFields, SweepRequest, ARGUMENTS | {"vary", "over"}),
         (fields.ProbsFields, numbers.ProbsRequest, ARGUMENTS),
         (fields.ScoreFields, numbers.ScoreRequest, ARGUMENTS),
