@@ -272,16 +272,18 @@ class Block(nn.Module):
         """A per-token vector for the values of each head, gated by the stream (B, K, T, D).
 
         The gate is 2 * sigmoid(.), so an untrained gate of 0 lets the embedding through as it is.
-        Computed in float32 with tanh: a gate this narrow in bfloat16, like torch's sigmoid on a
-        CPU, has bits that depend on the number of rows, and a batch may not change a row.
+        Computed in float32 or wider, with tanh: a gate this narrow in bfloat16, like torch's
+        sigmoid on a CPU, has bits that depend on the number of rows, and a batch may not change a
+        row.
         Source: value embeddings of modded-nanogpt, gated as in nanochat.
         """
         batch, time = token_ids.shape
         values = self.value_embedding(token_ids)  # (B, T, K * D)
         values = values.view(batch, time, self.config.n_kv_head, self.config.head_dim)
         # A copy: in a view of wider rows, bits also depend on where in memory a row begins.
-        leading = x[..., :VALUE_GATE_WIDTH].float().contiguous()
-        steer = F.linear(leading, self.value_gate.weight.float())
+        wide = torch.promote_types(x.dtype, torch.float32)
+        leading = x[..., :VALUE_GATE_WIDTH].to(wide).contiguous()
+        steer = F.linear(leading, self.value_gate.weight.to(wide))
         gate = (1 + torch.tanh(steer / 2)).to(values.dtype)  # (B, T, K)
         return (gate.unsqueeze(-1) * values).transpose(1, 2)  # (B, K, T, D)
 

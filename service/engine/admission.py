@@ -21,9 +21,9 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from model.inference.engine.cost import output_elements
+from model.inference.engine.cost import output_elements, sequence_prices
 from model.inference.engine.events import FinishEvent
-from model.inference.engine.requests import Request, sequence_lengths
+from model.inference.engine.requests import Request
 from model.inference.errors import InvalidRequest
 from model.transformer.config import GPTConfig
 
@@ -57,7 +57,8 @@ class QueueLimits:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What a request adds to the queue: its sequences, their prompt tokens, its output elements."""
+    """What a request adds to the queue: its sequences, the tokens that they count as (those of
+    their prompts, but for attributions), its output elements."""
 
     sequences: int = 0
     tokens: int = 0
@@ -153,8 +154,8 @@ class AdmissionController:
 
     def load_of(self, request: Request) -> Load:
         """What one request adds to the queue."""
-        lengths = sequence_lengths(request)
-        return Load(len(lengths), sum(lengths), output_elements(request, self._config))
+        prices = sequence_prices(request)
+        return Load(len(prices), sum(prices), output_elements(request, self._config))
 
     def check_capacity(self, load: Load, param: str | None = None, caller: str = "") -> None:
         """Raise QueueFull where there is no room for a caller's `load` now, and InvalidRequest
@@ -245,7 +246,8 @@ class AdmissionController:
     def end_sequence(self, event: FinishEvent, caller: str = "") -> None:
         """One sequence of a caller has ended."""
         self._pace.finished(queued=self._open.total.sequences > self._slots)
-        self._open.subtract(caller, Load(sequences=1, tokens=event.prompt_tokens))
+        price = event.prompt_tokens if event.price is None else event.price
+        self._open.subtract(caller, Load(sequences=1, tokens=price))
         self._note_empty()
 
     def end_request(self, load: Load, caller: str = "") -> None:

@@ -1,18 +1,21 @@
-"""Cost: how many elements the outputs of a request have.
+"""Cost: how many elements the outputs of a request have, and how many tokens its prompts count as.
 
 An output is what a client asks for at one position: logits of the whole vocabulary, hidden states
 of some layers, attention weights of some heads, values of named stages; where what is handed out is
 a digest of logits, those logits. The scheduler limits the elements of a step, admission those of
-all requests. Pure functions of a request and the model's
-shape. Not here: a prompt's other cost, counted in tokens, and a generation's, counted in sequences.
+all requests. A prompt counts as its tokens, an attribution as its tokens times the passes over
+them. Pure functions of a request and the model's shape. Not here: a generation's other cost,
+counted in sequences.
 """
 
 import math
 from typing import Any
 
+from model.inference.attribution.task import kept_elements
 from model.inference.engine.requests import (
     Activations,
     AttentionWeights,
+    AttributionRequest,
     GenerationRequest,
     HiddenStates,
     Lens,
@@ -20,6 +23,7 @@ from model.inference.engine.requests import (
     OutputsRequest,
     Request,
     ScoreRequest,
+    sequence_lengths,
 )
 from model.transformer.config import GPTConfig
 from model.transformer.stages import stages_of
@@ -66,9 +70,19 @@ def split_activations(
     return values
 
 
+def sequence_prices(request: Request) -> list[int]:
+    """The tokens that each sequence of a request counts as: those of its prompt, or for an
+    attribution those of its text as often as they go through the model."""
+    match request:
+        case AttributionRequest(task=task):
+            return [(task.position + 1) * task.passes]
+        case _:
+            return sequence_lengths(request)
+
+
 def output_elements(request: Request, config: GPTConfig) -> int:
-    """Elements of everything that a request hands out, scores tokens by or brings along as values
-    of its interventions; 0 for generation as such."""
+    """Elements of everything that a request hands out, scores tokens by, keeps for gradients or
+    brings along as values of its interventions; 0 for generation as such."""
     brought = [change.values.size for change in request.interventions if change.values is not None]
     return sum(brought) + _computed_elements(request, config)
 
@@ -79,6 +93,8 @@ def _computed_elements(request: Request, config: GPTConfig) -> int:
             return len(positions) * position_elements(request, config)
         case GenerationRequest(prompt_logprobs=None):
             return 0
+        case AttributionRequest(task=task):
+            return kept_elements(task, config)
         case ScoreRequest(continuations=continuations) if continuations:
             scored = sum(map(len, continuations))
         case _:  # the prompt itself, whose first token nothing predicts

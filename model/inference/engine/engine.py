@@ -19,6 +19,7 @@ from model.inference.constraints.protocol import BackgroundMasks, TokenMatcher
 from model.inference.engine.config import EngineConfig
 from model.inference.engine.cost import position_elements
 from model.inference.engine.events import (
+    AttributionEvent,
     EngineStats,
     Event,
     FinishReason,
@@ -138,7 +139,8 @@ class Engine:
         return None if first == math.inf else first
 
     def step(self) -> StepResult:
-        """Admit, prefill a chunk, decode all running sequences, sample."""
+        """Admit, prefill a chunk, decode all running sequences, sample; then a piece of an
+        attribution."""
         # 1) End what is past its deadline, so that its slot is free for this step.
         events = self._expire()
         # 2) Choose the work: which sequences to admit, which prompts to go on with.
@@ -153,6 +155,8 @@ class Engine:
             else:
                 # 4) Account for the results: states, events, and the end of sequences.
                 self._account(plan, output, events)
+        if plan.attribution is not None:
+            events += self._attribute(plan.attribution)
         return StepResult(
             events=tuple(events),
             prefilled_tokens=sum(chunk.end - chunk.start for chunk in plan.prefill),
@@ -160,16 +164,18 @@ class Engine:
             drafted_tokens=sum(len(draft.token_ids) for draft in plan.drafts.values()),
             accepted_tokens=sum(draft.accepted for draft in plan.drafts.values()),
             evicted_sequences=plan.evicted,
+            attribution_pieces=int(plan.attribution is not None),
         )
 
     def stats(self) -> EngineStats:
-        scheduler = self._scheduler
+        scheduler, attributions = self._scheduler, self._scheduler.attributions
         return EngineStats(
-            waiting=len(scheduler.waiting),
-            running=len(scheduler.running),
+            waiting=len(scheduler.waiting) + len(attributions.waiting),
+            running=len(scheduler.running) + len(attributions.running),
             paused=len(scheduler.paused),
             begun_tokens=sum(
-                sequence.prompt_length for sequence in (*scheduler.running, *scheduler.paused)
+                sequence.price
+                for sequence in (*scheduler.running, *scheduler.paused, *attributions.running)
             ),
             slots=scheduler.slots.total,
             slots_used=scheduler.slots.used,
@@ -183,8 +189,11 @@ class Engine:
         """Assert that no slot or sequence is lost or shared (for tests)."""
         self._scheduler.check_integrity()
         known = {s for sequences in self._sequences.values() for s in sequences}
-        scheduler = self._scheduler
-        assert known == {*scheduler.waiting, *scheduler.running, *scheduler.paused}
+        scheduler, attributions = self._scheduler, self._scheduler.attributions
+        assert known == {
+            *(*scheduler.waiting, *scheduler.running, *scheduler.paused),
+            *(*attributions.waiting, *attributions.running),
+        }
 
     def _swap_when_idle(self) -> None:
         if self._next_weights is None:
@@ -239,6 +248,21 @@ class Engine:
             start = 0
             tokens.insert(0, PromptToken(sequence.tokens[0]))
         return PromptEvent(sequence.request_id, sequence.index, start, tuple(tokens))
+
+    def _attribute(self, sequence: Sequence) -> list[Event]:
+        """Compute a piece of a sequence's attributions; their event and its end after the last."""
+        try:
+            attribution = self._runner.attribute(sequence)
+        except Exception as error:  # memory, for one: it is the attribution that ends, and no other
+            message = f"the attribution failed: {type(error).__name__}: {error}"
+            return [self._finish_with_error(sequence, message)]
+        if attribution is None:
+            return []
+        if not attribution.is_finite:
+            message = "the model's logits or their gradients are not finite"
+            return [self._finish_with_error(sequence, message)]
+        event = AttributionEvent(sequence.request_id, sequence.index, attribution)
+        return [event, self._finish(sequence, FinishReason.STOP)]
 
     def _append(self, sequence: Sequence, result: SampleResult, events: list[Event]) -> None:
         """Account for what was sampled for a sequence: a token, which may end it, or the reason why
@@ -324,6 +348,8 @@ class Engine:
     ) -> Event:
         assert sequence.state is not State.FINISHED
         self._scheduler.remove(sequence)
+        if sequence.attribution is not None:
+            self._runner.forget(sequence)
         siblings = self._sequences[sequence.request_id]
         siblings.remove(sequence)
         if not siblings:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, NamedTuple
 
+from model.inference.attribution.task import Attribution
 from model.inference.sampling.params import TokenLogprob
 
 
@@ -66,6 +67,15 @@ class OutputsChunk:
 
 
 @dataclass(frozen=True, slots=True)
+class AttributionEvent:
+    """The whole answer to an AttributionRequest."""
+
+    request_id: str
+    index: int
+    attribution: Attribution
+
+
+@dataclass(frozen=True, slots=True)
 class SequenceTimes:
     """Moments of one sequence on the engine's clock (seconds); None where it never got there."""
 
@@ -89,9 +99,10 @@ class FinishEvent:
     stop_token_id: int | None = None
     error: str | None = None
     param: str | None = None  # the field of the request that the error comes from, if it is one
+    price: int | None = None  # tokens that it counted as in the queue; None: those of its prompt
 
 
-Event = TokenEvent | PromptEvent | OutputsChunk | FinishEvent
+Event = TokenEvent | PromptEvent | OutputsChunk | AttributionEvent | FinishEvent
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +116,7 @@ class StepResult:
     drafted_tokens: int = 0
     accepted_tokens: int = 0
     evicted_sequences: int = 0  # that lost their slots, because their readers were behind
+    attribution_pieces: int = 0  # one at most
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +126,6 @@ class EngineStats:
     waiting: int
     running: int
     paused: int  # evicted, until their readers have caught up
-    begun_tokens: int  # of the running and the paused sequences' prompts
+    begun_tokens: int  # what the running and the paused sequences count as (`cost.py`)
     slots: int
     slots_used: int

@@ -1,11 +1,14 @@
-"""What the engine is asked for: a generation, rows of what the model computes, or a score.
+"""What the engine is asked for: a generation, rows of what the model computes, a score, or what a
+logit hangs on.
 
 Frozen plain data of the standard library, so that it can cross a thread or a process. Token ids
 only: texts, stop strings and the end-of-text token are the caller's business.
 """
 
 from dataclasses import dataclass
+from typing import ClassVar
 
+from model.inference.attribution.task import AttributionTask
 from model.inference.interventions import Intervention
 from model.inference.sampling.params import SamplingParams
 
@@ -138,7 +141,26 @@ class ScoreRequest:
     interventions: tuple[Intervention, ...] = ()
 
 
-Request = GenerationRequest | OutputsRequest | ScoreRequest
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttributionRequest:
+    """What a logit of a prompt hangs on (`model/inference/attribution/`), told at once as an
+    `AttributionEvent`.
+
+    Needs no slot, reads and leaves no prefix, and is computed a piece a step (`attributions.py`).
+    """
+
+    interventions: ClassVar[tuple[Intervention, ...]] = ()
+    prefix_reuse: ClassVar[bool] = False
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    task: AttributionTask
+    priority: int = 0
+    caller: str = ""
+    deadline: float | None = None
+
+
+Request = GenerationRequest | OutputsRequest | ScoreRequest | AttributionRequest
 
 
 def sequence_lengths(request: Request) -> list[int]:

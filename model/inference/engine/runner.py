@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 
 from model.device import one_thread
+from model.inference.attribution.attribute import Attributing
+from model.inference.attribution.task import Attribution
 from model.inference.constraints.protocol import BackgroundMasks
 from model.inference.engine.ngram import Draft
 from model.inference.engine.outputs import Outputs, OutputsComputer, TappedPasses
@@ -105,6 +107,7 @@ class Runner:
         self._tapped = TappedPasses(gpt, self.cache)
         self._outputs = OutputsComputer(gpt, self.cache, self._decoder, self._tapped)
         self._masks = masks
+        self._attributing: dict[Sequence, Attributing] = {}
 
     @property
     def prefill_matches_decode(self) -> bool:
@@ -155,6 +158,19 @@ class Runner:
         if in_flight is not None:
             output.sampled |= in_flight.collect(plan.decode)
         return output
+
+    def attribute(self, sequence: Sequence) -> Attribution | None:
+        """Compute the next piece of a sequence's attributions; they themselves after the last."""
+        request = sequence.attribution
+        assert request is not None
+        if sequence not in self._attributing:
+            attributing = Attributing(self.gpt, request.token_ids, request.task)
+            self._attributing[sequence] = attributing
+        return self._attributing[sequence].advance()
+
+    def forget(self, sequence: Sequence) -> None:
+        """Drop what is kept for the attributions of a sequence that has ended."""
+        self._attributing.pop(sequence, None)
 
     def _ask_matchers(self, sequences: tuple[Sequence, ...]) -> Callable[[], None] | None:
         """Have the masks of decoding sequences computed in the background. Returns what waits for

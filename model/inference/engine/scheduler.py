@@ -23,6 +23,9 @@ OUTPUT_ELEMENTS of them at most. After a step with LARGE_OUTPUT or more, no othe
 runs beside decoding for OUTPUT_COOLDOWN times as long as that step took. So a large reply takes a
 bounded part of the memory and about doubles the time between the tokens of others at most.
 
+Attributions take no slot and no share of these limits: `attributions.py` says whose piece a step
+computes.
+
 Where drafts are on, a decode step also verifies drafted tokens (`ngram.py`), as long as it has few
 rows. A sequence with a constraint has none: its mask depends on every token before.
 """
@@ -33,6 +36,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+from model.inference.engine.attributions import AttributionTurns
 from model.inference.engine.config import EngineConfig
 from model.inference.engine.ngram import Draft, Drafter, split_evenly
 from model.inference.engine.queue import WaitingQueue
@@ -70,15 +74,17 @@ class PrefillChunk:
 class StepPlan:
     """The work of a step. `drafts` are of sequences that decode in it; `given_up` are sequences
     whose readers are behind, for whose rows there is no memory left; `evicted` is how many lost
-    their slots to others."""
+    their slots to others. `attribution` is whose piece is computed after all this."""
 
     prefill: tuple[PrefillChunk, ...]
     decode: tuple[Sequence, ...]
     drafts: dict[Sequence, Draft] = field(default_factory=dict)
     given_up: tuple[Sequence, ...] = ()
     evicted: int = 0
+    attribution: Sequence | None = None
 
     def __bool__(self) -> bool:
+        """Whether there is a forward of the cache's sequences."""
         return bool(self.prefill or self.decode)
 
     @property
@@ -111,6 +117,7 @@ class Scheduler:
         self._position_elements = position_elements
         self.slots = SlotPool(config.slots)
         self.waiting = WaitingQueue()
+        self.attributions = AttributionTurns()
         self.running: list[Sequence] = []  # in order of admission
         self.paused: dict[Sequence, None] = {}  # without a slot, in order of eviction
         self._behind: dict[Sequence, None] = {}  # with one, the longest first
@@ -125,7 +132,10 @@ class Scheduler:
 
     def enqueue(self, sequence: Sequence) -> None:
         """Queue behind all of the same caller and priority."""
-        self.waiting.push(sequence)
+        if sequence.attribution is not None:
+            self.attributions.enqueue(sequence)
+        else:
+            self.waiting.push(sequence)
 
     def grant(self, sequence: Sequence) -> None:
         """The reader of a sequence's outputs took a piece. Once it has taken all of them, a PAUSED
@@ -151,6 +161,8 @@ class Scheduler:
         """Whether the next plan would have work: a sequence can compute, or can be admitted."""
         if any(sequence.may_compute for sequence in self.running):
             return True
+        if self.attributions.has_work(only_started=self.only_started):
+            return True
         has_room = bool(self._behind) or self.slots.used < self.slots.total
         return has_room and any(self._firsts())
 
@@ -167,11 +179,14 @@ class Scheduler:
             drafts=self._drafts(decode) if self.config.speculate == "ngram" else {},
             given_up=self._given_up(),
             evicted=evicted,
+            attribution=self.attributions.next(now, only_started=self.only_started),
         )
 
     def remove(self, sequence: Sequence) -> None:
         """Take a sequence out, whatever it was doing. Its slot is free for the next step."""
-        if sequence.state is State.WAITING:
+        if sequence.attribution is not None:
+            self.attributions.remove(sequence)
+        elif sequence.state is State.WAITING:
             self.waiting.remove(sequence)
         elif sequence.state is State.PAUSED:
             del self.paused[sequence]
@@ -218,6 +233,7 @@ class Scheduler:
         assert all(s.credit < CHUNKS_IN_FLIGHT for s in self.paused)
         assert len(self.paused) <= self.slots.total
         assert set(self._behind) == {s for s in self.running if not s.may_compute}
+        self.attributions.check_integrity()
 
     def _drafts(self, decode: tuple[Sequence, ...]) -> dict[Sequence, Draft]:
         """Drafts for the decoding sequences, within the rows that a step may have. The last token

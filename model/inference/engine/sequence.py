@@ -1,4 +1,4 @@
-"""Sequence: one running generation, or one prompt whose outputs are being computed.
+"""Sequence: one running generation, or one prompt whose outputs or attributions are being computed.
 
 Its tokens, how many of them are in the cache, and what moments it has passed. Mutable, owned by
 the engine alone. Decides nothing: see `scheduler.py`.
@@ -8,10 +8,12 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from model.inference.constraints.protocol import TokenConstraint, TokenMatcher
+from model.inference.engine.cost import sequence_prices
 from model.inference.engine.events import FinishEvent, FinishReason, SequenceTimes
 from model.inference.engine.ngram import Drafter
 from model.inference.engine.requests import (
     Activations,
+    AttributionRequest,
     GenerationRequest,
     OutputsRequest,
     Request,
@@ -26,6 +28,7 @@ class State(Enum):
     WAITING = "waiting"  # in the queue, without a slot
     PREFILL = "prefill"  # has a slot; part of the prompt is still to be computed
     PAUSED = "paused"  # gave its slot back, until the reader of its outputs has caught up
+    ATTRIBUTION = "attribution"  # begun; needs no slot, one piece a step
     DECODE = "decode"  # prompt computed, one token a step, and drafted tokens that were right
     FINISHED = "finished"
 
@@ -50,6 +53,7 @@ class Sequence:
     generation: GenerationRequest | None = field(init=False)  # the request, if it generates
     tokens: list[int] = field(init=False)  # the prompt, then what was generated
     prompt_length: int = field(init=False)
+    price: int = field(init=False)  # tokens that it counts as in the queue
     longest: int = field(init=False)  # of `tokens`: max_tokens after the prompt
     stop_token_ids: frozenset[int] = field(init=False)
     matcher: TokenMatcher | None = field(init=False)  # of its constraint, if it has one
@@ -76,6 +80,7 @@ class Sequence:
         if isinstance(request, ScoreRequest) and request.continuations:
             self.tokens += request.continuations[self.index]
         self.prompt_length = self.longest = len(self.tokens)
+        self.price = sequence_prices(request)[self.index]
         self.stop_token_ids = frozenset()
         if self.generation is not None:
             self.longest += self.generation.params.max_tokens
@@ -103,6 +108,11 @@ class Sequence:
     def outputs(self) -> OutputsRequest | None:
         """The request, if it asks for outputs."""
         return self.request if isinstance(self.request, OutputsRequest) else None
+
+    @property
+    def attribution(self) -> AttributionRequest | None:
+        """The request, if it asks for attributions."""
+        return self.request if isinstance(self.request, AttributionRequest) else None
 
     @property
     def scores_from(self) -> int | None:
@@ -171,4 +181,5 @@ class Sequence:
             stop_token_id=stop_token_id,
             error=error,
             param=param,
+            price=self.price,
         )

@@ -9,10 +9,12 @@ know a part of a request earlier. Not here: bounds of sampling parameters that h
 
 from collections.abc import Collection, Iterable, Sequence
 
+from model.inference.attribution.task import MAX_STEPS, METHODS, AttributionTask
 from model.inference.engine.requests import (
     LARGEST_LENS_VOCABULARY,
     Activations,
     AttentionWeights,
+    AttributionRequest,
     GenerationRequest,
     HiddenStates,
     Lens,
@@ -41,6 +43,8 @@ def check_request(request: Request, config: GPTConfig) -> None:
             _check_outputs(request, config)
         case ScoreRequest():
             _check_scores(request, config)
+        case AttributionRequest(task=task):
+            _check_attribution(task, len(request.token_ids), config)
 
 
 def check_generation_fits(length: int, max_tokens: int, context_length: int) -> None:
@@ -222,6 +226,30 @@ def _check_lens(lens: Lens, config: GPTConfig) -> None:
             "apart",
             "prompt",
         )
+
+
+def _check_attribution(task: AttributionTask, length: int, config: GPTConfig) -> None:
+    check_prompt_fits(length, config.context_length)
+    _check_indices("position", (task.position,), length, f"the prompt has {length} tokens")
+    for param, token_id in (
+        ("token", task.token_id),
+        ("minus", task.minus_id),
+        ("baseline", task.baseline),
+    ):
+        check_token_ids(param, () if token_id is None else (token_id,), config.vocab_size)
+    if not task.methods or len(set(task.methods)) < len(task.methods):
+        raise InvalidRequest(
+            f"methods {list(task.methods[:20])} must be at least one of {list(METHODS)}, each at "
+            "most once",
+            "methods",
+        )
+    for method in task.methods:
+        if method not in METHODS:
+            raise InvalidRequest(
+                f"the method {method!r} does not exist; there are {list(METHODS)}", "methods"
+            )
+    if not 1 <= task.steps <= MAX_STEPS:
+        raise InvalidRequest(f"steps is {task.steps}; it must be from 1 to {MAX_STEPS}", "steps")
 
 
 def _check_activations(

@@ -15,11 +15,13 @@ import numpy as np
 import pytest
 import torch
 
+from model.inference.attribution.task import Attribution
 from model.inference.constraints.compiler import Compiler, Source
 from model.inference.constraints.protocol import BackgroundMasks, TokenConstraint, TokenMatcher
 from model.inference.engine.config import EngineConfig
 from model.inference.engine.engine import Engine
 from model.inference.engine.events import (
+    AttributionEvent,
     Event,
     FinishEvent,
     FinishReason,
@@ -168,6 +170,7 @@ class Outcome:
     rows: list[OutputsChunk] = field(default_factory=list)
     prompt: list[PromptToken] = field(default_factory=list)
     prompt_start: int = 0
+    attribution: Attribution | None = None
     finish: FinishEvent | None = None
 
     @property
@@ -223,7 +226,9 @@ class Driven:
             isinstance(event, FinishEvent) and event.reason is FinishReason.TIMEOUT
             for event in result.events
         )
-        computed = bool(result.prefilled_tokens or result.decoded_sequences)
+        computed = bool(
+            result.prefilled_tokens or result.decoded_sequences or result.attribution_pieces
+        )
         assert computed == had_work or expired, "has_work was wrong"
         self.drafted_tokens += result.drafted_tokens
         self.accepted_tokens += result.accepted_tokens
@@ -258,6 +263,9 @@ class Driven:
                 assert event.start == outcome.prompt_start + len(outcome.prompt)
                 assert not outcome.tokens, "a prompt's logprobs come before its tokens"
                 outcome.prompt.extend(event.tokens)
+            elif isinstance(event, AttributionEvent):
+                assert outcome.attribution is None, "attributions are told once"
+                outcome.attribution = event.attribution
             else:
                 outcome.finish = event
                 assert event.completion_tokens == len(outcome.tokens)

@@ -1,0 +1,157 @@
+"""Attributing: one prompt's attributions by all methods that are asked for, piece by piece.
+
+A piece is a block forward or a block backward, or one pass over the head: whoever drives it
+(`model/inference/engine/`) does other things in between, and may drop it after any piece. What it
+keeps between two pieces is at most a stream before each block and a few more of that size
+(`kept_elements` of `task.py`), whatever the number of steps.
+"""
+
+from collections.abc import Generator, Sequence
+
+import torch
+from torch import Tensor
+
+from model.inference.attribution.direct import BlockRow, LastRow, direct_parts
+from model.inference.attribution.gradients import TextPasses, per_token
+from model.inference.attribution.task import Attribution, AttributionTask, IntegratedGradients
+from model.transformer.gpt import GPT
+from model.transformer.tap import UNTAPPED
+
+Pieces = Generator[None, None, Attribution]
+
+
+class Attributing:
+    """The attributions of one prompt, on their way."""
+
+    def __init__(self, gpt: GPT, token_ids: Sequence[int], task: AttributionTask) -> None:
+        self._pieces = _pieces(gpt, token_ids, task)
+
+    def advance(self) -> Attribution | None:
+        """Compute one piece; the result after the last one. Must not be called after that."""
+        # Engines compute in inference mode, whose tensors autograd does not take.
+        with torch.inference_mode(False), torch.no_grad():
+            try:
+                next(self._pieces)
+            except StopIteration as end:
+                result: Attribution = end.value
+                return result
+        return None
+
+
+def attribute(gpt: GPT, token_ids: Sequence[int], task: AttributionTask) -> Attribution:
+    """The attributions of a prompt, all at once."""
+    attributing = Attributing(gpt, token_ids, task)
+    while (result := attributing.advance()) is None:
+        pass
+    return result
+
+
+def _pieces(gpt: GPT, token_ids: Sequence[int], task: AttributionTask) -> Pieces:
+    """Begins with the first piece, and not when it is called: outside of inference mode."""
+    return (yield from _Prompt(gpt, token_ids, task).pieces())
+
+
+class _Prompt:
+    """One prompt and its task. The text ends at the position: nothing behind it is looked at."""
+
+    def __init__(self, gpt: GPT, token_ids: Sequence[int], task: AttributionTask) -> None:
+        self._gpt = gpt
+        self._task = task
+        self._behind = len(token_ids) - task.position - 1
+        self._layers = range(gpt.config.n_layer)
+        self._passes = TextPasses(gpt, token_ids[: task.position + 1])
+
+    def pieces(self) -> Pieces:
+        """Compute everything, with a stop after each piece."""
+        passes, task = self._passes, self._task
+        # 1) The prompt forward: the streams before the blocks where they are needed.
+        embedding = passes.embedding()
+        streams: list[Tensor] | None = [] if "gradient_times_input" in task.methods else None
+        rows: list[BlockRow] | None = [] if "direct" in task.methods else None
+        last = yield from self._forward(embedding, streams, rows)
+        # 2) The target.
+        token_id, minus_id = task.token_id, task.minus_id
+        if token_id is None:
+            token_id = passes.likeliest(last)
+            yield
+        direction = passes.direction(token_id, minus_id)
+        logit = passes.logit(last, token_id)
+        minus_logit = None if minus_id is None else passes.logit(last, minus_id)
+        target = logit if minus_logit is None else logit - minus_logit
+        # 3) What each method makes of it.
+        parts = gradient_times_input = path = None
+        if rows is not None:
+            bias = self._head_bias(token_id, minus_id)
+            parts = direct_parts(self._gpt, embedding[0, -1], rows, last[0, -1], direction, bias)
+            yield
+        if streams is not None:
+            gradient = yield from self._backward(last, streams, direction)
+            gradient_times_input = self._of_tokens(per_token(embedding, gradient))
+            del gradient
+        if "integrated_gradients" in task.methods:
+            del last
+            path = yield from self._path(embedding, token_id, direction, target)
+        return Attribution(
+            token_id, minus_id, logit, minus_logit, gradient_times_input, path, parts
+        )
+
+    def _forward(
+        self, x: Tensor, streams: list[Tensor] | None, rows: list[BlockRow] | None = None
+    ) -> Generator[None, None, Tensor]:
+        """The last stream (1, T, C) from the first, a piece for each block. What is given a list
+        for is kept: the stream before each block, and the last position of each."""
+        for layer in self._layers:
+            if streams is not None:
+                streams.append(x)
+            tap = None if rows is None else LastRow()
+            after = self._passes.forward(layer, x, tap or UNTAPPED)
+            if rows is not None and tap is not None:
+                rows.append(tap.row(x))
+            x = after
+            yield
+        return x
+
+    def _backward(
+        self, last: Tensor, streams: list[Tensor], direction: Tensor
+    ) -> Generator[None, None, Tensor]:
+        """The gradient (1, T, C) with respect to the first stream, a piece for each block.
+        `streams` are used up."""
+        gradient = self._passes.head_gradient(last, direction)
+        for layer in reversed(self._layers):
+            gradient = self._passes.backward(layer, streams.pop(), gradient)
+            yield
+        return gradient
+
+    def _path(
+        self, embedding: Tensor, token_id: int, direction: Tensor, target: float
+    ) -> Generator[None, None, IntegratedGradients]:
+        """The path from the baseline to the prompt, one step after the other."""
+        passes, task = self._passes, self._task
+        if task.baseline is None:
+            baseline = torch.zeros_like(embedding)
+        else:
+            baseline = passes.embedding(task.baseline)
+        last = yield from self._forward(baseline, None)
+        baseline_target = passes.logit(last, token_id)
+        if task.minus_id is not None:
+            baseline_target -= passes.logit(last, task.minus_id)
+        way = embedding - baseline
+        total = torch.zeros_like(way)
+        for step in range(task.steps):
+            streams: list[Tensor] = []
+            x = baseline + (step + 0.5) / task.steps * way
+            last = yield from self._forward(x, streams)
+            total += yield from self._backward(last, streams, direction)
+        values = self._of_tokens(per_token(way, total) / task.steps)
+        return IntegratedGradients(values, target, baseline_target)
+
+    def _head_bias(self, token_id: int, minus_id: int | None) -> float | None:
+        _, bias = self._gpt.head_parameters()
+        if bias is None:
+            return None
+        minus = 0.0 if minus_id is None else bias[minus_id].item()
+        return bias[token_id].item() - minus
+
+    def _of_tokens(self, values: Tensor) -> tuple[float, ...]:
+        """Of every token of the prompt: nothing behind the position has a part in its logits."""
+        return (*values.tolist(), *[0.0] * self._behind)

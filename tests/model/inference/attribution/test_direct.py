@@ -1,0 +1,152 @@
+"""Direct contributions: they add up to the logit, and each is what it is by its definition."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from model.inference.attribution.attribute import attribute
+from model.inference.attribution.direct import through_norm
+from model.inference.attribution.task import Attribution, AttributionTask
+from model.transformer.gpt import GPT, Block
+from tests.model.factories import FAMILIES, random_ids, tiny_config, tiny_gpt
+from tests.model.plain_stages import plain_stages
+from tests.model.shapes import shapes
+from tests.profiles import examples
+
+IDS = random_ids(9, seed=4).tolist()
+SHAPES: dict[str, dict[str, Any]] = {
+    **{name: dict(overrides) for name, overrides in FAMILIES.items()},
+    "without a final norm": {"final_norm": False},
+    "post with a final norm": {**FAMILIES["original"], "final_norm": True, "head_bias": True},
+}
+
+
+@pytest.fixture(scope="module", params=SHAPES)
+def gpt(request: pytest.FixtureRequest) -> GPT:
+    return tiny_gpt(tiny_config(**SHAPES[request.param]))
+
+
+def _block(module: nn.Module) -> Block:
+    assert isinstance(module, Block)
+    return module
+
+
+def direct(gpt: GPT, ids: list[int] = IDS, **fields: Any) -> Attribution:
+    values: dict[str, Any] = {"position": len(ids) - 1, "token_id": 70, "methods": ("direct",)}
+    return attribute(gpt, ids, AttributionTask(**(values | fields)))
+
+
+@pytest.mark.parametrize("minus_id", [None, 5])
+def test_the_parts_add_up_to_the_logit(gpt: GPT, minus_id: int | None) -> None:
+    for model, tolerance in ((gpt, 1e-4), (copy.deepcopy(gpt).double(), 1e-9)):
+        for position in (0, 5, len(IDS) - 1):
+            found = direct(model, position=position, minus_id=minus_id)
+            logits = plain_stages(model, IDS)["logits"][position]
+            expected = logits[70] - (0 if minus_id is None else logits[minus_id])
+            assert found.direct_sum == pytest.approx(expected.item(), rel=tolerance)
+            assert found.direct_sum == pytest.approx(found.target, rel=tolerance)
+
+
+@given(shapes(), st.integers(0, 8))
+@settings(max_examples=examples(60))
+def test_they_add_up_for_any_shape(shape: dict[str, Any], position: int) -> None:
+    gpt = tiny_gpt(tiny_config(**shape)).double()
+    ids = random_ids(9, vocab_size=gpt.config.vocab_size).tolist()
+    found = direct(gpt, ids, position=position, token_id=0)
+    expected = plain_stages(gpt, ids)["logits"][position, 0].item()
+    assert found.direct_sum == pytest.approx(expected, rel=1e-9, abs=1e-9)
+
+
+def test_there_is_a_part_for_each_head_bias_and_mlp(gpt: GPT) -> None:
+    config = gpt.config
+    expected: list[tuple[str, int | None]] = [("embedding", None)]
+    post = config.norm_position == "post" and config.norm == "layernorm"
+    for layer in range(config.n_layer):
+        name = f"blocks.{layer}"
+        expected += [(f"{name}.attention.heads", head) for head in range(config.n_head)]
+        expected += [(f"{name}.attention.bias", None)] if config.bias else []
+        expected += [(f"{name}.attention.norm.bias", None)] if post and config.bias else []
+        expected += [(f"{name}.mlp.out", None)]
+        expected += [(f"{name}.mlp.norm.bias", None)] if post and config.bias else []
+    final_bias = config.final_norm and config.norm == "layernorm" and config.bias
+    expected += [("final_norm.bias", None)] if final_bias else []
+    expected += [("head.bias", None)] if config.head_bias else []
+    parts = direct(gpt).direct
+    assert parts is not None
+    assert [(part.stage, part.head) for part in parts] == expected
+
+
+def test_each_part_is_what_the_logit_loses_without_it(gpt: GPT) -> None:
+    """With every norm's scale held: by hand, part after part, from the stages of the forward."""
+    gpt = copy.deepcopy(gpt).double()
+    config, stages, blocks = gpt.config, plain_stages(gpt, IDS), [*map(_block, gpt.blocks)]
+    position = len(IDS) - 1
+
+    def frozen(norm: Any, x: Tensor, part: Tensor) -> Tensor:
+        centred = isinstance(norm, nn.LayerNorm)
+        variance = x.var(correction=0) if centred else x.square().mean()
+        part = part - part.mean() if centred else part
+        scaled: Tensor = part / (variance + config.norm_eps).sqrt() * norm.weight
+        return scaled
+
+    def to_logit(part: Tensor, layer: int, after: str) -> float:
+        """Through the norms that follow, the first behind the sublayer `after` of a block."""
+        for later in range(layer, config.n_layer) if config.norm_position == "post" else ():
+            before = stages["embedding"] if later == 0 else stages[f"blocks.{later - 1}.output"]
+            block, name = blocks[later], f"blocks.{later}"
+            if later > layer or after == "attention":
+                x = (before + stages[f"{name}.attention.out"])[position]
+                part = frozen(block.attention_norm, x, part)
+            x = (stages[f"{name}.middle"] + stages[f"{name}.mlp.out"])[position]
+            part = frozen(block.mlp_norm, x, part)
+        if config.final_norm:
+            last = stages[f"blocks.{config.n_layer - 1}.output"][position]
+            part = frozen(gpt.final_norm, last, part)
+        return float(part @ gpt.head_parameters()[0][70])
+
+    for part in direct(gpt).direct or ():
+        value = None
+        if part.stage == "embedding":
+            value = to_logit(stages["embedding"][position], 0, "attention")
+        elif part.stage.endswith("attention.heads"):
+            layer = int(part.stage.split(".")[1])
+            outs = stages[f"blocks.{layer}.attention.head_out"][position]
+            value = to_logit(outs[part.head], layer, "attention")
+        elif part.stage.endswith("mlp.out"):
+            layer = int(part.stage.split(".")[1])
+            value = to_logit(stages[part.stage][position], layer, "mlp")
+        elif part.stage.endswith("attention.bias"):
+            layer = int(part.stage.split(".")[1])
+            value = to_logit(blocks[layer].attention_out.bias, layer, "attention")
+        if value is not None:
+            assert part.value == pytest.approx(value, rel=1e-8, abs=1e-10), part.stage
+
+
+@pytest.mark.parametrize(
+    "norm",
+    [
+        nn.LayerNorm(16),
+        nn.LayerNorm(16, bias=False),
+        nn.LayerNorm(16, elementwise_affine=False),
+        nn.RMSNorm(16, eps=1e-6),
+        nn.RMSNorm(16, elementwise_affine=False),
+    ],
+    ids=repr,
+)
+def test_a_norm_with_its_scale_held_is_linear(norm: nn.LayerNorm | nn.RMSNorm) -> None:
+    generator = torch.Generator().manual_seed(0)
+    norm = copy.deepcopy(norm).double().requires_grad_(False)
+    for parameter in norm.parameters():
+        parameter.normal_(generator=generator)
+    x, g = (torch.randn(16, generator=generator, dtype=torch.float64) for _ in range(2))
+    before, bias = through_norm(norm, x, g)
+    assert before @ x + (bias or 0.0) == pytest.approx((norm(x) @ g).item(), rel=1e-12)
+    parts = torch.randn(3, 16, generator=generator, dtype=torch.float64)
+    parts[2] = x - parts[:2].sum(dim=0)
+    total = sum((before @ part).item() for part in parts)
+    assert total + (bias or 0.0) == pytest.approx((norm(x) @ g).item(), rel=1e-9)

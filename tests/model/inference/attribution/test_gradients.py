@@ -1,0 +1,288 @@
+"""Gradients of a logit: against autograd over the forward that `tests/model/plain_stages.py` writes
+out, against finite differences of it, and against `transformers`' GPT-2."""
+
+import copy
+import math
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from model.inference.attribution.attribute import Attributing, attribute
+from model.inference.attribution.task import Attribution, AttributionTask, kept_elements
+from model.transformer.gpt import GPT, Block
+from tests.model.factories import FAMILIES, random_ids, tiny_config, tiny_gpt
+from tests.model.plain_stages import plain_stages
+from tests.model.transformer.test_against_transformers import gpt2
+
+IDS = random_ids(11, seed=3).tolist()
+POSITION = 8
+TOKEN, MINUS = 70, 5
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def gpt(request: pytest.FixtureRequest) -> GPT:
+    return tiny_gpt(tiny_config(**FAMILIES[request.param]))
+
+
+@pytest.fixture(scope="module")
+def exact(gpt: GPT) -> GPT:
+    return copy.deepcopy(gpt).double()
+
+
+def task(**fields: Any) -> AttributionTask:
+    values = {"position": POSITION, "token_id": TOKEN, "minus_id": MINUS}
+    return AttributionTask(**(values | fields))
+
+
+def plain_target(gpt: GPT, x: Tensor | None = None, ids: list[int] = IDS) -> tuple[Tensor, Tensor]:
+    """The difference of the two logits, by definition, and the stream that entered the first block:
+    that of the text, or `x` (T, C) in its place."""
+    entered: list[Tensor] = []
+
+    def change(name: str, value: Tensor) -> Tensor:
+        if name == "embedding":
+            value = value if x is None else x
+            entered.append(value.detach().clone().requires_grad_())
+            return entered[0]
+        return value
+
+    with torch.enable_grad():
+        logits = plain_stages(gpt, ids, change)["logits"][POSITION]
+        return logits[TOKEN] - logits[MINUS], entered[0]
+
+
+def autograd(gpt: GPT, x: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """The gradient (T, C) of the target over a plain whole forward, and the stream."""
+    target, x = plain_target(gpt, x)
+    (gradient,) = torch.autograd.grad(target, x)
+    return gradient, x.detach()
+
+
+def values_of(attribution: Attribution) -> Tensor:
+    assert attribution.gradient_times_input is not None
+    return torch.tensor(attribution.gradient_times_input, dtype=torch.float64)
+
+
+def path_of(attribution: Attribution) -> Tensor:
+    assert attribution.integrated_gradients is not None
+    return torch.tensor(attribution.integrated_gradients.values, dtype=torch.float64)
+
+
+def test_gradient_times_input_is_that_of_autograd(gpt: GPT, exact: GPT) -> None:
+    gradient, x = autograd(exact)
+    expected = (gradient * x).sum(dim=-1)
+    for model, tolerance in ((exact, 1e-12), (gpt, 1e-4)):
+        found = attribute(model, IDS, task())
+        scale = max(1.0, float(expected.abs().max()))
+        torch.testing.assert_close(values_of(found), expected, atol=tolerance * scale, rtol=0)
+        assert found.target == pytest.approx(plain_target(exact)[0].item(), abs=tolerance * 10)
+
+
+def test_gradients_are_finite_differences(exact: GPT) -> None:
+    """The derivative along each token's own vector, without any autograd."""
+    _, x = autograd(exact)
+    found, h = values_of(attribute(exact, IDS, task())), 1e-6
+    for token in (0, 3, POSITION):
+        way = torch.zeros_like(x)
+        way[token] = x[token]
+        forth, back = (plain_target(exact, x + sign * h * way)[0].item() for sign in (1, -1))
+        derivative = (forth - back) / (2 * h)
+        assert found[token].item() == pytest.approx(derivative, rel=1e-6, abs=1e-6)
+
+
+def test_tokens_behind_the_position_have_no_part_in_it(gpt: GPT) -> None:
+    values = values_of(attribute(gpt, IDS, task()))
+    assert len(values) == len(IDS)
+    assert values[POSITION + 1 :].tolist() == [0.0] * (len(IDS) - POSITION - 1)
+    assert values[: POSITION + 1].ne(0).all()
+    other = [*IDS[: POSITION + 1], 9, 9]
+    assert attribute(gpt, other, task()) == attribute(gpt, IDS, task())
+
+
+def test_integrated_gradients_are_the_mean_of_autograd_along_the_path(exact: GPT) -> None:
+    _, x = autograd(exact)
+    for baseline in (None, 17):
+        begin = torch.zeros_like(x)
+        if baseline is not None:
+            _, begin = plain_target(exact, ids=[baseline] * len(IDS))
+            begin = begin.detach()
+        total = torch.zeros_like(x)
+        for step in range(5):
+            total += autograd(exact, begin + (step + 0.5) / 5 * (x - begin))[0] / 5
+        expected = ((x - begin) * total).sum(dim=-1)
+        methods = ("integrated_gradients",)
+        found = attribute(exact, IDS, task(methods=methods, steps=5, baseline=baseline))
+        torch.testing.assert_close(path_of(found), expected, atol=1e-10, rtol=1e-10)
+        path = found.integrated_gradients
+        assert path is not None
+        assert path.baseline_target == pytest.approx(plain_target(exact, begin)[0].item())
+        change = plain_target(exact)[0].item() - path.baseline_target
+        assert path.gap == pytest.approx(math.fsum(path.values) - change)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "modern", "llama", "neox"])
+def test_many_steps_close_the_gap(family: str) -> None:
+    """What the midpoint rule misses falls with the square of the steps, where the path is
+    smooth."""
+    gpt = tiny_gpt(tiny_config(**FAMILIES[family], n_layer=2)).double()
+    with torch.no_grad():  # a smooth model: attention that barely chooses
+        for block in gpt.blocks:
+            assert isinstance(block, Block)
+            block.qkv.weight.mul_(0.1)
+            block.mlp_up.weight.mul_(0.3)
+    gaps = []
+    for steps in (4, 16, 64):
+        methods = ("integrated_gradients",)
+        found = attribute(gpt, IDS, task(methods=methods, steps=steps, baseline=32))
+        path = found.integrated_gradients
+        assert path is not None
+        gaps.append(abs(path.gap))
+        if steps == 64:
+            assert path.sum == pytest.approx(found.target - path.baseline_target, rel=1e-3)
+    assert gaps[2] < gaps[1] / 8 < gaps[0] / 64, gaps
+
+
+def test_gradients_are_those_of_transformers() -> None:
+    ours, model = gpt2()
+    ours = ours.double()
+    theirs: Any = model.double()
+    ids = random_ids(20, vocab_size=99)
+    vectors = theirs.get_input_embeddings()(ids).detach() + theirs.transformer.wpe.weight[:20]
+    with torch.enable_grad():
+        x = vectors.detach().requires_grad_()
+        logits = theirs(inputs_embeds=(x - theirs.transformer.wpe.weight[:20])[None]).logits[0, -1]
+        (gradient,) = torch.autograd.grad(logits[7] - logits[11], x)
+    expected = (gradient * x.detach()).sum(dim=-1)
+    asked = AttributionTask(position=19, token_id=7, minus_id=11)
+    found = attribute(ours, ids.tolist(), asked)
+    torch.testing.assert_close(values_of(found), expected, atol=1e-9, rtol=1e-9)
+    assert found.logit == pytest.approx(logits[7].item(), abs=1e-9)
+    assert found.minus_logit == pytest.approx(logits[11].item(), abs=1e-9)
+
+
+def test_without_a_token_it_is_the_likeliest(gpt: GPT) -> None:
+    with torch.inference_mode():
+        expected = int(gpt(torch.tensor([IDS])).logits[0, POSITION].argmax())
+    found = attribute(gpt, IDS, task(token_id=None, minus_id=None))
+    assert found.token_id == expected
+    assert found.minus_logit is None
+    assert found == attribute(gpt, IDS, task(token_id=expected, minus_id=None))
+
+
+def test_of_equal_logits_the_lowest_id_is_the_likeliest() -> None:
+    gpt = tiny_gpt(tiny_config(tied_head=False))
+    gpt.head.weight[[90, 40]] = 10 * plain_stages(gpt, IDS)["final_norm"][POSITION]
+    logits = plain_stages(gpt, IDS)["logits"][POSITION]
+    assert logits[40] == logits[90] == logits.max()
+    assert attribute(gpt, IDS, task(token_id=None)).token_id == 40
+
+
+def test_bfloat16_weights_are_used_as_they_are_in_float32(gpt: GPT) -> None:
+    """The gradients of a model whose weights are rounded, not those of rounded arithmetic."""
+    rounded = copy.deepcopy(gpt).bfloat16()
+    wide = copy.deepcopy(rounded).float()
+    for name, table in rounded.named_buffers():
+        assert torch.equal(wide.get_buffer(name), table.float())
+    assert attribute(rounded, IDS, task()) == attribute(wide, IDS, task())
+
+
+def test_parameters_get_no_gradients_and_stay_what_they_are(gpt: GPT) -> None:
+    before = {name: value.clone() for name, value in gpt.named_parameters()}
+    attribute(gpt, IDS, task(methods=("gradient_times_input", "integrated_gradients"), steps=2))
+    for name, value in gpt.named_parameters():
+        assert value.grad is None
+        assert not value.requires_grad
+        assert torch.equal(value, before[name])
+
+
+def test_inference_mode_around_it_changes_nothing(gpt: GPT) -> None:
+    asked = task(methods=("gradient_times_input", "integrated_gradients", "direct"), steps=2)
+    expected = attribute(gpt, IDS, asked)
+    with torch.inference_mode():
+        assert attribute(gpt, IDS, asked) == expected
+        made_there = copy.deepcopy(gpt)  # its weights are tensors of inference mode
+    assert attribute(made_there, IDS, asked) == expected
+
+
+def test_a_piece_is_one_block(gpt: GPT) -> None:
+    layers = gpt.config.n_layer
+    for methods, pieces in (
+        (("gradient_times_input",), 2 * layers),
+        (("integrated_gradients",), layers + layers + 3 * 2 * layers),
+        (("direct",), layers + 1),
+    ):
+        work, count = Attributing(gpt, IDS, task(methods=methods, steps=3)), 1
+        while work.advance() is None:
+            count += 1
+        assert count == pieces + 1, "the last one adds up"
+
+
+def test_no_more_than_a_block_of_the_graph_is_kept(gpt: GPT) -> None:
+    asked = task(position=len(IDS) - 1)
+    work, parameters = Attributing(gpt, IDS, asked), {p.data_ptr() for p in gpt.parameters()}
+    ended = False
+    while not ended:
+        saved: dict[int, int] = {}
+
+        def pack(tensor: Tensor, saved: dict[int, int] = saved) -> Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in parameters:
+                saved[storage.data_ptr()] = storage.nbytes() // 4
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            ended = work.advance() is not None
+        kept = len(IDS) * (gpt.config.n_layer + 6) * gpt.config.d_model
+        # Norms save a number or two of each position, and gates and tables are small.
+        assert sum(saved.values()) <= kept_elements(asked, gpt.config) - kept + 80 * len(IDS)
+
+
+MEMORY = """
+import re, torch
+from pathlib import Path
+from model.inference.attribution.attribute import attribute
+from model.inference.attribution.task import AttributionTask, kept_elements
+from tests.model.factories import random_ids, tiny_config, tiny_gpt
+
+torch.set_num_threads(1)
+def peak():
+    return 1024 * int(re.search(r"VmHWM:\\s+([0-9]+)", Path("/proc/self/status").read_text())[1])
+
+shape = dict(context_length=1024, n_layer=24, d_model=256, n_head=8)
+gpt, ids = tiny_gpt(tiny_config(**shape)), random_ids(1024).tolist()
+methods = ("gradient_times_input", "integrated_gradients", "direct")
+attribute(gpt, ids[:64], AttributionTask(position=63, methods=methods, steps=1))
+before = peak()
+task = AttributionTask(position=1023, methods=methods, steps=2)
+attribute(gpt, ids, task)
+print(peak() - before, 4 * kept_elements(task, gpt.config))
+"""
+
+
+@pytest.mark.slow
+def test_the_memory_of_1024_tokens_is_what_is_counted() -> None:
+    """With all blocks' activations kept it would be six times as much."""
+    command = [sys.executable, "-c", MEMORY]
+    # What is freed goes back at once: so the peak is what was needed, without what malloc keeps.
+    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}
+    output = subprocess.run(
+        command, capture_output=True, text=True, check=True, env=environment
+    ).stdout
+    taken, counted = map(int, output.split())
+    assert counted / 3 < taken < counted, (taken, counted)
+
+
+def test_a_wrong_gradient_would_be_seen() -> None:
+    """The oracle sees a hundredth more of one MLP."""
+    gpt = tiny_gpt().double()
+    gradient, x = autograd(gpt)
+    expected = (gradient * x).sum(dim=-1)
+    block = gpt.blocks[2]
+    assert isinstance(block, Block)
+    block.mlp_down.weight.mul_(1.01)
+    assert not torch.allclose(values_of(attribute(gpt, IDS, task())), expected, atol=1e-6)

@@ -1,0 +1,358 @@
+"""Attributions in the engine: a piece a step beside the others' tokens, the bits of a prompt alone,
+and an end at any moment."""
+
+import copy
+import ctypes
+import gc
+import random
+import weakref
+from collections.abc import Iterable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from model.inference.attribution.attribute import Attributing, attribute
+from model.inference.attribution.task import METHODS, AttributionTask, kept_elements
+from model.inference.engine import runner
+from model.inference.engine.attributions import AT_ONCE
+from model.inference.engine.cost import output_elements, sequence_prices
+from model.inference.engine.events import FinishReason
+from model.inference.engine.requests import AttributionRequest, Request
+from model.inference.errors import ContextLengthExceeded, InvalidRequest
+from model.inference.kernels.cpu.decoder import NativeDecoder
+from model.transformer.gpt import GPT
+from tests.model.factories import FAMILIES, tiny_config, tiny_gpt
+from tests.model.inference.engine.harness import (
+    SMALL_VOCABULARY,
+    Driven,
+    FakeClock,
+    Outcome,
+    counts,
+    generation,
+    outputs_request,
+    random_prompt,
+    run,
+    score_request,
+    small_gpt,
+)
+
+PROMPT = random_prompt(random.Random(0), 40)
+EVERYTHING: dict[str, Any] = {"methods": METHODS, "steps": 2}
+
+
+def ask(
+    request_id: str = "why",
+    prompt: Iterable[int] = PROMPT,
+    *,
+    deadline: float | None = None,
+    caller: str = "",
+    priority: int = 0,
+    **fields: Any,
+) -> AttributionRequest:
+    token_ids = tuple(prompt)
+    return AttributionRequest(
+        request_id=request_id,
+        token_ids=token_ids,
+        task=AttributionTask(**({"position": len(token_ids) - 1} | fields)),
+        deadline=deadline,
+        caller=caller,
+        priority=priority,
+    )
+
+
+def others() -> list[Request]:
+    rng = random.Random(1)
+    return [
+        generation("greedy", random_prompt(rng, 70), max_tokens=30),
+        generation("drawn", random_prompt(rng, 33), n=3, max_tokens=20, temperature=1.0),
+        outputs_request("rows", random_prompt(rng, 90)),
+        score_request("score", random_prompt(rng, 50), random_prompt(rng, 9)),
+    ]
+
+
+def given(outcome: Outcome) -> Any:
+    """Everything that a sequence was given, times left out."""
+    rows = [(event.positions, event.rows.tobytes()) for event in outcome.rows]
+    return outcome.tokens, rows, outcome.prompt, outcome.attribution, outcome.ended.reason
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_attribution_has_the_bits_that_it_has_alone(family: str) -> None:
+    gpt = tiny_gpt(tiny_config(**FAMILIES[family]))
+    expected = attribute(gpt, PROMPT, ask(**EVERYTHING).task)
+    outcome = run(gpt, ask(**EVERYTHING))["why", 0]
+    assert outcome.attribution == expected
+    assert outcome.ended.reason is FinishReason.STOP
+    assert (outcome.ended.prompt_tokens, outcome.ended.completion_tokens) == (len(PROMPT), 0)
+
+
+@pytest.mark.parametrize("native", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_nobody_in_the_batch_changes_a_bit_of_it_nor_it_of_them(
+    native: bool, dtype: torch.dtype, library: ctypes.CDLL
+) -> None:
+    gpt = small_gpt(d_model=48, head_dim=16).to(dtype)
+    how: dict[str, Any] = {}
+    if native:
+        how["make_decoder"] = partial(NativeDecoder, library, threads=2)
+    without = run(copy.deepcopy(gpt), *others(), **how)
+    alone = attribute(copy.deepcopy(gpt), PROMPT, ask(**EVERYTHING).task)
+    requests = [ask("why", **EVERYTHING), *others(), ask("and why", **EVERYTHING)]
+    random.Random(2).shuffle(requests)
+    together = run(copy.deepcopy(gpt), *requests, **how)
+    for key, outcome in without.items():
+        assert given(together[key]) == given(outcome), key
+    assert together["why", 0].attribution == together["and why", 0].attribution == alone
+
+
+def test_int8_is_attributed_with_the_weights_that_are_served(library: ctypes.CDLL) -> None:
+    """The decoder rounds the model's own weights: what torch computes has the same."""
+    gpt = small_gpt(d_model=48, head_dim=16)
+    exact = attribute(copy.deepcopy(gpt), PROMPT, ask().task)
+    decoder = partial(NativeDecoder, library, threads=1, quantized=True)
+    driven = Driven(gpt, make_decoder=decoder)
+    driven.add(ask())
+    outcome = driven.drain()["why", 0]
+    assert outcome.attribution == attribute(gpt, PROMPT, ask().task) != exact
+
+
+def test_others_get_their_tokens_in_every_step(gpt: GPT) -> None:
+    driven = Driven(gpt)
+    driven.add(generation("stream", [1, 2, 3], max_tokens=60))
+    driven.step()
+    for name in ("why", "and why", "why not"):
+        driven.add(ask(name, **EVERYTHING))
+    for _ in range(40):
+        result = driven.step()
+        assert (result.decoded_sequences, result.attribution_pieces) == (1, 1)
+    assert driven.outcomes["stream", 0].finish is None
+    assert len(driven.outcomes["stream", 0].tokens) == 41
+    driven.drain()
+
+
+def test_a_step_is_one_piece(gpt: GPT) -> None:
+    driven = Driven(gpt)
+    driven.add(ask(token_id=3))
+    steps = 0
+    while driven.unfinished:
+        assert driven.step().attribution_pieces == 1
+        steps += 1
+    assert steps == 2 * gpt.config.n_layer + 1, "forward and back, then all is added up"
+    assert not driven.engine.has_work()
+
+
+def test_it_needs_no_slot(gpt: GPT) -> None:
+    driven = Driven(gpt, slots=1)
+    driven.add(generation("stream", [1], max_tokens=100))
+    driven.step()
+    driven.add(ask())
+    driven.step()
+    assert counts(driven.engine) == (0, 2, 1, 1)
+    while driven.outcomes.get(("why", 0), Outcome()).finish is None:
+        driven.step()
+    assert driven.outcomes["stream", 0].finish is None
+
+
+def test_those_that_are_begun_take_turns(gpt: GPT) -> None:
+    """So a long one does not keep a short one waiting; a third waits for the first that ends."""
+    driven = Driven(gpt)
+    long = ask("long", methods=("integrated_gradients",), steps=50)
+    for request in (long, ask("short"), ask("third")):
+        driven.add(request)
+    driven.step()
+    stats = driven.engine.stats()
+    assert (stats.waiting, stats.running) == (3 - AT_ONCE, AT_ONCE)
+    assert stats.begun_tokens == sum(sequence_prices(long) + sequence_prices(ask()))
+    outcomes = driven.drain()
+    ends = sorted(outcomes, key=list(outcomes).index)
+    assert [name for name, _ in ends] == ["short", "third", "long"]
+
+
+def test_they_are_begun_by_priority_and_callers_in_turn(gpt: GPT) -> None:
+    driven = Driven(gpt)
+    for name, caller, priority in (
+        ("a1", "a", 0), ("a2", "a", 0), ("a3", "a", 0), ("b1", "b", 0), ("c1", "c", -1),
+    ):  # fmt: skip
+        driven.add(ask(name, caller=caller, priority=priority))
+    assert [name for name, _ in driven.drain()] == ["c1", "a1", "b1", "a2", "a3"]
+
+
+def test_a_deadline_ends_it_between_two_pieces(gpt: GPT) -> None:
+    clock = FakeClock()
+    driven = Driven(gpt, clock)
+    driven.add(ask(methods=("integrated_gradients",), deadline=clock.now + 10))
+    driven.add(generation("stream", [1], max_tokens=50))
+    for _ in range(5):
+        driven.step()
+    clock.now += 11
+    driven.step()
+    assert driven.outcomes["why", 0].ended.reason is FinishReason.TIMEOUT
+    assert driven.outcomes["why", 0].attribution is None
+    assert driven.drain()["stream", 0].ended.reason is FinishReason.LENGTH
+
+
+@pytest.mark.parametrize("steps", [0, 1, 3])
+def test_an_abort_frees_what_it_kept(gpt: GPT, steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[weakref.ref[Attributing]] = []
+
+    def make(*arguments: Any) -> Attributing:
+        attributing = Attributing(*arguments)
+        made.append(weakref.ref(attributing))
+        return attributing
+
+    monkeypatch.setattr(runner, "Attributing", make)
+    driven = Driven(gpt)
+    driven.add(ask(methods=("integrated_gradients",)))
+    for _ in range(steps):
+        driven.step()
+    driven.abort("why")
+    assert driven.outcomes["why", 0].ended.reason is FinishReason.ABORT
+    assert not driven.engine.has_work()
+    assert counts(driven.engine)[:2] == (0, 0)
+    gc.collect()
+    assert [reference() for reference in made] == [None] * min(steps, 1)
+
+
+def test_one_that_has_ended_keeps_nothing(gpt: GPT, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[weakref.ref[Attributing]] = []
+
+    def make(*arguments: Any) -> Attributing:
+        attributing = Attributing(*arguments)
+        made.append(weakref.ref(attributing))
+        return attributing
+
+    monkeypatch.setattr(runner, "Attributing", make)
+    run(gpt, ask())
+    gc.collect()
+    assert made[0]() is None
+
+
+def test_one_that_fails_ends_alone(gpt: GPT, monkeypatch: pytest.MonkeyPatch) -> None:
+    driven = Driven(gpt)
+    driven.add(ask())
+    driven.add(generation("stream", [1], max_tokens=9))
+    driven.step()
+
+    def fail(attributing: Attributing) -> None:
+        raise MemoryError("no room for a block")
+
+    monkeypatch.setattr(Attributing, "advance", fail)
+    outcomes = driven.drain()
+    assert outcomes["why", 0].ended.error == (
+        "the attribution failed: MemoryError: no room for a block"
+    )
+    assert outcomes["stream", 0].ended.reason is FinishReason.LENGTH
+
+
+def test_a_model_that_fails_on_others_leaves_it_alone(
+    gpt: GPT, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driven = Driven(gpt)
+    driven.add(ask())
+    driven.add(generation("stream", [1], max_tokens=9))
+    driven.step()
+
+    def fail(*arguments: Any) -> None:
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(driven.engine._runner, "run", fail)
+    outcomes = driven.drain()
+    assert outcomes["stream", 0].ended.reason is FinishReason.ERROR
+    assert outcomes["why", 0].attribution == attribute(gpt, PROMPT, ask().task)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_what_is_not_finite_is_an_error(method: str) -> None:
+    gpt = small_gpt()
+    gpt.token_embedding.weight[PROMPT[3]] = float("nan")
+    outcome = run(gpt, ask(methods=(method,), token_id=(PROMPT[3] + 1) % 40, steps=2))["why", 0]
+    assert outcome.ended.error == "the model's logits or their gradients are not finite"
+
+
+def test_new_weights_wait_for_those_that_are_begun() -> None:
+    old, new = small_gpt(), tiny_gpt(small_gpt().config, seed=5)
+    driven = Driven(old)
+    names = [f"why {i}" for i in range(AT_ONCE + 1)]
+    for name in names:
+        driven.add(ask(name))
+    driven.step()
+    driven.engine.swap_weights(new)
+    outcomes = driven.drain()
+    for name in names:
+        weights = new if name == names[-1] else old
+        assert outcomes[name, 0].attribution == attribute(weights, PROMPT, ask().task)
+
+
+def test_the_price_is_the_passes_over_the_text(gpt: GPT) -> None:
+    text = len(PROMPT)
+    for request, passes in (
+        (ask(), 3),
+        (ask(methods=("direct",)), 1),
+        (ask(methods=("integrated_gradients",), steps=10), 1 + 1 + 30),
+        (ask(methods=METHODS, steps=10), 3 + 1 + 30),
+    ):
+        assert sequence_prices(request) == [passes * text]
+        assert run(gpt, request)["why", 0].ended.price == passes * text
+    assert sequence_prices(ask(position=9)) == [30]
+    task = ask().task
+    assert output_elements(ask(), gpt.config) == kept_elements(task, gpt.config)
+    assert kept_elements(task, gpt.config) > text * gpt.config.n_layer * gpt.config.d_model
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"position": 40}, r"position has 40; the prompt has 40 tokens \(0 to 39\)"),
+        ({"position": -1}, "position has -1"),
+        ({"token_id": SMALL_VOCABULARY}, "token id 40 in token is outside the vocabulary of 40"),
+        ({"minus_id": -1}, "token id -1 in minus is outside"),
+        ({"baseline": 99}, "token id 99 in baseline is outside"),
+        ({"methods": ()}, "at least one of"),
+        ({"methods": ("direct", "direct")}, "each at most once"),
+        ({"methods": ("saliency",)}, "the method 'saliency' does not exist"),
+        ({"steps": 0}, "steps is 0; it must be from 1 to 512"),
+        ({"steps": 513}, "steps is 513"),
+    ],
+)
+def test_what_cannot_be_attributed_is_refused(
+    gpt: GPT, fields: dict[str, Any], message: str
+) -> None:
+    driven = Driven(gpt)
+    with pytest.raises(InvalidRequest, match=message):
+        driven.add(ask(**fields))
+    assert not driven.engine.has_work()
+
+
+def test_a_prompt_beyond_the_context_is_refused(gpt: GPT) -> None:
+    with pytest.raises(ContextLengthExceeded, match="the prompt has 129 tokens"):
+        Driven(gpt).add(ask(prompt=[1] * 129))
+    with pytest.raises(InvalidRequest, match="the prompt is empty"):
+        Driven(gpt).add(ask(prompt=[], position=0))
+    run(gpt, ask(prompt=[1] * 128))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_nothing_is_lost_whatever_comes_and_goes(gpt: GPT, seed: int) -> None:
+    rng = random.Random(seed)
+    driven, pool = Driven(gpt, slots=2), others()
+    for number in range(40):
+        if rng.random() < 0.4:
+            methods = tuple(rng.sample(METHODS, rng.randint(1, 3)))
+            prompt, steps = random_prompt(rng, rng.randint(1, 60)), rng.randint(1, 3)
+            driven.add(
+                ask(f"{number}", prompt, caller=rng.choice("ab"), methods=methods, steps=steps)
+            )
+        elif pool and rng.random() < 0.3:
+            driven.add(pool.pop())
+        if rng.random() < 0.2:
+            driven.abort(f"{rng.randint(0, number)}")
+        for _ in range(rng.choice([0, 1, 4])):
+            for event in driven.step().events:
+                driven.engine.grant(event.request_id)
+    outcomes = driven.drain()
+    assert outcomes.keys() == driven.accepted
+    assert {outcome.ended.reason for outcome in outcomes.values()} <= {
+        FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT,
+    }  # fmt: skip
