@@ -45,18 +45,18 @@ def fuzz(server: ServedProcess, *flags: str, count: int, folder: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    ("served_with", "sent_with"),
+    ("count", "served_with", "sent_with"),
     [
-        ((), ()),
-        (("--api-keys", "fuzz=a-key-for-the-fuzzer"),
+        (30, (), ()),
+        (10, ("--api-keys", "fuzz=a-key-for-the-fuzzer"),
          ("-H", "Authorization: Bearer a-key-for-the-fuzzer")),
     ],
     ids=["open", "with keys"],
 )  # fmt: skip
 def test_every_reply_is_one_that_the_document_names(
-    tmp_path: Path, served_with: Sequence[str], sent_with: Sequence[str]
+    tmp_path: Path, count: int, served_with: Sequence[str], sent_with: Sequence[str]
 ) -> None:
     path = save_tiny_checkpoint(tmp_path / "chatty", chat_template=CHAT_TEMPLATE).path
     with ServedProcess("--checkpoint", str(path), "--threads", "1", *served_with) as server:
-        fuzz(server, *sent_with, count=examples(30), folder=tmp_path)
+        fuzz(server, *sent_with, count=examples(count), folder=tmp_path)
         assert "Traceback" not in server.output

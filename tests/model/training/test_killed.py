@@ -182,10 +182,10 @@ def test_a_run_killed_while_it_writes_ends_in_the_same_bits(
     train(straight)
     assert straight.out is not None
     hits = 0
-    for number in range(24):
+    for number in range(14):
         config = _with_saves(configure, tmp_path / f"killed-{number}", **wide)
         assert config.out is not None
         aside = ("state/.state.pt.*", ".step-*")[number % 2]
         hits += _kill_while_it_writes(processes, config, aside, draw.uniform(0, 0.004))
         _resume_and_compare(config.out, straight.out)
-    assert hits >= 6, "in the middle"
+    assert hits >= 4, "in the middle"

@@ -292,5 +292,5 @@ TestEngineMachine.settings = settings(max_examples=examples(40), stateful_step_c
 @pytest.mark.slow
 def test_the_machine_for_longer() -> None:
     run_state_machine_as_test(
-        EngineMachine, settings=settings(max_examples=1500, stateful_step_count=80)
+        EngineMachine, settings=settings(max_examples=600, stateful_step_count=80)
     )
