@@ -68,7 +68,7 @@ def test_damaged_bytes(whole: dict[str, bytes], tmp_path: Path, name: str, hashe
 @pytest.mark.hypothesis
 def test_edited_fields(whole: dict[str, bytes], tmp_path: Path) -> None:
     @given(edited(json.loads(whole[CONFIG])))
-    @settings(max_examples=examples(1000, fast=100))
+    @settings(max_examples=examples(1000))
     def refused_or_loaded(document: Any) -> None:
         try_to_load(tmp_path / "tiny", whole | {CONFIG: written(document)}, hashed=False)
 
@@ -81,7 +81,7 @@ def test_edited_headers(whole: dict[str, bytes], tmp_path: Path) -> None:
     header, rest = json.loads(whole[WEIGHTS][8 : 8 + size]), whole[WEIGHTS][8 + size :]
 
     @given(edited(header))
-    @settings(max_examples=examples(500, fast=50))
+    @settings(max_examples=examples(500))
     def refused_or_loaded(document: Any) -> None:
         raw = written(document)
         weights = len(raw).to_bytes(8, "little") + raw + rest

@@ -159,7 +159,7 @@ def test_fields_of_a_vocabulary(tmp_path: Path) -> None:
     zipped(tmp_path / "ckpt.pt", False)
 
     @given(edited({"stoi": STOI, "itos": {str(i): text for text, i in STOI.items()}}))
-    @settings(FUZZ, max_examples=examples(300, fast=30))
+    @settings(FUZZ, max_examples=examples(300))
     def refused_or_imported(document: Any) -> None:
         (tmp_path / "vocab.json").write_bytes(written(document))
         try_to_import(tmp_path / "ckpt.pt", tmp_path)
@@ -215,7 +215,7 @@ def test_fields_of_hugging_face(name: str, their_folder: Path, tmp_path: Path) -
     source = Path(shutil.copytree(their_folder, tmp_path / "theirs"))
 
     @given(edited(json.loads((source / name).read_bytes())))
-    @settings(FUZZ, max_examples=examples(300, fast=30))
+    @settings(FUZZ, max_examples=examples(300))
     def refused_or_imported(document: Any) -> None:
         (source / name).write_bytes(written(document))
         try_to_import(source, tmp_path)
