@@ -38,10 +38,12 @@ import numpy.typing as npt
 from model.checkpoint.checkpoint import CheckpointError
 from model.device import DeviceError, use_threads
 from model.dtypes import DTypeName
+from model.inference.attribution.task import DEFAULT_STEPS, Attribution, AttributionTask, Method
 from model.inference.engine.config import EngineConfig
 from model.inference.engine.cost import split_activations
 from model.inference.engine.engine import Engine
 from model.inference.engine.events import (
+    AttributionEvent,
     Event,
     FinishEvent,
     FinishReason,
@@ -53,6 +55,7 @@ from model.inference.engine.events import (
 from model.inference.engine.requests import (
     Activations,
     AttentionWeights,
+    AttributionRequest,
     GenerationRequest,
     HiddenStates,
     Lens,
@@ -63,7 +66,11 @@ from model.inference.engine.requests import (
     ScoreRequest,
     sequence_lengths,
 )
-from model.inference.engine.validation import resolve_heads, resolve_stages
+from model.inference.engine.validation import (
+    resolve_heads,
+    resolve_indices,
+    resolve_stages,
+)
 from model.inference.errors import InvalidRequest
 from model.inference.interventions import Intervention, changeable_stage
 from model.inference.kernels.select import KernelError
@@ -317,6 +324,42 @@ class LLM:
         rows = self._rows(self.encode(prompt), output, interventions)  # (T, layers, numbers)
         named = len(token_ids)
         return [[read_lens(numbers, top_k, named) for numbers in at] for at in rows]
+
+    def attributions(
+        self,
+        prompt: Prompt,
+        token: int | None = None,
+        minus: int | None = None,
+        *,
+        position: int = -1,
+        methods: Sequence[Method] = ("gradient_times_input",),
+        steps: int = DEFAULT_STEPS,
+        baseline: int | None = None,
+    ) -> Attribution:
+        """What the logit of `token` (None: the likeliest next one), less that of `minus`, hangs on:
+        by token of the prompt ("gradient_times_input", and "integrated_gradients" in `steps` steps
+        from zero vectors or from a `baseline` token), and by head and MLP ("direct")."""
+        token_ids = self.encode(prompt)
+        length = len(token_ids)
+        place = 0  # an empty prompt is rejected by the engine
+        if length:
+            what = f"the prompt has {length} tokens"
+            (place,) = resolve_indices("position", [position], length, what)
+        task = AttributionTask(
+            position=place,
+            token_id=token,
+            minus_id=minus,
+            methods=tuple(methods),
+            steps=steps,
+            baseline=baseline,
+        )
+        request = AttributionRequest(request_id=self._new_id(), token_ids=token_ids, task=task)
+        (attribution,) = (
+            event.attribution
+            for event in self._run([request])
+            if isinstance(event, AttributionEvent)
+        )
+        return attribution
 
     def sweep(
         self,

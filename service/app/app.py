@@ -26,6 +26,7 @@ from service.core.state import ServiceState
 from service.routes import (
     activations,
     attention,
+    attributions,
     chat,
     completions,
     generate,
@@ -75,7 +76,7 @@ def create_app(settings: ServeSettings) -> FastAPI:
     openapi.install(app, needs_key=lambda path: _needs_key(state, path))
     for routes in (
         generate, logits, probs, score, hidden_states, attention, activations, stages, sweep, lens,
-        tokenize,
+        attributions, tokenize,
         completions, chat, models, operations,
     ):  # fmt: skip
         app.include_router(routes.router)

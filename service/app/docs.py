@@ -13,6 +13,7 @@ from fastapi.openapi.utils import get_openapi
 from pydantic.json_schema import models_json_schema
 
 from service.schemas.activations import ActivationsRequest
+from service.schemas.attributions import AttributionsRequest
 from service.schemas.generate import GenerateRequest
 from service.schemas.lens import LensRequest
 from service.schemas.openai import ChatRequest, CompletionRequest
@@ -36,6 +37,7 @@ REQUEST_BODIES = (
     ActivationsRequest,
     SweepRequest,
     LensRequest,
+    AttributionsRequest,
     TokenizeRequest,
     DetokenizeRequest,
     CompletionRequest,

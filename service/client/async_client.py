@@ -23,6 +23,7 @@ from service.client import calls, transport
 from service.client.fields import (
     ActivationsFields,
     AttentionFields,
+    AttributionsFields,
     DetokenizeFields,
     GenerateFields,
     HiddenStatesFields,
@@ -42,6 +43,7 @@ from service.client.fields import (
 from service.client.results import (
     Activations,
     Attention,
+    Attributions,
     Chunk,
     Detokenized,
     Generation,
@@ -220,6 +222,12 @@ class AsyncClient:
     async def lens(self, prompt: Prompt, **fields: Unpack[LensFields]) -> LensReadings:
         """What the model would say if it stopped after each layer."""
         return await self._run(calls.lens(prompt, fields))
+
+    async def attributions(
+        self, prompt: Prompt, **fields: Unpack[AttributionsFields]
+    ) -> Attributions:
+        """What the logit of a token hangs on: by token of the prompt, by head and by MLP."""
+        return await self._run(calls.attributions(prompt, fields))
 
     async def probs(self, prompt: Prompt, **fields: Unpack[ProbsFields]) -> Probs:
         """The distribution of the next token after each prompt."""

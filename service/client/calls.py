@@ -19,6 +19,7 @@ from service.client.reading import WrongShape, read
 from service.client.results import (
     Activations,
     Attention,
+    Attributions,
     Detokenized,
     Generation,
     Health,
@@ -160,6 +161,10 @@ def patch(
 
 def lens(prompt: Prompt, fields: Mapping[str, object]) -> Call[LensReadings]:
     return Call(post("/lens", {"prompt": prompt, **fields}), partial(_object, LensReadings))
+
+
+def attributions(prompt: Prompt, fields: Mapping[str, object]) -> Call[Attributions]:
+    return Call(post("/attributions", {"prompt": prompt, **fields}), partial(_object, Attributions))
 
 
 def probs(prompt: Prompt, fields: Mapping[str, object]) -> Call[Probs]:

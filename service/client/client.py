@@ -25,6 +25,7 @@ from service.client import calls, transport
 from service.client.fields import (
     ActivationsFields,
     AttentionFields,
+    AttributionsFields,
     DetokenizeFields,
     GenerateFields,
     HiddenStatesFields,
@@ -44,6 +45,7 @@ from service.client.fields import (
 from service.client.results import (
     Activations,
     Attention,
+    Attributions,
     Chunk,
     Detokenized,
     Generation,
@@ -222,6 +224,10 @@ class Client:
     def lens(self, prompt: Prompt, **fields: Unpack[LensFields]) -> LensReadings:
         """What the model would say if it stopped after each layer."""
         return self._run(calls.lens(prompt, fields))
+
+    def attributions(self, prompt: Prompt, **fields: Unpack[AttributionsFields]) -> Attributions:
+        """What the logit of a token hangs on: by token of the prompt, by head and by MLP."""
+        return self._run(calls.attributions(prompt, fields))
 
     def probs(self, prompt: Prompt, **fields: Unpack[ProbsFields]) -> Probs:
         """The distribution of the next token after each prompt."""

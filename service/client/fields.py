@@ -151,6 +151,19 @@ class LensFields(TypedDict, total=False):
     model: str | None
 
 
+class AttributionsFields(TypedDict, total=False):
+    token: str | None
+    token_id: int | None
+    minus: str | None
+    minus_id: int | None
+    position: int
+    methods: Sequence[Literal["gradient_times_input", "integrated_gradients", "direct"]]
+    steps: int | None
+    baseline: Literal["zero"] | int | None
+    timeout: float | None
+    model: str | None
+
+
 class SweepFields(TypedDict, total=False):
     token: str | None
     token_id: int | None

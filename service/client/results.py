@@ -333,6 +333,84 @@ class LensReadings:
 
 
 @dataclass(frozen=True, slots=True)
+class TargetToken:
+    """A token whose logit is attributed."""
+
+    id: int
+    text: str
+    bytes: Bytes
+    logit: float
+
+
+@dataclass(frozen=True, slots=True)
+class AttributedToken:
+    """A token of the prompt, with what each method that was asked for attributes to it."""
+
+    id: int
+    text: str
+    bytes: Bytes
+    gradient_times_input: float | None = None
+    integrated_gradients: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PathSummary:
+    """How well the steps of integrated gradients add up: `gap` is the tokens' `sum` less what the
+    target gains on the way from the baseline."""
+
+    steps: int
+    baseline: str | int  # "zero", or a token id
+    baseline_value: float
+    sum: float
+    gap: float
+
+
+@dataclass(frozen=True, slots=True)
+class DirectPart:
+    """What a part of the model adds to the target by itself; of a head, which one."""
+
+    stage: str
+    head: int | None
+    value: float
+
+
+@dataclass(frozen=True, slots=True)
+class DirectContributions:
+    """The parts in the order of the forward, and their sum: the target, but for rounding."""
+
+    parts: tuple[DirectPart, ...]
+    sum: float
+
+
+@dataclass(frozen=True, slots=True)
+class PromptAttributions:
+    """Of one prompt: the target's `value` at `position`, which is the logit of `token` less that of
+    `minus`, and what each method that was asked for makes of it."""
+
+    index: int
+    token_ids: tuple[int, ...]
+    position: int
+    token: TargetToken
+    minus: TargetToken | None
+    value: float
+    tokens: tuple[AttributedToken, ...]
+    integrated_gradients: PathSummary | None = None
+    direct: DirectContributions | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Attributions:
+    """The answer of /attributions, prompt by prompt."""
+
+    id: str
+    created: int
+    model: str
+    checkpoint: Checkpoint
+    prompts: tuple[PromptAttributions, ...]
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
 class PromptProbs:
     """The listed tokens after one prompt, their `mass` together, and the entropy (nats) of the
     whole distribution. `perplexity` is the prompt's own, if it was asked for."""

@@ -5,7 +5,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from model.inference.engine.events import FinishEvent, OutputsChunk, PromptEvent, PromptToken
+from model.inference.attribution.task import Attribution
+from model.inference.engine.events import (
+    AttributionEvent,
+    FinishEvent,
+    OutputsChunk,
+    PromptEvent,
+    PromptToken,
+)
 from service.core.errors import from_finish
 from service.engine.submission import Submission
 
@@ -15,10 +22,12 @@ MOST_NATS = 700.0
 
 @dataclass(slots=True)
 class Gathered:
-    """Rows by request; scored tokens by request and sequence; how each sequence ended."""
+    """Rows and attributions by request; scored tokens by request and sequence; how each sequence
+    ended."""
 
     rows: dict[str, list[Any]] = field(default_factory=dict)
     tokens: dict[tuple[str, int], list[PromptToken]] = field(default_factory=dict)
+    attributions: dict[str, Attribution] = field(default_factory=dict)
     finishes: list[FinishEvent] = field(default_factory=list)
 
 
@@ -34,6 +43,8 @@ async def gather(submission: Submission) -> Gathered:
                         gathered.rows.setdefault(request_id, []).extend(rows)
                     case PromptEvent(request_id=request_id, index=index, tokens=tokens):
                         gathered.tokens.setdefault((request_id, index), []).extend(tokens)
+                    case AttributionEvent(request_id=request_id, attribution=attribution):
+                        gathered.attributions[request_id] = attribution
                     case FinishEvent():
                         if (failure := from_finish(event)) is not None:
                             raise failure

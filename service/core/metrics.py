@@ -32,6 +32,7 @@ ENDPOINTS = (
     "/stages",
     "/sweep",
     "/lens",
+    "/attributions",
     "/tokenize",
     "/detokenize",
     "/tokenizer_info",

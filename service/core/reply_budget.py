@@ -1,15 +1,15 @@
 """ReplyBudget: how much of a reply may be in memory, for one reply and for all of them.
 
 Most replies are written while they are computed. Two kinds are held: arrays in which positions are
-an inner axis (hidden states, attention weights), and lists of logprobs. Both are counted in
-elements of an output, as float32. Belongs to the event loop.
+an inner axis (hidden states, attention weights), and lists of logprobs and of attributions. Both
+are counted in elements of an output, as float32. Belongs to the event loop.
 """
 
 from service.core.errors import bad_request, queue_full
 
 LOGPROB_ELEMENTS = 64
-"""Elements that one listed logprob counts as: in memory it is an object with the token's id, text,
-bytes and rank."""
+"""Elements that one listed logprob or attribution counts as: in memory it is an object with the
+token's id, text and bytes."""
 
 
 class ReplyBudget:
@@ -30,9 +30,13 @@ class ReplyBudget:
 
     def check_logprobs(self, count: int, param: str) -> None:
         """Reject (400) more logprobs than one reply may list; `param` asks for them."""
+        self.check_listed(count, "logprobs", param)
+
+    def check_listed(self, count: int, what: str, param: str) -> None:
+        """The same for other things that are listed with their tokens; `what` names them."""
         if count * LOGPROB_ELEMENTS > self.limit:
             raise bad_request(
-                f"the reply could list {count} logprobs; {self.limit // LOGPROB_ELEMENTS} are "
+                f"the reply could list {count} {what}; {self.limit // LOGPROB_ELEMENTS} are "
                 f"allowed ({LOGPROB_ELEMENTS} elements each). Ask for fewer, or raise "
                 "--max-reply-elements",
                 param,

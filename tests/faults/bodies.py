@@ -10,7 +10,16 @@ from typing import Any
 import httpx
 from pydantic import BaseModel
 
-from service.schemas import activations, generate, lens, openai, sweep, tensors, tokenizer
+from service.schemas import (
+    activations,
+    attributions,
+    generate,
+    lens,
+    openai,
+    sweep,
+    tensors,
+    tokenizer,
+)
 from tests.faults.attack import Attack, Ground
 
 PIECES = (
@@ -27,6 +36,7 @@ VALUES: tuple[Any, ...] = (
     [{"stage": "blocks.*.output", "operation": "zero"}],
     [{"stage": "embedding", "operation": "set", "from": {"prompt": "ab"}}],
     {"stage": "blocks.*.output", "operation": "zero"}, ["layers", "positions"],
+    ["integrated_gradients"], ["direct", "gradient_times_input"], "zero",
     {"from": 0, "to": 2}, {"from": 5, "to": -5}, [{"role": "user", "content": "a"}],
 )  # fmt: skip
 """What a field can be given: sound for one, hostile for another."""
@@ -40,6 +50,7 @@ BODIES: dict[str, type[BaseModel]] = {
     "/activations": activations.ActivationsRequest,
     "/sweep": sweep.SweepRequest,
     "/lens": lens.LensRequest,
+    "/attributions": attributions.AttributionsRequest,
     "/tokenize": tokenizer.TokenizeRequest,
     "/detokenize": tokenizer.DetokenizeRequest,
     "/v1/completions": openai.CompletionRequest,

@@ -40,6 +40,10 @@ SOUND: dict[str, list[dict[str, Any]]] = {
     "/logits": [{"prompt": "abcdef", "positions": "all"}, {"prompt": ["a", "bcd"]}],
     "/hidden_states": [{"prompt": "abcdef", "positions": "all"}],
     "/attention": [{"prompt": "abcdef", "positions": "all"}],
+    "/attributions": [
+        {"prompt": "abcdef"},
+        {"prompt": ["a", "bcd"], "methods": ["integrated_gradients", "direct"], "steps": 3},
+    ],
     "/tokenize": [{"prompt": "some text"}],
     "/detokenize": [{"tokens": [1, 2, 3]}],
     "/v1/completions": [

@@ -15,6 +15,8 @@ import torch
 import model.llm
 from model.checkpoint.checkpoint import load_checkpoint
 from model.inference import reference
+from model.inference.attribution.attribute import attribute
+from model.inference.attribution.task import METHODS, AttributionTask
 from model.llm import (
     LLM,
     Completion,
@@ -207,6 +209,23 @@ def test_stages_and_interventions_are_those_of_the_definition(llm: LLM, gpt: GPT
     (completion,) = llm.generate("a prompt", greedy, interventions=[zero])
     assert completion.token_ids == (changed[-1].argmax(),)
     assert llm.score("a prompt", [], [zero])[0].logprob != llm.score("a prompt")[0].logprob
+
+
+def test_attributions_are_those_of_the_model(llm: LLM, gpt: GPT) -> None:
+    ids = list(llm.encode("a prompt"))
+    task = AttributionTask(position=4, token_id=97, minus_id=98, methods=METHODS, steps=3)
+    expected = attribute(gpt, ids, task)
+    found = llm.attributions("a prompt", 97, 98, position=-4, methods=METHODS, steps=3)
+    assert found.target == pytest.approx(expected.target, rel=1e-4)
+    assert found.direct_sum == pytest.approx(found.target, rel=1e-4)
+    assert found.gradient_times_input == pytest.approx(
+        expected.gradient_times_input, rel=1e-3, abs=1e-4
+    )
+    assert llm.attributions("a prompt").token_id == llm.probs("a prompt").argmax()
+    with pytest.raises(InvalidRequest, match="position has 8; the prompt has 8 tokens"):
+        llm.attributions("a prompt", position=8)
+    with pytest.raises(InvalidRequest, match="the prompt is empty"):
+        llm.attributions("")
 
 
 def test_the_lens_ends_in_the_models_own_answer(llm: LLM) -> None:

@@ -94,6 +94,7 @@ def test_a_full_queue_of_one_caller_has_room_for_another_and_a_turn(server: Serv
         ("/generate", {"max_tokens": 1}), ("/v1/completions", {"max_tokens": 1}), ("/logits", {}),
         ("/probs", {"perplexity": True}), ("/score", {}), ("/hidden_states", {"layers": [0]}),
         ("/attention", {"layers": [0]}),
+        ("/attributions", {"methods": ["integrated_gradients"], "steps": 512}),
     ],
 )  # fmt: skip
 def test_every_endpoint_knows_its_caller(server: Serving, path: str, fields: Any) -> None:

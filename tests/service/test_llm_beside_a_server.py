@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from logitd import Client
+from model.inference.attribution.task import METHODS
 from model.llm import LLM, SamplingParams
 from tests.service.serving import Serving
 
@@ -79,3 +80,23 @@ def test_probs_and_scores(llm: LLM, client: Client) -> None:
     (whole,) = client.score(PROMPT).prompts
     assert whole.score is not None
     assert llm.score(PROMPT)[0].logprob == whole.score.logprob
+
+
+def test_attributions(llm: LLM, client: Client) -> None:
+    own = llm.attributions(PROMPT, 97, 98, position=-2, methods=METHODS, steps=2, baseline=32)
+    (served,) = client.attributions(
+        PROMPT, token="a", minus="b", position=-2, methods=METHODS, steps=2, baseline=32
+    ).prompts
+    assert (own.target, own.logit) == (served.value, served.token.logit)
+    assert own.gradient_times_input == tuple(t.gradient_times_input for t in served.tokens)
+    path, summary = own.integrated_gradients, served.integrated_gradients
+    assert path is not None
+    assert summary is not None
+    assert path.values == tuple(token.integrated_gradients for token in served.tokens)
+    assert (path.gap, path.baseline_target) == (summary.gap, summary.baseline_value)
+    assert served.direct is not None
+    assert [(p.stage, p.head, p.value) for p in own.direct or ()] == [
+        (p.stage, p.head, p.value) for p in served.direct.parts
+    ]
+    likeliest = llm.attributions(PROMPT)
+    assert likeliest.token_id == llm.probs(PROMPT).argmax()

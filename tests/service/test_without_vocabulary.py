@@ -73,6 +73,7 @@ def texts_in(value: Any) -> Iterator[Any]:
         ("/logits", {"prompt": IDS, "top_k": 4, "stage": "processed", "processing": PROCESSING}),
         ("/hidden_states", {"prompt": IDS}),
         ("/attention", {"prompt": IDS}),
+        ("/attributions", {"prompt": IDS, "methods": ["direct", "gradient_times_input"]}),
     ],
 )  # fmt: skip
 def test_numbers_are_those_of_the_same_weights(
@@ -125,6 +126,7 @@ def test_a_stream_gives_ids_as_they_come(ids: Serving) -> None:
         ("/logits", {"prompt": "text"}, "prompt"),
         ("/hidden_states", {"prompt": "text"}, "prompt"),
         ("/attention", {"prompt": "text"}, "prompt"),
+        ("/attributions", {"prompt": IDS, "token": "a"}, "token"),
         ("/tokenize", {"prompt": "text"}, "prompt"),
         ("/tokenize", {"prompt": ""}, "prompt"),
         ("/detokenize", {"tokens": [1, 2]}, "tokens"),

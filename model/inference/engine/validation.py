@@ -232,11 +232,15 @@ def _check_attribution(task: AttributionTask, length: int, config: GPTConfig) ->
     check_prompt_fits(length, config.context_length)
     _check_indices("position", (task.position,), length, f"the prompt has {length} tokens")
     for param, token_id in (
-        ("token", task.token_id),
-        ("minus", task.minus_id),
+        ("token_id", task.token_id),
+        ("minus_id", task.minus_id),
         ("baseline", task.baseline),
     ):
         check_token_ids(param, () if token_id is None else (token_id,), config.vocab_size)
+    if task.token_id is not None and task.token_id == task.minus_id:
+        raise InvalidRequest(
+            f"token and minus are both {task.token_id}: their difference is 0", "minus"
+        )
     if not task.methods or len(set(task.methods)) < len(task.methods):
         raise InvalidRequest(
             f"methods {list(task.methods[:20])} must be at least one of {list(METHODS)}, each at "

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from service.schemas.activations import ActivationsRequest
+from service.schemas.attributions import AttributionsRequest
 from service.schemas.base import RequestBody
 from service.schemas.generate import GenerateRequest
 from service.schemas.lens import LensRequest
@@ -31,6 +32,7 @@ BODIES: dict[str, type[RequestBody]] = {
     "/activations": ActivationsRequest,
     "/sweep": SweepRequest,
     "/lens": LensRequest,
+    "/attributions": AttributionsRequest,
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
     "/v1/completions": CompletionRequest,
@@ -46,6 +48,7 @@ QUEUED = (
     "/activations",
     "/sweep",
     "/lens",
+    "/attributions",
     "/v1/completions",
     "/v1/chat/completions",
 )

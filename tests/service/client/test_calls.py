@@ -26,6 +26,7 @@ CALLS: dict[str, Call[Any]] = {
     "activations": calls.activations("a", "embedding", {}),
     "stages": calls.stages(),
     "lens": calls.lens("a", {}),
+    "attributions": calls.attributions("a", {}),
     "sweep": calls.sweep("a", {"stage": "embedding", "operation": "zero"}, ["positions"], {}),
     "probs": calls.probs("a", {}),
     "score": calls.score("a", {}),

@@ -17,6 +17,7 @@ from service.schemas import generate as schemas
 from service.schemas import tensors as numbers
 from service.schemas import tokenizer as tokenizer_schemas
 from service.schemas.activations import ActivationsRequest
+from service.schemas.attributions import AttributionsRequest
 from service.schemas.base import RequestBody
 from service.schemas.lens import LensRequest
 from service.schemas.sweep import SweepRequest
@@ -198,6 +199,7 @@ EXAMPLES = [
         ActivationsRequest,
         SweepRequest,
         LensRequest,
+        AttributionsRequest,
     )
     for summary in model.examples
 ]
@@ -224,6 +226,7 @@ def test_every_example_of_the_endpoints_can_be_asked(
         ActivationsRequest: client.activations,
         SweepRequest: client.sweep,
         LensRequest: client.lens,
+        AttributionsRequest: client.attributions,
     }
     given = body.pop("tokens" if model is tokenizer_schemas.DetokenizeRequest else "prompt")
     result = call[model](given, **body)

@@ -7,6 +7,7 @@ from service.schemas import generate as schemas
 from service.schemas import tensors as numbers
 from service.schemas import tokenizer as tokenizer_schemas
 from service.schemas.activations import ActivationsRequest
+from service.schemas.attributions import AttributionsRequest
 from service.schemas.base import PositionRange, RequestBody
 from service.schemas.interventions import Intervention, Source
 from service.schemas.lens import LensRequest
@@ -26,6 +27,7 @@ ARGUMENTS = {"prompt", "stream"}
         (fields.ActivationsFields, ActivationsRequest, ARGUMENTS | {"stages"}),
         (fields.Source, Source, set()),
         (fields.LensFields, LensRequest, ARGUMENTS),
+        (fields.AttributionsFields, AttributionsRequest, ARGUMENTS),
         (fields.SweepFields, SweepRequest, ARGUMENTS | {"vary", "over"}),
         (fields.ProbsFields, numbers.ProbsRequest, ARGUMENTS),
         (fields.ScoreFields, numbers.ScoreRequest, ARGUMENTS),

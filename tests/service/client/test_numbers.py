@@ -148,6 +148,18 @@ def test_scores_are_those_of_the_endpoint(
     same(result, server.json("/score", {"prompt": prompt, **fields}))
 
 
+@pytest.mark.parametrize(
+    ("prompt", "fields"),
+    [("abc", {}), (["abc", [7]], {"methods": ["integrated_gradients"], "steps": 2, "baseline": 1}),
+     ("ab", {"token_id": 7, "minus": "a", "methods": ["direct"]})],
+)  # fmt: skip
+def test_attributions_are_those_of_the_endpoint(
+    server: Serving, connect: Connect, prompt: Any, fields: dict[str, Any]
+) -> None:
+    result = connect(server.url).attributions(prompt, **fields)
+    same(result, server.json("/attributions", {"prompt": prompt, **fields}))
+
+
 def test_numpy_goes_in_where_it_came_out(server: Serving, connect: Connect) -> None:
     client = connect(server.url)
     first = client.logits(PROMPT, positions="all")

@@ -8,6 +8,7 @@ from pydantic import BaseModel
 from service import client
 from service.client import errors, results
 from service.client import fields as client_fields
+from service.schemas import attributions
 from service.schemas import generate as schemas
 from service.schemas import tensors as numbers
 from service.schemas import tokenizer as tokenizer_schemas
@@ -41,6 +42,13 @@ def test_every_result_error_and_group_of_fields_has_a_public_name() -> None:
         (results.TokenProb, numbers.TokenProb),
         (results.PromptProbs, numbers.PromptProbs),
         (results.Probs, numbers.ProbsReply),
+        (results.TargetToken, attributions.TargetToken),
+        (results.AttributedToken, attributions.AttributedToken),
+        (results.PathSummary, attributions.PathSummary),
+        (results.DirectPart, attributions.DirectPart),
+        (results.DirectContributions, attributions.DirectContributions),
+        (results.PromptAttributions, attributions.PromptAttributions),
+        (results.Attributions, attributions.AttributionsReply),
         (results.TextScore, numbers.TextScore),
         (results.PromptScores, numbers.PromptScores),
         (results.ScoreUsage, numbers.ScoreUsage),

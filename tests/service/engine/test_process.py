@@ -112,6 +112,7 @@ def test_generations_are_the_same(server: Serving, twin: Serving, name: str) -> 
         ("/hidden_states", {"layers": [0, 1]}),
         ("/attention", {"layers": [0]}),
         ("/score", {"continuations": ["b", "cd"]}),
+        ("/attributions", {"methods": ["direct", "integrated_gradients"], "steps": 2}),
         ("/v1/completions", {"max_tokens": 4, "seed": 1, "logprobs": 1}),
     ],
 )

@@ -306,8 +306,9 @@ def test_the_price_is_the_passes_over_the_text(gpt: GPT) -> None:
     [
         ({"position": 40}, r"position has 40; the prompt has 40 tokens \(0 to 39\)"),
         ({"position": -1}, "position has -1"),
-        ({"token_id": SMALL_VOCABULARY}, "token id 40 in token is outside the vocabulary of 40"),
-        ({"minus_id": -1}, "token id -1 in minus is outside"),
+        ({"token_id": SMALL_VOCABULARY}, "token id 40 in token_id is outside the vocabulary of 40"),
+        ({"minus_id": -1}, "token id -1 in minus_id is outside"),
+        ({"token_id": 7, "minus_id": 7}, "token and minus are both 7"),
         ({"baseline": 99}, "token id 99 in baseline is outside"),
         ({"methods": ()}, "at least one of"),
         ({"methods": ("direct", "direct")}, "each at most once"),
