@@ -224,7 +224,9 @@ class AsyncClient:
         return await self._run(calls.lens(prompt, fields))
 
     async def attributions(
-        self, prompt: Prompt, **fields: Unpack[AttributionsFields]
+        self,
+        prompt: Prompt,
+        **fields: Unpack[AttributionsFields],
     ) -> Attributions:
         """What the logit of a token hangs on: by token of the prompt, by head and by MLP."""
         return await self._run(calls.attributions(prompt, fields))

@@ -225,7 +225,11 @@ class Client:
         """What the model would say if it stopped after each layer."""
         return self._run(calls.lens(prompt, fields))
 
-    def attributions(self, prompt: Prompt, **fields: Unpack[AttributionsFields]) -> Attributions:
+    def attributions(
+        self,
+        prompt: Prompt,
+        **fields: Unpack[AttributionsFields],
+    ) -> Attributions:
         """What the logit of a token hangs on: by token of the prompt, by head and by MLP."""
         return self._run(calls.attributions(prompt, fields))
 
