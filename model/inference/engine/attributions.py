@@ -4,7 +4,7 @@ They need no slot of the cache, so they wait in a queue of their own, by the rul
 by priority, callers in turn, each caller's in the order of arrival. AT_ONCE of them are begun, and
 these take turns, a piece each, so that a long one does not keep a short one waiting; what they keep
 between pieces is what bounds their number. A step computes one piece at most, after everything
-else: it makes the time between two tokens of others longer by that piece and no more. Knows
+else, and then others decode alone for a while (`scheduler.py`). Knows
 sequences, not tensors.
 """
 

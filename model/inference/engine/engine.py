@@ -157,6 +157,7 @@ class Engine:
                 self._account(plan, output, events)
         if plan.attribution is not None:
             events += self._attribute(plan.attribution)
+        self._scheduler.stepped(plan, self.clock())
         return StepResult(
             events=tuple(events),
             prefilled_tokens=sum(chunk.end - chunk.start for chunk in plan.prefill),

@@ -19,9 +19,11 @@ at most as many sequences as there are slots are PAUSED, and where another had t
 has been behind the longest is given up (`StepPlan.given_up`).
 
 Outputs (logits, hidden states, attention weights) cost elements (`cost.py`). A step computes
-OUTPUT_ELEMENTS of them at most. After a step with LARGE_OUTPUT or more, no other step with as many
-runs beside decoding for OUTPUT_COOLDOWN times as long as that step took. So a large reply takes a
-bounded part of the memory and about doubles the time between the tokens of others at most.
+OUTPUT_ELEMENTS of them at most. Work is heavy that makes a step many times as long as decoding
+does: LARGE_OUTPUT elements or more, sequences whose stages are recorded or changed (tapped), a
+piece of an attribution. After such a step none of it runs beside decoding for COOLDOWN times as
+long as that step took. So it takes a bounded part of the memory and about doubles the time between
+the tokens of others at most.
 
 Attributions take no slot and no share of these limits: `attributions.py` says whose piece a step
 computes.
@@ -49,10 +51,10 @@ from model.transformer.config import BLOCK
 OUTPUT_ELEMENTS = 2**21
 """Elements of outputs in one step; a single block of positions may have more."""
 LARGE_OUTPUT = 2**20
-"""Elements of a step after which the running sequences decode alone for a while."""
-OUTPUT_COOLDOWN = 2
+"""Elements of a step after which the sequences that decode have the engine for a while."""
+COOLDOWN = 2
 """That while, in times of the step. By itself it makes the time between two tokens at most
-1 + 1 / OUTPUT_COOLDOWN times as long; writing the reply takes from the same processors."""
+1 + 1 / COOLDOWN times as long; writing the reply takes from the same processors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +130,7 @@ class Scheduler:
         self._began: dict[str, int] = {}  # the step of each caller's last first chunk
         self._planned_at = 0.0
         self._reserved_elements = 0  # of outputs, in the present step
-        self._output_cooldown_until = 0.0
+        self._cooldown_until = 0.0
 
     def enqueue(self, sequence: Sequence) -> None:
         """Queue behind all of the same caller and priority."""
@@ -172,15 +174,32 @@ class Scheduler:
         self._planned_at, self._reserved_elements = now, 0
         evicted = self._admit(now)
         decode = tuple(s for s in self.running if s.state is State.DECODE)
-        cooldown = bool(decode) and now < self._output_cooldown_until
+        beside = any(not sequence.tapped for sequence in decode)
+        cooldown = beside and now < self._cooldown_until
+        if cooldown:
+            decode = tuple(sequence for sequence in decode if not sequence.tapped)
         return StepPlan(
-            prefill=tuple(self._prefill_chunks(cooldown)),
+            prefill=tuple(self._prefill_chunks(cooldown=cooldown, beside=beside)),
             decode=decode,
             drafts=self._drafts(decode) if self.config.speculate == "ngram" else {},
             given_up=self._given_up(),
             evicted=evicted,
-            attribution=self.attributions.next(now, only_started=self.only_started),
+            attribution=None
+            if cooldown
+            else self.attributions.next(now, only_started=self.only_started),
         )
+
+    def stepped(self, plan: StepPlan, now: float) -> None:
+        """A step has been computed. After heavy work those that decode as usual have the engine to
+        themselves for a while."""
+        heavy = (
+            self._reserved_elements >= LARGE_OUTPUT
+            or plan.attribution is not None
+            or any(chunk.sequence.tapped for chunk in plan.prefill)
+            or any(sequence.tapped for sequence in plan.decode)
+        )
+        if heavy:
+            self._cooldown_until = now + COOLDOWN * (now - self._planned_at)
 
     def remove(self, sequence: Sequence) -> None:
         """Take a sequence out, whatever it was doing. Its slot is free for the next step."""
@@ -206,8 +225,6 @@ class Scheduler:
         sequence = chunk.sequence
         assert sequence.slot is not None
         sequence.computed = chunk.end
-        if self._reserved_elements >= LARGE_OUTPUT:
-            self._output_cooldown_until = now + OUTPUT_COOLDOWN * (now - self._planned_at)
         if not sequence.tapped:
             self.slots.set_contents(sequence.slot, _whole_blocks(sequence.tokens[: chunk.end]))
         if chunk.completes_prompt:
@@ -325,18 +342,21 @@ class Scheduler:
         allowed = self.config.prefix_reuse and sequence.request.prefix_reuse
         return allowed and not sequence.tapped
 
-    def _prefill_chunks(self, cooldown: bool) -> list[PrefillChunk]:
+    def _prefill_chunks(self, *, cooldown: bool, beside: bool) -> list[PrefillChunk]:
         """The prompts of the step, callers in turn and each caller's in order of admission, within
-        `prefill_chunk` positions."""
-        chunks = []
+        `prefill_chunk` positions. `beside` others that decode, one of them is tapped at most, and
+        none in a cooldown."""
+        chunks: list[PrefillChunk] = []
         budget = self.config.prefill_chunk
+        tapped_left = 0 if cooldown else 1 if beside else self.config.slots
         for sequence in self._prompts_in_turn():
-            if budget:
+            if budget and not (sequence.tapped and not tapped_left):
                 chunk = self._chunk(sequence, budget, cooldown)
                 if chunk is not None:
                     self._reserve(chunk)
                     budget -= -(-(chunk.end - chunk.start) // BLOCK) * BLOCK
                     chunks.append(chunk)
+                    tapped_left -= sequence.tapped
         return chunks
 
     def _given_up(self) -> tuple[Sequence, ...]:

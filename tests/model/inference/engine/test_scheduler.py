@@ -8,20 +8,21 @@ a prefix that was never there shows at the first step that would compute with it
 import itertools
 import random
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 
 from model.inference.engine.config import EngineConfig
 from model.inference.engine.requests import Request
 from model.inference.engine.scheduler import (
+    COOLDOWN,
     LARGE_OUTPUT,
-    OUTPUT_COOLDOWN,
     PrefillChunk,
     Scheduler,
     StepPlan,
 )
 from model.inference.engine.sequence import CHUNKS_IN_FLIGHT, Group, Sequence, State
+from model.inference.interventions import Intervention
 from model.transformer.config import BLOCK
 from tests.model.inference.engine.harness import generation, outputs_request
 
@@ -480,20 +481,58 @@ def test_who_decodes_rests_from_many_rows_as_long_as_they_took(width: int) -> No
     rows.credit = 100
     for sequence in (decoding, rows):
         scheduler.enqueue(sequence)
-    plan = scheduler.plan(
-        10.0
-    )  # the rows' first block, then OUTPUT_COOLDOWN times 3 s without them
+    plan = scheduler.plan(10.0)  # the rows' first block, then COOLDOWN times 3 s without them
     assert [chunk.end for chunk in plan.prefill] == [1, 32]
     for chunk in plan.prefill:
         scheduler.prefilled(chunk, 13.0)
-    assert OUTPUT_COOLDOWN == 2
+    scheduler.stepped(plan, 13.0)
+    assert COOLDOWN == 2
     assert [scheduler.plan(now).prefill for now in (13.0, 16.0, 18.9)] == [(), (), ()]
-    (second,) = scheduler.plan(19.0).prefill
+    plan = scheduler.plan(19.0)
+    (second,) = plan.prefill
     assert second.start == 32
     scheduler.prefilled(second, 20.0)
+    scheduler.stepped(plan, 20.0)
     scheduler.remove(decoding)
     (third,) = scheduler.plan(20.0).prefill  # nobody decodes: no reason to rest
     assert third.start == second.end
+
+
+def test_who_decodes_rests_from_those_that_are_tapped() -> None:
+    """Twenty requests with interventions made the tokens of others take eight times as long: each
+    step had all of their prompts and rows in it. Now it has one of their prompts, and then others
+    decode for twice as long as that took."""
+    scheduler = Scheduler(EngineConfig(slots=5, prefill_chunk=256), lambda request: 1)
+    change = (Intervention(stage="embedding", operation="zero"),)
+    decoding = Sequence(Group(generation("decoding", [1], max_tokens=99)), 0, 0.0)
+    request = replace(generation("a", [2] * 5, max_tokens=99), interventions=change)
+    tapped = [
+        Sequence(Group(replace(request, request_id=name)), 0, 0.0) for name in ("a", "b", "c")
+    ]
+    for sequence in (decoding, *tapped):
+        scheduler.enqueue(sequence)
+
+    def step(now: float, took: float) -> tuple[list[Sequence], list[Sequence]]:
+        plan = scheduler.plan(now)
+        for chunk in plan.prefill:
+            scheduler.prefilled(chunk, now + took)
+        scheduler.stepped(plan, now + took)
+        return [chunk.sequence for chunk in plan.prefill], list(plan.decode)
+
+    assert step(0.0, 1.0) == ([decoding, *tapped], []), "nobody decodes yet"
+    assert step(1.0, 0.1) == ([], [decoding]), "a cooldown of 2 s"
+    d, e = (Sequence(Group(replace(request, request_id=name)), 0, 0.0) for name in ("d", "e"))
+    for sequence in tapped:
+        scheduler.remove(sequence)
+    for sequence in (d, e):
+        scheduler.enqueue(sequence)
+    assert step(2.0, 0.1) == ([], [decoding])
+    assert step(3.0, 1.0) == ([d], [decoding]), "one prompt that is tapped, not both"
+    assert step(4.0, 0.1) == ([], [decoding])
+    assert step(6.0, 1.0) == ([e], [decoding, d]), "rows that are tapped rest as well"
+    assert step(7.0, 0.1) == ([], [decoding])
+    scheduler.remove(decoding)
+    assert step(7.1, 1.0) == ([], [d, e]), "no reason to rest"
 
 
 def test_few_rows_do_not_rest() -> None:
@@ -503,7 +542,9 @@ def test_few_rows_do_not_rest() -> None:
     scheduler.prefilled(scheduler.plan(0.0).prefill[0], 1.0)
     rows = Sequence(Group(outputs_request("rows", [2] * 64, range(64))), 0, 0.0)
     scheduler.enqueue(rows)
-    scheduler.prefilled(scheduler.plan(1.0).prefill[0], 9.0)
+    plan = scheduler.plan(1.0)
+    scheduler.prefilled(plan.prefill[0], 9.0)
+    scheduler.stepped(plan, 9.0)
     assert [chunk.start for chunk in scheduler.plan(9.0).prefill] == [32]
 
 
