@@ -101,6 +101,9 @@ class Metrics:
             "logitd_num_sequences_paused",
             "Sequences that lost their slots, because their readers are behind",
         )
+        self.attribution_pieces = counter(
+            "logitd_attribution_pieces", "Blocks computed, forward or backward, for attributions"
+        )
         self.evicted = counter(
             "logitd_sequences_evicted", "Sequences whose slot went to another, as often as it did"
         )
@@ -201,7 +204,9 @@ class Metrics:
         result = report.result
         if result.evicted_sequences:
             self.evicted.inc(result.evicted_sequences)
-        if result.prefilled_tokens or result.decoded_sequences:
+        if result.attribution_pieces:
+            self.attribution_pieces.inc(result.attribution_pieces)
+        if result.prefilled_tokens or result.decoded_sequences or result.attribution_pieces:
             self.steps.observe(report.seconds)
             self.prefilled.inc(result.prefilled_tokens)
         if result.decoded_sequences:

@@ -115,6 +115,14 @@ def test_the_numbers_of_the_schema_are_those_of_the_engine(server: Serving) -> N
     assert prompt.integrated_gradients.baseline == "zero"
 
 
+def test_pieces_and_steps_are_counted(checkpoint_path: Path) -> None:
+    with serving(checkpoint_path, slots=1) as server:
+        attributions(server, token="a")
+        server.wait_idle()
+        assert server.sample("logitd_attribution_pieces_total") == 2 * 3 + 1
+        assert server.sample("logitd_step_seconds_count") == 2 * 3 + 1
+
+
 @pytest.mark.parametrize(
     ("fields", "param", "message"),
     [
