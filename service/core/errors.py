@@ -24,6 +24,7 @@ from starlette.exceptions import HTTPException
 
 from model.inference.engine.events import FinishEvent, FinishReason
 from model.inference.errors import ContextLengthExceeded, InvalidRequest
+from model.inference.interventions import PARAM
 from service.engine.admission import QueueFull
 from service.engine.submission import EngineStopped
 from service.schemas.base import MAX_IDS, MAX_PROMPTS, ErrorReply
@@ -199,7 +200,8 @@ def from_finish(event: FinishEvent) -> ApiError | None:
         case FinishReason.ABORT:
             return unavailable("the request was aborted: the server is shutting down")
         case FinishReason.ERROR if event.param is not None:
-            return bad_request(f"{event.param}: {event.error}", event.param, "constraint_failed")
+            code = "intervention_failed" if event.param == PARAM else "constraint_failed"
+            return bad_request(f"{event.param}: {event.error}", event.param, code)
         case FinishReason.ERROR:
             return ApiError(
                 500, "server_error", "the engine failed on this request", None, "engine"

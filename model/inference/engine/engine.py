@@ -36,6 +36,7 @@ from model.inference.engine.scheduler import PrefillChunk, Scheduler, StepPlan
 from model.inference.engine.sequence import Group, Sequence, State
 from model.inference.engine.validation import check_request
 from model.inference.errors import ConstraintError, InvalidRequest
+from model.inference.interventions import PARAM
 from model.inference.kernels.eager.decoder import PlainDecoder
 from model.inference.sampling.results import (
     ConstraintComplete,
@@ -231,7 +232,11 @@ class Engine:
             self._scheduler.prefilled(chunk, now)
             if sequence in output.scores:
                 events.append(self._prompt_event(chunk, output.scores[sequence]))
-            if (outputs := output.outputs.get(sequence)) is not None:
+            outputs = output.outputs.get(sequence)
+            if outputs is not None and outputs.error is not None:
+                events.append(self._not_finite(sequence, outputs.error))
+                continue
+            if outputs is not None:
                 self._scheduler.charge(sequence, len(outputs.positions), now)
                 events.append(OutputsChunk(sequence.request_id, outputs.positions, outputs.values))
             if chunk.completes_prompt and sequence.generation is None:
@@ -272,7 +277,10 @@ class Engine:
             token_id = result
             event = TokenEvent(sequence.request_id, sequence.index, token_id)
         elif isinstance(result, SampleError):
-            events.append(self._finish_with_error(sequence, result.message, result.param))
+            if result.param is None:
+                events.append(self._not_finite(sequence, result.message))
+            else:
+                events.append(self._finish_with_error(sequence, result.message, result.param))
             return
         elif isinstance(result, ConstraintComplete):
             events.append(self._finish(sequence, FinishReason.STOP))
@@ -332,6 +340,12 @@ class Engine:
         message = f"the model failed: {type(error).__name__}: {error}"
         computed = [*(chunk.sequence for chunk in plan.prefill), *plan.decode]
         return [self._finish_with_error(sequence, message) for sequence in computed]
+
+    def _not_finite(self, sequence: Sequence, message: str) -> Event:
+        """End a sequence whose logits are not finite: that is what its interventions have done, if
+        it has any, and else the model."""
+        param = PARAM if sequence.request.interventions else None
+        return self._finish_with_error(sequence, message, param)
 
     def _finish_with_error(
         self, sequence: Sequence, message: str, param: str | None = None

@@ -37,14 +37,17 @@ from model.transformer.config import GPTConfig
 from model.transformer.gpt import GPT
 from model.transformer.stages import match_stages
 
+NOT_FINITE = "a layer's logits are not finite"
+
 
 @dataclass(frozen=True, slots=True)
 class Outputs:
     """What an OutputsRequest asks for at some positions: a NumPy array (len(positions), ...),
-    float32."""
+    float32. `error` says why it cannot be told."""
 
     positions: tuple[int, ...]
     values: Any
+    error: str | None = None
 
 
 class TappedPasses:
@@ -135,7 +138,8 @@ class OutputsComputer:
             values = self._of_tapped(chunk, request.output, positions, offsets)
         else:
             values = self._of_plain(chunk, request.output, positions, offsets)
-        return Outputs(positions, values.float().cpu().numpy())
+        told = not isinstance(request.output, Lens) or bool(values.isfinite().all())
+        return Outputs(positions, values.float().cpu().numpy(), None if told else NOT_FINITE)
 
     def _of_plain(
         self, chunk: PrefillChunk, output: Output, positions: tuple[int, ...], offsets: list[int]

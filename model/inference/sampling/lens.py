@@ -61,7 +61,9 @@ def _largest(logits: Tensor, count: int) -> Tensor:
     for row, threshold in zip(logits, least, strict=True):
         candidates = torch.nonzero(row >= threshold).squeeze(1)  # ascending
         order = row[candidates].argsort(descending=True, stable=True)
-        rows.append(candidates[order][:count])
+        chosen = candidates[order][:count]
+        # Among logits that are not numbers nothing is the largest.
+        rows.append(chosen if len(chosen) == count else torch.arange(count, device=row.device))
     return torch.stack(rows)
 
 

@@ -4,6 +4,7 @@ the body of every endpoint that computes."""
 import io
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from model.transformer.stages import stages_of
 from service.schemas.activations import ActivationsReply, StagesReply
 from service.schemas.base import ErrorReply
 from tests.model.plain_stages import plain_stages
-from tests.service.serving import Serving
+from tests.service.serving import Serving, serving
 
 PROMPT = "A prompt of more than thirty-two tokens, to have two blocks"
 IDS = list(PROMPT.encode())
@@ -336,10 +337,23 @@ def test_what_cannot_be_carried_out_is_refused_by_its_place(
     assert "interventions[1]" in error.message
 
 
-def test_values_count_in_the_queue(server: Serving) -> None:
-    """A hundred interventions that each bring a whole prompt's values are more than the queue
-    holds, and are refused before anything is computed."""
-    many = [{"stage": "blocks.*.mlp.hidden", "operation": "set", "from": {"prompt": OTHER}}] * 200
-    response = server.post("/logits", {"prompt": PROMPT, "interventions": many})
-    assert response.status_code in (200, 400, 429), response.text
-    assert server.client.get("/health").status_code == 200
+@pytest.mark.parametrize("path", ["/generate", "/lens"])
+def test_what_blows_the_logits_up_is_said_to_have_done_so(server: Serving, path: str) -> None:
+    """It was answered 500, as a bug of the server."""
+    blown = {"stage": "blocks.*.output", "operation": "scale", "factor": 1e30}
+    error = refusal(server, path, {"interventions": [blown]})
+    assert error.param == "interventions"
+    assert error.code == "intervention_failed"
+    assert "not finite" in error.message
+
+
+def test_values_count_in_the_queue(checkpoint_path: Path) -> None:
+    """What requests bring along is held until they end, and so are its elements."""
+    patch = {"stage": "blocks.*.mlp.hidden", "operation": "set", "from": {"prompt": OTHER}}
+    with serving(checkpoint_path, max_queue_elements=60_000) as small:
+        body = {"prompt": PROMPT, "token_ids": [1]}
+        assert small.post("/logits", {**body, "interventions": [patch]}).status_code == 200
+        response = small.post("/logits", {**body, "interventions": [patch] * 3})
+        assert response.status_code == 400, response.text
+        assert "60000" in response.text
+        assert small.served.engine.open_elements == 0

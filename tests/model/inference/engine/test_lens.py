@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from model.inference.engine.events import FinishReason
 from model.inference.engine.requests import Lens, Logits, OutputsRequest
 from model.inference.errors import InvalidRequest
 from model.inference.interventions import Intervention
@@ -86,6 +87,23 @@ def test_an_intervention_shows_from_its_layer_on(gpt: GPT) -> None:
     plain, changed = rows(gpt, ask()), rows(gpt, ask(interventions=(change,)))
     assert np.array_equal(plain[:, :2, :-1], changed[:, :2, :-1])
     assert not np.array_equal(plain[:, 3], changed[:, 3])
+
+
+def test_what_is_not_finite_ends_its_own_request_alone(gpt: GPT) -> None:
+    """The ids of a row that are the largest were looked for among comparisons with NaN, of which
+    none is true, and with the request all others of its step failed."""
+    broken = Intervention(
+        stage="final_norm" if gpt.config.final_norm else "blocks.2.output",
+        operation="set",
+        values=np.full((1, gpt.config.d_model), np.inf, dtype=np.float32),
+    )
+    outcomes = run(gpt, ask("broken", interventions=(broken,)), ask("b"))
+    ended = outcomes["broken", 0].ended
+    assert ended.reason is FinishReason.ERROR
+    assert ended.param == "interventions"
+    assert ended.error is not None
+    assert "not finite" in ended.error
+    assert np.array_equal(np.concatenate([e.rows for e in outcomes["b", 0].rows]), rows(gpt, ask()))
 
 
 @pytest.mark.parametrize(
