@@ -8,6 +8,7 @@ from model.device import DeviceError, keep_freed_memory
 from model.training.config import TrainingError
 from model.training.events import Event, Progress, line
 from model.training.presets import PresetError
+from model.training.stopping.signals import errors_outlive_sigterm
 from model.training.trainer import train
 from model.transformer.config import ConfigError
 from service.settings.train import TrainSettings
@@ -33,6 +34,11 @@ class TerminalReporter:
 
 
 def run(settings: TrainSettings) -> int:
+    with errors_outlive_sigterm(TrainingError):
+        return _run(settings)
+
+
+def _run(settings: TrainSettings) -> int:
     keep_freed_memory()  # each step takes and frees the same pieces again
     try:
         result = train(settings, TerminalReporter())

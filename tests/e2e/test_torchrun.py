@@ -221,7 +221,7 @@ def test_a_process_that_is_killed_ends_the_others_with_a_sentence(text: Path, sh
     os.kill(started.workers()[1], signal.SIGKILL)
     code, _, err = started.finish()
     assert code == 1
-    assert "logitd train: process 0 of 2 stops: another process of the run has ended" in err
+    assert "logitd train: process 0 of 2 stops: another process of the run has ended" in err, err
     assert train(TrainingConfig(out=config.out, resume=True, steps=10_000, minutes=0.001)).step >= 3
 
 

@@ -4,11 +4,17 @@ While `StopSignals` is entered, the first SIGINT or SIGTERM only sets a flag, so
 always finished; the second of either raises KeyboardInterrupt. SIGTERM is what a cluster sends
 before it takes a machine away. Outside the main thread signals cannot be caught, and nothing is
 changed. Does not stop anything itself: the trainer reads the flag.
+
+`errors_outlive_sigterm` is for the process around it: an error that is on its way to be said is
+said, although SIGTERM comes in between.
 """
 
+import os
 import signal
+import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -41,3 +47,25 @@ class StopSignals:
             raise KeyboardInterrupt
         self.asked = True
         self._on_first()
+
+
+@contextmanager
+def errors_outlive_sigterm(kind: type[Exception]) -> Iterator[None]:
+    """SIGTERM ends the process as usual, but not while an error of this kind is being handled:
+    until that has been said, nothing else says why. torchrun sends SIGTERM to all processes of a
+    run within moments of the end of one, while the others unwind with the news that they have lost
+    it."""
+
+    def terminate(number: int, frame: FrameType | None) -> None:
+        if not isinstance(sys.exc_info()[1], kind):
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, terminate)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

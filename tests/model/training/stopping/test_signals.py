@@ -2,10 +2,13 @@
 
 import os
 import signal
+import subprocess
+import sys
+import textwrap
 
 import pytest
 
-from model.training.stopping.signals import StopSignals
+from model.training.stopping.signals import StopSignals, errors_outlive_sigterm
 
 
 @pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM])
@@ -20,3 +23,40 @@ def test_the_first_signal_is_a_wish_and_the_second_stops(first: int, second: int
             os.kill(os.getpid(), second)
     assert told == ["stopping"]
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_an_error_on_its_way_is_said_before_sigterm_ends_the_process() -> None:
+    """torchrun ends the other processes of a run when one has died. Where that came while one of
+    them was unwinding with the error that its peer was lost, it ended without a word."""
+    before = signal.getsignal(signal.SIGTERM)
+    said = []
+    with errors_outlive_sigterm(KeyError):
+        try:
+            try:
+                raise KeyError("the peer is lost")
+            finally:
+                os.kill(os.getpid(), signal.SIGTERM)
+        except KeyError as error:
+            os.kill(os.getpid(), signal.SIGTERM)
+            said.append(error.args[0])
+    assert said == ["the peer is lost"]
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+@pytest.mark.parametrize("handling", [False, True])
+def test_without_such_an_error_sigterm_ends_the_process(handling: bool) -> None:
+    """Also while an error of another kind is handled, as by somebody who tries a download again."""
+    code = """
+        import os, signal
+        from model.training.stopping.signals import errors_outlive_sigterm
+        with errors_outlive_sigterm(KeyError):
+            try:
+                if HANDLING:
+                    raise OSError
+            except OSError:
+                os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), signal.SIGTERM)
+            print("still here")
+    """.replace("HANDLING", str(handling))
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True)
+    assert (done.returncode, done.stdout) == (-signal.SIGTERM, b"")
