@@ -92,8 +92,13 @@ GENERATIONS: dict[str, dict[str, Any]] = {
     "logprobs": {"logprobs": 2, "prompt_logprobs": 1, "echo": True, "max_tokens": 5, "seed": 1},
     "no ids but these": {"allowed_token_ids": [97, 98], "max_tokens": 9, "seed": 1},
     "a constraint": {"regex": "[ab]{5,9}", "n": 2, "seed": 1, "max_tokens": 20},
+    "steered": {"interventions": [{"stage": "blocks.1.output", "operation": "scale",
+                                   "factor": 0.5}], "max_tokens": 9, "logprobs": 0},
     "another": {"json_schema": {"enum": ["a", "b"]}, "seed": 1, "max_tokens": 20},
 }  # fmt: skip
+
+
+PATCH = {"stage": "blocks.*.output", "operation": "set", "from": {"prompt": "world"}}
 
 
 @pytest.mark.parametrize("name", GENERATIONS)
@@ -113,6 +118,10 @@ def test_generations_are_the_same(server: Serving, twin: Serving, name: str) -> 
         ("/attention", {"layers": [0]}),
         ("/score", {"continuations": ["b", "cd"]}),
         ("/attributions", {"methods": ["direct", "integrated_gradients"], "steps": 2}),
+        ("/activations", {"stages": ["blocks.*.attention.*"], "positions": "all"}),
+        ("/lens", {"top_k": 2, "token_ids": [1]}),
+        ("/sweep", {"vary": PATCH, "over": ["layers", "positions"]}),
+        ("/probs", {"interventions": [PATCH]}),
         ("/v1/completions", {"max_tokens": 4, "seed": 1, "logprobs": 1}),
     ],
 )
