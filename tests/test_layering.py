@@ -39,7 +39,7 @@ ROOMS: dict[str, set[str]] = {
         "model.inference.errors",
         "model.inference.interventions",
     },
-    "model.inference.attribution": {"model.transformer"},
+    "model.inference.attribution": {"model.device", "model.transformer"},
     "model.inference.kv_cache": {"model.transformer"},
     "model.inference.kernels": {
         "model.device",

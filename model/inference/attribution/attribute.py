@@ -11,9 +11,14 @@ from collections.abc import Generator, Sequence
 import torch
 from torch import Tensor
 
-from model.inference.attribution.direct import BlockRow, LastRow, direct_parts
-from model.inference.attribution.gradients import TextPasses, per_token
-from model.inference.attribution.task import Attribution, AttributionTask, IntegratedGradients
+from model.inference.attribution.direct import BlockRow, OneRow, direct_parts
+from model.inference.attribution.gradients import TextPasses, Watch, per_token
+from model.inference.attribution.task import (
+    Attribution,
+    AttributionTask,
+    IntegratedGradients,
+    padded_length,
+)
 from model.transformer.gpt import GPT
 from model.transformer.tap import UNTAPPED
 
@@ -21,10 +26,16 @@ Pieces = Generator[None, None, Attribution]
 
 
 class Attributing:
-    """The attributions of one prompt, on their way."""
+    """The attributions of one prompt, on their way. `watched` is put around what blocks compute."""
 
-    def __init__(self, gpt: GPT, token_ids: Sequence[int], task: AttributionTask) -> None:
-        self._pieces = _pieces(gpt, token_ids, task)
+    def __init__(
+        self,
+        gpt: GPT,
+        token_ids: Sequence[int],
+        task: AttributionTask,
+        watched: Watch | None = None,
+    ) -> None:
+        self._pieces = _pieces(gpt, token_ids, task, watched)
 
     def advance(self) -> Attribution | None:
         """Compute one piece; the result after the last one. Must not be called after that."""
@@ -46,24 +57,31 @@ def attribute(gpt: GPT, token_ids: Sequence[int], task: AttributionTask) -> Attr
     return result
 
 
-def _pieces(gpt: GPT, token_ids: Sequence[int], task: AttributionTask) -> Pieces:
+def _pieces(
+    gpt: GPT, token_ids: Sequence[int], task: AttributionTask, watched: Watch | None
+) -> Pieces:
     """Begins with the first piece, and not when it is called: outside of inference mode."""
-    return (yield from _Prompt(gpt, token_ids, task).pieces())
+    return (yield from _Prompt(gpt, token_ids, task, watched).pieces())
 
 
 class _Prompt:
-    """One prompt and its task. The text ends at the position: nothing behind it is looked at."""
+    """One prompt and its task. The text ends at the position, for nothing behind it is looked at,
+    but for the padding to whole blocks: so that few different lengths occur."""
 
-    def __init__(self, gpt: GPT, token_ids: Sequence[int], task: AttributionTask) -> None:
+    def __init__(
+        self, gpt: GPT, token_ids: Sequence[int], task: AttributionTask, watched: Watch | None
+    ) -> None:
         self._gpt = gpt
         self._task = task
         self._behind = len(token_ids) - task.position - 1
         self._layers = range(gpt.config.n_layer)
-        self._passes = TextPasses(gpt, token_ids[: task.position + 1])
+        text = token_ids[: task.position + 1]
+        padding = padded_length(task, gpt.config) - len(text)
+        self._passes = TextPasses(gpt, [*text, *[0] * padding], task.position, watched)
 
     def pieces(self) -> Pieces:
         """Compute everything, with a stop after each piece."""
-        passes, task = self._passes, self._task
+        passes, task, row = self._passes, self._task, self._task.position
         # 1) The prompt forward: the streams before the blocks where they are needed.
         embedding = passes.embedding()
         streams: list[Tensor] | None = [] if "gradient_times_input" in task.methods else None
@@ -82,7 +100,7 @@ class _Prompt:
         parts = gradient_times_input = path = None
         if rows is not None:
             bias = self._head_bias(token_id, minus_id)
-            parts = direct_parts(self._gpt, embedding[0, -1], rows, last[0, -1], direction, bias)
+            parts = direct_parts(self._gpt, embedding[0, row], rows, last[0, row], direction, bias)
             yield
         if streams is not None:
             gradient = yield from self._backward(last, streams, direction)
@@ -99,11 +117,11 @@ class _Prompt:
         self, x: Tensor, streams: list[Tensor] | None, rows: list[BlockRow] | None = None
     ) -> Generator[None, None, Tensor]:
         """The last stream (1, T, C) from the first, a piece for each block. What is given a list
-        for is kept: the stream before each block, and the last position of each."""
+        for is kept: the stream before each block, and the row of each."""
         for layer in self._layers:
             if streams is not None:
                 streams.append(x)
-            tap = None if rows is None else LastRow()
+            tap = None if rows is None else OneRow(self._task.position)
             after = self._passes.forward(layer, x, tap or UNTAPPED)
             if rows is not None and tap is not None:
                 rows.append(tap.row(x))
@@ -154,4 +172,4 @@ class _Prompt:
 
     def _of_tokens(self, values: Tensor) -> tuple[float, ...]:
         """Of every token of the prompt: nothing behind the position has a part in its logits."""
-        return (*values.tolist(), *[0.0] * self._behind)
+        return (*values[: self._task.position + 1].tolist(), *[0.0] * self._behind)

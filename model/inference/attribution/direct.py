@@ -46,10 +46,11 @@ class BlockRow:
     mlp_sum: Tensor  # (C,)
 
 
-class LastRow:
-    """A tap that keeps of one block's forward over a text what its last position adds."""
+class OneRow:
+    """A tap that keeps of one block's forward over a text what one of its positions adds."""
 
-    def __init__(self) -> None:
+    def __init__(self, row: int) -> None:
+        self._row = row
         self._kept: dict[str, Tensor] = {}
 
     def wants(self, layer: int | None, stage: str) -> bool:
@@ -57,13 +58,13 @@ class LastRow:
 
     def __call__(self, layer: int | None, stage: str, value: Tensor, offset: int = 0) -> Tensor:
         if self.wants(layer, stage):
-            self._kept[stage] = value[0, ..., -1, :].detach().clone()
+            self._kept[stage] = value[0, ..., self._row, :].detach().clone()
         return value
 
     def row(self, before: Tensor) -> BlockRow:
         """Of the block that read the stream `before` (1, T, C)."""
         heads, attention, mlp, middle = (self._kept[name] for name in (*RECORDED, "middle"))
-        return BlockRow(heads, mlp, before[0, -1] + attention, middle + mlp)
+        return BlockRow(heads, mlp, before[0, self._row] + attention, middle + mlp)
 
 
 def direct_parts(

@@ -16,12 +16,12 @@ Computed in float32 from the weights that are served, of bfloat16 and int8 model
 the rounded ones); in float64 for a float64 model. Parameters get no gradients. One text at a time
 and always the same operations: the bits depend on nothing else.
 
-Shapes: T positions of the text, up to the one whose logits are looked at; C = d_model,
-V = vocab_size.
+Shapes: T positions of the text, with the padding behind the one whose logits are looked at, which
+nothing depends on; C = d_model, V = vocab_size.
 """
 
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import torch.nn.functional as F
@@ -29,22 +29,31 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from model.device import one_thread
 from model.transformer.gpt import GPT
 from model.transformer.tap import UNTAPPED, Tap
+
+Watch = Callable[[int], AbstractContextManager[None]]
+"""Is put around what a block computes on so many rows; it may give torch fewer threads, where
+`threads_keep_bits`."""
 
 HEAD_ROWS = 4096
 """Rows of the head that are multiplied at a time, so that no wider copy of it is made."""
 
 
 class TextPasses:
-    """Passes of one text through a model. To be used outside of inference mode, without autograd;
-    whatever needs gradients turns them on."""
+    """Passes of one text through a model, whose logits are looked at in one `row`. To be used
+    outside of inference mode, without autograd; whatever needs gradients turns them on."""
 
-    def __init__(self, gpt: GPT, token_ids: Sequence[int]) -> None:
+    def __init__(
+        self, gpt: GPT, token_ids: Sequence[int], row: int, watched: Watch | None = None
+    ) -> None:
         weight = gpt.token_embedding.weight
         self._gpt = gpt
         self.dtype = torch.promote_types(weight.dtype, torch.float32)
+        self.row = row
         self._ids = torch.tensor([token_ids], device=weight.device)  # (1, T)
+        self._watched: Watch = watched or (lambda rows: nullcontext())
         self._rotation = None
         if gpt.config.positions == "rotary":
             tables = gpt.rope_cos, gpt.rope_sin
@@ -66,23 +75,23 @@ class TextPasses:
     def forward(self, layer: int, x: Tensor, tap: Tap = UNTAPPED) -> Tensor:
         """The stream (1, T, C) after a block. Autograd is on as in `backward`, for the same
         operations."""
-        with torch.enable_grad():
+        with self._watched(x.shape[1]), torch.enable_grad():
             return self._block(layer, x.detach().requires_grad_(), tap).detach()
 
     def backward(self, layer: int, x: Tensor, gradient: Tensor) -> Tensor:
         """The gradient (1, T, C) with respect to `x`, which enters a block, from the one with
         respect to what leaves it."""
-        with torch.enable_grad():
+        with self._watched(x.shape[1]), torch.enable_grad():
             x = x.detach().requires_grad_()
             (result,) = torch.autograd.grad(self._block(layer, x, UNTAPPED), x, gradient)
         return result
 
     def likeliest(self, x: Tensor) -> int:
-        """The id of the largest logit at the last position of the last stream (1, T, C); of equals
-        the lowest."""
+        """The id of the largest logit at the row of the last stream (1, T, C); of equals the
+        lowest."""
         config = self._gpt.config
         weight, bias = self._gpt.head_parameters()
-        row = self._final_norm(x[0, -1])
+        row = self._final_norm(x[0, self.row])
         logits = torch.cat(
             [
                 row @ _wide(rows, self.dtype).T
@@ -94,10 +103,9 @@ class TextPasses:
         return int((logits == logits.max()).nonzero()[0]) if logits.isfinite().all() else 0
 
     def logit(self, x: Tensor, token_id: int) -> float:
-        """A token's logit at the last position of the last stream (1, T, C), added up in
-        float64."""
+        """A token's logit at the row of the last stream (1, T, C), added up in float64."""
         _, bias = self._gpt.head_parameters()
-        row = self._final_norm(x[0, -1])
+        row = self._final_norm(x[0, self.row])
         logit = row.double() @ self.direction(token_id, None).double()
         return (logit if bias is None else logit + bias[token_id]).item()
 
@@ -110,10 +118,10 @@ class TextPasses:
     def head_gradient(self, x: Tensor, direction: Tensor) -> Tensor:
         """The gradient (1, T, C) of the target with respect to the last stream (1, T, C)."""
         with torch.enable_grad():
-            last = x[0, -1].detach().requires_grad_()
+            last = x[0, self.row].detach().requires_grad_()
             (row,) = torch.autograd.grad(self._final_norm(last) @ direction, last)
         gradient = torch.zeros_like(x)
-        gradient[0, -1] = row
+        gradient[0, self.row] = row
         return gradient
 
     def _block(self, layer: int, x: Tensor, tap: Tap) -> Tensor:
@@ -126,6 +134,23 @@ class TextPasses:
         norm = self._gpt.final_norm
         result: Tensor = functional_call(norm, wide_parameters(norm, self.dtype), (row,))
         return result
+
+
+def threads_keep_bits(gpt: GPT, rows: int) -> bool:
+    """Whether a block, forward and backward over that many rows, gives the same bits with one
+    thread as with all of torch's."""
+    passes, layer = TextPasses(gpt, [0] * rows, 0), gpt.config.n_layer - 1
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(1, rows, gpt.config.d_model, generator=generator).to(passes.dtype)
+    x, gradient = x.to(gpt.token_embedding.weight.device), x.roll(1, dims=1).to(passes.dtype)
+
+    def computed() -> tuple[Tensor, Tensor]:
+        return passes.forward(layer, x), passes.backward(layer, x, gradient)
+
+    together = computed()
+    with one_thread():
+        alone = computed()
+    return all(map(torch.equal, together, alone))
 
 
 def wide_parameters(module: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:

@@ -8,7 +8,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from model.transformer.config import GPTConfig
+from model.transformer.config import BLOCK, GPTConfig
 
 Method = Literal["gradient_times_input", "integrated_gradients", "direct"]
 METHODS: tuple[Method, ...] = get_args(Method)
@@ -118,6 +118,11 @@ class Attribution:
         return None if self.direct is None else math.fsum(part.value for part in self.direct)
 
 
+def padded_length(task: AttributionTask, config: GPTConfig) -> int:
+    """Rows that are computed: the text up to the position, in whole blocks, within the context."""
+    return min(-(-(task.position + 1) // BLOCK) * BLOCK, config.context_length)
+
+
 def kept_elements(task: AttributionTask, config: GPTConfig) -> int:
     """Elements of what an attribution has in memory at most: the stream before each block, six more
     of that size (prompt, baseline, sum, gradients), and what autograd keeps of one block."""
@@ -125,4 +130,4 @@ def kept_elements(task: AttributionTask, config: GPTConfig) -> int:
     values = config.kv_width if config.value_embeddings else 0
     block = 6 * config.d_model + 6 * config.n_head * config.head_dim + units + 2 * values
     # And as much again while the gradients of these are computed.
-    return (task.position + 1) * ((config.n_layer + 6) * config.d_model + 2 * block)
+    return padded_length(task, config) * ((config.n_layer + 6) * config.d_model + 2 * block)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from model.device import one_thread
+from model.inference.attribution import gradients
 from model.inference.attribution.attribute import Attributing
 from model.inference.attribution.task import Attribution
 from model.inference.constraints.protocol import BackgroundMasks
@@ -28,6 +29,7 @@ from model.inference.engine.scheduler import PrefillChunk, StepPlan
 from model.inference.engine.sequence import Sequence
 from model.inference.errors import ConstraintError
 from model.inference.kernels.base import Decoder
+from model.inference.kernels.eager.contention import ContentionMonitor
 from model.inference.kernels.eager.decoder import PlainDecoder
 from model.inference.kv_cache import KVCache
 from model.inference.sampling.results import (
@@ -108,6 +110,7 @@ class Runner:
         self._outputs = OutputsComputer(gpt, self.cache, self._decoder, self._tapped)
         self._masks = masks
         self._attributing: dict[Sequence, Attributing] = {}
+        self._contention = _contention(gpt)
 
     @property
     def prefill_matches_decode(self) -> bool:
@@ -133,6 +136,7 @@ class Runner:
         self._overlap = OverlapScheduler(self._decoder.launcher, self._sampling)
         self._tapped = TappedPasses(gpt, self.cache)
         self._outputs = OutputsComputer(gpt, self.cache, self._decoder, self._tapped)
+        self._contention = _contention(gpt)
         self.gpt = gpt
 
     def close(self) -> None:
@@ -164,7 +168,8 @@ class Runner:
         request = sequence.attribution
         assert request is not None
         if sequence not in self._attributing:
-            attributing = Attributing(self.gpt, request.token_ids, request.task)
+            watched = self._contention.watched
+            attributing = Attributing(self.gpt, request.token_ids, request.task, watched)
             self._attributing[sequence] = attributing
         return self._attributing[sequence].advance()
 
@@ -266,6 +271,11 @@ class Runner:
             logits = self._decoder.head(hidden[start : start + len(targets)])
             scored += score(logits, targets, chunk.sequence.scored_top)
         return Scores(first + 1, scored)
+
+
+def _contention(gpt: GPT) -> ContentionMonitor:
+    """Watches blocks that are computed for attributions."""
+    return ContentionMonitor(gpt, keep_bits=gradients.threads_keep_bits)
 
 
 def _check_mode(gpt: GPT) -> None:

@@ -40,8 +40,13 @@ class ContentionMonitor:
         gpt: GPT,
         clock: Callable[[], float] = time.perf_counter,
         on_core: Callable[[], float] = time.thread_time,
+        *,
+        keep_bits: Callable[[GPT, int], bool] | None = None,
     ) -> None:
+        """`keep_bits` says of the operations that are watched what `threads_keep_bits` says of
+        those of prefill, for so many rows."""
         self._gpt = gpt
+        self._keep_bits = keep_bits
         self._clock = clock
         self._on_core = on_core
         self._alone_until = -1.0
@@ -73,7 +78,8 @@ class ContentionMonitor:
 
     def _may_change(self, rows: int) -> bool:
         if rows not in self._keeps_bits:
-            self._keeps_bits[rows] = threads_keep_bits(self._gpt, rows)
+            keep_bits = self._keep_bits or threads_keep_bits
+            self._keeps_bits[rows] = keep_bits(self._gpt, rows)
         return self._keeps_bits[rows]
 
 

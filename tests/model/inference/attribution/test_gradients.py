@@ -6,14 +6,24 @@ import math
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from model.device import use_threads
 from model.inference.attribution.attribute import Attributing, attribute
-from model.inference.attribution.task import Attribution, AttributionTask, kept_elements
+from model.inference.attribution.gradients import TextPasses, threads_keep_bits
+from model.inference.attribution.task import (
+    Attribution,
+    AttributionTask,
+    kept_elements,
+    padded_length,
+)
+from model.transformer.config import BLOCK
 from model.transformer.gpt import GPT, Block
 from tests.model.factories import FAMILIES, random_ids, tiny_config, tiny_gpt
 from tests.model.plain_stages import plain_stages
@@ -136,15 +146,15 @@ def test_many_steps_close_the_gap(family: str) -> None:
             block.qkv.weight.mul_(0.1)
             block.mlp_up.weight.mul_(0.3)
     gaps = []
-    for steps in (4, 16, 64):
+    for steps in (4, 36):
         methods = ("integrated_gradients",)
         found = attribute(gpt, IDS, task(methods=methods, steps=steps, baseline=32))
         path = found.integrated_gradients
         assert path is not None
         gaps.append(abs(path.gap))
-        if steps == 64:
-            assert path.sum == pytest.approx(found.target - path.baseline_target, rel=1e-3)
-    assert gaps[2] < gaps[1] / 8 < gaps[0] / 64, gaps
+        if steps == 36:
+            assert path.sum == pytest.approx(found.target - path.baseline_target, rel=5e-3)
+    assert gaps[1] < gaps[0] / 20, gaps
 
 
 def test_gradients_are_those_of_transformers() -> None:
@@ -237,9 +247,63 @@ def test_no_more_than_a_block_of_the_graph_is_kept(gpt: GPT) -> None:
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             ended = work.advance() is not None
-        kept = len(IDS) * (gpt.config.n_layer + 6) * gpt.config.d_model
+        length = padded_length(asked, gpt.config)
+        kept = length * (gpt.config.n_layer + 6) * gpt.config.d_model
         # Norms save a number or two of each position, and gates and tables are small.
-        assert sum(saved.values()) <= kept_elements(asked, gpt.config) - kept + 80 * len(IDS)
+        assert sum(saved.values()) <= kept_elements(asked, gpt.config) - kept + 80 * length
+
+
+def test_every_pass_of_a_block_is_watched(gpt: GPT) -> None:
+    rows: list[int] = []
+
+    @contextmanager
+    def watched(count: int) -> Iterator[None]:
+        rows.append(count)
+        yield
+
+    work = Attributing(gpt, IDS, task(), watched)
+    while work.advance() is None:
+        pass
+    assert rows == [BLOCK] * 2 * gpt.config.n_layer
+
+
+def test_a_long_prompt_is_padded_within_the_context() -> None:
+    gpt = tiny_gpt(tiny_config(context_length=41)).double()
+    ids = random_ids(41, seed=5).tolist()
+    with torch.inference_mode():
+        expected = gpt(torch.tensor([ids])).logits[0, :, TOKEN]
+    for position in (0, 31, 32, 40):
+        found = attribute(gpt, ids, task(position=position, minus_id=None))
+        assert found.target == pytest.approx(expected[position].item(), rel=1e-5)
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    use_threads(2)
+    yield
+    use_threads(before)
+
+
+def test_fewer_threads_are_told_to_keep_bits_where_they_do(gpt: GPT, two_threads: None) -> None:
+    if not threads_keep_bits(gpt, BLOCK):
+        pytest.skip("here a block has other bits with one thread")
+    together = attribute(gpt, IDS, task())
+    use_threads(1)
+    assert attribute(gpt, IDS, task()) == together
+
+
+def test_threads_that_change_a_bit_are_noticed(
+    two_threads: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backward = TextPasses.backward
+
+    def planted(*arguments: Any) -> Tensor:
+        return backward(*arguments) + 1e-3 * torch.get_num_threads()
+
+    gpt = tiny_gpt()
+    monkeypatch.setattr(TextPasses, "backward", planted)
+    assert not threads_keep_bits(gpt, BLOCK)
 
 
 MEMORY = """
