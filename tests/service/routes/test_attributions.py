@@ -11,6 +11,7 @@ import pytest
 from model.inference.attribution.attribute import attribute
 from model.inference.attribution.task import DEFAULT_STEPS, MAX_STEPS, METHODS, AttributionTask
 from model.transformer.gpt import GPT
+from service.engine.admission import Load
 from service.schemas.attributions import (
     AttributionsReply,
     AttributionsRequest,
@@ -226,6 +227,7 @@ def test_it_counts_in_the_queue_as_its_passes(spelling_path: Path) -> None:
                 assert "prompt tokens are waiting" in refused.json()["error"]["message"]
                 assert server.post("/attributions", {"prompt": "c" * 300}).status_code == 200
         server.wait_idle()
+        assert server.served.admission._open.total == Load(), "what was counted is given back"
 
 
 @pytest.mark.slow  # a process begins; the values alone are compared in test_process.py

@@ -18,7 +18,7 @@ from model.inference.attribution.task import METHODS, AttributionTask, kept_elem
 from model.inference.engine import runner
 from model.inference.engine.attributions import AT_ONCE
 from model.inference.engine.cost import output_elements, sequence_prices
-from model.inference.engine.events import FinishReason
+from model.inference.engine.events import FinishEvent, FinishReason
 from model.inference.engine.requests import AttributionRequest, Request
 from model.inference.errors import ContextLengthExceeded, InvalidRequest
 from model.inference.kernels.cpu.decoder import NativeDecoder
@@ -168,6 +168,19 @@ def test_those_that_are_begun_take_turns(gpt: GPT) -> None:
     outcomes = driven.drain()
     ends = sorted(outcomes, key=list(outcomes).index)
     assert [name for name, _ in ends] == ["short", "third", "long"]
+
+
+def test_two_of_a_length_end_one_piece_apart(gpt: GPT) -> None:
+    driven = Driven(gpt)
+    for name in ("first", "second"):
+        driven.add(ask(name, token_id=3))
+    ends: list[tuple[int, str]] = []
+    for step in range(100):
+        if driven.unfinished:
+            events = driven.step().events
+            ends += [(step, e.request_id) for e in events if isinstance(e, FinishEvent)]
+    last = 2 * (2 * gpt.config.n_layer + 1) - 1
+    assert ends == [(last - 1, "first"), (last, "second")]
 
 
 def test_they_are_begun_by_priority_and_callers_in_turn(gpt: GPT) -> None:
