@@ -269,7 +269,8 @@ class Runner:
         for start in range(0, len(following), BLOCK):
             targets = following[start : start + BLOCK]
             logits = self._decoder.head(hidden[start : start + len(targets)])
-            scored += score(logits, targets, chunk.sequence.scored_top)
+            with one_thread() if self._decoder.has_threads else nullcontext():
+                scored += score(logits, targets, chunk.sequence.scored_top)
         return Scores(first + 1, scored)
 
 

@@ -169,10 +169,17 @@ def _bias_and_penalise(values: Tensor, row: RowContext) -> None:
 
 def score(logits: Tensor, token_ids: Sequence[int], count: int) -> list[TokenWithLogprobs]:
     """Raw logprobs of given tokens under rows of logits (R, V), and of the `count` likeliest of
-    each row."""
+    each row. All rows at once, with the bits of each by itself."""
+    logprobs = logits.float().double().log_softmax(dim=-1)  # (R, V)
+    ids = torch.tensor(token_ids, device=logprobs.device)[:, None]  # (R, 1)
+    own = logprobs.gather(1, ids)  # (R, 1)
+    ranks = (logprobs > own).sum(dim=1) + 1
+    likeliest = _likeliest_of_rows(logprobs, count) if count else [()] * len(token_ids)
     return [
-        TokenWithLogprobs(token_id, *_logprobs(row, token_id, count))
-        for row, token_id in zip(logits.float(), token_ids, strict=True)
+        TokenWithLogprobs(token_id, TokenLogprob(token_id, logprob, rank), top)
+        for token_id, logprob, rank, top in zip(
+            token_ids, own[:, 0].tolist(), ranks.tolist(), likeliest, strict=True
+        )
     ]
 
 
@@ -196,6 +203,25 @@ def _logprobs(
     own = logprobs[token_id]
     chosen = TokenLogprob(token_id, own.item(), int((logprobs > own).sum()) + 1)
     return chosen, _likeliest(logprobs, count) if count else ()
+
+
+def _likeliest_of_rows(logprobs: Tensor, count: int) -> list[tuple[TokenLogprob, ...]]:
+    """What `_likeliest` gives of each row of (R, V), for all of them at once."""
+    values, ids = logprobs.topk(count)  # (R, count), equals in any order
+    ids, order = ids.sort(dim=1)
+    values, order = values.gather(1, order).sort(dim=1, descending=True, stable=True)
+    ids = ids.gather(1, order)
+    ranks = torch.searchsorted(-values, -values) + 1
+    # Where more ids are as likely as the last, which of them topk gave is not known.
+    certain = (logprobs >= values[:, -1:]).sum(dim=1) == count
+    return [
+        tuple(map(TokenLogprob, row_ids, row_values, row_ranks))
+        if is_certain and row_values[-1] > -math.inf
+        else _likeliest(row, count)
+        for row, row_ids, row_values, row_ranks, is_certain in zip(
+            logprobs, ids.tolist(), values.tolist(), ranks.tolist(), certain.tolist(), strict=True
+        )
+    ]
 
 
 def _likeliest(logprobs: Tensor, count: int) -> tuple[TokenLogprob, ...]:

@@ -27,7 +27,7 @@ from model.inference.sampling.results import (
     TokenWithLogprobs,
 )
 from model.inference.sampling.sample import SamplingRow, sampling_rows
-from model.inference.sampling.sampler import RowContext, sample
+from model.inference.sampling.sampler import RowContext, sample, score
 from model.inference.sampling.state import SamplingState
 from tests.model.inference.engine.harness import params
 from tests.profiles import examples
@@ -503,6 +503,36 @@ def test_a_batch_is_each_row_alone(
     together = sample_all(logits, [one for _, one in batch])
     alone = [sample_all(logits[i : i + 1], [one])[0] for i, (_, one) in enumerate(batch)]
     assert together == alone
+
+
+@given(
+    logits=st.lists(
+        st.lists(
+            st.one_of(st.integers(-2, 2).map(float), st.floats(-9, 9), st.just(-math.inf)),
+            min_size=VOCAB,
+            max_size=VOCAB,
+        ).filter(lambda row: max(row) > -math.inf),
+        min_size=1,
+        max_size=5,
+    ),
+    count=st.integers(0, VOCAB),
+    data=st.data(),
+)
+@settings(max_examples=examples(200))
+def test_scored_rows_have_the_bits_of_each_alone_and_the_order_of_the_definition(
+    logits: list[list[float]], count: int, data: st.DataObject
+) -> None:
+    """Ranks and the likeliest, equals by id and dropped ids left out, on Python lists."""
+    ids = data.draw(st.lists(st.integers(0, VOCAB - 1), min_size=len(logits), max_size=len(logits)))
+    together = score(torch.tensor(logits), ids, count)
+    for row, token_id, scored in zip(logits, ids, together, strict=True):
+        assert score(torch.tensor([row]), [token_id], count) == [scored]
+        logprobs = torch.tensor(row).double().log_softmax(dim=-1).tolist()
+        ranks = [1 + sum(other > logprob for other in logprobs) for logprob in logprobs]
+        order = sorted(range(VOCAB), key=lambda i: (-logprobs[i], i))[:count]
+        expected = [TokenLogprob(i, logprobs[i], ranks[i]) for i in order]
+        assert scored.chosen == TokenLogprob(token_id, logprobs[token_id], ranks[token_id])
+        assert list(scored.top) == [top for top in expected if top.logprob > -math.inf]
 
 
 @pytest.mark.parametrize("vocab_size", [2, 31, 257, 1000])
