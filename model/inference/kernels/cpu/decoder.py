@@ -27,8 +27,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from model.device import one_thread
 from model.inference.kernels.base import Prefilled, PrefillInput
 from model.inference.kernels.cpu.quantize import quantize_rows
+from model.inference.kernels.eager.decoder import padded_logits
 from model.inference.kernels.eager.prefill import TorchPrefill
 from model.inference.kv_cache import KVCache
 from model.inference.options import DRAFTED_ROWS
@@ -213,6 +215,10 @@ class NativeDecoder:
             self._int8 = Arena(sum(room_for(matrix, torch.int8) for matrix in matrices(gpt)))
         self.prefill_matches_decode = prefills
         self._torch_prefill = TorchPrefill(gpt, cache)
+        # Products of many rows are what the processor is slow at: those of the head too, 8 times as
+        # slow as torch's where this was measured. Quantized weights and bfloat16 are not torch's.
+        plain = not quantized and gpt.token_embedding.weight.dtype is torch.float32
+        self._torch_head = gpt if plain and not prefills else None
         self._config = gpt.config
         self._cells = KINDS[gpt.token_embedding.weight.dtype]
         model, layers = self._describe(gpt)
@@ -275,6 +281,9 @@ class NativeDecoder:
         return Prefilled(hidden, states, attention)
 
     def head(self, hidden: Tensor) -> Tensor:
+        if self._torch_head is not None:
+            with one_thread():  # beside threads of our own
+                return padded_logits(self._torch_head, hidden)
         count, rows = len(hidden), hidden.float().contiguous()
         logits = torch.empty(count, self._logits.shape[1])
         self._library.logitd_head(self._handle, rows.data_ptr(), count, logits.data_ptr())
