@@ -1,26 +1,15 @@
 """Lock: one trainer at a time writes a run directory.
 
-An flock(2) on `run.lock` in the directory: the system releases it when the process that has it
-ends, however that comes about, so nothing stale is left to clean up. The file says who has it, for
-the message that another trainer gets. Only writers take it: a run may be served, inspected and
-started from while it is trained. Of several processes of one run the main one has it.
+A `FolderLock` on `run.lock` in the directory. Only writers take it: a run may be served, inspected
+and started from while it is trained. Of several processes of one run the main one has it.
 """
 
-import errno
-import fcntl
-import json
-import os
-import socket
-from datetime import UTC, datetime
 from pathlib import Path
 
+from model.folder_lock import FolderLock, FolderLocked
 from model.training.config import TrainingError
 
 LOCK = "run.lock"
-NOTE_BYTES = 4096
-"""More than a note has."""
-NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
-"""A file system that has no locks: there a run is not protected, rather than not possible."""
 
 
 class RunLock:
@@ -28,58 +17,14 @@ class RunLock:
     TrainingError where another process has it, and OSError where it cannot be written."""
 
     def __init__(self, path: Path) -> None:
-        while True:
-            descriptor = os.open(path / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
-            try:
-                _lock(descriptor, path)
-                # What was locked may have been removed meanwhile, with a run that did not begin.
-                if _is_at(descriptor, path / LOCK):
-                    os.ftruncate(descriptor, 0)
-                    os.pwrite(descriptor, _note(), 0)
-                    break
-            except BaseException:
-                os.close(descriptor)
-                raise
-            os.close(descriptor)
-        self._descriptor: int | None = descriptor
+        try:
+            self._lock = FolderLock(path / LOCK)
+        except FolderLocked as error:
+            raise TrainingError(
+                f"{path} is being trained by {error.owner}: wait until that has ended, stop it "
+                "(SIGTERM lets it save), or choose another --out"
+            ) from error
 
     def release(self) -> None:
         """Let others have it. Does nothing the second time."""
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None
-
-
-def _lock(descriptor: int, path: Path) -> None:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        raise TrainingError(
-            f"{path} is being trained by {_owner(descriptor)}: wait until that has ended, stop it "
-            "(SIGTERM lets it save), or choose another --out"
-        ) from error
-    except OSError as error:
-        if error.errno not in NO_LOCKS:
-            raise
-
-
-def _is_at(descriptor: int, path: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(descriptor), path.stat())
-    except FileNotFoundError:
-        return False
-
-
-def _note() -> bytes:
-    since = datetime.now(UTC).isoformat(timespec="seconds")
-    note = {"pid": os.getpid(), "host": socket.gethostname(), "since": since}
-    return (json.dumps(note) + "\n").encode()
-
-
-def _owner(descriptor: int) -> str:
-    """Who has the lock, as far as the note says so: it is written a moment after locking."""
-    try:
-        note = json.loads(os.pread(descriptor, NOTE_BYTES, 0))
-        return f"process {note['pid']} on {note['host']} since {note['since']}"
-    except (OSError, ValueError, LookupError, TypeError):
-        return "another process"
+        self._lock.release()

@@ -97,7 +97,7 @@ def test_a_file_system_without_locks_is_trained_on(
     def flock(descriptor: int, operation: int) -> None:
         raise OSError(95, "Operation not supported")
 
-    monkeypatch.setattr("model.training.run.lock.fcntl.flock", flock)
+    monkeypatch.setattr("model.folder_lock.fcntl.flock", flock)
     RunDirectory.create(tmp_path / "run").discard()
 
 
