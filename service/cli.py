@@ -1,5 +1,5 @@
-"""The command line: `logitd serve`, `train`, `eval`, `merge`, `generate`, `inspect`, `import`,
-`export` and `bench`.
+"""The command line: `logitd serve`, `train`, `eval`, `merge`, `generate`, `extract`, `inspect`,
+`import`, `export` and `bench`.
 
 Parses with the command's settings model, then imports the module that does the work and runs it:
 so --help and a wrong flag answer at once, without torch.
@@ -17,6 +17,7 @@ from pydantic import ValidationError
 from pydantic_settings import BaseSettings, CliApp, SettingsError
 
 from model.version import VERSION
+from service.settings.extract import ExtractSettings
 from service.settings.imports import ImportSettings
 from service.settings.serve import ServeSettings
 from service.settings.tools import (
@@ -34,6 +35,7 @@ COMMANDS: Mapping[str, type[BaseSettings]] = {
     "eval": EvalSettings,
     "merge": MergeSettings,
     "generate": GenerateSettings,
+    "extract": ExtractSettings,
     "inspect": InspectSettings,
     "import": ImportSettings,
     "export": ExportSettings,

@@ -1,0 +1,305 @@
+"""Run: a whole text through a checkpoint into a folder, and on from where that was killed.
+
+Ties the rest together: the checkpoint and what is wanted of it are checked, the data is read once
+to know what it is, the folder is locked and held against both, and then shard after shard is
+computed and written. Prints nothing: the caller is told by events.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from model.checkpoint.checkpoint import CheckpointInfo, read_checkpoint
+from model.data.sources.document import Text
+from model.data.sources.open_text import open_text
+from model.data.sources.progress import Report, unreported
+from model.data.vocabulary import tokenizer_sha256
+from model.device import use_threads
+from model.dtypes import DTypeName
+from model.extraction.compute import SLOTS, ShardComputer
+from model.extraction.errors import ExtractionError
+from model.extraction.index import ExtractionFolder
+from model.extraction.plan import (
+    DataReader,
+    Survey,
+    Unit,
+    Windows,
+    choose_windows,
+    shards_of,
+    survey,
+    units_of,
+)
+from model.extraction.shards import require_parquet
+from model.extraction.wanted import Wanted, logprobs_wanted, stages_wanted
+from model.inference.load import LoadedModel, load_model
+from model.inference.options import KernelChoice, Quantization
+from model.version import VERSION
+
+SECONDS_BETWEEN = 0.5
+"""Between two reports of progress."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placing:
+    """How a checkpoint is computed, as for `logitd serve`."""
+
+    device: str = "auto"
+    dtype: DTypeName = "auto"
+    threads: int = 0
+    kernels: KernelChoice = "auto"
+    quantize: Quantization = "none"
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What is extracted, and into how large shards.
+
+    stages        names and patterns; none: logprobs, with those of the `top_k` likeliest
+    stride        tokens that each window counts; None: as many as it can
+    shard_tokens  of a shard at most; None: what `Wanted` takes
+    """
+
+    stages: tuple[str, ...] = ()
+    top_k: int = 0
+    stride: int | None = None
+    shard_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Surveyed:
+    """The data is known, and the folder is ready for shards; some may be there."""
+
+    survey: Survey
+    shards: int
+    rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Where an extraction stands, about twice a second."""
+
+    tokens: int  # in all sittings
+    share: float  # of the data, 0 to 1, as far as can be said before it is encoded
+    tokens_per_second: float  # in this sitting
+    seconds_left: float
+    shards: int
+
+
+@dataclass(frozen=True, slots=True)
+class Extracted:
+    """What a finished extraction has. `tokens` and `seconds` are of this sitting alone."""
+
+    path: Path
+    rows: int
+    documents: int
+    shards: int
+    tokens: int
+    seconds: float
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / max(self.seconds, 1e-9)
+
+
+Tell = Callable[[Surveyed | Progress], None]
+
+
+def extract(
+    path: Path,
+    data: Sequence[str],
+    out: Path,
+    asked: Asked,
+    *,
+    placing: Placing = Placing(),
+    text_field: str = "text",
+    max_download_mb: int = 1000,
+    log: Callable[[str], None] = lambda line: None,
+    report: Report = unreported,
+    tell: Tell = lambda event: None,
+) -> Extracted:
+    """Compute every token of the texts of `data` by the checkpoint at `path`, into the folder
+    `out`. Leaves torch's threads as `placing` says.
+
+    Raises ExtractionError, DataError, CheckpointError, DeviceError and KernelError.
+    """
+    checkpoint = read_checkpoint(path)
+    wanted = _wanted(checkpoint, asked)
+    context = checkpoint.config.context_length
+    windows = choose_windows(context, asked.stride, predicts=wanted.predicts)
+    text = _text(data, checkpoint, text_field, max_download_mb, report)
+    folder = ExtractionFolder(out)
+    finished = False
+    try:
+        surveyed = survey(text.documents)
+        loaded = load_model(
+            path,
+            device=placing.device,
+            dtype=placing.dtype,
+            threads=placing.threads,
+            kernels=placing.kernels,
+            quantize=placing.quantize,
+            slots=SLOTS,
+            log=log,
+        )
+        use_threads(loaded.placement.threads)
+        shard_tokens = asked.shard_tokens or wanted.shard_tokens(checkpoint.config)
+        facts = _facts(loaded, surveyed, wanted, windows, shard_tokens, placing.quantize)
+        folder.begin(facts, text.name)
+        tell(Surveyed(surveyed, len(folder.shards), folder.rows))
+        computer = ShardComputer(loaded, wanted)
+        try:
+            sitting = _Sitting(folder, surveyed, tell)
+            reader = DataReader(text.documents)
+            begin = folder.shards[-1].end if folder.shards else (0, 0)
+            units = units_of(reader, checkpoint.tokenizer, windows, begin)
+            for group in shards_of(units, shard_tokens):
+                sitting.planned(group, reader.bytes)
+                content = computer.shard(group, sitting.done)
+                rows = sum(unit.counted for unit in group)
+                folder.add(content, wanted.suffix, rows=rows, end=group[-1].end)
+        finally:
+            computer.close()
+        _check_unchanged(surveyed, reader.survey(), text, folder)
+        folder.complete()
+        finished = True
+    finally:
+        folder.release(finished=finished)
+    return Extracted(
+        path=out,
+        rows=folder.rows,
+        documents=surveyed.documents,
+        shards=len(folder.shards),
+        tokens=sitting.tokens,
+        seconds=sitting.seconds,
+    )
+
+
+def _wanted(checkpoint: CheckpointInfo, asked: Asked) -> Wanted:
+    """What is asked for, as far as the model can give it."""
+    if not checkpoint.tokenizer.has_text:
+        raise ExtractionError(
+            f"{checkpoint.name} has no vocabulary, so a text has no tokens for it; LLM.score and "
+            "LLM.activations (model/llm.py) take token ids"
+        )
+    if asked.stages:
+        return stages_wanted(asked.stages, checkpoint.config)
+    require_parquet()
+    return logprobs_wanted(asked.top_k, checkpoint.config)
+
+
+def _text(
+    data: Sequence[str],
+    checkpoint: CheckpointInfo,
+    text_field: str,
+    max_download_mb: int,
+    report: Report,
+) -> Text:
+    if not data:
+        raise ExtractionError("no data is named: give --data files, folders or addresses")
+    text = open_text(data, text_field=text_field, max_download_mb=max_download_mb, report=report)
+    if text.shards:
+        raise ExtractionError(
+            f"{text.name} are token ids that a run wrote: name the text that they were made of"
+        )
+    return text
+
+
+def _facts(
+    loaded: LoadedModel,
+    surveyed: Survey,
+    wanted: Wanted,
+    windows: Windows,
+    shard_tokens: int,
+    quantize: Quantization,
+) -> dict[str, Any]:
+    """Everything that the bytes of the shards depend on, as the index says it."""
+    checkpoint, placement = loaded.checkpoint, loaded.placement
+    return {
+        "logitd": VERSION,
+        "checkpoint": {
+            "name": checkpoint.name,
+            "weights_sha256": checkpoint.weights_sha256,
+            "tokenizer_sha256": tokenizer_sha256(checkpoint.tokenizer).hex(),
+        },
+        "data": {
+            "sha256": surveyed.sha256,
+            "documents": surveyed.documents,
+            "bytes": surveyed.bytes,
+        },
+        "settings": {
+            **wanted.settings(),
+            "window": windows.length,
+            "stride": windows.stride,
+            "shard_tokens": shard_tokens,
+        },
+        "computation": {
+            "device": str(placement.device),
+            "dtype": placement.dtype_name,
+            "quantize": quantize,
+            "decoding": loaded.decode_path.name,
+            "threads": placement.threads,
+        },
+    }
+
+
+def _check_unchanged(before: Survey, after: Survey, text: Text, folder: ExtractionFolder) -> None:
+    if not folder.rows:
+        raise ExtractionError(
+            f"{text.name} has {before.documents} documents of {before.bytes} bytes, and no token"
+        )
+    if before != after:
+        raise ExtractionError(
+            f"{text.name} changed while it was read: it had {before.bytes:,} bytes in "
+            f"{before.documents:,} documents, then {after.bytes:,} in {after.documents:,} (sha256 "
+            f"{before.sha256[:12]}, {after.sha256[:12]}). Shards may have either: begin anew with "
+            "a text that stays as it is, in another --out"
+        )
+
+
+class _Sitting:
+    """What was done since the process began, and what that says of the rest."""
+
+    def __init__(self, folder: ExtractionFolder, surveyed: Survey, tell: Tell) -> None:
+        self._folder = folder
+        self._bytes = surveyed.bytes
+        self._tell = tell
+        self._before = folder.rows
+        self._planned = folder.rows  # tokens, in all sittings
+        self._planned_bytes = 0
+        self._began: float | None = None  # until what is there already was passed over
+        self._told = time.monotonic()
+        self.tokens = 0
+
+    @property
+    def seconds(self) -> float:
+        """Of computing, encoding and writing."""
+        return 0.0 if self._began is None else time.monotonic() - self._began
+
+    def planned(self, units: Sequence[Unit], read_bytes: int) -> None:
+        """A shard's units are known; what was read for them, with all before."""
+        self._planned += sum(unit.counted for unit in units)
+        self._planned_bytes = read_bytes
+        if self._began is None:
+            self._began = time.monotonic()
+
+    def done(self, tokens: int) -> None:
+        """So many tokens more are computed."""
+        self.tokens += tokens
+        now = time.monotonic()
+        if now - self._told < SECONDS_BETWEEN:
+            return
+        self._told = now
+        done = self._before + self.tokens
+        expected = max(done, self._planned * self._bytes / max(1, self._planned_bytes))
+        rate = self.tokens / max(self.seconds, 1e-9)
+        self._tell(
+            Progress(
+                tokens=done,
+                share=done / expected,
+                tokens_per_second=rate,
+                seconds_left=(expected - done) / rate,
+                shards=len(self._folder.shards),
+            )
+        )

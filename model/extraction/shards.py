@@ -1,0 +1,150 @@
+"""Shards: the bytes of one, and how a file comes into a folder whole or not at all.
+
+Logprobs are a Parquet file with a row for each token, stages a safetensors file with a tensor for
+each. The same values give the same bytes. Files are written under another name, synced and renamed.
+Parquet needs pyarrow (an optional dependency). Does not decide what a shard has (`plan.py`) or
+which are there (`index.py`).
+"""
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from safetensors.numpy import save
+
+from model.extraction.errors import ExtractionError
+from model.extraction.plan import Unit
+
+Integers = npt.NDArray[np.int32]
+Floats = npt.NDArray[np.float32]
+
+PART = ".part"
+"""How the name of a file ends that is being written; it begins with a dot."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TokenRows:
+    """What is said of the counted tokens of one or several units.
+
+    logprobs  (tokens,), NaN where `predicted` is not set
+    predicted (tokens,), whether there is a token before it
+    counts    (tokens,), how many of the likeliest follow in `top_tokens`
+    """
+
+    logprobs: Floats
+    predicted: npt.NDArray[np.bool_]
+    counts: Integers
+    top_tokens: Integers
+    top_logprobs: Floats
+
+
+def require_parquet() -> None:
+    """Raise ExtractionError where Parquet cannot be written, before anything is computed."""
+    try:
+        import pyarrow  # noqa: F401
+    except ImportError as error:
+        raise ExtractionError(
+            "logprobs are written as Parquet, which needs pyarrow, and that is not installed: "
+            "install it (pip install 'logitd[parquet]')"
+        ) from error
+
+
+def parquet_shard(units: Sequence[Unit], rows: Sequence[TokenRows], *, top: bool) -> bytes:
+    """The Parquet file of units, with the likeliest tokens in each place if `top`."""
+    import pyarrow as arrow
+    from pyarrow import parquet
+
+    predicted = np.concatenate([row.predicted for row in rows])
+    logprobs = np.concatenate([row.logprobs for row in rows])
+    sources = list(dict.fromkeys(unit.source for unit in units))
+    of_source = {source: index for index, source in enumerate(sources)}
+    indices = _repeated([of_source[unit.source] for unit in units], units, np.int32)
+    columns: dict[str, tuple[Any, bool]] = {
+        "document": (arrow.array(document_column(units)), False),
+        "source": (
+            arrow.DictionaryArray.from_arrays(arrow.array(indices), arrow.array(sources)),
+            False,
+        ),
+        "position": (arrow.array(position_column(units)), False),
+        "token": (arrow.array(_counted_ids(units)), False),
+        "logprob": (arrow.array(logprobs, mask=~predicted), True),
+    }
+    if top:
+        offsets = np.concatenate([[0], np.cumsum(np.concatenate([row.counts for row in rows]))])
+        for name, kind in (("top_tokens", np.int32), ("top_logprobs", np.float32)):
+            values = np.concatenate([getattr(row, name) for row in rows]).astype(kind)
+            lists = arrow.ListArray.from_arrays(
+                arrow.array(offsets.astype(np.int32)),
+                arrow.array(values),
+                mask=arrow.array(~predicted),
+            )
+            columns[name] = (lists, True)
+    schema = arrow.schema(
+        [arrow.field(name, column.type, nullable) for name, (column, nullable) in columns.items()]
+    )
+    table = arrow.Table.from_arrays([column for column, _ in columns.values()], schema=schema)
+    stream = arrow.BufferOutputStream()
+    parquet.write_table(table, stream, compression="zstd")
+    return bytes(stream.getvalue())
+
+
+def safetensors_shard(
+    units: Sequence[Unit], values: Sequence[Mapping[str, npt.NDArray[Any]]]
+) -> bytes:
+    """The safetensors file of units: of each stage a tensor (tokens, ...), and `document`,
+    `position` and `token` (tokens,)."""
+    tensors = {
+        name: np.ascontiguousarray(np.concatenate([value[name] for value in values]))
+        for name in values[0]
+    }
+    tensors["document"] = document_column(units)
+    tensors["position"] = position_column(units)
+    tensors["token"] = _counted_ids(units)
+    return save(tensors)
+
+
+def document_column(units: Sequence[Unit]) -> npt.NDArray[np.int64]:
+    """The document of each counted token: (tokens,)."""
+    column: npt.NDArray[np.int64] = _repeated([unit.document for unit in units], units, np.int64)
+    return column
+
+
+def position_column(units: Sequence[Unit]) -> Integers:
+    """Where in its document each counted token is: (tokens,)."""
+    parts = [np.arange(unit.place[1], unit.end[1], dtype=np.int32) for unit in units]
+    return np.concatenate(parts)
+
+
+def _counted_ids(units: Sequence[Unit]) -> Integers:
+    return np.concatenate(
+        [np.array(unit.token_ids[unit.context :], dtype=np.int32) for unit in units]
+    )
+
+
+def _repeated(values: Sequence[int], units: Sequence[Unit], kind: Any) -> npt.NDArray[Any]:
+    """The value of each unit, once for each counted token."""
+    return np.repeat(np.array(values, dtype=kind), [unit.counted for unit in units])
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file that is there whole or not at all, after a loss of power too. Raises OSError;
+    what was written so far is removed then."""
+    aside = path.with_name(f".{path.name}{PART}")
+    try:
+        with aside.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        aside.replace(path)
+    except OSError:
+        aside.unlink(missing_ok=True)
+        raise
+    descriptor = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,125 @@
+"""Wanted: what is computed of each token, and the engine's request for it.
+
+Logprobs (`Logprobs`) or the values of stages (`Stages`). Everything that a model cannot give is
+refused here, before a text is read. Knows neither documents nor files.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from model.extraction.errors import ExtractionError
+from model.inference.engine.cost import activation_shapes
+from model.inference.engine.requests import Activations, OutputsRequest, Request, ScoreRequest
+from model.inference.engine.validation import resolve_stages
+from model.inference.errors import InvalidRequest
+from model.transformer.config import GPTConfig
+from model.transformer.stages import match_stages
+
+SHARD_TOKENS = 2**18
+"""Of a shard, unless somebody says otherwise: some megabytes of logprobs."""
+SHARD_BYTES = 2**28
+"""Of a shard of stages, which is in memory as a whole before it is written."""
+
+
+@dataclass(frozen=True, slots=True)
+class Logprobs:
+    """The logprob of each token, and those of the `top_k` likeliest in its place."""
+
+    top_k: int = 0
+
+    suffix = ".parquet"
+    predicts = True
+    """A window's first token is predicted by none that is in it."""
+
+    def shard_tokens(self, config: GPTConfig) -> int:
+        return SHARD_TOKENS
+
+    def request(self, request_id: str, token_ids: tuple[int, ...], context: int) -> Request:
+        """Scores of the tokens behind the first `context`; of all where that is 0."""
+        if context == 0:
+            return ScoreRequest(request_id=request_id, token_ids=token_ids, top=self.top_k)
+        return ScoreRequest(
+            request_id=request_id,
+            token_ids=token_ids[:context],
+            continuations=(token_ids[context:],),
+            top=self.top_k,
+        )
+
+    def settings(self) -> dict[str, Any]:
+        """As the index says it."""
+        return {"kind": "logprobs", "top_k": self.top_k}
+
+
+@dataclass(frozen=True, slots=True)
+class Stages:
+    """The values of named stages at each token."""
+
+    names: tuple[str, ...]
+
+    suffix = ".safetensors"
+    predicts = False
+
+    def shard_tokens(self, config: GPTConfig) -> int:
+        """As many tokens as fill SHARD_BYTES, of float32."""
+        shapes = activation_shapes(self.output, config, 1)
+        return max(1, min(SHARD_TOKENS, SHARD_BYTES // (4 * sum(map(math.prod, shapes)))))
+
+    @property
+    def output(self) -> Activations:
+        return Activations(stages=self.names)
+
+    def request(self, request_id: str, token_ids: tuple[int, ...], context: int) -> Request:
+        """The values at the tokens behind the first `context`."""
+        return OutputsRequest(
+            request_id=request_id,
+            token_ids=token_ids,
+            positions=tuple(range(context, len(token_ids))),
+            output=self.output,
+        )
+
+    def settings(self) -> dict[str, Any]:
+        """As the index says it."""
+        return {"kind": "stages", "stages": list(self.names)}
+
+
+Wanted = Logprobs | Stages
+
+
+def logprobs_wanted(top_k: int, config: GPTConfig) -> Logprobs:
+    """Logprobs, with those of the `top_k` likeliest. Raises ExtractionError for what a model of
+    this shape cannot give."""
+    if not 0 <= top_k <= config.vocab_size:
+        raise ExtractionError(f"top_k is {top_k}; the vocabulary has {config.vocab_size} ids")
+    if config.context_length < 2:
+        raise ExtractionError(
+            "the model's context is 1 token, and to predict a token takes the one before it: of "
+            "such a model --stages can be extracted"
+        )
+    return Logprobs(top_k)
+
+
+def stages_wanted(patterns: Sequence[str], config: GPTConfig) -> Stages:
+    """The stages that names and patterns choose. Raises ExtractionError for those of which a file
+    for a whole text cannot be made."""
+    try:
+        names = resolve_stages(patterns, config)
+    except InvalidRequest as error:
+        raise ExtractionError(str(error)) from error
+    for stage in match_stages(names, config):
+        if "T" in stage.kind.axes:
+            raise ExtractionError(
+                f"{stage.name} has a value for each token of the window, so a row for each of "
+                f"{config.context_length:,} positions would have as many values for each head: "
+                "POST /activations and LLM.activations give it for a prompt; leave it out of "
+                "--stages, or extract attention.q and attention.k, from which it is made"
+            )
+        if stage.name == "logits":
+            made_of = "final_norm" if config.final_norm else "the last block's output"
+            raise ExtractionError(
+                f"logits are {config.vocab_size:,} values a token: extract --top-k K, the logprobs "
+                f"of the K likeliest, or {made_of}, from which the head makes them; POST /logits "
+                "and LLM.logits give them for a prompt"
+            )
+    return Stages(names)

@@ -1,0 +1,147 @@
+"""`logitd extract`: every token of a text through a checkpoint, into files, and on after a kill."""
+
+import json
+import sys
+import time
+from dataclasses import asdict
+
+from model.checkpoint.checkpoint import CheckpointError
+from model.data.errors import DataError
+from model.data.sources.progress import Downloaded, Downloading
+from model.device import DeviceError
+from model.extraction.errors import ExtractionError
+from model.extraction.run import Asked, Extracted, Placing, Progress, Surveyed, extract
+from model.inference.errors import InvalidRequest
+from model.inference.kernels.select import KernelError
+from service.settings.extract import ExtractSettings
+
+SECONDS_BETWEEN_LINES = 10.0
+"""Of progress, where it is not drawn in place."""
+
+
+class ProgressLines:
+    """Says on stderr how far it is: on one line that is redrawn on a terminal, elsewhere on a line
+    every few seconds."""
+
+    def __init__(self) -> None:
+        self._in_place = sys.stderr.isatty()
+        self._open_line = False
+        self._next = 0.0
+
+    def __call__(self, event: Surveyed | Progress | Downloading | Downloaded, /) -> None:
+        text = _line(event)
+        if isinstance(event, Progress | Downloading):
+            if self._in_place:
+                print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
+                self._open_line = True
+                return
+            if (now := time.monotonic()) < self._next:
+                return
+            self._next = now + SECONDS_BETWEEN_LINES
+        self.say(text)
+
+    def say(self, text: str) -> None:
+        """A line of its own."""
+        self.end()
+        print(f"logitd extract: {text}", file=sys.stderr, flush=True)
+
+    def end(self) -> None:
+        """Leave the line that is redrawn."""
+        if self._open_line:
+            print(file=sys.stderr)
+            self._open_line = False
+
+
+def run(settings: ExtractSettings) -> int:
+    numbers = settings.logprobs or settings.top_k is not None
+    if numbers == bool(settings.stages):
+        what = "both are given" if numbers else "neither is given"
+        print(
+            "logitd extract: give either --logprobs (or --top-k K, which includes them) or "
+            f"--stages NAMES; {what}",
+            file=sys.stderr,
+        )
+        return 2
+    progress = ProgressLines()
+    try:
+        result = extract(
+            settings.checkpoint,
+            settings.data,
+            settings.out,
+            Asked(
+                stages=settings.stages,
+                top_k=settings.top_k or 0,
+                stride=settings.stride,
+                shard_tokens=settings.shard_tokens,
+            ),
+            placing=Placing(
+                device=settings.device,
+                dtype=settings.dtype,
+                threads=settings.threads,
+                kernels=settings.kernels,
+                quantize=settings.quantize,
+            ),
+            text_field=settings.text_field,
+            max_download_mb=settings.max_download_mb,
+            log=progress.say,
+            report=progress,
+            tell=progress,
+        )
+    except (
+        CheckpointError,
+        DataError,
+        DeviceError,
+        ExtractionError,
+        InvalidRequest,
+        KernelError,
+    ) as error:
+        progress.say(str(error))
+        return 1
+    except KeyboardInterrupt:
+        progress.say(f"stopped; the same command goes on, if {settings.out} was begun")
+        return 130
+    progress.end()
+    print(json.dumps(facts(result), allow_nan=False) if settings.as_json else _summary(result))
+    return 0
+
+
+def facts(result: Extracted) -> dict[str, object]:
+    """What --json prints."""
+    return {
+        **asdict(result),
+        "path": str(result.path),
+        "tokens_per_second": result.tokens_per_second,
+    }
+
+
+def _summary(result: Extracted) -> str:
+    rows = f"{result.rows:,} tokens of {result.documents:,} documents in {result.shards:,} shards"
+    if not result.tokens:
+        return f"{result.path}: {rows}; nothing was left to compute"
+    rate = f"{result.tokens_per_second:,.0f} tok/s"
+    now = "" if result.tokens == result.rows else f", {result.tokens:,} of them now"
+    return f"{result.path}: {rows}{now}, in {result.seconds:,.1f} s, {rate}"
+
+
+def _line(event: Surveyed | Progress | Downloading | Downloaded) -> str:
+    match event:
+        case Surveyed(data, shards, rows):
+            there = f"; {rows:,} tokens in {shards:,} shards are there" if shards else ""
+            return f"{data.documents:,} documents, {data.bytes:,} bytes{there}"
+        case Progress():
+            return (
+                f"{event.share:4.0%}  {event.tokens:,} tokens  {event.shards:,} shards  "
+                f"{event.tokens_per_second:,.0f} tok/s  {_duration(event.seconds_left)} left"
+            )
+        case Downloading(url, done, total):
+            share = "" if total is None else f" of {total / 1e6:,.1f}"
+            return f"downloading {url}: {done / 1e6:,.1f}{share} MB"
+        case Downloaded(url, size):
+            return f"{url}: {size:,} bytes"
+
+
+def _duration(seconds: float) -> str:
+    """1:02:03 or 2:03."""
+    hours, rest = divmod(int(seconds), 3600)
+    minutes, rest = divmod(rest, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

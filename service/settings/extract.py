@@ -1,0 +1,69 @@
+"""Settings of `logitd extract`."""
+
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import BeforeValidator, Field
+from pydantic_settings import BaseSettings, CliPositionalArg, NoDecode
+
+from service.settings.common import (
+    AsJson,
+    Device,
+    DType,
+    Kernels,
+    Quantize,
+    Threads,
+    settings_of,
+    split_list,
+)
+
+StageNames = Annotated[
+    tuple[str, ...],
+    NoDecode,
+    BeforeValidator(split_list),
+    Field(
+        description="values of these stages instead, into safetensors: names and patterns with "
+        "commas between them, such as embedding,blocks.*.output (GET /stages lists them)"
+    ),
+]
+
+
+class ExtractSettings(BaseSettings):
+    """Compute every token of a text: logprobs into Parquet, or stages into safetensors."""
+
+    model_config = settings_of("extract", {"as-json": "json"})
+
+    checkpoint: CliPositionalArg[Path] = Field(description="directory")
+    data: tuple[str, ...] = Field(
+        min_length=1,
+        description="text to go over: files, folders, globs, addresses, JSON lines, Parquet, "
+        "builtin:python or builtin:stories",
+    )
+    out: Path = Field(
+        description="folder to write; one that was begun with the same flags is gone on with"
+    )
+    logprobs: bool = Field(False, description="the logprob of each token")
+    top_k: int | None = Field(
+        None, ge=1, description="besides, the K likeliest tokens in its place and their logprobs"
+    )
+    stages: StageNames = ()
+    stride: int | None = Field(
+        None,
+        ge=1,
+        description="tokens that each window of a long document counts; the rest of it is what "
+        "they are computed from (default: as many as fit, which is fastest)",
+    )
+    shard_tokens: int | None = Field(
+        None,
+        ge=1,
+        description="tokens of a shard (default: 262,144, and of stages as many as fill 256 MiB); "
+        "what a kill costs at most",
+    )
+    text_field: str = Field("text", description="of JSON lines and Parquet, the field that is text")
+    max_download_mb: int = Field(1000, ge=1, description="largest file that is downloaded")
+    device: Device = "auto"
+    dtype: DType = "auto"
+    threads: Threads = 0
+    kernels: Kernels = "auto"
+    quantize: Quantize = "none"
+    as_json: AsJson = False
