@@ -1,0 +1,370 @@
+"""Extractions by a real checkpoint: values beside `LLM`'s, bit for bit, and what is refused."""
+
+import json
+import os
+import resource
+import shutil
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from pyarrow import parquet
+from safetensors.numpy import load_file
+
+from model.data.sources.document import TextError
+from model.extraction.errors import ExtractionError
+from model.extraction.index import INDEX, LOCK
+from model.extraction.run import Progress, Surveyed
+from model.folder_lock import FolderLock
+from model.llm import LLM
+from tests.model.extraction.conftest import TORCH, Extract, contents, in_memory
+from tests.model.factories import save_tiny_checkpoint, tiny_config, tiny_gpt
+
+CONTEXT = 128
+
+
+@pytest.fixture(scope="module")
+def llm(checkpoint_path: Path) -> Any:
+    with LLM(checkpoint_path, device="cpu", dtype="float32", threads=1, kernels="torch") as opened:
+        yield opened
+
+
+def rows_of(out: Path) -> list[dict[str, Any]]:
+    """All rows of the shards of a folder, in the order of the index."""
+    index = json.loads((out / INDEX).read_text())
+    tables = [parquet.read_table(out / shard["file"]) for shard in index["shards"]]
+    assert [table.num_rows for table in tables] == [shard["rows"] for shard in index["shards"]]
+    return [row for table in tables for row in table.to_pylist()]
+
+
+def scored(llm: LLM, text: str, stride: int) -> list[float | None]:
+    """The logprob of each token by LLM.score, window by window."""
+    ids = list(text.encode())
+    values: list[float | None] = [None, *llm.score(ids[:CONTEXT])[0].logprobs.tolist()]
+    for start in range(stride, len(ids), stride):
+        context = CONTEXT - stride
+        if continuation := ids[start + context : start + CONTEXT]:
+            (score,) = llm.score(ids[start : start + context], [continuation])
+            values += score.logprobs.tolist()
+    return values
+
+
+@pytest.mark.parametrize("stride", [None, 50])
+def test_logprobs_are_those_of_score_to_the_bit(
+    extracting: Extract, llm: LLM, texts: Path, stride: int | None
+) -> None:
+    result = extracting(stride=stride, shard_tokens=150)
+    rows = rows_of(result.path)
+    expected = [
+        {
+            "document": document,
+            "source": source,
+            "position": position,
+            "token": token,
+            "logprob": None if logprob is None else float(np.float32(logprob)),
+        }
+        for document, (source, text) in enumerate(in_memory(texts))
+        for position, (token, logprob) in enumerate(
+            zip(text.encode(), scored(llm, text, stride or CONTEXT - 1), strict=True)
+        )
+    ]
+    assert rows == expected
+    assert result.rows == result.tokens == len(rows)
+    assert result.shards > 3
+
+
+def test_the_columns_have_the_types_that_are_promised(extracting: Extract) -> None:
+    out = extracting(top_k=2).path
+    schema = parquet.read_schema(out / "shard-000000.parquet")
+    assert {field.name: str(field.type) for field in schema} == {
+        "document": "int64",
+        "source": "dictionary<values=string, indices=int32, ordered=0>",
+        "position": "int32",
+        "token": "int32",
+        "logprob": "float",
+        "top_tokens": "list<element: int32>",
+        "top_logprobs": "list<element: float>",
+    }
+
+
+def test_the_likeliest_are_those_of_the_logits(extracting: Extract, llm: LLM, texts: Path) -> None:
+    rows = rows_of(extracting(top_k=3).path)
+    text = in_memory(texts)[4][1]
+    of_text = [row for row in rows if row["document"] == 4]
+    logits = llm.logits(list(text.encode())).astype(np.float64)
+    logprobs = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
+    assert of_text[0]["top_tokens"] is of_text[0]["top_logprobs"] is None
+    for row, values in zip(of_text[1:], logprobs[:-1], strict=True):
+        order = np.argsort(-values, kind="stable")[:3]
+        assert row["top_tokens"] == order.tolist()
+        np.testing.assert_allclose(row["top_logprobs"], values[order], rtol=1e-6)
+
+
+@pytest.mark.parametrize("stride", [None, 50])
+def test_stages_are_those_of_activations_to_the_bit(
+    extracting: Extract, llm: LLM, texts: Path, stride: int | None
+) -> None:
+    patterns = ["embedding", "blocks.*.output", "blocks.1.attention.q"]
+    result = extracting(stages=tuple(patterns), stride=stride, shard_tokens=200)
+    shards = [load_file(path) for path in sorted(result.path.glob("shard-*.safetensors"))]
+    found = {name: np.concatenate([shard[name] for shard in shards]) for name in shards[0]}
+    step = stride or CONTEXT
+    expected: dict[str, list[Any]] = {name: [] for name in found}
+    for document, (_, text) in enumerate(in_memory(texts)):
+        ids = list(text.encode())
+        for start in range(0, len(ids), step):
+            first = 0 if start == 0 else CONTEXT - step
+            window = ids[start : start + CONTEXT]
+            if len(window) <= first:
+                continue
+            for name, values in llm.activations(window, patterns).items():
+                expected[name].append(values[first:])
+            positions = np.arange(start + first, start + len(window), dtype=np.int32)
+            expected["position"].append(positions)
+            expected["document"].append(np.full(len(positions), document, dtype=np.int64))
+            expected["token"].append(np.array(window[first:], dtype=np.int32))
+    assert len(shards) > 2
+    assert set(found) == {
+        *("embedding", "blocks.0.output", "blocks.1.output", "blocks.2.output"),
+        *("blocks.1.attention.q", "document", "position", "token"),
+    }
+    assert found["blocks.1.attention.q"].shape == (result.rows, 4, 8)
+    for name, parts in expected.items():
+        whole = np.concatenate(parts)
+        assert found[name].dtype == whole.dtype, name
+        assert np.array_equal(found[name], whole), name
+
+
+def test_a_finished_extraction_is_only_looked_at(extracting: Extract, texts: Path) -> None:
+    first = extracting(shard_tokens=200)
+    before = contents(first.path)
+    events: list[Any] = []
+    again = extracting(shard_tokens=200, tell=events.append)
+    assert contents(first.path) == before
+    assert (again.rows, again.tokens) == (first.rows, 0)
+    assert [(event.shards, event.rows) for event in events] == [(first.shards, first.rows)]
+    assert set(before) == {INDEX, *(f"shard-{i:06d}.parquet" for i in range(first.shards))}
+
+
+def test_progress_ends_with_everything(
+    extracting: Extract, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("model.extraction.run.SECONDS_BETWEEN", 0.0)
+    events: list[Any] = []
+    result = extracting(shard_tokens=100, tell=events.append)
+    assert isinstance(events[0], Surveyed)
+    progress = [event for event in events if isinstance(event, Progress)]
+    tokens = [event.tokens for event in progress]
+    assert tokens == sorted(tokens)
+    assert (tokens[-1], progress[-1].share) == (result.rows, 1.0)
+    assert all(0 < event.share <= 1 and event.tokens_per_second > 0 for event in progress)
+
+
+def _interrupted(extracting: Extract, out: Path, **asked: Any) -> Path:
+    """The folder with some of its shards, as an interrupt leaves it."""
+
+    def interrupt(event: Any) -> None:
+        if isinstance(event, Progress) and event.shards == 2:
+            raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("model.extraction.run.SECONDS_BETWEEN", 0.0)
+        with pytest.raises(KeyboardInterrupt):
+            extracting(out, tell=interrupt, **asked)
+    assert sorted(contents(out)) == [
+        LOCK, INDEX, "shard-000000.parquet", "shard-000001.parquet",
+    ]  # fmt: skip
+    return out
+
+
+ASKED: Mapping[str, Any] = {"shard_tokens": 100}
+
+
+def test_one_that_was_interrupted_goes_on_to_the_same_bytes(
+    extracting: Extract, tmp_path: Path
+) -> None:
+    out = _interrupted(extracting, tmp_path / "out", **ASKED)
+    (out / ".shard-000002.parquet.part").write_bytes(b"half")
+    (out / ".index.json.part").write_bytes(b"half")
+    (out / "shard-000002.parquet").write_bytes(b"not listed yet")
+    resumed = extracting(**ASKED)
+    assert 0 < resumed.tokens < resumed.rows
+    straight = extracting(tmp_path / "straight", **ASKED)
+    assert contents(out) == contents(straight.path)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"top_k": 1}, r"settings\.top_k was 0 and is 1"),
+        ({"stride": 5}, r"settings\.stride was 127 and is 5"),
+        ({"shard_tokens": 99}, r"settings\.shard_tokens was 100 and is 99"),
+        (
+            {"stages": ("embedding",)},
+            r'settings\.kind was "logprobs" and is "stages".*settings\.stages was null',
+        ),
+        ({"placing": replace(TORCH, dtype="bfloat16")}, r'dtype was "float32" and is "bfloat16"'),
+    ],
+)
+def test_other_settings_are_refused(
+    extracting: Extract, tmp_path: Path, changed: dict[str, Any], message: str
+) -> None:
+    out = _interrupted(extracting, tmp_path / "out", **ASKED)
+    before = contents(out)
+    with pytest.raises(ExtractionError, match=f"was begun otherwise: .*{message}"):
+        extracting(**{**ASKED, **changed})
+    assert set(contents(out)) == set(before)
+    assert {**contents(out), LOCK: b""} == {**before, LOCK: b""}
+
+
+def test_another_checkpoint_and_other_data_are_refused(
+    extracting: Extract, texts: Path, tmp_path: Path
+) -> None:
+    _interrupted(extracting, tmp_path / "out", **ASKED)
+    other = save_tiny_checkpoint(tmp_path / "other", tiny_gpt(seed=1)).path
+    with pytest.raises(ExtractionError, match=r"checkpoint\.weights_sha256 was .* and is"):
+        extracting(checkpoint=other, **ASKED)
+    with pytest.raises(ExtractionError, match=r"data\.sha256 was .*data\.documents was 6 and is 1"):
+        extracting(data=(str(texts / "a.txt"),), **ASKED)
+
+
+def test_a_shard_that_was_changed_or_is_gone_is_named(extracting: Extract, tmp_path: Path) -> None:
+    out = _interrupted(extracting, tmp_path / "out", **ASKED)
+    shard = out / "shard-000001.parquet"
+    whole = shard.read_bytes()
+    shard.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    with pytest.raises(ExtractionError, match=r"shard-000001\.parquet is not what was written"):
+        extracting(**ASKED)
+    shard.unlink()
+    with pytest.raises(ExtractionError, match=r"shard-000001\.parquet is listed in index\.json"):
+        extracting(**ASKED)
+
+
+@pytest.mark.parametrize(
+    "name", ["letter.txt", "shard-000000.parquet", ".shard-0.part", "shard-000001.parquet.part"]
+)
+def test_a_folder_with_files_of_others_is_left_as_it_is(
+    extracting: Extract, tmp_path: Path, name: str
+) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / name).write_text("text")
+    with pytest.raises(ExtractionError, match=f"holds {name}, which this extraction has not"):
+        extracting()
+    assert contents(out) == {name: b"text"}
+
+
+def test_a_file_that_came_into_the_folder_meanwhile_is_named(
+    extracting: Extract, tmp_path: Path
+) -> None:
+    out = _interrupted(extracting, tmp_path / "out", **ASKED)
+    for name in ("letter.txt", "shard-000003.parquet"):
+        (out / name).write_text("text")
+        with pytest.raises(ExtractionError, match=f"holds {name}"):
+            extracting(**ASKED)
+        assert (out / name).read_text() == "text"
+        (out / name).unlink()
+
+
+@pytest.mark.parametrize("index", ["", "{}", '{"shards": [{}]}', '{"shards": [], "data_name": ""}'])
+def test_an_index_of_something_else_is_refused(
+    extracting: Extract, tmp_path: Path, index: str
+) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / INDEX).write_text(index)
+    with pytest.raises(ExtractionError, match=r"is not the index of an extraction|begun otherwise"):
+        extracting()
+    assert (tmp_path / "out" / INDEX).read_text() == index
+
+
+def test_only_one_process_writes_a_folder(extracting: Extract, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    lock = FolderLock(tmp_path / "out" / LOCK)
+    with pytest.raises(ExtractionError, match=f"is being written by process {os.getpid()} on"):
+        extracting()
+    lock.release()
+    assert extracting().rows
+
+
+def test_a_full_disk_is_told_and_what_is_written_stays(extracting: Extract, tmp_path: Path) -> None:
+    """A limit on the size of a file is as good: the largest shard does not fit."""
+    straight = contents(extracting(tmp_path / "straight", top_k=20, **ASKED).path)
+    largest = max(map(len, straight.values()))
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (largest - 1, before[1]))
+    try:
+        with pytest.raises(
+            ExtractionError,
+            match=r"out cannot be written: .* Make room .* the same command goes on",
+        ):
+            extracting(top_k=20, **ASKED)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert not list((tmp_path / "out").glob(".*"))
+    assert extracting(top_k=20, **ASKED).tokens > 0
+    assert contents(tmp_path / "out") == straight
+
+
+@pytest.mark.parametrize(
+    ("stages", "message"),
+    [
+        (("blocks.*.attention.probs",), "attention.probs has a value for each token of the window"),
+        (("blocks.0.attention.scores",), "has a value for each token"),
+        (("logits",), "logits are 257 values a token: extract --top-k K"),
+        (("*",), "has a value for each token"),
+        (("nothing",), "no stage matches 'nothing'"),
+    ],
+)
+def test_stages_of_which_no_file_can_be_made_are_refused(
+    extracting: Extract, tmp_path: Path, stages: tuple[str, ...], message: str
+) -> None:
+    with pytest.raises(ExtractionError, match=message):
+        extracting(stages=stages)
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_cannot_begin_leaves_no_folder(extracting: Extract, tmp_path: Path) -> None:
+    empty = tmp_path / "empty.txt"
+    empty.touch()
+    binary = tmp_path / "binary.txt"
+    binary.write_bytes(b"text\xff")
+    for data, error, message in (
+        ((str(empty),), TextError, "all are empty"),
+        ((str(binary),), TextError, "is not UTF-8"),
+        ((), ExtractionError, "no data is named"),
+    ):
+        with pytest.raises(error, match=message):
+            extracting(data=data)
+    with pytest.raises(ExtractionError, match="top_k is 258; the vocabulary has 257 ids"):
+        extracting(top_k=258)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_model_that_sees_one_token_predicts_none(extracting: Extract, tmp_path: Path) -> None:
+    gpt = tiny_gpt(tiny_config(context_length=1))
+    short = save_tiny_checkpoint(tmp_path / "short", gpt).path
+    with pytest.raises(ExtractionError, match="context is 1 token"):
+        extracting(checkpoint=short)
+    assert extracting(checkpoint=short, stages=("embedding",)).rows
+
+
+def test_a_text_that_changes_while_it_is_read_is_noticed(
+    extracting: Extract, texts: Path, tmp_path: Path
+) -> None:
+    copied = tmp_path / "copied"
+    shutil.copytree(texts, copied)
+
+    def change(event: Any) -> None:
+        if isinstance(event, Surveyed):
+            (copied / "a.txt").write_text("another")
+
+    with pytest.raises(ExtractionError, match="changed while it was read"):
+        extracting(data=(str(copied),), tell=change)
+
+
+def test_token_ids_of_a_run_are_refused(extracting: Extract, straight: Path) -> None:
+    with pytest.raises(ExtractionError, match="are token ids that a run wrote"):
+        extracting(data=(str(straight / "data"),))
