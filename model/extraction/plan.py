@@ -104,16 +104,17 @@ class DataReader:
         next one is asked for."""
         for document in self._documents:
             name = document.name.encode(errors="surrogateescape")
-            self._digest.update(name + b"\0")
+            content = hashlib.sha256()
             # A file may have a name that is not text; a column of texts cannot have it.
-            yield self.documents, name.decode(errors="replace"), self._pieces(document)
-            self._digest.update(b"\0")
+            yield self.documents, name.decode(errors="replace"), self._pieces(document, content)
+            # Hashes of one length: no text looks like the border between two.
+            self._digest.update(hashlib.sha256(name).digest() + content.digest())
             self.documents += 1
 
-    def _pieces(self, document: Document) -> Iterator[str]:
+    def _pieces(self, document: Document, content: "hashlib._Hash") -> Iterator[str]:
         for piece in document.pieces():
             raw = piece.encode()
-            self._digest.update(raw)
+            content.update(raw)
             self.bytes += len(raw)
             yield piece
 

@@ -131,6 +131,8 @@ def test_a_survey_tells_names_contents_and_borders_apart() -> None:
         known(("a", "b"), ("a", "c")),
         known(("a", "c"), ("a", "b")),
         known(("b", "bc")),
+        known(("a", "b"), ("c", "d")),
+        known(("a", "b\0c\0d")),
     ]
     assert len(set(different)) == len(different)
     whole = survey([text_document("a", "bç"), text_document("b", "d")])

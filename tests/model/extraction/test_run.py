@@ -188,6 +188,7 @@ def test_one_that_was_interrupted_goes_on_to_the_same_bytes(
 ) -> None:
     out = _interrupted(extracting, tmp_path / "out", **ASKED)
     (out / ".shard-000002.parquet.part").write_bytes(b"half")
+    (out / ".shard-000099.parquet.part").write_bytes(b"of a larger attempt")
     (out / ".index.json.part").write_bytes(b"half")
     (out / "shard-000002.parquet").write_bytes(b"not listed yet")
     resumed = extracting(**ASKED)
