@@ -74,8 +74,16 @@ def read_huggingface(folder: Path, *, context_length: int | None) -> ForeignMode
         weights=weights,
         dtype=reader.dtype(),
         contents={"config": document},
-        facts={"architectures": settings.get("architectures", [])},
+        facts={"architectures": _architectures(settings.get("architectures", []), where)},
     )
+
+
+def _architectures(names: Any, where: str) -> list[str]:
+    """The names of their classes, which a checkpoint keeps for its readers. Raises ConvertError."""
+    names = [] if names is None else names
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ConvertError(f"{where}: architectures is not a list of names")
+    return names
 
 
 def read_object(path: Path) -> dict[str, Any]:

@@ -223,6 +223,22 @@ def test_fields_of_hugging_face(name: str, their_folder: Path, tmp_path: Path) -
     refused_or_imported()
 
 
+@pytest.mark.parametrize("architectures", [float("nan"), [float("nan")], 2**63, {"a": 1}])
+def test_names_of_classes_that_are_none(
+    architectures: Any,
+    their_folder: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """They are kept as they are: what JSON cannot hold ended in a traceback, and a number beyond 64
+    bits in a checkpoint that its own reader refused."""
+    source = Path(shutil.copytree(their_folder, tmp_path / "theirs"))
+    document = json.loads((source / "config.json").read_bytes()) | {"architectures": architectures}
+    (source / "config.json").write_text(json.dumps(document), encoding="utf-8")
+    assert try_to_import(source, tmp_path) == 1
+    assert "architectures is not a list of names" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("suffix", [".pt", ".safetensors", ".bin", ".npz", ""])
 def test_paths_that_are_not_files(
     suffix: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
