@@ -248,7 +248,8 @@ async def resolve_lens(body: LensRequest, served: Served, request: Request) -> l
     named = tuple(body.token_ids or ())
     if body.tokens is not None:
         tokenizer = served.checkpoint.tokenizer
-        named = tuple(single_token(text, tokenizer, "tokens") for text in body.tokens)
+        with served.admission.hold(len(body.prompts), "prompt", served.caller):
+            named = tuple(single_token(text, tokenizer, "tokens") for text in body.tokens)
     lens = Lens(layers=layers, top_k=body.top_k, token_ids=named)
     requests = await _resolve_outputs(body, lens, served, request)
     rows = len(layers) * sum(len(resolved.positions) for resolved in requests)

@@ -1,4 +1,5 @@
-"""LensWriter: the reply of /lens, written position by position while it is computed."""
+"""LensWriter: the reply of /lens, written while it is computed: some layers of a position at a
+time, so that neither a reply nor a position of many layers and tokens is held as a whole."""
 
 from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any
@@ -13,6 +14,10 @@ from service.core.ids import new_id
 from service.core.state import Served
 from service.responses.tensors.reader import OutputsReader, paced
 from service.responses.text import envelope, token_json
+
+PART_TOKENS = 256
+"""Tokens that are turned into JSON at once, or those of a layer where these are more: the event
+loop runs in between."""
 
 
 class LensWriter:
@@ -51,13 +56,21 @@ class LensWriter:
         yield b"]}"
 
     def _positions_json(self, chunk: OutputsChunk, comma: bytes) -> Iterator[bytes]:
+        """The positions of a chunk, some layers at a time."""
+        part, listed = bytearray(), 0
         for position, rows in zip(chunk.positions, chunk.rows, strict=True):
-            layers = [
-                self._layer_json(layer, numbers)
-                for layer, numbers in zip(self._lens.layers, rows, strict=True)
-            ]
-            yield comma + orjson.dumps({"position": position, "layers": layers})
+            part += comma + b'{"position":%d,"layers":[' % position
+            separator = b""
+            for layer, numbers in zip(self._lens.layers, rows, strict=True):
+                part += separator + orjson.dumps(self._layer_json(layer, numbers))
+                separator = b","
+                listed += self._lens.top_k + len(self._lens.token_ids)
+                if listed >= PART_TOKENS:
+                    yield bytes(part)
+                    part, listed = bytearray(), 0
+            part += b"]}"
             comma = b","
+        yield bytes(part)
 
     def _layer_json(self, layer: int, numbers: Any) -> dict[str, Any]:
         """The LensLayer of a row."""

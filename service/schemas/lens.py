@@ -35,7 +35,9 @@ class LensRequest(PromptBody):
     }
 
     layers: Places | None = Field(
-        None, description="0 is after the embeddings, i after block i; absent: all."
+        None,
+        description="0 is after the embeddings, i after block i; negative ones count from the end. "
+        "Absent: all.",
     )
     positions: PositionChoice = "last"
     top_k: int = Field(5, ge=1, le=1024, description="Of each layer, the likeliest next tokens.")

@@ -25,6 +25,7 @@ from model.inference.engine.requests import (
     ScoreRequest,
     sequence_lengths,
 )
+from model.inference.sampling.lens import lens_width
 from model.transformer.config import GPTConfig
 from model.transformer.stages import stages_of
 
@@ -38,8 +39,11 @@ def position_elements(request: OutputsRequest, config: GPTConfig) -> int:
             return len(layers) * config.d_model
         case AttentionWeights(layers=layers, heads=heads):
             return len(layers) * len(heads) * len(request.token_ids)
-        case Lens(layers=layers):  # each has logits of its own, and so has the last
-            return (len(layers) + 1) * config.vocab_size
+        case Lens(layers=layers, top_k=top_k, token_ids=named):
+            # Each has logits of its own, and so has the last; what is said of them is added.
+            distributions = {*layers, config.n_layer}
+            figures = len(layers) * lens_width(top_k, len(named))
+            return len(distributions) * config.vocab_size + figures
         case Activations() as asked:
             shapes = activation_shapes(asked, config, len(request.token_ids))
             return sum(map(math.prod, shapes))

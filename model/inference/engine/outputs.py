@@ -14,7 +14,9 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.func import functional_call
 
 from model.inference.engine import sequence as engine_sequence
 from model.inference.engine.requests import (
@@ -31,9 +33,9 @@ from model.inference.kernels.base import AttentionSelection, Decoder, Prefilled,
 from model.inference.kernels.eager.tapped import TappedDecoder
 from model.inference.kernels.eager.taps import Changes, Key, PieceTap
 from model.inference.kv_cache import KVCache
-from model.inference.sampling.lens import lens_numbers, log_softmax
+from model.inference.sampling.lens import LensDigest, lens_width
 from model.inference.sampling.sampler import RowContext, process
-from model.transformer.config import GPTConfig
+from model.transformer.config import BLOCK, GPTConfig
 from model.transformer.gpt import GPT
 from model.transformer.stages import match_stages
 
@@ -196,15 +198,40 @@ class OutputsComputer:
 
     def _lens(self, asked: Lens, states: Tensor, hidden: Tensor) -> Tensor:
         """Numbers (P, layers, numbers) of streams (layers, P, d_model), of which the last becomes
-        the final hidden state (P, d_model)."""
-        own = self._decoder.head(hidden)
-        last = log_softmax(own)  # (P, V)
+        the final hidden state (P, d_model): a block of positions and a layer at a time, so that the
+        logits of two layers are all that there is in memory."""
+        blocks = [
+            self._lens_block(asked, streams, final)
+            for streams, final in zip(states.split(BLOCK, dim=1), hidden.split(BLOCK), strict=True)
+            if len(final)
+        ]
+        width = lens_width(asked.top_k, len(asked.token_ids))
+        return torch.cat(blocks) if blocks else torch.empty(0, len(asked.layers), width)
+
+    def _lens_block(self, asked: Lens, states: Tensor, hidden: Tensor) -> Tensor:
+        own = self._lens_logits(hidden)
+        digest = LensDigest(own, asked.top_k, asked.token_ids)
         rows = []
         for layer, stream in zip(asked.layers, states, strict=True):
             at_the_end = layer == self._config.n_layer
-            logits = own if at_the_end else self._decoder.head(self._final_norm(stream))
-            rows.append(lens_numbers(logits, last, asked.top_k, asked.token_ids))
-        return torch.stack(rows, dim=1)
+            logits = own if at_the_end else self._lens_logits(self._normed(stream))
+            rows.append(digest.numbers(logits))
+        return torch.stack(rows, dim=1)[: len(hidden)]
+
+    def _lens_logits(self, hidden: Tensor) -> Tensor:
+        """Logits in float32 of up to a block of final hidden states; on a GPU of a whole block,
+        because there the bits of a sum may depend on how many there are."""
+        if hidden.is_cuda:
+            hidden = F.pad(hidden, (0, 0, 0, BLOCK - len(hidden)))
+        return self._decoder.head(hidden).float()
+
+    def _normed(self, stream: Tensor) -> Tensor:
+        """The final norm of a stream (P, d_model) in its own dtype: that of the native decoder is
+        float32, whatever the weights are in."""
+        norm = self._final_norm
+        parameters = {name: value.to(stream.dtype) for name, value in norm.named_parameters()}
+        normed: Tensor = functional_call(norm, parameters, (stream,))
+        return normed
 
     def _logits(
         self,

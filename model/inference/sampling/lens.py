@@ -7,7 +7,12 @@ divergence of the model's own answer from it. Their definitions are those of `di
 is the same for many rows, in torch. Not here: the streams and the logits
 (`model/inference/engine/outputs.py`).
 
-Shapes: P rows, V ids, K likeliest, N named.
+Logprobs and not probabilities are handed out: float32 rounds probabilities near 1 to 1 and small
+ones to 0. Sums are in float64, for a float32 sum over a large vocabulary loses the small
+divergences of late layers. A row's bits do not depend on how many rows there are: torch splits a
+sum between threads where it is the only one, so three are always computed together.
+
+Shapes: P rows, G of them at a time, V ids, K likeliest, N named.
 """
 
 from collections.abc import Sequence
@@ -19,6 +24,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+GROUP_ELEMENTS = 2**20
+"""Logits that are summed up at once, in 32 MiB of float64."""
+COUNTED_IDS = 16
+"""Up to so many named ids are ranked by counting what is above each, more by sorting the row."""
+
 
 def lens_width(top_k: int, named: int) -> int:
     """Figures of a row: id and logprob of each of the likeliest, logprob and rank of each named id,
@@ -26,45 +36,106 @@ def lens_width(top_k: int, named: int) -> int:
     return 2 * top_k + 2 * named + 2
 
 
-@torch.no_grad()
-def lens_numbers(logits: Tensor, last: Tensor, top_k: int, token_ids: Sequence[int]) -> Tensor:
-    """The numbers (P, width) float32 of logits (P, V); `last` are the logprobs (P, V), float64, of
-    the model's own answer.
+@dataclass(frozen=True, slots=True)
+class _Sums:
+    """Of rows of logits, with s = logit - largest: (G, 1) each, in float64. A logprob is
+    s - log_total."""
 
-    The divergence is the Kullback-Leibler divergence of that answer from this one, in nats:
-    sum p_last (log p_last - log p).
+    largest: Tensor
+    log_total: Tensor  # of the sum of exp(s)
+    entropy: Tensor
+    weighted: Tensor  # the sum of s, weighted by other probabilities
+
+    def logprobs(self, logits: Tensor) -> Tensor:
+        """Of some logits (G, ...) of the rows."""
+        return (logits.double() - self.largest) - self.log_total
+
+
+class LensDigest:
+    """The figures of rows of logits (P, V), beside the model's `own` for these rows, all float32.
+
+    The divergence is the Kullback-Leibler divergence of the own answer from a layer's, in nats:
+    sum p_own (log p_own - log p). In memory are P x V own probabilities in float64, and four times
+    GROUP_ELEMENTS.
     """
-    logprobs = log_softmax(logits)
-    probs = logprobs.exp()
-    # The limit of p log p at 0 is 0.
-    entropy = -torch.where(probs > 0, probs * logprobs, 0).sum(dim=-1)
-    own = last.exp()
-    divergence = torch.where(own > 0, own * (last - logprobs), 0).sum(dim=-1).clamp(min=0)
-    ids = _largest(logits, top_k)  # (P, K)
-    named = logprobs[:, list(token_ids)]  # (P, N)
-    better = [(logprobs > named[:, [n]]).sum(dim=-1) for n in range(len(token_ids))]
-    ranks = 1 + torch.stack(better, dim=1) if better else named
-    parts = [ids, logprobs.gather(1, ids), named, ranks, entropy[:, None], divergence[:, None]]
-    return torch.cat([part.float() for part in parts], dim=1)
 
+    def __init__(self, own: Tensor, top_k: int, token_ids: Sequence[int]) -> None:
+        self._own = own
+        self._top_k = top_k
+        self._named = torch.tensor(token_ids, device=own.device, dtype=torch.int64)
+        rows, width = own.shape
+        size = max(1, GROUP_ELEMENTS // width)
+        self._groups = [slice(start, start + size) for start in range(0, rows, size)]
+        self._work = own.new_empty((4, min(rows, size), width), dtype=torch.float64)
+        self._probs = torch.zeros_like(own, dtype=torch.float64)
+        self._entropy = own.new_empty((rows, 1), dtype=torch.float64)
+        for group in self._groups:
+            logits, probs = own[group], self._probs[group]
+            sums = self._sums(logits, probs)
+            torch.exp(probs.copy_(logits).sub_(sums.largest).sub_(sums.log_total), out=probs)
+            self._entropy[group] = sums.entropy
 
-def log_softmax(logits: Tensor) -> Tensor:
-    """Logprobs (P, V) in float64."""
-    return logits.double().log_softmax(dim=-1)
+    def numbers(self, logits: Tensor) -> Tensor:
+        """The numbers (P, width) float32 of a layer with these logits (P, V), which may be the own
+        ones. Of a row that is not finite, ids and ranks mean nothing and the rest is not a
+        number."""
+        return torch.cat([self._of_group(logits, group) for group in self._groups])
+
+    def _of_group(self, logits: Tensor, group: slice) -> Tensor:
+        is_own, logits = logits is self._own, logits[group]
+        sums = self._sums(logits, self._probs[group])
+        divergence = sums.log_total - sums.weighted - self._entropy[group]
+        if is_own:
+            divergence = 0 * sums.entropy  # exactly, unless it is not a number
+        ids = _largest(logits, self._top_k)
+        parts = (
+            ids,
+            sums.logprobs(logits.gather(1, ids)),
+            sums.logprobs(logits[:, self._named]),
+            _ranks(logits, self._named),
+            sums.entropy,
+            divergence.clamp(min=0),  # it is never negative; its rounding may be
+        )
+        return torch.cat(parts, dim=1).float()
+
+    def _sums(self, logits: Tensor, probs: Tensor) -> _Sums:
+        """Of logits (G, V), weighted by other `probs` (G, V)."""
+        shifted, exps, products, weighted = self._work[:, : len(logits)]
+        largest = logits.amax(dim=1, keepdim=True).double()
+        shifted.copy_(logits).sub_(largest)
+        torch.exp(shifted, out=exps)
+        torch.mul(exps, shifted, out=products)
+        torch.mul(probs, shifted, out=weighted)
+        sums = self._work[1:, : len(logits)].sum(dim=2, keepdim=True)  # (3, G, 1)
+        log_total = sums[0].log()
+        return _Sums(largest, log_total, log_total - sums[1] / sums[0], sums[2])
 
 
 def _largest(logits: Tensor, count: int) -> Tensor:
-    """Ids (P, count) of the largest logits of each row, descending; equals in the order of their
+    """Ids (G, count) of the largest logits of each row, descending; equals in the order of their
     ids, which torch.topk does not promise."""
-    least = logits.topk(count, dim=-1).values[:, -1:]  # (P, 1)
-    rows = []
-    for row, threshold in zip(logits, least, strict=True):
-        candidates = torch.nonzero(row >= threshold).squeeze(1)  # ascending
-        order = row[candidates].argsort(descending=True, stable=True)
-        chosen = candidates[order][:count]
-        # Among logits that are not numbers nothing is the largest.
-        rows.append(chosen if len(chosen) == count else torch.arange(count, device=row.device))
-    return torch.stack(rows)
+    # 1) As torch gives them, and the next one; in the order of their ids, then stably sorted.
+    values, ids = logits.topk(min(count + 1, logits.shape[1]), dim=1)
+    ids = ids[:, :count].sort(dim=1).values
+    order = logits.gather(1, ids).sort(dim=1, descending=True, stable=True).indices
+    ids = ids.gather(1, order)
+    # 2) Where the next one equals the last, torch chose any of them: such a row is sorted whole.
+    if count < logits.shape[1]:
+        for row in (values[:, count] == values[:, count - 1]).nonzero()[:, 0].tolist():
+            ids[row] = logits[row].sort(descending=True, stable=True).indices[:count]
+    return ids
+
+
+def _ranks(logits: Tensor, ids: Tensor) -> Tensor:
+    """Ranks (G, N) of ids (N,) in each row; equals share the better one."""
+    chosen = logits[:, ids]  # (G, N)
+    if len(ids) > COUNTED_IDS:
+        ascending = logits.sort(dim=1).values
+        return logits.shape[1] - torch.searchsorted(ascending, chosen, right=True) + 1
+    ranks = torch.ones(chosen.shape, dtype=torch.int64, device=logits.device)
+    for column in range(len(ids)):
+        ranks[:, column] += (logits > chosen[:, column : column + 1]).sum(dim=1)
+    return ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +152,7 @@ class LensRow:
 
 
 def read_lens(numbers: npt.NDArray[Any], top_k: int, named: int) -> LensRow:
-    """The row (width,) that `lens_numbers` gives."""
+    """The row (width,) that `LensDigest.numbers` gives."""
     top, rest = numbers[: 2 * top_k], numbers[2 * top_k :]
     return LensRow(
         top_ids=top[:top_k].astype(np.int64),

@@ -8,7 +8,8 @@ import pytest
 from model.inference.sampling.distribution import summarise
 from service.schemas.base import ErrorReply
 from service.schemas.lens import LensReply, PromptLens
-from tests.service.serving import Serving
+from tests.service.serving import Serving, read_chunks, request_bytes, serving
+from tests.service.spelling import long_prompt
 
 PROMPT = "A prompt of more than thirty-two tokens, to have two blocks"
 
@@ -59,6 +60,42 @@ def test_many_prompts_and_positions(server: Serving) -> None:
     assert [len(at.layers) for prompt in prompts for at in prompt.positions] == [2] * 60
     (alone,) = lens(server, prompt="x", positions="all", layers=[0, -1], top_k=1)
     assert prompts[1].positions == alone.positions
+
+
+def test_the_last_position_of_a_prompt_of_several_chunks(speller: Serving) -> None:
+    prompt = long_prompt(1000)
+    reply = speller.json("/lens", {"prompt": prompt, "top_k": 2})
+    (position,) = LensReply.model_validate(reply).prompts[0].positions
+    assert position.position == 999
+    expected = speller.json("/probs", {"prompt": prompt, "top_k": 2})["prompts"][0]["tokens"]
+    assert [token.id for token in position.layers[-1].top] == [token["id"] for token in expected]
+
+
+def test_a_reply_is_written_some_layers_at_a_time(server: Serving) -> None:
+    """However many tokens a position lists, few of them are made into JSON at once."""
+    body = {"prompt": PROMPT, "positions": [-2, -1], "top_k": 200}
+    with server.connect() as raw:
+        raw.sendall(request_bytes("/lens", body, "Connection: close"))
+        chunks = read_chunks(raw)
+    prompts = LensReply.model_validate_json(b"".join(chunks)).prompts
+    assert [len(at.layers) for at in prompts[0].positions] == [4, 4]
+    assert max(chunk.count(b'"logprob"') for chunk in chunks) == 400, "two layers of eight"
+    assert prompts == lens(server, positions=[-2, -1], top_k=200)
+
+
+def test_a_full_queue_is_told_before_a_token_is_encoded(server: Serving) -> None:
+    too_many = {"prompt": ["x"] * 65, "tokens": ["ab"]}
+    error = ErrorReply.model_validate(server.post("/lens", too_many).json()).error
+    assert "--max-sequences" in error.message
+
+
+def test_more_than_a_reply_may_list_is_refused(server: Serving) -> None:
+    with serving(server.served.checkpoint.path, slots=2, max_reply_elements=64 * 100) as small:
+        body = {"prompt": PROMPT, "positions": "all", "layers": [0], "top_k": 2}
+        response = small.post("/lens", body)
+        assert response.status_code == 400
+        assert str(2 * len(PROMPT)) in response.text
+        assert small.post("/lens", body | {"top_k": 1}).status_code == 200
 
 
 @pytest.mark.parametrize(

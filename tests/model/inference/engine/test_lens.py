@@ -1,92 +1,289 @@
-"""Lens rows: the final norm and the head on the stream of each layer, whatever runs beside them."""
+"""The logit lens of the engine: what the model would say if it stopped after each layer, against
+the definition in float64, for every family."""
 
+import copy
+import os
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
+from benchmarks.footprint import peak, resident
+from model.inference.engine.cost import output_elements, position_elements
 from model.inference.engine.events import FinishReason
-from model.inference.engine.requests import Lens, Logits, OutputsRequest
+from model.inference.engine.requests import (
+    HiddenStates,
+    Lens,
+    OutputsRequest,
+)
+from model.inference.engine.validation import check_request
 from model.inference.errors import InvalidRequest
 from model.inference.interventions import Intervention
-from model.inference.sampling.distribution import summarise
-from model.inference.sampling.lens import read_lens
+from model.inference.kernels.cpu.decoder import NativeDecoder
+from model.inference.kernels.cpu.library import KernelsUnavailable, load_library
+from model.inference.sampling.lens import GROUP_ELEMENTS, LensDigest, lens_width
+from model.transformer.config import BLOCK
 from model.transformer.gpt import GPT
 from tests.model.factories import FAMILIES, tiny_config, tiny_gpt
-from tests.model.inference.engine.harness import run
-from tests.model.plain_stages import plain_stages
+from tests.model.inference.engine.harness import (
+    Driven,
+    Outcome,
+    generation,
+    outputs_request,
+    random_prompt,
+    run,
+)
+from tests.model.plain_stages import Change, plain_stages
 
-PROMPT = [(7 * i * i + 3 * i) % 250 for i in range(70)]
-NAMED = (5, 97)
-TOP_K = 3
+LENGTH = 75
+PROMPT = random_prompt(random.Random(0), LENGTH, 257)
+LAYERS = (0, 1, 2, 3)
+EVERYTHING = Lens(layers=LAYERS, top_k=6, token_ids=(0, 256, 40, 40))
 
 
-@pytest.fixture(scope="module", params=["gpt2", "llama", "modern", "original"])
+@pytest.fixture(scope="module", params=FAMILIES)
 def gpt(request: pytest.FixtureRequest) -> GPT:
     return tiny_gpt(tiny_config(**FAMILIES[request.param]))
 
 
-def ask(request_id: str = "a", **fields: Any) -> OutputsRequest:
-    layers = fields.pop("layers", (0, 1, 2, 3))
+def ask(
+    lens: Lens = EVERYTHING,
+    positions: Sequence[int] = range(LENGTH),
+    *,
+    request_id: str = "a",
+    prompt: Sequence[int] = PROMPT,
+    interventions: tuple[Intervention, ...] = (),
+) -> OutputsRequest:
     return OutputsRequest(
         request_id=request_id,
-        token_ids=tuple(PROMPT),
-        positions=fields.pop("positions", tuple(range(len(PROMPT)))),
-        output=Lens(layers=layers, top_k=TOP_K, token_ids=NAMED),
-        **fields,
+        token_ids=tuple(prompt),
+        positions=tuple(positions),
+        output=lens,
+        interventions=interventions,
     )
 
 
-def rows(gpt: GPT, request: OutputsRequest, *others: OutputsRequest, **config: Any) -> np.ndarray:
-    outcome = run(gpt, request, *others, **config)[request.request_id, 0]
+def rows_of(outcome: Outcome) -> Any:
+    assert outcome.ended.reason is FinishReason.STOP, outcome.ended.error
     return np.concatenate([event.rows for event in outcome.rows])
 
 
-def test_each_layer_is_the_head_on_its_stream(gpt: GPT) -> None:
-    numbers = rows(gpt, ask())
-    stages = plain_stages(gpt, PROMPT)
-    streams = ["embedding", *(f"blocks.{layer}.output" for layer in range(3))]
-    with torch.inference_mode():
-        for layer, name in enumerate(streams):
-            logits = gpt.logits(gpt.final_norm(stages[name])).numpy()
-            for position in (0, 31, 32, 69):
-                read = read_lens(numbers[position, layer], TOP_K, len(NAMED))
-                named = summarise(logits[position], token_ids=NAMED)
-                expected = [token.logprob for token in named.tokens]
-                np.testing.assert_allclose(read.logprobs, expected, atol=1e-3)
-                assert read.entropy == pytest.approx(named.entropy, abs=1e-3)
-                likeliest = summarise(logits[position], top_k=1).tokens[0]
-                assert read.top_logprobs[0] == pytest.approx(likeliest.logprob, abs=1e-3)
+@dataclass(frozen=True)
+class Values:
+    """What a lens says of positions and layers: (P, layers, ...) each."""
+
+    ids: Any
+    logprobs: Any
+    named: Any
+    ranks: Any
+    entropy: Any
+    divergence: Any
 
 
-def test_the_last_layer_is_the_models_own_answer_to_the_bit(gpt: GPT) -> None:
-    numbers = rows(gpt, ask(layers=(1, 3)))
-    logits = rows(gpt, OutputsRequest(
-        request_id="l", token_ids=tuple(PROMPT), positions=tuple(range(70)), output=Logits()
-    ))  # fmt: skip
-    for row, own in zip(numbers[:, 1], logits, strict=True):
-        read = read_lens(row, TOP_K, len(NAMED))
-        expected = summarise(own, top_k=TOP_K)
-        assert read.top_ids.tolist() == [token.token_id for token in expected.tokens]
-        assert read.top_logprobs.tolist() == [np.float32(t.logprob) for t in expected.tokens]
-        assert read.divergence == 0
-    assert (numbers[:, 0, -1] > 0).any(), "an earlier layer would say something else"
+def split(rows: Any, lens: Lens) -> Values:
+    """The numbers (P, layers, width), by hand."""
+    k, n = lens.top_k, len(lens.token_ids)
+    parts = np.split(rows, [k, 2 * k, 2 * k + n, 2 * (k + n)], axis=-1)
+    ids, logprobs, named, ranks, figures = parts
+    assert figures.shape[-1] == 2
+    return Values(
+        ids.astype(int), logprobs, named, ranks.astype(int), figures[..., 0], figures[..., 1]
+    )
 
 
-def test_chunks_company_and_choice_change_no_bit(gpt: GPT) -> None:
-    alone = rows(gpt, ask())
-    assert np.array_equal(rows(gpt, ask(), prefill_chunk=32), alone)
-    assert np.array_equal(rows(gpt, ask(), ask("b"), ask("c", layers=(2,))), alone)
-    some = rows(gpt, ask(positions=(0, 33, 69), layers=(1, 3)))
-    assert np.array_equal(some, alone[[0, 33, 69]][:, [1, 3]])
+def lens_of(gpt: GPT, request: OutputsRequest, **config: Any) -> Values:
+    assert isinstance(request.output, Lens)
+    return split(rows_of(run(gpt, request, **config)[request.request_id, 0]), request.output)
 
 
-def test_an_intervention_shows_from_its_layer_on(gpt: GPT) -> None:
-    change = Intervention(stage="blocks.1.output", operation="scale", factor=0.5)
-    plain, changed = rows(gpt, ask()), rows(gpt, ask(interventions=(change,)))
-    assert np.array_equal(plain[:, :2, :-1], changed[:, :2, :-1])
-    assert not np.array_equal(plain[:, 3], changed[:, 3])
+def same_bits(one: Values, other: Values, positions: Any = slice(None)) -> bool:
+    """Whether `other` is `one` at some of its positions."""
+    return all(
+        np.array_equal(getattr(one, field.name)[positions], getattr(other, field.name))
+        for field in fields(Values)
+    )
+
+
+def oracle_logprobs(
+    gpt: GPT, layers: Sequence[int], change: Change = lambda name, value: value
+) -> Tensor:
+    """Logprobs (T, layers, V) by the definition, of a model in float64."""
+    config = gpt.config
+    stages = plain_stages(gpt, PROMPT, change)
+    weight, bias = gpt.head_parameters()
+    rows = []
+    for layer in layers:
+        if layer == config.n_layer:
+            logits = stages["logits"]
+        else:
+            stream = stages[f"blocks.{layer - 1}.output" if layer else "embedding"]
+            logits = final_norm(gpt, stream) @ weight.T[:, : config.vocab_size]
+            logits = logits if bias is None else logits + bias[: config.vocab_size]
+        rows.append(logits.log_softmax(dim=-1))
+    return torch.stack(rows, dim=1).detach()
+
+
+def final_norm(gpt: GPT, x: Tensor) -> Tensor:
+    """By its definition."""
+    config, norm = gpt.config, gpt.final_norm
+    if not config.final_norm:
+        return x
+    centred = config.norm == "layernorm"
+    if centred:
+        x = x - x.mean(dim=-1, keepdim=True)
+    assert isinstance(norm.weight, Tensor)
+    x = x / (x.square().mean(dim=-1, keepdim=True) + config.norm_eps).sqrt() * norm.weight
+    bias = getattr(norm, "bias", None)
+    return x if bias is None else x + bias
+
+
+def check(values: Values, expected: Tensor, tolerance: float = 1e-5) -> None:
+    """A lens against logprobs (P, layers, V) of the last and other layers."""
+    close = partial(np.testing.assert_allclose, rtol=tolerance, atol=tolerance)
+    probs = expected.exp()
+    own = expected[:, -1:]
+    ids = torch.from_numpy(values.ids)
+    close(np.exp(values.logprobs), probs.gather(2, ids))
+    close(values.logprobs, expected.gather(2, ids))
+    likeliest = expected.sort(dim=-1, descending=True).values[..., : ids.shape[2]]
+    close(values.logprobs, likeliest)
+    named = expected[..., list(EVERYTHING.token_ids)]
+    close(values.named, named)
+    for column in range(named.shape[-1]):  # up to equals as near as rounding
+        chosen = named[..., column : column + 1]
+        assert (values.ranks[..., column] > (expected > chosen + tolerance).sum(-1).numpy()).all()
+        most = (expected > chosen - tolerance).sum(-1).numpy()
+        assert (values.ranks[..., column] <= np.maximum(1, most)).all()
+    close(values.entropy, -(probs * expected).sum(-1))
+    close(values.divergence, (own.exp() * (own - expected)).sum(-1))
+
+
+def test_every_layer_says_what_the_definition_says(gpt: GPT) -> None:
+    exact = copy.deepcopy(gpt).double()
+    check(lens_of(exact, ask()), oracle_logprobs(exact, LAYERS))
+    check(lens_of(gpt, ask(), prefill_chunk=32), oracle_logprobs(exact, LAYERS), 2e-3)
+
+
+def test_the_last_layer_is_what_logits_say_to_the_bit(gpt: GPT) -> None:
+    """Every id's logprob, of the same rows of logits."""
+    every = Lens(layers=(3,), top_k=257, token_ids=tuple(range(257)))
+    values = lens_of(gpt, ask(every))
+    logits = torch.from_numpy(rows_of(run(gpt, outputs_request("a", PROMPT))["a", 0]))
+    again = LensDigest(logits, 257, range(257)).numbers(logits)
+    assert same_bits(split(again.numpy()[:, None], every), values)
+    order = np.argsort(-logits.numpy(), axis=-1, kind="stable")
+    assert (values.ids[:, 0] == order).all()
+    exact = logits.double().log_softmax(dim=-1).float().numpy()
+    np.testing.assert_allclose(values.named[:, 0], exact, rtol=3e-7)
+    assert (values.divergence == 0).all()
+
+
+def test_what_holds_of_all_distributions(gpt: GPT) -> None:
+    values = lens_of(gpt, ask(Lens(layers=LAYERS, top_k=257, token_ids=tuple(range(257)))))
+    assert (values.divergence >= 0).all()
+    assert (values.divergence[:, -1] == 0).all()
+    assert (values.divergence[:, 0] > 0).all()
+    assert (values.entropy >= 0).all()
+    assert (values.entropy <= np.log(257) + 1e-6).all()
+    assert (np.diff(values.logprobs, axis=-1) <= 0).all()
+    sums = np.exp(values.logprobs.astype(np.float64)).sum(axis=-1)
+    np.testing.assert_allclose(sums, 1, atol=1e-6)
+    # A named one is where it stands among all, or before it, among its equals.
+    ranks = np.take_along_axis(values.ranks, values.ids, axis=2)
+    assert (ranks <= np.arange(1, 258)).all()
+    apart = np.diff(values.logprobs, axis=-1) < 0
+    places = np.broadcast_to(np.arange(2, 258), apart.shape)
+    assert (ranks[..., 1:][apart] == places[apart]).all()
+    assert (np.take_along_axis(values.named, values.ids, axis=2) == values.logprobs).all()
+
+
+def test_some_layers_and_positions_are_those_of_all(gpt: GPT) -> None:
+    every = lens_of(gpt, ask())
+    positions = (0, 31, 32, 70)
+    for layers in ((0,), (1, 3), (2,)):
+        lens = Lens(layers=layers, top_k=6, token_ids=EVERYTHING.token_ids)
+        some = lens_of(gpt, ask(lens, positions), prefill_chunk=32)
+        for name in ("ids", "logprobs", "named", "ranks", "entropy", "divergence"):
+            whole = getattr(every, name)[list(positions)][:, list(layers)]
+            assert np.array_equal(getattr(some, name), whole), (layers, name)
+    last = lens_of(gpt, ask(positions=(LENGTH - 1,)))
+    assert same_bits(every, last, [LENGTH - 1])
+
+
+def test_neither_pieces_nor_others_nor_a_copied_prefix_change_a_bit(
+    gpt: GPT, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alone = lens_of(gpt, ask())
+    driven = Driven(gpt, slots=8, prefill_chunk=64)
+    driven.add(generation("g", PROMPT[:50], max_tokens=20, seed=1, temperature=0.8))
+    driven.add(ask())
+    driven.add(outputs_request("l", PROMPT[:40]))
+    driven.add(ask(request_id="b", prompt=PROMPT[3:], positions=range(5, 60)))
+    driven.drain()
+    assert same_bits(alone, split(rows_of(driven.outcomes["a", 0]), EVERYTHING))
+    driven.add(ask(request_id="c", positions=range(64, LENGTH)))
+    copied = driven.drain()["c", 0]
+    assert copied.ended.cached_tokens == 64
+    assert same_bits(alone, split(rows_of(copied), EVERYTHING), slice(64, None))
+    monkeypatch.setattr("model.inference.engine.scheduler.OUTPUT_ELEMENTS", 1)
+    pieces = run(gpt, ask())["a", 0]
+    assert [len(event.positions) for event in pieces.rows] == [32, 32, 11]
+    assert same_bits(alone, split(rows_of(pieces), EVERYTHING))
+
+
+@pytest.mark.parametrize("changes", [(), ("blocks.0.output",)])
+def test_a_prompt_of_several_chunks_is_asked_about_its_last_position(
+    changes: tuple[str, ...],
+) -> None:
+    """Chunks of which nothing is asked for have no rows."""
+    gpt = tiny_gpt()
+    interventions = tuple(
+        Intervention(stage=name, operation="scale", factor=1.0) for name in changes
+    )
+    request = ask(positions=(LENGTH - 1,), interventions=interventions)
+    pieces = lens_of(gpt, request, prefill_chunk=32)
+    assert same_bits(lens_of(gpt, ask()), pieces, [LENGTH - 1])
+
+
+# Interventions
+
+
+def test_a_lens_looks_at_the_changed_streams(gpt: GPT) -> None:
+    exact = copy.deepcopy(gpt).double()
+    change = Intervention(stage="blocks.1.mlp.out", operation="scale", factor=-2.0)
+
+    def by_hand(name: str, value: Tensor) -> Tensor:
+        return -2 * value if name == change.stage else value
+
+    request = ask(interventions=(change,))
+    check(lens_of(exact, request), oracle_logprobs(exact, LAYERS, by_hand))
+    # What is before the change stays as it is, but for how far it is from the end.
+    plain, changed = lens_of(gpt, ask()), lens_of(gpt, request)
+    assert np.array_equal(plain.logprobs[:, :2], changed.logprobs[:, :2])
+    assert not np.allclose(plain.divergence[:, 0], changed.divergence[:, 0])
+    assert (changed.divergence[:, -1] == 0).all()
+
+
+def test_a_change_that_changes_nothing_leaves_every_bit(gpt: GPT) -> None:
+    nothing = Intervention(stage="blocks.0.output", operation="scale", factor=1.0)
+    assert same_bits(lens_of(gpt, ask()), lens_of(gpt, ask(interventions=(nothing,))))
+
+
+def test_a_change_of_the_final_norm_is_one_of_the_last_layer_alone() -> None:
+    gpt = tiny_gpt(tiny_config())
+    zero = Intervention(stage="final_norm", operation="zero")
+    plain, changed = lens_of(gpt, ask()), lens_of(gpt, ask(interventions=(zero,)))
+    assert np.array_equal(plain.entropy[:, :3], changed.entropy[:, :3])
+    np.testing.assert_allclose(changed.entropy[:, 3], np.log(257), rtol=1e-6)
+    assert (changed.ids[:, 3] == np.arange(6)).all(), "equals in the order of their ids"
+    assert (changed.ranks[:, 3] == 1).all()
 
 
 def test_what_is_not_finite_ends_its_own_request_alone(gpt: GPT) -> None:
@@ -97,26 +294,124 @@ def test_what_is_not_finite_ends_its_own_request_alone(gpt: GPT) -> None:
         operation="set",
         values=np.full((1, gpt.config.d_model), np.inf, dtype=np.float32),
     )
-    outcomes = run(gpt, ask("broken", interventions=(broken,)), ask("b"))
+    outcomes = run(gpt, ask(request_id="broken", interventions=(broken,)), ask(request_id="b"))
     ended = outcomes["broken", 0].ended
     assert ended.reason is FinishReason.ERROR
     assert ended.param == "interventions"
     assert ended.error is not None
     assert "not finite" in ended.error
-    assert np.array_equal(np.concatenate([e.rows for e in outcomes["b", 0].rows]), rows(gpt, ask()))
+    assert np.array_equal(rows_of(outcomes["b", 0]), rows_of(run(gpt, ask())["a", 0]))
+
+
+# The native decoder
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("quantized", [False, True], ids=["own-numbers", "int8"])
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_native_code_gives_the_same_lens(family: str, dtype: torch.dtype, quantized: bool) -> None:
+    """Its streams are float32, and the weights of either norm are what they are."""
+    try:
+        library = load_library()
+    except KernelsUnavailable as error:
+        pytest.skip(str(error))
+    native = partial(NativeDecoder, library, threads=2, quantized=quantized)
+    gpt = tiny_gpt(tiny_config(**{**FAMILIES[family], "head_dim": 16})).to(dtype)
+    every = Lens(layers=LAYERS, top_k=257, token_ids=())
+    values = lens_of(gpt, ask(every), make_decoder=native)  # weights become int8's, too
+    exact = copy.deepcopy(gpt).double()
+    states = OutputsRequest(
+        request_id="a",
+        token_ids=tuple(PROMPT),
+        positions=tuple(range(LENGTH)),
+        output=HiddenStates(layers=LAYERS),
+    )
+    streams = torch.from_numpy(rows_of(run(gpt, states, make_decoder=native)["a", 0])).double()
+    expected = exact.logits(exact.final_norm(streams)).log_softmax(dim=-1).detach()
+    entropy = -(expected.exp() * expected).sum(-1)
+    tolerance = 0.2 if quantized else {torch.float32: 1e-4, torch.bfloat16: 0.05}[dtype]
+    np.testing.assert_allclose(values.entropy, entropy, atol=tolerance)
+    logits = rows_of(run(gpt, outputs_request("a", PROMPT), make_decoder=native)["a", 0])
+    order = np.argsort(-logits, axis=-1, kind="stable")
+    assert (values.ids[:, -1] == order).all()
+    few = lens_of(gpt, ask(every, (3, 40)), make_decoder=native, prefill_chunk=32)
+    assert same_bits(values, few, [3, 40])
+
+
+# Cost and memory
 
 
 @pytest.mark.parametrize(
-    ("lens", "message"),
+    "lens",
     [
-        (Lens(layers=(4,), top_k=1), "4 hidden states"),
-        (Lens(layers=(0,), top_k=0), "top_k is 0"),
-        (Lens(layers=(0,), top_k=999), "top_k is 999"),
-        (Lens(layers=(0,), top_k=1, token_ids=(999,)), "999"),
+        Lens(layers=(0, 3), top_k=2, token_ids=(1, 2, 3)),
+        Lens(layers=(1, 2), top_k=1),
+        Lens(layers=(3,), top_k=257),
     ],
 )
-def test_what_there_is_not_is_refused(lens: Lens, message: str) -> None:
-    gpt = tiny_gpt()
-    request = OutputsRequest(request_id="a", token_ids=(1,), positions=(0,), output=lens)
-    with pytest.raises(InvalidRequest, match=message):
-        run(gpt, request)
+def test_the_cost_is_what_is_computed_and_handed_out(lens: Lens) -> None:
+    gpt = tiny_gpt(tiny_config())
+    request = ask(lens, positions=(3, 9))
+    rows = rows_of(run(gpt, request)["a", 0])
+    assert rows.shape == (2, len(lens.layers), lens_width(lens.top_k, len(lens.token_ids)))
+    computed = len({*lens.layers, 3}) * 257
+    assert position_elements(request, gpt.config) == computed + rows[0].size
+    assert output_elements(request, gpt.config) == 2 * position_elements(request, gpt.config)
+
+
+@pytest.mark.parametrize(("missing", "blocks"), [(0, 2), (1, 1)])
+def test_a_step_has_so_many_positions_as_it_can_pay_for(missing: int, blocks: int) -> None:
+    gpt = tiny_gpt(tiny_config())
+    request = ask(positions=range(2 * BLOCK))
+    driven = Driven(gpt, prefill_chunk=2 * BLOCK)
+    price = position_elements(request, gpt.config)
+    driven.engine._scheduler.output_elements = 2 * BLOCK * price - missing
+    driven.add(request)
+    assert driven.step().prefilled_tokens == blocks * BLOCK
+
+
+def test_a_few_blocks_of_logits_are_in_memory_however_many_are_computed() -> None:
+    """Twelve in one step, of a layer and a block of positions each; the scheduler would plan
+    fewer."""
+    gpt = tiny_gpt(tiny_config(vocab_size=50_000, n_layer=2, d_model=16, n_head=2))
+    driven = Driven(gpt, prefill_chunk=128)
+    driven.engine._scheduler.output_elements = 2**40
+    lens = Lens(layers=(0, 1, 2), top_k=1)
+    driven.add(ask(lens, range(4 * BLOCK), prompt=[0] * 128))
+    before = resident(os.getpid())
+    Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # resets the peak
+    assert driven.step().prefilled_tokens == 128
+    # Own logits and a layer's, own probabilities in float64, and what is summed up.
+    block = BLOCK * gpt.config.vocab_size
+    allowed = (4 + 4 + 8) * block + 4 * 8 * GROUP_ELEMENTS
+    assert peak(os.getpid()) - before < 1.3 * allowed
+
+
+# Refusing
+
+
+@pytest.mark.parametrize(
+    ("lens", "param", "message"),
+    [
+        (Lens(layers=(4,), top_k=1), "layers", "there are 4 hidden states"),
+        (Lens(layers=(), top_k=1), "layers", "at least one"),
+        (Lens(layers=(1, 0), top_k=1), "layers", "ascending"),
+        (Lens(layers=(0,), top_k=258), "top_k", "the vocabulary has 257 ids"),
+        (Lens(layers=(0,), top_k=0), "top_k", "top_k is 0"),
+        (Lens(layers=(0,), top_k=1, token_ids=(257,)), "token_ids", "outside the vocabulary"),
+    ],
+)
+def test_what_cannot_be_looked_at_is_refused(lens: Lens, param: str, message: str) -> None:
+    with pytest.raises(InvalidRequest, match=message) as refused:
+        check_request(ask(lens), tiny_config())
+    assert refused.value.param == param
+
+
+@pytest.mark.parametrize(("size", "fits"), [(2**24, True), (2**24 + 1, False)])
+def test_ids_that_float32_cannot_count_are_refused(size: int, fits: bool) -> None:
+    config = tiny_config(vocab_size=size)
+    if fits:
+        check_request(ask(), config)
+        return
+    with pytest.raises(InvalidRequest, match="16777217 ids"):
+        check_request(ask(), config)

@@ -1,40 +1,126 @@
-"""The figures of a lens are those of `distribution.py`, equals included."""
+"""What a lens says of rows of logits, against the definitions in `distribution.py` and an oracle in
+NumPy's float64."""
+
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
+import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
-from model.inference.sampling.distribution import log_softmax as plain_log_softmax
-from model.inference.sampling.distribution import summarise
-from model.inference.sampling.lens import lens_numbers, lens_width, log_softmax, read_lens
+from model.inference.sampling import lens as under_test
+from model.inference.sampling.distribution import largest, log_softmax, summarise
+from model.inference.sampling.lens import LensDigest, LensRow, lens_width, read_lens
+from tests.profiles import examples
 
 
-@given(
-    logits=st.lists(st.lists(st.integers(-6, 6), min_size=9, max_size=9), min_size=1, max_size=4),
-    own=st.lists(st.integers(-6, 6), min_size=9, max_size=9),
-    top_k=st.integers(1, 9),
-    named=st.lists(st.integers(0, 8), max_size=4),
-)
-def test_rows_are_summaries(
-    logits: list[list[int]], own: list[int], top_k: int, named: list[int]
-) -> None:
-    """Integers, so that there are equals: the lower id comes first, and they share a rank."""
-    rows = torch.tensor(logits, dtype=torch.float32)
-    last = log_softmax(torch.tensor([own] * len(rows), dtype=torch.float32))
-    numbers = lens_numbers(rows, last, top_k, named).numpy()
-    assert numbers.shape == (len(rows), lens_width(top_k, len(named)))
-    p = np.exp(plain_log_softmax(np.array(own, dtype=np.float32)))
-    for row, given_logits in zip(numbers, rows.numpy(), strict=True):
-        read = read_lens(row, top_k, len(named))
-        likeliest = summarise(given_logits, top_k=top_k)
-        assert read.top_ids.tolist() == [token.token_id for token in likeliest.tokens]
-        expected = [token.logprob for token in likeliest.tokens]
-        np.testing.assert_allclose(read.top_logprobs, expected, rtol=1e-6)
-        tokens = summarise(given_logits, token_ids=named).tokens if named else ()
-        assert read.ranks.tolist() == [token.rank for token in tokens]
-        np.testing.assert_allclose(read.logprobs, [token.logprob for token in tokens], rtol=1e-6)
-        np.testing.assert_allclose(read.entropy, likeliest.entropy, rtol=1e-6, atol=1e-7)
-        divergence = (p * (np.log(p) - plain_log_softmax(given_logits))).sum()
-        np.testing.assert_allclose(read.divergence, divergence, rtol=1e-5, atol=1e-7)
+def lens_of(
+    logits: Tensor, own: Tensor, top_k: int, token_ids: tuple[int, ...] = ()
+) -> list[LensRow]:
+    numbers = LensDigest(own, top_k, token_ids).numbers(logits)
+    assert numbers.dtype is torch.float32
+    assert numbers.shape == (len(logits), lens_width(top_k, len(token_ids)))
+    return [read_lens(row, top_k, len(token_ids)) for row in numbers.numpy()]
+
+
+def divergence(own: npt.NDArray[Any], logits: npt.NDArray[Any]) -> float:
+    p, q = log_softmax(own), log_softmax(logits)
+    return float((np.exp(p) * (p - q)).sum())
+
+
+def check(logits: Tensor, own: Tensor, top_k: int, token_ids: tuple[int, ...]) -> None:
+    """All of a lens, row by row, against the definitions."""
+    for read, row, own_row in zip(
+        lens_of(logits, own, top_k, token_ids), logits.numpy(), own.numpy(), strict=True
+    ):
+        _, *named = summarise(row, token_ids=(0, *token_ids)).tokens
+        logprobs, likeliest = log_softmax(row), summarise(row, top_k=top_k)
+        assert read.top_ids.tolist() == largest(row, top_k).tolist()
+        np.testing.assert_allclose(read.top_logprobs, logprobs[read.top_ids], rtol=1e-6, atol=1e-12)
+        expected = [token.logprob for token in named]
+        np.testing.assert_allclose(read.logprobs, expected, rtol=1e-6, atol=1e-12)
+        assert read.ranks.tolist() == [token.rank for token in named]
+        assert read.entropy == pytest.approx(likeliest.entropy, rel=1e-6, abs=1e-9)
+        assert read.divergence == pytest.approx(divergence(own_row, row), rel=1e-6, abs=1e-9)
         assert read.divergence >= 0
+        assert read.entropy >= 0
+
+
+@settings(max_examples=examples(60))
+@given(data=st.data())
+def test_rows_are_what_the_definitions_say(data: st.DataObject) -> None:
+    """Also where logits are equal, which few steps between them make likely."""
+    width = data.draw(st.integers(1, 40))
+    rows = data.draw(st.integers(1, 5))
+    steps = data.draw(st.sampled_from([1, 2, 5, 1000]))
+    scale = data.draw(st.sampled_from([0.01, 1.0, 30.0]))
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
+    logits, own = (
+        torch.from_numpy((scale * rng.integers(0, steps, (rows, width)) / steps).astype(np.float32))
+        for _ in range(2)
+    )
+    named = data.draw(st.lists(st.integers(0, width - 1), max_size=20).map(tuple))
+    check(logits, own, data.draw(st.integers(1, width)), named)
+
+
+def test_a_large_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In groups of three rows, the last of one alone."""
+    monkeypatch.setattr(under_test, "GROUP_ELEMENTS", 3 * 50_257)
+    generator = torch.Generator().manual_seed(0)
+    logits = 4 * torch.randn(4, 50_257, generator=generator)
+    own = logits + 0.5 * torch.randn(4, 50_257, generator=generator)
+    check(logits, own, 7, (3, 50_256, 3))
+
+
+def test_a_small_divergence_is_not_lost_in_the_sum() -> None:
+    generator = torch.Generator().manual_seed(0)
+    own = torch.randn(1, 50_257, generator=generator)
+    logits = own + 1e-4 * torch.randn(1, 50_257, generator=generator)
+    exact = divergence(own[0].numpy(), logits[0].numpy())
+    assert 0 < exact < 1e-7
+    (read,) = lens_of(logits, own, 1)
+    assert read.divergence == pytest.approx(exact, rel=1e-4)
+
+
+def test_an_answer_does_not_diverge_from_itself() -> None:
+    own = 5 * torch.randn(3, 1000, generator=torch.Generator().manual_seed(0))
+    assert [read.divergence for read in lens_of(own, own, 1)] == [0, 0, 0]
+    again = [read.divergence for read in lens_of(own.clone(), own, 1)]
+    assert all(0 <= value < 1e-13 for value in again)
+
+
+def test_a_row_has_the_same_bits_alone_as_among_others() -> None:
+    torch.set_num_threads(2)  # between which a sum can be split
+    generator = torch.Generator().manual_seed(1)
+    logits, own = (5 * torch.randn(5, 50_257, generator=generator) for _ in range(2))
+    together = LensDigest(own, 5, (1, 2))
+    sums = together._sums(logits, together._probs)  # in float64, before they are rounded
+    numbers = together.numbers(logits)
+    for row in range(5):
+        alone = LensDigest(own[row : row + 1], 5, (1, 2))
+        single = alone._sums(logits[row : row + 1], alone._probs)
+        assert single.entropy == sums.entropy[row]
+        assert single.weighted == sums.weighted[row]
+        assert torch.equal(alone.numbers(logits[row : row + 1])[0], numbers[row])
+
+
+def test_named_ids_have_the_same_ranks_however_many_they_are() -> None:
+    logits = torch.randint(0, 9, (3, 50), generator=torch.Generator().manual_seed(0)).float()
+    few, many = (3, 4, 49), (3, 4, 49, *range(20))
+    for one, other in zip(
+        lens_of(logits, logits, 1, few), lens_of(logits, logits, 1, many), strict=True
+    ):
+        assert one.ranks.tolist() == other.ranks[:3].tolist()
+
+
+def test_what_is_not_finite_is_not_a_number() -> None:
+    logits = torch.zeros(3, 10)
+    logits[0, 3], logits[2] = torch.inf, torch.nan
+    first, second, third = lens_of(logits, torch.zeros(3, 10), 2, (1,))
+    for read in (first, third):
+        assert np.isnan([read.entropy, read.divergence, *read.logprobs]).all()
+        assert ((read.top_ids >= 0) & (read.top_ids < 10)).all()
+    assert second.entropy == pytest.approx(np.log(10))
