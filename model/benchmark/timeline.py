@@ -118,7 +118,11 @@ class WatchedDecoder:
     def head(self, hidden: Tensor) -> Tensor:
         self._timeline.mark("tensors")
         logits = self._decoder.head(hidden)
-        self._mark("head", "tensors")
+        if self._native is not None and self._native.has_torch_head:  # nothing of it is timed there
+            if self._timeline.running:
+                self._timeline.mark("head")
+        else:
+            self._mark("head", "tensors")
         return logits
 
     def sample(self, logits: Tensor, computed: Tensor, sampling: SamplingRows) -> list[int | None]:

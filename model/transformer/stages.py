@@ -6,7 +6,7 @@ its `GPTConfig`: one without rotary positions and QK-norm has no `q_raw`, one wh
 behind the residual addition has no `attention.norm`. Knows shapes and no tensors.
 
 Axes: T tokens of the prompt; the others as in `GPTConfig`. Positions come first and are not listed.
-The names of TransformerLens are those of its HookedTransformer, version 2.
+The names of TransformerLens are those of its TransformerBridge, version 4.
 """
 
 import fnmatch
@@ -96,14 +96,14 @@ STAGES: tuple[StageKind, ...] = (
         "embedding",
         ("d_model",),
         "the token's vector, with that of its position where those are added",
-        None,
+        "blocks.0.hook_resid_pre",
         in_block=False,
     ),
     StageKind(
         "attention.norm",
         ("d_model",),
         "the residual stream after the norm before attention",
-        "ln1.hook_normalized",
+        "ln1.hook_out",
         has=_is_pre,
     ),
     StageKind(
@@ -180,7 +180,7 @@ STAGES: tuple[StageKind, ...] = (
         "mlp.norm",
         ("d_model",),
         "what the MLP reads: the residual stream after the norm before it",
-        "ln2.hook_normalized",
+        "ln2.hook_out",
         has=_is_pre,
     ),
     StageKind(
@@ -208,7 +208,7 @@ STAGES: tuple[StageKind, ...] = (
         "final_norm",
         ("d_model",),
         "the last residual stream after the final norm: what the head reads",
-        "ln_final.hook_normalized",
+        "ln_final.hook_out",
         in_block=False,
         has=lambda config: config.final_norm,
     ),
@@ -216,7 +216,7 @@ STAGES: tuple[StageKind, ...] = (
         "logits",
         ("vocab_size",),
         "the head's logits of the token that follows",
-        None,
+        "unembed.hook_out",
         changes=False,
         in_block=False,
     ),

@@ -120,6 +120,7 @@ def test_settings_do_not_change_once_read(command: str) -> None:
     model: type[BaseSettings] = COMMANDS[command]
     arguments = {"generate": ["text"], "import": ["a", "b"], "export": ["a", "b"]}
     arguments["merge"] = ["base", "adapter", "dest"]
+    arguments["extract"] = ["checkpoint", "--data", "x", "--out", "folder", "--logprobs"]
     settings = CliApp.run(model, cli_args=arguments.get(command, []))
     with pytest.raises(ValidationError, match="frozen"):
         settings.device = "cpu"  # type: ignore[attr-defined]

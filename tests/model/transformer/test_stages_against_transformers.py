@@ -3,12 +3,14 @@ GPT-NeoX (Pythia), with random weights in float64."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.testing import assert_close
+from transformers import GPT2LMHeadModel
 
 from model.transformer.attention import RecordingAttend
 from model.transformer.gpt import GPT
@@ -177,3 +179,30 @@ def test_every_stage_is_what_a_hook_there_sees(
         assert_close(ours[name], value, atol=1e-6, rtol=1e-6, msg=partial("{}: {}".format, name))
     missed = {stage.kind.name for stage in stages_of(gpt.config) if stage.name not in expected}
     assert {name.removeprefix("attention.") for name in missed} == without
+
+
+@pytest.mark.slow
+def test_every_stage_is_what_transformer_lens_calls_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where that library is installed. It computes each head's part and scores behind the mask in
+    ways of its own, so those are left out."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    bridge = pytest.importorskip("transformer_lens.model_bridge").TransformerBridge
+    gpt, model = gpt2()
+    gpt, theirs = gpt.double(), model.double()
+    assert isinstance(theirs, GPT2LMHeadModel)
+    theirs.save_pretrained(tmp_path)
+    lens = bridge.boot_transformers(
+        str(tmp_path), hf_model=theirs, dtype=torch.float64, device="cpu"
+    )
+    ids = random_ids(1, LENGTH, vocab_size=VOCAB_SIZE)
+    _, cache = lens.run_with_cache(ids)
+    ours = our_stages(gpt, ids)
+    for stage in stages_of(gpt.config):
+        if stage.kind.name in ("attention.scores", "attention.head_out"):
+            continue
+        assert stage.transformer_lens is not None
+        value = cache[stage.transformer_lens.replace("hook_rot_", "hook_")][0]
+        value = value.transpose(0, 1) if stage.kind.axes[-1] == "T" else value
+        assert_close(ours[stage.name], value, atol=1e-6, rtol=1e-6)

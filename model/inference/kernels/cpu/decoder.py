@@ -280,6 +280,11 @@ class NativeDecoder:
         )  # fmt: skip
         return Prefilled(hidden, states, attention)
 
+    @property
+    def has_torch_head(self) -> bool:
+        """Whether torch computes the head of prompts."""
+        return self._torch_head is not None
+
     def head(self, hidden: Tensor) -> Tensor:
         if self._torch_head is not None:
             with one_thread():  # beside threads of our own
