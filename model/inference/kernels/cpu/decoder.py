@@ -30,13 +30,14 @@ from torch import Tensor, nn
 from model.device import one_thread
 from model.inference.kernels.base import Prefilled, PrefillInput
 from model.inference.kernels.cpu.quantize import quantize_rows
+from model.inference.kernels.eager.contention import ContentionMonitor
 from model.inference.kernels.eager.decoder import padded_logits
 from model.inference.kernels.eager.prefill import TorchPrefill
 from model.inference.kv_cache import KVCache
 from model.inference.options import DRAFTED_ROWS
 from model.inference.sampling.sample import SAMPLING_ROW, SamplingRows
 from model.transformer.arena import Arena, move_to_arena, room_for
-from model.transformer.config import GPTConfig
+from model.transformer.config import BLOCK, GPTConfig
 from model.transformer.gpt import GPT, VALUE_GATE_WIDTH, Block, sinusoidal_table
 from model.transformer.rotary import rotary_tables
 
@@ -219,6 +220,8 @@ class NativeDecoder:
         # slow as torch's where this was measured. Quantized weights and bfloat16 are not torch's.
         plain = not quantized and gpt.token_embedding.weight.dtype is torch.float32
         self._torch_head = gpt if plain and not prefills else None
+        self._head_contention = ContentionMonitor(gpt, keep_bits=lambda gpt, rows: True)
+        self._head_keep: dict[int, bool] = {}
         self._config = gpt.config
         self._cells = KINDS[gpt.token_embedding.weight.dtype]
         model, layers = self._describe(gpt)
@@ -286,13 +289,25 @@ class NativeDecoder:
         return self._torch_head is not None
 
     def head(self, hidden: Tensor) -> Tensor:
+        count = len(hidden)
         if self._torch_head is not None:
-            with one_thread():  # beside threads of our own
+            # Beside threads of our own one is best for the few rows of a step; those of a prompt
+            # are worth all of torch's, as the rest of the prompt is.
+            threads = torch.get_num_threads()
+            alone = threads == 1 or count < BLOCK or not self._head_keeps_bits(count)
+            with one_thread() if alone else self._head_contention.watched(count, self.contended):
                 return padded_logits(self._torch_head, hidden)
-        count, rows = len(hidden), hidden.float().contiguous()
+        rows = hidden.float().contiguous()
         logits = torch.empty(count, self._logits.shape[1])
         self._library.logitd_head(self._handle, rows.data_ptr(), count, logits.data_ptr())
         return logits
+
+    def _head_keeps_bits(self, rows: int) -> bool:
+        """Whether torch's threads may divide the head's product of so many rows."""
+        if rows not in self._head_keep:
+            assert self._torch_head is not None
+            self._head_keep[rows] = head_threads_keep_bits(self._torch_head, rows)
+        return self._head_keep[rows]
 
     def sample(self, logits: Tensor, computed: Tensor, sampling: SamplingRows) -> list[int | None]:
         """A token of each row of `logits` (R, V), float32: what `sample_tokens` gives, up to the
@@ -436,6 +451,17 @@ def matrices(gpt: GPT) -> Iterator[Tensor]:
         for linear in (block.qkv, block.attention_out, block.mlp_up, block.mlp_down):
             yield linear.weight
     yield head_matrix(gpt)
+
+
+def head_threads_keep_bits(gpt: GPT, rows: int) -> bool:
+    """Whether the head gives so many rows the same bits with one thread as with all of torch's:
+    looked at with random rows, as for the products of blocks (`eager/contention.py`)."""
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(rows, gpt.config.d_model, generator=generator)
+    together = padded_logits(gpt, hidden)
+    with one_thread():
+        alone = padded_logits(gpt, hidden)
+    return torch.equal(together, alone)
 
 
 def head_matrix(gpt: GPT) -> Tensor:

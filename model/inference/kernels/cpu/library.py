@@ -1,4 +1,5 @@
-"""Library: the native kernels, built once by the machine's own compiler and loaded.
+"""Library: the native kernels, built once by the machine's own compiler, or by Zig's where it has
+none, and loaded.
 
 The sources in native/ are compiled for the processor at hand (seconds, the first time) and kept
 under a name that holds the hash of the sources, the compiler, its flags and the processor's
@@ -9,10 +10,12 @@ KernelsUnavailable that says why, and the callers take the plain torch path.
 import ctypes
 import fcntl
 import hashlib
+import importlib.util
 import os
 import platform
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -40,6 +43,8 @@ def load_library(
     """
     compiler = _compiler()
     option = "-march" if platform.machine() == "x86_64" else "-mcpu"
+    if "ziglang" in compiler:  # whose names of processors have no dashes
+        processor = processor.replace("-", "_")
     flags = (*FLAGS, f"{option}={processor}")
     target = _cache_folder() / f"kernels-{_fingerprint(compiler, flags)}.so"
     if not target.exists():
@@ -53,14 +58,18 @@ def load_library(
         raise KernelsUnavailable(f"the built kernels cannot be loaded: {error}") from error
 
 
-def _compiler() -> str:
+def _compiler() -> tuple[str, ...]:
+    """The command that compiles. The package ziglang carries a Clang for machines that have no
+    compiler of their own; from it come the same bits."""
     chosen = os.environ.get("CXX")
     for name in (chosen,) if chosen else COMPILERS:
         if path := shutil.which(name):
-            return path
+            return (path,)
+    if not chosen and importlib.util.find_spec("ziglang") is not None:
+        return (sys.executable, "-m", "ziglang", "c++")
     raise KernelsUnavailable(
         f"no C++ compiler was found ({chosen or ', '.join(COMPILERS)}); install one, or name it in "
-        "CXX"
+        "CXX, or install the package ziglang, which carries one"
     )
 
 
@@ -81,12 +90,16 @@ def _cache_folder() -> Path:
     )
 
 
-def _fingerprint(compiler: str, flags: tuple[str, ...]) -> str:
+def _fingerprint(compiler: tuple[str, ...], flags: tuple[str, ...]) -> str:
     digest = hashlib.sha256()
     for path in sorted(SOURCES.iterdir()):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
-    version = subprocess.run([compiler, "--version"], capture_output=True, check=False).stdout
-    digest.update(b"\0".join([compiler.encode(), version, *(flag.encode() for flag in flags)]))
+    version = subprocess.run([*compiler, "--version"], capture_output=True, check=False).stdout
+    digest.update(
+        b"\0".join(
+            [*(word.encode() for word in compiler), version, *(flag.encode() for flag in flags)]
+        )
+    )
     digest.update(_processor().encode())
     return digest.hexdigest()[:20]
 
@@ -113,11 +126,11 @@ def _building_alone(folder: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _build(compiler: str, flags: tuple[str, ...], target: Path) -> None:
+def _build(compiler: tuple[str, ...], flags: tuple[str, ...], target: Path) -> None:
     """Compile aside and rename, so that a second process never loads half a file."""
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         built = Path(folder) / "kernels.so"
-        command = [compiler, *flags, "-o", str(built), str(SOURCES / MAIN_SOURCE)]
+        command = [*compiler, *flags, "-o", str(built), str(SOURCES / MAIN_SOURCE)]
         try:
             result = subprocess.run(
                 command, capture_output=True, text=True, timeout=BUILD_SECONDS, check=False

@@ -24,6 +24,13 @@ struct F32 {
   static Part load_weight(const Weight* from) { return load(from); }
   static Part load_input(const Input* from) { return load(from); }
   static Acc add(Acc acc, Part w, Part x) { return fused(w, x, acc); }
+#if defined(HALVES)
+  using Register = __m256;
+
+  static Register weight(const Weight* from, int half) { return _mm256_loadu_ps(from + 8 * half); }
+  static Register input(const Input* from, int half) { return weight(from, half); }
+  static Register add(Register acc, Register w, Register x) { return _mm256_fmadd_ps(w, x, acc); }
+#endif
 };
 
 // bfloat16 weights and activations, accumulated in float32: the even elements of a step, then the
@@ -51,6 +58,19 @@ struct B16 {
                  reinterpret_cast<Floats>(x & 0xFFFF0000u), acc);
 #endif
   }
+#if defined(HALVES)
+  using Register = __m256;
+
+  static __m256i weight(const Weight* from, int half) {
+    return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from) + half);
+  }
+  static __m256i input(const Input* from, int half) { return weight(from, half); }
+  static Register add(Register acc, __m256i w, __m256i x) {
+    const __m256i odd = _mm256_set1_epi32(int(0xFFFF0000u));
+    acc = _mm256_fmadd_ps((__m256)_mm256_slli_epi32(w, 16), (__m256)_mm256_slli_epi32(x, 16), acc);
+    return _mm256_fmadd_ps((__m256)_mm256_and_si256(w, odd), (__m256)_mm256_and_si256(x, odd), acc);
+  }
+#endif
 };
 
 // int8 weights, uint8 activations (128 is zero), accumulated in int32: exact.
@@ -60,6 +80,26 @@ struct I8 {
   using Acc = Ints;
   using Sum = std::int32_t;
   static constexpr int STEP = 64;
+#if defined(HALVES)
+  using Register = __m256i;
+
+  static Register weight(const Weight* from, int half) {
+    return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from) + half);
+  }
+  static Register input(const Input* from, int half) {
+    return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from) + half);
+  }
+  // Products of eight bits in sixteen: what multiplies bytes by themselves saturates.
+  static Register add(Register acc, Register w, Register x) {
+    __m256i first = _mm256_madd_epi16(_mm256_cvtepi8_epi16(_mm256_castsi256_si128(w)),
+                                      _mm256_cvtepu8_epi16(_mm256_castsi256_si128(x)));
+    __m256i second = _mm256_madd_epi16(_mm256_cvtepi8_epi16(_mm256_extracti128_si256(w, 1)),
+                                       _mm256_cvtepu8_epi16(_mm256_extracti128_si256(x, 1)));
+    // Pairs of lanes; 0 1 4 5 2 3 6 7 in order.
+    __m256i lanes = _mm256_permute4x64_epi64(_mm256_hadd_epi32(first, second), 0xD8);
+    return _mm256_add_epi32(acc, lanes);
+  }
+#else
   using Part = std::int8_t __attribute__((vector_size(64)));
 
   static Part load_weight(const Weight* from) {
@@ -82,10 +122,47 @@ struct I8 {
     return acc;
 #endif
   }
+#endif
 };
 
 // How far ahead of a stream of weights the next lines are asked for; a step of any format is a line.
 constexpr int PREFETCH_BYTES = 4096;
+
+#if defined(HALVES)
+
+// COUNT halves from `half` on of NR x MR products, in registers all the while.
+template <class Format, int NR, int MR, int COUNT, int AHEAD>
+[[gnu::always_inline]] inline void halves(const typename Format::Weight* weights, std::size_t stride,
+                                          const typename Format::Input* inputs, std::size_t pitch,
+                                          int width, const char* ahead, std::size_t apart,
+                                          typename Format::Acc* acc, int gap, int half) {
+  typename Format::Register sum[NR * MR * COUNT] = {};
+  for (int k = 0; k < width; k += Format::STEP, ahead += LINE) {
+    for (int a = 0; a < AHEAD; a++) __builtin_prefetch(ahead + a * apart, 0, SECOND_CACHE);
+#pragma GCC unroll 8
+    for (int r = 0; r < NR; r++)
+#pragma GCC unroll 2
+      for (int h = 0; h < COUNT; h++) {
+        auto weight = Format::weight(weights + r * stride + k, half + h);
+#pragma GCC unroll 8
+        for (int m = 0; m < MR; m++) {
+          auto& to = sum[(r * MR + m) * COUNT + h];
+          to = Format::add(to, weight, Format::input(inputs + m * pitch + k, half + h));
+        }
+      }
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < NR; r++)
+#pragma GCC unroll 8
+    for (int m = 0; m < MR; m++)
+#pragma GCC unroll 2
+      for (int h = 0; h < COUNT; h++) {
+        auto to = reinterpret_cast<typename Format::Register*>(acc + m * gap + r) + half + h;
+        *to = sum[(r * MR + m) * COUNT + h];
+      }
+}
+
+#endif
 
 // acc[m * gap + r]: the product of weight row r with activation row m, as a vector still to be summed.
 // `stride` and `pitch` are elements from one weight row to the next, and one activation row. With each
@@ -95,6 +172,20 @@ template <class Format, int NR, int MR, int AHEAD>
                                         const typename Format::Input* inputs, std::size_t pitch,
                                         int width, const char* ahead, std::size_t apart,
                                         typename Format::Acc* acc, int gap) {
+#if defined(HALVES)
+  // Sixteen registers hold eight sums, their weights and inputs. What is read again is in the cache.
+  if constexpr (NR * MR <= 4) {
+    halves<Format, NR, MR, 2, AHEAD>(weights, stride, inputs, pitch, width, ahead, apart, acc, gap, 0);
+  } else if constexpr (NR * MR <= 8) {
+    halves<Format, NR, MR, 1, AHEAD>(weights, stride, inputs, pitch, width, ahead, apart, acc, gap, 0);
+    halves<Format, NR, MR, 1, 0>(weights, stride, inputs, pitch, width, ahead, apart, acc, gap, 1);
+  } else {
+    constexpr int FEW = NR / 2;
+    dots<Format, FEW, MR, AHEAD>(weights, stride, inputs, pitch, width, ahead, apart, acc, gap);
+    dots<Format, NR - FEW, MR, 0>(weights + FEW * stride, stride, inputs, pitch, width, ahead, apart,
+                                  acc + FEW, gap);
+  }
+#else
   typename Format::Acc sum[NR * MR] = {};
   for (int k = 0; k < width; k += Format::STEP, ahead += LINE) {
     for (int a = 0; a < AHEAD; a++) __builtin_prefetch(ahead + a * apart, 0, SECOND_CACHE);
@@ -111,6 +202,7 @@ template <class Format, int NR, int MR, int AHEAD>
   for (int m = 0; m < MR; m++)
 #pragma GCC unroll 16
     for (int r = 0; r < NR; r++) acc[m * gap + r] = sum[r * MR + m];
+#endif
 }
 
 }  // namespace logitd

@@ -16,9 +16,11 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from model.inference.kernels.base import AttentionSelection, Decoder, PrefillInput
+from model.inference.kernels.cpu import decoder as cpu_decoder
 from model.inference.kernels.cpu.decoder import PREFILL_ROWS, NativeDecoder, matrices, unsupported
 from model.inference.kernels.cpu.quantize import quantize_rows
-from model.inference.kernels.eager.decoder import PlainDecoder
+from model.inference.kernels.eager.contention import ContentionMonitor
+from model.inference.kernels.eager.decoder import PlainDecoder, padded_logits
 from model.inference.kv_cache import KVCache
 from model.inference.options import DRAFTED_ROWS
 from model.transformer.arena import PAGE, room_for
@@ -188,7 +190,8 @@ def test_rows_that_follow_one_another_are_those_of_calls_one_by_one(
     decoder.close()
 
 
-def test_a_row_never_runs_ahead_of_the_one_before_it(library: ctypes.CDLL) -> None:
+@pytest.mark.parametrize("times", [400, pytest.param(2000, marks=pytest.mark.slow)])
+def test_a_row_never_runs_ahead_of_the_one_before_it(library: ctypes.CDLL, times: int) -> None:
     """One key head and more threads than cores: whoever divided the rows of a slot among them would
     read keys of the text before."""
     gpt = tiny_gpt(native_config("modern", n_kv_head=1, n_head=8, head_dim=64, n_layer=1))
@@ -196,7 +199,7 @@ def test_a_row_never_runs_ahead_of_the_one_before_it(library: ctypes.CDLL) -> No
     texts = random_ids(2, 8).tolist()
     place = [0] * 8, list(range(8))
     expected = [native.decode(text, *place).clone() for text in texts]
-    for _ in range(2000):
+    for _ in range(times):
         for text, logits in zip(texts, expected, strict=True):
             assert torch.equal(native.decode(text, *place), logits)
     native.close()
@@ -319,6 +322,37 @@ def test_more_rows_than_there_is_room_for_are_refused(library: ctypes.CDLL) -> N
     ):
         native.decode([1] * count, [0] * count, list(range(count)))
     native.close()
+
+
+def test_a_head_of_many_rows_has_the_bits_of_one_thread(
+    library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where torch computes prompts: by as many threads as it has, if that keeps the bits."""
+    gpt = tiny_gpt(tiny_config(vocab_size=2048, d_model=256, head_dim=64, n_layer=1))
+    native = NativeDecoder(library, gpt, new_cache(gpt), threads=2, prefills=False)
+    keeps_bits = cpu_decoder.head_threads_keep_bits(gpt, 70)
+    hidden = torch.randn(70, 256, generator=torch.Generator().manual_seed(1))
+    seen: list[int] = []
+
+    def watched(gpt: GPT, rows: Tensor) -> Tensor:
+        seen.append(torch.get_num_threads())
+        return padded_logits(gpt, rows)
+
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        monkeypatch.setattr(ContentionMonitor, "_stay_alone", lambda *times: None)
+        monkeypatch.setattr(NativeDecoder, "contended", False)
+        expected = torch.cat([native.head(hidden[i : i + 5]) for i in range(0, 70, 5)])
+        monkeypatch.setattr(cpu_decoder, "padded_logits", watched)
+        assert torch.equal(native.head(hidden), expected)
+        assert seen[-1] == (2 if keeps_bits else 1)
+        monkeypatch.setattr(cpu_decoder, "head_threads_keep_bits", lambda gpt, rows: False)
+        assert torch.equal(native.head(hidden[:64]), expected[:64])
+        assert seen[-1] == 1
+    finally:
+        torch.set_num_threads(before)
+        native.close()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -85,6 +85,17 @@ def test_without_a_compiler_it_says_what_to_install(monkeypatch: pytest.MonkeyPa
         load_library()
 
 
+@pytest.mark.usefixtures("cache", "sources")
+def test_without_a_compiler_it_takes_the_one_that_is_a_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("ziglang", reason="`make setup` installs it where no compiler is")
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert "ziglang" in library._compiler()
+    assert load_library(processor="x86-64-v3").answer() == 42
+
+
 @pytest.mark.usefixtures("compiler", "sources")
 def test_a_folder_of_somebody_else_is_not_trusted(
     cache: Path, monkeypatch: pytest.MonkeyPatch

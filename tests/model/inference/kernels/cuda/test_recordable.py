@@ -5,8 +5,7 @@ Held to that on torch's meta device, whose tensors have shapes and no numbers: t
 Not seen are indices on the CPU, and what CUDA alone computes (`is_cuda`).
 """
 
-from collections.abc import Iterator, Sequence
-from itertools import product
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -22,6 +21,7 @@ from model.inference.kernels.eager.decoder import PlainDecoder
 from model.inference.kv_cache import KVCache
 from model.inference.sampling.sample import SamplingRow, sampling_rows
 from model.transformer.gpt import GPT
+from tests.model.covering import values
 from tests.model.factories import FAMILIES, tiny_config
 from tests.model.inference.kernels.cpu.test_native_sample import GREEDY, PLAIN
 from tests.model.inference.kernels.cuda.test_decoder import TwiceOver
@@ -77,16 +77,9 @@ def step_and_sample(decoder: Any, rows: int, how: SamplingRow) -> None:
     assert decoder.sample(logits, logits, sampling) == [0] * rows
 
 
-def ways() -> Iterator[Any]:
-    """Each family in each dtype, batch invariant and not. Any two of the three come together in the
-    half that is not slow."""
-    for choice in product(range(len(FAMILIES)), range(len(DTYPES)), (False, True)):
-        family, dtype, invariant = list(FAMILIES)[choice[0]], DTYPES[choice[1]], choice[2]
-        marks = [pytest.mark.slow] if sum(choice) % 2 else []
-        yield pytest.param(family, dtype, invariant, marks=marks)
-
-
-@pytest.mark.parametrize(("family", "dtype", "batch_invariant"), list(ways()))
+@pytest.mark.parametrize(
+    ("family", "dtype", "batch_invariant"), values(list(FAMILIES), DTYPES, (False, True))
+)
 def test_steps_and_sampling_read_nothing_back(
     family: str, dtype: torch.dtype, batch_invariant: bool
 ) -> None:
@@ -106,8 +99,7 @@ def test_any_number_of_rows_is_sampled_in_any_way(rows: int, how: SamplingRow) -
     step_and_sample(on_meta(GraphDecoder, torch.bfloat16, "modern", capture=TwiceOver()), rows, how)
 
 
-@pytest.mark.parametrize("make", [GraphDecoder, PlainDecoder])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "make"), values(list(FAMILIES), (GraphDecoder, PlainDecoder)))
 def test_prompts_ask_for_no_number(make: DecoderMaker, family: str) -> None:
     decoder = on_meta(make, torch.bfloat16, family)
     wanted: Sequence[tuple[bool, AttentionSelection | None]]
