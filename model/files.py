@@ -1,13 +1,16 @@
-"""Files: regular ones alone, no more of them than was said before, and JSON that stays small.
+"""Files: regular ones alone, no more of them than was said before, JSON that stays small, and names
+aside for what is being written.
 
 What a path names may be a pipe on which nobody writes, a device without an end, a folder, a link to
 itself, or a file larger than memory. Everything here looks first and reads then, so that no such
-thing makes a program wait or grow: `FileError` names the path and says what is there. A file that
-is missing is the system's own error. Knows nothing of what the bytes mean.
+thing makes a program wait or grow: `FileError` names the path and says what is there, or that this
+user may not read it. A file that is missing is the system's own error. What is written is for whom
+the umask says, whatever a library would rather do. Knows nothing of what the bytes mean.
 """
 
 import json
 import os
+import secrets
 import stat
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -43,9 +46,13 @@ class FileError(OSError):
 def open_regular(path: Path, most: int | None = None) -> BinaryIO:
     """A regular file of at most so many bytes, unbuffered, opened to be read. Raises FileError, and
     OSError where the system does."""
-    _require_regular(path, path.stat().st_mode)  # some devices do something when they are opened
-    # What is there now may be a pipe all the same, and must not be waited for.
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        # Some devices do something when they are opened.
+        _require_regular(path, path.stat().st_mode)
+        # What is there now may be a pipe all the same, and must not be waited for.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except PermissionError as error:
+        raise FileError(forbidden(path)) from error
     try:
         status = os.fstat(descriptor)
         _require_regular(path, status.st_mode)
@@ -58,8 +65,24 @@ def open_regular(path: Path, most: int | None = None) -> BinaryIO:
 
 
 def require_regular(path: Path) -> None:
-    """Raise FileError unless a path names a regular file, for libraries that open it themselves."""
-    _require_regular(path, path.stat().st_mode)
+    """Raise FileError unless a path names a regular file that may be read, for libraries that open
+    it themselves."""
+    try:
+        _require_regular(path, path.stat().st_mode)
+    except PermissionError as error:
+        raise FileError(forbidden(path)) from error
+    if not os.access(path, os.R_OK):
+        raise FileError(forbidden(path))
+
+
+def forbidden(path: Path) -> str:
+    """What keeps this user from a path that the system does not let him read, and what its owner
+    can do about that."""
+    for folder in reversed(path.absolute().parents):
+        if not os.access(folder, os.X_OK):
+            return f"{folder} may not be entered by this user: chmod a+rx {folder}, as its owner"
+    how = "a+rx" if path.is_dir() else "a+r"
+    return f"{path} may not be read by this user: chmod {how} {path}, as its owner"
 
 
 def read_regular(path: Path, most: int) -> bytes:
@@ -78,6 +101,41 @@ def read_text(path: Path, most: int = TEXT_BYTES) -> str:
     """A regular file as UTF-8, with line ends as "\\n". Raises FileError, OSError and
     UnicodeDecodeError."""
     return read_regular(path, most).decode("utf-8").replace("\r\n", "\n").replace("\r", "\n")
+
+
+def folder_aside(path: Path) -> Path:
+    """A new folder beside `path`, for what is renamed when it is complete. Others may read it if
+    the umask lets them, as no folder of `tempfile`."""
+    while True:
+        aside = _name_aside(path)
+        try:
+            aside.mkdir()
+        except FileExistsError:
+            continue
+        return aside
+
+
+def file_aside(path: Path) -> BinaryIO:
+    """A new file beside `path`, open to be written, and renamed when it is complete; `name` is its
+    path. Others may read it if the umask lets them, as no file of `tempfile`."""
+    while True:
+        try:
+            return _name_aside(path).open("xb")
+        except FileExistsError:
+            continue
+
+
+def share_files(folder: Path) -> None:
+    """Let those read the files of a folder that the umask let read the folder itself: safetensors
+    writes for the owner alone."""
+    mode = folder.stat().st_mode & 0o666
+    for file in folder.iterdir():
+        if file.is_file():
+            file.chmod(mode)
+
+
+def _name_aside(path: Path) -> Path:
+    return path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
 
 
 def parse_json(raw: bytes) -> Any:

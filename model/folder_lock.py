@@ -34,7 +34,7 @@ class FolderLock:
 
     def __init__(self, path: Path) -> None:
         while True:
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
             try:
                 _lock(descriptor)
                 # What was locked may have been removed meanwhile, by an owner that was done.

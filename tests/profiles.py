@@ -1,32 +1,34 @@
 """How many examples hypothesis draws for a property test, by profile.
 
 `make test` runs the profile "fast". `make test-slow` runs every property test again, with "full":
-the number that each test states. An expensive or a cheap test states its own with `examples`, so
-that it scales with the profile; all others take the profile's. What a test found once stays with it
-as an @example, which every profile runs.
+half the number that each test states. All of it is "thorough", for a night: `pytest
+--hypothesis-profile thorough`. An expensive or a cheap test states its own with `examples`, so that
+it scales with the profile; all others take the profile's. What a test found once stays with it as
+an @example, which every profile runs.
 
-`pytest --hypothesis-profile full` chooses a profile by hand. This module does not choose: the
-default is loaded in conftest.py.
+This module does not choose: the default is loaded in conftest.py.
 """
 
 from hypothesis import settings
 
-FULL = 100
-FAST = 25
+THOROUGH = 100
+FULL = 50
+FAST = 10
 
 
 def register_profiles() -> None:
-    """Register both and load "fast". A busy machine is not a bug: pytest's own timeout catches what
+    """Register all and load "fast". A busy machine is not a bug: pytest's own timeout catches what
     hangs, so that no example has a deadline."""
+    settings.register_profile("thorough", deadline=None, max_examples=THOROUGH)
     settings.register_profile("full", deadline=None, max_examples=FULL)
     settings.register_profile("fast", deadline=None, max_examples=FAST)
     settings.load_profile("fast")
 
 
 def examples(full: int, fast: int | None = None) -> int:
-    """The number of examples where the full profile draws `full` of them. `fast`: what every lesser
-    profile draws, where each example takes tens of milliseconds."""
+    """The number of examples where the thorough profile draws `full` of them. `fast`: what the
+    fast profile draws, where each example takes tens of milliseconds."""
     drawn = settings().max_examples
     if fast is not None and drawn < FULL:
         return fast
-    return max(1, full * drawn // FULL)
+    return max(1, full * drawn // THOROUGH)

@@ -1,4 +1,4 @@
-"""Property tests: all of them run again with every example, and scale with the profile."""
+"""Property tests: all of them run again with more examples, and scale with the profile."""
 
 import ast
 from collections.abc import Iterator
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from tests.profiles import FAST, FULL, examples
+from tests.profiles import FAST, FULL, THOROUGH, examples
 
 TESTS = Path(__file__).parent
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -70,15 +70,17 @@ def test_what_it_would_find() -> None:
     assert fixed(hard.replace("9", "examples(9)")) == []
 
 
-@pytest.mark.parametrize(("profile", "drawn"), [("fast", FAST), ("full", FULL)])
+@pytest.mark.parametrize(
+    ("profile", "drawn"), [("fast", FAST), ("full", FULL), ("thorough", THOROUGH)]
+)
 def test_examples_scale_with_the_profile(profile: str, drawn: int) -> None:
     before = settings.get_current_profile_name()
     try:
         settings.load_profile(profile)
-        assert settings().max_examples == examples(FULL) == drawn
-        assert examples(3 * FULL) == 3 * drawn
+        assert settings().max_examples == examples(THOROUGH) == drawn
+        assert examples(3 * THOROUGH) == 3 * drawn
         assert examples(1) == 1
-        assert examples(300, fast=7) == (300 if profile == "full" else 7)
+        assert examples(3 * THOROUGH, fast=7) == (7 if profile == "fast" else 3 * drawn)
         assert settings().deadline is None
     finally:
         settings.load_profile(before)

@@ -51,11 +51,14 @@ class Surroundings:
     python: str
 
 
-def measure_machine(placement: Placement) -> Machine:
-    """A few seconds; torch has been told its threads before."""
+def measure_machine(
+    placement: Placement, *, nbytes: int | None = None, width: int | None = None
+) -> Machine:
+    """A few seconds; torch has been told its threads before. `nbytes`, `width`: of what is read and
+    multiplied, where less than is right for the device will do."""
     return Machine(
-        read_bandwidth=read_bandwidth(placement.device),
-        matrix_rate=matrix_rate(placement.device, placement.dtype),
+        read_bandwidth=read_bandwidth(placement.device, nbytes),
+        matrix_rate=matrix_rate(placement.device, placement.dtype, width),
     )
 
 

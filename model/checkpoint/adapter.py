@@ -25,6 +25,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from model.checkpoint.atomic_folder import atomic_folder
+from model.checkpoint.beside import CARD_BYTES
 from model.checkpoint.checkpoint import (
     CARD,
     CONFIG,
@@ -42,7 +43,6 @@ from model.transformer.lora import LoraError, LoraShape, merge_into
 FORMAT_VERSION = 1
 WEIGHTS = "adapter.safetensors"
 ADAPTER_BYTES = 4 * 2**30
-CARD_BYTES = 2**20
 """The most that the files of an adapter have, which are read whole."""
 
 

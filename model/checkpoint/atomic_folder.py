@@ -5,23 +5,24 @@ Knows nothing of the contents (`model/checkpoint/checkpoint.py`, `model/checkpoi
 
 import os
 import shutil
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from model.files import folder_aside, share_files
 
 
 @contextmanager
 def atomic_folder(path: Path) -> Iterator[Path]:
     """A folder to write files into, which becomes `path` when the block ends in peace, and
-    disappears otherwise. `path` must not exist."""
+    disappears otherwise; its files are readable as the umask says. `path` must not exist."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    aside = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
+    aside = folder_aside(path)
     try:
         yield aside
+        share_files(aside)
         for file in aside.iterdir():
             _sync(file)
-        aside.chmod(0o755)  # mkdtemp made it private
         _sync(aside)
         aside.rename(path)
         _sync(path.parent)

@@ -19,6 +19,7 @@ other people's formats.
 import hashlib
 import json
 import math
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -34,6 +35,7 @@ from torch.overrides import TorchFunctionMode
 
 from model.checkpoint.atomic_folder import atomic_folder
 from model.checkpoint.hashed_file import HashedFile
+from model.checkpoint.run_folder import name_of
 from model.checkpoint.weights_file import (
     StoredTensor,
     WeightsFileError,
@@ -41,7 +43,7 @@ from model.checkpoint.weights_file import (
     read_elements,
     read_header,
 )
-from model.files import CONFIG_BYTES, VOCABULARY_BYTES, parse_json, read_regular
+from model.files import CONFIG_BYTES, VOCABULARY_BYTES, forbidden, parse_json, read_regular
 from model.memory import available, check_weights_fit
 from model.text.chat_template import ChatTemplate, ChatTemplateError
 from model.text.tokenizer import END_OF_TEXT, KINDS, Tokenizer, TokenizerError
@@ -166,15 +168,25 @@ def save_checkpoint(
                 f"the {CONFIG} of {path} would have {len(text):,} bytes, {CONFIG_BYTES:,} are the "
                 "most it may: the chat template or the special tokens are too long"
             )
+        try:
+            parse_json(text.encode())
+        except ValueError as error:  # a description holds what somebody else's file said
+            raise CheckpointError(f"the {CONFIG} of {path} could not be read: {error}") from error
         (aside / CONFIG).write_text(text, encoding="utf-8")
     return read_checkpoint(path)
 
 
 def is_checkpoint(path: Path) -> bool:
     """Whether a folder says of itself that it is a checkpoint or an adapter of this project,
-    complete or not. What is not a plain file is not waited for."""
-    if not (path / CONFIG).is_file():
-        return (path / CONFIG).exists()
+    complete or not. What is not a plain file is not waited for. What may not be read counts as one:
+    reading it says why."""
+    try:
+        if not (path / CONFIG).is_file():
+            return (path / CONFIG).exists()
+        if not os.access(path / CONFIG, os.R_OK):
+            return True
+    except PermissionError:
+        return True
     try:
         document = parse_json(read_regular(path / CONFIG, CONFIG_BYTES))
     except (OSError, ValueError):
@@ -203,10 +215,9 @@ def read_checkpoint(path: Path) -> CheckpointInfo:
         )
     if not isinstance(files.get(WEIGHTS), str):
         raise CheckpointError(f"{path / CONFIG} does not give the sha256 of {WEIGHTS}")
-    resolved = path.resolve()  # `best` and `latest` are links: name what they point to
     return CheckpointInfo(
         path=path,
-        name=resolved.name,
+        name=name_of(path),
         config=config,
         tokenizer=tokenizer,
         training=_training_record(training_part, path),
@@ -382,9 +393,12 @@ def _check_finite(where: Path, tensor: StoredTensor, elements: Tensor) -> None:
 
 
 def _read_document(path: Path) -> dict[str, Any]:
-    if not path.is_dir():
-        problem = "is not a directory" if path.exists() else "does not exist"
-        raise CheckpointError(f"{path} {problem}; expected the directory of a checkpoint")
+    try:
+        if not path.is_dir():
+            problem = "is not a directory" if path.exists() else "does not exist"
+            raise CheckpointError(f"{path} {problem}; expected the directory of a checkpoint")
+    except PermissionError as error:  # of a folder that it lies in
+        raise CheckpointError(forbidden(path)) from error
     try:
         document = parse_json(read_regular(path / CONFIG, CONFIG_BYTES))
     except FileNotFoundError as error:

@@ -5,7 +5,6 @@ said by `family.py`; what none computes is refused. Formats: `hf/export.py`, `gg
 """
 
 import shutil
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
@@ -18,6 +17,7 @@ from model.convert.family import family_of, folder_family_of
 from model.convert.gguf_file import write_gguf
 from model.convert.hf.export import write_folder
 from model.dtypes import DTypeName
+from model.files import folder_aside, require_regular, share_files
 
 TO = Literal["hf", "gguf"]
 
@@ -46,20 +46,26 @@ def export_model(
     stored = _stored_dtype(checkpoint) if dtype == "auto" else getattr(torch, dtype)
     gpt = load_weights(info, device=torch.device("cpu"), dtype=stored)
     destination.parent.mkdir(parents=True, exist_ok=True)
-    aside = Path(tempfile.mkdtemp(prefix=f".{destination.name}.", dir=destination.parent))
+    aside = folder_aside(destination)
     try:
         if to == "hf":
             write_folder(aside, info, gpt, family, log)
-            aside.chmod(0o755)  # mkdtemp made it private
+            share_files(aside)
             aside.rename(destination)
         else:
             write_gguf(aside / "model.gguf", info, gpt, family, pre)
+            share_files(aside)
             (aside / "model.gguf").rename(destination)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
 
 
 def _stored_dtype(checkpoint: Path) -> torch.dtype:
-    """The dtype of a checkpoint's weights: saving gives all of them the same."""
+    """The dtype of a checkpoint's weights: saving gives all of them the same. Raises
+    CheckpointError."""
+    try:
+        require_regular(checkpoint / WEIGHTS)
+    except OSError as error:
+        raise CheckpointError(str(error)) from error
     with safe_open(checkpoint / WEIGHTS, framework="pt") as file:
         return file.get_tensor(next(iter(file.keys()))).dtype

@@ -24,6 +24,7 @@ from model.convert.foreign import ConvertError
 from model.convert.hf.export import gpt_weights, rotary_weights
 from model.convert.hf.merges import byte_characters, merges_of, written
 from model.convert.hf.tokenizer import GPT2_PATTERN, QWEN2_PATTERN
+from model.extras import installation
 from model.text.published import KNOWN_FILES
 from model.text.tokenizer import Tokenizer
 from model.transformer.gpt import GPT
@@ -75,8 +76,7 @@ def write_gguf(path: Path, info: CheckpointInfo, gpt: GPT, family: str, pre: str
         import gguf
     except ImportError as error:
         raise ConvertError(
-            "writing GGUF needs the package gguf, which is not installed: "
-            "pip install 'logitd[gguf]'"
+            f"writing GGUF needs the package gguf, which is not installed: {installation('gguf')}"
         ) from error
     config = info.config
     if family == GPT2 and config.activation != "gelu_tanh":

@@ -8,6 +8,7 @@ computes: nanoGPT's `ckpt.pt` (`nanogpt.py`), Hugging Face folders (`hf/config.p
 """
 
 import hashlib
+import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -58,6 +59,7 @@ CHECKED_CHARACTERS = 2_000_000
 DAMAGE = (
     *(ArithmeticError, AttributeError, LookupError, MemoryError, TypeError, ValueError),
     RuntimeError,
+    zipfile.BadZipFile,
 )
 """What reading a value of a kind that nobody expects there may raise."""
 

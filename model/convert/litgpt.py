@@ -18,6 +18,7 @@ from model.convert.foreign import ConvertError, ForeignModel, Settings, StateDic
 from model.convert.hf.rope import half_split
 from model.convert.pt_file import read_pt
 from model.convert.source_file import source_text
+from model.extras import installation
 from model.files import CONFIG_BYTES
 from model.transformer.config import ConfigError, GPTConfig, gpt2_shape
 
@@ -91,8 +92,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
         import yaml
     except ImportError as error:
         raise ConvertError(
-            f"reading {path.name} needs PyYAML, which is not installed: "
-            "pip install 'logitd[litgpt]'"
+            f"reading {path.name} needs PyYAML, which is not installed: {installation('litgpt')}"
         ) from error
     if not path.exists():
         raise ConvertError(f"{path} does not exist; it says what {WEIGHTS} is")
@@ -191,7 +191,7 @@ def _weights(reader: StateDictReader, config: GPTConfig, settings: Settings) -> 
 
     norm("final_norm", "transformer.ln_f")
     up = ["fc_1", "fc_2"] if config.activation == "swiglu" else ["fc"]
-    for layer in range(config.n_layer):
+    for layer in reader.layers(config.n_layer):
         source, here = f"transformer.h.{layer}", f"blocks.{layer}"
         norm(f"{here}.attention_norm", f"{source}.norm_1")
         norm(f"{here}.mlp_norm", f"{source}.norm_2")

@@ -120,7 +120,7 @@ def _weights(reader: StateDictReader, config: GPTConfig) -> dict[str, Tensor]:
         ),
     }
     modules: dict[str, tuple[str, tuple[int, ...]]] = {"transformer.ln_f": ("final_norm", (width,))}
-    for layer in range(config.n_layer):
+    for layer in reader.layers(config.n_layer):
         theirs, here = f"transformer.h.{layer}", f"blocks.{layer}"
         modules |= {
             f"{theirs}.ln_1": (f"{here}.attention_norm", (width,)),

@@ -6,12 +6,13 @@ and its older form (several pickles one behind the other), and plain pickles.
 
 import pickletools
 import struct
+import warnings
 import zipfile
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 BYTES = 256 * 2**20
 """Of a pickle's instructions at most; tensors stand beside them in a zip archive."""
@@ -95,12 +96,26 @@ def _harmless(name: str) -> bool:
     )
 
 
+def _instructions(file: BinaryIO) -> Iterator[tuple[pickletools.OpcodeInfo, Any]]:
+    """Each with its argument. Names of damaged bytes may look like escapes that Python no longer
+    has; what it says to that is for who writes source code."""
+    instructions = pickletools.genops(file)
+    while True:
+        with warnings.catch_warnings():  # about each: a generator must not change them for others
+            warnings.simplefilter("ignore", DeprecationWarning)
+            instruction = next(instructions, None)
+        if instruction is None:
+            return
+        opcode, argument, _ = instruction
+        yield opcode, argument
+
+
 def _globals(file: BinaryIO, texts: set[str]) -> Iterator[str]:
     """The names of one pickle. `texts` is given the strings that mark a torch module."""
     strings: list[str] = []
     memo: dict[int, str] = {}
     memoized, last = 0, ""
-    for opcode, argument, _ in pickletools.genops(file):
+    for opcode, argument in _instructions(file):
         if opcode.name == "MEMOIZE" or opcode.name.endswith("BINPUT"):
             memo[memoized if argument is None else argument] = last
             memoized += 1

@@ -33,7 +33,7 @@ from model.data.vocabulary import (
 from model.files import CONFIG_BYTES, VOCABULARY_BYTES, parse_json, read_regular
 from model.text.tokenizer import END_OF_TEXT, Tokenizer
 
-RUN, DATA, RANKS = "run.json", "data", "tokenizer.tiktoken"
+DATA, RANKS = "data", "tokenizer.tiktoken"
 """Of a run directory: the file that makes it one, the folder that is prepared here, and its
 vocabulary."""
 

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 
 from model.data.errors import DataError
 from model.data.sources.document import PIECE, TextError
+from model.extras import installation
 from model.text.published import published_tokenizer
 from model.text.tokenizer import END_OF_TEXT, SPLIT_PATTERN, Tokenizer, TokenizerError
 
@@ -33,8 +34,8 @@ def learn(pieces: Iterable[str], vocab_size: int) -> Tokenizer:
         import rustbpe
     except ImportError as error:
         raise DataError(
-            "learning a vocabulary needs rustbpe, which is not installed; install it "
-            "(pip install 'logitd[train]') or use a published one, for example --tokenizer gpt2"
+            "learning a vocabulary needs rustbpe, which is not installed; use a published one, for "
+            f"example --tokenizer gpt2, or install it: {installation('train')}"
         ) from error
     trainer = rustbpe.Tokenizer()
     trainer.train_from_iterator(_bounded(pieces), vocab_size - 1, pattern=SPLIT_PATTERN)

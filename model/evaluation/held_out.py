@@ -13,7 +13,8 @@ from pathlib import Path
 import numpy as np
 
 from model.checkpoint.checkpoint import CheckpointInfo
-from model.data.prepare import DATA, RUN
+from model.checkpoint.run_folder import is_run
+from model.data.prepare import DATA
 from model.data.shards import Shard, open_shard
 from model.data.sources.document import Document, TextError
 from model.data.sources.files import documents_of_all, each_once, named_files
@@ -82,7 +83,7 @@ def _text(
     if path is not None:
         return str(path), _tokenised(_documents(path, at_most), tokenizer, at_most)
     folder = checkpoint.path.resolve().parent  # `best` is a link into the run
-    if (folder / RUN).is_file():
+    if is_run(folder):
         shard = open_shard(folder / DATA / "val.tokens", tokenizer_sha256(tokenizer))
         return "the run's validation text", shard
     if data.get("built_in") is not True:

@@ -28,7 +28,7 @@ from model.checkpoint.checkpoint import (
     load_weights,
     read_checkpoint,
 )
-from model.data.prepare import RUN
+from model.checkpoint.run_folder import is_run
 from model.training.config import SHAPE_FIELDS, TrainingError
 from model.training.events import EventHandler, Noticed
 from model.training.optim.optimizers import initialise
@@ -81,9 +81,9 @@ def open_base(path: Path) -> Base:
             "once more and name its vocabulary with --tokenizer"
         )
     training = info.training
-    folder = info.path.resolve().parent  # `best` is a link into the run
+    resolved = info.path.resolve()  # `best` is a link into the run
     record = {
-        "name": f"{folder.name}/{info.name}" if (folder / RUN).is_file() else info.name,
+        "name": f"{info.name}/{resolved.name}" if is_run(resolved.parent) else info.name,
         "weights_sha256": info.weights_sha256,
         "step": training.step,
         "tokens": training.tokens,

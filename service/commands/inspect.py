@@ -12,10 +12,11 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from model.checkpoint.checkpoint import CheckpointError, CheckpointInfo, load_checkpoint
+from model.checkpoint.run_folder import is_run
 from model.device import choose_placement
 from model.text.tokenizer import NoVocabularyError, TokenizerError
 from model.training.config import TrainingError
-from model.training.run.summary import is_run, summarise
+from model.training.run.summary import summarise
 from model.transformer.config import GPTConfig
 from model.transformer.stages import stages_of
 from model.transformer.trace import TracedStage, trace

@@ -99,7 +99,8 @@ def straight(story_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
 def processes() -> ForkServerContext:
     """New processes that have imported the trainer and computed nothing."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["model.training.trainer", "hypothesis", __name__])
+    used = ["torch._dynamo", "hypothesis"]  # torch's optimizers import the first when they begin
+    context.set_forkserver_preload(["model.training.trainer", *used, __name__])
     return context
 
 

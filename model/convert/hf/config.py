@@ -81,7 +81,9 @@ def read_huggingface(folder: Path, *, context_length: int | None) -> ForeignMode
 def _architectures(names: Any, where: str) -> list[str]:
     """The names of their classes, which a checkpoint keeps for its readers. Raises ConvertError."""
     names = [] if names is None else names
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+    if not isinstance(names, list) or not all(
+        isinstance(name, str) and name.isprintable() for name in names
+    ):
         raise ConvertError(f"{where}: architectures is not a list of names")
     return names
 
@@ -197,7 +199,7 @@ def _gpt2_weights(reader: StateDictReader, config: GPTConfig, prefix: str) -> di
     }
     norms = {f"{prefix}ln_f": "final_norm"}
     matrices: dict[str, tuple[str, int, int]] = {}  # in, out
-    for layer in range(config.n_layer):
+    for layer in reader.layers(config.n_layer):
         theirs, here = f"{prefix}h.{layer}", f"blocks.{layer}"
         norms |= {f"{theirs}.ln_1": f"{here}.attention_norm", f"{theirs}.ln_2": f"{here}.mlp_norm"}
         matrices |= {
@@ -266,7 +268,7 @@ def _rotary_weights(
         ),
         "final_norm.weight": reader.take(f"{prefix}norm.weight", width),
     }
-    for layer in range(config.n_layer):
+    for layer in reader.layers(config.n_layer):
         theirs, here = f"{prefix}layers.{layer}", f"blocks.{layer}"
         sides = (("q_proj", wide), ("k_proj", config.kv_width), ("v_proj", config.kv_width))
         for ours, module, parts, inside, biased in (

@@ -56,7 +56,7 @@ def _weights(reader: StateDictReader, config: GPTConfig) -> dict[str, Tensor]:
         "position_embedding.weight": table[BEFORE_THE_FIRST:],
     }
     norms = {"final_norm": f"{prefix}final_layer_norm"} if config.final_norm else {}
-    for layer in range(config.n_layer):
+    for layer in reader.layers(config.n_layer):
         theirs, here = f"{prefix}layers.{layer}", f"blocks.{layer}"
         norms |= {
             f"{here}.attention_norm": f"{theirs}.self_attn_layer_norm",

@@ -11,7 +11,6 @@ import codecs
 import hashlib
 import os
 import re
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,6 +23,7 @@ import httpx
 from model.data.sources.document import TextError
 from model.data.sources.files import GZIP
 from model.data.sources.progress import Downloaded, Downloading, Report
+from model.files import file_aside
 
 MB = 1_000_000
 
@@ -191,16 +191,15 @@ class _Utf8Check:
 def _aside(path: Path) -> Iterator[IO[bytes]]:
     """A file that gets its name when the block ends in peace, and is gone when it does not."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".part")
-    try:
-        with os.fdopen(handle, "wb") as file:
+    with file_aside(path) as file:
+        try:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        os.replace(name, path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
+            Path(file.name).replace(path)
+        except BaseException:
+            Path(file.name).unlink(missing_ok=True)
+            raise
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from model.data.sources.document import Document, TextError, text_document
+from model.extras import installation
 
 LONGEST_LINE = 2**28
 """Characters. A line is held in memory whole."""
@@ -35,8 +36,8 @@ def parquet_documents(path: Path, name: str, field: str) -> Iterator[Document]:
         from pyarrow import parquet
     except ImportError as error:
         raise TextError(
-            f"{name}: reading Parquet needs pyarrow, which is not installed; install it "
-            "(pip install 'logitd[parquet]') or convert the file to JSON lines"
+            f"{name}: reading Parquet needs pyarrow, which is not installed; convert the file to "
+            f"JSON lines, or install it: {installation('parquet')}"
         ) from error
     try:
         with parquet.ParquetFile(path) as file:

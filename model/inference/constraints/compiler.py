@@ -12,7 +12,8 @@ What the four kinds mean here:
 regex        the whole text matches, in the syntax of Rust's `regex` crate
 json_schema  the text is one JSON value by the schema (`json_schema.py`), on one line as
              Python's `json.dumps` writes it, properties in the order of the schema; names of
-             additional properties may repeat
+             additional properties may repeat; what the schema leaves open is bounded, so that
+             the text ends (`json_bounds.py`)
 choice       the text is one of a list
 grammar      the text is a sentence of a context-free grammar, in llguidance's dialect of Lark
 
@@ -34,6 +35,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from model.inference.constraints.json_bounds import bounded
 from model.inference.constraints.json_schema import enforceable
 from model.inference.errors import ConstraintError
 from model.text.tokenizer import Tokenizer
@@ -292,7 +294,7 @@ def _grammar(source: Source, *, looks_ahead: bool) -> str:
             _check_lark(source.text)
             lark = source.text
         case "json_schema":
-            schema = enforceable(json.loads(source.text))
+            schema = bounded(enforceable(json.loads(source.text)))
             schema["x-guidance"] = JSON_LAYOUT
             if looks_ahead:
                 return json.dumps({"grammars": [{"json_schema": schema}]})

@@ -23,13 +23,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from model.data.prepare import DATA, RUN
+from model.checkpoint.beside import METRICS
+from model.checkpoint.run_folder import BEST, LATEST, RUN, is_run
+from model.data.prepare import DATA
 from model.files import CONFIG_BYTES, parse_json, read_regular
 from model.training.config import TrainingError
 from model.training.run.description import RunDescription
 from model.training.run.lock import LOCK, RunLock
 
-METRICS, SAMPLES, PLOT = "metrics.jsonl", "samples.txt", "loss.png"
+SAMPLES, PLOT = "samples.txt", "loss.png"
 _STEP = re.compile(r"step-(\d{6,})")
 _SAMPLE = re.compile(r"^=== step (\d+)$", re.MULTILINE)
 
@@ -42,8 +44,8 @@ class RunDirectory:
         self.data = path / DATA
         self.state = path / "state" / "state.pt"
         self.plot = path / PLOT
-        self.latest = path / "latest"
-        self.best = path / "best"
+        self.latest = path / LATEST
+        self.best = path / BEST
         self._lock: RunLock | None = None
 
     @classmethod
@@ -78,7 +80,7 @@ class RunDirectory:
     @classmethod
     def open(cls, path: Path) -> "RunDirectory":
         """A run that exists, to be read; who writes takes its lock."""
-        if not (path / RUN).is_file():
+        if not is_run(path):
             raise TrainingError(f"there is nothing to resume: {path} has no {RUN}")
         return cls(path)
 
@@ -166,7 +168,7 @@ class RunDirectory:
     def _sweep(self) -> None:
         """Remove files and folders that were being written when a process was killed."""
         state = self.state.parent.glob(f".{self.state.name}.*")
-        for left in [*self.path.glob(".step-*"), *self.path.glob(".*.part"), *state]:
+        for left in {*self.path.glob(".step-*"), *self.path.glob(".*.part"), *state}:
             if left.is_dir() and not left.is_symlink():
                 shutil.rmtree(left)
             else:

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 from safetensors import SafetensorError
 
-from model.data.prepare import RUN
+from model.checkpoint.run_folder import is_run
 from model.training.config import TrainingError
 from model.training.run.directory import RunDirectory
 
@@ -57,7 +57,7 @@ def last_good(directory: RunDirectory) -> str:
 
 
 def _how_to_go_on(directory: RunDirectory, error: Exception) -> str:
-    if not (directory.path / RUN).is_file():
+    if not is_run(directory.path):
         return f"{directory.path} was removed meanwhile: there is nothing left to resume"
     # safetensors gives no number, and writes nothing that could fail for another reason.
     full = isinstance(error, SafetensorError) or getattr(error, "errno", None) in NO_SPACE

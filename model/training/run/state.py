@@ -13,7 +13,6 @@ threads, device, dtype, processes, sharded or not); `differences` says where it 
 
 import os
 import pickle
-import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,7 +21,7 @@ from typing import Any, BinaryIO
 import torch
 
 from model.device import Placement, describe
-from model.files import require_regular
+from model.files import file_aside, require_regular
 from model.training.config import TrainingError
 from model.training.distributed.fsdp import gather_weights, is_sharded, scatter_weights
 from model.training.distributed.ranks import ALONE, Ranks
@@ -97,17 +96,16 @@ def save_state(
 
 def _replace(path: Path, document: Mapping[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, aside = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    try:
-        with os.fdopen(descriptor, "wb") as file:
+    with file_aside(path) as file:
+        try:
             _write(document, file)
             file.flush()
             os.fsync(file.fileno())
-        Path(aside).replace(path)
-        sync(path.parent)
-    except BaseException:
-        Path(aside).unlink(missing_ok=True)
-        raise
+            Path(file.name).replace(path)
+            sync(path.parent)
+        except BaseException:
+            Path(file.name).unlink(missing_ok=True)
+            raise
 
 
 def _write(document: Mapping[str, Any], file: BinaryIO) -> None:

@@ -13,11 +13,12 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from model.data.prepare import RUN
+from model.checkpoint.beside import METRICS
+from model.checkpoint.run_folder import RUN, is_run
 from model.training.config import TrainingConfig, TrainingError
 from model.training.presets import PresetError, Recipe, preset
 from model.training.run.counters import Counters
-from model.training.run.directory import METRICS, SAMPLES, RunDirectory
+from model.training.run.directory import SAMPLES, RunDirectory
 from model.training.stopping.length import resolve_length
 from model.transformer.config import GPTConfig
 from model.transformer.size import parameter_count
@@ -51,10 +52,6 @@ class RunSummary:
     sampled_at: int | None
     samples: tuple[str, ...]  # of that step, each with its prompt
     notes: tuple[str, ...]  # what is damaged, in sentences
-
-
-def is_run(path: Path) -> bool:
-    return (path / RUN).is_file()
 
 
 def summarise(path: Path) -> RunSummary:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from model.extras import installation
 from model.training.config import TrainingError
 from model.training.events import Evaluated, Event, EventHandler, Progress, Sampled, Started
 
@@ -73,7 +74,7 @@ def require_tensorboard() -> "type[SummaryWriter]":
     except ImportError as error:
         raise TrainingError(
             "--tensorboard needs the package tensorboard, which is not installed: "
-            "`pip install 'logitd[tensorboard]'`, or leave the flag out; metrics.jsonl and "
+            f"{installation('tensorboard')}  Or leave the flag out: metrics.jsonl and "
             "loss.png hold the same numbers"
         ) from error
     return SummaryWriter

@@ -58,7 +58,7 @@ def try_to_load(folder: Path, files: dict[str, bytes], *, hashed: bool) -> None:
 @pytest.mark.parametrize("name", [CONFIG, WEIGHTS, RANKS, CARD])
 def test_damaged_bytes(whole: dict[str, bytes], tmp_path: Path, name: str, hashed: bool) -> None:
     @given(damaged(whole[name]))
-    @settings(max_examples=examples(300, fast=30))
+    @settings(max_examples=examples(150, fast=12))
     def refused_or_loaded(raw: bytes) -> None:
         try_to_load(tmp_path / "tiny", whole | {name: raw}, hashed=hashed)
 
@@ -68,7 +68,7 @@ def test_damaged_bytes(whole: dict[str, bytes], tmp_path: Path, name: str, hashe
 @pytest.mark.hypothesis
 def test_edited_fields(whole: dict[str, bytes], tmp_path: Path) -> None:
     @given(edited(json.loads(whole[CONFIG])))
-    @settings(max_examples=examples(1000))
+    @settings(max_examples=examples(500))
     def refused_or_loaded(document: Any) -> None:
         try_to_load(tmp_path / "tiny", whole | {CONFIG: written(document)}, hashed=False)
 
@@ -81,7 +81,7 @@ def test_edited_headers(whole: dict[str, bytes], tmp_path: Path) -> None:
     header, rest = json.loads(whole[WEIGHTS][8 : 8 + size]), whole[WEIGHTS][8 + size :]
 
     @given(edited(header))
-    @settings(max_examples=examples(500))
+    @settings(max_examples=examples(300))
     def refused_or_loaded(document: Any) -> None:
         raw = written(document)
         weights = len(raw).to_bytes(8, "little") + raw + rest

@@ -10,7 +10,9 @@ import signal
 import subprocess
 import sys
 import textwrap
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -219,6 +221,16 @@ def test_a_chat_template_that_does_not_compile_is_not_saved(tmp_path: Path) -> N
 
 
 # Saving is all or nothing
+
+
+@pytest.mark.parametrize("value", ["\ud800", 2**63])
+def test_what_could_not_be_read_again_is_not_saved(value: Any, tmp_path: Path) -> None:
+    """A description holds what other people's files said: half a character came to be saved, and
+    no reader took the checkpoint."""
+    record = replace(training_record(), data={"said": value})
+    with pytest.raises(CheckpointError, match=r"^the config\.json of \S+ could not be read: "):
+        save_tiny_checkpoint(tmp_path / "saved", training=record)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_checkpoint_is_never_overwritten(saved: Path) -> None:

@@ -74,7 +74,7 @@ def test_overlapping_windows_predict_from_more(tiny: Path, tmp_path: Path) -> No
     assert measured.stride == 10
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_of_a_run_it_is_what_the_trainer_reported(configure: Configure, dtype: Any) -> None:
     """But for the tokens behind the last whole window, which the trainer leaves out."""
     result = train(configure(dtype=dtype, eval_batches=10_000))

@@ -157,7 +157,7 @@ def test_the_card_tells_what_a_stranger_needs(configure: Configure) -> None:
     assert str(result.run) not in card
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 @pytest.mark.usefixtures("no_picture")
 def test_a_run_stopped_and_resumed_is_the_run_that_was_not_bit_for_bit(
     configure: Configure, tmp_path: Path, dtype: str
@@ -304,9 +304,9 @@ def test_one_batch_can_be_learned_by_heart(
         vocab_size=257,
         val_fraction=0.5,
         context_length=100,
-        steps=150,
-        eval_every=150,
-        checkpoint_every=150,
+        steps=100,
+        eval_every=100,
+        checkpoint_every=100,
         optimizer=optimizer,
         matrix_lr=0.02 if optimizer == "muon" else 0.005,
     )
@@ -515,19 +515,21 @@ def test_what_neox_is_made_of_is_trained_and_saved(tmp_path: Path, story_file: P
 
 @pytest.mark.slow
 def test_decoder_8x64_as_its_preset_has_it(tmp_path: Path) -> None:
-    """All 5,000 steps on the built-in text. One thread: the other core belongs to another worker,
-    and threads that wait for each other there take ten times as long."""
-    result = train(TrainingConfig(preset="decoder-8x64", out=tmp_path / "run", threads=1))
-    assert result.step == 5000
-    assert result.val_loss < _unigram_entropy(result.run) - 0.5
+    """A fifth of its 5,000 steps, on the built-in text: 0.33 nats below. One thread: the other core
+    belongs to another worker, and threads that wait for each other there take ten times as long."""
+    config = TrainingConfig(preset="decoder-8x64", out=tmp_path / "run", steps=1000, threads=1)
+    result = train(config)
+    assert result.step == 1000
+    assert result.val_loss < _unigram_entropy(result.run) - 0.25
 
 
 @pytest.mark.first
 @pytest.mark.slow
 def test_the_default_recipe_learns_the_built_in_text(tmp_path: Path) -> None:
-    """`logitd train` with no arguments but the place, and one thread for the reason above."""
-    result = train(TrainingConfig(out=tmp_path / "run", threads=1))
-    assert result.val_bits_per_byte < 1.45
+    """`logitd train` with no arguments but the place, a tenth of its 1,200 steps, and one thread
+    for the reason above. It comes to 2.15 bits per byte; all of them, to less than 1.45."""
+    result = train(TrainingConfig(out=tmp_path / "run", steps=120, threads=1))
+    assert result.val_bits_per_byte < 2.25
 
 
 @pytest.mark.usefixtures("no_picture")

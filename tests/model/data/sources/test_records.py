@@ -111,7 +111,7 @@ def test_parquet_without_pyarrow_is_a_sentence(
 ) -> None:
     monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
     (tmp_path / "a.parquet").write_bytes(b"PAR1")
-    with pytest.raises(TextError, match=r"needs pyarrow.*pip install 'logitd\[parquet\]'"):
+    with pytest.raises(TextError, match=r"needs pyarrow.*-m pip install 'pyarrow>=20'"):
         texts(tmp_path / "a.parquet")
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from model.files import file_aside, folder_aside
 from model.training.config import TrainingConfig, TrainingError
 from model.training.presets import PRESETS
 from model.training.run.description import RunDescription
@@ -58,6 +59,20 @@ def test_rewinding_forgets_what_came_later(tmp_path: Path) -> None:
     run.rewind(0)
     assert not run.latest.is_symlink()
     assert not run.best.is_symlink()
+
+
+def test_rewinding_removes_what_a_kill_left_half_written(tmp_path: Path) -> None:
+    """A checkpoint's folder aside matches two patterns: it was removed twice, and a run that was
+    killed while it saved could not be resumed."""
+    run = _run(tmp_path / "run", {5: 3.0})
+    run.state.parent.mkdir()
+    with file_aside(run.state) as state:
+        left = (folder_aside(run.checkpoint(10)), Path(state.name), run.path / ".run.json.part")
+    (left[0] / "weights").touch()
+    left[2].touch()
+    run.rewind(5)
+    assert not any(path.exists() for path in left)
+    assert list(run.checkpoints()) == [5]
 
 
 def test_nothing_is_overwritten_and_nothing_is_resumed_from_nowhere(tmp_path: Path) -> None:

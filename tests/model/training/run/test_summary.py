@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 
 from model.checkpoint.checkpoint import read_checkpoint
+from model.checkpoint.run_folder import is_run
 from model.training.config import TrainingConfig, TrainingError
 from model.training.run.directory import RunDirectory
-from model.training.run.summary import differences, is_run, summarise
+from model.training.run.summary import differences, summarise
 from model.training.trainer import train
 from tests.model.conftest import Configure
 from tests.model.training.test_trainer import StopAt

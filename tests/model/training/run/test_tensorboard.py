@@ -27,7 +27,7 @@ def missing(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.usefixtures("missing")
 def test_without_the_package_a_run_is_refused_before_it_begins(configure: Configure) -> None:
     config = configure(tensorboard=True)
-    with pytest.raises(TrainingError, match=r"pip install 'logitd\[tensorboard\]'"):
+    with pytest.raises(TrainingError, match=r"-m pip install 'tensorboard>=2\.20'"):
         train(config)
     assert config.out is not None
     assert not config.out.exists()

@@ -1,0 +1,102 @@
+"""Beside: what stands by a checkpoint for people: its card, and the curve of the run that made it.
+
+The curve is in the log of the run that the checkpoint lies in, and otherwise in the card's own
+table. Both may be missing, written by hand or damaged: what cannot be read is left out, since
+nothing is computed from it. Does not verify a checkpoint and loads no weights.
+"""
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from model.checkpoint.checkpoint import CARD
+from model.files import open_regular, parse_json, read_text
+
+METRICS = "metrics.jsonl"
+"""The log of a run: one JSON object a line."""
+METRICS_BYTES = 2**23
+"""Of its end that are read: more than 25,000 reports."""
+CARD_BYTES = 2**20
+MOST_POINTS = 1000
+
+_ROW = re.compile(r"^\| ([\d,]+) \| (\d+\.\d+) \| (\d+\.\d+) \|$", re.MULTILINE)
+"""Of the curve in a card (`model/training/run/card.py`): step, validation loss, bits per byte."""
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """A loss in nats per token; bits per byte where that was measured."""
+
+    step: int
+    loss: float
+    bits_per_byte: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """By step. `training` is smoothed, as the trainer reports it."""
+
+    training: tuple[Point, ...] = ()
+    validation: tuple[Point, ...] = ()
+
+
+def read_card(path: Path) -> str | None:
+    """The card of the checkpoint at `path`; None where there is none that can be read."""
+    try:
+        return read_text(path / CARD, CARD_BYTES)
+    except (OSError, ValueError):
+        return None
+
+
+def read_curve(path: Path, card: str | None) -> Curve:
+    """How the checkpoint at `path` was trained, at most MOST_POINTS each."""
+    records = list(_records(path.resolve().parent / METRICS))
+    training = _points(records, "train", "smoothed_loss")
+    validation = _points(records, "eval", "val_loss")
+    if not training and not validation and card is not None:
+        validation = [
+            Point(int(step.replace(",", "")), float(loss), float(bits))
+            for step, loss, bits in _ROW.findall(card)
+        ]
+    return Curve(_thinned(training), _thinned(validation))
+
+
+def _records(path: Path) -> Iterator[dict[str, Any]]:
+    """The whole lines at the end of a log."""
+    try:
+        with open_regular(path) as file:
+            size = file.seek(0, 2)
+            start = file.seek(max(0, size - METRICS_BYTES))
+            lines = file.read(METRICS_BYTES).split(b"\n")
+    except (OSError, ValueError):
+        return
+    for line in lines[1 if start else 0 : -1]:  # a first one may be cut off, and a last one is
+        try:
+            record = parse_json(line)
+        except ValueError:
+            continue
+        if isinstance(record, dict):
+            yield record
+
+
+def _points(records: Sequence[dict[str, Any]], kind: str, loss: str) -> list[Point]:
+    return [
+        Point(record["step"], record[loss], _float_or_none(record.get("val_bits_per_byte")))
+        for record in records
+        if record.get("kind") == kind
+        and isinstance(record.get("step"), int)
+        and isinstance(record.get(loss), float)
+    ]
+
+
+def _float_or_none(value: object) -> float | None:
+    return value if isinstance(value, float) else None
+
+
+def _thinned(points: Sequence[Point]) -> tuple[Point, ...]:
+    """Evenly spaced ones, and the last."""
+    every = max(1, -(-len(points) // (MOST_POINTS - 1)))
+    kept = points[::every]
+    return (*kept, *points[-1:]) if points and kept[-1] is not points[-1] else tuple(kept)

@@ -1,0 +1,97 @@
+"""What stands beside a checkpoint: read as far as it can be, left out where it cannot."""
+
+import json
+from pathlib import Path
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from model.checkpoint.beside import (
+    CARD_BYTES,
+    METRICS,
+    METRICS_BYTES,
+    MOST_POINTS,
+    Curve,
+    Point,
+    read_card,
+    read_curve,
+)
+from model.training.run.card import _curve
+
+
+def checkpoint_in(run: Path, *records: object, end: str = "\n") -> Path:
+    """A checkpoint's folder inside a run with such a log."""
+    lines = [record if isinstance(record, str) else json.dumps(record) for record in records]
+    (run / METRICS).write_text("\n".join(lines) + end)
+    path = run / "step-000010"
+    path.mkdir(exist_ok=True)
+    return path
+
+
+def train(step: int, loss: object = 2.5) -> dict[str, object]:
+    return {"kind": "train", "step": step, "smoothed_loss": loss, "seconds": 1.0}
+
+
+def evaluation(step: int, loss: object = 2.0) -> dict[str, object]:
+    return {"kind": "eval", "step": step, "val_loss": loss, "val_bits_per_byte": 1.5}
+
+
+def test_the_curve_is_that_of_the_run(tmp_path: Path) -> None:
+    path = checkpoint_in(tmp_path, train(5), evaluation(5), train(10, 2.25), evaluation(10, 1.75))
+    expected = Curve(
+        training=(Point(5, 2.5), Point(10, 2.25)),
+        validation=(Point(5, 2.0, 1.5), Point(10, 1.75, 1.5)),
+    )
+    assert read_curve(path, None) == expected
+    best = tmp_path / "best"
+    best.symlink_to(path.name)
+    assert read_curve(best, "| 1 | 9.0000 | 9.0000 |") == expected, "the run's, not the card's"
+
+
+def test_without_a_run_it_is_that_of_the_card(tmp_path: Path) -> None:
+    records = [evaluation(step, 3 - step / 1000) for step in (0, 500, 1500)]
+    card = f"# a model\n\n| steps | 1,500 |\n\n## Curve\n\n{_curve(records)}\n"
+    points = (Point(0, 3.0, 1.5), Point(500, 2.5, 1.5), Point(1500, 1.5, 1.5))
+    assert read_curve(tmp_path, card) == Curve(validation=points)
+    assert read_curve(tmp_path, None) == Curve()
+
+
+def test_lines_that_cannot_be_read_are_left_out(tmp_path: Path) -> None:
+    damaged = ['{"kind": "train"', "[1]", "NaN", '{"kind": "eval", "step": "x", "val_loss": 1.5}',
+               '{"kind": "train", "step": 3, "smoothed_loss": Infinity}', "\x00", "[" * 100_000,
+               '{"kind": "eval", "step": 4, "val_loss": null}']  # fmt: skip
+    path = checkpoint_in(tmp_path, train(1), *damaged, train(9), '{"kind": "tr', end="")
+    assert [point.step for point in read_curve(path, None).training] == [1, 9]
+
+
+def test_a_long_log_is_read_at_its_end_and_thinned(tmp_path: Path) -> None:
+    padding = {"more": "x" * 1000}
+    count = METRICS_BYTES // 500
+    path = checkpoint_in(tmp_path, *(train(step) | padding for step in range(count)))
+    points = read_curve(path, None).training
+    assert len(points) <= MOST_POINTS
+    assert points[-1].step == count - 1
+    assert points[0].step > count // 4
+
+
+@given(count=st.integers(0, 5 * MOST_POINTS))
+def test_thinning_keeps_the_ends_and_the_order(count: int) -> None:
+    from model.checkpoint.beside import _thinned
+
+    points = [Point(step, 1.0) for step in range(count)]
+    steps = [point.step for point in _thinned(points)]
+    assert steps == sorted(set(steps))
+    assert len(steps) <= MOST_POINTS
+    assert steps[:1] == [0][:count]
+    assert steps[-1:] == [count - 1][:count]
+
+
+def test_a_card_that_cannot_be_read_is_none(tmp_path: Path) -> None:
+    assert read_card(tmp_path) is None
+    card = tmp_path / "README.md"
+    card.write_bytes(b"\xff\xfe")
+    assert read_card(tmp_path) is None
+    card.write_text("x" * (CARD_BYTES + 1))
+    assert read_card(tmp_path) is None
+    card.write_text("# a model\n")
+    assert read_card(tmp_path) == "# a model\n"

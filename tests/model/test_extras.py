@@ -1,0 +1,43 @@
+"""Optional packages: the command that is named installs what pyproject.toml says."""
+
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from model.extras import EXTRAS, installation
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize("extra", EXTRAS)
+def test_the_packages_are_those_of_the_project(extra: str) -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert list(EXTRAS[extra]) == project["optional-dependencies"][extra]
+
+
+def test_the_command_can_be_pasted_where_it_is_printed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sys, "executable", str(ROOT / ".venv" / "bin" / "python"))
+    assert installation("parquet") == ".venv/bin/python -m pip install 'pyarrow>=20'"
+    monkeypatch.chdir("/")
+    monkeypatch.setattr(sys, "executable", "/opt/my envs/bin/python")
+    assert installation("gguf") == "'/opt/my envs/bin/python' -m pip install 'gguf>=0.17'"
+
+
+def test_nothing_says_that_logitd_is_on_an_index() -> None:
+    """There it is not: whoever installed that name would get nothing, or somebody else's."""
+    texts = [
+        path
+        for folder in ("model", "service", "logitd", "checkpoints", "benchmarks")
+        for path in (ROOT / folder).rglob("*")
+        if path.suffix in (".py", ".md", ".html", ".js")
+    ]
+    named = [
+        str(path.relative_to(ROOT))
+        for path in [*texts, *ROOT.glob("*.md")]
+        for text in [path.read_text(encoding="utf-8")]
+        if "logitd[" in text or "install logitd" in text
+    ]
+    assert named == []
