@@ -1,6 +1,6 @@
 # logitd in a container: two stages, no compiler and no pip at run time, an ordinary user.
 #
-#   docker build --build-arg TORCH_INDEX=<PyTorch's CPU wheel index> -t logitd .
+#   docker build --build-arg TORCH_INDEX=cpu -t logitd .
 #   docker run --init --rm -p 127.0.0.1:8000:8000 logitd
 #
 # Without TORCH_INDEX torch comes from PyPI: the CUDA build, several GB.
@@ -13,9 +13,15 @@ ENV PATH=/opt/logitd/bin:$PATH PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=
 COPY requirements.lock ./
 RUN pip install --require-hashes -r requirements.lock
 ARG TORCH_INDEX=
-# torch is pinned; the rule does not see past the optional flag.
+# A name such as cpu, of which uv knows the index, or the address of one. torch is pinned; the rule does
+# not see past the optional flag.
 # hadolint ignore=DL3013
-RUN pip install ${TORCH_INDEX:+--index-url ${TORCH_INDEX}} torch==2.13.0
+RUN case "${TORCH_INDEX}" in \
+      ''|*/*) pip install ${TORCH_INDEX:+--index-url ${TORCH_INDEX}} torch==2.13.0 ;; \
+      *) pip install 'uv>=0.13,<1' \
+         && uv pip install --python /opt/logitd/bin/python --torch-backend "${TORCH_INDEX}" torch==2.13.0 \
+         && pip uninstall --yes uv ;; \
+    esac
 COPY pyproject.toml README.md LICENSE ./
 COPY model model
 COPY service service
@@ -36,6 +42,6 @@ WORKDIR /tmp
 EXPOSE 8000
 STOPSIGNAL SIGTERM
 HEALTHCHECK --interval=10s --timeout=3s --start-period=30s --retries=3 \
-    CMD ["python3", "-c", "import os, urllib.request; urllib.request.urlopen(f\"http://127.0.0.1:{os.environ['LOGITD_PORT']}/health\", timeout=2)"]
+    CMD ["logitd", "health"]
 ENTRYPOINT ["logitd"]
 CMD ["serve"]

@@ -1,7 +1,7 @@
 # logitd: every task of the project. `make` alone lists them.
 #
-# PYTHON       the interpreter that makes .venv       (default python3)
-# TORCH_INDEX  another index for torch alone, e.g. PyTorch's CPU wheel index
+# PYTHON       the interpreter that makes .venv       (default python3; for another, make clean first)
+# TORCH_INDEX  where torch alone comes from: cpu (no CUDA: smaller by gigabytes), or the address of an index
 # WORKERS      processes that run tests               (default one a core, at most four)
 # OTHERS       interpreters of `make test-others`     (default python3.12 python3.13)
 # ARGS         passed on: make serve ARGS="--port 9000", make test ARGS="-k sampler"
@@ -10,12 +10,17 @@ PYTHON ?= python3
 OTHERS ?= python3.12 python3.13
 VENV := .venv
 BIN := $(VENV)/bin
+PYTHONS := 3.11 3.12 3.13
 TORCH := torch==2.13.0
+UV := uv>=0.13,<1
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 # Each worker gets a contiguous part of the tests, so that one worker alone makes most of the servers
 # and trained models that several tests use. A worker that is done takes half of what another has left.
 WORKERS ?= $(shell cores=$$(getconf _NPROCESSORS_ONLN); echo $$((cores < 4 ? cores : 4)))
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --durations 15
+
+# Tests start processes by the dozen: each would compile every source again.
+test test-slow: export PYTHONDONTWRITEBYTECODE =
 
 .PHONY: help setup serve train test test-slow test-others lint audit format client map lock clean
 .DEFAULT_GOAL := help
@@ -34,7 +39,7 @@ train: setup  ## train on the text that Python itself carries, into runs/
 test: $(VENV)/.dev  ## run the test suite
 	$(PYTEST) $(ARGS)
 
-test-slow: $(VENV)/.slow  ## run the tests that take minutes, and property tests with every example
+test-slow: $(VENV)/.slow  ## run the tests that take minutes, and property tests with more examples
 	$(PYTEST) -m 'slow or hypothesis' --hypothesis-profile full --timeout 1200 $(ARGS)
 
 test-others:  ## run the test suite on each other Python that is here, in a .venv of its own
@@ -47,12 +52,17 @@ test-others:  ## run the test suite on each other Python that is here, in a .ven
 	  fi; \
 	done
 
-lint: $(VENV)/.dev  ## ruff, mypy (strict), Dockerfile and compose checks
+# What is a resource of the API's own as it stands: neither a patch nor of an operator.
+MANIFESTS := deploy/kubernetes/base/[dps]*.yaml deploy/kubernetes/training/[jmr]*.yaml \
+  deploy/kubernetes/components/autoscaling/autoscaler.yaml
+
+lint: $(VENV)/.dev  ## ruff, mypy (strict), Dockerfile, compose and Kubernetes checks
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/hadolint Dockerfile
 	$(BIN)/check-jsonschema --builtin-schema vendor.compose-spec docker-compose.yml
+	$(BIN)/kubernetes-validate -k 1.34 --strict --quiet $(MANIFESTS)
 
 audit: $(VENV)/.runtime  ## look up known vulnerabilities of what is pinned (needs a network)
 	$(PIP) install --quiet 'pip-audit>=2.10,<3'
@@ -92,13 +102,46 @@ clean:  ## remove .venv and every cache
 	rm -rf $(VENV) .venv-* .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
+# An environment that can be gone on with: a Python that fits, with pip.
+USABLE := import pip, sys; sys.exit("%d.%d" % sys.version_info[:2] not in "$(PYTHONS)".split())
+VERSION := import sys; print("%d.%d" % sys.version_info[:2])
+define MAKE_VENV
+version=$$($(PYTHON) -c '$(VERSION)' 2> /dev/null); \
+case " $(PYTHONS) " in *" $${version:-none} "*) ;; *) \
+  echo "logitd needs Python $(firstword $(PYTHONS)) to $(lastword $(PYTHONS)), and" \
+    "$(PYTHON) is $${version:-not on this machine}"; \
+  for other in $(PYTHONS:%=python%); do \
+    if "$$other" -c '' 2> /dev/null; then \
+      echo "here is another one:  make $(or $(MAKECMDGOALS),setup) PYTHON=$$other"; break; \
+    fi; \
+  done; \
+  exit 1;; \
+esac >&2; \
+$(PYTHON) -m venv $(if $(wildcard $(VENV)/pyvenv.cfg),--clear) $(VENV) || { rm -rf $(VENV); exit 1; }
+endef
+
+# uv knows where PyTorch keeps its builds, by their names: cpu, cu130.
+INSTALL_TORCH = $(PIP) install --quiet $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) '$(TORCH)'
+ifneq ($(TORCH_INDEX),)
+ifeq ($(findstring /,$(TORCH_INDEX)),)
+INSTALL_TORCH = $(PIP) install --quiet '$(UV)' && \
+  $(BIN)/python -m uv pip install --quiet --python $(BIN)/python --torch-backend $(TORCH_INDEX) '$(TORCH)'
+endif
+endif
+
+# Without the native kernels a token takes several times as long, so nobody is left without a compiler.
+COMPILER := ziglang==0.17.1
+HAS_COMPILER = for name in $${CXX:-c++ g++ clang++}; do command -v $$name > /dev/null && exit 0; done; false
 # A stamp per stage: a second `make` starts at once, a changed lock installs again.
+# What was left half made, by an interruption or by a Python that does not fit, is made anew.
 # torch has a step of its own so that TORCH_INDEX touches nothing else.
 $(VENV)/.runtime: requirements.lock pyproject.toml
-	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -c '$(USABLE)' 2> /dev/null || { $(MAKE_VENV); }
 	$(PIP) install --quiet --require-hashes -r requirements.lock
-	$(PIP) install --quiet $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) '$(TORCH)'
+	$(INSTALL_TORCH)
 	$(PIP) install --quiet --no-deps --editable .
+	@($(HAS_COMPILER)) || { echo 'no C++ compiler is here: one comes as a package (400 MB)'; \
+	  $(PIP) install --quiet '$(COMPILER)'; } || echo 'and it could not be installed'
 	@$(BIN)/python -m model.inference.kernels
 	@touch $@
 

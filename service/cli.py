@@ -1,5 +1,5 @@
 """The command line: `logitd serve`, `train`, `eval`, `merge`, `generate`, `extract`, `inspect`,
-`import`, `export` and `bench`.
+`import`, `export`, `bench` and `health`.
 
 Parses with the command's settings model, then imports the module that does the work and runs it:
 so --help and a wrong flag answer at once, without torch.
@@ -8,15 +8,21 @@ so --help and a wrong flag answer at once, without torch.
 import gc
 import importlib
 import os
+import re
 import signal
 import sys
 from collections.abc import Mapping, Sequence
 from types import ModuleType
 
 from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, CliApp, SettingsError
 
 from model.version import VERSION
+from service.command_line.completion import SHELLS
+from service.command_line.flags import known_words
+from service.command_line.help import help_of, overview, usage
+from service.command_line.mistakes import did_you_mean, unknown_variables
 from service.settings.extract import ExtractSettings
 from service.settings.imports import ImportSettings
 from service.settings.serve import ServeSettings
@@ -24,6 +30,7 @@ from service.settings.tools import (
     BenchSettings,
     ExportSettings,
     GenerateSettings,
+    HealthSettings,
     InspectSettings,
 )
 from service.settings.train import EvalSettings, MergeSettings, TrainSettings
@@ -40,10 +47,14 @@ COMMANDS: Mapping[str, type[BaseSettings]] = {
     "import": ImportSettings,
     "export": ExportSettings,
     "bench": BenchSettings,
+    "health": HealthSettings,
 }
 
-FIRST_ARGUMENT: Mapping[str, str] = {"serve": "--checkpoint"}
-"""Flags that a first argument without a dash stands for."""
+ONCE_A_FLAG = ("serve", "bench")
+"""Commands that got their checkpoint by --checkpoint before it was an argument, and still may."""
+
+UNREADABLE = "error parsing CLI: "
+"""With which pydantic-settings begins what argparse says."""
 
 MODULES: Mapping[str, str] = {"import": "import_model"}
 """Commands whose name no module can have."""
@@ -65,41 +76,96 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def run(arguments: Sequence[str]) -> int:
     """Run a command; the exit code, 2 for a wrong command line."""
     name, *rest = arguments or ["--help"]
-    if name in ("-h", "--help", "help"):
-        print(_help())
-        return 0
     if name in ("-V", "--version", "version"):
         print(f"logitd {VERSION}")
         return 0
+    if name in ("-h", "--help", "help"):
+        if not rest or _asks_for_help(rest):
+            print(overview(COMMANDS))
+            return 0
+        name, rest = rest[0], ["--help"]
+    if name == "completion":
+        return _completion(rest)
     if name not in COMMANDS:
-        print(f"logitd: there is no command {name!r}\n\n{_help()}", file=sys.stderr)
+        meant = did_you_mean(name, COMMANDS)
+        print(f"logitd: there is no command {name!r}{meant}", file=sys.stderr)
+        print(f"the commands are {', '.join(COMMANDS)}; logitd --help says more", file=sys.stderr)
+        return 2
+    if _asks_for_help(rest):
+        print(help_of(name, COMMANDS[name]))
+        return 0
+    try:
+        problems = list(unknown_variables(COMMANDS, name))
+    except (OSError, UnicodeDecodeError) as error:
+        print(f"logitd {name}: .env cannot be read: {error}", file=sys.stderr)
         return 2
     try:
         settings = parse(name, rest)
     except ValidationError as error:
-        for problem in error.errors(include_url=False):
-            field = str(problem["loc"][0]) if problem["loc"] else name
-            print(
-                f"logitd {name}: --{field.replace('_', '-')}: {problem['msg']} "
-                f"(given: {problem['input']!r})",
-                file=sys.stderr,
-            )
-        return 2
-    except SettingsError as error:  # an environment variable or a key of .env that cannot be read
-        print(f"logitd {name}: {error}", file=sys.stderr)
+        problems += [_sentence(name, problem) for problem in error.errors(include_url=False)]
+    except SettingsError as error:  # a flag, a variable or a key of .env that cannot be read
+        problems.append(_explained(name, str(error)))
+    if problems:
+        for problem in problems:
+            print(f"logitd {name}: {problem}", file=sys.stderr)
         return 2
     if name not in ("train", "eval"):
         wait_briefly()
-    code: int = import_command(name).run(settings)
+    try:
+        code: int = import_command(name).run(settings)
+    except PermissionError as error:  # where a command has nothing better to say of it
+        print(f"logitd {name}: {error.strerror}: {error.filename}", file=sys.stderr)
+        return 1
     return code
 
 
 def parse(name: str, arguments: Sequence[str]) -> BaseSettings:
     """The settings of a command. Raises ValidationError, SettingsError and SystemExit."""
     given = list(arguments)
-    if given and name in FIRST_ARGUMENT and not given[0].startswith("-"):
-        given.insert(0, FIRST_ARGUMENT[name])
-    return CliApp.run(COMMANDS[name], cli_args=given)
+    if name in ONCE_A_FLAG:
+        given = _without_checkpoint_flag(given)
+    return CliApp.run(COMMANDS[name], cli_args=given, cli_exit_on_error=False)
+
+
+def _asks_for_help(arguments: Sequence[str]) -> bool:
+    """What comes after -- is an argument, whatever it looks like."""
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    return any(word in ("-h", "--help") for word in arguments[:end])
+
+
+def _sentence(name: str, problem: ErrorDetails) -> str:
+    """What is wrong with the value of a setting."""
+    field = str(problem["loc"][0]) if problem["loc"] else name
+    return f"--{field.replace('_', '-')}: {problem['msg']} (given: {problem['input']!r})"
+
+
+def _explained(name: str, message: str) -> str:
+    """What argparse says of a command line, with what may have been meant and the usage."""
+    said = message.removeprefix(UNREADABLE)
+    if said == message:
+        return message
+    flag = re.match(r"unrecognized arguments: (--[^\s=]+)", said)
+    meant = did_you_mean(flag[1], known_words(COMMANDS[name])) if flag else ""
+    return f"error: {said}{meant}\n{usage(name, COMMANDS[name])}; logitd help {name} says more"
+
+
+def _completion(arguments: Sequence[str]) -> int:
+    if len(arguments) != 1 or arguments[0] not in SHELLS:
+        print(f"usage: logitd completion {'|'.join(SHELLS)}", file=sys.stderr)
+        return 2
+    print(SHELLS[arguments[0]](COMMANDS))
+    return 0
+
+
+def _without_checkpoint_flag(arguments: Sequence[str]) -> list[str]:
+    """`--checkpoint PATH` as PATH."""
+    given = []
+    for word in arguments:
+        if word.startswith("--checkpoint="):
+            given.append(word.partition("=")[2])
+        elif word != "--checkpoint":
+            given.append(word)
+    return given
 
 
 def import_command(name: str) -> ModuleType:
@@ -127,23 +193,6 @@ def wait_briefly() -> None:
     and of everybody else. OpenMP reads this when torch is imported."""
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "10000")
-
-
-def _help() -> str:
-    lines = [f"  {name:<10} {(model.__doc__ or '').strip().splitlines()[0]}"
-             for name, model in COMMANDS.items()]  # fmt: skip
-    return "\n".join(
-        [
-            "logitd: train a GPT, serve every number it computes.",
-            "",
-            "usage: logitd COMMAND [FLAGS]",
-            "",
-            *lines,
-            "",
-            "logitd COMMAND --help lists a command's flags. Each flag FLAG can also be set as",
-            "LOGITD_FLAG in the environment or in a file .env.",
-        ]
-    )
 
 
 if __name__ == "__main__":

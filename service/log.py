@@ -1,14 +1,48 @@
-"""Log: one format for the lines of all processes, on standard error."""
+"""Log: one format for the lines of all processes, on standard error: text for people, or JSON.
+
+A JSON line is one object: `time` (UTC), `level`, `logger`, `message`, the fields that a line has
+besides (`extra={FIELDS: {...}}`), and `exception` with a traceback.
+"""
 
 import logging
 import sys
+from datetime import UTC, datetime
+
+import orjson
+
+FIELDS = "fields"
+"""The attribute of a record that holds what its line says besides the message."""
 
 
-def configure_logging(level: str) -> None:
+class JsonFormatter(logging.Formatter):
+    """A line is an object."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        time = datetime.fromtimestamp(record.created, UTC)
+        line = {
+            "time": time.isoformat(timespec="milliseconds").replace("+00:00", "Z"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+            **getattr(record, FIELDS, {}),
+        }
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        # A message may repeat a file's name, which need not be UTF-8.
+        texts = {
+            name: value.encode("utf-8", "replace").decode() if isinstance(value, str) else value
+            for name, value in line.items()
+        }
+        return orjson.dumps(texts).decode()
+
+
+def configure_logging(level: str, *, json: bool = False) -> None:
     """Our lines, and uvicorn's from warnings on."""
-    logging.basicConfig(
-        level=level.upper(),
-        stream=sys.stderr,
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(
+        JsonFormatter()
+        if json
+        else logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
     )
+    logging.basicConfig(level=level.upper(), handlers=[handler])
     logging.getLogger("uvicorn").setLevel(max(logging.WARNING, logging.getLogger().level))

@@ -1,6 +1,7 @@
 """Fixtures that several packages of tests use."""
 
 import gc
+import logging
 from collections.abc import Generator, Iterator
 from pathlib import Path
 
@@ -19,6 +20,15 @@ def one_thread() -> None:
     """Models of a few kilobytes: a second thread would only spin, and take a core from a server
     under test."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def torch_logs_to_the_root() -> None:
+    """torch has dozens of loggers that stop at themselves, and pytest adds its handlers to each of
+    those and removes them again, six times a test."""
+    for name, logger in logging.root.manager.loggerDict.items():
+        if name.startswith("torch") and isinstance(logger, logging.Logger):
+            logger.propagate = True
 
 
 @pytest.fixture(autouse=True)

@@ -73,6 +73,7 @@ def test_waiting_has_an_end(checkpoint_path: Path, tmp_path: Path) -> None:
     assert process.wait(60) == -signal.SIGKILL
 
 
+@pytest.mark.slow
 def test_after_the_end_of_a_zygote_there_is_another() -> None:
     completed(["--version"])
     before = zygote._zygote()[1]

@@ -4,18 +4,31 @@ The engine is kept full: before a step there are always more prompts in its queu
 Results come in any order and are put into that of the plan, so a shard's bytes depend on the units,
 the checkpoint and how it is computed, and on nothing else: not on the batch, because of what the
 engine promises (ARCHITECTURE.md). Reads no text and writes no file.
+
+`Computer` is the seam between what plans and writes and what computes: `ShardComputer` in this
+process, `RayComputer` (`on_ray.py`) on many machines, whose workers have a ShardComputer each.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from model.device import use_threads
+from model.dtypes import DTypeName
 from model.extraction.errors import ExtractionError
 from model.extraction.plan import Unit
-from model.extraction.shards import TokenRows, parquet_shard, safetensors_shard
-from model.extraction.wanted import Logprobs, Stages, Wanted
+from model.extraction.shards import (
+    LensRows,
+    TokenRows,
+    lens_shard,
+    parquet_shard,
+    safetensors_shard,
+)
+from model.extraction.wanted import LensFigures, Logprobs, Stages, Wanted
 from model.inference.engine.config import EngineConfig
 from model.inference.engine.cost import split_activations
 from model.inference.engine.engine import Engine
@@ -24,22 +37,70 @@ from model.inference.engine.events import (
     FinishEvent,
     FinishReason,
     OutputsChunk,
-    PromptEvent,
-    PromptToken,
+    ScoresChunk,
 )
-from model.inference.load import LoadedModel, Slots, choose_slots
+from model.inference.load import LoadedModel, Slots, choose_slots, load_model
 from model.inference.memory import SlotBudget
+from model.inference.options import KernelChoice, Quantization
+from model.inference.sampling.lens import lens_width
 from model.transformer.config import BLOCK
 
 SLOTS = Slots(SlotBudget(), EngineConfig().prefill_chunk // BLOCK)
-"""As many prompts as a step can compute at once, be they as short as a block."""
+"""As many prompts as a step of a server can compute at once, be they as short as a block."""
+PREFILL_CHUNK = 1024
+"""Positions of a step on a CPU: nobody waits for a token meanwhile, and windows are cut into fewer
+pieces, which changes no bit there. On a GPU it may, so there a step is that of a server."""
+
+
+Group = Sequence[Unit]
+"""The units of a shard."""
+Counted = Callable[[int], None]
+"""Is told how many tokens more are computed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placing:
+    """How a checkpoint is computed, as for `logitd serve`."""
+
+    device: str = "auto"
+    dtype: DTypeName = "auto"
+    threads: int = 0
+    kernels: KernelChoice = "auto"
+    quantize: Quantization = "none"
+
+
+AUTO = Placing()
+"""What suits this machine."""
+
+
+class Computer(Protocol):
+    """What computes shards, wherever it does."""
+
+    @property
+    def computation(self) -> Mapping[str, Any]:
+        """What the bits depend on besides weights, text and settings, as the index says it."""
+        ...
+
+    def shards(self, groups: Iterable[Group], tell: Counted = ...) -> Iterator[tuple[Group, bytes]]:
+        """Each group with the file that is made of it, in order. A few groups may be asked for
+        ahead. Raises ExtractionError where the model fails."""
+        ...
+
+    def close(self) -> None:
+        """End what computes."""
+        ...
 
 
 class ShardComputer:
     """A checkpoint and an engine for one kind of result. One thread may use it."""
 
-    def __init__(self, loaded: LoadedModel, wanted: Wanted) -> None:
-        config = EngineConfig(slots=choose_slots(loaded, SLOTS))
+    def __init__(self, loaded: LoadedModel, wanted: Wanted, computation: Mapping[str, Any]) -> None:
+        self.computation = computation
+        on_cpu = loaded.placement.device.type == "cpu"
+        config = EngineConfig(
+            slots=choose_slots(loaded, SLOTS),
+            prefill_chunk=PREFILL_CHUNK if on_cpu else EngineConfig().prefill_chunk,
+        )
         self._config = loaded.checkpoint.config
         self._wanted = wanted
         self._engine = Engine(loaded.gpt, config, make_decoder=loaded.decode_path.make_decoder)
@@ -48,20 +109,28 @@ class ShardComputer:
         """End the threads that compute."""
         self._engine.close()
 
-    def shard(
-        self, units: Sequence[Unit], tell: Callable[[int], None] = lambda tokens: None
-    ) -> bytes:
+    def shards(
+        self, groups: Iterable[Group], tell: Counted = lambda tokens: None
+    ) -> Iterator[tuple[Group, bytes]]:
+        """Each group with its file, one after the other."""
+        for group in groups:
+            yield group, self.shard(group, tell)
+
+    def shard(self, units: Group, tell: Counted = lambda tokens: None) -> bytes:
         """The file of these units. `tell` gets the counted tokens of each unit that is done. Raises
         ExtractionError where the model fails."""
         events = self._run(units, tell)
         match self._wanted:
             case Logprobs() as wanted:
-                rows = [
-                    token_rows([token for event in got for token in event.tokens]) for got in events
-                ]
+                rows = [token_rows(unit, got) for unit, got in zip(units, events, strict=True)]
                 return parquet_shard(units, rows, top=wanted.top_k > 0)
             case Stages() as wanted:
                 return safetensors_shard(units, [self._values(wanted, got) for got in events])
+            case LensFigures() as wanted:
+                figures = [
+                    lens_rows(wanted, unit, got) for unit, got in zip(units, events, strict=True)
+                ]
+                return lens_shard(units, figures)
 
     def _values(self, wanted: Stages, chunks: Sequence[Any]) -> dict[str, npt.NDArray[Any]]:
         """The stages of a unit, each (counted tokens, ...)."""
@@ -81,8 +150,12 @@ class ShardComputer:
         while added < len(units) or unfinished:
             while added < len(units) and unfinished < 2 * self._engine.slots:
                 unit = units[added]
-                self._engine.add(self._wanted.request(str(added), unit.token_ids, unit.context))
+                request = self._wanted.request(str(added), unit.token_ids, unit.context)
                 added += 1
+                if request is None:
+                    tell(unit.counted)
+                    continue
+                self._engine.add(request)
                 unfinished += 1
             for event in self._engine.step().events:
                 unfinished -= self._take(event, units, results, tell)
@@ -97,7 +170,7 @@ class ShardComputer:
     ) -> bool:
         """Keep what an event has; whether it was the last of its unit."""
         index = int(event.request_id)
-        if isinstance(event, PromptEvent):
+        if isinstance(event, ScoresChunk):
             results[index].append(event)
         elif isinstance(event, OutputsChunk):
             self._engine.grant(event.request_id)
@@ -114,16 +187,79 @@ class ShardComputer:
         return False
 
 
-def token_rows(tokens: Sequence[PromptToken]) -> TokenRows:
-    """What is said of tokens, as arrays. Logprobs are rounded to float32."""
-    chosen = [token.chosen for token in tokens]
-    likeliest = [entry for token in tokens for entry in token.top]
+def open_computer(
+    path: Path, wanted: Wanted, placing: Placing, log: Callable[[str], None]
+) -> ShardComputer:
+    """The checkpoint at `path` in this process, whose torch threads it sets. Raises
+    CheckpointError, DeviceError and KernelError."""
+    loaded = load_model(
+        path,
+        device=placing.device,
+        dtype=placing.dtype,
+        threads=placing.threads,
+        kernels=placing.kernels,
+        quantize=placing.quantize,
+        slots=SLOTS,
+        log=log,
+    )
+    placement = loaded.placement
+    use_threads(placement.threads)
+    computation = {
+        "device": str(placement.device),
+        "dtype": placement.dtype_name,
+        "quantize": placing.quantize,
+        "decoding": loaded.decode_path.name,
+        "threads": placement.threads,
+    }
+    return ShardComputer(loaded, wanted, computation)
+
+
+def token_rows(unit: Unit, chunks: Sequence[ScoresChunk]) -> TokenRows:
+    """What is said of a unit's tokens: of all but a document's first. Logprobs are rounded to
+    float32."""
+    logprobs = _joined([chunk.logprobs for chunk in chunks], np.float32)
+    unpredicted = 0 if unit.context else 1
+    if len(logprobs) != unit.counted - unpredicted:
+        raise ExtractionError(
+            f"{len(logprobs)} of the {unit.counted - unpredicted} tokens of {unit.source} from "
+            f"{unit.start + unit.context} on were scored: a bug of the engine's"
+        )
     return TokenRows(
-        logprobs=np.array(
-            [np.nan if entry is None else entry.logprob for entry in chosen], dtype=np.float32
+        logprobs=np.concatenate([np.full(unpredicted, np.nan, np.float32), logprobs]),
+        predicted=np.arange(unit.counted) >= unpredicted,
+        counts=np.concatenate(
+            [
+                np.zeros(unpredicted, dtype=np.int32),
+                _joined([chunk.counts for chunk in chunks], np.int32),
+            ]
         ),
-        predicted=np.array([entry is not None for entry in chosen], dtype=np.bool_),
-        counts=np.array([len(token.top) for token in tokens], dtype=np.int32),
-        top_tokens=np.array([entry.token_id for entry in likeliest], dtype=np.int32),
-        top_logprobs=np.array([entry.logprob for entry in likeliest], dtype=np.float32),
+        top_tokens=_joined([chunk.top_ids for chunk in chunks], np.int32),
+        top_logprobs=_joined([chunk.top_logprobs for chunk in chunks], np.float32),
+    )
+
+
+def _joined(parts: Sequence[npt.NDArray[Any]], kind: type[np.generic]) -> npt.NDArray[Any]:
+    """Parts one behind the other, in another dtype; there may be none."""
+    return np.concatenate([np.empty(0, kind), *parts]).astype(kind)
+
+
+def lens_rows(wanted: LensFigures, unit: Unit, chunks: Sequence[OutputsChunk]) -> LensRows:
+    """What a lens says of a unit's tokens, as arrays: of all but a document's first."""
+    layers, top_k = wanted.layers, wanted.top_k
+    numbers = (
+        np.concatenate([chunk.rows for chunk in chunks])  # (P, L, width), as LensDigest gives it
+        if chunks
+        else np.empty((0, layers, lens_width(top_k, 1)), dtype=np.float32)
+    )
+    predicted = np.ones(unit.counted, dtype=np.bool_)
+    predicted[: unit.counted - len(numbers)] = False
+    logprobs, ranks, entropies, divergences = np.moveaxis(numbers[..., 2 * top_k :], -1, 0)
+    return LensRows(
+        predicted=predicted,
+        logprobs=logprobs,
+        ranks=ranks.astype(np.int32),
+        entropies=entropies,
+        divergences=divergences,
+        top_tokens=numbers[..., :top_k].astype(np.int32),
+        top_logprobs=numbers[..., top_k : 2 * top_k],
     )

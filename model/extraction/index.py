@@ -147,7 +147,7 @@ class ExtractionFolder:
         if different := list(differences(document, {"format_version": FORMAT_VERSION, **facts})):
             raise ExtractionError(
                 f"{self.path} was begun otherwise: {'; '.join(different)}. Ask for the same to go "
-                "on with it, or choose another --out"
+                f"on with it{_threads_flag(document, facts)}, or choose another --out"
             )
         self._facts["data_name"] = document["data_name"]
         for shard in self.shards:
@@ -217,6 +217,15 @@ class ExtractionFolder:
             f"{self.path} cannot be written: {error.strerror or error}. Make room or mend it, or "
             f"choose another --out{rest}"
         )
+
+
+def _threads_flag(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """Which flag gives the threads of before: their default is not the same on every machine, nor
+    with --ray."""
+    threads = before.get("computation", {}).get("threads")
+    if not threads or threads == now.get("computation", {}).get("threads"):
+        return ""
+    return f" (--threads {threads})"
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any], path: str = "") -> Iterator[str]:

@@ -6,7 +6,7 @@ computed and written. Prints nothing: the caller is told by events.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,15 +16,13 @@ from model.data.sources.document import Text
 from model.data.sources.open_text import open_text
 from model.data.sources.progress import Report, unreported
 from model.data.vocabulary import tokenizer_sha256
-from model.device import use_threads
-from model.dtypes import DTypeName
-from model.extraction.compute import SLOTS, ShardComputer
+from model.extraction.compute import AUTO, Computer, Group, Placing, open_computer
 from model.extraction.errors import ExtractionError
 from model.extraction.index import ExtractionFolder
+from model.extraction.on_ray import Cluster, open_on_ray, require_ray
 from model.extraction.plan import (
     DataReader,
     Survey,
-    Unit,
     Windows,
     choose_windows,
     shards_of,
@@ -32,9 +30,13 @@ from model.extraction.plan import (
     units_of,
 )
 from model.extraction.shards import require_parquet
-from model.extraction.wanted import Wanted, logprobs_wanted, stages_wanted
-from model.inference.load import LoadedModel, load_model
-from model.inference.options import KernelChoice, Quantization
+from model.extraction.wanted import (
+    LENS_TOP_K,
+    Wanted,
+    lens_wanted,
+    logprobs_wanted,
+    stages_wanted,
+)
 from model.version import VERSION
 
 SECONDS_BETWEEN = 0.5
@@ -42,27 +44,18 @@ SECONDS_BETWEEN = 0.5
 
 
 @dataclass(frozen=True, slots=True)
-class Placing:
-    """How a checkpoint is computed, as for `logitd serve`."""
-
-    device: str = "auto"
-    dtype: DTypeName = "auto"
-    threads: int = 0
-    kernels: KernelChoice = "auto"
-    quantize: Quantization = "none"
-
-
-@dataclass(frozen=True, slots=True)
 class Asked:
     """What is extracted, and into how large shards.
 
     stages        names and patterns; none: logprobs, with those of the `top_k` likeliest
+    lens          instead, what each layer would say, with its `top_k` likeliest (0: LENS_TOP_K)
     stride        tokens that each window counts; None: as many as it can
     shard_tokens  of a shard at most; None: what `Wanted` takes
     """
 
     stages: tuple[str, ...] = ()
     top_k: int = 0
+    lens: bool = False
     stride: int | None = None
     shard_tokens: int | None = None
 
@@ -112,7 +105,8 @@ def extract(
     out: Path,
     asked: Asked,
     *,
-    placing: Placing = Placing(),
+    placing: Placing = AUTO,
+    cluster: Cluster | None = None,
     text_field: str = "text",
     max_download_mb: int = 1000,
     log: Callable[[str], None] = lambda line: None,
@@ -120,10 +114,12 @@ def extract(
     tell: Tell = lambda event: None,
 ) -> Extracted:
     """Compute every token of the texts of `data` by the checkpoint at `path`, into the folder
-    `out`. Leaves torch's threads as `placing` says.
+    `out`, in this process or on a `cluster`. Leaves torch's threads as `placing` says.
 
     Raises ExtractionError, DataError, CheckpointError, DeviceError and KernelError.
     """
+    if cluster is not None:
+        require_ray()
     checkpoint = read_checkpoint(path)
     wanted = _wanted(checkpoint, asked)
     context = checkpoint.config.context_length
@@ -133,30 +129,23 @@ def extract(
     finished = False
     try:
         surveyed = survey(text.documents)
-        loaded = load_model(
-            path,
-            device=placing.device,
-            dtype=placing.dtype,
-            threads=placing.threads,
-            kernels=placing.kernels,
-            quantize=placing.quantize,
-            slots=SLOTS,
-            log=log,
-        )
-        use_threads(loaded.placement.threads)
-        shard_tokens = asked.shard_tokens or wanted.shard_tokens(checkpoint.config)
-        facts = _facts(loaded, surveyed, wanted, windows, shard_tokens, placing.quantize)
-        folder.begin(facts, text.name)
-        tell(Surveyed(surveyed, len(folder.shards), folder.rows))
-        computer = ShardComputer(loaded, wanted)
+        if cluster is None:
+            computer: Computer = open_computer(path, wanted, placing, log)
+        else:
+            computer = open_on_ray(checkpoint, wanted, placing, cluster, log)
         try:
+            shard_tokens = asked.shard_tokens or wanted.shard_tokens(checkpoint.config)
+            facts = _facts(
+                checkpoint, surveyed, wanted, windows, shard_tokens, computer.computation
+            )
+            folder.begin(facts, text.name)
+            tell(Surveyed(surveyed, len(folder.shards), folder.rows))
             sitting = _Sitting(folder, surveyed, tell)
             reader = DataReader(text.documents)
             begin = folder.shards[-1].end if folder.shards else (0, 0)
             units = units_of(reader, checkpoint.tokenizer, windows, begin)
-            for group in shards_of(units, shard_tokens):
-                sitting.planned(group, reader.bytes)
-                content = computer.shard(group, sitting.done)
+            groups = sitting.planned(shards_of(units, shard_tokens), reader)
+            for group, content in computer.shards(groups, sitting.done):
                 rows = sum(unit.counted for unit in group)
                 folder.add(content, wanted.suffix, rows=rows, end=group[-1].end)
         finally:
@@ -186,6 +175,8 @@ def _wanted(checkpoint: CheckpointInfo, asked: Asked) -> Wanted:
     if asked.stages:
         return stages_wanted(asked.stages, checkpoint.config)
     require_parquet()
+    if asked.lens:
+        return lens_wanted(asked.top_k or LENS_TOP_K, checkpoint.config)
     return logprobs_wanted(asked.top_k, checkpoint.config)
 
 
@@ -207,15 +198,14 @@ def _text(
 
 
 def _facts(
-    loaded: LoadedModel,
+    checkpoint: CheckpointInfo,
     surveyed: Survey,
     wanted: Wanted,
     windows: Windows,
     shard_tokens: int,
-    quantize: Quantization,
+    computation: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Everything that the bytes of the shards depend on, as the index says it."""
-    checkpoint, placement = loaded.checkpoint, loaded.placement
     return {
         "logitd": VERSION,
         "checkpoint": {
@@ -234,13 +224,7 @@ def _facts(
             "stride": windows.stride,
             "shard_tokens": shard_tokens,
         },
-        "computation": {
-            "device": str(placement.device),
-            "dtype": placement.dtype_name,
-            "quantize": quantize,
-            "decoding": loaded.decode_path.name,
-            "threads": placement.threads,
-        },
+        "computation": dict(computation),
     }
 
 
@@ -277,12 +261,14 @@ class _Sitting:
         """Of computing, encoding and writing."""
         return 0.0 if self._began is None else time.monotonic() - self._began
 
-    def planned(self, units: Sequence[Unit], read_bytes: int) -> None:
-        """A shard's units are known; what was read for them, with all before."""
-        self._planned += sum(unit.counted for unit in units)
-        self._planned_bytes = read_bytes
-        if self._began is None:
-            self._began = time.monotonic()
+    def planned(self, groups: Iterable[Group], reader: DataReader) -> Iterator[Group]:
+        """The groups as they are asked for, with what was read for them and all before."""
+        for group in groups:
+            self._planned += sum(unit.counted for unit in group)
+            self._planned_bytes = reader.bytes
+            if self._began is None:
+                self._began = time.monotonic()
+            yield group
 
     def done(self, tokens: int) -> None:
         """So many tokens more are computed."""

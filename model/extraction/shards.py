@@ -1,7 +1,15 @@
 """Shards: the bytes of one, and how a file comes into a folder whole or not at all.
 
-Logprobs are a Parquet file with a row for each token, stages a safetensors file with a tensor for
-each. The same values give the same bytes. Files are written under another name, synced and renamed.
+Logprobs and the lens are a Parquet file with a row for each token, stages a safetensors file with a
+tensor for each. The same values give the same bytes. Files are written under another name, synced
+and renamed.
+
+A row of the lens has lists with an entry for each layer, instead of a row for each layer: so it
+stands beside the row of the logprobs with the same document and position, tokens are counted alike
+in all files, and what is asked across layers (the first at which the token was the likeliest) is
+asked of a single row: `list_position(layer_ranks, 1)` in DuckDB, `np.stack(frame.layer_ranks)` in
+pandas, whose `explode` and DuckDB's `unnest` give a row for each layer.
+
 Parquet needs pyarrow (an optional dependency). Does not decide what a shard has (`plan.py`) or
 which are there (`index.py`).
 """
@@ -18,6 +26,7 @@ from safetensors.numpy import save
 
 from model.extraction.errors import ExtractionError
 from model.extraction.plan import Unit
+from model.extras import installation
 
 Integers = npt.NDArray[np.int32]
 Floats = npt.NDArray[np.float32]
@@ -42,6 +51,25 @@ class TokenRows:
     top_logprobs: Floats
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class LensRows:
+    """What a lens says of the counted tokens of one or several units: P of them are predicted, L
+    layers, K likeliest.
+
+    predicted (tokens,), whether there is a token before it
+    logprobs, ranks, entropies, divergences  (P, L)
+    top_tokens, top_logprobs  (P, L, K)
+    """
+
+    predicted: npt.NDArray[np.bool_]
+    logprobs: Floats
+    ranks: Integers
+    entropies: Floats
+    divergences: Floats
+    top_tokens: Integers
+    top_logprobs: Floats
+
+
 def require_parquet() -> None:
     """Raise ExtractionError where Parquet cannot be written, before anything is computed."""
     try:
@@ -49,44 +77,70 @@ def require_parquet() -> None:
     except ImportError as error:
         raise ExtractionError(
             "logprobs are written as Parquet, which needs pyarrow, and that is not installed: "
-            "install it (pip install 'logitd[parquet]')"
+            f"{installation('parquet')}"
         ) from error
 
 
 def parquet_shard(units: Sequence[Unit], rows: Sequence[TokenRows], *, top: bool) -> bytes:
     """The Parquet file of units, with the likeliest tokens in each place if `top`."""
     import pyarrow as arrow
-    from pyarrow import parquet
 
     predicted = np.concatenate([row.predicted for row in rows])
     logprobs = np.concatenate([row.logprobs for row in rows])
-    sources = list(dict.fromkeys(unit.source for unit in units))
-    of_source = {source: index for index, source in enumerate(sources)}
-    indices = _repeated([of_source[unit.source] for unit in units], units, np.int32)
-    columns: dict[str, tuple[Any, bool]] = {
-        "document": (arrow.array(document_column(units)), False),
-        "source": (
-            arrow.DictionaryArray.from_arrays(arrow.array(indices), arrow.array(sources)),
-            False,
-        ),
-        "position": (arrow.array(position_column(units)), False),
-        "token": (arrow.array(_counted_ids(units)), False),
-        "logprob": (arrow.array(logprobs, mask=~predicted), True),
-    }
+    columns = {"logprob": arrow.array(logprobs, mask=~predicted)}
     if top:
         offsets = np.concatenate([[0], np.cumsum(np.concatenate([row.counts for row in rows]))])
         for name, kind in (("top_tokens", np.int32), ("top_logprobs", np.float32)):
             values = np.concatenate([getattr(row, name) for row in rows]).astype(kind)
-            lists = arrow.ListArray.from_arrays(
+            columns[name] = arrow.ListArray.from_arrays(
                 arrow.array(offsets.astype(np.int32)),
                 arrow.array(values),
                 mask=arrow.array(~predicted),
             )
-            columns[name] = (lists, True)
+    return _parquet(units, columns)
+
+
+def lens_shard(units: Sequence[Unit], rows: Sequence[LensRows]) -> bytes:
+    """The Parquet file of units, of each token a list for each figure with an entry a layer."""
+    import pyarrow as arrow
+
+    predicted = np.concatenate([row.predicted for row in rows])
+    columns: dict[str, Any] = {}
+    for name in ("logprobs", "ranks", "entropies", "divergences", "top_tokens", "top_logprobs"):
+        values = np.concatenate([getattr(row, name) for row in rows])  # (P, L) or (P, L, K)
+        entries = arrow.array(values.reshape(-1))
+        if values.ndim == 3:  # of each layer a list too
+            ends = np.arange(0, values.size + 1, values.shape[2], dtype=np.int32)
+            entries = arrow.ListArray.from_arrays(arrow.array(ends), entries)
+        offsets = np.concatenate([[0], np.cumsum(predicted * values.shape[1])])
+        columns[f"layer_{name}"] = arrow.ListArray.from_arrays(
+            arrow.array(offsets.astype(np.int32)), entries, mask=arrow.array(~predicted)
+        )
+    return _parquet(units, columns)
+
+
+def _parquet(units: Sequence[Unit], columns: Mapping[str, Any]) -> bytes:
+    """A Parquet file of the counted tokens of units: which they are, and `columns` (Arrow arrays)
+    that may be null."""
+    import pyarrow as arrow
+    from pyarrow import parquet
+
+    sources = list(dict.fromkeys(unit.source for unit in units))
+    of_source = {source: index for index, source in enumerate(sources)}
+    indices = _repeated([of_source[unit.source] for unit in units], units, np.int32)
+    which = {
+        "document": arrow.array(document_column(units)),
+        "source": arrow.DictionaryArray.from_arrays(arrow.array(indices), arrow.array(sources)),
+        "position": arrow.array(position_column(units)),
+        "token": arrow.array(_counted_ids(units)),
+    }
     schema = arrow.schema(
-        [arrow.field(name, column.type, nullable) for name, (column, nullable) in columns.items()]
+        [
+            *(arrow.field(name, column.type, nullable=False) for name, column in which.items()),
+            *(arrow.field(name, column.type) for name, column in columns.items()),
+        ]
     )
-    table = arrow.Table.from_arrays([column for column, _ in columns.values()], schema=schema)
+    table = arrow.Table.from_arrays([*which.values(), *columns.values()], schema=schema)
     stream = arrow.BufferOutputStream()
     parquet.write_table(table, stream, compression="zstd")
     return bytes(stream.getvalue())

@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from model.checkpoint.checkpoint import (
+    RANKS,
+    CheckpointError,
     CheckpointInfo,
     check_header,
     load_weights,
@@ -92,6 +94,53 @@ def load_model(
         log=log,
     )
     return LoadedModel(checkpoint, gpt, placement, choice, decode_path)
+
+
+def load_replacement(
+    served: CheckpointInfo,
+    path: Path,
+    weights_sha256: str,
+    placement: Placement,
+    *,
+    log: Callable[[str], None],
+) -> GPT:
+    """The weights of another checkpoint of the same model, where and in the dtype in which those of
+    `served` are computed, which stay in memory beside them. `log` is told how much they take,
+    before they are read. Raises CheckpointError, and DeviceError where they do not fit."""
+    checkpoint = read_checkpoint(path)
+    if checkpoint.weights_sha256 != weights_sha256:
+        raise CheckpointError(f"{path} was replaced while it was being loaded")
+    check_replacement(served, checkpoint)
+    check_header(checkpoint)
+    item_bytes = placement.dtype.itemsize
+    check_weights_fit(checkpoint.config, item_bytes, available(placement.device))
+    log(
+        f"loading {path}: {model_bytes(checkpoint.config, item_bytes) / 2**20:,.0f} MiB beside "
+        "the weights that are served, until it takes their place"
+    )
+    return load_weights(checkpoint, device=placement.device, dtype=placement.dtype)
+
+
+def check_replacement(served: CheckpointInfo, other: CheckpointInfo) -> None:
+    """Raise CheckpointError unless a checkpoint can take the place of another in a server that
+    runs: of the same shape, which the cache has, and with the vocabulary in which prompts were
+    encoded."""
+    if other.config != served.config:
+        ours, theirs = served.config.to_dict(), other.config.to_dict()
+        name = next(name for name in theirs if ours.get(name) != theirs[name])
+        raise CheckpointError(
+            f"{other.path} has another shape than {served.path}, which is served ({name} is "
+            f"{theirs[name]!r}, not {ours.get(name)!r}): it takes another server"
+        )
+    vocabularies = [
+        (checkpoint.tokenizer.description(), checkpoint.files.get(RANKS))
+        for checkpoint in (served, other)
+    ]
+    if vocabularies[0] != vocabularies[1]:
+        raise CheckpointError(
+            f"{other.path} has another vocabulary than {served.path}, which is served: it takes "
+            "another server"
+        )
 
 
 def choose_slots(loaded: LoadedModel, slots: Slots) -> int:

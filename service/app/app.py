@@ -5,6 +5,7 @@
 """
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -13,18 +14,19 @@ import fastapi_offline
 from fastapi import FastAPI, Response
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.openapi.docs import get_swagger_ui_html
-from fastapi.responses import FileResponse
+from fastapi.responses import FileResponse, HTMLResponse
 from fastapi.staticfiles import StaticFiles
 
 from model.version import VERSION
 from service.app import docs as openapi
-from service.app.lifespan import load
-from service.app.middleware import EXPOSED_HEADERS, BugAnswer, RequestLog
+from service.app.lifespan import live
+from service.app.middleware import EXPOSED_HEADERS, BugAnswer, HeadAsGet, RequestLog
 from service.core import errors
 from service.core.auth import ApiKeyCheck, is_public, read_api_keys
 from service.core.state import ServiceState
 from service.routes import (
     activations,
+    admin,
     attention,
     attributions,
     chat,
@@ -39,6 +41,7 @@ from service.routes import (
     score,
     stages,
     sweep,
+    tgi,
     tokenize,
 )
 from service.settings.serve import ServeSettings
@@ -55,11 +58,14 @@ def create_app(settings: ServeSettings) -> FastAPI:
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        loading = asyncio.create_task(load(state))
+        life = asyncio.create_task(live(state))
         try:
             yield
         finally:
-            await loading
+            await state.settled.wait()  # what loads cannot be told to stop
+            life.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await life
             await state.drain()
 
     app = FastAPI(
@@ -73,11 +79,11 @@ def create_app(settings: ServeSettings) -> FastAPI:
     )
     app.state.service = state
     errors.install(app)
-    openapi.install(app, needs_key=lambda path: _needs_key(state, path))
+    openapi.install(app, needs_key=lambda path, method: _needs_key(state, path, method))
     for routes in (
         generate, logits, probs, score, hidden_states, attention, activations, stages, sweep, lens,
         attributions, tokenize,
-        completions, chat, models, operations,
+        completions, chat, models, tgi, operations, admin,
     ):  # fmt: skip
         app.include_router(routes.router)
     _serve_docs(app)
@@ -86,12 +92,13 @@ def create_app(settings: ServeSettings) -> FastAPI:
     return app
 
 
-def _needs_key(state: ServiceState, path: str) -> bool:
-    return bool(state.keys.names) and not is_public(path, state.settings.public_endpoints)
+def _needs_key(state: ServiceState, path: str, method: str) -> bool:
+    return bool(state.keys.names) and not is_public(path, method, state.settings.public_endpoints)
 
 
 def _add_middleware(app: FastAPI, state: ServiceState) -> None:
     """What a request passes on its way in, the innermost first."""
+    app.add_middleware(HeadAsGet)
     if state.keys.names:
         app.add_middleware(ApiKeyCheck, keys=state.keys, public=state.settings.public_endpoints)
     app.add_middleware(BugAnswer)
@@ -111,8 +118,16 @@ def _serve_playground(app: FastAPI) -> None:
     static = Path(__file__).parent / "static"
     app.mount("/static", StaticFiles(directory=static), name="static")
 
-    @app.get("/", include_in_schema=False)
+    # Described, because POST / is: whoever reads the document has to know of both.
+    @app.get(
+        "/",
+        response_class=HTMLResponse,
+        responses={401: errors.ERRORS[401], 431: errors.ERRORS[431]},
+        summary="The playground, a page for browsers",
+        tags=["operations"],
+    )
     def playground() -> Response:
+        """It needs nothing but this server."""
         return FileResponse(static / "index.html")
 
 

@@ -13,6 +13,7 @@ from fastapi.openapi.utils import get_openapi
 from pydantic.json_schema import models_json_schema
 
 from service.schemas.activations import ActivationsRequest
+from service.schemas.admin import ReloadRequest
 from service.schemas.attributions import AttributionsRequest
 from service.schemas.generate import GenerateRequest
 from service.schemas.lens import LensRequest
@@ -25,6 +26,7 @@ from service.schemas.tensors import (
     ProbsRequest,
     ScoreRequest,
 )
+from service.schemas.tgi import TextGenerationRequest
 from service.schemas.tokenizer import DetokenizeRequest, TokenizeRequest
 
 REQUEST_BODIES = (
@@ -42,10 +44,12 @@ REQUEST_BODIES = (
     DetokenizeRequest,
     CompletionRequest,
     ChatRequest,
+    ReloadRequest,
+    TextGenerationRequest,
 )
 
 
-def install(app: FastAPI, needs_key: Callable[[str], bool]) -> None:
+def install(app: FastAPI, needs_key: Callable[[str, str], bool]) -> None:
     """Let the application describe itself with the request bodies and what needs a key."""
 
     def openapi() -> dict[str, Any]:
@@ -69,13 +73,13 @@ def install(app: FastAPI, needs_key: Callable[[str], bool]) -> None:
     app.openapi = openapi  # type: ignore[method-assign]
 
 
-def _add_keys(schema: dict[str, Any], needs_key: Callable[[str], bool]) -> None:
+def _add_keys(schema: dict[str, Any], needs_key: Callable[[str, str], bool]) -> None:
     """Say which operations need an API key; /docs then has a place to enter one."""
     operations = [
         operation
         for path, methods in schema["paths"].items()
-        if needs_key(path)
-        for operation in methods.values()
+        for method, operation in methods.items()
+        if needs_key(path, method.upper())
     ]
     if operations:
         bearer = {"type": "http", "scheme": "bearer"}

@@ -3,7 +3,7 @@
 From the outside in: `RequestLog` (a request id, taken from `X-Request-ID` or made, and returned;
 the count by endpoint and status; one log line; a cap on the size of headers), CORS where it is
 asked for, `BugAnswer` (the answer to what should not have happened; inside CORS, so that a browser
-can read it), and the API keys (`service/core/auth.py`).
+can read it), the API keys (`service/core/auth.py`), and HEAD, which becomes GET.
 Starlette's BaseHTTPMiddleware would hide a client's disconnect and make streams several times
 dearer.
 """
@@ -12,15 +12,20 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from service.connections.limits import MAX_HEADER_BYTES, head_size
 from service.connections.protocol import headers_too_large
 from service.core.auth import CALLER
-from service.core.errors import clip, internal_error
+from service.core.errors import LIMIT, clip, internal_error
 from service.core.metrics import Metrics, endpoint_label
+from service.core.state import USAGE
+from service.engine.admission import Limit
+from service.engine.usage import Usage
+from service.log import FIELDS
 from service.responses.text import CHECKPOINT_HEADERS
 
 logger = logging.getLogger("logitd.http")
@@ -60,6 +65,7 @@ class RequestLog:
                 message["headers"] = [*message["headers"], (b"x-request-id", request_id)]
             await send(message)
 
+        scope.setdefault("state", {})
         try:
             target = len(scope["raw_path"]) + len(scope["query_string"])
             if head_size(target, scope["headers"]) > MAX_HEADER_BYTES:
@@ -67,23 +73,41 @@ class RequestLog:
             else:
                 await self._app(scope, receive, send_named)
         finally:
-            self._count(scope, status, 1e3 * (time.perf_counter() - started))
+            self._count(scope, status, time.perf_counter() - started)
 
-    def _count(self, scope: Scope, status: int, milliseconds: float) -> None:
+    def _count(self, scope: Scope, status: int, seconds: float) -> None:
         """Count a request that has ended, and write its line."""
         endpoint, caller = endpoint_label(scope["path"]), scope.get(CALLER)
-        self._metrics.observe_request(endpoint, status or 500, caller)
-        logger.log(
-            logging.DEBUG if endpoint in QUIET else logging.INFO,
-            "%s %s %d %.1f ms %s%s%s",
-            scope["method"],
-            endpoint,
-            status,
-            milliseconds,
-            scope[REQUEST_ID_SCOPE],
-            "" if caller is None else f" key={caller}",
-            _logged_user(scope),
-        )
+        limit: Limit | None = scope["state"].get(LIMIT)
+        self._metrics.observe_request(endpoint, status or 500, seconds, caller, limit)
+        level = logging.DEBUG if endpoint in QUIET else logging.INFO
+        if not logger.isEnabledFor(level):
+            return
+        fields: dict[str, Any] = {
+            "method": scope["method"],
+            "endpoint": endpoint,
+            "status": status,
+            "duration_ms": round(1e3 * seconds, 1),
+            "request_id": scope[REQUEST_ID_SCOPE],
+        }
+        if caller is not None:
+            fields["key"] = caller
+        if limit is not None:
+            fields["limit"] = limit.value
+        fields |= _computed(scope) | _user(scope)
+        logger.log(level, _line(fields), extra={FIELDS: fields})
+
+
+class HeadAsGet:
+    """Answers HEAD as GET; the server that writes the reply leaves its body out."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["method"] == "HEAD":
+            scope = {**scope, "method": "GET"}
+        await self._app(scope, receive, send)
 
 
 class BugAnswer:
@@ -113,12 +137,36 @@ class BugAnswer:
             await internal_error(request_id).response()(scope, receive, send)
 
 
-def _logged_user(scope: Scope) -> str:
+def _computed(scope: Scope) -> dict[str, Any]:
+    """What the engine did for a request, if it did anything: tokens, and where the time went."""
+    usage: Usage | None = scope["state"].get(USAGE)
+    if usage is None or not usage.sequences:
+        return {}
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "cached_tokens": usage.cached_tokens,
+        "completion_tokens": usage.completion_tokens,
+        **{f"{phase}_ms": round(took, 1) for phase, took in usage.milliseconds().items()},
+    }
+
+
+def _user(scope: Scope) -> dict[str, Any]:
     """Nothing that could begin another line or paint a terminal; last, so that it can pass for
     nothing else."""
-    user: str = scope.get("state", {}).get("user", "")
+    user: str = scope["state"].get("user", "")
     printable = "".join(c if c.isprintable() else "?" for c in user)
-    return f" user={clip(printable, MAX_USER)}" if user else ""
+    return {"user": clip(printable, MAX_USER)} if user else {}
+
+
+def _line(fields: Mapping[str, Any]) -> str:
+    """A request in text: `POST /generate 200 12.3 ms ID prompt_tokens=3 ...`."""
+    method, endpoint, status, duration, request_id, *rest = fields.items()
+    return " ".join(
+        [
+            f"{method[1]} {endpoint[1]} {status[1]} {duration[1]} ms {request_id[1]}",
+            *(f"{name}={value}" for name, value in rest),
+        ]
+    )
 
 
 def _request_id(headers: Iterable[tuple[bytes, bytes]]) -> bytes:

@@ -1,13 +1,15 @@
 """Server: uvicorn around the application, and what a signal means.
 
-SIGTERM or SIGINT: readiness turns 503 and new requests are rejected, the running ones get
-`drain_timeout` seconds, what is left is aborted with an error of its own, and the process exits
-with 0. While the checkpoint is being loaded it exits with 0 at once. A second signal quits at once,
-with 128 and its number. An engine that failed for good ends the process with 1, so that whoever
-watches it can start another.
+SIGTERM or SIGINT: readiness turns 503, and after `drain_grace` seconds new requests are rejected;
+the running ones get `drain_timeout` seconds, what is left is aborted with an error of its own, and
+the process exits with 0. While the checkpoint is being loaded it exits with 0 at once. A second
+signal quits at once, with 128 and its number. SIGHUP reads the API keys again and looks for another
+checkpoint to serve. An engine that failed for good ends the process with 1, so that whoever watches
+it can start another.
 """
 
 import asyncio
+import errno
 import logging
 import os
 import signal
@@ -25,6 +27,7 @@ from service.connections.limits import ConnectionLimitError, connection_limits
 from service.connections.protocol import Connection
 from service.connections.register import Register
 from service.core.auth import ApiKeyError
+from service.core.reloader import Reloader, ReloadError
 from service.core.state import Served, ServiceState
 from service.log import configure_logging
 from service.settings.serve import ServeSettings
@@ -60,7 +63,32 @@ class Server(uvicorn.Server):
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal, number)
+        loop.add_signal_handler(signal.SIGHUP, self._on_reload)
         yield
+
+    def _on_reload(self) -> None:
+        """Accept the keys, and serve the checkpoint, that the settings mean now: those of the file,
+        and of a run its best."""
+        if self._state.keys.names:
+            try:
+                names = self._state.read_keys_again()
+                logger.info("SIGHUP: the keys of %s are accepted now", ", ".join(names))
+            except ApiKeyError as error:
+                logger.error("SIGHUP: the keys before are accepted still: %s", error)
+        if self._signals or self._state.served is None:
+            logger.warning("SIGHUP: there is nothing to reload now")
+        else:
+            logger.info("SIGHUP: looking for another checkpoint")
+            self._start(self._reload(self._state.served.reloader))
+
+    async def _reload(self, reloader: Reloader) -> None:
+        try:
+            reloaded = await reloader.reload(reloader.wanted())
+        except (OSError, ReloadError) as error:
+            logger.warning("SIGHUP: nothing was reloaded: %s", error)
+        else:
+            if not reloaded.swapped:
+                logger.info("SIGHUP: %s is served already", reloaded.checkpoint.path)
 
     def _on_signal(self, number: int) -> None:
         self._signals += 1
@@ -72,8 +100,14 @@ class Server(uvicorn.Server):
             # Nothing was accepted, and what loads is in native code that cannot be told to stop.
             logger.info("%s while loading: quitting at once", signal.Signals(number).name)
             os._exit(0)
-        logger.info("%s: draining", signal.Signals(number).name)
-        self._start(self._drain_then_exit())
+        grace = self._state.settings.drain_grace
+        if grace:
+            logger.info(
+                "%s: not ready any more, draining in %g s", signal.Signals(number).name, grace
+            )
+        else:
+            logger.info("%s: draining", signal.Signals(number).name)
+        self._start(self._drain_then_exit(grace))
 
     @property
     def _port(self) -> int:
@@ -90,7 +124,9 @@ class Server(uvicorn.Server):
             logger.error("the engine failed: exiting with 1")
             self.should_exit = True
 
-    async def _drain_then_exit(self) -> None:
+    async def _drain_then_exit(self, grace: float) -> None:
+        self._state.leave()
+        await asyncio.sleep(grace)
         now = asyncio.get_running_loop().time()
         self._register.reply_deadline = now + self._state.settings.drain_timeout
         await self._state.drain()
@@ -122,7 +158,7 @@ def uvicorn_config(app: Any, settings: ServeSettings, register: Register) -> uvi
 
 def serve(settings: ServeSettings, announce: Announce) -> int:
     """Run until a signal comes; the process's exit code."""
-    configure_logging(settings.log_level)
+    configure_logging(settings.log_level, json=settings.log_format == "json")
     try:
         app = create_app(settings)
     except ApiKeyError as error:
@@ -140,7 +176,14 @@ def serve(settings: ServeSettings, announce: Announce) -> int:
     with asyncio.Runner(loop_factory=loop_factory) as runner:
         try:
             runner.run(server.serve())
-        except SystemExit:  # uvicorn's way out when it cannot bind; it has logged why
+        except SystemExit as end:  # uvicorn's way out when it cannot bind; it has logged why
+            reason = end.__context__
+            if isinstance(reason, OSError) and reason.errno == errno.EADDRINUSE:
+                logger.error(
+                    "port %d is in use: end what listens there, or choose another port; "
+                    "--port 0 takes a free one",
+                    settings.port,
+                )
             return 1
     answered = state.served is not None and state.served.engine.failure is None
     return 0 if answered and server.started else 1

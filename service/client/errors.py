@@ -66,8 +66,16 @@ class AuthenticationError(APIStatusError):
     """401: no API key, or not one of the server's."""
 
 
+class PermissionDeniedError(APIStatusError):
+    """403: the server lets nobody do that."""
+
+
 class NotFoundError(APIStatusError):
     """404: another model was asked for, or another kind of server answers there."""
+
+
+class ConflictError(APIStatusError):
+    """409: the state of the server is in the way, which the sentence says."""
 
 
 class RequestTooLargeError(APIStatusError):
@@ -79,7 +87,8 @@ class UnsupportedMediaTypeError(APIStatusError):
 
 
 class QueueFullError(APIStatusError):
-    """429: more is waiting than the server takes; see `retry_after`."""
+    """429: more is waiting than the server takes, or the API key has asked for as much as it may;
+    see `retry_after`."""
 
 
 class ServerError(APIStatusError):
@@ -118,7 +127,9 @@ class MalformedReplyError(LogitdError):
 BY_STATUS: Mapping[int, type[APIStatusError]] = {
     400: BadRequestError,
     401: AuthenticationError,
+    403: PermissionDeniedError,
     404: NotFoundError,
+    409: ConflictError,
     413: RequestTooLargeError,
     415: UnsupportedMediaTypeError,
     429: QueueFullError,
@@ -129,7 +140,9 @@ BY_STATUS: Mapping[int, type[APIStatusError]] = {
 STATUS_OF_TYPE: Mapping[str, int] = {
     "invalid_request_error": 400,
     "authentication_error": 401,
+    "permission_error": 403,
     "not_found_error": 404,
+    "conflict_error": 409,
     "rate_limit_error": 429,
     "server_error": 500,
     "unavailable_error": 503,

@@ -9,8 +9,10 @@ from model.checkpoint.checkpoint import CheckpointError
 from model.data.errors import DataError
 from model.data.sources.progress import Downloaded, Downloading
 from model.device import DeviceError
+from model.extraction.compute import Placing
 from model.extraction.errors import ExtractionError
-from model.extraction.run import Asked, Extracted, Placing, Progress, Surveyed, extract
+from model.extraction.on_ray import Cluster
+from model.extraction.run import Asked, Extracted, Progress, Surveyed, extract
 from model.inference.errors import InvalidRequest
 from model.inference.kernels.select import KernelError
 from service.settings.extract import ExtractSettings
@@ -53,14 +55,11 @@ class ProgressLines:
 
 
 def run(settings: ExtractSettings) -> int:
-    numbers = settings.logprobs or settings.top_k is not None
-    if numbers == bool(settings.stages):
-        what = "both are given" if numbers else "neither is given"
-        print(
-            "logitd extract: give either --logprobs (or --top-k K, which includes them) or "
-            f"--stages NAMES; {what}",
-            file=sys.stderr,
-        )
+    if refusal := _unclear(settings):
+        print(f"logitd extract: {refusal}", file=sys.stderr)
+        return 2
+    if settings.ray_workers and not settings.ray:
+        print("logitd extract: --ray-workers goes with --ray", file=sys.stderr)
         return 2
     progress = ProgressLines()
     try:
@@ -71,6 +70,7 @@ def run(settings: ExtractSettings) -> int:
             Asked(
                 stages=settings.stages,
                 top_k=settings.top_k or 0,
+                lens=settings.lens,
                 stride=settings.stride,
                 shard_tokens=settings.shard_tokens,
             ),
@@ -81,6 +81,7 @@ def run(settings: ExtractSettings) -> int:
                 kernels=settings.kernels,
                 quantize=settings.quantize,
             ),
+            cluster=Cluster(settings.ray, settings.ray_workers) if settings.ray else None,
             text_field=settings.text_field,
             max_download_mb=settings.max_download_mb,
             log=progress.say,
@@ -103,6 +104,25 @@ def run(settings: ExtractSettings) -> int:
     progress.end()
     print(json.dumps(facts(result), allow_nan=False) if settings.as_json else _summary(result))
     return 0
+
+
+def _unclear(settings: ExtractSettings) -> str:
+    """Why it is not clear what is to be extracted; nothing if it is."""
+    asked = {
+        "--logprobs": settings.logprobs,
+        "--top-k": settings.top_k is not None and not (settings.logprobs or settings.lens),
+        "--lens": settings.lens,
+        "--stages": bool(settings.stages),
+    }
+    given = [flag for flag, is_given in asked.items() if is_given]
+    if len(given) == 1:
+        return ""
+    hint = " (the last layer's logprobs of --lens are those of --logprobs)"
+    return (
+        "give either --logprobs (or --top-k K, which includes them) or --lens or --stages NAMES; "
+        + (f"{' and '.join(given)} are given" if given else "none is given")
+        + (hint if given == ["--logprobs", "--lens"] else "")
+    )
 
 
 def facts(result: Extracted) -> dict[str, object]:

@@ -8,6 +8,7 @@ import sys
 
 from model.llm import LLM, GenerationError, InvalidRequest, LoadError, SamplingParams
 from model.text.tokenizer import NO_VOCABULARY
+from service.command_line.called import called
 from service.settings.tools import GenerateSettings
 
 
@@ -67,7 +68,7 @@ def _prompt(llm: LLM, settings: GenerateSettings) -> str | list[int]:
     if (ids := token_ids_of(settings.prompt)) is None:
         raise InvalidRequest(
             f"the prompt {settings.prompt[:40]!r} is not a list of token ids, and {NO_VOCABULARY}: "
-            'for example logitd generate "0 1 2"',
+            f'for example {called()} generate "0 1 2"',
             "prompt",
         )
     return ids

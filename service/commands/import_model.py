@@ -11,6 +11,8 @@ from model.convert.by_role.map_file import read_map_file
 from model.convert.by_role.read import RoleOptions, draft_of
 from model.convert.foreign import ConvertError
 from model.convert.importing import fingerprint, import_model, importable
+from model.convert.state_file import SUFFIXES
+from service.command_line.called import called
 from service.settings.imports import ImportSettings
 
 IMPORTED = Path("checkpoints")
@@ -44,7 +46,7 @@ def run(settings: ImportSettings) -> int:
         f"{checkpoint.path}: {config.n_layer} layers, width {config.d_model}, context "
         f"{config.context_length:,}, vocabulary {config.vocab_size:,}"
     )
-    print(f"\nserve it:  logitd serve {checkpoint.path}")
+    print(f"\nserve it:  {called()} serve {checkpoint.path}")
     return 0
 
 
@@ -54,15 +56,22 @@ def for_serving(source: Path, *, may_import: bool) -> Path | None:
     destination = IMPORTED / _name(source)
     try:
         if not importable(source):
-            return source  # what is wrong with it, loading says
+            kinds = ", ".join(SUFFIXES)
+            print(
+                f"logitd serve: {source} is neither a checkpoint nor a model that may be imported: "
+                f"a file of weights ({kinds}) or a folder with one. The bundled checkpoint is "
+                f"served by\n\n  {called()} serve",
+                file=sys.stderr,
+            )
+            return None
     except (ConvertError, OSError) as error:  # its config.json is not even JSON
         print(f"logitd serve: {error}", file=sys.stderr)
         return None
     if not may_import:
         print(
             f"logitd serve: {source} is not a checkpoint of logitd, but it may be imported:\n\n"
-            f"  logitd import {source} {destination}\n  logitd serve {destination}\n\n"
-            f"or both in one: logitd serve {source} --import",
+            f"  {called()} import {source} {destination}\n  {called()} serve {destination}\n\n"
+            f"or both in one: {called()} serve {source} --import",
             file=sys.stderr,
         )
         return None
@@ -74,7 +83,7 @@ def for_serving(source: Path, *, may_import: bool) -> Path | None:
         elif read_checkpoint(destination).training.data.get("fingerprint") != fingerprint(source):
             raise CheckpointError(
                 f"{destination} exists and is not from {source}: name another destination, "
-                f"logitd import {source} DEST"
+                f"{called()} import {source} DEST"
             )
     except (ConvertError, CheckpointError, OSError) as error:
         print(f"logitd serve: {error}", file=sys.stderr)

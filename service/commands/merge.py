@@ -4,6 +4,7 @@ import sys
 
 from model.checkpoint.adapter import merge
 from model.checkpoint.checkpoint import CheckpointError
+from service.command_line.called import called
 from service.settings.train import MergeSettings
 
 
@@ -14,5 +15,5 @@ def run(settings: MergeSettings) -> int:
         print(f"logitd merge: {error}", file=sys.stderr)
         return 1
     print(f"merged into {info.path}, weights sha256 {info.weights_sha256}")
-    print(f"\nserve it:  logitd serve --checkpoint {info.path}")
+    print(f"\nserve it:  {called()} serve {info.path}")
     return 0

@@ -1,7 +1,7 @@
 """`logitd serve`: the service, and the banner that says what is served where.
 
-A model of somebody else's in place of a checkpoint is answered with the command that imports it,
-or, with --import, imported first.
+Of a run the best checkpoint is served (`servable.py`). A model of somebody else's in place of a
+checkpoint is answered with the command that imports it, or, with --import, imported first.
 """
 
 import importlib
@@ -13,13 +13,23 @@ from rich.text import Text
 
 from model.checkpoint.checkpoint import is_checkpoint
 from service.app.server import serve
+from service.commands.servable import NotServable, checkpoint_at
 from service.core.state import Served
 from service.settings.serve import ServeSettings
 
 
 def run(settings: ServeSettings) -> int:
-    checkpoint = settings.checkpoint
-    if checkpoint.exists() and not is_checkpoint(checkpoint):
+    try:
+        checkpoint = checkpoint_at(settings.checkpoint, settings.follow)
+    except NotServable as problem:
+        print(f"logitd serve: {problem}", file=sys.stderr)
+        return 1
+    if checkpoint != settings.checkpoint:
+        print(
+            f"logitd serve: of the run {settings.checkpoint}, the checkpoint {checkpoint.name}",
+            file=sys.stderr,
+        )
+    if not is_checkpoint(checkpoint):
         # Imported by name: a server has no use for what reads other people's models.
         foreign = importlib.import_module("service.commands.import_model")
         imported = foreign.for_serving(checkpoint, may_import=settings.import_model)
@@ -43,9 +53,13 @@ def print_banner(served: Served, port: int) -> None:
     cost = computed.quantization
     note = "" if computed.decoding_note is None else f" ({computed.decoding_note})"
     process = ", in a process of its own" if settings.engine == "process" else ""
+    follows = (
+        "" if settings.follow is None else f"; following {settings.follow} of {settings.checkpoint}"
+    )
     console.print("logitd is ready")
     for name, value in (
-        ("checkpoint", f"{checkpoint.name}, step {training.step:,}, validation loss {loss}"),
+        ("checkpoint", f"{checkpoint.name}, step {training.step:,}, validation loss {loss}"
+                       f"{follows}"),
         ("parameters", f"{computed.parameters:,}"),
         ("device", f"{computed.device}, {computed.placement.threads} threads{process}"),
         ("dtype", f"{computed.placement.dtype_name} ({computed.dtype_why})"),

@@ -11,6 +11,7 @@ from model.training.presets import PresetError
 from model.training.stopping.signals import errors_outlive_sigterm
 from model.training.trainer import train
 from model.transformer.config import ConfigError
+from service.command_line.called import called
 from service.settings.train import TrainSettings
 
 
@@ -51,9 +52,9 @@ def _run(settings: TrainSettings) -> int:
     if result.rank == 0:  # of several processes, one speaks
         if result.reason == "interrupted":
             print(f"\nstopped at step {result.step:,}: go on with")
-            print(f"           logitd train --resume --out {result.run}")
+            print(f"           {called()} train --resume --out {result.run}")
         if result.adapter_of is not None:
-            print(f"\nmerge it:  logitd merge {result.adapter_of} {result.best} DEST")
+            print(f"\nmerge it:  {called()} merge {result.adapter_of} {result.best} DEST")
         else:
-            print(f"\nserve it:  logitd serve --checkpoint {result.best}")
+            print(f"\nserve it:  {called()} serve {result.run}")
     return 0

@@ -25,20 +25,24 @@ from starlette.exceptions import HTTPException
 from model.inference.engine.events import FinishEvent, FinishReason
 from model.inference.errors import ContextLengthExceeded, InvalidRequest
 from model.inference.interventions import PARAM
-from service.engine.admission import QueueFull
-from service.engine.submission import EngineStopped
+from service.engine.admission import Limit, QueueFull
+from service.engine.submission import REPLACED, EngineStopped
 from service.schemas.base import MAX_IDS, MAX_PROMPTS, ErrorReply
 from service.schemas.generate import MAX_STOP_TEXTS
 
 ErrorType = Literal[
     "invalid_request_error",
     "authentication_error",
+    "permission_error",
+    "conflict_error",
     "not_found_error",
     "rate_limit_error",
     "unavailable_error",
     "timeout_error",
     "server_error",
 ]
+LIMIT = "limit"
+"""Where the state of a request holds the limit that it has met, for the metrics and the log."""
 MAX_REPORTED = 5
 """Field errors named in one message."""
 MAX_PROBLEMS = 1000
@@ -89,6 +93,7 @@ class ApiError(Exception):
     param: str | None = None
     code: str | None = None
     retry_after: int | None = None  # seconds
+    limit: Limit | None = None  # that a rejected request has met, for the metrics
 
     def body(self) -> dict[str, Any]:
         return {
@@ -151,13 +156,13 @@ def as_api_error(error: ApiError | InvalidRequest | QueueFull | EngineStopped) -
             return bad_request(str(error), error.param, code)
         case QueueFull():
             message = f"{error}; try again in about {error.retry_after} s"
-            return queue_full(message, error.retry_after)
+            return queue_full(message, error.retry_after, error.limit)
         case EngineStopped():
             return unavailable(str(error))
 
 
-def queue_full(message: str, retry_after: int) -> ApiError:
-    return ApiError(429, "rate_limit_error", message, None, "queue_full", retry_after)
+def queue_full(message: str, retry_after: int, limit: Limit) -> ApiError:
+    return ApiError(429, "rate_limit_error", message, None, "queue_full", retry_after, limit)
 
 
 def from_validation(error: ValidationError, fields: Collection[str] = ()) -> ApiError:
@@ -197,6 +202,8 @@ def from_finish(event: FinishEvent) -> ApiError | None:
                 "the reply was read too slowly while others waited for its place; ask again for "
                 "fewer positions at once, or read faster"
             )
+        case FinishReason.REPLACED:
+            return unavailable(REPLACED)
         case FinishReason.ABORT:
             return unavailable("the request was aborted: the server is shutting down")
         case FinishReason.ERROR if event.param is not None:
@@ -212,7 +219,9 @@ def install(app: FastAPI) -> None:
     """Give every error of the application the one shape."""
 
     async def expected(request: Request, error: Any) -> Response:
-        return as_api_error(error).response()
+        said = as_api_error(error)
+        setattr(request.state, LIMIT, said.limit)
+        return said.response()
 
     for kind in EXPECTED:
         app.add_exception_handler(kind, expected)
@@ -221,6 +230,10 @@ def install(app: FastAPI) -> None:
     async def http_error(request: Request, error: HTTPException) -> Response:
         response = _from_status(error.status_code, request).response()
         response.headers.update(error.headers or {})
+        # Starlette names the methods of the first route alone, and / has two.
+        described = app.openapi()["paths"].get(request.scope["path"])
+        if error.status_code == 405 and described is not None:
+            response.headers["Allow"] = ", ".join(sorted(map(str.upper, described)))
         return response
 
 
@@ -290,8 +303,10 @@ ERRORS: dict[int | str, dict[str, Any]] = {
         "model": ErrorReply,
         "description": "The API key is missing or wrong",
     },
+    403: {"model": ErrorReply, "description": "This server lets nobody do that"},
     404: {"model": ErrorReply, "description": "Another model was asked for"},
     408: {"model": ErrorReply, "description": "The request came too slowly"},
+    409: {"model": ErrorReply, "description": "The state of the server is in the way"},
     413: {"model": ErrorReply, "description": "The body is too large"},
     415: {"model": ErrorReply, "description": "The body is not JSON"},
     429: {"model": ErrorReply, "description": "The queue is full; see Retry-After"},

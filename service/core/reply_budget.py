@@ -6,6 +6,7 @@ are counted in elements of an output, as float32. Belongs to the event loop.
 """
 
 from service.core.errors import bad_request, queue_full
+from service.engine.admission import Limit
 
 LOGPROB_ELEMENTS = 64
 """Elements that one listed logprob or attribution counts as: in memory it is an object with the
@@ -49,6 +50,7 @@ class ReplyBudget:
                 f"the reply would hold {elements} elements; other replies hold {self.used} of the "
                 f"{self.limit} allowed together. Try again in about 1 s",
                 retry_after=1,
+                limit=Limit.REPLIES,
             )
         self.used += elements
 

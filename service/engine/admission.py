@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from enum import StrEnum
 
 from model.inference.engine.cost import output_elements, sequence_prices
 from model.inference.engine.events import FinishEvent
@@ -31,12 +32,24 @@ FULLEST = 2
 """What all callers together may have waiting, in times of each limit."""
 
 
+class Limit(StrEnum):
+    """What a request that is asked to come again has met."""
+
+    SEQUENCES = "queue_sequences"
+    TOKENS = "queue_tokens"
+    ELEMENTS = "queue_elements"
+    REPLIES = "reply_elements"  # that all replies hold together
+    KEY_PER_MINUTE = "key_per_minute"  # requests of one API key
+    KEY_AT_ONCE = "key_at_once"
+
+
 class QueueFull(Exception):
     """The queue has no room for a request; it may have some in `retry_after` seconds."""
 
-    def __init__(self, waiting: str, limit: int, retry_after: int) -> None:
-        super().__init__(f"{waiting}, the queue holds {limit}")
+    def __init__(self, waiting: str, holds: int, retry_after: int, limit: Limit) -> None:
+        super().__init__(f"{waiting}, the queue holds {holds}")
         self.retry_after = retry_after
+        self.limit = limit
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,16 +188,21 @@ class AdmissionController:
             return queued > limit and not in_its_share
 
         if exceeds(self.sequences + load.sequences - self._slots, own.sequences, limits.sequences):
-            raise QueueFull(f"{waiting} sequences are waiting", self._limits.sequences, retry_after)
+            raise QueueFull(
+                f"{waiting} sequences are waiting", limits.sequences, retry_after, Limit.SEQUENCES
+            )
         queued = max(0, self._open.total.tokens - self._begun_tokens)
         if waiting and exceeds(queued + load.tokens, own.tokens, limits.tokens):
-            raise QueueFull(f"{queued} prompt tokens are waiting", self._limits.tokens, retry_after)
+            raise QueueFull(
+                f"{queued} prompt tokens are waiting", limits.tokens, retry_after, Limit.TOKENS
+            )
         if exceeds(self.elements + load.elements, own.elements, limits.elements):
             raise QueueFull(
                 f"{self.elements} output elements are waiting or being computed and the "
                 f"request asks for {load.elements}",
-                self._limits.elements,
+                limits.elements,
                 retry_after,
+                Limit.ELEMENTS,
             )
 
     @contextmanager

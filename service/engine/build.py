@@ -6,8 +6,10 @@ and makes the engine. Not here: what drives the engine (`driver.py`), and the ev
 
 import logging
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 
-from model.checkpoint.checkpoint import CheckpointError
+from model.checkpoint.checkpoint import CheckpointError, CheckpointInfo
 from model.data.errors import DataError
 from model.device import DeviceError, Placement, describe, one_thread, use_threads
 from model.inference.constraints.compiler import Compiler, ConstraintsUnavailable
@@ -16,10 +18,19 @@ from model.inference.engine.config import EngineConfig
 from model.inference.engine.engine import Engine
 from model.inference.errors import InvalidRequest
 from model.inference.kernels.select import KernelError
-from model.inference.load import LoadedModel, Slots, choose_slots, load_model, release_memory
+from model.inference.load import (
+    LoadedModel,
+    Slots,
+    choose_slots,
+    load_model,
+    load_replacement,
+    release_memory,
+)
 from model.inference.memory import SlotBudget
 from model.inference.options import parse_memory
 from model.text.tokenizer import Tokenizer
+from model.transformer.gpt import GPT
+from service.engine.driver import WeightsLoader
 from service.engine.quantization import QuantizationCost, measure_quantization
 from service.settings.serve import ServeSettings
 
@@ -57,8 +68,9 @@ class BuiltEngine:
 
     engine: Engine
     computation: Computation
-    model: LoadedModel
+    checkpoint: CheckpointInfo
     compiler: Compiler | Unavailable
+    load_weights: WeightsLoader
 
 
 def build(settings: ServeSettings) -> BuiltEngine:
@@ -70,7 +82,7 @@ def build(settings: ServeSettings) -> BuiltEngine:
     """
     with one_thread():
         built = _build(settings)
-    use_threads(built.model.placement.threads)
+    use_threads(built.computation.placement.threads)
     return built
 
 
@@ -110,7 +122,22 @@ def _build(settings: ServeSettings) -> BuiltEngine:
     masks = MaskWorker() if isinstance(compiler, Compiler) else None
     engine = Engine(model.gpt, config, make_decoder=path.make_decoder, masks=masks)
     release_memory()
-    return BuiltEngine(engine, _computation(model, engine, quantization), model, compiler)
+    return BuiltEngine(
+        engine,
+        _computation(model, engine, quantization),
+        model.checkpoint,
+        compiler,
+        partial(_load_weights, model.checkpoint, model.placement),  # not the model: it will go
+    )
+
+
+def _load_weights(
+    served: CheckpointInfo, placement: Placement, path: Path, weights_sha256: str
+) -> GPT:
+    """The weights of a checkpoint in place of those that are served, in a thread beside the one
+    that computes. Raises CheckpointError and DeviceError."""
+    with one_thread():
+        return load_replacement(served, path, weights_sha256, placement, log=logger.info)
 
 
 def _computation(

@@ -1,27 +1,37 @@
 """EngineDriver: runs an engine. Commands go in, a step is made, and a report comes out.
 
 `AsyncEngine` has a thread that calls `run_once`. `LocalDriver` computes in that thread,
-`ProcessDriver` (`process.py`) has a process that does. Knows no event loop and no HTTP.
+`ProcessDriver` (`process.py`) has a process that does. New weights are read in a thread of their
+own, so that steps go on meanwhile. Knows no event loop and no HTTP.
 """
 
+import logging
 import queue
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 from model.inference.engine.engine import Engine
 from model.inference.engine.events import EngineStats, Event, FinishReason, StepResult
 from model.inference.engine.requests import Request
+from model.inference.engine.runner import Passes
 from model.transformer.config import GPTConfig
+from model.transformer.gpt import GPT
+
+logger = logging.getLogger("logitd.engine")
 
 
 @dataclass(frozen=True, slots=True)
 class Add:
-    """Compute a request, which came at `arrived` on the engine's clock."""
+    """Compute a request, which came at `arrived` on the engine's clock, with a version of the
+    weights: the engine's or the next."""
 
     request: Request
     arrived: float
+    weights: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +50,58 @@ class Grant:
     request_id: str
 
 
-Command = Add | Abort | Grant
-Inbox = queue.SimpleQueue[Command | None]
+@dataclass(frozen=True, slots=True)
+class PrepareWeights:
+    """Load the weights of a checkpoint beside those that compute. WeightsReady or WeightsRefused
+    is the answer."""
+
+    path: Path
+    weights_sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class SwapWeights:
+    """Let the prepared weights take over when what was added for the others has ended.
+    WeightsSwapped is the answer."""
+
+
+Command = Add | Abort | Grant | PrepareWeights | SwapWeights
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsReady:
+    """Other weights are loaded: requests may be added for them."""
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsRefused:
+    """Other weights could not be loaded; the reason is for people."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsSwapped:
+    """Other weights compute, and those before are forgotten."""
+
+
+Notice = WeightsReady | WeightsRefused | WeightsSwapped
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """What a LocalDriver tells itself: weights are read, or why they are not."""
+
+    gpt: GPT | None
+    reason: str = ""
+
+
+Inbox = queue.SimpleQueue[Command | Loaded | None]
 """Commands in their order; None is the last."""
+
+WeightsLoader = Callable[[Path, str], GPT]
+"""Reads the weights of a checkpoint, which have that SHA-256, to take the place of those that
+compute. Raises what `EXPECTED` says, and anything else for what nobody expects."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +114,7 @@ class StepReport:
     seconds: float  # the step alone
     ended: float  # on the engine's clock
     has_work: bool  # there is more to do, without another command
+    notices: tuple[Notice, ...] = ()  # what became of weights
 
 
 class EngineLost(Exception):
@@ -95,8 +155,15 @@ class EngineDriver(Protocol):
 class LocalDriver:
     """Drives an engine in the thread that calls it."""
 
-    def __init__(self, engine: Engine, inbox: Inbox | None = None) -> None:
+    def __init__(
+        self, engine: Engine, load: WeightsLoader | None = None, inbox: Inbox | None = None
+    ) -> None:
+        """Without `load` the weights are those that the engine has."""
         self._engine = engine
+        self._load = load
+        self._prepared: Passes | None = None
+        self._notices: list[Notice] = []  # of the present `run_once`
+        self._swaps = engine.weights  # that are told
         self._inbox: Inbox = queue.SimpleQueue() if inbox is None else inbox
         self.commands_done = 0
         """Commands handled so far."""
@@ -128,11 +195,15 @@ class LocalDriver:
             return None
         commands = self._take_commands()
         self._ended = None in commands
-        self.commands_done += len(commands)
+        self.commands_done += sum(not isinstance(command, Loaded) for command in commands)
         events = [event for command in commands if command for event in self._handle(command)]
         self._step_began = began = time.monotonic()
         result = self._engine.step()
         ended, self._step_began = time.monotonic(), None
+        if self._swaps != self._engine.weights:
+            self._swaps = self._engine.weights
+            self._notices.append(WeightsSwapped())
+        notices, self._notices = tuple(self._notices), []
         return StepReport(
             events=(*events, *result.events),
             result=result,
@@ -140,14 +211,17 @@ class LocalDriver:
             seconds=ended - began,
             ended=self._engine.clock(),
             has_work=self._engine.has_work(),
+            notices=notices,
         )
 
     def close(self) -> None:
+        if self._prepared is not None:
+            self._prepared.close()
         self._engine.close()
 
-    def _take_commands(self) -> list[Command | None]:
+    def _take_commands(self) -> list[Command | Loaded | None]:
         """All that is in the inbox; waits for the first when the engine has nothing to do."""
-        commands = []
+        commands: list[Command | Loaded | None] = []
         try:
             if not self._engine.has_work():
                 commands.append(self._inbox.get(timeout=self._wait_timeout()))
@@ -161,12 +235,44 @@ class LocalDriver:
         deadline = self._engine.next_deadline()
         return None if deadline is None else max(0.0, deadline - self._engine.clock())
 
-    def _handle(self, command: Command) -> Sequence[Event]:
+    def _handle(self, command: Command | Loaded) -> Sequence[Event]:
         match command:
-            case Add(request, arrived):
-                self._engine.add(request, arrived)
+            case Add(request, arrived, weights):
+                self._engine.add(request, arrived, weights=weights)
             case Abort(request_id, index, reason):
                 return self._engine.abort(request_id, index, reason)
             case Grant(request_id):
                 self._engine.grant(request_id)
+            case PrepareWeights():
+                arguments = (command, self._load)
+                threading.Thread(
+                    target=self._read_weights, args=arguments, name="weights", daemon=True
+                ).start()
+            case Loaded(gpt, reason):
+                self._notices.append(self._prepare(gpt, reason))
+            case SwapWeights():
+                assert self._prepared is not None
+                self._engine.swap_weights(self._prepared)
+                self._prepared = None
         return ()
+
+    def _read_weights(self, command: PrepareWeights, load: WeightsLoader | None) -> None:
+        """In a thread of its own."""
+        try:
+            if load is None:
+                raise LookupError("this engine was made without a way to load weights")
+            loaded = Loaded(load(command.path, command.weights_sha256))
+        except Exception as error:  # whatever it is, what computes goes on
+            logger.debug("weights could not be loaded", exc_info=True)
+            loaded = Loaded(None, str(error) or type(error).__name__)
+        self._inbox.put(loaded)
+
+    def _prepare(self, gpt: GPT | None, reason: str) -> Notice:
+        """Make what computes with weights that were read."""
+        if gpt is None:
+            return WeightsRefused(reason)
+        try:
+            self._prepared = self._engine.prepare_weights(gpt)
+        except Exception as error:  # memory, for one
+            return WeightsRefused(str(error) or type(error).__name__)
+        return WeightsReady()

@@ -10,6 +10,9 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from model.inference.engine.events import Event, FinishEvent, FinishReason, OutputsChunk
+from service.engine.usage import Usage
+
+REPLACED = "the model's weights were replaced before the request was answered; ask again"
 
 
 class EngineStopped(Exception):
@@ -31,9 +34,13 @@ class Owner(Protocol):
 class Submission:
     """Requests that were submitted together, and the mailbox of their events."""
 
-    def __init__(self, owner: Owner, request_ids: Sequence[str], sequences: int) -> None:
+    def __init__(
+        self, owner: Owner, request_ids: Sequence[str], sequences: int, usage: Usage
+    ) -> None:
+        """`usage` is told of each sequence's end."""
         self.request_ids = tuple(request_ids)
         self._owner = owner
+        self._usage = usage
         self._open = sequences  # that have not ended
         self._events: list[Event] = []
         self._failure: str | None = None
@@ -77,6 +84,7 @@ class Submission:
         self._events.append(event)
         if isinstance(event, FinishEvent):
             self._open -= 1
+            self._usage.add(event)
         self._wake()
 
     def fail(self, reason: str) -> None:

@@ -24,7 +24,7 @@ from model.inference.constraints.protocol import TokenConstraint
 from model.inference.engine.requests import GenerationRequest
 from model.inference.errors import ConstraintError
 from service.engine.build import STARTUP_ERRORS, BuiltEngine, Unavailable, build
-from service.engine.driver import Add, Command, Inbox, LocalDriver
+from service.engine.driver import Command, Inbox, LocalDriver
 from service.engine.process import AddWithConstraint, Started, StartFailed, StepMessage
 from service.log import configure_logging
 from service.settings.serve import ServeSettings
@@ -107,7 +107,7 @@ class Commands:
         assert self.constraints is not None
         constraint = self.constraints.of(message.source, message.size)
         params = replace(request.params, constraint=constraint)
-        return Add(replace(request, params=params), message.add.arrived)
+        return replace(message.add, request=replace(request, params=params))
 
 
 def main() -> None:
@@ -115,14 +115,14 @@ def main() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     connection = Connection(int(sys.argv[1]))
     settings: ServeSettings = connection.recv()
-    configure_logging(settings.log_level)
+    configure_logging(settings.log_level, json=settings.log_format == "json")
     commands = Commands(connection)
     built = _build(connection, settings)
     if built is None:
         return
     config = built.engine.model_config
     commands.constraints = SourceCompiler(built.compiler, config.vocab_size)
-    driver = LocalDriver(built.engine, commands.inbox)
+    driver = LocalDriver(built.engine, built.load_weights, commands.inbox)
     try:
         connection.send(Started(built.computation, config, driver.slots))
         _run_engine(driver, connection)

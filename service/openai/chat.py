@@ -12,7 +12,9 @@ from service.core.errors import bad_request
 from service.core.state import Served
 from service.openai.envelope import head, usage, usage_member
 from service.openai.logprobs import ShownTokens, chat_logprobs
+from service.openai.tools import GrowingCall, NewOfCall, text_of_calls
 from service.requests.encode import encode_within, no_vocabulary
+from service.schemas import openai as schemas
 from service.schemas.openai import ChatRequest
 
 
@@ -30,7 +32,7 @@ async def chat_prompt(body: ChatRequest, served: Served) -> tuple[int, ...]:
             "messages",
             "no_chat_template",
         )
-    messages = [_message(m.role, m.content, m.name) for m in body.messages]
+    messages = [_message(message) for message in body.messages]
     try:
         # In a thread: how long it takes is up to the template.
         pieces = await asyncio.to_thread(
@@ -51,10 +53,14 @@ async def chat_prompt(body: ChatRequest, served: Served) -> tuple[int, ...]:
     return tuple(ids)
 
 
-def _message(role: str, content: str, name: str | None) -> Message:
-    """A message as templates know it."""
-    message = {"role": "system" if role == "developer" else role, "content": content}
-    return message if name is None else {**message, "name": name}
+def _message(message: schemas.Message) -> Message:
+    """A message as templates know it; calls are text of it."""
+    texts = [message.content or "", text_of_calls(message.tool_calls or ())]
+    known = {
+        "role": "system" if message.role == "developer" else message.role,
+        "content": "\n".join(filter(None, texts)),
+    }
+    return known if message.name is None else {**known, "name": message.name}
 
 
 class ChatFormat:
@@ -65,14 +71,16 @@ class ChatFormat:
         self._tokenizer = checkpoint.tokenizer
         self._body = body
         self._tokens: dict[int, ShownTokens] = {}  # of the choices that have begun
+        self._functions = body.callable_tools
+        self._calls: dict[int, GrowingCall] = {}
 
     def reply(self, reply: dict[str, Any]) -> dict[str, Any]:
         choices = [
             {
                 "index": native["index"],
-                "message": {"role": "assistant", "content": native["text"], "refusal": None},
+                "message": self._message(native),
                 "logprobs": self._logprobs(native),
-                "finish_reason": native["finish_reason"],
+                "finish_reason": self._finish_reason(native),
             }
             for native in reply["choices"]
         ]
@@ -89,15 +97,39 @@ class ChatFormat:
         if "usage" in chunk and options is not None and options.include_usage:
             yield {**chunk_head, "choices": [], "usage": usage(chunk["usage"])}
 
+    def _message(self, native: dict[str, Any]) -> dict[str, Any]:
+        message = {"role": "assistant", "content": native["text"], "refusal": None}
+        if not self._functions:
+            return message
+        call = self._call(native)
+        calls = {} if call is None else {"tool_calls": [_tool_call(call)]}
+        return {**message, "content": None, **calls}
+
+    def _finish_reason(self, native: dict[str, Any]) -> str | None:
+        reason: str | None = native["finish_reason"]
+        return "tool_calls" if self._functions and reason == "stop" else reason
+
+    def _call(self, native: dict[str, Any]) -> NewOfCall | None:
+        """What is new of the call that a choice is."""
+        growing = self._calls.setdefault(native["index"], GrowingCall(self._functions))
+        return growing.push(native["text"], reason=native["finish_reason"])
+
     def _deltas(self, native: dict[str, Any]) -> Iterator[dict[str, Any]]:
         index = native["index"]
         if index not in self._tokens:
-            yield _delta(index, {"role": "assistant", "content": "", "refusal": None})
+            content = None if self._functions else ""
+            yield _delta(index, {"role": "assistant", "content": content, "refusal": None})
         logprobs = self._logprobs(native)
-        if native["text"] or (logprobs is not None and logprobs["content"]):
+        listed = logprobs is not None and logprobs["content"]
+        if self._functions:
+            call = self._call(native)
+            calls = {} if call is None else {"tool_calls": [{"index": 0, **_tool_call(call)}]}
+            if calls or listed:
+                yield _delta(index, calls, logprobs)
+        elif native["text"] or listed:
             yield _delta(index, {"content": native["text"]}, logprobs)
         if native["finish_reason"] is not None:
-            yield _delta(index, {}, finish_reason=native["finish_reason"])
+            yield _delta(index, {}, finish_reason=self._finish_reason(native))
 
     def _logprobs(self, native: dict[str, Any]) -> dict[str, Any] | None:
         shown = self._tokens.setdefault(native["index"], ShownTokens()).push(native)
@@ -106,6 +138,14 @@ class ChatFormat:
         if shown and isinstance(native["stop_reason"], int):
             shown = shown[:-1]  # the special token that ended the answer does not belong to it
         return chat_logprobs(self._tokenizer, shown)
+
+
+def _tool_call(call: NewOfCall) -> dict[str, Any]:
+    """What is new of a call, in OpenAI's shape."""
+    if call.id is None:
+        return {"function": {"arguments": call.arguments}}
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": call.id, "type": "function", "function": function}
 
 
 def _delta(

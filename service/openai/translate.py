@@ -4,8 +4,10 @@ Fields of the same name mean the same and are taken over; null is left out, so t
 default holds. What differs is translated here.
 """
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from pydantic import ValidationError
@@ -13,6 +15,7 @@ from pydantic import ValidationError
 from model.inference.errors import InvalidRequest
 from model.text.tokenizer import Tokenizer
 from service.core.errors import ApiError, bad_request, from_validation
+from service.openai.tools import call_schema
 from service.schemas.generate import GenerateRequest
 from service.schemas.openai import (
     COMPLETION_TOKENS,
@@ -37,7 +40,7 @@ def native_completion(body: CompletionRequest) -> GenerateRequest:
         {
             "prompt": body.prompt,
             "max_tokens": max(1, max_tokens),
-            **constraint_fields(body.response_format),
+            **constraint_fields(body),
         },
     )
 
@@ -59,17 +62,92 @@ def native_chat(
             "max_tokens": _one_limit(body),
             "logprobs": (body.top_logprobs or 0) if body.logprobs else None,
             "stop_token_ids": sorted(stop_token_ids),
-            **constraint_fields(body.response_format),
+            **constraint_fields(body),
         },
     )
 
 
-def constraint_fields(response_format: ResponseFormat | None) -> dict[str, Any]:
-    """The native fields that make an answer fit a response_format."""
-    if response_format is None or response_format.type == "text":
-        return {}
-    schema = response_format.json_schema
-    return {"json_schema": {"type": "object"} if schema is None else schema.schema_}
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """A constraint of a body: its field there, the native one, and what it has to be."""
+
+    field: str
+    native: str
+    value: Any
+
+
+def constraint_fields(body: CompletionRequest | ChatRequest) -> dict[str, Any]:
+    """The native fields that make an answer fit what a body says of it, or ApiError."""
+    asked = _constraint(body)
+    return {} if asked is None else {asked.native: asked.value}
+
+
+def constraint_names(body: CompletionRequest | ChatRequest) -> dict[str, str]:
+    """The native field of a body's constraint, with the body's own; for `param_names`."""
+    asked = _constraint(body)
+    return {} if asked is None else {asked.native: asked.field}
+
+
+def _constraint(body: CompletionRequest | ChatRequest) -> _Asked | None:
+    asked = [*_response_format(body.response_format), *_structured(body), *_tools(body)]
+    if len(asked) > 1:
+        fields = " and ".join(constraint.field for constraint in asked)
+        raise bad_request(f"{fields} each say what the text is; give one of them", asked[1].field)
+    return asked[0] if asked else None
+
+
+def _response_format(form: ResponseFormat | None) -> Iterator[_Asked]:
+    if form is not None and form.type != "text":
+        own = form.schema_ or {"type": "object"}
+        value = own if form.json_schema is None else form.json_schema.schema_
+        yield _Asked("response_format", "json_schema", value)
+
+
+def _structured(body: CompletionRequest | ChatRequest) -> Iterator[_Asked]:
+    """vLLM's fields, old and new."""
+    own = body.structured_outputs
+    if own is not None:
+        field = "structured_outputs"
+        if own.json_ is not None:
+            yield _Asked(field, "json_schema", _schema(own.json_, field))
+        if own.json_object:
+            yield _Asked(field, "json_schema", {"type": "object"})
+        for native in ("regex", "choice", "grammar"):
+            if (value := getattr(own, native)) is not None:
+                yield _Asked(field, native, value)
+    if body.guided_json is not None:
+        yield _Asked("guided_json", "json_schema", _schema(body.guided_json, "guided_json"))
+    for native in ("regex", "choice", "grammar"):
+        if (value := getattr(body, f"guided_{native}")) is not None:
+            yield _Asked(f"guided_{native}", native, value)
+
+
+def _schema(given: dict[str, Any] | str, field: str) -> Any:
+    """A schema, also where it is given as a string."""
+    if not isinstance(given, str):
+        return given
+    try:
+        schema = json.loads(given)
+    except ValueError as error:
+        raise bad_request(f"{field} has a string that is not JSON: {error}", field) from error
+    except RecursionError as error:
+        raise bad_request(f"{field} is nested too deeply", field) from error
+    if not isinstance(schema, dict):
+        raise bad_request(f"{field} has to be a JSON schema, which is an object", field)
+    return schema
+
+
+def _tools(body: CompletionRequest | ChatRequest) -> Iterator[_Asked]:
+    if not isinstance(body, ChatRequest) or not (functions := body.callable_tools):
+        return
+    for name in ("stop", "stop_token_ids"):
+        if getattr(body, name):
+            raise bad_request(
+                f"{name} would cut a call short, which tool_choice says the answer is: leave one "
+                "of them out",
+                name,
+            )
+    yield _Asked("tools", "json_schema", call_schema(functions))
 
 
 @contextmanager
@@ -83,8 +161,6 @@ def param_names(**names: str) -> Iterator[None]:
 
 
 def _native(body: CompletionRequest | ChatRequest, fields: dict[str, Any]) -> GenerateRequest:
-    if body.stream_options is not None and not body.stream:
-        raise bad_request("stream_options goes with stream: true", "stream_options")
     shared = GenerateRequest.model_fields.keys() & type(body).model_fields.keys()
     values = {name: value for name in shared if (value := getattr(body, name)) is not None}
     if body.seed is not None:

@@ -4,14 +4,15 @@ Not here: what its fields mean (`resolve.py`).
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any, TypeVar
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from typing import Any, TypeVar, cast
 
 from fastapi import Request
 from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect
 
 from service.core.errors import (
+    MAX_PROBLEMS,
     ApiError,
     bad_request,
     body_too_large,
@@ -33,8 +34,11 @@ Body = TypeVar("Body", bound=BaseModel)
 Result = TypeVar("Result")
 
 
-def body_of(model: type[Body]) -> Callable[[Request], Awaitable[Body]]:
-    """A dependency that reads a request's JSON into `model`.
+def body_of(
+    model: type[Body], others: Mapping[str, type[BaseModel]] | None = None
+) -> Callable[[Request], Awaitable[Body]]:
+    """A dependency that reads a request's JSON into `model`, or into one of `others` where that
+    does not know the field which is the other's key.
 
     pydantic reads the raw bytes: unlike the usual way through Python objects, that rejects NaN,
     Infinity, 1e999, lone surrogates and bodies that are not UTF-8.
@@ -55,17 +59,41 @@ def body_of(model: type[Body]) -> Callable[[Request], Awaitable[Body]]:
         try:
             return model.model_validate_json(raw)
         except ValidationError as error:
-            raise from_validation(error, model.model_fields) from error
+            if (other := _other(error, others or {})) is None:
+                raise from_validation(error, model.model_fields) from error
+            return cast(Body, _read_other(raw, other))
 
     return read
 
 
-def described_by(model: type[RequestBody]) -> dict[str, Any]:
-    """The OpenAPI description of a body that `body_of` reads."""
+def _other(error: ValidationError, others: Mapping[str, type[BaseModel]]) -> type[BaseModel] | None:
+    """The model whose field is among those that the first one did not know."""
+    if not others or error.error_count() > MAX_PROBLEMS:
+        return None
+    unknown = {
+        problem["loc"][0]
+        for problem in error.errors(include_url=False, include_context=False, include_input=False)
+        if problem["type"] == "extra_forbidden" and len(problem["loc"]) == 1
+    }
+    return next((model for field, model in others.items() if field in unknown), None)
+
+
+def _read_other(raw: bytes, model: type[BaseModel]) -> BaseModel:
+    try:
+        return model.model_validate_json(raw)
+    except ValidationError as error:
+        raise from_validation(error, model.model_fields) from error
+
+
+def described_by(*models: type[RequestBody]) -> dict[str, Any]:
+    """The OpenAPI description of a body that `body_of` reads into one of these."""
+    schemas = [{"$ref": f"#/components/schemas/{model.__name__}"} for model in models]
     content = {
-        "schema": {"$ref": f"#/components/schemas/{model.__name__}"},
+        "schema": schemas[0] if len(schemas) == 1 else {"oneOf": schemas},
         "examples": {
-            summary: {"summary": summary, "value": body} for summary, body in model.examples.items()
+            summary: {"summary": summary, "value": body}
+            for model in models
+            for summary, body in model.examples.items()
         },
     }
     return {"requestBody": {"required": True, "content": {"application/json": content}}}

@@ -189,7 +189,7 @@ async def _compute(
     if not wanted:
         return {}
     requests = [_request(reading, served.caller, deadline) for reading in wanted]
-    computed = await unless_gone(request, gather(served.engine.submit(requests)))
+    computed = await unless_gone(request, gather(served.session.submit(requests, more=True)))
     config = served.checkpoint.config
     readings: Readings = {}
     for reading, engine_request in zip(wanted, requests, strict=True):

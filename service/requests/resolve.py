@@ -69,10 +69,16 @@ TensorRequest = (
 
 
 async def resolve_generation(
-    body: schemas.GenerateRequest, served: Served, request: Request, arrived: float | None = None
+    body: schemas.GenerateRequest,
+    served: Served,
+    request: Request,
+    arrived: float | None = None,
+    *,
+    fit: bool = False,
 ) -> list[GenerationRequest]:
     """One engine request per prompt. `arrived` is the time from which the timeout counts, where
-    that is before this call."""
+    that is before this call. `fit`: more tokens than the context has room for are not refused, the
+    text then ends at its end."""
     deadline, source = deadline_of(body.timeout, served, arrived), constraint_source(body)
     if not served.checkpoint.tokenizer.has_text:
         _reject_texts(body, source)
@@ -93,7 +99,9 @@ async def resolve_generation(
         GenerationRequest(
             request_id=new_id("gen"),
             token_ids=prompt,
-            params=_sampling_params(body, len(prompt), seed, served, constraint),
+            params=_sampling_params(
+                body, _max_tokens(body, prompt, served, fit=fit), seed, served, constraint
+            ),
             n=body.n,
             prompt_logprobs=_prompt_logprobs(body),
             priority=body.priority,
@@ -146,17 +154,26 @@ def constraint_source(body: schemas.GenerateRequest) -> Source | None:
         raise bad_request("json_schema has a number that is too large", "json_schema") from error
 
 
+def _max_tokens(
+    body: schemas.GenerateRequest, prompt: tuple[int, ...], served: Served, *, fit: bool
+) -> int:
+    """The tokens after a prompt: what fits, where the body does not say, and at most where that is
+    what `fit` asks for."""
+    # Validation rejects a prompt that leaves no room for one.
+    room = max(1, served.context_length - len(prompt))
+    if body.max_tokens is None:
+        return room
+    return min(body.max_tokens, room) if fit else body.max_tokens
+
+
 def _sampling_params(
     body: schemas.GenerateRequest,
-    prompt_length: int,
+    max_tokens: int,
     seed: int,
     served: Served,
     constraint: Constraint | None,
 ) -> SamplingParams:
     """How one prompt's sequences are sampled."""
-    max_tokens = body.max_tokens
-    if max_tokens is None:  # what fits; validation rejects a prompt that leaves no room for one
-        max_tokens = max(1, served.context_length - prompt_length)
     allowed = body.allowed_token_ids
     return SamplingParams(
         max_tokens=max_tokens,

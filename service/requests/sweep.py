@@ -94,7 +94,7 @@ async def _columns(
     if body.minus is not None:
         minus = single_token(body.minus, tokenizer, "minus")
     if token is None:
-        computed = await unless_gone(request, gather(served.engine.submit([row])))
+        computed = await unless_gone(request, gather(served.session.submit([row], more=True)))
         token = int(largest(computed.rows[row.request_id][0], 1)[0])
     check_token_ids("token_id", [token], served.checkpoint.config.vocab_size)
     if minus is None:

@@ -35,7 +35,7 @@ from service.schemas.generate import GenerateRequest
 class ResponseFormat(Protocol):
     """How an endpoint writes a generation. Called in the order of the events; may keep state."""
 
-    def reply(self, reply: dict[str, Any]) -> dict[str, Any]:
+    def reply(self, reply: dict[str, Any]) -> Any:
         """The reply, from that of /generate."""
         ...
 
@@ -68,7 +68,7 @@ async def respond(request: Request, generation: "Generation", *, stream: bool) -
         generation.events(),
         on_end=generation.submission.abort,
         write_timeout=generation.slow_reader_timeout,
-        media_type=sse.MEDIA_TYPE,
+        media_type=generation.wire.media_type,
         waits=True,
     )
 
@@ -83,7 +83,9 @@ class Generation:
         submission: Submission,
         served: Served,
         response_format: ResponseFormat,
+        wire: sse.Wire = sse.EVENTS,
     ) -> None:
+        self.wire = wire
         self._body = body
         self._format = response_format
         self._tokenizer = tokenizer = served.checkpoint.tokenizer
@@ -121,11 +123,11 @@ class Generation:
         )
 
     async def events(self) -> AsyncIterator[bytes]:
-        """The answer as server-sent events."""
+        """The answer as a stream."""
         try:
             while not self.submission.finished:
                 if not await self._advance(timeout=sse.KEEP_ALIVE_SECONDS):
-                    yield sse.KEEP_ALIVE
+                    yield self.wire.keep_alive
                     continue
                 new = (completion.take() for completion in self._completions.values())
                 choices = [choice for choice in new if choice is not None]
@@ -135,8 +137,9 @@ class Generation:
             if part := self._part(choices=[], **self._tail()):
                 yield part
         except EXPECTED as error:
-            yield sse.event(as_api_error(error).body())
-        yield sse.DONE
+            yield self.wire.part(self.wire.error(as_api_error(error)))
+        if self.wire.done:
+            yield self.wire.done
 
     def _part(self, **chunk: Any) -> bytes:
         """What a chunk comes to on the wire; nothing where the format has nothing to say."""
@@ -146,7 +149,7 @@ class Generation:
             "completion_tokens": generated,
             "total_tokens": self._prompt_tokens + generated,
         }
-        return b"".join(map(sse.event, self._format.chunks({**self._head, **chunk}, counts)))
+        return b"".join(map(self.wire.part, self._format.chunks({**self._head, **chunk}, counts)))
 
     async def _advance(self, timeout: float | None) -> bool:
         """Take in the events since the last call. False when there were none in `timeout`."""

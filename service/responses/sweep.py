@@ -47,7 +47,7 @@ class Sweeping:
         resolved, served = self._resolved, self._served
         unchanged = resolved.unchanged
         try:
-            computed = await gather(served.engine.submit([unchanged]))
+            computed = await gather(served.session.submit([unchanged], more=True))
         except BaseException:
             self.end()
             raise
@@ -100,6 +100,7 @@ class Sweeping:
         for _, _, submission in self._running:
             submission.abort()
         self._running.clear()
+        self._served.session.close()
         self._served.reply_budget.give_back(self._held)
         self._held = 0
 
@@ -107,7 +108,7 @@ class Sweeping:
         """Queue a cell. False where the queue is full and another of this sweep is under way."""
         while True:
             try:
-                submission = self._served.engine.submit([request])
+                submission = self._served.session.submit([request], more=True)
             except QueueFull:
                 if self._running:
                     return False

@@ -14,6 +14,7 @@ from model.inference.engine.events import FinishEvent, FinishReason, PromptToken
 from model.inference.sampling.params import TokenLogprob
 from model.text.growing_text import GrowingText
 from model.text.tokenizer import Tokenizer
+from service.engine.usage import Usage
 
 CHECKPOINT_HEADERS = tuple(
     f"X-Logitd-{name}" for name in ("Name", "Step", "Val-Loss", "Weights-Sha256")
@@ -183,24 +184,25 @@ def usage(finishes: Iterable[FinishEvent], completion_tokens: int) -> dict[str, 
 def timings(finishes: Sequence[FinishEvent], completion_tokens: int) -> dict[str, float]:
     """Where a request's time went, over all its sequences: from the first arrival to the first
     admission, to the first computed prompt, to the last end."""
-    arrived = min(event.times.arrived for event in finishes)
-    ended = max(event.times.finished for event in finishes)
-    admitted = min((e.times.admitted for e in finishes if e.times.admitted is not None),
-                   default=ended)  # fmt: skip
-    prefilled = min((e.times.prefilled for e in finishes if e.times.prefilled is not None),
-                    default=ended)  # fmt: skip
-    decoding = ended - prefilled
+    spent = _usage(finishes)
+    phases = spent.milliseconds()
+    decoding = phases["decode"] / 1e3
     return {
-        "queue_ms": 1e3 * (admitted - arrived),
-        "prefill_ms": 1e3 * (prefilled - admitted),
-        "decode_ms": 1e3 * decoding,
-        "ttft_ms": 1e3 * (prefilled - arrived),
+        **{f"{phase}_ms": took for phase, took in phases.items()},
+        "ttft_ms": phases["queue"] + phases["prefill"],
         "tokens_per_second": completion_tokens / decoding if decoding > 0 else 0.0,
     }
 
 
 def server_timing(finishes: Sequence[FinishEvent]) -> dict[str, str]:
     """The same phases as a header, which the developer tools of browsers draw. Milliseconds."""
-    spent = timings(finishes, 0)
-    phases = (f"{phase};dur={spent[f'{phase}_ms']:.3f}" for phase in ("queue", "prefill", "decode"))
+    spent = _usage(finishes).milliseconds().items()
+    phases = (f"{phase};dur={took:.3f}" for phase, took in spent)
     return {"Server-Timing": ", ".join(phases)}
+
+
+def _usage(finishes: Sequence[FinishEvent]) -> Usage:
+    spent = Usage()
+    for event in finishes:
+        spent.add(event)
+    return spent

@@ -40,7 +40,7 @@ async def attributions(body: AttributionsBody, served: Ready, request: Request) 
     computes one block of one prompt."""
     served.check_model(body.model)
     requests = await resolve_attributions(body, served)
-    computed = await unless_gone(request, gather(served.engine.submit(requests)))
+    computed = await unless_gone(request, gather(served.session.submit(requests)))
     # In a thread: it describes each token of every prompt.
     reply = await asyncio.to_thread(_reply, requests, computed, served)
     return Response(

@@ -8,7 +8,7 @@ from starlette.responses import Response
 from service.core.auth import note_user
 from service.core.state import Ready
 from service.openai.chat import ChatFormat, chat_prompt
-from service.openai.translate import native_chat, param_names
+from service.openai.translate import constraint_names, native_chat, param_names
 from service.requests.body import body_of, described_by
 from service.requests.resolve import resolve_generation
 from service.responses import sse
@@ -30,21 +30,22 @@ ChatBody = Annotated[ChatRequest, Depends(body_of(ChatRequest))]
 )
 async def chat_completions(body: ChatBody, served: Ready, request: Request) -> Response:
     """Write the messages by the checkpoint's chat template and continue them, as /generate does
-    after those token ids. An answer ends at any special token.
+    after those token ids. An answer ends at any special token. With `tools` and a `tool_choice`
+    that asks for a call, it is one, whose arguments fit the function's schema.
 
-    With `stream`, server-sent events: the role, the text as it grows, the reason of the end, then
-    `[DONE]`."""
+    With `stream`, server-sent events: the role, the text or the arguments as they grow, the reason
+    of the end, then `[DONE]`."""
     note_user(request, body.user)
     served.check_model(body.model)
     arrived = served.engine.now()
-    names = {"prompt": "messages", "logprobs": "top_logprobs", "json_schema": "response_format"}
+    names = {"prompt": "messages", "logprobs": "top_logprobs", **constraint_names(body)}
     with param_names(**names):
         # A full queue is reported before anything is rendered.
         with served.admission.hold(body.n or 1, "n", served.caller):
             prompt = await chat_prompt(body, served)
         native = native_chat(body, prompt, served.checkpoint.tokenizer)
-        requests = await resolve_generation(native, served, request, arrived)
-        submission = served.engine.submit(requests)
+        requests = await resolve_generation(native, served, request, arrived, fit=True)
+        submission = served.session.submit(requests)
     response_format = ChatFormat(body, served.checkpoint)
     generation = Generation(native, requests, submission, served, response_format)
     return await respond(request, generation, stream=native.stream)

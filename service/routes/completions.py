@@ -8,7 +8,7 @@ from starlette.responses import Response
 from service.core.auth import note_user
 from service.core.state import Ready
 from service.openai.completions import CompletionFormat
-from service.openai.translate import native_completion, param_names
+from service.openai.translate import constraint_names, native_completion, param_names
 from service.requests.body import body_of, described_by
 from service.requests.resolve import resolve_generation
 from service.responses import sse
@@ -35,10 +35,10 @@ async def completions(body: CompletionBody, served: Ready, request: Request) -> 
     server-sent events, a choice in each, then `[DONE]`."""
     note_user(request, body.user)
     served.check_model(body.model)
-    native = native_completion(body)
-    with param_names(json_schema="response_format"):
-        requests = await resolve_generation(native, served, request)
-        submission = served.engine.submit(requests)
+    with param_names(**constraint_names(body)):
+        native = native_completion(body)
+        requests = await resolve_generation(native, served, request, fit=True)
+        submission = served.session.submit(requests)
     prompts = [generation.token_ids for generation in requests]
     response_format = CompletionFormat(body, prompts, served.checkpoint)
     generation = Generation(native, requests, submission, served, response_format)

@@ -10,18 +10,23 @@ from service.requests.body import body_of, described_by
 from service.requests.resolve import resolve_generation
 from service.responses import sse
 from service.responses.generation import Generation, NativeFormat, respond
+from service.routes.tgi import generated
 from service.schemas.generate import GenerateReply, GenerateRequest
+from service.schemas.tgi import TextGenerationReply, TextGenerationRequest
 
 router = APIRouter()
 
-GenerateBody = Annotated[GenerateRequest, Depends(body_of(GenerateRequest))]
+GenerateBody = Annotated[
+    GenerateRequest | TextGenerationRequest,
+    Depends(body_of(GenerateRequest, {"inputs": TextGenerationRequest})),
+]
 
 
 @router.post(
     "/generate",
-    response_model=GenerateReply,
+    response_model=GenerateReply | TextGenerationReply,
     responses=sse.RESPONSES,
-    openapi_extra=described_by(GenerateRequest),
+    openapi_extra=described_by(GenerateRequest, TextGenerationRequest),
     summary="Generate text",
     tags=["generation"],
 )
@@ -29,9 +34,13 @@ async def generate(body: GenerateBody, served: Ready, request: Request) -> Respo
     """Continue a prompt. With `stream`, server-sent events: chunks like the reply whose choices
     hold what is new, then one with `usage` and `timings`, then `[DONE]`.
 
-    The same request with the same seed gives the same tokens, whatever else is in the batch."""
+    The same request with the same seed gives the same tokens, whatever else is in the batch.
+
+    A body with `inputs` and `parameters` is answered as text-generation-inference does."""
+    if isinstance(body, TextGenerationRequest):
+        return await generated(body, served, request, stream=bool(body.stream))
     served.check_model(body.model)
     requests = await resolve_generation(body, served, request)
-    submission = served.engine.submit(requests)
+    submission = served.session.submit(requests)
     generation = Generation(body, requests, submission, served, NativeFormat())
     return await respond(request, generation, stream=body.stream)

@@ -4,12 +4,13 @@ from typing import Any
 
 from fastapi import APIRouter, Response
 
+from model.checkpoint.beside import Point, read_card, read_curve
 from model.version import VERSION
 from service.core.errors import ERRORS
 from service.core.metrics import CONTENT_TYPE
 from service.core.state import Ready, State
 from service.responses.text import checkpoint_name
-from service.schemas.generate import Health, Info, Version
+from service.schemas.generate import CardReply, Health, Info, Version
 
 router = APIRouter(tags=["operations"], responses={431: ERRORS[431]})
 
@@ -46,7 +47,7 @@ def live(state: State, response: Response) -> Health:
 def info(served: Ready) -> Info:
     """The checkpoint, its shape and training, the device, and the limits of a request."""
     checkpoint, settings, computed = served.checkpoint, served.settings, served.computation
-    cost = computed.quantization
+    cost = served.quantization
     return Info.model_validate(
         {
             "version": VERSION,
@@ -77,6 +78,35 @@ def info(served: Ready) -> Info:
             },
         }
     )
+
+
+@router.get(
+    "/card",
+    responses={401: ERRORS[401], 503: ERRORS[503]},
+    summary="The model card, and the curve of the training",
+)
+def card(served: Ready) -> CardReply:
+    """What stands beside the checkpoint, read anew each time: a run may be going on. Without a log
+    of the run the curve is that of the card, and without a card it is empty."""
+    checkpoint = served.checkpoint
+    text = read_card(checkpoint.path)
+    curve = read_curve(checkpoint.path, text)
+    return CardReply.model_validate(
+        {
+            "model": checkpoint.name,
+            "checkpoint": checkpoint_name(checkpoint),
+            "card": text,
+            "curve": {
+                "training": [_point_json(point) for point in curve.training],
+                "validation": [_point_json(point) for point in curve.validation],
+            },
+        }
+    )
+
+
+def _point_json(point: Point) -> dict[str, Any]:
+    """The CurvePoint."""
+    return {"step": point.step, "loss": point.loss, "bits_per_byte": point.bits_per_byte}
 
 
 @router.get("/version", responses={401: ERRORS[401]}, summary="The version of logitd")

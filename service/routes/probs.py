@@ -37,7 +37,7 @@ async def probs(body: ProbsBody, served: Ready, request: Request) -> Response:
     rank; and the entropy of the whole distribution."""
     served.check_model(body.model)
     resolved = await resolve_probs(body, served, request)
-    submission = served.engine.submit([*resolved.outputs, *resolved.scores])
+    submission = served.session.submit([*resolved.outputs, *resolved.scores])
     computed = await unless_gone(request, gather(submission))
     # In a thread: it sorts whole vocabularies.
     reply = await asyncio.to_thread(_reply, body, resolved, computed, served)

@@ -38,7 +38,7 @@ async def score(body: ScoreBody, served: Ready, request: Request) -> Response:
     perplexity and as bits per byte. A prompt with several continuations is computed once."""
     served.check_model(body.model)
     requests = await resolve_score(body, served, request)
-    computed = await unless_gone(request, gather(served.engine.submit(requests)))
+    computed = await unless_gone(request, gather(served.session.submit(requests)))
     return Response(
         orjson.dumps(_reply(body, requests, computed, served)),
         media_type="application/json",

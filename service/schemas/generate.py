@@ -359,5 +359,23 @@ class Info(ReplyBody):
     limits: dict[str, int]
 
 
+class CurvePoint(ReplyBody):
+    step: int
+    loss: float = Field(description="Nats per token; of the training smoothed.")
+    bits_per_byte: float | None = Field(description="Where it was measured.")
+
+
+class TrainingCurve(ReplyBody):
+    training: list[CurvePoint]
+    validation: list[CurvePoint]
+
+
+class CardReply(ReplyBody):
+    model: str
+    checkpoint: CheckpointName
+    card: str | None = Field(description="Markdown; null where the checkpoint has none.")
+    curve: TrainingCurve
+
+
 class Version(ReplyBody):
     version: str

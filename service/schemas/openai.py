@@ -9,7 +9,7 @@ shape that the official clients read.
 from dataclasses import asdict
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
+from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
 from service.schemas.base import (
     ChosenIds,
@@ -22,9 +22,10 @@ from service.schemas.base import (
     Timeout,
     TokenId,
 )
-from service.schemas.generate import CheckpointName, GenerateRequest
+from service.schemas.generate import CheckpointName, GenerateRequest, Pattern
 
 MAX_MESSAGES = 4096
+MAX_TOOLS = 128
 COMPLETION_TOKENS = 16
 """`max_tokens` of /v1/completions where it is not given, as OpenAI has it."""
 
@@ -92,6 +93,9 @@ class ResponseFormat(RequestBody):
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchemaFormat | None = Field(None, validate_default=True)
+    schema_: dict[str, Any] | None = Field(
+        None, alias="schema", description="With `json_object`: its schema, as llama.cpp takes it."
+    )
 
     @field_validator("json_schema")
     @classmethod
@@ -104,6 +108,37 @@ class ResponseFormat(RequestBody):
             )
         return schema
 
+    @field_validator("schema_")
+    @classmethod
+    def _schema_of_an_object(
+        cls, schema: dict[str, Any] | None, info: ValidationInfo
+    ) -> dict[str, Any] | None:
+        if schema is not None and info.data.get("type") != "json_object":
+            raise ValueError("response_format: the member schema goes with the type 'json_object'")
+        return schema
+
+
+JsonSchema = Annotated[
+    dict[str, Any] | Pattern, Field(description="A JSON schema, or one as a string of JSON.")
+]
+Choices = Annotated[list[Text], Field(fail_fast=True)]
+
+
+class StructuredOutputs(RequestBody):
+    """What a text has to match, as vLLM names it. One of the first five."""
+
+    json_: JsonSchema | None = Field(None, alias="json")
+    regex: Pattern | None = None
+    choice: Choices | None = None
+    grammar: Pattern | None = None
+    json_object: bool | None = None
+
+    disable_additional_properties: Annotated[Any, only(False)] = unsupported()
+    disable_any_whitespace: Annotated[Any, only(False)] = unsupported()
+    disable_fallback: Annotated[Any, only(False)] = unsupported()
+    structural_tag: Annotated[Any, only()] = unsupported()
+    whitespace_pattern: Annotated[Any, only()] = unsupported()
+
 
 class SamplingBody(RequestBody):
     """The fields that both endpoints have: OpenAI's, then ours."""
@@ -112,7 +147,9 @@ class SamplingBody(RequestBody):
     temperature: float | None = native("temperature")
     top_p: float | None = native("top_p")
     stream: bool | None = native("stream")
-    stream_options: StreamOptions | None = Field(None, description="With `stream` alone.")
+    stream_options: StreamOptions | None = Field(
+        None, description="What a stream says; without `stream` it changes nothing."
+    )
     logit_bias: dict[str, float] | None = native("logit_bias")
     stop: Text | Annotated[list[Text], Field(fail_fast=True)] | None = native("stop")
     seed: Seed = None
@@ -122,6 +159,24 @@ class SamplingBody(RequestBody):
         None, description="Text, any JSON object, or JSON that fits a schema."
     )
     user: User = None
+
+    structured_outputs: StructuredOutputs | None = Field(
+        None, description="What the text has to match, as vLLM's clients say it."
+    )
+    guided_json: JsonSchema | None = Field(
+        None, description="An older name of `structured_outputs.json`."
+    )
+    guided_regex: Pattern | None = Field(
+        None, description="An older name of `structured_outputs.regex`."
+    )
+    guided_choice: Choices | None = Field(
+        None, description="An older name of `structured_outputs.choice`."
+    )
+    guided_grammar: Pattern | None = Field(
+        None, description="An older name of `structured_outputs.grammar`."
+    )
+    guided_decoding_backend: Annotated[Any, only("auto", "guidance")] = unsupported()
+    guided_whitespace_pattern: Annotated[Any, only()] = unsupported()
 
     top_k: int | None = native("top_k")
     min_p: float | None = native("min_p")
@@ -252,22 +307,58 @@ def _one_text(content: Any) -> Any:
     return "\n".join(part["text"] for part in content)
 
 
+class FunctionCall(RequestBody):
+    """A function and what it is called with."""
+
+    name: Text
+    arguments: Text = Field(description="JSON.")
+
+
+class ToolCall(RequestBody):
+    """A call that an assistant made."""
+
+    id: Text
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
 class Message(RequestBody):
     """One message of a conversation."""
 
-    role: Literal["system", "developer", "user", "assistant"] = Field(
+    role: Literal["system", "developer", "user", "assistant", "tool"] = Field(
         description="Who says it; developer is another word for system."
     )
     content: Annotated[
-        Text, BeforeValidator(_one_text, json_schema_input_type=str | list[TextPart])
-    ] = Field(description="A text, or text parts, which are joined by line breaks.")
+        Text | None, BeforeValidator(_one_text, json_schema_input_type=str | list[TextPart] | None)
+    ] = Field(
+        None,
+        description="A text, or text parts, which are joined by line breaks. Only an assistant's "
+        "message with `tool_calls` may do without.",
+    )
     name: Text | None = Field(None, description="For a template that tells speakers apart.")
+    tool_calls: list[ToolCall] | None = Field(
+        None,
+        max_length=MAX_TOOLS,
+        description="Calls that an assistant made; they are shown to the model as JSON.",
+    )
+    tool_call_id: Text | None = Field(
+        None, description="Of a tool's message: the call that it answers."
+    )
 
     annotations: Annotated[Any, only([])] = unsupported()
     audio: Annotated[Any, only()] = unsupported()
     function_call: Annotated[Any, only()] = unsupported()
     refusal: Annotated[Any, only("")] = unsupported()
-    tool_calls: Annotated[Any, only([])] = unsupported()
+
+    @model_validator(mode="after")
+    def _role_and_content(self) -> "Message":
+        if self.tool_calls and self.role != "assistant":
+            raise ValueError(f"messages hold tool_calls of the role {self.role!r}; assistants call")
+        if self.tool_call_id is not None and self.role != "tool":
+            raise ValueError("messages hold a tool_call_id whose role is not 'tool'")
+        if self.content is None and not self.tool_calls:
+            raise ValueError("messages hold a message without content")
+        return self
 
 
 class Conversation(RequestBody):
@@ -279,6 +370,37 @@ class Conversation(RequestBody):
         fail_fast=True,
         description="The conversation so far.",
     )
+
+
+class FunctionDefinition(RequestBody):
+    """A function that can be called."""
+
+    name: str = Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")
+    description: Text | None = None
+    parameters: dict[str, Any] | None = Field(
+        None, description="The JSON schema of its arguments. Absent: it has none."
+    )
+    strict: bool | None = Field(None, description="Arguments always fit the schema.")
+
+
+class Tool(RequestBody):
+    """Something that can be called: a function."""
+
+    type: Literal["function"]
+    function: FunctionDefinition
+
+
+class FunctionName(RequestBody):
+    """Which function."""
+
+    name: str
+
+
+class NamedTool(RequestBody):
+    """The one function that is to be called."""
+
+    type: Literal["function"]
+    function: FunctionName
 
 
 class ChatRequest(SamplingBody, Conversation):
@@ -300,6 +422,24 @@ class ChatRequest(SamplingBody, Conversation):
             "max_tokens": 30,
             "stream": True,
         },
+        "A call of a function": {
+            "messages": [{"role": "user", "content": "List the files in src."}],
+            "tools": [
+                {
+                    "type": "function",
+                    "function": {
+                        "name": "list_files",
+                        "parameters": {
+                            "type": "object",
+                            "properties": {"folder": {"type": "string", "maxLength": 20}},
+                            "required": ["folder"],
+                        },
+                    },
+                }
+            ],
+            "tool_choice": "required",
+            "max_tokens": 60,
+        },
     }
 
     max_completion_tokens: int | None = native("max_tokens")
@@ -314,23 +454,75 @@ class ChatRequest(SamplingBody, Conversation):
     audio: Annotated[Any, only()] = unsupported()
     function_call: Annotated[Any, only("none")] = unsupported()
     functions: Annotated[Any, only([])] = unsupported()
-    metadata: Annotated[Any, only({})] = unsupported()
+    metadata: dict[str, Text] | None = Field(
+        None, description="For what is stored; as nothing is, it changes nothing."
+    )
     modalities: Annotated[Any, only(["text"])] = unsupported()
     moderation: Annotated[Any, only()] = unsupported()
-    # Without tools it says nothing, whatever it says.
-    parallel_tool_calls: Annotated[Any, only(True, False)] = unsupported()
+    parallel_tool_calls: bool | None = Field(
+        None, description="Whether several calls are allowed; an answer has one."
+    )
     prediction: Annotated[Any, only()] = unsupported()
-    prompt_cache_key: Annotated[Any, only()] = unsupported()
+    prompt_cache_key: Text | None = Field(
+        None, description="Prefixes are found without it; it changes nothing."
+    )
     prompt_cache_options: Annotated[Any, only()] = unsupported()
-    prompt_cache_retention: Annotated[Any, only()] = unsupported()
+    prompt_cache_retention: Annotated[Any, only("in_memory", "in-memory")] = unsupported()
     reasoning_effort: Annotated[Any, only("none")] = unsupported()
-    safety_identifier: Annotated[Any, only()] = unsupported()
+    safety_identifier: Text | None = Field(
+        None, description="Your name for whoever asks; it changes nothing."
+    )
     service_tier: Annotated[Any, only("auto", "default")] = unsupported()
     store: Annotated[Any, only(False)] = unsupported()
-    tool_choice: Annotated[Any, only("none")] = unsupported()
-    tools: Annotated[Any, only([])] = unsupported()
+    tools: list[Tool] | None = Field(
+        None, max_length=MAX_TOOLS, description="Functions that can be called."
+    )
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = Field(
+        None,
+        validate_default=True,
+        description="`none`: answer in words. `required`, or one by its name: the answer is a call "
+        "whose arguments fit its schema. `auto` is refused where there are tools: whether to call "
+        "one is not for a model to choose that was not trained to.",
+    )
     verbosity: Annotated[Any, only("medium")] = unsupported()
     web_search_options: Annotated[Any, only()] = unsupported()
+
+    @field_validator("tools")
+    @classmethod
+    def _names_of_tools(cls, tools: list[Tool] | None) -> list[Tool] | None:
+        names = [tool.function.name for tool in tools or ()]
+        if len(set(names)) < len(names):
+            raise ValueError("tools have a name twice")
+        return tools
+
+    @field_validator("tool_choice")
+    @classmethod
+    def _choice_of_a_tool(
+        cls, choice: str | NamedTool | None, info: ValidationInfo
+    ) -> str | NamedTool | None:
+        names = [tool.function.name for tool in info.data.get("tools") or ()]
+        if isinstance(choice, NamedTool) and choice.function.name not in names:
+            raise ValueError(
+                f"tool_choice names {choice.function.name[:64]!r}, which is not among the tools"
+            )
+        if choice == "required" and not names:
+            raise ValueError("tool_choice is 'required', and there are no tools")
+        if names and choice in (None, "auto"):
+            raise ValueError(
+                "tool_choice is 'auto', its default where there are tools: whether to call one is "
+                "not for a model to choose that was not trained to. Set it to 'required' or to a "
+                "function, which make the answer a call, or to 'none'"
+            )
+        return choice
+
+    @property
+    def callable_tools(self) -> list[FunctionDefinition]:
+        """The functions one of which has to be called; none: the answer is in words."""
+        functions = [tool.function for tool in self.tools or ()]
+        if isinstance(self.tool_choice, NamedTool):
+            name = self.tool_choice.function.name
+            return [function for function in functions if function.name == name]
+        return functions if self.tool_choice == "required" else []
 
 
 class TopLogprob(ReplyBody):
@@ -351,17 +543,29 @@ class ChatLogprobs(ReplyBody):
     refusal: None
 
 
+class CalledFunction(ReplyBody):
+    name: str
+    arguments: str = Field(description="JSON by the function's schema, unless it was cut short.")
+
+
+class ToolCallReply(ReplyBody):
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
 class ChatMessage(ReplyBody):
     role: Literal["assistant"]
-    content: str
+    content: str | None = Field(description="null where a function is called.")
     refusal: None
+    tool_calls: list[ToolCallReply] | None = Field(None, description="One, where there is one.")
 
 
 class ChatChoice(ReplyBody):
     index: int
     message: ChatMessage
     logprobs: ChatLogprobs | None
-    finish_reason: Literal["stop", "length"]
+    finish_reason: Literal["stop", "length", "tool_calls"]
 
 
 class ChatReply(ReplyBody):

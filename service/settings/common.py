@@ -40,6 +40,7 @@ def split_list(value: Any) -> Any:
 
 
 LogLevel = Literal["debug", "info", "warning", "error"]
+LogFormat = Literal["text", "json"]
 
 CheckpointPath = Annotated[
     Path, Field(description="checkpoint directory: one that `logitd train` or `import` wrote")

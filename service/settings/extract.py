@@ -29,7 +29,7 @@ StageNames = Annotated[
 
 
 class ExtractSettings(BaseSettings):
-    """Compute every token of a text: logprobs into Parquet, or stages into safetensors."""
+    """Compute every token of a text: logprobs or a lens into Parquet, stages into safetensors."""
 
     model_config = settings_of("extract", {"as-json": "json"})
 
@@ -44,7 +44,15 @@ class ExtractSettings(BaseSettings):
     )
     logprobs: bool = Field(False, description="the logprob of each token")
     top_k: int | None = Field(
-        None, ge=1, description="besides, the K likeliest tokens in its place and their logprobs"
+        None,
+        ge=1,
+        description="besides, the K likeliest tokens in its place and their logprobs; with --lens "
+        "those of each layer (default there: 5)",
+    )
+    lens: bool = Field(
+        False,
+        description="instead, what each layer would say of each token if the model stopped there: "
+        "its logprob and rank, the likeliest, entropy, divergence from the last layer",
     )
     stages: StageNames = ()
     stride: int | None = Field(
@@ -56,7 +64,8 @@ class ExtractSettings(BaseSettings):
     shard_tokens: int | None = Field(
         None,
         ge=1,
-        description="tokens of a shard (default: 262,144, and of stages as many as fill 256 MiB); "
+        description="tokens of a shard (default: 262,144, and of stages and the lens as many as "
+        "fill 256 MiB); "
         "what a kill costs at most",
     )
     text_field: str = Field("text", description="of JSON lines and Parquet, the field that is text")
@@ -66,4 +75,15 @@ class ExtractSettings(BaseSettings):
     threads: Threads = 0
     kernels: Kernels = "auto"
     quantize: Quantize = "none"
+    ray: str | None = Field(
+        None,
+        description="compute on the machines of a Ray cluster: its address (host:6379), auto for "
+        "the one that this machine belongs to, or local to start Ray here; the files are the same",
+    )
+    ray_workers: int | None = Field(
+        None,
+        ge=1,
+        description="with --ray, processes that hold the model (default: as many as fit, each of "
+        "--threads threads, and with a GPU where there are any)",
+    )
     as_json: AsJson = False

@@ -12,16 +12,16 @@ from pydantic import (
     ValidationInfo,
     field_validator,
 )
-from pydantic_settings import BaseSettings, NoDecode
+from pydantic_settings import BaseSettings, CliPositionalArg, NoDecode
 
 from model.inference.engine.config import EngineConfig
 from model.inference.options import Speculation, parse_memory
 from service.settings.common import (
     BUNDLED_CHECKPOINT,
-    CheckpointPath,
     Device,
     DType,
     Kernels,
+    LogFormat,
     LogLevel,
     Quantize,
     Threads,
@@ -64,6 +64,12 @@ def _host(text: str) -> str:
     return text
 
 
+def _name(text: str) -> str:
+    if not text.strip() or not text.isprintable() or len(text) > 200:
+        raise ValueError("a name has 1 to 200 printable characters, not only spaces")
+    return text
+
+
 def _memory(text: str) -> str:
     parse_memory(text)
     return text
@@ -89,11 +95,37 @@ class ServeSettings(BaseSettings):
 
     model_config = settings_of("serve", {"import-model": "import"})
 
-    checkpoint: CheckpointPath = BUNDLED_CHECKPOINT
+    checkpoint: CliPositionalArg[Path] = Field(
+        BUNDLED_CHECKPOINT,
+        description="checkpoint directory, or a run's, of which the best checkpoint is served",
+    )
     import_model: bool = Field(
         False,
-        description="where --checkpoint is somebody else's file of weights or folder, import it "
+        description="where the checkpoint is somebody else's file of weights or folder, import it "
         "into checkpoints/ first, unless that was done before",
+    )
+    served_model_name: Annotated[str, AfterValidator(_name)] | None = Field(
+        None,
+        description="what replies and metrics call the model, and requests may; if not given the "
+        "name of the checkpoint's folder, or of its run",
+    )
+    follow: Literal["best", "latest"] | None = Field(
+        None,
+        description="serve what a run saves while it goes on: its best checkpoint by validation "
+        "loss, or the latest, put in place of the one before without a break",
+    )
+    follow_interval: float = Field(
+        2, gt=0, le=86400, description="seconds between two looks at a run that is followed"
+    )
+    reload_timeout: float = Field(
+        60,
+        gt=0,
+        description="seconds that requests of the checkpoint before get to finish when another "
+        "takes its place, while new ones wait; what is left then is ended with an error",
+    )
+    admin_key: SecretStr | None = Field(
+        None,
+        description="key of POST /admin/reload, at least 16 characters; without one it answers 403",
     )
     host: Annotated[str, AfterValidator(_host)] = Field(
         "127.0.0.1", description="address to bind; 0.0.0.0 for all"
@@ -179,6 +211,11 @@ class ServeSettings(BaseSettings):
         "also the limit of the arrays that all replies hold together",
     )
     max_body_bytes: int = Field(4 * 2**20, ge=1024, description="request body at most")
+    any_model_name: bool = Field(
+        False,
+        description="answer a request that names another model, such as a client's default, with "
+        "the one that is served, whose name its reply says; without this it is a 404",
+    )
     constraint_timeout: float = Field(
         5, gt=0, le=3600, description="seconds that compiling a regex, schema or grammar may take"
     )
@@ -206,6 +243,12 @@ class ServeSettings(BaseSettings):
     stall_timeout: float = Field(
         60, gt=0, description="seconds after which a step that does not end makes /health fail"
     )
+    drain_grace: float = Field(
+        0,
+        ge=0,
+        description="seconds at shutdown in which /health is 503 and new requests are still "
+        "answered: as long as a balancer takes to notice",
+    )
     drain_timeout: float = Field(
         30, ge=0, description="seconds that running requests get to finish at shutdown"
     )
@@ -215,11 +258,39 @@ class ServeSettings(BaseSettings):
         "by environment or --api-key-file, because every user of a machine can see its flags",
     )
     api_key_file: Path | None = Field(
-        None, description="file of API keys, one NAME=KEY on each line; # begins a comment line"
+        None,
+        description="file of API keys, one NAME=KEY on each line, and behind it limits of its own "
+        "where it has some: per-minute=60 at-once=4; # begins a comment line",
+    )
+    key_per_minute: int = Field(
+        0, ge=0, le=1_000_000, description="requests that each API key may post a minute; 0 is any"
+    )
+    key_at_once: int = Field(
+        0, ge=0, le=1_000_000, description="requests of each API key answered at once; 0 is any"
     )
     public_endpoints: PublicPaths = ("/", "/static", "/docs", "/openapi.json", "/version")
     cors_origins: Origins = ()
     log_level: LogLevel = Field("info", description="least severe log lines to print")
+    log_format: LogFormat = Field(
+        "text", description="of log lines on standard error: text, or a JSON object each"
+    )
+
+    @field_validator("admin_key")
+    @classmethod
+    def _hard_to_guess(cls, value: SecretStr | None) -> SecretStr | None:
+        if value is not None and not re.fullmatch(r"[!-~]{16,}", value.get_secret_value()):
+            raise ValueError(
+                "a key has at least 16 ASCII letters, digits and signs, without blanks; "
+                "`openssl rand -hex 24` makes a good one"
+            )
+        return value
+
+    @field_validator("key_per_minute", "key_at_once")
+    @classmethod
+    def _of_keys_that_there_are(cls, value: int, info: ValidationInfo) -> int:
+        if value and not (info.data.get("api_keys") or info.data.get("api_key_file")):
+            raise ValueError("it limits what an API key may ask for, and there are none; give some")
+        return value
 
     @field_validator("kv_cache_memory")
     @classmethod

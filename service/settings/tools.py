@@ -97,12 +97,32 @@ class ExportSettings(BaseSettings):
     )
 
 
+class HealthSettings(BaseSettings):
+    """Ask a server whether it answers requests: exit code 0 if it does, 1 if not."""
+
+    model_config = settings_of("health")
+
+    url: CliPositionalArg[str | None] = Field(
+        None, description="of the server; if not given the one of --host and --port"
+    )
+    host: str = Field(
+        "127.0.0.1", min_length=1, description="address that it binds; 0.0.0.0 is this machine"
+    )
+    port: int = Field(8000, ge=1, le=65535, description="port that it binds")
+    live: bool = Field(
+        False, description="ask whether it has to be restarted, not whether it answers requests"
+    )
+    timeout: float = Field(2, gt=0, description="seconds to wait for the answer")
+
+
 class BenchSettings(BaseSettings):
     """Measure how fast a checkpoint runs, in process and over HTTP, and what the machine allows."""
 
     model_config = settings_of("bench")
 
-    checkpoint: CheckpointPath = BUNDLED_CHECKPOINT
+    checkpoint: CliPositionalArg[Path] = Field(
+        BUNDLED_CHECKPOINT, description="checkpoint directory"
+    )
     device: Device = "auto"
     dtype: DType = "auto"
     threads: Threads = 0

@@ -1,11 +1,15 @@
-"""A reply of 206 MB takes a bounded part of the server's memory, and nobody else's tokens."""
+"""A reply of 206 MB takes a bounded part of the server's memory, and nobody else's tokens; and so
+does everything else that can be asked of a long prompt."""
 
 from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
 
 from benchmarks.large_reply import (
     CONTEXT,
+    PROMPT,
     REPLY_BYTES,
     VOCABULARY,
     MemoryWatch,
@@ -37,3 +41,33 @@ def test_a_large_reply_is_never_held_whole(tmp_path: Path, accept: str) -> None:
         tokens.stop()
     assert rose < LIMIT
     assert len(tokens.between(began, ended)) > 20, "the stream went on"
+
+
+@pytest.mark.slow
+def test_what_is_inside_a_long_prompt_takes_bounded_memory(tmp_path: Path) -> None:
+    """Of 1,024 tokens and 50,257 of vocabulary. A lens of 7 layers would be 360 million logits
+    (1.4 GB); a reply of stages is held within the budget, and refused beyond it."""
+    config = gpt2_shape(
+        vocab_size=VOCABULARY, context_length=CONTEXT, n_layer=6, n_head=2, d_model=64
+    )
+    checkpoint = save_synthetic(tmp_path / "deep", config)
+    within = ["embedding", "blocks.*.mlp.*", "blocks.*.attention.q", "blocks.*.output"]
+    asked: list[tuple[str, dict[str, Any], str | None]] = [
+        ("/lens", {"positions": "all", "top_k": 5}, None),
+        ("/lens", {"positions": "all", "top_k": 40}, "286720 logprobs; 262144 are allowed"),
+        ("/activations", {"positions": "all", "stages": within}, None),
+        ("/activations", {"positions": "all", "stages": ["*"]},
+         " elements; 16777216 are allowed"),
+        ("/attributions", {"methods": ["integrated_gradients", "direct"], "steps": 2}, None),
+        ("/sweep", {"vary": {"stage": "blocks.*.mlp.out", "operation": "zero"},
+                    "over": ["layers"]}, None),
+    ]  # fmt: skip
+    with served(checkpoint.path, threads=1) as (url, pid), httpx.Client(base_url=url) as client:
+        client.post("/score", json={"prompt": PROMPT}, timeout=600)  # the server is warm
+        for path, fields, refusal in asked:
+            memory = MemoryWatch(pid)
+            reply = client.post(path, json={"prompt": PROMPT, **fields}, timeout=600)
+            rose = memory.stop()
+            assert reply.status_code == (200 if refusal is None else 400), reply.text[:500]
+            assert refusal is None or refusal in reply.json()["error"]["message"]
+            assert rose < 2 * LIMIT, f"{path} {fields}: {rose:,} bytes"

@@ -7,6 +7,7 @@ from typing import Any
 import httpx
 
 from tests.e2e.server import ServedProcess
+from tests.service.serving import serving
 
 BODIES: list[dict[str, Any]] = [
     {"prompt": f"{'the same words ' * (i % 4)}{i}", "seed": i, "max_tokens": 20, "logprobs": 2}
@@ -15,18 +16,22 @@ BODIES: list[dict[str, Any]] = [
 ]
 
 
-def answers(checkpoint: Path, *, at_once: int) -> list[Any]:
-    """The choices for each body from a server of its own, asked so many at once."""
+def answers(url: str, *, at_once: int) -> list[Any]:
+    """The choices for each body from a server, asked so many at once."""
     with (
-        ServedProcess("--checkpoint", str(checkpoint), "--threads", "1", cold=True) as process,
-        httpx.Client(base_url=process.url, trust_env=False, timeout=60) as client,
+        httpx.Client(base_url=url, trust_env=False, timeout=60) as http,
         ThreadPoolExecutor(at_once) as threads,
     ):
-        replies = list(threads.map(lambda body: client.post("/generate", json=body), BODIES))
+        replies = list(threads.map(lambda body: http.post("/generate", json=body), BODIES))
     assert {reply.status_code for reply in replies} == {200}
     return [reply.json()["choices"] for reply in replies]
 
 
 def test_a_second_run_gives_the_same_answers(checkpoint_path: Path) -> None:
-    """Alone one after the other, then in another process in whatever batches the threads make."""
-    assert answers(checkpoint_path, at_once=1) == answers(checkpoint_path, at_once=8)
+    """Alone one after the other in this process, then in another one, with other hashes of strings,
+    in whatever batches the threads make."""
+    with serving(checkpoint_path, kernels="auto") as server:
+        alone = answers(server.url, at_once=1)
+    flags = ("--checkpoint", str(checkpoint_path), "--threads", "1")
+    with ServedProcess(*flags, cold=True) as process:
+        assert answers(process.url, at_once=8) == alone

@@ -301,8 +301,11 @@ def test_several_processes_fine_tune_what_one_does(text: Path, shard: str) -> No
             data=(str(text),), out=text.parent / name, from_checkpoint=base.out / "best",
             steps=3, **{**RECIPE, "shard": shard if processes > 1 else "off", "clip": 1000.0},
         )  # fmt: skip
-        code, _, err = Torchrun(config, processes).finish()
-        assert code == 0, err
+        if processes == 1:
+            train(config)
+        else:
+            code, _, err = Torchrun(config).finish()
+            assert code == 0, err
         assert config.out is not None
         runs.append(losses(config.out))
     assert runs[0] == runs[1]
@@ -324,7 +327,7 @@ def test_a_shared_model_is_compiled_or_not(
     compiler.chmod(0o755)
     monkeypatch.setenv("CXX", str(compiler))
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(text.parent / "cache"))
-    given = {"steps": 3, "clip": 1000.0, "dropout": 0.0, "accumulate": 2}
+    given = {"steps": 3, "clip": 1000.0, "dropout": 0.0, "accumulate": 2, "n_layer": 1}
     whole = configuration(text, "whole", **given)
     shared = configuration(text, "shared", shard="on", compile="on", **given)
     train(whole)

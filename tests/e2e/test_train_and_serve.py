@@ -30,7 +30,7 @@ TEXT = "".join(
 SHAPE = "--n-layer 2 --n-head 2 --n-kv-head 2 --head-dim 16 --d-model 32 --d-ff 64"
 ON = "--data text.txt --out run --vocab-size 300 --threads 1 --sample-every 1000 --sample-tokens 8"
 LENGTH = "--context-length 64 --batch-size 8 --steps 40 --eval-every 20 --eval-batches 2"
-SERVED = ("--checkpoint", "run/best", "--threads", "1", "--dtype", "float32")
+SERVED = ("run", "--threads", "1", "--dtype", "float32")
 PROMPT = "the cat"
 
 
@@ -55,7 +55,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         timeout=100,
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.rstrip().endswith("serve it:  logitd serve --checkpoint run/best")
+    assert done.stdout.rstrip().endswith("serve it:  logitd serve run")
     return folder / "run"
 
 
@@ -66,10 +66,10 @@ def trained(run: Path) -> tuple[CheckpointInfo, GPT]:
 
 @pytest.fixture(scope="module")
 def client(run: Path) -> Iterator[httpx.Client]:
-    """A client of `logitd serve --checkpoint run/best`, as the trainer says, in the oracle's
+    """A client of `logitd serve run`, as the trainer says, in the oracle's
     numbers."""
     with (
-        ServedProcess(*SERVED, cwd=run.parent, cold=True) as process,
+        ServedProcess(*SERVED, cwd=run.parent) as process,
         httpx.Client(base_url=process.url, trust_env=False, timeout=60) as http,
     ):
         yield http
@@ -85,7 +85,7 @@ def test_replies_name_the_run(client: httpx.Client, run: Path) -> None:
     config = json.loads((run / "best" / "config.json").read_text(encoding="utf-8"))
     reply = generate(client, max_tokens=1)
     assert reply["checkpoint"] == {
-        "name": (run / "best").resolve().name,
+        "name": "run",
         "step": config["training"]["step"],
         "val_loss": config["training"]["val_loss"],
         "weights_sha256": config["files"]["model.safetensors"],

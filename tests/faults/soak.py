@@ -1,9 +1,10 @@
 """Soak: everything at once, for long. Sound requests to every endpoint, broken ones, streams that
-are left in the middle, replies that are left before they come.
+are left in the middle, replies that are left before they come, and other checkpoints of the run
+that take over again and again.
 
 What has to hold at the end: the server's counters are the clients', no slot and no queue element is
 held, memory is where it was after the first quarter, the log has no line that is not explained, and
-the same question with the same seed has had one answer throughout.
+the same question with the same seed has had one answer of each checkpoint throughout.
 """
 
 import json
@@ -13,6 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
 
 import httpx
@@ -20,11 +22,20 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.e2e.server import ServedProcess
 from tests.faults.attack import Attack, Ground, resident_mib
+from tests.model.factories import save_tiny_checkpoint, tiny_gpt, training_record
 
 CLIENTS = 8
+STEPS = (1, 2, 3)
+"""Of the checkpoints, one of which is served at a time."""
+ADMIN = "the-key-of-the-admin"
+BETWEEN_RELOADS = 0.3
 ALLOWED_GROWTH = 48.0
 """MiB from the end of the first quarter to the end: allocators and caches, which have bounds."""
 QUESTION = {"prompt": "the same", "max_tokens": 24, "seed": 7, "temperature": 0.9}
+
+ABLATION = {"stage": "blocks.0.attention.heads", "heads": [1], "operation": "zero"}
+STEERING = {"stage": "blocks.*.output", "operation": "add", "positions": "generated",
+            "from": {"prompt": "a"}, "minus": {"prompt": "b"}}  # fmt: skip
 
 SOUND: dict[str, list[dict[str, Any]]] = {
     "/generate": [
@@ -34,6 +45,8 @@ SOUND: dict[str, list[dict[str, Any]]] = {
         {"prompt": "x", "max_tokens": 12, "regex": "[a-f]{3,9}"},
         {"prompt": "y", "max_tokens": 30, "json_schema": {"type": "boolean"}},
         {"prompt": "late", "max_tokens": 60, "priority": 5},
+        {"prompt": "without a head", "max_tokens": 12, "interventions": [ABLATION]},
+        {"prompt": "steered", "max_tokens": 12, "interventions": [STEERING], "stream": True},
     ],
     "/probs": [{"prompt": "abc", "top_k": 5}],
     "/score": [{"prompt": "abcdef", "continuations": ["g", "hi"]}],
@@ -43,6 +56,24 @@ SOUND: dict[str, list[dict[str, Any]]] = {
     "/attributions": [
         {"prompt": "abcdef"},
         {"prompt": ["a", "bcd"], "methods": ["integrated_gradients", "direct"], "steps": 3},
+    ],
+    "/activations": [
+        {"prompt": "abcdef", "stages": ["blocks.*.mlp.*", "embedding"]},
+        {"prompt": ["a", "bcd"], "stages": ["*"], "positions": "all", "interventions": [ABLATION]},
+    ],
+    "/lens": [{"prompt": "abcdef", "positions": "all"}],
+    "/sweep": [
+        {
+            "prompt": "abc",
+            "vary": {"stage": "blocks.*.attention.heads", "operation": "zero"},
+            "over": ["layers", "heads"],
+        },
+        {
+            "prompt": "abc",
+            "over": ["layers", "positions"],
+            "stream": True,
+            "vary": {"stage": "blocks.*.output", "operation": "set", "from": {"prompt": "abd"}},
+        },
     ],
     "/tokenize": [{"prompt": "some text"}],
     "/detokenize": [{"tokens": [1, 2, 3]}],
@@ -59,6 +90,21 @@ BROKEN: list[tuple[str, Any]] = [
     ("/generate", {"prompt": [10**6]}),
     ("/logits", {"prompt": "a", "positions": [99]}),
     ("/attention", {"prompt": "a", "layers": [99]}),
+    ("/activations", {"prompt": "a", "stages": ["blocks.99.output"]}),
+    (
+        "/generate",
+        {
+            "prompt": "a",
+            "interventions": [
+                {"stage": "embedding", "operation": "scale", "factor": 3e38},
+                {"stage": "embedding", "operation": "scale", "factor": 3e38},
+            ],
+        },
+    ),
+    (
+        "/sweep",
+        {"prompt": "a", "vary": {"stage": "embedding", "operation": "zero"}, "over": ["heads"]},
+    ),
     ("/v1/completions", {"prompt": "a", "suffix": "b"}),
     ("/nowhere", {}),
 ]
@@ -71,8 +117,8 @@ class Tally:
     answered: Counter[tuple[str, int]] = field(default_factory=Counter)
     left: int = 0
     """Requests whose client went away before the end of the answer."""
-    answers: set[str] = field(default_factory=set)
-    """To the one question that is always the same."""
+    answers: set[tuple[str, str]] = field(default_factory=set)
+    """To the one question that is always the same: whose it was, and what."""
     problems: list[str] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -92,6 +138,7 @@ class Client(threading.Thread):
         super().__init__()
         self._random = random.Random(seed)
         self._requests, self._tally = requests, tally
+        self._asked = ""
         self._http = httpx.Client(base_url=url, trust_env=False, timeout=60)
 
     def run(self) -> None:
@@ -102,7 +149,7 @@ class Client(threading.Thread):
                 try:
                     act()
                 except (httpx.HTTPError, AssertionError) as error:
-                    self._tally.problems.append(f"{act.__name__}: {error!r}")
+                    self._tally.problems.append(f"{act.__name__} {self._asked}: {error!r}")
 
     def _choose(self) -> tuple[str, dict[str, Any]]:
         path = self._random.choice(list(SOUND))
@@ -110,12 +157,14 @@ class Client(threading.Thread):
 
     def _sound(self) -> None:
         path, body = self._choose()
+        self._asked = f"{path} {body}"
         response = self._http.post(path, json=body)
         self._tally.answer(path, response.status_code)
         assert response.status_code in (200, 429), response.text
 
     def _broken(self) -> None:
         path, body = self._random.choice(BROKEN)
+        self._asked = f"{path} {body}"
         response = self._http.post(path, json=body)
         self._tally.answer("other" if path == "/nowhere" else path, response.status_code)
         assert response.status_code in (400, 404, 429), response.text
@@ -123,36 +172,82 @@ class Client(threading.Thread):
     def _leave(self) -> None:
         """A stream that is left after its first bytes."""
         body = {"prompt": "and so on", "max_tokens": 100, "ignore_eos": True, "stream": True}
+        self._asked = "/generate, to leave it"
         with self._http.stream("POST", "/generate", json=body) as response:
             next(response.iter_bytes(), b"")
         self._tally.leave()
 
     def _ask(self) -> None:
+        self._asked = f"/generate {QUESTION}"
         response = self._http.post("/generate", json=QUESTION)
         self._tally.answer("/generate", response.status_code)
         assert response.status_code in (200, 429), response.text
         if response.status_code == 200:
-            choice = response.json()["choices"][0]
-            self._tally.answers.add(json.dumps([choice["text"], choice["token_ids"]]))
+            reply = response.json()
+            choice = reply["choices"][0]
+            answer = json.dumps([choice["text"], choice["token_ids"]])
+            self._tally.answers.add((reply["checkpoint"]["weights_sha256"], answer))
 
 
-def soak(ground: Ground, count: int) -> str:
-    """`count` requests by several clients, in four quarters."""
-    server = ground.serve("--slots", "4")
+class Administrator(threading.Thread):
+    """Has one checkpoint after the other served, and now and then one that there is not."""
+
+    def __init__(self, url: str, tally: Tally, stop: threading.Event) -> None:
+        super().__init__()
+        self._tally, self._stop_asking = tally, stop
+        key = {"Authorization": f"Bearer {ADMIN}"}
+        self._http = httpx.Client(base_url=url, trust_env=False, timeout=90, headers=key)
+        self.swaps = 0
+
+    def run(self) -> None:
+        with self._http:
+            for turn in count(1):
+                if self._stop_asking.wait(BETWEEN_RELOADS):
+                    return
+                step = 9 if turn % 5 == 0 else STEPS[turn % len(STEPS)]
+                try:
+                    self._reload(step)
+                except httpx.HTTPError as error:
+                    self._tally.problems.append(f"the reload of step {step}: {error!r}")
+
+    def _reload(self, step: int) -> None:
+        response = self._http.post("/admin/reload", json={"checkpoint": f"step-{step}"})
+        self._tally.answer("/admin/reload", response.status_code)
+        if response.status_code != (200 if step in STEPS else 409):
+            self._tally.problems.append(f"the reload of step {step}: {response.text}")
+        self.swaps += response.status_code == 200
+
+
+def soak(ground: Ground, requests: int) -> str:
+    """So many requests by several clients, in four quarters."""
+    for step in STEPS:
+        record = training_record(step=step)
+        save_tiny_checkpoint(ground.folder / f"step-{step}", tiny_gpt(seed=step), training=record)
+    first = ground.folder / f"step-{STEPS[0]}"
+    server = ground.serve("--slots", "4", "--admin-key", ADMIN, checkpoint=first)
     explained = len(server.output.splitlines())
-    tally, memory = Tally(), list[float]()
-    for quarter in range(4):
-        clients = [
-            Client(server.url, quarter * CLIENTS + place, count // (4 * CLIENTS), tally)
-            for place in range(CLIENTS)
-        ]
-        for client in clients:
-            client.start()
-        for client in clients:
-            client.join()
-        memory.append(resident_mib(server))
+    tally, memory, stop = Tally(), list[float](), threading.Event()
+    administrator = Administrator(server.url, tally, stop)
+    administrator.start()
+    try:
+        for quarter in range(4):
+            clients = [
+                Client(server.url, quarter * CLIENTS + place, requests // (4 * CLIENTS), tally)
+                for place in range(CLIENTS)
+            ]
+            for client in clients:
+                client.start()
+            for client in clients:
+                client.join()
+            memory.append(resident_mib(server))
+    finally:
+        stop.set()
+        administrator.join()
     assert not tally.problems, f"{len(tally.problems)} problems, the first: {tally.problems[0]}"
-    assert len(tally.answers) == 1, f"the same question had {len(tally.answers)} answers"
+    askers = {checkpoint for checkpoint, _ in tally.answers}
+    assert len(tally.answers) == len(askers) <= len(STEPS), (
+        f"the same question had {len(tally.answers)} answers of {len(askers)} checkpoints"
+    )
     _compare(server, tally)
     growth = memory[-1] - memory[0]
     assert growth < ALLOWED_GROWTH, f"memory grew: {', '.join(f'{m:.0f}' for m in memory)} MiB"
@@ -162,7 +257,8 @@ def soak(ground: Ground, count: int) -> str:
     )
     answered = sum(tally.answered.values())
     return (
-        f"{answered} answered, {tally.left} left in the middle, counters agree, memory "
+        f"{answered} answered, {tally.left} left in the middle, {administrator.swaps} times "
+        f"another checkpoint, counters agree, memory "
         f"{memory[0]:.0f} -> {memory[-1]:.0f} MiB"
     )
 
@@ -202,9 +298,9 @@ ATTACKS = (
     Attack(
         "soak",
         "counters are the clients', memory flat, no slot held, no unexplained log line, "
-        "one answer to one question",
+        "one answer of each checkpoint to one question",
         soak,
-        short=1_200,
+        short=600,
         long=80_000,
     ),
 )

@@ -94,12 +94,14 @@ class Serving:
         return self.sample("logitd_sequences_finished_total", reason=reason)
 
     def wait_idle(self) -> None:
-        """Until no sequence is open, every slot is free and no row counts any more."""
+        """Until no sequence is open, every slot is free, and neither a row nor an array that a
+        reply holds counts any more: the engine's thread is done before the event loop is."""
         eventually(lambda: self.served.engine.open_sequences == 0)
         eventually(lambda: self.sample("logitd_kv_slots_used") == 0)
         eventually(lambda: self.sample("logitd_queue_elements") == 0)
-        assert self.sample("logitd_num_sequences_running") == 0
-        assert self.sample("logitd_num_sequences_waiting") == 0
+        eventually(lambda: self.sample("logitd_num_sequences_running") == 0)
+        eventually(lambda: self.sample("logitd_num_sequences_waiting") == 0)
+        eventually(lambda: self.served.reply_budget.used == 0)
 
 
 class _ThreadServer(uvicorn.Server):

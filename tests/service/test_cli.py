@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 
 from model.version import VERSION
-from service.cli import COMMANDS, main, run, wait_briefly
+from service.cli import COMMANDS, main, parse, run, wait_briefly
+from service.command_line.mistakes import unknown_variables
+from service.settings.serve import ServeSettings
 from service.start import quits_when_interrupted
 from tests.model.factories import FAMILIES, save_tiny_checkpoint, tiny_config, tiny_gpt
 
@@ -36,16 +38,17 @@ def exit_code(*arguments: str) -> int:
 # Help
 
 
-@pytest.mark.parametrize("arguments", [(), ("--help",), ("-h",), ("help",)])
+@pytest.mark.parametrize("arguments", [(), ("--help",), ("-h",), ("help",), ("help", "--help")])
 def test_help_lists_the_commands(
     arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert exit_code(*arguments) == 0
     out, err = capsys.readouterr()
     assert err == ""
+    shown = " ".join(out.split())
     for command, settings in COMMANDS.items():
-        assert re.search(rf"^  {command} +{re.escape(str(settings.__doc__).splitlines()[0])}$",
-                         out, flags=re.MULTILINE)  # fmt: skip
+        assert re.search(rf"^  {command} ", out, flags=re.MULTILINE)
+        assert f" {command} {str(settings.__doc__).splitlines()[0]}" in shown
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -55,6 +58,8 @@ def test_help_of_a_command_names_every_field(
     assert exit_code(command, "--help") == 0
     out, err = capsys.readouterr()
     assert err == ""
+    assert exit_code("help", command) == 0
+    assert capsys.readouterr() == (out, "")
     assert out.startswith(f"usage: logitd {command} ")
     text = " ".join(out.split())
     for name, field in COMMANDS[command].model_fields.items():
@@ -78,14 +83,18 @@ def test_an_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert exit_code("sevre") == 2
     out, err = capsys.readouterr()
     assert out == ""
-    assert err.startswith("logitd: there is no command 'sevre'\n")
-    assert "serve" in err
+    assert err == (
+        "logitd: there is no command 'sevre'; did you mean serve?\n"
+        f"the commands are {', '.join(COMMANDS)}; logitd --help says more\n"
+    )
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("serve", "--prot", "1"), "logitd serve: error: unrecognized arguments: --prot 1"),
+        (("serve", "--prot", "1"),
+         "logitd serve: error: unrecognized arguments: --prot; did you mean --port?"),
+        (("serve", "--wrong", "1"), "logitd serve: error: unrecognized arguments: --wrong"),
         (("serve", "folder", "extra"), "logitd serve: error: unrecognized arguments: extra"),
         (("serve", "--port"), "logitd serve: error: argument --port: expected one argument"),
         (("serve", "--port", "abc"), "logitd serve: --port: Input should be a valid integer, "
@@ -109,7 +118,73 @@ def test_a_wrong_command_line_exits_2_with_a_sentence(
     assert exit_code(*arguments) == 2
     out, err = capsys.readouterr()
     assert out == ""
-    assert err.strip().splitlines()[-1] == message
+    said, *usage = err.splitlines()
+    assert said == message
+    if ": error: " in message:
+        assert usage == [
+            f"usage: logitd {arguments[0]} {ARGUMENTS[arguments[0]]} [FLAGS]; logitd help "
+            f"{arguments[0]} says more"
+        ]
+    else:
+        assert usage == []
+
+
+ARGUMENTS = {"serve": "[CHECKPOINT]", "generate": "PROMPT"}
+
+
+@pytest.mark.parametrize("source", ["the environment", ".env"])
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("LOGITD_PROT", "; did you mean LOGITD_PORT?"),
+        ("LOGITD_PROMTP", "; did you mean LOGITD_PROMPT?"),  # another command's
+        ("LOGITD_NOTHING_LIKE_IT", ""),
+    ],
+)
+def test_a_variable_that_no_command_has_exits_2_with_the_nearest(
+    source: str, name: str, meant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """A mistyped LOGITD_API_KEYS left a server open."""
+    if source == "the environment":
+        monkeypatch.setenv(name, "1")
+    else:
+        (tmp_path / ".env").write_text(f"{name}=1\n")
+    assert exit_code("serve") == 2
+    expected = f"logitd serve: {name} in {source} is not a setting{meant}\n"
+    assert capsys.readouterr().err == expected
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["LOGITD_PRESET", "LOGITD_BASE_URL", "LOGITD_SERVICE_HOST", "LOGITD_PORT_80_TCP", "DATABASE"],
+)
+def test_variables_of_others_do_no_harm(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of another command, of the client, of Kubernetes, of another program."""
+    monkeypatch.setenv(name, "tiny")
+    (tmp_path / ".env").write_text(f"{name}=tiny\n")
+    assert list(unknown_variables(COMMANDS, "serve")) == []
+    assert parse("serve", []) == ServeSettings(_env_file=None)
+
+
+@pytest.mark.parametrize("content", [b"LOGITD_PORT=\xff\n", None])
+def test_a_file_of_settings_that_cannot_be_read_exits_2_with_a_sentence(
+    content: bytes | None, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    (tmp_path / ".env").write_bytes(content or b"")
+    if content is None:
+
+        def refused(*_: object) -> None:
+            raise PermissionError(13, "Permission denied", ".env")
+
+        monkeypatch.setattr("service.command_line.mistakes.dotenv_values", refused)
+    assert exit_code("serve") == 2
+    err = capsys.readouterr().err
+    assert err.startswith("logitd serve: .env cannot be read: ")
+    assert len(err.splitlines()) == 1
 
 
 @pytest.mark.parametrize("source", ["environment", ".env"])
@@ -147,16 +222,15 @@ def python(code: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize("command", ["", *COMMANDS])
-def test_help_imports_nothing_heavy(command: str) -> None:
-    arguments = [command, "--help"] if command else ["--help"]
+def test_help_imports_nothing_heavy() -> None:
     done = python(
         "import sys\n"
         "from service.cli import run\n"
-        "try:\n"
-        f"    run({arguments!r})\n"
-        "except SystemExit:\n"
-        "    pass\n"
+        f"for command in {[[], *([command] for command in COMMANDS)]!r}:\n"
+        "    try:\n"
+        "        run([*command, '--help'])\n"
+        "    except SystemExit:\n"
+        "        pass\n"
         "heavy = {'torch', 'fastapi', 'uvicorn', 'numpy', 'tiktoken'} & set(sys.modules)\n"
         "sys.stderr.write(repr(heavy))\n"
     )

@@ -43,8 +43,8 @@ def test_precedence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_env_files_of_others_do_no_harm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / ".env").write_text("DATABASE=x\nLOGITD_PRESET=tiny\nLOGITD_WHATEVER=1\n")
-    monkeypatch.setenv("LOGITD_NOTHING", "1")
+    (tmp_path / ".env").write_text("DATABASE=x\nLOGITD_PRESET=tiny\n")
+    monkeypatch.setenv("LOGITD_STEPS", "1")
     assert serve() == ServeSettings(_env_file=None)
 
 

@@ -24,22 +24,20 @@ class AttributionTurns:
         self.waiting = WaitingQueue()
         self.running: deque[Sequence] = deque()  # the next one first
 
-    def enqueue(self, sequence: Sequence) -> None:
-        self.waiting.push(sequence)
+    def enqueue(self, sequence: Sequence, *, held: bool) -> None:
+        self.waiting.push(sequence, held=held)
 
-    def has_work(self, *, only_started: bool) -> bool:
+    def has_work(self) -> bool:
         """Whether `next` would give one."""
-        return bool(self.running) or any(self.waiting.firsts(only_started=only_started))
+        return bool(self.running) or any(self.waiting.firsts())
 
-    def next(self, now: float, *, only_started: bool) -> Sequence | None:
-        """Begin what there is room for; whose piece is next. `only_started` begins nothing of a
-        request that was not begun."""
+    def next(self, now: float) -> Sequence | None:
+        """Begin what there is room for; whose piece is next."""
         while len(self.running) < AT_ONCE:
-            first = next(iter(self.waiting.firsts(only_started=only_started)), None)
+            first = next(iter(self.waiting.firsts()), None)
             if first is None:
                 break
             self.waiting.take(first)
-            first.group.started = True
             first.state = State.ATTRIBUTION
             first.admitted = now
             self.running.append(first)

@@ -39,10 +39,10 @@ def position_elements(request: OutputsRequest, config: GPTConfig) -> int:
             return len(layers) * config.d_model
         case AttentionWeights(layers=layers, heads=heads):
             return len(layers) * len(heads) * len(request.token_ids)
-        case Lens(layers=layers, top_k=top_k, token_ids=named):
+        case Lens(layers=layers, top_k=top_k, named=named):
             # Each has logits of its own, and so has the last; what is said of them is added.
             distributions = {*layers, config.n_layer}
-            figures = len(layers) * lens_width(top_k, len(named))
+            figures = len(layers) * lens_width(top_k, named)
             return len(distributions) * config.vocab_size + figures
         case Activations() as asked:
             shapes = activation_shapes(asked, config, len(request.token_ids))

@@ -26,12 +26,13 @@ from model.inference.engine.events import (
     OutputsChunk,
     PromptEvent,
     PromptToken,
+    ScoresChunk,
     StepResult,
     TokenEvent,
 )
 from model.inference.engine.ngram import Draft
 from model.inference.engine.requests import Request, sequence_lengths
-from model.inference.engine.runner import DecoderMaker, Runner, Scores, StepOutput
+from model.inference.engine.runner import DecoderMaker, Passes, Runner, Scores, StepOutput
 from model.inference.engine.scheduler import PrefillChunk, Scheduler, StepPlan
 from model.inference.engine.sequence import Group, Sequence, State
 from model.inference.engine.validation import check_request
@@ -68,7 +69,9 @@ class Engine:
         )
         self._sequences: dict[str, list[Sequence]] = {}  # unfinished, by request
         self._first_deadline = math.inf  # no deadline is earlier
-        self._next_weights: GPT | None = None
+        self.weights = 0
+        """The version of the weights: how often they were swapped."""
+        self._next: Passes | None = None  # with the weights of the next version
 
     @property
     def kv_cache_bytes(self) -> int:
@@ -78,23 +81,33 @@ class Engine:
     def slots(self) -> int:
         return self._scheduler.slots.total
 
-    def add(self, request: Request, arrived: float | None = None) -> None:
+    def add(
+        self, request: Request, arrived: float | None = None, *, weights: int | None = None
+    ) -> None:
         """Accept a request, or raise InvalidRequest. It is computed by the steps that follow.
 
-        `arrived` is when the caller got it, on the engine's clock; now, if not given.
+        `arrived` is when the caller got it, on the engine's clock; now, if not given. `weights` is
+        the version of the weights that answers it, this one or the next, for which it then waits;
+        if not given the newest that is known.
         """
         check_request(request, self.model_config)
+        if weights is None:
+            weights = self.weights + self.swapping()
+        if weights not in (self.weights, self.weights + 1):
+            raise InvalidRequest(
+                f"version {weights} of the weights was asked for, {self.weights} is here"
+            )
         if request.request_id in self._sequences:
             raise InvalidRequest(f"request id {request.request_id!r} is in use")
         arrived = self.clock() if arrived is None else arrived
-        group = Group(request)
+        group = Group(request, weights)
         count = len(sequence_lengths(request))
         sequences = [Sequence(group, index, arrived) for index in range(count)]
         self._sequences[request.request_id] = sequences
         if request.deadline is not None:
             self._first_deadline = min(self._first_deadline, request.deadline)
         for sequence in sequences:
-            self._scheduler.enqueue(sequence)
+            self._scheduler.enqueue(sequence, held=weights > self.weights)
 
     def abort(
         self,
@@ -113,21 +126,26 @@ class Engine:
         for sequence in self._sequences.get(request_id, []):
             self._scheduler.grant(sequence)
 
-    def swap_weights(self, gpt: GPT) -> None:
-        """Let every request that has not begun be answered by other weights of the same shape.
+    def prepare_weights(self, gpt: GPT) -> Passes:
+        """Other weights of the same shape, ready to take over; both are in memory from here on.
+        Raises ValueError for a model of another shape, device or dtype: its cache would not fit."""
+        return self._runner.prepare(gpt)
 
-        Takes effect between two steps: requests that have begun, with all of their sequences, end
-        on the old weights; the others wait for that. What slots held is then forgotten. Raises
-        ValueError for a model of another shape, device or dtype: its cache would not fit.
+    def swap_weights(self, passes: Passes) -> None:
+        """Let every request that comes from now on be answered by prepared weights.
+
+        Takes effect between two steps: requests of this version end on the old weights, those that
+        wait included; the others wait for that. What slots held is then forgotten. Raises
+        ValueError while an earlier swap has not ended.
         """
-        self._runner.check_replaceable(gpt)
-        self._next_weights = gpt
-        self._scheduler.only_started = True
+        if self._next is not None:
+            raise ValueError("other weights are waiting to take over already")
+        self._next = passes
         self._swap_when_idle()
 
     def swapping(self) -> bool:
-        """Whether old weights are still answering requests that had begun."""
-        return self._next_weights is not None
+        """Whether other weights wait for the last request that these answer."""
+        return self._next is not None
 
     def has_work(self) -> bool:
         """Whether a step would do anything."""
@@ -185,6 +203,8 @@ class Engine:
 
     def close(self) -> None:
         """End the threads that compute; the engine must not be used afterwards."""
+        if self._next is not None:
+            self._next.close()
         self._runner.close()
 
     def check_integrity(self) -> None:
@@ -198,13 +218,14 @@ class Engine:
         }
 
     def _swap_when_idle(self) -> None:
-        if self._next_weights is None:
+        if self._next is None:
             return
-        if not any(s.group.started for group in self._sequences.values() for s in group):
-            self._runner.replace(self._next_weights)
-            self._next_weights = None
-            self._scheduler.slots.forget()
-            self._scheduler.only_started = False
+        open_versions = {s.group.weights for group in self._sequences.values() for s in group}
+        if self.weights not in open_versions:
+            self._runner.replace(self._next)
+            self._next = None
+            self.weights += 1
+            self._scheduler.release()
 
     def _expire(self) -> list[Event]:
         now = self.clock()
@@ -231,7 +252,7 @@ class Engine:
             sequence = chunk.sequence
             self._scheduler.prefilled(chunk, now)
             if sequence in output.scores:
-                events.append(self._prompt_event(chunk, output.scores[sequence]))
+                events += self._score_events(chunk, output.scores[sequence])
             outputs = output.outputs.get(sequence)
             if outputs is not None and outputs.error is not None:
                 events.append(self._not_finite(sequence, outputs.error))
@@ -246,14 +267,30 @@ class Engine:
         for sequence, draft in plan.drafts.items():
             self._verify(sequence, draft, output.verified[sequence], events)
 
-    def _prompt_event(self, chunk: PrefillChunk, scores: Scores) -> Event:
+    def _score_events(self, chunk: PrefillChunk, scores: Scores) -> list[Event]:
         """The row of a position scores the token after it; nothing scores a prompt's first."""
-        tokens = [PromptToken(s.token_id, s.chosen, s.top) for s in scores.tokens]
         sequence, start = chunk.sequence, scores.start
+        if sequence.scored_in_arrays:
+            events: list[Event] = []
+            for rows in scores.rows:
+                events.append(
+                    ScoresChunk(
+                        sequence.request_id,
+                        sequence.index,
+                        start,
+                        rows.logprobs,
+                        rows.counts,
+                        rows.top_ids,
+                        rows.top_logprobs,
+                    )
+                )
+                start += len(rows.logprobs)
+            return events
+        tokens = [PromptToken(s.token_id, s.chosen, s.top) for s in scores.tokens]
         if start == 1 and sequence.scores_first:
             start = 0
             tokens.insert(0, PromptToken(sequence.tokens[0]))
-        return PromptEvent(sequence.request_id, sequence.index, start, tuple(tokens))
+        return [PromptEvent(sequence.request_id, sequence.index, start, tuple(tokens))]
 
     def _attribute(self, sequence: Sequence) -> list[Event]:
         """Compute a piece of a sequence's attributions; their event and its end after the last."""

@@ -20,6 +20,7 @@ class FinishReason(StrEnum):
     ABORT = "abort"  # the caller asked
     TIMEOUT = "timeout"  # its deadline passed, in the queue or later
     UNREAD = "unread"  # its reader was behind for the longest, and others needed the memory
+    REPLACED = "replaced"  # the weights that answered it had to go before its end
     ERROR = "error"  # the engine failed on it; the event says how
 
 
@@ -54,6 +55,24 @@ class PromptEvent:
     index: int
     start: int
     tokens: tuple[PromptToken, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ScoresChunk:
+    """What a PromptEvent says, in NumPy arrays, to a ScoreRequest that asks for them: of T tokens
+    from position `start` on, which is never the first of a prompt.
+
+    logprobs (T,), float64
+    counts   (T,), how many of the likeliest of each follow in `top_ids` and `top_logprobs` (N,)
+    """
+
+    request_id: str
+    index: int
+    start: int
+    logprobs: Any
+    counts: Any
+    top_ids: Any
+    top_logprobs: Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +121,7 @@ class FinishEvent:
     price: int | None = None  # tokens that it counted as in the queue; None: those of its prompt
 
 
-Event = TokenEvent | PromptEvent | OutputsChunk | AttributionEvent | FinishEvent
+Event = TokenEvent | PromptEvent | ScoresChunk | OutputsChunk | AttributionEvent | FinishEvent
 
 
 @dataclass(frozen=True, slots=True)

@@ -158,7 +158,8 @@ class OutputsComputer:
                 prefilled = self.prefill(chunk, states=True)
                 assert prefilled.states is not None
                 states = prefilled.states[list(layers)][:, offsets]  # (layers, P, d_model)
-                return self._lens(output, states, prefilled.hidden[offsets])
+                following = _following(output, chunk, positions)
+                return self._lens(output, states, prefilled.hidden[offsets], following)
             case AttentionWeights(layers=layers, heads=heads):
                 length = len(chunk.sequence.request.token_ids)
                 selection = AttentionSelection(layers, heads, length)
@@ -179,7 +180,7 @@ class OutputsComputer:
                 return self._logits(chunk.sequence, output, positions, hidden)
             case Lens():
                 states = torch.stack([tap.recorded(*key) for key in record])
-                return self._lens(output, states, hidden)
+                return self._lens(output, states, hidden, _following(output, chunk, positions))
             case HiddenStates():
                 return torch.stack([tap.recorded(*key) for key in record], dim=1)
             case AttentionWeights(heads=heads):
@@ -196,21 +197,33 @@ class OutputsComputer:
                     values.append(value[:, list(heads or ())] if chosen else value)
                 return torch.cat([value.flatten(1).float() for value in values], dim=1)
 
-    def _lens(self, asked: Lens, states: Tensor, hidden: Tensor) -> Tensor:
+    def _lens(
+        self, asked: Lens, states: Tensor, hidden: Tensor, following: Sequence[int]
+    ) -> Tensor:
         """Numbers (P, layers, numbers) of streams (layers, P, d_model), of which the last becomes
         the final hidden state (P, d_model): a block of positions and a layer at a time, so that the
         logits of two layers are all that there is in memory."""
         blocks = [
-            self._lens_block(asked, streams, final)
-            for streams, final in zip(states.split(BLOCK, dim=1), hidden.split(BLOCK), strict=True)
-            if len(final)
+            self._lens_block(
+                asked,
+                states[:, start : start + BLOCK],
+                hidden[start : start + BLOCK],
+                following[start : start + BLOCK],
+            )
+            for start in range(0, len(hidden), BLOCK)
         ]
-        width = lens_width(asked.top_k, len(asked.token_ids))
+        width = lens_width(asked.top_k, asked.named)
         return torch.cat(blocks) if blocks else torch.empty(0, len(asked.layers), width)
 
-    def _lens_block(self, asked: Lens, states: Tensor, hidden: Tensor) -> Tensor:
+    def _lens_block(
+        self, asked: Lens, states: Tensor, hidden: Tensor, following: Sequence[int]
+    ) -> Tensor:
         own = self._lens_logits(hidden)
-        digest = LensDigest(own, asked.top_k, asked.token_ids)
+        next_ids = None
+        if asked.following:
+            padding = [0] * (len(own) - len(following))  # as the rows of logits are
+            next_ids = torch.tensor([*following, *padding], device=own.device)
+        digest = LensDigest(own, asked.top_k, asked.token_ids, next_ids)
         rows = []
         for layer, stream in zip(asked.layers, states, strict=True):
             at_the_end = layer == self._config.n_layer
@@ -254,6 +267,12 @@ class OutputsComputer:
             ]
             logits = process(logits, contexts)
         return logits if asked.columns is None else logits[:, list(asked.columns)]
+
+
+def _following(asked: Lens, chunk: PrefillChunk, positions: Sequence[int]) -> list[int]:
+    """The token after each position, where it is asked about; else nothing."""
+    tokens = chunk.sequence.tokens
+    return [tokens[position + 1] for position in positions] if asked.following else []
 
 
 def _recorded(output: Output, config: GPTConfig) -> Iterator[Key]:

@@ -6,7 +6,7 @@ at most. Within a caller, first come, first served: with one caller that is the 
 
 A sequence that gave its slot back (`scheduler.py`) comes back into a lane of its own of its
 caller's line, and the two lanes alternate: neither large replies nor new requests can keep the
-other from going on.
+other from going on. In a third lane are those who wait for other weights, until these are there.
 
 Every operation but iteration takes the same time however many wait. Decides nothing else: whether
 there is a slot is the scheduler's business.
@@ -25,34 +25,37 @@ class _Line:
     def __init__(self) -> None:
         self._new: OrderedDict[Sequence, None] = OrderedDict()
         self._resumed: OrderedDict[Sequence, None] = OrderedDict()
+        self._held: OrderedDict[Sequence, None] = OrderedDict()
         self._resumed_next = True
 
     def __bool__(self) -> bool:
-        return bool(self._new or self._resumed)
+        return bool(self._new or self._resumed or self._held)
 
     def __iter__(self) -> Iterator[Sequence]:
         yield from self._resumed
         yield from self._new
+        yield from self._held
 
-    def push(self, sequence: Sequence) -> None:
+    def push(self, sequence: Sequence, *, held: bool) -> None:
         lane = self._new if sequence.admitted is None else self._resumed
-        lane[sequence] = None
+        (self._held if held else lane)[sequence] = None
 
-    def first(self, *, only_started: bool) -> Sequence | None:
-        """Who is next. In a lane, those whose request was started come before the others."""
+    def release(self) -> None:
+        self._new |= self._held
+        self._held.clear()
+
+    def first(self) -> Sequence | None:
+        """Who is next."""
         lanes = (self._resumed, self._new) if self._resumed_next else (self._new, self._resumed)
-        for lane in lanes:
-            first = next(iter(lane), None)
-            if first is not None and (first.group.started or not only_started):
-                return first
-        return None
+        return next((sequence for lane in lanes for sequence in lane), None)
 
     def take(self, sequence: Sequence) -> None:
         self._resumed_next = sequence in self._new
         self.remove(sequence)
 
     def remove(self, sequence: Sequence) -> None:
-        del (self._new if sequence in self._new else self._resumed)[sequence]
+        lanes = (self._new, self._resumed, self._held)
+        del next(lane for lane in lanes if sequence in lane)[sequence]
 
 
 class WaitingQueue:
@@ -72,23 +75,29 @@ class WaitingQueue:
             for line in self._lines[priority].values():
                 yield from line
 
-    def push(self, sequence: Sequence) -> None:
-        """Queue behind all of the same caller and priority."""
+    def push(self, sequence: Sequence, *, held: bool = False) -> None:
+        """Queue behind all of the same caller and priority; `held` until `release`."""
         request = sequence.request
         if request.priority not in self._lines:
             bisect.insort(self._priorities, request.priority)
             self._lines[request.priority] = OrderedDict()
-        self._lines[request.priority].setdefault(request.caller, _Line()).push(sequence)
+        self._lines[request.priority].setdefault(request.caller, _Line()).push(sequence, held=held)
         self._length += 1
 
-    def firsts(self, *, only_started: bool = False) -> Iterator[Sequence]:
+    def release(self) -> None:
+        """Let those who were held be next, in their order."""
+        for lines in self._lines.values():
+            for line in lines.values():
+                line.release()
+
+    def firsts(self) -> Iterator[Sequence]:
         """Of each caller the sequence that is next, in the order of turns; those of the first
-        priority that has any. `only_started` leaves out what belongs to no started request."""
+        priority that has any."""
         for priority in self._priorities:
             lines = self._lines[priority].values()
             found = False
             for line in lines:
-                if (sequence := line.first(only_started=only_started)) is not None:
+                if (sequence := line.first()) is not None:
                     found = True
                     yield sequence
             if found:

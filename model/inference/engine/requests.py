@@ -86,11 +86,18 @@ class Activations:
 class Lens:
     """Rows (P, layers, numbers): what the head says of the stream after each of the chosen layers
     (as in HiddenStates), in the figures of `model/inference/sampling/lens.py`: of its `top_k`
-    likeliest ids and of the named `token_ids`."""
+    likeliest ids and of the named `token_ids`; with `following`, of the token too that follows the
+    position in the prompt, as the last of the named ones."""
 
     layers: tuple[int, ...]
     top_k: int
     token_ids: tuple[int, ...] = ()
+    following: bool = False
+
+    @property
+    def named(self) -> int:
+        """How many ids are named at each position."""
+        return len(self.token_ids) + self.following
 
 
 LARGEST_LENS_VOCABULARY = 2**24
@@ -127,13 +134,15 @@ class ScoreRequest:
 
     The prompt is computed once, up to the last whole block that all share.
 
-    top   also tell the k likeliest in the place of each token
+    top     also tell the k likeliest in the place of each token
+    arrays  tell it in arrays (`ScoresChunk`), without ranks, instead of an object for each token
     """
 
     request_id: str
     token_ids: tuple[int, ...]
     continuations: tuple[tuple[int, ...], ...] = ()
     top: int = 0
+    arrays: bool = False
     priority: int = 0
     caller: str = ""
     prefix_reuse: bool = True

@@ -38,7 +38,13 @@ from model.inference.sampling.results import (
     SampleResult,
     TokenWithLogprobs,
 )
-from model.inference.sampling.sampler import RowContext, sample, score
+from model.inference.sampling.sampler import (
+    RowContext,
+    ScoredRows,
+    sample,
+    score,
+    score_rows,
+)
 from model.inference.sampling.state import SamplingState
 from model.transformer.config import BLOCK
 from model.transformer.gpt import GPT
@@ -51,10 +57,12 @@ NO_DRAFTS: Mapping[Sequence, Draft] = MappingProxyType({})
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """Scored tokens of a prompt from position `start` on."""
+    """Scored tokens of a prompt from position `start` on: one by one, or in arrays for each block
+    where the request asks for these."""
 
     start: int
     tokens: list[TokenWithLogprobs]
+    rows: list[ScoredRows]
 
 
 @dataclass(slots=True)
@@ -87,6 +95,22 @@ class _LogitsToSample:
         self.logits.append(logits)
 
 
+@dataclass(frozen=True, slots=True)
+class Passes:
+    """A model's weights and what computes with them over one cache."""
+
+    gpt: GPT
+    decoder: Decoder
+    overlap: OverlapScheduler
+    tapped: TappedPasses
+    outputs: OutputsComputer
+    contention: ContentionMonitor
+
+    def close(self) -> None:
+        """End the threads that compute for it."""
+        self.decoder.close()
+
+
 class Runner:
     """A model, its cache, and the forward passes of a step."""
 
@@ -103,22 +127,20 @@ class Runner:
         self.device = weight.device
         self.cache = KVCache(gpt.config, slots, device=weight.device, dtype=weight.dtype)
         self._make_decoder = make_decoder
-        self._decoder = make_decoder(gpt, self.cache)
         self._sampling = SamplingState(slots)
-        self._overlap = OverlapScheduler(self._decoder.launcher, self._sampling)
-        self._tapped = TappedPasses(gpt, self.cache)
-        self._outputs = OutputsComputer(gpt, self.cache, self._decoder, self._tapped)
         self._masks = masks
         self._attributing: dict[Sequence, Attributing] = {}
-        self._contention = _contention(gpt)
+        self._use(self._passes(gpt))
 
     @property
     def prefill_matches_decode(self) -> bool:
         """Whether decoded positions are the bits that prefill would give them."""
         return self._decoder.prefill_matches_decode
 
-    def check_replaceable(self, gpt: GPT) -> None:
-        """Raise ValueError unless `gpt` could use this cache as it is."""
+    def prepare(self, gpt: GPT) -> "Passes":
+        """All that `replace` needs to compute with other weights, made while these still compute:
+        nothing is written to the cache. Raises ValueError unless `gpt` can use the cache as it
+        is, and what making a decoder raises."""
         _check_mode(gpt)
         weight, old = gpt.token_embedding.weight, self.gpt.token_embedding.weight
         if gpt.config != self.gpt.config:
@@ -128,16 +150,29 @@ class Runner:
                 f"the new weights are {weight.dtype} on {weight.device}, those being served "
                 f"{old.dtype} on {old.device}"
             )
+        return self._passes(gpt)
 
-    def replace(self, gpt: GPT) -> None:
+    def replace(self, passes: "Passes") -> None:
         """Compute with other weights from now on; the cache's contents mean nothing to them."""
         self._decoder.close()
-        self._decoder = self._make_decoder(gpt, self.cache)
-        self._overlap = OverlapScheduler(self._decoder.launcher, self._sampling)
-        self._tapped = TappedPasses(gpt, self.cache)
-        self._outputs = OutputsComputer(gpt, self.cache, self._decoder, self._tapped)
-        self._contention = _contention(gpt)
-        self.gpt = gpt
+        self._use(passes)
+
+    def _passes(self, gpt: GPT) -> "Passes":
+        decoder = self._make_decoder(gpt, self.cache)
+        tapped = TappedPasses(gpt, self.cache)
+        return Passes(
+            gpt=gpt,
+            decoder=decoder,
+            overlap=OverlapScheduler(decoder.launcher, self._sampling),
+            tapped=tapped,
+            outputs=OutputsComputer(gpt, self.cache, decoder, tapped),
+            contention=_contention(gpt),
+        )
+
+    def _use(self, passes: "Passes") -> None:
+        self.gpt, self._decoder, self._overlap = passes.gpt, passes.decoder, passes.overlap
+        self._tapped, self._outputs = passes.tapped, passes.outputs
+        self._contention = passes.contention
 
     def close(self) -> None:
         """End the threads that compute for it."""
@@ -265,13 +300,16 @@ class Runner:
         hidden = hidden[first - chunk.start :]
         # One less where the prompt ends.
         following = tokens[first + 1 : min(chunk.end + 1, chunk.sequence.prompt_length)]
-        scored: list[TokenWithLogprobs] = []
+        scored = Scores(first + 1, [], [])
         for start in range(0, len(following), BLOCK):
             targets = following[start : start + BLOCK]
             logits = self._decoder.head(hidden[start : start + len(targets)])
             with one_thread() if self._decoder.has_threads else nullcontext():
-                scored += score(logits, targets, chunk.sequence.scored_top)
-        return Scores(first + 1, scored)
+                if chunk.sequence.scored_in_arrays:
+                    scored.rows.append(score_rows(logits, targets, chunk.sequence.scored_top))
+                else:
+                    scored.tokens.extend(score(logits, targets, chunk.sequence.scored_top))
+        return scored
 
 
 def _contention(gpt: GPT) -> ContentionMonitor:

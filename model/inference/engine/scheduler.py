@@ -123,21 +123,24 @@ class Scheduler:
         self.running: list[Sequence] = []  # in order of admission
         self.paused: dict[Sequence, None] = {}  # without a slot, in order of eviction
         self._behind: dict[Sequence, None] = {}  # with one, the longest first
-        self.only_started = False
-        """While set, only siblings of admitted sequences are admitted: the weights are about to
-        change, and a request is answered by one set of weights."""
         self._step = 0
         self._began: dict[str, int] = {}  # the step of each caller's last first chunk
         self._planned_at = 0.0
         self._reserved_elements = 0  # of outputs, in the present step
         self._cooldown_until = 0.0
 
-    def enqueue(self, sequence: Sequence) -> None:
-        """Queue behind all of the same caller and priority."""
+    def enqueue(self, sequence: Sequence, *, held: bool = False) -> None:
+        """Queue behind all of the same caller and priority; `held` until `release`."""
         if sequence.attribution is not None:
-            self.attributions.enqueue(sequence)
+            self.attributions.enqueue(sequence, held=held)
         else:
-            self.waiting.push(sequence)
+            self.waiting.push(sequence, held=held)
+
+    def release(self) -> None:
+        """The weights that the held ones wait for are there; what slots hold is of other ones."""
+        self.slots.forget()
+        self.waiting.release()
+        self.attributions.waiting.release()
 
     def grant(self, sequence: Sequence) -> None:
         """The reader of a sequence's outputs took a piece. Once it has taken all of them, a PAUSED
@@ -163,7 +166,7 @@ class Scheduler:
         """Whether the next plan would have work: a sequence can compute, or can be admitted."""
         if any(sequence.may_compute for sequence in self.running):
             return True
-        if self.attributions.has_work(only_started=self.only_started):
+        if self.attributions.has_work():
             return True
         has_room = bool(self._behind) or self.slots.used < self.slots.total
         return has_room and any(self._firsts())
@@ -184,9 +187,7 @@ class Scheduler:
             drafts=self._drafts(decode) if self.config.speculate == "ngram" else {},
             given_up=self._given_up(),
             evicted=evicted,
-            attribution=None
-            if cooldown
-            else self.attributions.next(now, only_started=self.only_started),
+            attribution=None if cooldown else self.attributions.next(now),
         )
 
     def stepped(self, plan: StepPlan, now: float) -> None:
@@ -287,7 +288,6 @@ class Scheduler:
             slot = self.slots.acquire(self._step, preferred=source if length else None)
             assert slot is not None
             self.waiting.take(sequence)
-            sequence.group.started = True
             sequence.slot = slot
             sequence.state = State.PREFILL
             sequence.admitted_step = self._step
@@ -298,7 +298,7 @@ class Scheduler:
 
     def _firsts(self) -> Iterable[Sequence]:
         """Of each caller the sequence that may be admitted next, in the order of turns."""
-        return self.waiting.firsts(only_started=self.only_started)
+        return self.waiting.firsts()
 
     def _next(self) -> tuple[Sequence, int, int] | None:
         """The sequence to be admitted next, a slot to copy from, and how many positions. A caller

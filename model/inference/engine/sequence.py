@@ -35,10 +35,10 @@ class State(Enum):
 
 @dataclass(eq=False, slots=True)
 class Group:
-    """What the sequences of one request share."""
+    """What the sequences of one request share: it, and the version of the weights that answers."""
 
     request: Request
-    started: bool = False  # one of them was admitted
+    weights: int = 0
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
@@ -131,6 +131,11 @@ class Sequence:
         """Whether its first token is among the scored ones, although nothing predicts it."""
         request = self.request
         return not (isinstance(request, ScoreRequest) and request.continuations)
+
+    @property
+    def scored_in_arrays(self) -> bool:
+        """Whether scored tokens are told in arrays."""
+        return isinstance(self.request, ScoreRequest) and self.request.arrays
 
     @property
     def scored_top(self) -> int:

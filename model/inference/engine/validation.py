@@ -195,6 +195,12 @@ def _check_outputs(request: OutputsRequest, config: GPTConfig) -> None:
             _check_indices("heads", heads, config.n_head, f"there are {config.n_head} heads")
         case Lens() as lens:
             _check_lens(lens, config)
+            if lens.following and request.positions[-1] == length - 1:
+                raise InvalidRequest(
+                    f"positions end with {length - 1}, the prompt's last token, and none follows "
+                    "it: leave it out, or ask without the token that follows",
+                    "positions",
+                )
         case Activations(stages=stages, heads=heads):
             _check_activations(stages, heads, config)
 

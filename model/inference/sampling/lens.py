@@ -2,10 +2,10 @@
 
 The logit lens (nostalgebraist, 2020, "interpreting GPT: the logit lens"): the final norm and the
 head are put on the stream after each layer, as if the model stopped there. Here are the figures of
-a row of such logits: its likeliest ids, the rank and logprob of named ones, its entropy, and the
-divergence of the model's own answer from it. Their definitions are those of `distribution.py`; this
-is the same for many rows, in torch. Not here: the streams and the logits
-(`model/inference/engine/outputs.py`).
+a row of such logits: its likeliest ids, the rank and logprob of named ones and of the one that
+follows in the text, its entropy, and the divergence of the model's own answer from it. Their
+definitions are those of `distribution.py`; this is the same for many rows, in torch. Not here: the
+streams and the logits (`model/inference/engine/outputs.py`).
 
 Logprobs and not probabilities are handed out: float32 rounds probabilities near 1 to 1 and small
 ones to 0. Sums are in float64, for a float32 sum over a large vocabulary loses the small
@@ -31,8 +31,8 @@ COUNTED_IDS = 16
 
 
 def lens_width(top_k: int, named: int) -> int:
-    """Figures of a row: id and logprob of each of the likeliest, logprob and rank of each named id,
-    the entropy and the divergence."""
+    """Figures of a row: id and logprob of each of the likeliest, logprob and rank of each named id
+    (the one that follows counts as the last of them), the entropy and the divergence."""
     return 2 * top_k + 2 * named + 2
 
 
@@ -53,15 +53,23 @@ class _Sums:
 
 class LensDigest:
     """The figures of rows of logits (P, V), beside the model's `own` for these rows, all float32.
+    `following` (P,) are the ids that follow in the text, if they are named too.
 
     The divergence is the Kullback-Leibler divergence of the own answer from a layer's, in nats:
     sum p_own (log p_own - log p). In memory are P x V own probabilities in float64, and four times
-    GROUP_ELEMENTS.
+    GROUP_ELEMENTS; with `following` twice more.
     """
 
-    def __init__(self, own: Tensor, top_k: int, token_ids: Sequence[int]) -> None:
+    def __init__(
+        self,
+        own: Tensor,
+        top_k: int,
+        token_ids: Sequence[int],
+        following: Tensor | None = None,
+    ) -> None:
         self._own = own
         self._top_k = top_k
+        self._following = None if following is None else following[:, None]  # (P, 1)
         self._named = torch.tensor(token_ids, device=own.device, dtype=torch.int64)
         rows, width = own.shape
         size = max(1, GROUP_ELEMENTS // width)
@@ -88,11 +96,19 @@ class LensDigest:
         if is_own:
             divergence = 0 * sums.entropy  # exactly, unless it is not a number
         ids = _largest(logits, self._top_k)
+        logprobs = [sums.logprobs(logits[:, self._named])]
+        ranks = [_ranks(logits, self._named)]
+        if self._following is not None:
+            following = self._following[group]
+            chosen = logits.gather(1, following)
+            own = _log_softmax(logits).gather(1, following) if is_own else sums.logprobs(chosen)
+            logprobs.append(own)
+            ranks.append((logits > chosen).sum(dim=1, keepdim=True) + 1)
         parts = (
             ids,
             sums.logprobs(logits.gather(1, ids)),
-            sums.logprobs(logits[:, self._named]),
-            _ranks(logits, self._named),
+            *logprobs,
+            *ranks,
             sums.entropy,
             divergence.clamp(min=0),  # it is never negative; its rounding may be
         )
@@ -126,6 +142,12 @@ def _largest(logits: Tensor, count: int) -> Tensor:
     return ids
 
 
+def _log_softmax(logits: Tensor) -> Tensor:
+    """Logprobs (G, V) by the operations of `sampler.score`, whose bits a text's own tokens have
+    there: sums in another order would differ in the last one now and then."""
+    return logits.double().log_softmax(dim=-1)
+
+
 def _ranks(logits: Tensor, ids: Tensor) -> Tensor:
     """Ranks (G, N) of ids (N,) in each row; equals share the better one."""
     chosen = logits[:, ids]  # (G, N)
@@ -145,7 +167,7 @@ class LensRow:
 
     top_ids: npt.NDArray[np.int64]  # (K,)
     top_logprobs: npt.NDArray[np.float32]  # (K,)
-    logprobs: npt.NDArray[np.float32]  # (N,) of the named ids
+    logprobs: npt.NDArray[np.float32]  # (N,) of the named ids, the one that follows being the last
     ranks: npt.NDArray[np.int64]  # (N,)
     entropy: float
     divergence: float

@@ -37,6 +37,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -167,6 +168,45 @@ def _bias_and_penalise(values: Tensor, row: RowContext) -> None:
         values[ids] -= params.frequency_penalty * counts + params.presence_penalty
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class ScoredRows:
+    """What `score` says of rows, in arrays: for whoever keeps columns of them, an object for each
+    token is most of the cost. Ranks are left out.
+
+    logprobs (R,), float64
+    counts   (R,), how many of the likeliest follow in `top_ids` and `top_logprobs` (N,)
+    """
+
+    logprobs: npt.NDArray[np.float64]
+    counts: npt.NDArray[np.int64]
+    top_ids: npt.NDArray[np.int64]
+    top_logprobs: npt.NDArray[np.float64]
+
+
+def score_rows(logits: Tensor, token_ids: Sequence[int], count: int) -> ScoredRows:
+    """What `score` says, to the bit, without an object for each token."""
+    logprobs = logits.float().double().log_softmax(dim=-1)  # (R, V)
+    ids = torch.tensor(token_ids, device=logprobs.device)[:, None]  # (R, 1)
+    own = logprobs.gather(1, ids)[:, 0].cpu().numpy()
+    if not count:
+        none = np.zeros(len(own), dtype=np.int64)
+        return ScoredRows(own, none, none[:0], own[:0])
+    top_ids, values, certain = _sorted_topk(logprobs, count)
+    if bool((certain & (values[:, -1] > -math.inf)).all()):
+        counts = np.full(len(own), count, dtype=np.int64)
+        return ScoredRows(
+            own, counts, top_ids.flatten().cpu().numpy(), values.flatten().cpu().numpy()
+        )
+    likeliest = _likeliest_of_rows(logprobs, count)
+    entries = [entry for row in likeliest for entry in row]
+    return ScoredRows(
+        own,
+        np.array([len(row) for row in likeliest], dtype=np.int64),
+        np.array([entry.token_id for entry in entries], dtype=np.int64),
+        np.array([entry.logprob for entry in entries], dtype=np.float64),
+    )
+
+
 def score(logits: Tensor, token_ids: Sequence[int], count: int) -> list[TokenWithLogprobs]:
     """Raw logprobs of given tokens under rows of logits (R, V), and of the `count` likeliest of
     each row. All rows at once, with the bits of each by itself."""
@@ -207,13 +247,8 @@ def _logprobs(
 
 def _likeliest_of_rows(logprobs: Tensor, count: int) -> list[tuple[TokenLogprob, ...]]:
     """What `_likeliest` gives of each row of (R, V), for all of them at once."""
-    values, ids = logprobs.topk(count)  # (R, count), equals in any order
-    ids, order = ids.sort(dim=1)
-    values, order = values.gather(1, order).sort(dim=1, descending=True, stable=True)
-    ids = ids.gather(1, order)
+    ids, values, certain = _sorted_topk(logprobs, count)
     ranks = torch.searchsorted(-values, -values) + 1
-    # Where more ids are as likely as the last, which of them topk gave is not known.
-    certain = (logprobs >= values[:, -1:]).sum(dim=1) == count
     return [
         tuple(map(TokenLogprob, row_ids, row_values, row_ranks))
         if is_certain and row_values[-1] > -math.inf
@@ -222,6 +257,17 @@ def _likeliest_of_rows(logprobs: Tensor, count: int) -> list[tuple[TokenLogprob,
             logprobs, ids.tolist(), values.tolist(), ranks.tolist(), certain.tolist(), strict=True
         )
     ]
+
+
+def _sorted_topk(logprobs: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Ids and logprobs (R, count) of the likeliest of each row, equals in the order of their ids;
+    and whether these are certain (R,): where more ids are as likely as the last, which of them topk
+    gave is not known."""
+    values, ids = logprobs.topk(count)  # equals in any order
+    ids, order = ids.sort(dim=1)
+    values, order = values.gather(1, order).sort(dim=1, descending=True, stable=True)
+    certain = (logprobs >= values[:, -1:]).sum(dim=1) == count
+    return ids.gather(1, order), values, certain
 
 
 def _likeliest(logprobs: Tensor, count: int) -> tuple[TokenLogprob, ...]:

@@ -28,7 +28,7 @@ class OutputsReader:
 
     def __init__(self, requests: Sequence[OutputsRequest], served: Served) -> None:
         self.requests = tuple(requests)
-        self._reservation = served.engine.reserve(self.requests)
+        self._reservation = served.session.reserve(self.requests)
         self._submission = self._reservation.submit_next()
         self._rows = read_rows(self._submission)
         self._first: OutputsChunk | None = None

@@ -15,10 +15,12 @@ from pyarrow import parquet
 from safetensors.numpy import load_file
 
 from model.data.sources.document import TextError
+from model.device import available_processors
 from model.extraction.errors import ExtractionError
 from model.extraction.index import INDEX, LOCK
 from model.extraction.run import Progress, Surveyed
 from model.folder_lock import FolderLock
+from model.inference.options import KernelChoice
 from model.llm import LLM
 from tests.model.extraction.conftest import TORCH, Extract, contents, in_memory
 from tests.model.factories import save_tiny_checkpoint, tiny_config, tiny_gpt
@@ -74,6 +76,21 @@ def test_logprobs_are_those_of_score_to_the_bit(
     assert rows == expected
     assert result.rows == result.tokens == len(rows)
     assert result.shards > 3
+
+
+@pytest.mark.parametrize("kernels", ["torch", "auto"])
+def test_how_many_positions_a_step_has_changes_no_byte(
+    kernels: KernelChoice, extracting: Extract, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step of a server has fewer, and scores the same."""
+    files = []
+    for chunk in (32, 1024):
+        monkeypatch.setattr("model.extraction.compute.PREFILL_CHUNK", chunk)
+        placing = replace(TORCH, kernels=kernels)
+        result = extracting(tmp_path / f"of {chunk}", shard_tokens=150, placing=placing)
+        files.append([path.read_bytes() for path in sorted(result.path.glob("*.parquet"))])
+    assert files[0] == files[1]
+    assert len(files[0]) > 3
 
 
 def test_the_columns_have_the_types_that_are_promised(extracting: Extract) -> None:
@@ -183,17 +200,19 @@ def _interrupted(extracting: Extract, out: Path, **asked: Any) -> Path:
 ASKED: Mapping[str, Any] = {"shard_tokens": 100}
 
 
+@pytest.mark.parametrize("lens", [False, True])
 def test_one_that_was_interrupted_goes_on_to_the_same_bytes(
-    extracting: Extract, tmp_path: Path
+    extracting: Extract, tmp_path: Path, lens: bool
 ) -> None:
-    out = _interrupted(extracting, tmp_path / "out", **ASKED)
+    asked = {**ASKED, "lens": lens}
+    out = _interrupted(extracting, tmp_path / "out", **asked)
     (out / ".shard-000002.parquet.part").write_bytes(b"half")
     (out / ".shard-000099.parquet.part").write_bytes(b"of a larger attempt")
     (out / ".index.json.part").write_bytes(b"half")
     (out / "shard-000002.parquet").write_bytes(b"not listed yet")
-    resumed = extracting(**ASKED)
+    resumed = extracting(**asked)
     assert 0 < resumed.tokens < resumed.rows
-    straight = extracting(tmp_path / "straight", **ASKED)
+    straight = extracting(tmp_path / "straight", **asked)
     assert contents(out) == contents(straight.path)
 
 
@@ -201,6 +220,7 @@ def test_one_that_was_interrupted_goes_on_to_the_same_bytes(
     ("changed", "message"),
     [
         ({"top_k": 1}, r"settings\.top_k was 0 and is 1"),
+        ({"lens": True}, r'settings\.kind was "logprobs" and is "lens"; settings\.top_k was 0 and'),
         ({"stride": 5}, r"settings\.stride was 127 and is 5"),
         ({"shard_tokens": 99}, r"settings\.shard_tokens was 100 and is 99"),
         (
@@ -208,6 +228,11 @@ def test_one_that_was_interrupted_goes_on_to_the_same_bytes(
             r'settings\.kind was "logprobs" and is "stages".*settings\.stages was null',
         ),
         ({"placing": replace(TORCH, dtype="bfloat16")}, r'dtype was "float32" and is "bfloat16"'),
+        pytest.param(
+            {"placing": replace(TORCH, threads=2)},
+            r"computation\.threads was 1 and is 2\. Ask .* go on with it \(--threads 1\)",
+            marks=pytest.mark.skipif(available_processors() < 2, reason="one processor"),
+        ),
     ],
 )
 def test_other_settings_are_refused(
@@ -232,16 +257,20 @@ def test_another_checkpoint_and_other_data_are_refused(
         extracting(data=(str(texts / "a.txt"),), **ASKED)
 
 
-def test_a_shard_that_was_changed_or_is_gone_is_named(extracting: Extract, tmp_path: Path) -> None:
-    out = _interrupted(extracting, tmp_path / "out", **ASKED)
+@pytest.mark.parametrize("lens", [False, True])
+def test_a_shard_that_was_changed_or_is_gone_is_named(
+    extracting: Extract, tmp_path: Path, lens: bool
+) -> None:
+    asked = {**ASKED, "lens": lens}
+    out = _interrupted(extracting, tmp_path / "out", **asked)
     shard = out / "shard-000001.parquet"
     whole = shard.read_bytes()
     shard.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
     with pytest.raises(ExtractionError, match=r"shard-000001\.parquet is not what was written"):
-        extracting(**ASKED)
+        extracting(**asked)
     shard.unlink()
     with pytest.raises(ExtractionError, match=r"shard-000001\.parquet is listed in index\.json"):
-        extracting(**ASKED)
+        extracting(**asked)
 
 
 @pytest.mark.parametrize(

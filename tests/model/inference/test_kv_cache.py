@@ -93,7 +93,9 @@ def test_every_position_in_chunks(gpt: GPT) -> None:
     close(torch.cat(logits), gpt(ids[None]).logits[0])
 
 
-@pytest.mark.parametrize("prompt", [1, 9, 32, 33])
+@pytest.mark.parametrize(
+    "prompt", [1, 33, *(pytest.param(prompt, marks=pytest.mark.slow) for prompt in (9, 32))]
+)
 def test_every_position_decoded_after_a_prompt(gpt: GPT, prompt: int) -> None:
     length = gpt.config.context_length
     prompt = min(prompt, length - 1)

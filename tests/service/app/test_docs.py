@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from service.schemas.activations import ActivationsRequest
+from service.schemas.admin import ReloadRequest
 from service.schemas.attributions import AttributionsRequest
 from service.schemas.base import RequestBody
 from service.schemas.generate import GenerateRequest
@@ -19,6 +20,7 @@ from service.schemas.tensors import (
     ProbsRequest,
     ScoreRequest,
 )
+from service.schemas.tgi import TextGenerationRequest
 from service.schemas.tokenizer import DetokenizeRequest, TokenizeRequest
 from tests.service.serving import Serving
 
@@ -37,6 +39,8 @@ BODIES: dict[str, type[RequestBody]] = {
     "/detokenize": DetokenizeRequest,
     "/v1/completions": CompletionRequest,
     "/v1/chat/completions": ChatRequest,
+    "/": TextGenerationRequest,
+    "/generate_stream": TextGenerationRequest,
 }
 QUEUED = (
     "/generate",
@@ -51,10 +55,12 @@ QUEUED = (
     "/attributions",
     "/v1/completions",
     "/v1/chat/completions",
+    "/",
+    "/generate_stream",
 )
 """Bodies that become work of the engine."""
 GETS = (
-    *("/health", "/health/live", "/health/ready", "/info", "/version", "/metrics"),
+    *("/health", "/health/live", "/health/ready", "/info", "/card", "/version", "/metrics"),
     "/tokenizer_info",
     "/stages",
     *("/v1/models", "/v1/models/{model}"),
@@ -78,9 +84,10 @@ def references(value: Any) -> list[str]:
 
 
 def test_every_endpoint_is_there_and_says_what_it_does(document: dict[str, Any]) -> None:
-    assert set(document["paths"]) == {*BODIES, *GETS}
+    assert set(document["paths"]) == {*BODIES, *GETS, "/admin/reload"}
     for path, methods in document["paths"].items():
-        assert set(methods) == {"post" if path in BODIES else "get"}
+        both = {"get", "post"} if path == "/" else None
+        assert set(methods) == (both or {"get" if path in GETS else "post"})
         for operation in methods.values():
             assert operation["summary"], path
             assert operation["tags"], path
@@ -100,13 +107,14 @@ def test_a_body_is_described_field_by_field(document: dict[str, Any], path: str)
     model = BODIES[path]
     body = document["paths"][path]["post"]["requestBody"]
     assert body["required"] is True
-    schema = document["components"]["schemas"][
-        body["content"]["application/json"]["schema"]["$ref"].rpartition("/")[2]
-    ]
+    told = body["content"]["application/json"]["schema"]
+    reference = told.get("oneOf", [told])[0]["$ref"]
+    schema = document["components"]["schemas"][reference.rpartition("/")[2]]
     assert set(schema["properties"]) == set(model.model_fields)
     assert schema["additionalProperties"] is False
     required = {
         DetokenizeRequest: ["tokens"],
+        TextGenerationRequest: ["inputs"],
         ChatRequest: ["messages"],
         ActivationsRequest: ["prompt", "stages"],
         SweepRequest: ["prompt", "vary", "over"],
@@ -122,10 +130,13 @@ def test_every_documented_example_is_accepted(
     document: dict[str, Any], chatter: Serving, path: str, summary: str
 ) -> None:
     content = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]
-    assert set(content["examples"]) == set(BODIES[path].examples)
+    also = TextGenerationRequest.examples if path == "/generate" else {}
+    assert set(content["examples"]) == {*BODIES[path].examples, *also}
     response = chatter.post(path, content["examples"][summary]["value"])
     assert response.status_code == 200, response.text
-    if response.headers["content-type"] == "application/json":
+    if BODIES[path] is TextGenerationRequest:
+        assert b'"generated_text":"' in response.content
+    elif response.headers["content-type"] == "application/json":
         assert response.json()["model"] == "chatty"
     else:
         assert response.content.endswith(b"data: [DONE]\n\n")
@@ -140,6 +151,14 @@ def test_errors_are_documented(document: dict[str, Any], path: str) -> None:
         if status != "200":
             assert response["content"]["application/json"]["schema"]["$ref"].endswith("/ErrorReply")
             assert response["description"]
+
+
+def test_what_the_administrator_may_do_is_described(document: dict[str, Any]) -> None:
+    operation = document["paths"]["/admin/reload"]["post"]
+    assert {"200", "400", "401", "403", "409", "413", "415", "500"} <= set(operation["responses"])
+    examples = operation["requestBody"]["content"]["application/json"]["examples"]
+    for example in examples.values():
+        ReloadRequest.model_validate(example["value"])
 
 
 @pytest.mark.parametrize("path", GETS)

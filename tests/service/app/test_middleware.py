@@ -1,9 +1,12 @@
 """What happens to every request: its id, its line in the log, the cap on headers, our own bugs, and
 what a page of another origin may do."""
 
+import json
 import logging
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,7 @@ from starlette.responses import StreamingResponse
 from service.app.app import create_app
 from service.app.middleware import EXPOSED_HEADERS
 from service.connections.limits import MAX_HEADER_BYTES
+from service.log import JsonFormatter
 from service.schemas.base import ErrorReply
 from tests.service.serving import (
     Serving,
@@ -25,6 +29,8 @@ from tests.service.serving import (
     serving,
     serving_app,
 )
+
+LONG = {"prompt": "a", "max_tokens": 100, "ignore_eos": True, "stream": True}
 
 
 @contextmanager
@@ -147,8 +153,58 @@ def test_a_request_is_one_line_without_anything_that_it_said(
     assert secret not in server.client.get("/metrics").text
     first, second = (record.getMessage() for record in caplog.records)
     assert first.startswith("POST /generate 200 ")
-    assert first.endswith(" ms abc")
+    numbers = (
+        " prompt_tokens=21 cached_tokens=0 completion_tokens=1 queue_ms= prefill_ms= decode_ms="
+    )
+    assert re.sub(r"(ms=)[\d.]+", r"\1", first).endswith(f" ms abc{numbers}")
     assert second.startswith("GET other 404 ")
+    assert second.endswith(" ms abd"), "the engine had nothing to do for it"
+
+
+def test_a_line_in_json_has_each_number_by_name(
+    server: Serving, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What a reply says of its time is what the log says of it."""
+    caplog.set_level(logging.INFO, "logitd.http")
+    body = {"prompt": "abc", "n": 2, "max_tokens": 3, "ignore_eos": True}
+    reply = server.generate(**body)
+    path = "/sweep"
+    change = {"stage": "blocks.*.attention.heads", "operation": "zero"}
+    server.json(path, {"prompt": "abc", "vary": change, "over": ["layers"], "token_id": 97})
+    eventually(lambda: len(caplog.records) == 2)
+    generated, swept = (json.loads(JsonFormatter().format(record)) for record in caplog.records)
+    assert (generated["level"], generated["logger"]) == ("info", "logitd.http")
+    assert (generated["method"], generated["endpoint"]) == ("POST", "/generate")
+    assert generated["status"] == 200
+    usage, spent = reply["usage"], reply["timings"]
+    for name in ("prompt_tokens", "cached_tokens", "completion_tokens"):
+        assert generated[name] == usage[name], name
+    for name in ("queue_ms", "prefill_ms", "decode_ms"):
+        assert generated[name] == pytest.approx(spent[name], abs=0.06), name
+    assert generated["duration_ms"] >= generated["queue_ms"] + generated["decode_ms"] - 0.2
+    assert datetime.fromisoformat(generated["time"]).utcoffset() == timedelta(0)
+    layers = server.served.checkpoint.config.n_layer
+    assert swept["prompt_tokens"] == 3 * (1 + layers), "each cell has the prompt again"
+
+
+def test_a_request_that_met_a_limit_says_which(
+    checkpoint_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "logitd.http")
+    with serving(checkpoint_path, slots=1, max_queue=1, max_reply_elements=2**16) as server:
+        assert server.post("/v1/completions", {"prompt": ["a"] * 3, "n": 1}).status_code == 400
+        with server.connect() as raw:
+            raw.sendall(request_bytes("/generate", LONG))
+            eventually(lambda: server.served.engine.open_sequences == 1)
+            response = server.post("/v1/completions", {"prompt": ["a"] * 2})
+            assert response.status_code == 429
+        limits = ("queue_sequences", "queue_tokens", "queue_elements", "reply_elements")
+        found = {
+            limit: server.sample("logitd_requests_rejected_total", limit=limit) for limit in limits
+        }
+        assert found == {limit: float(limit == "queue_sequences") for limit in limits}
+    refused = next(record for record in caplog.records if " 429 " in record.getMessage())
+    assert " limit=queue_sequences" in refused.getMessage()
 
 
 @pytest.mark.parametrize(
@@ -186,7 +242,9 @@ def test_the_user_of_an_openai_request_is_in_its_line(
     assert done.startswith(f"POST {path} 200 ")
     assert refused.startswith(f"POST {path} 400 ")
     for line in (done, refused):
-        assert line.endswith(f" ms abc{logged}")
+        assert " ms abc" in line
+        assert line.endswith(logged)
+        assert ("user=" in line) == bool(logged)
         assert line.isprintable()
 
 

@@ -148,6 +148,42 @@ def test_a_drain_finishes_what_runs_and_what_waits_and_refuses_what_is_new(
         assert "ERROR" not in server.output
 
 
+def test_a_grace_answers_on_while_balancers_learn_that_it_leaves(spelling_path: Path) -> None:
+    with process(spelling_path, "--drain-grace", "3") as server, client(server.url) as http:
+        server.signal(signal.SIGTERM)
+        server.wait_for("not ready any more, draining in 3 s")
+        assert http.get("/health").json()["status"] == "draining"
+        answered = http.post("/generate", json={"prompt": "a", "max_tokens": 3})
+        assert answered.status_code == 200
+        assert answered.json()["usage"]["completion_tokens"] == 3
+        assert server.exit_code() == 0
+        assert "Traceback" not in server.output
+
+
+def test_keys_are_read_again_on_sighup(spelling_path: Path, tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+
+    def status(key: str) -> int:
+        headers = {"Authorization": f"Bearer {key}"}
+        return http.get("/info", headers=headers).status_code
+
+    keys.write_text("ann=the-key-of-ann\nbob=the-key-of-bob\n")
+    with process(spelling_path, "--api-key-file", str(keys)) as server, client(server.url) as http:
+        assert (status("the-key-of-ann"), status("the-key-of-eve")) == (200, 401)
+        keys.write_text("eve=the-key-of-eve\nbob=another-of-bob\n")
+        server.signal(signal.SIGHUP)
+        server.wait_for("the keys of eve, bob are accepted now")
+        assert (status("the-key-of-ann"), status("the-key-of-bob")) == (401, 401)
+        assert (status("the-key-of-eve"), status("another-of-bob")) == (200, 200)
+        for text, why in (("eve", "not of the form"), ("# none\n", "has no keys")):
+            keys.write_text(text)
+            server.signal(signal.SIGHUP)
+            server.wait_for(why)
+            assert (status("the-key-of-eve"), status("the-key-of-ann")) == (200, 401)
+        headers = {"Authorization": "Bearer the-key-of-eve"}
+        assert 'key="eve"' in http.get("/metrics", headers=headers).text
+
+
 def test_what_a_short_drain_does_not_finish_is_told(spelling_path: Path) -> None:
     with process(
         spelling_path, "--slots", "2", "--drain-timeout", "0.1", "--kernels", "torch"
@@ -190,8 +226,9 @@ def test_a_port_in_use_ends_it_with_a_sentence(
     with socket.create_server(("127.0.0.1", 0)) as taken:
         settings = serve_settings(checkpoint_path, port=taken.getsockname()[1])
         assert serve(settings, announce=lambda served, port: None) == 1
-    assert len(logged_errors) == 1
+    assert len(logged_errors) == 2
     assert "address already in use" in logged_errors[0]
+    assert "--port 0 takes a free one" in logged_errors[1]
     logged_errors.clear()
 
 

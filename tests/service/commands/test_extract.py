@@ -64,9 +64,13 @@ def test_json_is_what_was_done(checkpoint_path: Path, capsys: pytest.CaptureFixt
 @pytest.mark.parametrize(
     ("flags", "code", "message"),
     [
-        ([], 2, "give either --logprobs .* or --stages NAMES; neither is given"),
-        (["--top-k", "3", "--stages", "embedding"], 2, "both are given"),
+        ([], 2, "give either --logprobs .* or --lens or --stages NAMES; none is given"),
+        (["--top-k", "3", "--stages", "embedding"], 2, "--top-k and --stages are given"),
+        (["--lens", "--stages", "embedding"], 2, "--lens and --stages are given"),
+        (["--lens", "--logprobs"], 2, "last layer's logprobs of --lens are those of --logprobs"),
+        (["--lens", "--top-k", "300"], 1, "top_k is 300; the vocabulary has 257 ids"),
         (["--top-k", "0"], 2, "--top-k: "),
+        (["--logprobs", "--ray-workers", "2"], 2, "--ray-workers goes with --ray"),
         (["--top-k", "300"], 1, "top_k is 300; the vocabulary has 257 ids"),
         (["--stages", "logits"], 1, "extract --top-k K"),
         (["--logprobs", "--stride", "128"], 1, "give 1 to 127"),
@@ -103,8 +107,19 @@ def test_without_pyarrow_the_way_to_it_is_said(
 ) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     assert extracted(checkpoint_path, "--logprobs") == 1
-    assert "pip install 'logitd[parquet]'" in capsys.readouterr().err
+    assert "-m pip install 'pyarrow>=20'" in capsys.readouterr().err
     assert extracted(checkpoint_path, "--stages", "embedding") == 0, "safetensors need none"
+
+
+def test_without_ray_the_way_to_it_is_said(
+    checkpoint_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    for name in ("RAY_ENABLE_AUTO_CONNECT", "RAY_USAGE_STATS_ENABLED", "RAY_BACKEND_LOG_LEVEL"):
+        monkeypatch.setenv(name, "0")  # so that they are taken back
+    assert extracted(checkpoint_path, "--logprobs", "--ray", "local") == 1
+    assert "-m pip install 'ray[data]>=2.60'" in capsys.readouterr().err
+    assert not Path("out").exists()
 
 
 def test_progress_is_a_line_now_and_then(capsys: pytest.CaptureFixture[str]) -> None:

@@ -36,7 +36,7 @@ def test_a_checkpoint_is_written_that_can_be_inspected(capsys: pytest.CaptureFix
     out, err = capsys.readouterr()
     info = read_checkpoint(Path("merged"))
     assert info.weights_sha256 in out
-    assert out.endswith("serve it:  logitd serve --checkpoint merged\n")
+    assert out.endswith("serve it:  logitd serve merged\n")
     assert err == ""
     assert run(["inspect", "merged"]) == 0
     assert "fine-tuned from: name" in capsys.readouterr().out

@@ -30,15 +30,15 @@ from tests.service.serving import (
 ALICE, CI = "alices-secret-key", "0123456789=#/+~"
 KEYS = f"alice={ALICE},ci={CI}"
 PROTECTED = (
-    *("/generate", "/logits", "/probs", "/score", "/hidden_states", "/attention"),
-    *("/activations", "/stages", "/sweep", "/lens", "/attributions"),
+    *("/generate", "/generate_stream", "/logits", "/probs", "/score", "/hidden_states"),
+    *("/attention", "/activations", "/stages", "/sweep", "/lens", "/attributions"),
     *("/tokenize", "/detokenize", "/tokenizer_info"),
     *("/v1/completions", "/v1/chat/completions", "/v1/models", "/v1/models/{model}"),
-    *("/info", "/metrics", "/nothing", "/openapi", "/versions", "/healthz", "/static.js"),
+    *("/info", "/card", "/metrics", "/nothing", "/openapi", "/versions", "/healthz", "/static.js"),
 )
 PUBLIC = (
     *("/", "/docs", "/docs/assets/favicon.png", "/openapi.json", "/version"),
-    *("/static/playground.js", "/health", "/health/live", "/health/ready"),
+    *("/static/playground/main.js", "/health", "/health/live", "/health/ready"),
 )
 
 
@@ -184,7 +184,9 @@ def test_only_health_can_not_be_locked(checkpoint_path: Path) -> None:
      ("/health/ready", (), True), ("/healthy", (), False), ("", ("/",), False)],
 )  # fmt: skip
 def test_public_paths(path: str, public: tuple[str, ...], expected: bool) -> None:
-    assert is_public(path, public) is expected
+    for method in ("GET", "HEAD"):
+        assert is_public(path, method, public) is expected
+    assert is_public(path, "POST", public) is (expected and path != "/")
 
 
 # Who they are
@@ -272,8 +274,9 @@ def test_documentation_says_what_needs_a_key(locked: Serving, server: Serving) -
     document = locked.client.get("/openapi.json").json()
     assert document["components"]["securitySchemes"]["api_key"]["scheme"] == "bearer"
     for path, methods in document["paths"].items():
-        for operation in methods.values():
-            assert ("security" in operation) == (path in PROTECTED), path
+        for method, operation in methods.items():
+            posts_to_root = (path, method) == ("/", "post")
+            assert ("security" in operation) == (path in PROTECTED or posts_to_root), path
     assert "securitySchemes" not in server.client.get("/openapi.json").json()["components"]
 
 

@@ -23,7 +23,7 @@ from service.core.errors import (
     internal_error,
     unavailable,
 )
-from service.engine.admission import QueueFull
+from service.engine.admission import Limit, QueueFull
 from service.engine.submission import EngineStopped
 from service.schemas.base import ErrorReply, RequestBody
 from service.schemas.generate import GenerateRequest
@@ -243,7 +243,7 @@ def test_every_reason_has_its_answer() -> None:
         (InvalidRequest("m", "top_k"), 400, "invalid_request_error", "top_k", None, None),
         (ContextLengthExceeded("m", "prompt"), 400, "invalid_request_error", "prompt",
          "context_length_exceeded", None),
-        (QueueFull("m", 5, 7), 429, "rate_limit_error", None, "queue_full", 7),
+        (QueueFull("m", 5, 7, Limit.TOKENS), 429, "rate_limit_error", None, "queue_full", 7),
         (EngineStopped("m"), 503, "unavailable_error", None, "unavailable", 1),
     ],
 )  # fmt: skip
@@ -264,5 +264,6 @@ def test_a_translated_error_stays_as_it_is() -> None:
 
 
 def test_a_full_queue_says_when_to_come_back() -> None:
-    error = as_api_error(QueueFull("5 sequences are waiting", 4, 7))
+    error = as_api_error(QueueFull("5 sequences are waiting", 4, 7, Limit.SEQUENCES))
+    assert error.limit is Limit.SEQUENCES
     assert error.message == ("5 sequences are waiting, the queue holds 4; try again in about 7 s")

@@ -1,5 +1,6 @@
 """Metrics: the sums of known events, names that Prometheus likes, and no label without an end."""
 
+import platform
 import re
 from collections.abc import Iterable
 from dataclasses import replace
@@ -21,7 +22,9 @@ from model.inference.engine.events import (
     StepResult,
     TokenEvent,
 )
-from service.core.metrics import ENDPOINTS, Metrics, endpoint_label
+from model.version import VERSION
+from service.core.metrics import ENDPOINTS, Metrics, StepKind, endpoint_label
+from service.engine.admission import Limit
 from service.engine.driver import StepReport
 
 STATS = EngineStats(waiting=0, running=2, paused=1, begun_tokens=9, slots=4, slots_used=2)
@@ -104,9 +107,12 @@ def test_a_sequence_from_arrival_to_end(metrics: Metrics) -> None:
         assert value(metrics, f"{name}_count") == 1, name
         assert value(metrics, f"{name}_sum") == seconds, name
     # Steps that computed something, and what they decoded.
-    assert value(metrics, "logitd_step_seconds_count") == 3
-    assert value(metrics, "logitd_step_seconds_sum") == 0.75
+    for kind, count in {"prefill": 1, "decode": 2, "mixed": 0, "attribution": 0}.items():
+        assert value(metrics, "logitd_step_seconds_count", kind=kind) == count
+        assert value(metrics, "logitd_step_seconds_sum", kind=kind) == 0.25 * count
     assert value(metrics, "logitd_step_batch_size_sum") == 4
+    assert value(metrics, "logitd_step_prefill_tokens_count") == 1
+    assert value(metrics, "logitd_step_prefill_tokens_sum") == 5
     assert value(metrics, "logitd_num_sequences_waiting") == 0
     assert value(metrics, "logitd_num_sequences_running") == 2
     assert value(metrics, "logitd_kv_slots_used") == 2
@@ -160,22 +166,25 @@ def test_nothing_is_remembered_of_a_sequence_that_has_ended(metrics: Metrics) ->
 
 def test_the_text_is_the_classic_format(checkpoint_path: Path) -> None:
     metrics = Metrics(callers=["alice", "none"])
-    metrics.serving(read_checkpoint(checkpoint_path), slots=4, open_elements=lambda: 77)
+    metrics.serving(
+        read_checkpoint(checkpoint_path), slots=4, max_queue=256, open_elements=lambda: 77
+    )
     found = {family.name: family for family in families(metrics)}
     for name, family in found.items():
-        assert re.fullmatch(r"logitd_[a-z][a-z0-9_]*", name), "prefix, and no colon"
+        assert re.fullmatch(r"(logitd|process)_[a-z][a-z0-9_]*", name), "prefix, and no colon"
         assert family.documentation, name
         assert not re.search(r"_(ms|milliseconds|minutes|kb|mb|percent)$", name), "base units"
         assert family.type in ("counter", "gauge", "histogram")
         for sample in family.samples:
             assert set(sample.labels) <= {
-                "endpoint", "status", "reason", "outcome", "le", "name", "step", "key",
-                "weights_sha256",
+                "endpoint", "status", "reason", "outcome", "result", "le", "name", "step", "key",
+                "weights_sha256", "kind", "limit", "version", "python",
             }  # fmt: skip
             if family.type == "counter":
                 assert sample.name.endswith(("_total", "_created"))
     assert value(metrics, "logitd_ready") == 1
     assert value(metrics, "logitd_kv_slots") == 4
+    assert value(metrics, "logitd_queue_limit_sequences") == 256
     assert value(metrics, "logitd_queue_elements") == 77
 
 
@@ -186,13 +195,53 @@ def test_every_way_to_end_is_there_from_the_start(metrics: Metrics) -> None:
 
 def test_every_caller_is_there_from_the_start_and_counted_alone() -> None:
     metrics = Metrics(callers=["alice", "ci"])
-    metrics.observe_request("/generate", 200, "alice")
-    metrics.observe_request("/generate", 429, "alice")
-    metrics.observe_request("/probs", 200, None)
+    metrics.observe_request("/generate", 200, 0.5, "alice")
+    metrics.observe_request("/generate", 429, 0.25, "alice", Limit.TOKENS)
+    metrics.observe_request("/probs", 200, 2)
     assert value(metrics, "logitd_api_key_requests_total", key="alice") == 2
     assert value(metrics, "logitd_api_key_requests_total", key="ci") == 0
     assert value(metrics, "logitd_http_requests_total", endpoint="/generate", status="429") == 1
     assert value(metrics, "logitd_http_requests_total", endpoint="/probs", status="200") == 1
+    for endpoint, seconds in {"/generate": 0.75, "/probs": 2, "/score": 0}.items():
+        assert value(metrics, "logitd_http_request_seconds_sum", endpoint=endpoint) == seconds
+    for limit in Limit:
+        rejected = value(metrics, "logitd_requests_rejected_total", limit=limit.value)
+        assert rejected == (limit is Limit.TOKENS)
+
+
+@pytest.mark.parametrize(
+    ("result", "kind"),
+    [
+        (StepResult((), 5, 0), "prefill"),
+        (StepResult((), 0, 3), "decode"),
+        (StepResult((), 5, 3), "mixed"),
+        (StepResult((), 0, 0, attribution_pieces=1), "attribution"),
+        (StepResult((), 0, 3, attribution_pieces=1), "decode"),
+        (StepResult((), 0, 0), None),
+    ],
+)
+def test_a_step_is_of_one_kind(metrics: Metrics, result: StepResult, kind: str | None) -> None:
+    metrics.observe_step(replace(report(ended=1.0), result=result))
+    for other in StepKind:
+        counted = value(metrics, "logitd_step_seconds_count", kind=other.value)
+        assert counted == (other.value == kind)
+
+
+def test_the_share_of_the_cache_that_is_used(metrics: Metrics, checkpoint_path: Path) -> None:
+    metrics.observe_step(report(ended=1.0))
+    assert value(metrics, "logitd_kv_cache_use_ratio") == 0, "nothing is served yet"
+    metrics.serving(
+        read_checkpoint(checkpoint_path), slots=4, max_queue=256, open_elements=lambda: 0
+    )
+    metrics.observe_step(report(ended=1.0))
+    assert value(metrics, "logitd_kv_cache_use_ratio") == 0.5
+
+
+def test_what_runs_and_its_process_are_told(metrics: Metrics) -> None:
+    python = platform.python_version()
+    assert value(metrics, "logitd_build_info", version=VERSION, python=python) == 1
+    assert value(metrics, "process_resident_memory_bytes") > 2**20
+    assert value(metrics, "process_open_fds") > 0
 
 
 @pytest.mark.parametrize(
@@ -226,6 +275,8 @@ def test_two_applications_share_nothing() -> None:
 
 def test_a_checkpoint_replaces_the_one_before(metrics: Metrics, checkpoint_path: Path) -> None:
     for _ in range(2):
-        metrics.serving(read_checkpoint(checkpoint_path), slots=4, open_elements=lambda: 77)
+        metrics.serving(
+            read_checkpoint(checkpoint_path), slots=4, max_queue=256, open_elements=lambda: 77
+        )
     info = [family for family in families(metrics) if family.name == "logitd_checkpoint_info"]
     assert len(info[0].samples) == 1

@@ -23,7 +23,7 @@ from model.inference.engine.requests import (
 from model.inference.sampling.params import SamplingParams
 from service.engine.admission import AdmissionController, QueueLimits
 from service.engine.async_engine import AsyncEngine
-from service.engine.driver import LocalDriver, StepReport
+from service.engine.driver import LocalDriver, StepReport, WeightsLoader
 from service.engine.submission import Submission
 from tests.model.factories import tiny_gpt
 from tests.service.serving import TEST_TIMEOUT
@@ -77,13 +77,14 @@ async def running(
     max_queue_elements: int = 10**7,
     stall_timeout: float = TEST_TIMEOUT,
     drain_timeout: float = TEST_TIMEOUT,
+    load: WeightsLoader | None = None,
 ) -> AsyncIterator[tuple[AsyncEngine, list[StepReport]]]:
     reports: list[StepReport] = []
     limits = QueueLimits(
         sequences=max_queue, tokens=max_queue_tokens, elements=max_queue_elements, per_request=64
     )
     owner = AsyncEngine(
-        LocalDriver(engine),
+        LocalDriver(engine, load),
         AdmissionController(engine.model_config, engine.slots, limits),
         stall_timeout=stall_timeout,
         on_step=reports.append,

@@ -72,7 +72,7 @@ def test_stopping_an_idle_engine_is_quick_quiet_and_can_be_repeated(
 
 
 @pytest.mark.slow
-def test_ten_thousand_requests_leave_no_task_and_no_record() -> None:
+def test_thousands_of_requests_leave_no_task_and_no_record() -> None:
     """Of every shape, some aborted: each is answered, and the event loop is as it was before."""
 
     async def one(owner: AsyncEngine, number: int) -> None:
@@ -91,7 +91,7 @@ def test_ten_thousand_requests_leave_no_task_and_no_record() -> None:
     async def test() -> None:
         async with running(tiny(slots=16), max_queue=1000, max_queue_tokens=10**6) as (owner, _):
             tasks = len(asyncio.all_tasks())
-            for first in range(0, 10_000, 100):
+            for first in range(0, 2500, 100):
                 await asyncio.gather(*(one(owner, first + i) for i in range(100)))
             assert len(asyncio.all_tasks()) == tasks
             assert owner.open_sequences == 0

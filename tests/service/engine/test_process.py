@@ -144,21 +144,6 @@ def test_it_is_told_where_the_engine_is(server: Serving, twin: Serving) -> None:
     assert ours == theirs
 
 
-def test_nothing_is_left_of_a_request_without_a_reader_and_of_a_stopped_service(
-    spelling_path: Path,
-) -> None:
-    """An abort reaches the other process, and the slot is free again; then the process ends."""
-    with serving(spelling_path, slots=1, engine="process") as server:
-        process = driver_of(server)._process
-        with closing(server.connect()) as raw:
-            raw.sendall(request_bytes("/generate", LONG))
-            read_until(raw, b"data: ")
-        server.wait_idle()
-        assert server.finished("abort") == 1
-        assert server.generate("a", max_tokens=1)["choices"]
-    assert process.returncode == 0
-
-
 def test_what_cannot_be_served_is_said(tmp_path: Path, logged_errors: list[str]) -> None:
     """In the words that it has without a process."""
     reasons = []
@@ -255,21 +240,30 @@ def test_a_process_that_dies_again_and_again_ends_the_server(spelling_path: Path
         assert "the engine failed: exiting with 1" in server.output
 
 
-def test_a_process_that_hangs_is_seen(spelling_path: Path) -> None:
-    """A server whose engine has stopped is not alive, until it goes on."""
-    with serving(spelling_path, engine="process", stall_timeout=0.5) as server:
-        worker = worker_of(server)
+def test_a_process_that_hangs_is_seen_and_nothing_is_left_of_it(spelling_path: Path) -> None:
+    """A server whose engine has stopped is not alive, until it goes on. Then the abort of a request
+    without a reader reaches the other process, and the slot is free again; the process ends with
+    its service."""
+    with serving(spelling_path, slots=1, engine="process", stall_timeout=0.5) as server:
+        process = driver_of(server)._process
         assert server.generate("a", max_tokens=2)["choices"]
         with closing(server.connect()) as raw:
-            os.kill(worker, signal.SIGSTOP)
+            os.kill(process.pid, signal.SIGSTOP)
             try:
                 raw.sendall(request_bytes("/generate", {"prompt": "a", "max_tokens": 3}))
                 eventually(lambda: server.state.status()[0] == "stalled")
                 assert server.client.get("/health/live").status_code == 503
             finally:
-                os.kill(worker, signal.SIGCONT)
+                os.kill(process.pid, signal.SIGCONT)
             read_until(raw, b'"finish_reason"')
         eventually(lambda: server.state.status() == ("ok", None))
+        with closing(server.connect()) as raw:
+            raw.sendall(request_bytes("/generate", LONG))
+            read_until(raw, b"data: ")
+        server.wait_idle()
+        assert server.finished("abort") == 1
+        assert server.generate("a", max_tokens=1)["choices"]
+    assert process.returncode == 0
 
 
 @pytest.mark.slow

@@ -7,13 +7,13 @@ import pytest
 
 from service.core.errors import ApiError, bad_request
 from service.openai.translate import (
-    constraint_fields,
+    constraint_names,
     native_chat,
     native_completion,
     param_names,
 )
 from service.schemas.generate import GenerateRequest
-from service.schemas.openai import ChatRequest, CompletionRequest, ResponseFormat
+from service.schemas.openai import ChatRequest, CompletionRequest
 from tests.model.factories import chat_tokenizer
 
 TOKENIZER = chat_tokenizer()
@@ -127,11 +127,9 @@ def test_logprobs_of_a_chat() -> None:
         assert refused(chat, logprobs=logprobs, top_logprobs=0).param == "top_logprobs"
 
 
-def test_options_of_a_stream_need_one() -> None:
+def test_options_of_a_stream_change_nothing_without_one() -> None:
     for call in (completion, chat):
-        for stream in (None, False):
-            assert refused(call, stream=stream, stream_options={}).param == "stream_options"
-        assert call(stream=True, stream_options={"include_usage": True}).stream
+        assert call(stream_options={"include_usage": True}) == call()
 
 
 def test_what_the_native_request_refuses_keeps_its_sentence() -> None:
@@ -140,14 +138,60 @@ def test_what_the_native_request_refuses_keeps_its_sentence() -> None:
         assert (error.param, "stop has an empty text" in error.message) == ("stop", True)
 
 
-def test_a_response_format_is_a_schema() -> None:
-    schema = {"type": "integer"}
-    form = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
-    assert constraint_fields(ResponseFormat.model_validate(form)) == {"json_schema": schema}
-    assert constraint_fields(ResponseFormat(type="json_object")) == {
-        "json_schema": {"type": "object"}
-    }
-    assert constraint_fields(ResponseFormat(type="text")) == constraint_fields(None) == {}
+SCHEMA = {"type": "integer"}
+CONSTRAINTS: list[tuple[dict[str, Any], str, str, Any]] = [
+    ({"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA}}},
+     "response_format", "json_schema", SCHEMA),
+    ({"response_format": {"type": "json_object"}}, "response_format", "json_schema",
+     {"type": "object"}),
+    ({"response_format": {"type": "json_object", "schema": SCHEMA}}, "response_format",
+     "json_schema", SCHEMA),
+    ({"structured_outputs": {"json": SCHEMA}}, "structured_outputs", "json_schema", SCHEMA),
+    ({"structured_outputs": {"json": json.dumps(SCHEMA)}}, "structured_outputs", "json_schema",
+     SCHEMA),
+    ({"structured_outputs": {"json_object": True}}, "structured_outputs", "json_schema",
+     {"type": "object"}),
+    ({"structured_outputs": {"regex": "a+"}}, "structured_outputs", "regex", "a+"),
+    ({"structured_outputs": {"choice": ["a", "b"]}}, "structured_outputs", "choice", ["a", "b"]),
+    ({"structured_outputs": {"grammar": 'start: "a"'}}, "structured_outputs", "grammar",
+     'start: "a"'),
+    ({"guided_json": SCHEMA}, "guided_json", "json_schema", SCHEMA),
+    ({"guided_json": json.dumps(SCHEMA)}, "guided_json", "json_schema", SCHEMA),
+    ({"guided_regex": "a+"}, "guided_regex", "regex", "a+"),
+    ({"guided_choice": ["a"]}, "guided_choice", "choice", ["a"]),
+    ({"guided_grammar": 'start: "a"'}, "guided_grammar", "grammar", 'start: "a"'),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("fields", "own", "native", "value"), CONSTRAINTS)
+@pytest.mark.parametrize("call", [completion, chat])
+def test_every_way_to_say_what_a_text_matches(
+    call: Any, fields: dict[str, Any], own: str, native: str, value: Any
+) -> None:
+    translated = call(**fields)
+    assert getattr(translated, native) == value
+    others = {"json_schema", "regex", "choice", "grammar"} - {native}
+    assert [getattr(translated, other) for other in others] == [None] * 3
+    body = CompletionRequest.model_validate_json(json.dumps({"prompt": "a", **fields}))
+    assert constraint_names(body) == {native: own}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_choice"),
+        ({"response_format": {"type": "json_object"}, "guided_json": SCHEMA}, "guided_json"),
+        ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs"),
+        ({"guided_json": "{"}, "guided_json"),
+        ({"guided_json": "[1]"}, "guided_json"),
+        ({"guided_json": "[" * 30_000}, "guided_json"),
+    ],
+)
+def test_one_way_at_a_time_and_a_schema_that_can_be_read(
+    fields: dict[str, Any], param: str
+) -> None:
+    for call in (completion, chat):
+        assert refused(call, **fields).param == param
 
 
 def test_a_response_format_becomes_a_constraint() -> None:

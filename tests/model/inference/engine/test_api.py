@@ -116,5 +116,6 @@ def test_two_reasons_are_answers() -> None:
         "abort",
         "timeout",
         "unread",
+        "replaced",
         "error",
     ]

@@ -284,17 +284,18 @@ def test_what_is_not_finite_is_an_error(method: str) -> None:
     assert outcome.ended.error == "the model's logits or their gradients are not finite"
 
 
-def test_new_weights_wait_for_those_that_are_begun() -> None:
+def test_new_weights_wait_for_those_that_came_before() -> None:
     old, new = small_gpt(), tiny_gpt(small_gpt().config, seed=5)
     driven = Driven(old)
     names = [f"why {i}" for i in range(AT_ONCE + 1)]
     for name in names:
         driven.add(ask(name))
     driven.step()
-    driven.engine.swap_weights(new)
+    driven.swap_weights(new)
+    driven.add(ask("late"))
     outcomes = driven.drain()
-    for name in names:
-        weights = new if name == names[-1] else old
+    for name in (*names, "late"):
+        weights = new if name == "late" else old
         assert outcomes[name, 0].attribution == attribute(weights, PROMPT, ask().task)
 
 

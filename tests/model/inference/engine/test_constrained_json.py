@@ -155,7 +155,7 @@ def test_json_is_by_its_schema(schema: Any, seed: int) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=1200)
+@settings(max_examples=400)
 @given(schemas(), st.integers(0, 2**32))
 def test_json_is_by_its_schema_more_often(schema: Any, seed: int) -> None:
     check_json(schema, seed)

@@ -5,7 +5,7 @@ import copy
 import os
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,7 @@ from tests.model.inference.engine.harness import (
     outputs_request,
     random_prompt,
     run,
+    score_request,
 )
 from tests.model.plain_stages import Change, plain_stages
 
@@ -252,6 +253,57 @@ def test_a_prompt_of_several_chunks_is_asked_about_its_last_position(
     assert same_bits(lens_of(gpt, ask()), pieces, [LENGTH - 1])
 
 
+# The token that follows
+
+FOLLOWING = replace(EVERYTHING, following=True)
+
+
+def split_following(outcome: Outcome) -> Values:
+    return split(rows_of(outcome), replace(FOLLOWING, token_ids=(*FOLLOWING.token_ids, 0)))
+
+
+def test_the_token_that_follows_is_what_naming_it_and_scoring_it_say(gpt: GPT) -> None:
+    """At the last layer it has the bits of a score."""
+    positions = range(3, LENGTH - 1)
+    every = Lens(layers=LAYERS, top_k=6, token_ids=tuple(range(257)))
+    named = lens_of(gpt, ask(every, positions))
+    request = ask(FOLLOWING, positions)
+    values = split_following(run(gpt, request)["a", 0])
+    following = np.array(PROMPT[4:])[:, None, None]  # (P, 1, 1)
+    logprobs = np.take_along_axis(named.named, following, axis=2)[..., 0]
+    assert np.array_equal(values.named[:, :-1, -1], logprobs[:, :-1])
+    np.testing.assert_allclose(values.named[:, -1, -1], logprobs[:, -1], rtol=3e-7)
+    ranks = np.take_along_axis(named.ranks, following, axis=2)[..., 0]
+    assert np.array_equal(values.ranks[..., -1], ranks)
+    scored = run(gpt, score_request("s", PROMPT[:4], PROMPT[4:]))["s", 0].prompt
+    of_score = [np.float32(token.chosen.logprob) for token in scored if token.chosen is not None]
+    assert np.array_equal(values.named[:, -1, -1], of_score)
+    # Everything else is what it is without.
+    plain = lens_of(gpt, ask(positions=positions))
+    assert np.array_equal(values.named[..., :-1], plain.named)
+    assert np.array_equal(values.ranks[..., :-1], plain.ranks)
+    for name in ("ids", "logprobs", "entropy", "divergence"):
+        assert np.array_equal(getattr(values, name), getattr(plain, name)), name
+
+
+def test_neither_pieces_nor_others_change_what_follows(
+    gpt: GPT, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = ask(FOLLOWING, range(LENGTH - 1))
+    alone = rows_of(run(gpt, request)["a", 0])
+    driven = Driven(gpt, slots=8, prefill_chunk=64)
+    driven.add(generation("g", PROMPT[:50], max_tokens=20, seed=1, temperature=0.8))
+    driven.add(request)
+    driven.add(ask(FOLLOWING, range(5, 60), request_id="b", prompt=PROMPT[3:]))
+    driven.drain()
+    assert np.array_equal(alone, rows_of(driven.outcomes["a", 0]))
+    nothing = Intervention(stage="blocks.0.output", operation="scale", factor=1.0)
+    tapped = ask(FOLLOWING, range(LENGTH - 1), interventions=(nothing,))
+    assert np.array_equal(alone, rows_of(run(gpt, tapped)["a", 0]))
+    monkeypatch.setattr("model.inference.engine.scheduler.OUTPUT_ELEMENTS", 1)
+    assert np.array_equal(alone, rows_of(run(gpt, request)["a", 0]))
+
+
 # Interventions
 
 
@@ -347,13 +399,14 @@ def test_native_code_gives_the_same_lens(family: str, dtype: torch.dtype, quanti
         Lens(layers=(0, 3), top_k=2, token_ids=(1, 2, 3)),
         Lens(layers=(1, 2), top_k=1),
         Lens(layers=(3,), top_k=257),
+        Lens(layers=(2, 3), top_k=1, token_ids=(5,), following=True),
     ],
 )
 def test_the_cost_is_what_is_computed_and_handed_out(lens: Lens) -> None:
     gpt = tiny_gpt(tiny_config())
     request = ask(lens, positions=(3, 9))
     rows = rows_of(run(gpt, request)["a", 0])
-    assert rows.shape == (2, len(lens.layers), lens_width(lens.top_k, len(lens.token_ids)))
+    assert rows.shape == (2, len(lens.layers), lens_width(lens.top_k, lens.named))
     computed = len({*lens.layers, 3}) * 257
     assert position_elements(request, gpt.config) == computed + rows[0].size
     assert output_elements(request, gpt.config) == 2 * position_elements(request, gpt.config)
@@ -405,6 +458,14 @@ def test_what_cannot_be_looked_at_is_refused(lens: Lens, param: str, message: st
     with pytest.raises(InvalidRequest, match=message) as refused:
         check_request(ask(lens), tiny_config())
     assert refused.value.param == param
+
+
+def test_the_last_token_of_a_prompt_has_none_that_follows() -> None:
+    lens = Lens(layers=(0,), top_k=1, following=True)
+    check_request(ask(lens, range(LENGTH - 1)), tiny_config())
+    with pytest.raises(InvalidRequest, match=f"end with {LENGTH - 1}, .* none follows") as refused:
+        check_request(ask(lens, range(LENGTH)), tiny_config())
+    assert refused.value.param == "positions"
 
 
 @pytest.mark.parametrize(("size", "fits"), [(2**24, True), (2**24 + 1, False)])

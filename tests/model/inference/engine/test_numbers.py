@@ -6,6 +6,7 @@ against the plain forward, which shares nothing with the cache.
 
 import random
 from collections.abc import Sequence as TokenIds
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -252,6 +253,34 @@ def test_scores_equal_a_generations_prompt_logprobs() -> None:
     gpt = tiny_gpt()
     generated = run(gpt, generation("g", PROMPT, prompt_logprobs=3))["g", 0].prompt
     assert score(gpt, PROMPT, top=3)[0].prompt == generated
+
+
+@pytest.mark.parametrize(
+    ("length", "context", "top"), [(75, 0, 0), (75, 40, 3), (1, 0, 2), (33, 32, 1)]
+)
+def test_scores_in_arrays_are_those_of_each_token(
+    gpt: GPT, length: int, context: int, top: int
+) -> None:
+    prompt, rest = PROMPT[: context or length], [PROMPT[context:length]] if context else []
+    request = score_request("s", prompt, *rest, top=top)
+    driven = run(gpt, request, replace(request, request_id="a", arrays=True), prefill_chunk=32)
+    tokens = [token for token in driven["s", 0].prompt if token.chosen is not None]
+    arrays = driven["a", 0].scores
+    assert driven["a", 0].prompt == []
+    position = context or 1
+    for chunk in arrays:
+        assert chunk.start == position
+        position += len(chunk.logprobs)
+    assert position == max(length, 1)
+    assert [value for chunk in arrays for value in chunk.logprobs] == [
+        token.chosen.logprob for token in tokens if token.chosen is not None
+    ]
+    likeliest = [entry for token in tokens for entry in token.top]
+    assert [count for chunk in arrays for count in chunk.counts] == [top] * len(tokens)
+    assert [i for chunk in arrays for i in chunk.top_ids] == [entry.token_id for entry in likeliest]
+    assert [value for chunk in arrays for value in chunk.top_logprobs] == [
+        entry.logprob for entry in likeliest
+    ]
 
 
 def test_the_likeliest_of_each_place() -> None:

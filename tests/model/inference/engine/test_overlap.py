@@ -209,7 +209,7 @@ def test_new_weights_come_while_a_step_of_the_old_is_in_flight() -> None:
     driven.step()
     before = launching(driven)
     assert not before.late.idle()
-    driven.engine.swap_weights(NEW)
+    driven.swap_weights(NEW)
     driven.add(generation("new", prompt))
     driven.step()
     assert driven.engine.swapping()

@@ -110,14 +110,16 @@ def test_who_comes_back_and_who_is_new_alternate(admitted_before: list[bool]) ->
     assert take_all(queue) == both + rest
 
 
-def test_while_weights_change_only_the_started_are_next() -> None:
+def test_the_held_are_next_when_they_are_released() -> None:
     queue = WaitingQueue()
-    for name, caller, started in (("1", "a", False), ("2", "b", True), ("3", "c", True)):
-        sequence = waiting(name, caller)
-        sequence.group.started = started
-        queue.push(sequence)
-    assert [s.request_id for s in queue.firsts()] == ["1", "2", "3"]
-    assert [s.request_id for s in queue.firsts(only_started=True)] == ["2", "3"]
+    for name, caller, held in (("1", "a", True), ("2", "b", False), ("3", "a", False)):
+        queue.push(waiting(name, caller), held=held)
+    assert [s.request_id for s in queue] == ["3", "1", "2"]
+    assert [s.request_id for s in queue.firsts()] == ["3", "2"]
+    queue.remove(next(s for s in queue if s.request_id == "3"))
+    assert [s.request_id for s in queue.firsts()] == ["2"]
+    queue.release()
+    assert [s.request_id for s in queue.firsts()] == ["1", "2"]
 
 
 @pytest.mark.parametrize("gone", [0, 1, 2])

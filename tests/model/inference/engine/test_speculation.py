@@ -16,6 +16,7 @@ from model.inference.engine.requests import GenerationRequest
 from model.inference.options import DRAFTED_ROWS
 from model.inference.sampling.params import SamplingParams
 from model.transformer.gpt import GPT, Block
+from tests.model.covering import values
 from tests.model.factories import FAMILIES, tiny_config, tiny_gpt
 from tests.model.inference.engine.harness import (
     Driven,
@@ -111,11 +112,7 @@ def both(gpt: GPT, *requests: GenerationRequest, **config: Any) -> tuple[Driven,
 # The same bits
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize(
-    "seed", [0, *(pytest.param(one, marks=pytest.mark.slow) for one in (1, 2))]
-)
+@pytest.mark.parametrize(("family", "dtype", "seed"), values(list(FAMILIES), DTYPES, range(2)))
 def test_drafts_change_no_bit(family: str, dtype: torch.dtype, seed: int) -> None:
     """Greedy and sampled, with every parameter, alone and beside others that come and go."""
     gpt, rng = family_gpt(family, dtype), random.Random(f"{family} {seed}")

@@ -5,6 +5,7 @@ import random
 import pytest
 import torch
 
+from model.inference.errors import InvalidRequest
 from model.inference.reference import generate
 from model.transformer.gpt import GPT
 from tests.model.factories import tiny_config, tiny_gpt
@@ -20,20 +21,20 @@ CONFIG = small_gpt().config
 OLD, NEW = tiny_gpt(CONFIG, seed=1), tiny_gpt(CONFIG, seed=2)
 
 
-def test_what_has_begun_ends_on_the_old_weights() -> None:
+def test_what_came_before_ends_on_the_old_weights() -> None:
     rng = random.Random(0)
     driven = Driven(OLD, slots=2)
     early = [generation(f"early {i}", random_prompt(rng, 40), n=2, max_tokens=9) for i in range(2)]
     for request in early:
         driven.add(request)
     driven.step()  # the first request has both slots, the second waits
-    driven.engine.swap_weights(NEW)
+    driven.swap_weights(NEW)
     assert driven.engine.swapping()
     late = generation("late", early[0].token_ids, max_tokens=9)
     driven.add(late)
     outcomes = driven.drain()
     assert not driven.engine.swapping()
-    for request, gpt in ((early[0], OLD), (early[1], NEW), (late, NEW)):
+    for request, gpt in ((early[0], OLD), (early[1], OLD), (late, NEW)):
         for index in range(request.n):
             expected = generate(gpt, request.token_ids, request.params, index)
             assert outcomes[request.request_id, index].token_ids == expected
@@ -46,7 +47,7 @@ def test_a_sibling_that_still_waits_belongs_to_what_has_begun() -> None:
                          temperature=1.0)  # fmt: skip
     driven.add(request)
     driven.step()
-    driven.engine.swap_weights(NEW)
+    driven.swap_weights(NEW)
     outcomes = driven.drain()
     for index in range(3):
         expected = generate(OLD, request.token_ids, request.params, index)
@@ -58,7 +59,7 @@ def test_the_cache_of_old_weights_is_never_shared() -> None:
     driven = Driven(OLD)
     driven.add(generation("old", prompt))
     driven.drain()
-    driven.engine.swap_weights(NEW)
+    driven.swap_weights(NEW)
     driven.add(generation("new", prompt))
     driven.add(generation("new again", prompt))
     outcomes = driven.drain()
@@ -67,9 +68,63 @@ def test_the_cache_of_old_weights_is_never_shared() -> None:
         assert outcomes[name, 0].token_ids == generate(NEW, prompt, params())
 
 
+@pytest.mark.parametrize("turn", ["before it is known", "once it is known"])
+def test_a_request_names_the_weights_that_answer_it(turn: str) -> None:
+    """A sweep's later prompts are of the version of its first ones, and come when others already
+    wait for the next: neither may wait for the other."""
+    prompt = random_prompt(random.Random(3), 40)
+    driven = Driven(OLD, slots=2)
+    driven.add(generation("first", prompt))
+    if turn == "once it is known":
+        driven.swap_weights(NEW)
+    driven.add(generation("new", prompt), weights=1)
+    driven.step()
+    driven.add(generation("second", prompt), weights=0)
+    if turn == "before it is known":
+        while driven.engine.has_work():
+            driven.step()
+        assert ("new", 0) not in driven.outcomes
+        driven.swap_weights(NEW)
+    outcomes = driven.drain()
+    for name, gpt in (("first", OLD), ("second", OLD), ("new", NEW)):
+        assert outcomes[name, 0].token_ids == generate(gpt, prompt, params())
+
+
+def test_weights_that_are_neither_here_nor_next_are_refused() -> None:
+    driven = Driven(OLD)
+    for version in (-1, 2):
+        with pytest.raises(InvalidRequest, match=f"version {version} of the weights"):
+            driven.engine.add(generation("a", [1]), weights=version)
+    driven.swap_weights(NEW)
+    with pytest.raises(InvalidRequest, match=r"version 0 .*, 1 is here"):
+        driven.engine.add(generation("a", [1]), weights=0)
+
+
+def test_one_swap_after_the_other() -> None:
+    driven = Driven(OLD)
+    driven.add(generation("old", [1, 2, 3]))
+    driven.swap_weights(NEW)
+    with pytest.raises(ValueError, match="other weights are waiting"):
+        driven.swap_weights(NEW)
+    assert driven.drain()["old", 0].token_ids == generate(OLD, [1, 2, 3], params())
+    driven.swap_weights(OLD)
+    assert driven.engine.weights == 2
+
+
+def test_preparing_changes_nothing() -> None:
+    """Nobody's rows in the cache, whatever decodes."""
+    prompt = random_prompt(random.Random(4), 40)
+    driven = Driven(OLD)
+    driven.add(generation("old", prompt, max_tokens=20))
+    for _ in range(4):
+        driven.step()
+    driven.engine.prepare_weights(NEW).close()
+    assert driven.drain()["old", 0].token_ids == generate(OLD, prompt, params(max_tokens=20))
+
+
 def test_an_idle_engine_swaps_at_once() -> None:
     driven = Driven(OLD)
-    driven.engine.swap_weights(NEW)
+    driven.swap_weights(NEW)
     assert not driven.engine.swapping()
 
 
@@ -79,7 +134,7 @@ def test_an_abort_completes_a_swap() -> None:
     driven = Driven(OLD, slots=1)
     driven.add(generation("old", [1, 2, 3], max_tokens=50))
     driven.step()
-    driven.engine.swap_weights(NEW)
+    driven.swap_weights(NEW)
     driven.add(generation("new", [1, 2, 3]))
     driven.abort("old")
     assert driven.drain()["new", 0].token_ids == generate(NEW, [1, 2, 3], params())
@@ -96,6 +151,6 @@ def test_an_abort_completes_a_swap() -> None:
 def test_weights_that_do_not_fit_are_refused(gpt: GPT, message: str) -> None:
     driven = Driven(OLD)
     with pytest.raises(ValueError, match=message):
-        driven.engine.swap_weights(gpt)
+        driven.swap_weights(gpt)
     driven.add(generation("still served", [1, 2, 3]))
     assert driven.drain()["still served", 0].token_ids == generate(OLD, [1, 2, 3], params())

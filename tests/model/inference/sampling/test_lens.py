@@ -14,6 +14,7 @@ from torch import Tensor
 from model.inference.sampling import lens as under_test
 from model.inference.sampling.distribution import largest, log_softmax, summarise
 from model.inference.sampling.lens import LensDigest, LensRow, lens_width, read_lens
+from model.inference.sampling.sampler import score
 from tests.profiles import examples
 
 
@@ -105,6 +106,29 @@ def test_a_row_has_the_same_bits_alone_as_among_others() -> None:
         assert single.entropy == sums.entropy[row]
         assert single.weighted == sums.weighted[row]
         assert torch.equal(alone.numbers(logits[row : row + 1])[0], numbers[row])
+
+
+def test_what_follows_has_the_bits_of_a_score_at_the_last_layer() -> None:
+    """Rows whose logprob is so near the middle between two of float32 that the order of a sum in
+    float64 decides to which it is rounded."""
+    generator = torch.Generator().manual_seed(2)
+    logits = 3 * torch.randn(2000, 60, generator=generator)
+    logits[:, 0] = 0  # a logit near 0 can be chosen finely
+    for _ in range(3):
+        total = logits.double().logsumexp(dim=-1)
+        rounded = (-total).float()
+        middle = (rounded.double() + torch.nextafter(rounded, torch.zeros(())).double()) / 2
+        logits[:, 0] = (middle + total).float()
+    digest = LensDigest(logits, 1, (), torch.zeros(2000, dtype=torch.int64))
+    figures = digest.numbers(logits)
+    scored = np.array([token.chosen.logprob for token in score(logits, [0] * 2000, 0)])
+    assert np.array_equal(figures[:, 2].numpy(), scored.astype(np.float32))
+    assert figures[:, 3].tolist() == [token.chosen.rank for token in score(logits, [0] * 2000, 0)]
+    # By the sums of the digest, which other layers have, some are the other one.
+    by_sums = LensDigest(logits, 1, (0,)).numbers(logits)[:, 2].numpy()
+    assert not np.array_equal(by_sums, figures[:, 2].numpy())
+    other = LensDigest(torch.zeros(2000, 60), 1, (), torch.zeros(2000, dtype=torch.int64))
+    assert np.array_equal(other.numbers(logits)[:, 2].numpy(), by_sums)
 
 
 def test_named_ids_have_the_same_ranks_however_many_they_are() -> None:

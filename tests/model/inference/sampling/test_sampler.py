@@ -27,7 +27,7 @@ from model.inference.sampling.results import (
     TokenWithLogprobs,
 )
 from model.inference.sampling.sample import SamplingRow, sampling_rows
-from model.inference.sampling.sampler import RowContext, sample, score
+from model.inference.sampling.sampler import RowContext, sample, score, score_rows
 from model.inference.sampling.state import SamplingState
 from tests.model.inference.engine.harness import params
 from tests.profiles import examples
@@ -525,6 +525,12 @@ def test_scored_rows_have_the_bits_of_each_alone_and_the_order_of_the_definition
     """Ranks and the likeliest, equals by id and dropped ids left out, on Python lists."""
     ids = data.draw(st.lists(st.integers(0, VOCAB - 1), min_size=len(logits), max_size=len(logits)))
     together = score(torch.tensor(logits), ids, count)
+    arrays = score_rows(torch.tensor(logits), ids, count)
+    likeliest = [top for scored in together for top in scored.top]
+    assert arrays.logprobs.tolist() == [scored.chosen.logprob for scored in together]
+    assert arrays.counts.tolist() == [len(scored.top) for scored in together]
+    assert arrays.top_ids.tolist() == [top.token_id for top in likeliest]
+    assert arrays.top_logprobs.tolist() == [top.logprob for top in likeliest]
     for row, token_id, scored in zip(logits, ids, together, strict=True):
         assert score(torch.tensor([row]), [token_id], count) == [scored]
         logprobs = torch.tensor(row).double().log_softmax(dim=-1).tolist()

@@ -1,0 +1,1 @@
+"""How logitd is run where it matters: watched, balanced, on many machines."""

@@ -1,0 +1,233 @@
+"""Writes the dashboard for Grafana, `dashboards/logitd.json`, from the panels that stand here.
+
+    python deploy/grafana/make_dashboard.py
+
+A panel is a title, a unit of Grafana's, and its queries with their legends. `$instance` is what
+the reader chooses. Not here: where Prometheus is (`provisioning/`) and alerts
+(`../prometheus/alerts.yml`).
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+PLACE = Path(__file__).parent / "dashboards" / "logitd.json"
+SOURCE = {"type": "prometheus", "uid": "prometheus"}
+HEIGHT, ROW_WIDTH = 8, 24
+
+
+@dataclass(frozen=True)
+class Panel:
+    """A picture of one or several queries, as (query, legend)."""
+
+    title: str
+    unit: str
+    queries: tuple[tuple[str, str], ...]
+    kind: str = "timeseries"
+    stack: bool = False
+
+
+def one(title: str, unit: str, query: str, legend: str, kind: str = "timeseries") -> Panel:
+    """A panel of one query."""
+    return Panel(title, unit, ((query, legend),), kind)
+
+
+def shares(title: str, metric: str, label: str, unit: str = "reqps") -> Panel:
+    """A counter's rate, one above the other by a label."""
+    return Panel(title, unit, ((rate(metric, label), f"{{{{{label}}}}}"),), stack=True)
+
+
+def of(metric: str) -> str:
+    """The chosen instances' series."""
+    return f'{metric}{{instance=~"$instance"}}'
+
+
+def rate(metric: str, by: str = "job") -> str:
+    """Per second."""
+    return f"sum by ({by}) (rate({of(metric)}[$__rate_interval]))"
+
+
+def ratio(part: str, whole: str, by: str = "job") -> str:
+    """Of the rates of two counters."""
+    return f"{rate(part, by)} / {rate(whole, by)}"
+
+
+def mean(histogram: str, by: str = "job") -> str:
+    """Of what a histogram observed."""
+    return ratio(f"{histogram}_sum", f"{histogram}_count", by)
+
+
+def quantiles(title: str, histogram: str) -> Panel:
+    """The median, and what one in twenty and one in a hundred exceeds; in seconds."""
+    buckets = rate(f"{histogram}_bucket", "le")
+    return Panel(
+        title,
+        "s",
+        tuple((f"histogram_quantile({q}, {buckets})", f"p{q * 100:g}") for q in (0.5, 0.95, 0.99)),
+    )
+
+
+def sums(title: str, **metrics: str) -> Panel:
+    """Gauges of all instances together, by legend."""
+    queries = tuple((f"sum ({of(metric)})", legend) for legend, metric in metrics.items())
+    return Panel(title, "short", queries)
+
+
+ROUTES_P95 = (
+    f"histogram_quantile(0.95, {rate('logitd_http_request_seconds_bucket', 'le, endpoint')})"
+)
+CACHED, PROMPT = "logitd_prompt_tokens_cached_total", "logitd_prompt_tokens_total"
+ACCEPTED, DRAFTED = "logitd_draft_tokens_accepted_total", "logitd_draft_tokens_total"
+RELOADS = f"increase({of('logitd_reloads_total')}[1h])"
+PROCESSOR = f"rate({of('process_cpu_seconds_total')}[$__rate_interval])"
+SERVER = "{{instance}}"
+
+ROWS: dict[str, tuple[Panel, ...]] = {
+    "Traffic": (
+        shares("Requests", "logitd_http_requests_total", "endpoint"),
+        Panel(
+            "Tokens a second",
+            "short",
+            (
+                (rate("logitd_generation_tokens_total"), "generated"),
+                (rate("logitd_prefill_tokens_total"), "of prompts, computed"),
+            ),
+        ),
+        shares("Requests of each API key", "logitd_api_key_requests_total", "key"),
+    ),
+    "Latency": (
+        quantiles("Time to the first token", "logitd_time_to_first_token_seconds"),
+        quantiles("From token to token", "logitd_inter_token_latency_seconds"),
+        quantiles("Time in the queue", "logitd_sequence_queue_seconds"),
+        one("Duration by route, p95", "s", ROUTES_P95, "{{endpoint}}"),
+        quantiles("Whole sequences", "logitd_sequence_seconds"),
+        one("Steps, mean by kind", "s", mean("logitd_step_seconds", "kind"), "{{kind}}"),
+    ),
+    "Saturation": (
+        sums(
+            "Sequences",
+            running="logitd_num_sequences_running",
+            waiting="logitd_num_sequences_waiting",
+            paused="logitd_num_sequences_paused",
+        ),
+        one("Cache in use", "percentunit", of("logitd_kv_cache_use_ratio"), SERVER),
+        one("Engine busy", "percentunit", rate("logitd_step_seconds_sum", "instance"), SERVER),
+        one("Sequences decoded together", "short", mean("logitd_step_batch_size"), "mean"),
+        one("Tokens of a prefill step", "short", mean("logitd_step_prefill_tokens"), "mean"),
+        sums("Output elements waiting or running", elements="logitd_queue_elements"),
+        sums("Connections", open="logitd_connections"),
+    ),
+    "Cache and drafts": (
+        one("Prompt tokens that were copied", "percentunit", ratio(CACHED, PROMPT), "share"),
+        one("Drafted tokens that were right", "percentunit", ratio(ACCEPTED, DRAFTED), "share"),
+        one("Slots that went to others", "short", rate("logitd_sequences_evicted_total"), "1/s"),
+    ),
+    "Errors": (
+        shares("Answers by status", "logitd_http_requests_total", "status"),
+        shares("Rejected, by limit", "logitd_requests_rejected_total", "limit"),
+        shares("Ends of sequences", "logitd_sequences_finished_total", "reason", "short"),
+        shares("Connections that the server ended", "logitd_connections_ended_total", "reason"),
+        shares("Constraints", "logitd_constraints_total", "outcome", "short"),
+    ),
+    "Processes and checkpoints": (
+        one("Memory", "bytes", of("process_resident_memory_bytes"), SERVER),
+        one("Processor", "percentunit", PROCESSOR, SERVER),
+        one("Open files", "short", of("process_open_fds"), SERVER),
+        one(
+            "Checkpoints served",
+            "none",
+            of("logitd_checkpoint_info"),
+            f"{SERVER}: {{{{name}}}}, step {{{{step}}}}",
+            "stat",
+        ),
+        one("Reloads of the last hour", "short", RELOADS, f"{SERVER}: {{{{result}}}}", "stat"),
+        one("Ready", "none", of("logitd_ready"), SERVER, "stat"),
+    ),
+}
+
+
+def panel_json(panel: Panel, number: int, x: int, y: int, width: int) -> dict[str, Any]:
+    """A panel as Grafana wants it."""
+    stacking = {"mode": "normal" if panel.stack else "none"}
+    custom = {"fillOpacity": 20 if panel.stack else 5, "showPoints": "never", "stacking": stacking}
+    return {
+        "id": number,
+        "type": panel.kind,
+        "title": panel.title,
+        "datasource": SOURCE,
+        "gridPos": {"h": HEIGHT, "w": width, "x": x, "y": y},
+        "fieldConfig": {
+            "defaults": {
+                "unit": panel.unit,
+                "min": 0,
+                "custom": custom if panel.kind == "timeseries" else {},
+            },
+            "overrides": [],
+        },
+        "options": {"textMode": "name"} if panel.title == "Checkpoints served" else {},
+        "targets": [
+            {
+                "refId": chr(ord("A") + i),
+                "datasource": SOURCE,
+                "expr": query,
+                "legendFormat": legend,
+            }
+            for i, (query, legend) in enumerate(panel.queries)
+        ],
+    }
+
+
+def dashboard() -> dict[str, Any]:
+    """Rows of three panels."""
+    panels: list[dict[str, Any]] = []
+    y = 0
+    for title, row in ROWS.items():
+        place = {"h": 1, "w": ROW_WIDTH, "x": 0, "y": y}
+        panels.append({"id": len(panels) + 1, "type": "row", "title": title, "gridPos": place})
+        y += 1
+        for first in range(0, len(row), 3):
+            some = row[first : first + 3]
+            width = ROW_WIDTH // len(some)
+            for column, panel in enumerate(some):
+                panels.append(panel_json(panel, len(panels) + 1, column * width, y, width))
+            y += HEIGHT
+    instances = "label_values(logitd_ready, instance)"
+    return {
+        "uid": "logitd",
+        "title": "logitd",
+        "tags": ["logitd"],
+        "schemaVersion": 39,
+        "version": 1,
+        "editable": True,
+        "graphTooltip": 1,
+        "refresh": "10s",
+        "time": {"from": "now-30m", "to": "now"},
+        "annotations": {"list": []},
+        "templating": {
+            "list": [
+                {
+                    "name": "instance",
+                    "label": "Server",
+                    "type": "query",
+                    "datasource": SOURCE,
+                    "query": {"query": instances, "refId": "instances"},
+                    "definition": instances,
+                    "refresh": 2,
+                    "multi": True,
+                    "includeAll": True,
+                    "allValue": ".+",
+                    "current": {"text": "All", "value": "$__all"},
+                }
+            ]
+        },
+        "panels": panels,
+    }
+
+
+def main() -> None:
+    PLACE.write_text(f"{json.dumps(dashboard(), indent=1)}\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

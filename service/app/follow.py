@@ -1,0 +1,33 @@
+"""Follow: a run is looked at again and again, and what it has saved meanwhile is served.
+
+What is looked at is where the run's link leads. A checkpoint that was refused is not tried again
+until the run saves another. Not here: how one takes the place of the other
+(`service/core/reloader.py`).
+"""
+
+import asyncio
+import contextlib
+import logging
+
+from service.core.reloader import Reloader, ReloadError
+from service.core.state import ServiceState
+
+logger = logging.getLogger("logitd")
+
+
+async def follow(state: ServiceState, reloader: Reloader) -> None:
+    """Serve what the run of the settings saves, until cancelled."""
+    seen = reloader.checkpoint.path
+    logger.info("following %s of %s", state.settings.follow, state.settings.checkpoint)
+    while True:
+        await asyncio.sleep(state.settings.follow_interval)
+        try:
+            wanted = reloader.wanted()
+        except OSError as error:  # the link is being moved, or its disk is away for a moment
+            logger.warning("the run cannot be looked at: %s", error)
+            continue
+        if wanted == seen:
+            continue
+        seen = wanted
+        with contextlib.suppress(ReloadError):  # which is in the log, and counted
+            await reloader.reload(wanted)

@@ -1,0 +1,1 @@
+"""What stands around a command's settings: its name as it was called, help, and mistakes."""

@@ -1,0 +1,55 @@
+"""EngineSession: one HTTP request's way to the engine. All that it submits is answered by the same
+weights, whatever is loaded meanwhile.
+
+Which weights these are is settled by the first submission. Until the session is closed, or says
+that no other submission follows, the engine does not forget them: a sweep of many prompts has one
+answer. Belongs to the event loop. Not here: how weights change (`async_engine.py`).
+"""
+
+from collections.abc import Sequence
+
+from model.inference.engine.requests import Request
+from service.engine.async_engine import AsyncEngine, Lease, Reservation
+from service.engine.submission import Submission
+from service.engine.usage import Usage
+
+
+class EngineSession:
+    """Submits requests to be answered by one version of the weights; `usage` counts them."""
+
+    def __init__(self, engine: AsyncEngine) -> None:
+        self.usage = Usage()
+        self._engine = engine
+        self._lease: Lease | None = None
+        self._version: int | None = None  # None before the first submission
+
+    @property
+    def version(self) -> int:
+        """Of the weights that answer; the newest before anything is submitted."""
+        return self._engine.version if self._version is None else self._version
+
+    def submit(self, requests: Sequence[Request], *, more: bool = False) -> Submission:
+        """Queue requests, all or none; raises as `AsyncEngine.submit` does. `more`: others will
+        follow, which are to be answered by the same weights."""
+        submission = self._engine.submit(requests, self._leased())
+        if not more:
+            self.close()
+        return submission
+
+    def reserve(self, requests: Sequence[Request]) -> Reservation:
+        """Room for requests that are to run one after another, and follow nothing but these."""
+        reservation = self._engine.reserve(requests, self._leased())
+        self._lease = None  # it is the reservation's now
+        return reservation
+
+    def close(self) -> None:
+        """Nothing else will be submitted; harmless the second time."""
+        if self._lease is not None:
+            self._engine.end_lease(self._lease)
+            self._lease = None
+
+    def _leased(self) -> Lease:
+        if self._lease is None:
+            self._lease = self._engine.lease(self.usage)
+            self._version = self._lease.version
+        return self._lease

@@ -1,0 +1,13 @@
+"""A port for programs that cannot say which one they were given."""
+
+import socket
+
+import pytest
+
+
+@pytest.fixture
+def free_port() -> int:
+    """Of the loopback; another program might take it before it is used."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port: int = listener.getsockname()[1]
+        return port

@@ -1,0 +1,143 @@
+"""What deploy/ and docker-compose.yml say of logitd is true of it: metrics, files, settings."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from prometheus_client.parser import text_string_to_metric_families
+
+from deploy.grafana.make_dashboard import PLACE, dashboard
+from service.command_line.flags import flags_of
+from service.core.metrics import Metrics
+from service.settings.serve import ServeSettings
+
+ROOT = Path(__file__).parents[2]
+PROMETHEUS = ROOT / "deploy" / "prometheus"
+ALERTS = yaml.safe_load((PROMETHEUS / "alerts.yml").read_text(encoding="utf-8"))
+RULES: list[dict[str, Any]] = ALERTS["groups"][0]["rules"]
+COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text(encoding="utf-8"))
+QUERIES = [
+    (panel["title"], target["expr"])
+    for panel in dashboard()["panels"]
+    for target in panel.get("targets", ())
+]
+
+
+def known_names() -> set[str]:
+    """Names of series as a scrape has them, whether they have values yet or not."""
+    names = {"up"}
+    text = Metrics(callers=["ann"]).render().decode()
+    for family in text_string_to_metric_families(text):
+        suffixes = {"histogram": ("_bucket", "_sum", "_count"), "counter": ("_total",)}
+        names |= {family.name + suffix for suffix in suffixes.get(family.type, ("",))}
+    return names
+
+
+def names_in(query: str) -> set[str]:
+    return set(re.findall(r"\b(?:logitd|process)_\w+|\bup\b", query))
+
+
+@pytest.mark.parametrize(("title", "query"), QUERIES)
+def test_a_panel_asks_for_what_there_is(title: str, query: str) -> None:
+    assert names_in(query)
+    assert names_in(query) <= known_names(), title
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule["alert"])
+def test_an_alert_asks_for_what_there_is_and_says_what_to_do(rule: dict[str, Any]) -> None:
+    assert names_in(rule["expr"])
+    assert names_in(rule["expr"]) <= known_names()
+    assert set(rule["annotations"]) == {"summary", "action"}
+    assert rule["labels"]["severity"] in ("page", "ticket")
+
+
+def test_a_metric_that_is_not_there_would_be_seen() -> None:
+    assert not names_in("rate(logitd_tokens_total[5m])") <= known_names()
+
+
+def test_every_alert_has_a_test_of_its_own() -> None:
+    tests = yaml.safe_load((PROMETHEUS / "alerts_test.yml").read_text(encoding="utf-8"))["tests"]
+    fired = {
+        case["alertname"]
+        for test in tests
+        for case in test["alert_rule_test"]
+        if case["exp_alerts"]
+    }
+    assert fired == {rule["alert"] for rule in RULES}
+
+
+def test_the_dashboard_is_the_one_that_its_panels_make() -> None:
+    assert json.loads(PLACE.read_text(encoding="utf-8")) == dashboard(), (
+        "python deploy/grafana/make_dashboard.py"
+    )
+
+
+def test_panels_do_not_overlap_and_have_numbers_of_their_own() -> None:
+    panels = dashboard()["panels"]
+    assert len({panel["id"] for panel in panels}) == len(panels)
+    places = [panel["gridPos"] for panel in panels]
+    cells = [
+        (x, y)
+        for place in places
+        for x in range(place["x"], place["x"] + place["w"])
+        for y in range(place["y"], place["y"] + place["h"])
+    ]
+    assert len(cells) == len(set(cells))
+    assert max(x for x, _ in cells) < 24
+
+
+# docker-compose.yml
+
+
+def mounted() -> list[str]:
+    return [
+        volume.split(":")[0]
+        for service in COMPOSE["services"].values()
+        for volume in service.get("volumes", ())
+        if volume.startswith("./")
+    ]
+
+
+def test_what_compose_mounts_is_there() -> None:
+    there = [path for path in mounted() if path != "./runs"]  # which compose makes
+    assert "./checkpoints" in there
+    for path in there:
+        assert (ROOT / path).exists(), path
+
+
+def test_every_setting_passes_through_and_the_container_keeps_its_port() -> None:
+    known = {flag.variable for flag in flags_of(ServeSettings)}
+    for name in ("logitd", "replica-1", "replica-2"):
+        service = COMPOSE["services"][name]
+        assert service["env_file"] == [{"path": ".env", "required": False}]
+        assert service["environment"].keys() <= known
+        assert service["environment"]["LOGITD_PORT"] == "8000"
+        assert "./runs:/runs:ro" in service["volumes"]
+
+
+def test_what_is_not_asked_for_is_not_started_and_nothing_is_open_to_others() -> None:
+    services = COMPOSE["services"]
+    assert {name for name in services if "profiles" not in services[name]} == {"logitd"}
+    for name, service in services.items():
+        for port in service.get("ports", ()):
+            assert port.startswith("127.0.0.1:"), name
+        if service["image"] == "logitd":
+            assert service["read_only"] is True
+            assert service["cap_drop"] == ["ALL"]
+
+
+def test_prometheus_and_the_balancer_know_the_replicas() -> None:
+    config = yaml.safe_load((PROMETHEUS / "prometheus.yml").read_text(encoding="utf-8"))
+    (scraped,) = config["scrape_configs"]
+    (found,) = scraped["dns_sd_configs"]
+    assert set(found["names"]) == {"logitd", "replica-1", "replica-2"} <= set(COMPOSE["services"])
+    replicas = (ROOT / "deploy" / "balancer" / "replicas.conf").read_text(encoding="utf-8")
+    assert re.findall(r"server (\S+):8000", replicas) == ["replica-1", "replica-2"]
+
+
+def test_the_container_has_longer_to_end_than_its_requests() -> None:
+    drain = ServeSettings.model_fields["drain_timeout"].default
+    assert float(COMPOSE["services"]["logitd"]["stop_grace_period"].rstrip("s")) > drain + 5

@@ -1,0 +1,137 @@
+"""A run is served while it trains, by two commands: what it saves takes the place of what was
+served before, and no request fails or is answered by two checkpoints."""
+
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+
+from model.checkpoint.checkpoint import load_checkpoint
+from model.inference.reference import generate
+from model.inference.sampling.params import SamplingParams
+from tests.e2e.server import STARTUP_SECONDS, ServedProcess
+
+TEXT = "".join(f"the cat sat on mat {i % 7} and looked at the dog who ran.\n" for i in range(400))
+SHAPE = "--vocab-size 300 --n-layer 2 --n-head 2 --n-kv-head 2 --head-dim 16 --d-model 32 --d-ff 64"
+PACE = "--context-length 64 --batch-size 8 --eval-batches 2 --eval-every 40 --sample-every 100000"
+SAVES = "--checkpoint-every 40 --keep 100 --threads 1 --data text.txt --out run"
+TRAIN = ("train", *SHAPE.split(), *PACE.split(), *SAVES.split())
+BODY = {"prompt": "the cat", "max_tokens": 20, "temperature": 0, "ignore_eos": True}
+CLIENTS = 4
+
+
+def train(folder: Path, steps: int, *flags: str) -> subprocess.Popen[bytes]:
+    (folder / "text.txt").write_text(TEXT, encoding="utf-8")
+    command = [sys.executable, "-m", "service.cli", *TRAIN, "--steps", str(steps), *flags]
+    return subprocess.Popen(command, cwd=folder, stdout=subprocess.DEVNULL)
+
+
+class Load:
+    """Clients that ask and ask, until the block ends; every reply they got."""
+
+    def __init__(self, url: str) -> None:
+        self.replies: list[dict[str, Any]] = []
+        self.failures: list[str] = []
+        self._stop = threading.Event()
+        self._threads = [threading.Thread(target=self._ask, args=(url,)) for _ in range(CLIENTS)]
+
+    def steps(self) -> set[int]:
+        return {reply["checkpoint"]["step"] for reply in self.replies}
+
+    def __enter__(self) -> "Load":
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        for thread in self._threads:
+            thread.join()
+
+    def _ask(self, url: str) -> None:
+        with httpx.Client(base_url=url, trust_env=False, timeout=60) as client:
+            while not self._stop.is_set():
+                response = client.post("/generate", json=BODY)
+                if response.status_code == 200:
+                    self.replies.append(response.json())
+                else:
+                    self.failures.append(response.text)
+
+
+def wait_for(condition: Any) -> None:
+    deadline = time.monotonic() + STARTUP_SECONDS
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def expected(run: Path, step: int) -> list[int]:
+    """By the reference, from the checkpoint itself."""
+    info, gpt = load_checkpoint(
+        run / f"step-{step:06d}", device=torch.device("cpu"), dtype=torch.float32
+    )
+    params = SamplingParams(max_tokens=20, temperature=0, seed=0)
+    return generate(gpt, info.tokenizer.encode("the cat"), params)
+
+
+@pytest.fixture
+def training(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A run that goes on, and has saved its first checkpoint."""
+    process = train(tmp_path, 100_000)
+    try:
+        wait_for(lambda: (tmp_path / "run" / "latest" / "config.json").exists())
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["thread", "process"])
+def test_a_run_is_served_while_it_trains(
+    training: subprocess.Popen[bytes], engine: str, tmp_path: Path
+) -> None:
+    flags = ("run", "--follow", "latest", "--follow-interval", "0.2", "--engine", engine)
+    with ServedProcess(*flags, "--threads", "1", "--dtype", "float32", cwd=tmp_path) as server:
+        with Load(server.url) as load:
+            wait_for(lambda: len(load.steps()) >= 5 or load.failures)
+        training.kill()
+        metrics = httpx.get(f"{server.url}/metrics", trust_env=False).text
+    assert load.failures == []
+    assert 'logitd_reloads_total{result="refused"} 0.0' in metrics
+    right = {step: expected(tmp_path / "run", step) for step in load.steps()}
+    assert len({tuple(tokens) for tokens in right.values()}) > 1, "they can be told apart"
+    for reply in load.replies:
+        assert reply["choices"][0]["token_ids"] == right[reply["checkpoint"]["step"]]
+
+
+@pytest.mark.slow
+def test_sighup_serves_what_is_the_best_by_now(tmp_path: Path) -> None:
+    assert train(tmp_path, 80).wait() == 0
+    run = tmp_path / "run"
+    best = run / "best"
+    best.unlink()
+    best.symlink_to("step-000040")
+    with ServedProcess("run", "--threads", "1", cwd=tmp_path) as server:
+
+        def step() -> int:
+            reply = httpx.post(f"{server.url}/generate", json=BODY, trust_env=False).json()
+            served: int = reply["checkpoint"]["step"]
+            return served
+
+        assert step() == 40
+        server.signal(signal.SIGHUP)
+        server.wait_for("is served already")
+        best.unlink()
+        best.symlink_to("step-000080")
+        server.signal(signal.SIGHUP)
+        server.wait_for("answers in place of")
+        assert step() == 80

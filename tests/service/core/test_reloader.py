@@ -1,0 +1,359 @@
+"""Another checkpoint in place of the one that is served: every reply is of one of them, says of
+which, and nobody notices but by that."""
+
+import gc
+import json
+import os
+import re
+import shutil
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from model.checkpoint.checkpoint import read_checkpoint
+from model.inference.reference import generate
+from model.inference.sampling.params import SamplingParams
+from model.transformer.gpt import GPT
+from tests.model.factories import save_tiny_checkpoint, tiny_config, tiny_gpt, training_record
+from tests.service.engine.test_process import worker_of
+from tests.service.serving import Serving, eventually, serving
+from tests.service.spelling import CONTEXT_LENGTH, spelling_gpt
+
+ADMIN = "the-key-of-the-admin"
+PROMPT = "what is asked"
+TOKENS = 12
+
+
+def save_steps(folder: Path, *steps: int) -> None:
+    """Checkpoints of one shape, as a run saves them; the weights are a function of the step."""
+    for step in steps:
+        record = training_record(step=step)
+        save_tiny_checkpoint(folder / f"step-{step}", tiny_gpt(seed=step), training=record)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with three checkpoints, of which the first is the best, and with damaged neighbours."""
+    folder = tmp_path_factory.mktemp("reloaded") / "run"
+    folder.mkdir()
+    (folder / "run.json").write_text("{}")
+    save_steps(folder, 1, 2, 3)
+    point(folder, "best", 1)
+    point(folder, "latest", 3)
+    damage(folder)
+    return folder
+
+
+def point(run: Path, link: str, step: int) -> None:
+    (run / ".aside").symlink_to(f"step-{step}")
+    (run / ".aside").replace(run / link)
+
+
+@pytest.fixture(scope="module", params=["thread", "process"])
+def started(request: pytest.FixtureRequest, run: Path) -> Iterator[Serving]:
+    with serving(run, engine=request.param, admin_key=ADMIN, slots=3) as running:
+        yield running
+
+
+@pytest.fixture
+def server(started: Serving, run: Path) -> Serving:
+    """It serves the best, which is the first, and holds nothing of another test."""
+    point(run, "best", 1)
+    for name in ("step-2", "step-1"):
+        assert reload(started, name).status_code == 200
+    return started
+
+
+@pytest.fixture
+def before(server: Serving) -> dict[str, float]:
+    """The reloads of the tests before."""
+    return reloads(server, {})
+
+
+def reload(server: Serving, *name: str, key: str = ADMIN) -> httpx.Response:
+    body = {"checkpoint": name[0]} if name else {}
+    return server.post("/admin/reload", body, Authorization=f"Bearer {key}")
+
+
+def reloads(server: Serving, before: dict[str, float]) -> dict[str, float]:
+    """How many more there are than before, by result."""
+    now = {
+        result: server.sample("logitd_reloads_total", result=result)
+        for result in ("swapped", "unchanged", "refused")
+    }
+    more = {result: number - before.get(result, 0) for result, number in now.items()}
+    return {result: number for result, number in more.items() if number}
+
+
+def expected(step: int, prompt: str = PROMPT, tokens: int = TOKENS) -> list[int]:
+    """What the weights of a step generate, by the reference."""
+    params = SamplingParams(max_tokens=tokens, temperature=0, seed=0)
+    return generate(tiny_gpt(seed=step), tuple(prompt.encode()), params)
+
+
+def check_reply(reply: dict[str, Any]) -> int:
+    """The step that a reply names, once it is what the weights of that step give."""
+    step: int = reply["checkpoint"]["step"]
+    assert reply["choices"][0]["token_ids"] == expected(step)
+    return step
+
+
+def ask(server: Serving, **fields: Any) -> dict[str, Any]:
+    body = {"max_tokens": TOKENS, "temperature": 0, "ignore_eos": True, **fields}
+    reply: dict[str, Any] = server.generate(PROMPT, **body)
+    return reply
+
+
+def test_a_checkpoint_takes_the_place_of_another(
+    server: Serving, run: Path, before: dict[str, float]
+) -> None:
+    assert check_reply(ask(server)) == 1
+    assert ask(server)["usage"]["cached_tokens"] == 0, "shorter than a block"
+    reply = reload(server, "step-2").json()
+    assert (reply["model"], reply["checkpoint"]["step"], reply["swapped"]) == ("run", 2, True)
+    assert reply["checkpoint"]["weights_sha256"] == read_checkpoint(run / "step-2").weights_sha256
+    assert check_reply(ask(server)) == 2
+    for path in ("/info", "/card", "/tokenizer_info"):
+        assert server.client.get(path).json()["checkpoint"]["step"] == 2
+    assert server.client.get("/v1/models").json()["data"][0]["checkpoint"]["step"] == 2
+    assert "X-Logitd-Step" in (npy := logits_as_npy(server)).headers
+    assert npy.headers["X-Logitd-Step"] == "2"
+    (info,) = re.findall(r"logitd_checkpoint_info{(.+)} 1.0", server.client.get("/metrics").text)
+    assert 'name="run",step="2",weights_sha256="' in info
+    assert reload(server, "step-1").json()["swapped"]
+    assert check_reply(ask(server)) == 1
+    assert reloads(server, before) == {"swapped": 2}
+
+
+def logits_as_npy(server: Serving) -> httpx.Response:
+    return server.post("/logits", {"prompt": PROMPT}, Accept="application/x-npy")
+
+
+def test_what_a_slot_holds_is_not_shared_with_other_weights(server: Serving) -> None:
+    long = PROMPT * 5
+    for cached in (0, 32 * (len(long) // 32)):
+        reply = server.generate(long, max_tokens=1, temperature=0)
+        assert (reply["usage"]["cached_tokens"] > 0) == (cached > 0)
+    reload(server, "step-2")
+    reply = server.generate(long, max_tokens=4, temperature=0, ignore_eos=True)
+    assert reply["usage"]["cached_tokens"] == 0
+    assert reply["choices"][0]["token_ids"] == expected(2, long, 4)
+
+
+def test_without_a_name_it_is_what_the_run_has_as_its_best(
+    server: Serving, run: Path, before: dict[str, float]
+) -> None:
+    reply = reload(server).json()
+    assert (reply["checkpoint"]["step"], reply["swapped"]) == (1, False)
+    point(run, "best", 3)
+    reply = reload(server).json()
+    assert (reply["checkpoint"]["step"], reply["swapped"]) == (3, True)
+    assert check_reply(ask(server)) == 3
+    assert reloads(server, before) == {"unchanged": 1, "swapped": 1}
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("step-9", "'step-9' is not a checkpoint beside the one that is served; there are "),
+        ("../run/step-2", "is not a checkpoint beside"),
+        ("best/../step-2", "is not a checkpoint beside"),
+        ("", "is not a checkpoint beside"),
+        ("damaged", "model.safetensors"),
+        ("wider", "has another shape than"),
+        ("words", "has another vocabulary than"),
+    ],
+)
+def test_what_cannot_take_the_place_leaves_everything_as_it_is(
+    name: str,
+    why: str,
+    server: Serving,
+    run: Path,
+    before: dict[str, float],
+    logged_errors: list[str],
+) -> None:
+    response = reload(server, name)
+    assert response.status_code == 409
+    error = response.json()["error"]
+    assert (error["type"], error["code"]) == ("conflict_error", "not_reloaded")
+    assert why in error["message"]
+    assert check_reply(ask(server)) == 1
+    known = (run / name / "config.json").exists() and "/" not in name and name
+    assert reloads(server, before) == ({"refused": 1} if known else {})
+    assert [name in line and "answers on" in line for line in logged_errors] == [True] * bool(known)
+    logged_errors.clear()
+    assert reload(server, "step-2").json()["swapped"], "and the next one can"
+
+
+def damage(run: Path) -> None:
+    """Neighbours that no server of this run can serve."""
+    shutil.copytree(run / "step-2", run / "damaged")
+    with (run / "damaged" / "model.safetensors").open("r+b") as file:
+        file.seek(-3, 2)
+        file.write(b"abc")
+    save_tiny_checkpoint(run / "wider", tiny_gpt(replace(tiny_config(), d_ff=96)))
+    shutil.copytree(run / "step-2", run / "words")
+    config = json.loads((run / "words" / "config.json").read_text())
+    config["tokenizer"]["pattern"] = r"[a-z]+|\S|\s"
+    (run / "words" / "config.json").write_text(json.dumps(config))
+
+
+def test_an_administrator_has_a_key_of_their_own(run: Path, tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("ann=the-key-of-ann-1\n")
+    with serving(run, admin_key=ADMIN, api_key_file=keys) as server:
+        for key, status in (("the-key-of-ann-1", 401), ("guess", 401), (ADMIN, 200)):
+            assert reload(server, key=key).status_code == status
+        ann = {"Authorization": "Bearer the-key-of-ann-1"}
+        admin = {"Authorization": f"Bearer {ADMIN}"}
+        assert server.client.get("/info", headers=ann).status_code == 200
+        assert server.client.get("/info", headers=admin).status_code == 401
+    with serving(run) as server:
+        response = reload(server)
+        assert response.status_code == 403
+        assert "start it with --admin-key" in response.json()["error"]["message"]
+
+
+def test_under_load_every_reply_is_of_one_checkpoint(server: Serving) -> None:
+    """Eight clients and six swaps. What a reply names is what answered it, token for token."""
+    stop = threading.Event()
+    replies: list[dict[str, Any]] = []
+    failures: list[BaseException] = []
+
+    def client() -> None:
+        try:
+            while not stop.is_set():
+                replies.append(ask(server))
+        except BaseException as error:
+            failures.append(error)
+
+    clients = [threading.Thread(target=client) for _ in range(8)]
+    for thread in clients:
+        thread.start()
+    try:
+        for step in (2, 3, 1, 2, 3, 1):
+            count = len(replies)
+            assert reload(server, f"step-{step}").json()["checkpoint"]["step"] == step
+            eventually(lambda count=count: len(replies) > count + 10)  # type: ignore[misc]
+    finally:
+        stop.set()
+        for thread in clients:
+            thread.join()
+    assert failures == []
+    known = {step: expected(step) for step in (1, 2, 3)}
+    named = [reply["checkpoint"]["step"] for reply in replies]
+    assert set(named) == {1, 2, 3}
+    for reply, step in zip(replies, named, strict=True):
+        assert reply["choices"][0]["token_ids"] == known[step]
+    server.wait_idle()
+
+
+def test_a_stream_that_has_begun_ends_on_its_weights_and_the_next_waits(
+    server: Serving,
+) -> None:
+    body = {"prompt": PROMPT, "max_tokens": 100, "temperature": 0, "ignore_eos": True}
+    tokens, after = [], []
+    with ExitStack() as stack:
+        stream = stack.enter_context(
+            server.client.stream("POST", "/generate", json={**body, "stream": True})
+        )
+        lines = stream.iter_lines()
+        first = json.loads(next(line for line in lines if line.startswith("data: "))[6:])
+        swap = threading.Thread(target=lambda: after.append(reload(server, "step-2").json()))
+        swap.start()
+        eventually(lambda: server.served.engine.version == 1 or bool(after))
+        late = threading.Thread(target=lambda: after.append(ask(server)))
+        late.start()
+        events = [first, *(json.loads(x[6:]) for x in lines if x.startswith("data: {"))]
+        for event in events:
+            assert event["checkpoint"]["step"] == 1
+            tokens += [i for choice in event["choices"] for i in choice["token_ids"]]
+        swap.join()
+        late.join()
+    assert tokens == expected(1, tokens=100)
+    assert {reply["checkpoint"]["step"] for reply in after} == {2}
+
+
+def test_a_sweep_and_its_cells_are_of_one_checkpoint(run: Path) -> None:
+    """Its prompts are submitted one after the other, and the swap comes between them."""
+    with serving(run, admin_key=ADMIN, slots=2) as server:
+        change = {"stage": "blocks.*.output", "operation": "set", "from": {"prompt": "elsewhere"}}
+        body = {"prompt": "once more", "vary": change, "over": ["layers", "positions"],
+                "token_id": 97, "minus_id": 98}  # fmt: skip
+        before = server.json("/sweep", body)
+        replies: list[Any] = []
+        with server.client.stream("POST", "/sweep", json={**body, "stream": True}) as stream:
+            lines = (line for line in stream.iter_lines() if line.startswith("data: {"))
+            head = json.loads(next(lines)[6:])
+            swap = threading.Thread(target=lambda: replies.append(reload(server, "step-2").json()))
+            swap.start()
+            cells = [json.loads(line[6:])["cell"] for line in lines]
+            swap.join()
+        assert head["checkpoint"]["step"] == 1
+        assert cells == before["cells"]
+        assert replies[0]["swapped"]
+        assert server.json("/sweep", body)["cells"] != before["cells"]
+
+
+def test_who_does_not_end_in_time_is_told(tmp_path: Path, logged_errors: list[str]) -> None:
+    """New requests wait for the last of the old ones, so that one may not take for ever."""
+    for step, name in enumerate(("first", "second")):
+        gpt = spelling_gpt()
+        gpt.token_embedding.weight.data *= 1 + step / 1000  # others, of the same opinion
+        save_tiny_checkpoint(tmp_path / name, gpt)
+    with (
+        serving(tmp_path / "first", admin_key=ADMIN, slots=2, reload_timeout=0.3) as server,
+        server.client.stream(
+            "POST",
+            "/generate",
+            json={
+                "prompt": "a",
+                "max_tokens": CONTEXT_LENGTH - 1,
+                "ignore_eos": True,
+                "stream": True,
+            },
+        ) as stream,
+    ):
+        lines = stream.iter_lines()
+        next(lines)
+        response = reload(server, "second")
+        rest = "".join(lines)
+    assert response.status_code == 200, response.text
+    assert "the model's weights were replaced before the request was answered" in rest
+    logged_errors.clear()
+
+
+def test_the_weights_before_are_given_back(run: Path) -> None:
+    """However often the checkpoint changes, there are two models in memory at most."""
+
+    def models() -> int:
+        gc.collect()
+        return sum(isinstance(thing, GPT) for thing in gc.get_objects())
+
+    with serving(run, admin_key=ADMIN) as server:
+        reload(server, "step-2")
+        before = models()
+        for step in (3, 1, 2, 3):
+            reload(server, f"step-{step}")
+        assert models() == before
+
+
+def test_the_process_of_an_engine_comes_back_with_the_newest_weights(
+    run: Path, logged_errors: list[str]
+) -> None:
+    with serving(run, engine="process", admin_key=ADMIN) as server:
+        reload(server, "step-3")
+        os.kill(worker_of(server), signal.SIGKILL)
+        eventually(lambda: server.served.engine.restarting)
+        eventually(lambda: not server.served.engine.restarting)
+        assert check_reply(ask(server)) == 3
+        assert reload(server, "step-2").json()["swapped"]
+        assert check_reply(ask(server)) == 2
+    logged_errors.clear()

@@ -1,0 +1,160 @@
+"""Other weights in a running AsyncEngine: what was promised old weights gets them, or is told."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from model.inference.engine.config import EngineConfig
+from model.inference.engine.engine import Engine
+from model.inference.engine.events import Event, FinishEvent, FinishReason, TokenEvent
+from model.inference.reference import generate
+from model.transformer.gpt import GPT
+from service.engine.async_engine import ReloadError
+from service.engine.session import EngineSession
+from service.engine.submission import REPLACED, EngineStopped, Submission
+from tests.model.factories import tiny_gpt
+from tests.service.engine.harness import GatedEngine, generation, run, running
+from tests.service.serving import TEST_TIMEOUT
+
+OLD, NEW = tiny_gpt(seed=1), tiny_gpt(seed=2)
+PATH = Path("new")
+
+
+def engine() -> GatedEngine:
+    return GatedEngine(OLD, EngineConfig(slots=2))
+
+
+def load(path: Path, weights_sha256: str) -> GPT:
+    assert (path, weights_sha256) == (PATH, "hash")
+    return NEW
+
+
+async def finished(submission: Submission) -> tuple[list[int], FinishReason]:
+    events: list[Event] = []
+    while not submission.finished:
+        events += await submission.take()
+    (end,) = [event for event in events if isinstance(event, FinishEvent)]
+    return [event.token_id for event in events if isinstance(event, TokenEvent)], end.reason
+
+
+def expected(gpt: GPT, name: str, tokens: int = 5) -> list[int]:
+    request = generation(name, tokens)
+    return generate(gpt, request.token_ids, request.params)
+
+
+def test_a_session_keeps_its_weights_until_it_says_that_nothing_follows() -> None:
+    async def test() -> None:
+        async with running(engine(), load=load) as (owner, _):
+            session, other = EngineSession(owner), EngineSession(owner)
+            first = session.submit([generation("first")], more=True)
+            assert await finished(first) == (expected(OLD, "first"), FinishReason.LENGTH)
+            reloading = asyncio.create_task(owner.reload(PATH, "hash", TEST_TIMEOUT))
+            while not owner.version:
+                await asyncio.sleep(0.001)
+            assert (session.version, other.version) == (0, 1)
+            held = other.submit([generation("held")])
+            second = session.submit([generation("second")], more=True)
+            assert await finished(second) == (expected(OLD, "second"), FinishReason.LENGTH)
+            assert not reloading.done()
+            session.close()
+            await reloading
+            assert await finished(held) == (expected(NEW, "held"), FinishReason.LENGTH)
+
+    run(test)
+
+
+def test_a_session_that_outlasts_the_time_is_told_and_breaks_nothing() -> None:
+    async def test() -> None:
+        async with running(engine(), load=load) as (owner, _):
+            session = EngineSession(owner)
+            session.submit([generation("first")], more=True)
+            reservation = EngineSession(owner).reserve([generation("a"), generation("b")])
+            reservation.submit_next()
+            await owner.reload(PATH, "hash", 0.05)
+            with pytest.raises(EngineStopped, match=REPLACED):
+                session.submit([generation("late")], more=True)
+            with pytest.raises(EngineStopped, match=REPLACED):
+                reservation.submit_next()
+            reservation.release()
+            session.close()
+            new = owner.submit([generation("new")])
+            assert await finished(new) == (expected(NEW, "new"), FinishReason.LENGTH)
+
+    run(test)
+
+
+def test_what_still_runs_when_the_time_is_over_ends() -> None:
+    """And nothing else is submitted to weights that the engine is about to forget, which once
+    ended the engine."""
+
+    async def test() -> None:
+        gated = engine()
+        async with running(gated, load=load) as (owner, _):
+            session = EngineSession(owner)
+            long = session.submit([generation("long", 100)], more=True)
+            waiting = [owner.submit([generation(f"waiting {i}", 100)]) for i in range(3)]
+            reloading = asyncio.create_task(owner.reload(PATH, "hash", 0.01))
+            while not owner.version:
+                await asyncio.sleep(0)
+            gated.gate.clear()
+            await asyncio.sleep(0.05)  # it is over, and the engine does not know yet
+            with pytest.raises(EngineStopped, match=REPLACED):
+                session.submit([generation("late")], more=True)
+            gated.gate.set()
+            await reloading
+            ends = [(await finished(submission))[1] for submission in (long, *waiting)]
+            assert FinishReason.REPLACED in ends
+            assert set(ends) <= {FinishReason.REPLACED, FinishReason.LENGTH}
+            session.close()
+
+    run(test)
+
+
+def test_weights_that_cannot_be_had_change_nothing() -> None:
+    def fail(path: Path, weights_sha256: str) -> GPT:
+        raise OSError("the disk is gone")
+
+    async def test() -> None:
+        async with running(engine(), load=fail) as (owner, _):
+            with pytest.raises(ReloadError, match="the disk is gone"):
+                await owner.reload(PATH, "hash", TEST_TIMEOUT)
+            assert owner.version == 0
+            old = owner.submit([generation("old")])
+            assert await finished(old) == (expected(OLD, "old"), FinishReason.LENGTH)
+
+    run(test)
+
+
+def test_what_computes_with_new_weights_may_fail_to_be_made() -> None:
+    class Full(Engine):
+        def prepare_weights(self, gpt: GPT) -> None:  # type: ignore[override]
+            raise MemoryError("of the device")
+
+    async def test() -> None:
+        async with running(Full(OLD, EngineConfig(slots=2)), load=load) as (owner, _):
+            with pytest.raises(ReloadError, match="of the device"):
+                await owner.reload(PATH, "hash", TEST_TIMEOUT)
+            old = owner.submit([generation("old")])
+            assert await finished(old) == (expected(OLD, "old"), FinishReason.LENGTH)
+
+    run(test)
+
+
+def test_a_server_that_leaves_reloads_nothing_and_leaves_nobody_waiting() -> None:
+    async def test() -> None:
+        async with running(engine(), load=load) as (owner, _):
+            lease = owner.lease()
+            reloading = asyncio.create_task(owner.reload(PATH, "hash", TEST_TIMEOUT))
+            while not owner.version:
+                await asyncio.sleep(0.001)
+            held = owner.submit([generation("held")])
+            await owner.stop(0.05)
+            with pytest.raises(ReloadError, match="shutting down"):
+                await reloading
+            assert (await finished(held))[1] is FinishReason.ABORT
+            with pytest.raises(ReloadError, match="shutting down"):
+                await owner.reload(PATH, "hash", TEST_TIMEOUT)
+            owner.end_lease(lease)
+
+    run(test)

@@ -1,0 +1,202 @@
+"""`make setup` from the first try to the one that works: the Makefile's rule, with interpreters
+that pretend to be of any version and note what they are asked to install.
+
+Not here: that what is pinned can be installed; whoever runs these tests has done that.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+INTERPRETER = """\
+#!{python} -IS
+import os, pathlib, shutil, sys
+VERSION = {version}
+me = pathlib.Path(sys.argv[0])
+inside = (me.parent / "pip").exists()
+match sys.argv[1:]:
+    case ["-c", code]:
+        if "import pip" in code and not inside:
+            sys.exit("ModuleNotFoundError: No module named 'pip'")
+        sys.version_info = (*VERSION, 0)
+        sys.modules["pip"] = sys
+        exec(code)
+    case ["-m", "venv", *flags, folder]:
+        if "--clear" in flags:
+            shutil.rmtree(folder)
+        bin = pathlib.Path(folder, "bin")
+        bin.mkdir(parents=True)
+        (bin.parent / "pyvenv.cfg").touch()
+        shutil.copy(me, bin / "python")
+        if {without_pip}:
+            sys.exit("ensurepip is not available")
+        (bin / "pip").touch()
+    case ["-m", "pip" | "uv" as tool, *words] if tool == "uv" or inside:
+        with open("installed.log", "a") as log:
+            print(tool, *words, file=log)
+    case ["-m", "model.inference.kernels"] if inside:
+        pass
+    case wrong:
+        sys.exit(f"not understood: {{wrong}}")
+"""
+
+
+@pytest.fixture
+def clone(tmp_path: Path) -> Path:
+    """A folder with what the rule reads, and a path on which there is no other Python."""
+    for name in ("Makefile", "requirements.lock", "pyproject.toml"):
+        shutil.copy(ROOT / name, tmp_path)
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    for tool in ("make", "sh", "rm", "touch", "getconf"):
+        (tools / tool).symlink_to(str(shutil.which(tool)))
+    return tmp_path
+
+
+def interpreter(clone: Path, version: str, *, without_pip: bool = False) -> None:
+    """Put a pretended Python on the path."""
+    script = clone / "tools" / f"python{version}"
+    numbers = tuple(map(int, version.split(".")))
+    script.write_text(
+        INTERPRETER.format(python=sys.executable, version=numbers, without_pip=without_pip)
+    )
+    script.chmod(0o755)
+
+
+def make(clone: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    # Without what an outer make has set.
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("MAKE", "MFLAGS"))}
+    return subprocess.run(
+        ["make", *words], cwd=clone, capture_output=True, text=True, timeout=60,
+        env={**environment, "PATH": str(clone / "tools")},
+    )  # fmt: skip
+
+
+def installed(clone: Path) -> str:
+    return (clone / "installed.log").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("version", ["2.7", "3.6", "3.10", "3.14"])
+def test_a_python_that_does_not_fit_is_refused_and_nothing_is_left(
+    clone: Path, version: str
+) -> None:
+    interpreter(clone, version)
+    before = set(clone.iterdir())
+    done = make(clone, "setup", f"PYTHON=python{version}")
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[0] == (
+        f"logitd needs Python 3.11 to 3.13, and python{version} is {version}"
+    )
+    assert set(clone.iterdir()) == before
+
+
+@pytest.mark.parametrize("target", ["setup", "serve"])
+def test_the_refusal_names_the_command_that_works(clone: Path, target: str) -> None:
+    interpreter(clone, "3.10")
+    interpreter(clone, "3.12")
+    done = make(clone, target, "PYTHON=python3.10")
+    _, hint, *_ = done.stderr.splitlines()
+    assert hint == f"here is another one:  make {target} PYTHON=python3.12"
+
+
+def test_a_python_that_is_not_there_is_said_so(clone: Path) -> None:
+    done = make(clone, "setup")
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[0] == (
+        "logitd needs Python 3.11 to 3.13, and python3 is not on this machine"
+    )
+    assert not (clone / ".venv").exists()
+
+
+@pytest.mark.parametrize("version", ["3.11", "3.12", "3.13"])
+def test_the_same_with_a_python_that_fits_works(clone: Path, version: str) -> None:
+    interpreter(clone, "3.10")
+    interpreter(clone, version)
+    assert make(clone, "setup", "PYTHON=python3.10").returncode == 2
+    done = make(clone, "setup", f"PYTHON=python{version}")
+    assert done.returncode == 0, done.stderr
+    assert "--require-hashes -r requirements.lock" in installed(clone)
+    assert (clone / ".venv" / ".runtime").exists()
+    # A second time there is nothing to do.
+    before = installed(clone)
+    assert make(clone, "setup").returncode == 0
+    assert installed(clone) == before
+
+
+@pytest.mark.parametrize("left", ["another Python", "no pip", "no interpreter", "a dead link"])
+def test_an_environment_that_was_left_half_made_is_made_anew(clone: Path, left: str) -> None:
+    """By a Python that does not fit, an interruption, or an interpreter that was removed since."""
+    interpreter(clone, "3.10")
+    interpreter(clone, "3.11")
+    python = "3.10" if left == "another Python" else "3.11"
+    subprocess.run([clone / "tools" / f"python{python}", "-m", "venv", clone / ".venv"], check=True)
+    stale = clone / ".venv" / "stale"
+    stale.touch()
+    bin_ = clone / ".venv" / "bin"
+    match left:
+        case "no pip":
+            (bin_ / "pip").unlink()
+        case "no interpreter":
+            shutil.rmtree(bin_)
+        case "a dead link":
+            (bin_ / "python").unlink()
+            (bin_ / "python").symlink_to(clone / "nowhere")
+    assert make(clone, "setup", "PYTHON=python3.10").returncode == 2
+    done = make(clone, "setup", "PYTHON=python3.11")
+    assert done.returncode == 0, done.stderr
+    assert not stale.exists()
+
+
+def test_a_python_without_pip_leaves_nothing_behind(clone: Path) -> None:
+    """As Debian's is before python3-venv is installed; it says so itself."""
+    interpreter(clone, "3.11", without_pip=True)
+    done = make(clone, "setup", "PYTHON=python3.11")
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[0] == "ensurepip is not available"
+    assert not (clone / ".venv").exists()
+
+
+@pytest.mark.parametrize(
+    ("index", "line"),
+    [
+        ("", r"^pip .* install --quiet torch=="),
+        ("cpu", r"^uv pip install .*--python \.venv/bin/python --torch-backend cpu torch=="),
+        ("file:///wheels", r"^pip .* install --quiet --index-url file:///wheels torch=="),
+    ],
+)
+def test_torch_comes_from_where_it_was_said(clone: Path, index: str, line: str) -> None:
+    interpreter(clone, "3.11")
+    done = make(clone, "setup", "PYTHON=python3.11", f"TORCH_INDEX={index}")
+    assert done.returncode == 0, done.stderr
+    assert re.search(line, installed(clone), flags=re.MULTILINE)
+
+
+def test_every_place_says_the_same_versions() -> None:
+    """The Makefile, the package, and what people read."""
+    listed = re.search(r"^PYTHONS := (.+)$", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
+    assert listed is not None
+    versions = listed[1].split()
+    package = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    above = f"3.{int(versions[-1].partition('.')[2]) + 1}"
+    assert f'requires-python = ">={versions[0]},<{above}"' in package
+    for version in versions:
+        assert f"Python :: {version}" in package
+    assert f"Python {versions[0]} to {versions[-1]}" in (ROOT / "README.md").read_text()
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_a_machine_without_a_compiler_gets_one(clone: Path, there: bool) -> None:
+    interpreter(clone, "3.12")
+    if there:
+        (clone / "tools" / "g++").symlink_to("/bin/true")
+    done = make(clone, "setup", "PYTHON=python3.12")
+    assert done.returncode == 0, done.stderr
+    assert ("ziglang==" in installed(clone)) is not there
+    assert ("no C++ compiler is here" in done.stdout) is not there
