@@ -1,0 +1,98 @@
+// This server's endpoints: JSON, arrays and streams, and what went wrong in a sentence.
+
+const KEY = "logitd-api-key";
+
+export class Problem extends Error {
+  constructor(status, message) {
+    super(message);
+    this.status = status;
+  }
+}
+
+export const apiKey = () => sessionStorage.getItem(KEY) ?? "";
+
+// Kept for as long as the tab is open, and sent to this server alone.
+export function setApiKey(key) {
+  if (key === "") sessionStorage.removeItem(KEY);
+  else sessionStorage.setItem(KEY, key);
+}
+
+const sentences = {
+  401: (message) => `This server asks for an API key: enter one at the top of the page. (${message})`,
+  429: (message, wait) => `The server has more to do than it can take: ${message}. Try again in ${wait ?? 1} s.`,
+  503: (message) => `The server is not ready: ${message}.`,
+};
+
+async function problem(response) {
+  const text = await response.text();
+  let message = text.slice(0, 300) || response.statusText;
+  try {
+    const reply = JSON.parse(text);
+    message = reply.error?.message ?? reply.reason ?? reply.status ?? message;
+  } catch {
+    // What stands between the page and the server may answer with HTML.
+  }
+  if (response.status === 401) document.dispatchEvent(new CustomEvent("key-needed"));
+  const sentence = sentences[response.status];
+  const said = sentence ? sentence(message, response.headers.get("retry-after")) : message;
+  return new Problem(response.status, said);
+}
+
+async function ask(path, { body, signal, accept }) {
+  const headers = {};
+  if (apiKey()) headers.Authorization = `Bearer ${apiKey()}`;
+  if (accept) headers.Accept = accept;
+  if (body) headers["Content-Type"] = "application/json";
+  let response;
+  try {
+    response = await fetch(path, { method: body ? "POST" : "GET", headers, body: body && JSON.stringify(body), signal });
+  } catch (error) {
+    if (error.name === "AbortError") throw error;
+    throw new Problem(0, "The server does not answer: it has ended, or the network has.");
+  }
+  if (!response.ok) throw await problem(response);
+  return response;
+}
+
+export const get = async (path, signal) => (await ask(path, { signal })).json();
+export const getText = async (path, signal) => (await ask(path, { signal })).text();
+export const post = async (path, body, signal) => (await ask(path, { body, signal })).json();
+
+// The events of a stream, however the network cuts its bytes. What ends without saying so was cut.
+export async function* events(path, body, signal) {
+  const response = await ask(path, { body: { ...body, stream: true }, signal });
+  let rest = "";
+  try {
+    for await (const text of response.body.pipeThrough(new TextDecoderStream())) {
+      const parts = (rest + text).split("\n\n");
+      rest = parts.pop();
+      for (const part of parts) {
+        if (part === "data: [DONE]") return;
+        if (!part.startsWith("data: ")) continue; // a comment that keeps the connection awake
+        const event = JSON.parse(part.slice(6));
+        if (event.error) throw new Problem(200, event.error.message);
+        yield event;
+      }
+    }
+  } catch (error) {
+    if (error instanceof Problem || error.name === "AbortError") throw error;
+  }
+  throw new Problem(0, "The stream was cut off before its end: the server has ended, or the network has.");
+}
+
+// An array as npy: { shape, values }, values in C order.
+export async function postArray(path, body, signal) {
+  const accept = "application/x-npy";
+  return readNpy(await (await ask(path, { body, signal, accept })).arrayBuffer());
+}
+
+// The format: https://numpy.org/doc/stable/reference/generated/numpy.lib.format.html, version 1.
+export function readNpy(buffer) {
+  const start = 10 + new DataView(buffer).getUint16(8, true);
+  const head = new TextDecoder("latin1").decode(new Uint8Array(buffer, 10, start - 10));
+  const [, kind] = /'descr': '([^']+)'/.exec(head);
+  const [, sizes] = /'shape': \(([^)]*)\)/.exec(head);
+  if (kind !== "<f4") throw new Problem(200, `an array of ${kind} came, and float32 was asked for`);
+  const shape = sizes.split(",").filter((size) => size.trim() !== "").map(Number);
+  return { shape, values: new Float32Array(buffer.slice(start)) };
+}

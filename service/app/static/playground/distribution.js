@@ -1,0 +1,113 @@
+// The distribution that a token came from: before and after temperature and filters, and what else
+// could have stood there. The whole row of logits is fetched once; the sliders reshape it here.
+
+import { post, postArray } from "./api.js";
+import { element, fill } from "./dom.js";
+import { entropyBits, processed, ranked, softmax } from "./sampling.js";
+import { percent, visible } from "./tokens.js";
+
+const SHOWN = 12;
+
+// What each id says, from the vocabulary of the server; asked for once.
+export class Vocabulary {
+  #texts = new Map();
+
+  constructor(idsAlone) {
+    this.idsAlone = idsAlone;
+  }
+
+  async name(ids, signal) {
+    if (this.idsAlone) return;
+    const missing = ids.filter((id) => !this.#texts.has(id));
+    if (missing.length === 0) return;
+    const reply = await post("/detokenize", { tokens: missing.map((id) => [id]) }, signal);
+    for (const [index, { prompt }] of reply.prompts.entries()) this.#texts.set(missing[index], prompt);
+  }
+
+  text = (id) => (this.idsAlone ? `id ${id}` : (this.#texts.get(id) ?? `id ${id}`));
+  visible = (id) => (this.idsAlone ? `id ${id}` : visible(this.text(id)));
+}
+
+// Bars of named tokens: rows of { id, before, after }, the likeliest first.
+export function bars(rows, vocabulary, { heads = ["model", "sampled from"], chosen = null, onpick = null } = {}) {
+  const widest = Math.max(...rows.flatMap(({ before, after }) => [before, after]));
+  const line = ({ id, before, after }) => {
+    const name = vocabulary.visible(id);
+    const label = onpick
+      ? element("button", { type: "button", class: "link", title: `Continue with "${name}" instead`, onclick: () => onpick(id) }, name)
+      : element("span", {}, name);
+    const bar = (share, kind) => element("div", { class: `bar ${kind}`, style: { width: `${(100 * share) / widest}%` } });
+    return element(
+      "tr",
+      { class: id === chosen ? "chosen" : after === 0 ? "dropped" : null },
+      element("th", { scope: "row" }, label, id === chosen ? element("span", { class: "mark" }, " ← here") : null),
+      element("td", { class: "bars", "aria-hidden": "true" }, bar(before, "before"), bar(after, "after")),
+      element("td", {}, percent(before)),
+      element("td", {}, after === 0 ? "dropped" : percent(after)),
+    );
+  };
+  const head = element(
+    "tr",
+    {},
+    element("th", { scope: "col" }, "token"),
+    element("td", {}, ""),
+    ...heads.map((text, index) => element("th", { scope: "col", class: index ? "after" : "before" }, text)),
+  );
+  return element("table", { class: "distribution" }, element("thead", {}, head), element("tbody", {}, ...rows.map(line)));
+}
+
+export class Distribution {
+  #place;
+  #vocabulary;
+  #settings;
+  #shown = null; // { title, logits, chosen, onpick }
+
+  // `settings` gives temperature, top_k, top_p and min_p as they stand.
+  constructor(place, vocabulary, settings) {
+    this.#place = place;
+    this.#vocabulary = vocabulary;
+    this.#settings = settings;
+  }
+
+  // What the model says after `ids`; `chosen` is what stands there, `onpick` is told of another.
+  show({ title, ids, chosen = null, onpick, interventions = [] }) {
+    return fill(this.#place, async (signal) => {
+      const body = { prompt: ids, interventions };
+      const { values } = await postArray("/logits", body, signal);
+      this.#shown = { title, logits: values, chosen, onpick };
+      const likeliest = [...ranked(values).slice(0, SHOWN)];
+      this.#shown.ids = chosen === null || likeliest.includes(chosen) ? likeliest : [...likeliest, chosen];
+      await this.#vocabulary.name(this.#shown.ids, signal);
+      return this.#render();
+    });
+  }
+
+  // The sliders have moved.
+  update() {
+    if (this.#shown) this.#place.replaceChildren(...this.#render());
+  }
+
+  clear() {
+    this.#shown = null;
+    this.#place.replaceChildren();
+  }
+
+  #render() {
+    const { title, logits, ids, chosen, onpick } = this.#shown;
+    const before = softmax(logits);
+    const after = processed(logits, this.#settings());
+    const kept = after.reduce((count, prob) => count + (prob > 0), 0);
+    const rows = ids.map((id) => ({ id, before: before[id], after: after[id] }));
+    const of = `${kept.toLocaleString("en")} of ${logits.length.toLocaleString("en")} tokens`;
+    return [
+      element("h3", {}, title),
+      bars(rows, this.#vocabulary, { chosen, onpick }),
+      element(
+        "p",
+        { class: "hint" },
+        `Entropy ${entropyBits(before).toFixed(2)} bits; with these settings ${entropyBits(after).toFixed(2)}, and ${of} can be drawn. `,
+        onpick ? "Choose another token to continue from there." : "",
+      ),
+    ];
+  }
+}

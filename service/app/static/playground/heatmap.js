@@ -1,0 +1,93 @@
+// A heat map on a canvas: rows and columns with names, a value under the pointer, rows one can choose.
+
+import { element } from "./dom.js";
+
+// Colours of this page's scheme, as [red, green, blue].
+export function palette() {
+  const style = getComputedStyle(document.documentElement);
+  const read = (name) => style.getPropertyValue(name).trim().split(/\s+/).map(Number);
+  return { none: read("--map-none"), more: read("--map-more"), less: read("--map-less") };
+}
+
+const mixed = (from, to, share) => from.map((part, index) => Math.round(part + (to[index] - part) * share));
+
+// The colour of a value: from nothing to `largest`, or to its negative.
+function colour(value, largest, { none, more, less }) {
+  if (!Number.isFinite(value)) return none;
+  const share = Math.min(1, Math.abs(value) / (largest || 1));
+  return mixed(none, value < 0 ? less : more, share);
+}
+
+// Paint (rows, columns) values into a canvas, a pixel each, and let CSS make it larger.
+export function paint(canvas, rows, columns, at, largest) {
+  canvas.width = columns;
+  canvas.height = rows;
+  const context = canvas.getContext("2d");
+  const image = context.createImageData(columns, rows);
+  const colours = palette();
+  for (let row = 0; row < rows; row++) {
+    for (let column = 0; column < columns; column++) {
+      image.data.set([...colour(at(row, column), largest, colours), 255], 4 * (row * columns + column));
+    }
+  }
+  context.putImageData(image, 0, 0);
+}
+
+// Where the columns are to be shown when there are more than the place has room for.
+const MOST_LABELS = 48;
+
+// rows, columns: names. at(row, column): the value. largest: that of the full colour.
+// say(row, column): what the value means, in words. onrow(row): it was chosen.
+export function heatMap({ label, rows, columns, at, largest, say, onrow, selected = null }) {
+  const canvas = element("canvas", { "aria-hidden": "true" });
+  paint(canvas, rows.length, columns.length, at, largest);
+  const readout = element("p", { class: "readout", "aria-live": "polite" }, "Point at a cell, or walk with the arrow keys.");
+  const cross = element("div", { class: "cell" });
+  const map = element(
+    "div",
+    { class: "map", role: "application", tabindex: 0, "aria-label": `${label}. Arrow keys walk through it, Enter chooses a row.` },
+    canvas,
+    cross,
+  );
+  const place = { row: selected ?? rows.length - 1, column: 0 };
+  const show = () => {
+    cross.style.left = `${(100 * place.column) / columns.length}%`;
+    cross.style.top = `${(100 * place.row) / rows.length}%`;
+    cross.style.width = `${100 / columns.length}%`;
+    cross.style.height = `${100 / rows.length}%`;
+    readout.textContent = say(place.row, place.column);
+  };
+  const point = (event) => {
+    const box = canvas.getBoundingClientRect();
+    const inside = (value, size, count) => Math.max(0, Math.min(count - 1, Math.floor((value / size) * count)));
+    place.row = inside(event.clientY - box.top, box.height, rows.length);
+    place.column = inside(event.clientX - box.left, box.width, columns.length);
+    show();
+  };
+  map.addEventListener("pointermove", point);
+  map.addEventListener("click", (event) => {
+    point(event);
+    onrow?.(place.row);
+  });
+  map.addEventListener("focus", show);
+  map.addEventListener("keydown", (event) => {
+    const moves = { ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1] };
+    if (event.key === "Enter") onrow?.(place.row);
+    if (!(event.key in moves)) return;
+    event.preventDefault();
+    place.row = Math.max(0, Math.min(rows.length - 1, place.row + moves[event.key][0]));
+    place.column = Math.max(0, Math.min(columns.length - 1, place.column + moves[event.key][1]));
+    show();
+  });
+  const names = (list, kind) =>
+    element("div", { class: `names ${kind}`, "aria-hidden": "true" }, ...(list.length > MOST_LABELS ? [] : list.map((name) => element("span", {}, name))));
+  const wide = Math.max(3, Math.min(24, Math.floor(560 / columns.length)));
+  const high = rows.length === columns.length ? wide : Math.max(3, Math.min(16, Math.floor(560 / rows.length)));
+  return element(
+    "figure",
+    { class: "heat", style: { "--columns": columns.length, "--rows": rows.length, "--wide": `${wide}px`, "--high": `${high}px` } },
+    names(columns, "of-columns"),
+    element("div", { class: "with-rows" }, names(rows, "of-rows"), map),
+    readout,
+  );
+}

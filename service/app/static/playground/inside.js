@@ -1,0 +1,224 @@
+// Inside: change what happens in the forward, see the distribution move, and look at any stage.
+
+import { get, postArray } from "./api.js";
+import { bars } from "./distribution.js";
+import { choice, element, fill, find, labelled, showProblem } from "./dom.js";
+import { heatMap } from "./heatmap.js";
+import { divergenceBits, ranked, softmax } from "./sampling.js";
+import { visible } from "./tokens.js";
+
+const SHOWN = 12;
+const MOST_COLUMNS = 512;
+
+const WAYS = [
+  ["zero", "switch off"],
+  ["scale", "scale"],
+  ["steer", "add a direction"],
+  ["patch", "patch from another prompt"],
+];
+
+// Of the changes that stand, for every tab.
+export class Interventions {
+  #onchange;
+
+  constructor(list, onchange) {
+    this.list = list;
+    this.#onchange = onchange;
+  }
+
+  add(change) {
+    this.list.push(change);
+    this.#onchange();
+  }
+
+  remove(index) {
+    this.list.splice(index, 1);
+    this.#onchange();
+  }
+}
+
+export function inWords({ stage, operation, heads, positions, factor, from, minus }) {
+  const where = [heads ? `head ${heads.join(", ")} of ` : "", stage, positions === undefined || positions === "all" ? "" : ` (${positions})`].join("");
+  if (operation === "zero") return `switch off ${where}`;
+  if (operation === "scale") return `scale ${where} by ${factor}`;
+  if (operation === "set") return `patch ${where} from "${from.prompt}"`;
+  return `add ${factor ?? 1} × ("${from.prompt}"${minus ? ` − "${minus.prompt}"` : ""}) to ${where}`;
+}
+
+export class Inside {
+  #app;
+  #stages = null;
+  #form;
+
+  constructor(app) {
+    this.#app = app;
+  }
+
+  async open() {
+    if (this.#stages === null) {
+      await fill(find("change"), async (signal) => {
+        this.#stages = (await get("/stages", signal)).stages;
+        this.#listViews();
+        return this.#changeForm();
+      });
+    }
+    if (this.#stages !== null) this.update();
+  }
+
+  update() {
+    this.#effect();
+    this.#view();
+  }
+
+  #layers = () => Array.from({ length: this.#app.info.config.n_layer }, (_, layer) => [`${layer}`, `${layer}`]);
+
+  #changeForm() {
+    const changeable = this.#stages.filter((stage) => stage.changeable);
+    const field = {
+      way: choice(WAYS, { id: "change-way" }),
+      stage: choice(changeable.map(({ name }) => [name, name]), { id: "change-stage" }),
+      layer: choice([["*", "every"], ...this.#layers()], { id: "change-layer" }),
+      heads: element("input", { id: "change-heads", placeholder: "all, or 0, 3", size: 10 }),
+      positions: choice([["all", "everywhere"], ["last", "last token"], ["prompt", "prompt"], ["generated", "what is generated"]], { id: "change-positions" }),
+      factor: element("input", { id: "change-factor", type: "number", step: "0.1", value: 2 }),
+      from: element("input", { id: "change-from", placeholder: "another prompt" }),
+      minus: element("input", { id: "change-minus", placeholder: "nothing" }),
+    };
+    const best = changeable.find(({ name }) => name === "blocks.N.attention.heads") ?? changeable[0];
+    field.stage.value = best.name;
+    field.layer.value = "0";
+    field.heads.value = best.axes.some((axis) => axis.endsWith("head")) ? "0" : "";
+    const labels = {
+      way: labelled("what", field.way),
+      stage: labelled("stage", field.stage),
+      layer: labelled("layer", field.layer),
+      heads: labelled("heads", field.heads),
+      positions: labelled("where", field.positions),
+      factor: labelled("factor", field.factor),
+      from: labelled("from the prompt", field.from),
+      minus: labelled("less the prompt", field.minus),
+    };
+    const fit = () => {
+      const way = field.way.value;
+      const stage = changeable.find(({ name }) => name === field.stage.value);
+      labels.layer.hidden = !stage.name.includes("N");
+      labels.heads.hidden = !stage.axes.some((axis) => axis.endsWith("head"));
+      labels.factor.hidden = way !== "scale" && way !== "steer";
+      labels.from.hidden = way !== "steer" && way !== "patch";
+      labels.minus.hidden = way !== "steer";
+    };
+    const problem = element("div", {});
+    const submit = (event) => {
+      event.preventDefault();
+      problem.replaceChildren();
+      try {
+        this.#app.interventions.add(this.#change(field, labels));
+      } catch (error) {
+        showProblem(problem, error);
+      }
+    };
+    this.#form = element("form", { class: "row", onsubmit: submit, onchange: fit }, ...Object.values(labels), element("button", { type: "submit" }, "Change"));
+    fit();
+    return [this.#form, problem];
+  }
+
+  // The intervention that the form describes.
+  #change(field, labels) {
+    const way = field.way.value;
+    const operation = { zero: "zero", scale: "scale", steer: "add", patch: "set" }[way];
+    const made = { stage: field.stage.value.replace("N", field.layer.value), operation, positions: field.positions.value };
+    const heads = labels.heads.hidden ? "" : field.heads.value.trim();
+    if (heads !== "" && heads !== "all") {
+      made.heads = heads.split(/[\s,]+/).map(Number);
+      if (made.heads.some((head) => !Number.isInteger(head) || head < 0)) throw new Error(`heads are "${heads}": write numbers from 0 with commas between them, or nothing for all`);
+    }
+    if (!labels.factor.hidden) made.factor = Number(field.factor.value);
+    if (!labels.from.hidden) {
+      if (field.from.value === "") throw new Error("name the other prompt: what the model has there is what is added or patched");
+      made.from = { prompt: this.#app.promptOf(field.from.value) };
+    }
+    if (!labels.minus.hidden && field.minus.value !== "") made.minus = { prompt: this.#app.promptOf(field.minus.value) };
+    return made;
+  }
+
+  // The next token without the changes and with them.
+  #effect() {
+    const { list } = this.#app.interventions;
+    return fill(find("effect"), async (signal) => {
+      const prompt = this.#app.prompt();
+      const plain = await postArray("/logits", { prompt }, signal);
+      const changed = list.length ? await postArray("/logits", { prompt, interventions: list }, signal) : plain;
+      const [before, after] = [softmax(plain.values), softmax(changed.values)];
+      const ids = [...new Set([...ranked(before).slice(0, SHOWN), ...ranked(after).slice(0, list.length ? SHOWN / 2 : 0)])];
+      await this.#app.vocabulary.name(ids, signal);
+      const rows = ids.map((id) => ({ id, before: before[id], after: after[id] }));
+      const moved = divergenceBits(before, after);
+      return [
+        element("h3", {}, "Next token after the prompt"),
+        bars(rows, this.#app.vocabulary, { heads: ["as it is", "changed"] }),
+        element(
+          "p",
+          { class: "hint" },
+          list.length
+            ? `The changes move the distribution by ${moved.toFixed(3)} bits. They stand in every other tab too, until they are taken back.`
+            : "Nothing is changed yet: switch a head off, and see what moves.",
+        ),
+      ];
+    });
+  }
+
+  #listViews() {
+    const shown = this.#stages.filter(({ name }) => name !== "logits");
+    const stage = choice(shown.map(({ name }) => [name, name]), { id: "view-stage" });
+    stage.value = shown.some(({ name }) => name === "blocks.N.mlp.hidden") ? "blocks.N.mlp.hidden" : shown[0].name;
+    const layer = choice(this.#layers(), { id: "view-layer" });
+    const head = choice(Array.from({ length: this.#app.info.config.n_head }, (_, index) => [`${index}`, `${index}`]), { id: "view-head" });
+    const fields = element("div", { class: "row", onchange: () => this.#view() }, labelled("stage", stage), labelled("layer", layer), labelled("head", head));
+    find("view-fields").replaceChildren(fields);
+  }
+
+  #view() {
+    const stage = this.#stages.find(({ name }) => name === find("view-stage").value);
+    const headAxis = stage.axes.find((axis) => axis === "n_head" || axis === "n_kv_head");
+    find("view-layer").parentElement.hidden = !stage.name.includes("N");
+    find("view-head").parentElement.hidden = headAxis === undefined;
+    return fill(find("view"), async (signal) => {
+      const prompt = this.#app.prompt();
+      const body = { prompt, positions: "all", stages: [stage.name.replace("N", find("view-layer").value)], interventions: this.#app.interventions.list };
+      if (headAxis) body.heads = [Math.min(Number(find("view-head").value), stage.shape[1] - 1)];
+      const tokens = await this.#app.tokensOf(prompt, signal);
+      const { shape, values } = await postArray("/activations", body, signal);
+      const width = shape.at(-1);
+      const columns = Math.min(width, MOST_COLUMNS);
+      const names = tokens.map((token) => (this.#app.vocabulary.idsAlone ? `${token.id}` : visible(token.text)));
+      const of = stage.axes.at(-1) === "T" ? names : Array.from({ length: columns }, (_, index) => `${index}`);
+      const at = (row, column) => values[row * width + column];
+      const sizes = values.filter(Number.isFinite).map(Math.abs).sort();
+      const largest = sizes.length ? sizes[Math.floor(0.99 * (sizes.length - 1))] : 1;
+      return [
+        element("p", { class: "hint" }, `${stage.meaning}. ${columns < width ? `The first ${columns} of ${width} values. ` : ""}Full colour at ${largest.toPrecision(3)}, where 99 % lie below.`),
+        heatMap({
+          label: body.stages[0],
+          rows: names,
+          columns: of.slice(0, columns),
+          at,
+          largest,
+          say: (row, column) => `${names[row]} (${row + 1}), ${stage.axes.at(-1)} ${of[column]}: ${at(row, column).toPrecision(4)}`,
+        }),
+      ];
+    });
+  }
+}
+
+// What is changed, in words, with a button to take each back.
+export function listChanges(place, interventions) {
+  place.hidden = interventions.list.length === 0;
+  const chip = (change, index) =>
+    element(
+      "li",
+      { class: "chip" },
+      inWords(change),
+      element("button", { type: "button", "aria-label": `take back: ${inWords(change)}`, onclick: () => interventions.remove(index) }, "×"),
+    );
+  place.replaceChildren(element("span", {}, "Changed inside:"), element("ul", {}, ...interventions.list.map(chip)));
+}

@@ -1,0 +1,113 @@
+// Model: what is served, how it was trained, and what the server does now.
+
+import { get, getText } from "./api.js";
+import { lineChart } from "./chart.js";
+import { element, fill, find } from "./dom.js";
+
+const EVERY_MS = 2000;
+const KEPT = 60;
+
+const rows = (pairs) =>
+  element("table", { class: "plain" }, element("tbody", {}, ...pairs.map(([name, value]) => element("tr", {}, element("th", { scope: "row" }, name), element("td", {}, value)))));
+
+// The samples of Prometheus' text format that have no labels.
+export function readMetrics(text) {
+  const values = new Map();
+  for (const [, name, value] of text.matchAll(/^([a-z_]+) ([0-9.eE+-]+)$/gm)) values.set(name, Number(value));
+  return values;
+}
+
+export class ModelTab {
+  #app;
+  #timer = null;
+  #before = null; // { time, tokens, prompt }
+  #rates = [];
+
+  constructor(app) {
+    this.#app = app;
+  }
+
+  open() {
+    fill(find("facts"), () => this.#facts());
+    fill(find("training"), (signal) => this.#training(signal));
+    this.#before = null;
+    this.#watch();
+  }
+
+  close() {
+    clearTimeout(this.#timer);
+  }
+
+  update() {}
+
+  #facts() {
+    const { info } = this.#app;
+    const { config, checkpoint } = info;
+    const heads = config.n_kv_head && config.n_kv_head !== config.n_head ? `${config.n_head} heads, ${config.n_kv_head} for keys and values` : `${config.n_head} heads`;
+    const loss = checkpoint.val_loss === null ? "not known" : `${checkpoint.val_loss.toFixed(4)} nats per token`;
+    return [
+      element("h3", {}, info.model),
+      rows([
+        ["parameters", info.parameters.toLocaleString("en")],
+        ["shape", `${config.n_layer} layers, ${heads}, width ${config.d_model}`],
+        ["context", `${info.limits.context_length} tokens`],
+        ["vocabulary", `${config.vocab_size.toLocaleString("en")} tokens (${info.vocabulary})`],
+        ["step", checkpoint.step.toLocaleString("en")],
+        ["validation loss", loss],
+        ["weights (sha256)", element("code", {}, checkpoint.weights_sha256)],
+        ["computed on", `${info.device}, ${info.dtype}, ${info.decoding}, ${info.threads} thread${info.threads === 1 ? "" : "s"}`],
+      ]),
+    ];
+  }
+
+  async #training(signal) {
+    const { card, curve } = await get("/card", signal);
+    const made = [];
+    const points = (list) => list.filter(({ loss }) => loss !== null).map(({ step, loss }) => [step, loss]);
+    const series = [
+      { name: "training (smoothed)", points: points(curve.training) },
+      { name: "validation", points: points(curve.validation) },
+    ].filter((line) => line.points.length > 1);
+    if (series.length) {
+      made.push(element("h3", {}, "Training"));
+      made.push(lineChart({ label: "Loss by step", series, x: "step", y: "nats per token" }));
+    }
+    if (card !== null) made.push(element("details", {}, element("summary", {}, "Model card"), element("pre", { class: "card" }, card)));
+    if (!made.length) made.push(element("p", { class: "hint" }, "Nothing stands beside this checkpoint: neither a card nor the log of its run."));
+    return made;
+  }
+
+  async #watch() {
+    clearTimeout(this.#timer);
+    await fill(find("live"), async (signal) => this.#live(readMetrics(await getText("/metrics", signal))));
+    if (!find("panel-model").hidden) this.#timer = setTimeout(() => this.#watch(), EVERY_MS);
+  }
+
+  #live(metrics) {
+    const now = performance.now();
+    const value = (name) => metrics.get(name) ?? 0;
+    const tokens = value("logitd_generation_tokens_total");
+    const prompt = value("logitd_prefill_tokens_total");
+    if (this.#before) {
+      const seconds = (now - this.#before.time) / 1000;
+      this.#rates.push({ time: now, generated: (tokens - this.#before.tokens) / seconds, prompt: (prompt - this.#before.prompt) / seconds });
+      this.#rates = this.#rates.slice(-KEPT);
+    }
+    this.#before = { time: now, tokens, prompt };
+    const last = this.#rates.at(-1) ?? { generated: 0, prompt: 0 };
+    const made = [
+      element("h3", {}, "Now"),
+      rows([
+        ["generated", `${last.generated.toFixed(0)} tokens/s`],
+        ["prompts", `${last.prompt.toFixed(0)} tokens/s`],
+        ["slots", `${value("logitd_kv_slots_used")} of ${value("logitd_kv_slots")} in use`],
+        ["waiting", `${value("logitd_num_sequences_waiting")} sequences`],
+      ]),
+    ];
+    if (this.#rates.length > 1) {
+      const points = this.#rates.map(({ time, generated }) => [(time - now) / 1000, generated]);
+      made.push(lineChart({ label: "Generated tokens per second", series: [{ name: "generated", points }], x: "seconds", y: "tokens/s", height: 180 }));
+    }
+    return made;
+  }
+}

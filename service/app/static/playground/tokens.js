@@ -1,0 +1,77 @@
+// Tokens as people can see them, coloured by how unexpected they are or by any other share.
+
+import { element, roving } from "./dom.js";
+import { surprise } from "./sampling.js";
+
+export const MOST_BITS = 10;
+
+// White space is shown, and so is a token without a text.
+export const visible = (text) =>
+  text === "" ? "∅" : text.replaceAll("\n", "⏎").replaceAll("\t", "⇥").replaceAll(" ", "·");
+
+export const percent = (prob) => {
+  const value = 100 * prob;
+  if (value !== 0 && value < 0.01) return "< 0.01 %";
+  return `${value >= 99.995 && value < 100 ? "> 99.99" : value.toFixed(2)} %`;
+};
+
+// The texts of tokens in a row: half characters are shown with the token that completes them.
+export function texts(tokens, idsAlone) {
+  if (idsAlone) return tokens.map((token) => `${token.id} `);
+  const decoder = new TextDecoder();
+  return tokens.map((token) => decoder.decode(new Uint8Array(token.bytes), { stream: true }));
+}
+
+// How strongly the colour of surprise is laid on, 0 to 1.
+export const strength = (bits) => Math.min(1, bits / MOST_BITS);
+
+export function describe(token, idsAlone) {
+  const name = idsAlone ? `id ${token.id}` : `"${visible(token.text)}", id ${token.id}`;
+  if (token.logprob === null || token.logprob === undefined) return `${name}: nothing before it predicts it`;
+  const bits = surprise(token.logprob).toFixed(1);
+  return `${name}: ${percent(Math.exp(token.logprob))}, ${bits} bits, rank ${token.rank}`;
+}
+
+// One token of a text. `share` is how strongly it is coloured; absent: by its surprise.
+export function tokenSpan(token, text, { idsAlone, onclick, share, note }) {
+  const bits = token.logprob === null || token.logprob === undefined ? 0 : surprise(token.logprob);
+  const title = note ?? describe(token, idsAlone);
+  return element(
+    "span",
+    {
+      class: "token",
+      role: "button",
+      tabindex: -1,
+      title,
+      "aria-label": title,
+      style: { "--share": (share ?? strength(bits)).toFixed(3) },
+      onclick,
+    },
+    ...lines(text),
+  );
+}
+
+// A line break is shown, without becoming a part of what is copied.
+const lines = (text) => text.split(/(\n)/).map((part) => (part === "\n" ? element("span", { class: "newline" }, part) : part));
+
+// A text of tokens through which arrow keys lead.
+export function tokenText(label) {
+  const text = element("pre", { class: "tokens", role: "group", "aria-label": label });
+  roving(text, ".token", () => 10);
+  return text;
+}
+
+// Which of its tokens was chosen.
+export function choose(container, span) {
+  for (const other of container.querySelectorAll(".token[aria-pressed=true]")) other.setAttribute("aria-pressed", "false");
+  span?.setAttribute("aria-pressed", "true");
+}
+
+export const surpriseLegend = () =>
+  element(
+    "p",
+    { class: "legend" },
+    "expected ",
+    element("span", { class: "ramp", "aria-hidden": "true" }),
+    ` ${MOST_BITS} bits or more: unexpected (one in ${(2 ** MOST_BITS).toLocaleString("en")})`,
+  );

@@ -1,0 +1,421 @@
+"""The playground as a person uses it: headless Chromium, and a real server on the bundled model.
+
+Needs a Chromium (Debian's, for example) and the package playwright; skipped without. What the page
+shows is held against what the API says.
+"""
+
+import json
+import re
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+
+from model.text.tokenizer import Tokenizer
+from tests.e2e.server import ServedProcess
+from tests.model.factories import save_tiny_checkpoint, tiny_gpt
+
+pytestmark = pytest.mark.slow
+
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser"))), None)
+TABS = ("generate", "attention", "lens", "inside", "tokens", "model")
+PROMPT = "import os\nimport sys\n"
+Page = Any
+NewPage = Callable[..., Page]
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    sync_api = pytest.importorskip("playwright.sync_api")
+    if BROWSER is None:
+        pytest.skip("no chromium is installed")
+    with sync_api.sync_playwright() as playwright:
+        # Without its own sandbox, which needs rights that a container does not give.
+        opened = playwright.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
+        yield opened
+        opened.close()
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ServedProcess]:
+    with ServedProcess("--threads", "1") as running:
+        yield running
+
+
+@pytest.fixture
+def new_page(browser: Any) -> Iterator[NewPage]:
+    """Opens pages, which may not fail by themselves and may ask no other host for anything."""
+    contexts, problems = [], []
+
+    def opened(url: str, *, quiet: bool = True, **options: Any) -> Page:
+        context = browser.new_context(**options)
+        context.grant_permissions(["clipboard-read", "clipboard-write"])
+        contexts.append(context)
+        page = context.new_page()
+        host = urlsplit(url).netloc
+
+        def note_request(request: Any) -> None:
+            if urlsplit(request.url).netloc not in (host, ""):
+                problems.append(f"asked {request.url}")
+
+        def note_error(said: Any) -> None:
+            if said.type == "error":
+                problems.append(said.text)
+
+        page.on("request", note_request)
+        page.on("pageerror", lambda error: problems.append(f"failed: {error}"))
+        if quiet:
+            page.on("console", note_error)
+        page.goto(url)
+        return page
+
+    yield opened
+    for context in contexts:
+        context.close()
+    assert not problems
+
+
+@pytest.fixture
+def page(server: ServedProcess, new_page: NewPage) -> Page:
+    return ready(new_page(f"{server.url}/#prompt={PROMPT.replace(chr(10), '%0A')}"))
+
+
+def ready(page: Page) -> Page:
+    page.wait_for_selector("#page:not([hidden])")
+    return page
+
+
+def asked(server: ServedProcess, path: str, **body: Any) -> dict[str, Any]:
+    reply = httpx.post(f"{server.url}{path}", json=body, timeout=60, trust_env=False)
+    reply.raise_for_status()
+    return dict(reply.json())
+
+
+def generate(page: Page, **fields: Any) -> str:
+    """Fill in, press the button, wait for the end; the whole text."""
+    for name, value in fields.items():
+        page.locator(f"#{name}").fill(str(value))
+    page.click("#go")
+    finished(page)
+    return text_of(page)
+
+
+def finished(page: Page) -> None:
+    page.wait_for_selector("#stop:disabled")
+    page.wait_for_function("/seed|stopped/.test(document.getElementById('status').textContent)")
+
+
+def text_of(page: Page) -> str:
+    return str(page.evaluate("document.querySelector('.tokens').textContent"))
+
+
+def bars(page: Page, place: str = "#distribution") -> list[list[str]]:
+    """The rows of a distribution: token, before, after."""
+    page.wait_for_selector(f"{place}:not([aria-busy]) .distribution")
+    rows: list[list[str]] = page.evaluate(
+        f"""[...document.querySelectorAll("{place} .distribution tbody tr")].map((row) =>
+            [...row.children].filter((cell) => !cell.matches(".bars"))
+                .map((cell) => (cell.querySelector("button, span") ?? cell).textContent))"""
+    )
+    return rows
+
+
+def share(text: str) -> float:
+    return 0.0 if text in ("dropped", "< 0.01 %") else float(text.removesuffix(" %").split()[-1])
+
+
+def shown(text: str) -> str:
+    return text.replace("\n", "⏎").replace("\t", "⇥").replace(" ", "·")
+
+
+def test_what_it_streams_is_what_the_api_says(server: ServedProcess, page: Page) -> None:
+    text = generate(page, seed=5, max_tokens=30, temperature=0.7)
+    body = {"prompt": PROMPT, "seed": 5, "max_tokens": 30, "temperature": 0.7, "echo": True}
+    assert text == asked(server, "/generate", **body)["choices"][0]["text"]
+    assert "seed 5" in page.inner_text("#status")
+    tokens = page.locator(".tokens .token")
+    assert tokens.count() == 30 + page.locator(".tokens .of-prompt").count()
+    page.click("#again")
+    finished(page)
+    assert text_of(page) == text
+
+
+def test_a_token_shows_where_it_was_drawn_from_and_sliders_reshape_it(
+    server: ServedProcess, page: Page
+) -> None:
+    generate(page, seed=5, max_tokens=20, temperature=1)
+    place = page.locator(".tokens .of-prompt").count() + 6
+    page.locator(".tokens .token").nth(place).click()
+    page.wait_for_selector("#distribution .mark")
+    echoed = asked(server, "/generate", prompt=PROMPT, seed=5, max_tokens=20, echo=True)
+    prefix = echoed["choices"][0]["token_ids"][:place]
+    for settings in ({"temperature": 0.5}, {"top_k": 5}, {"top_p": 0.5}, {"min_p": 0.1}):
+        for name, value in settings.items():
+            page.locator(f"#{name}").fill(str(value))
+        processing = {
+            name: float(page.input_value(f"#{name}")) for name in ("temperature", "top_p", "min_p")
+        } | {"top_k": int(page.input_value("#top_k"))}
+        expected = asked(
+            server, "/probs", prompt=prefix, top_k=12, stage="processed", processing=processing
+        )
+        after = {shown(entry["text"]): entry["prob"] for entry in expected["prompts"][0]["tokens"]}
+        rows = bars(page)
+        assert len(rows) >= 12
+        assert sum(share(row[2]) > 0 for row in rows) == sum(prob > 1e-4 for prob in after.values())
+        for token, _, drawn in rows[:12]:
+            assert share(drawn) == pytest.approx(100 * after.get(token, 0), abs=0.0101)
+    plain = asked(server, "/probs", prompt=prefix, top_k=3)["prompts"][0]["tokens"]
+    assert [row[0] for row in bars(page)[:3]] == [shown(entry["text"]) for entry in plain]
+
+
+def test_another_token_begins_a_branch_and_branches_can_be_walked(page: Page) -> None:
+    first = generate(page, seed=5, max_tokens=12, temperature=1)
+    place = page.locator(".tokens .of-prompt").count() + 4
+    page.locator(".tokens .token").nth(place).click()
+    page.wait_for_selector("#distribution .mark")
+    before = "".join(page.locator(".tokens .token").all_text_contents()[:place])
+    other = page.locator("#distribution tbody tr:not(.chosen) button").first
+    token = other.inner_text().replace("·", " ").replace("⏎", "\n")
+    other.click()
+    page.wait_for_selector("#branches:not([hidden])")
+    finished(page)
+    branched = text_of(page)
+    assert branched.startswith(before + token)
+    assert branched != first
+    page.locator("#branches button").first.click()
+    assert text_of(page) == first
+    page.locator("#branches button").nth(1).click()
+    assert text_of(page) == branched
+
+
+def test_a_link_opens_the_same_page_and_gives_the_same_text(new_page: NewPage, page: Page) -> None:
+    text = generate(page, seed=9, max_tokens=15, temperature=0.9)
+    page.click("#copy-link")
+    page.wait_for_function("document.getElementById('copy-link').textContent === 'Copied'")
+    link = page.evaluate("navigator.clipboard.readText()")
+    other = ready(new_page(link))
+    finished(other)
+    assert text_of(other) == text
+    assert other.input_value("#temperature") == "0.9"
+
+
+def test_what_is_copied_runs(server: ServedProcess, page: Page) -> None:
+    """The body of curl's command and of the Python program, sent as it stands."""
+    text = generate(page, seed=9, max_tokens=15)
+    page.click("#copy-curl")
+    page.wait_for_function("document.getElementById('copy-curl').textContent === 'Copied'")
+    command = page.evaluate("navigator.clipboard.readText()")
+    body = json.loads(re.search(r"-d '(.*)'\n", command, re.DOTALL)[1])  # type: ignore[index]
+    assert PROMPT + asked(server, "/generate", **body)["choices"][0]["text"] == text
+    page.click("#copy-python")
+    page.wait_for_function("document.getElementById('copy-python').textContent === 'Copied'")
+    program = page.evaluate("navigator.clipboard.readText()")
+    printed: list[str] = []
+    exec(compile(program, "program.py", "exec"), {"print": printed.append})
+    assert PROMPT + printed[0] == text
+
+
+def test_attention_is_the_apis(server: ServedProcess, page: Page) -> None:
+    page.click("#tab-attention")
+    page.wait_for_selector("#attention .heat")
+    page.click("[data-head='2.3']")
+    reply = asked(server, "/attention", prompt=PROMPT, layers=[2], heads=[3], positions="all")
+    weights = reply["prompts"][0]["attention"][0][0]
+    last = len(weights) - 1
+    page.locator("#attention .map").focus()
+    page.keyboard.press("ArrowRight")
+    said = page.inner_text("#attention .readout")
+    assert f"{100 * weights[last][1]:.2f} %" in said or "< 0.01 %" in said
+    coloured = page.evaluate(
+        "[...document.querySelectorAll('#attention .token')]"
+        ".map((span) => Number(span.style.getPropertyValue('--share')))"
+    )
+    assert coloured == pytest.approx(weights[last], abs=6e-4)
+    page.wait_for_function("location.hash.includes('head=3')")
+
+
+def test_the_lens_is_the_apis(server: ServedProcess, page: Page) -> None:
+    page.click("#tab-lens")
+    page.wait_for_selector("#lens table.lens")
+    reply = asked(server, "/lens", prompt=PROMPT, positions="all", top_k=1)
+    positions = reply["prompts"][0]["positions"]
+    said = [
+        [shown(layer["top"][0]["text"]) for layer in position["layers"]] for position in positions
+    ]
+    rows = page.evaluate(
+        "[...document.querySelectorAll('.lens tbody tr')]"
+        ".map((row) => [...row.querySelectorAll('td')].map((cell) => cell.textContent))"
+    )
+    assert rows[::-1] == [list(layer) for layer in zip(*said, strict=True)]
+    page.locator(".lens tbody tr").nth(2).locator("td").nth(1).click()
+    assert "After block 3" in page.inner_text("#lens")
+
+
+def test_a_head_is_switched_off_and_the_distribution_moves(
+    server: ServedProcess, page: Page
+) -> None:
+    page.click("#tab-inside")
+    page.wait_for_selector("#view .heat")
+    page.select_option("#change-layer", "5")
+    page.fill("#change-heads", "1, 3")
+    page.click("#change button[type=submit]")
+    page.wait_for_function("document.querySelector('#effect .hint').textContent.includes('bits')")
+    change = {"stage": "blocks.5.attention.heads", "heads": [1, 3], "operation": "zero"}
+    before = asked(server, "/probs", prompt=PROMPT, top_k=12)["prompts"][0]["tokens"]
+    ids = [entry["id"] for entry in before]
+    after = asked(server, "/probs", prompt=PROMPT, token_ids=ids, interventions=[change])
+    rows = {row[0]: row[1:] for row in bars(page, "#effect")}
+    for entry, changed in zip(before, after["prompts"][0]["tokens"], strict=True):
+        said = rows[shown(entry["text"])]
+        assert share(said[0]) == pytest.approx(100 * entry["prob"], abs=0.0051)
+        assert share(said[1]) == pytest.approx(100 * changed["prob"], abs=0.0101)
+    page.click("#tab-generate")
+    text = generate(page, seed=4, max_tokens=10, temperature=0)
+    body = {"prompt": PROMPT, "max_tokens": 10, "temperature": 0, "interventions": [change]}
+    assert text == PROMPT + asked(server, "/generate", **body)["choices"][0]["text"]
+    page.click(".chip button")
+    assert page.locator("#changes").is_hidden()
+
+
+def test_the_other_tabs_say_what_is_served(server: ServedProcess, page: Page) -> None:
+    page.click("#tab-tokens")
+    page.wait_for_selector("#pieces li")
+    tokens = asked(server, "/tokenize", prompt=PROMPT, special_tokens="text")
+    assert page.locator("#pieces li").count() == tokens["count"]
+    page.click("#tab-model")
+    page.wait_for_selector("#training .chart path")
+    facts = page.inner_text("#facts")
+    assert tokens["checkpoint"]["weights_sha256"] in facts
+    page.wait_for_function("document.querySelector('#live').textContent.includes('of 16 in use')")
+
+
+def test_it_can_be_used_without_a_mouse(page: Page) -> None:
+    page.locator("#prompt").focus()
+    page.locator("#max_tokens").fill("8")
+    page.keyboard.press("Control+Enter")
+    finished(page)
+    page.locator(".tokens .token").first.focus()
+    for _ in range(5):
+        page.keyboard.press("ArrowRight")
+    page.keyboard.press("Enter")
+    page.wait_for_selector("#distribution .mark")
+    assert page.evaluate("document.activeElement.getAttribute('aria-pressed')") == "true"
+    page.locator("#tab-generate").focus()
+    page.keyboard.press("ArrowRight")
+    assert page.get_attribute("#tab-attention", "aria-selected") == "true"
+
+
+def test_its_first_prompt_is_what_the_model_would_write(
+    server: ServedProcess, new_page: NewPage
+) -> None:
+    prompt = ready(new_page(server.url)).input_value("#prompt")
+    assert prompt.strip()
+    tokens = asked(server, "/score", prompt=[prompt], logprobs=0)["prompts"][0]["score"]
+    assert tokens["bits_per_byte"] < 2.5, "a text of its own kind"
+
+
+@pytest.mark.parametrize("width", [390, 1280])
+def test_nothing_is_wider_than_the_window(
+    server: ServedProcess, new_page: NewPage, width: int
+) -> None:
+    page = ready(new_page(server.url, viewport={"width": width, "height": 800}))
+    for tab in TABS:
+        page.click(f"#tab-{tab}")
+        page.wait_for_function(
+            f"document.querySelector('#panel-{tab} table, #panel-{tab} .heat, #panel-{tab} li')"
+        )
+        assert page.evaluate("document.documentElement.scrollWidth") <= width, tab
+
+
+def test_a_key_is_asked_for_and_kept_out_of_links(new_page: NewPage) -> None:
+    with ServedProcess("--threads", "1", "--api-keys", "class=the-key-of-the-class") as server:
+        page = new_page(server.url, quiet=False)  # the browser notes a 401 as an error
+        page.wait_for_selector("#key-row:not([hidden])")
+        assert "asks for an API key" in page.inner_text("#page-problem")
+        page.fill("#key", "not-the-key")
+        page.click("#key-form button")
+        page.wait_for_function("document.querySelector('#page-problem').textContent.length > 0")
+        page.fill("#key", "the-key-of-the-class")
+        page.click("#key-form button")
+        ready(page)
+        assert len(generate(page, max_tokens=5)) > 5
+        assert "the-key" not in page.url
+        page.reload()
+        ready(page)
+        page.click("#copy-curl")
+        assert "the-key" not in page.evaluate("navigator.clipboard.readText()")
+
+
+def test_a_full_server_is_said_and_recovered_from(new_page: NewPage) -> None:
+    with ServedProcess("--threads", "1", "--slots", "1", "--max-queue", "63") as server:
+        page = ready(new_page(f"{server.url}/#prompt=import", quiet=False))
+        page.wait_for_selector("#distribution .distribution")
+        body = {"prompt": "a", "n": 64, "max_tokens": 500, "ignore_eos": True, "stream": True}
+        with httpx.stream("POST", f"{server.url}/generate", json=body, timeout=60) as stream:
+            pieces = stream.iter_bytes()
+            next(pieces)
+            page.click("#go")
+            page.wait_for_selector("#status .problem")
+            assert "more to do than it can take" in page.inner_text("#status")
+        page.click("#status .problem button")
+        finished(page)
+        assert "tokens/s" in page.inner_text("#status")
+
+
+def test_a_server_that_dies_is_said_and_the_page_goes_on_with_the_next(new_page: NewPage) -> None:
+    flags = ("--threads", "1")
+    with ServedProcess(*flags) as server:
+        port = server.address.rpartition(":")[2]
+        page = ready(new_page(f"{server.url}/#prompt=import&max_tokens=480", quiet=False))
+        page.wait_for_selector("#distribution .distribution")
+        page.click("#go")
+        page.wait_for_function("document.querySelectorAll('.tokens .token').length > 20")
+        server.process.kill()
+        page.wait_for_selector("#status .problem")
+        assert "cut off" in page.inner_text("#status")
+        page.click("#status .problem button")
+        page.wait_for_function(
+            "document.querySelector('#status').textContent.includes('does not answer')"
+        )
+    with ServedProcess(*flags, "--port", port):
+        page.locator("#max_tokens").fill("10")
+        page.click("#status .problem button")
+        page.wait_for_function("document.querySelectorAll('.tokens .token').length > 20")
+
+
+def test_a_page_that_is_loaded_again_frees_its_slot(server: ServedProcess, page: Page) -> None:
+    page.locator("#max_tokens").fill("480")
+    page.locator("#prompt").fill("def again():\n")
+    page.click("#go")
+    page.wait_for_function("document.querySelectorAll('.tokens .token').length > 20")
+    page.wait_for_function("location.hash.includes('again')")
+    page.reload()
+    ready(page)
+    assert page.input_value("#prompt") == "def again():\n"
+    deadline = time.monotonic() + 20
+    while "logitd_num_sequences_running 0" not in httpx.get(f"{server.url}/metrics").text:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def test_a_model_without_a_vocabulary_is_asked_in_ids(new_page: NewPage, tmp_path: Path) -> None:
+    gpt = tiny_gpt()
+    tokenizer = Tokenizer.without_text(gpt.config.vocab_size)
+    path = save_tiny_checkpoint(tmp_path / "ids", gpt, tokenizer=tokenizer).path
+    with ServedProcess("--threads", "1", "--checkpoint", str(path)) as server:
+        page = ready(new_page(server.url))
+        assert page.input_value("#prompt") == "0"
+        text = generate(page, max_tokens=6, seed=1)
+        reply = asked(server, "/generate", prompt=[0], max_tokens=6, seed=1, temperature=0.8)
+        assert [int(word) for word in text.split()] == [0, *reply["choices"][0]["token_ids"]]
+        for tab in TABS[1:]:
+            page.click(f"#tab-{tab}")
+            page.wait_for_selector(f"#panel-{tab} :is(table, .heat, li)")
+        page.fill("#prompt", "0 one")
+        page.wait_for_selector("#prompt-problem .problem")
+        assert "write token ids" in page.inner_text("#prompt-problem")
