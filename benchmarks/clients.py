@@ -1,0 +1,447 @@
+"""Clients that other people wrote, run against the bundled checkpoint: a Markdown table.
+
+    .venv/bin/python benchmarks/clients.py PYTHON ...
+
+serves the bundled checkpoint, as a copy with a chat template, and lets each PYTHON run the clients
+that are installed beside it: their requirements contradict each other and those of logitd, so they
+have environments of their own. `service/openai/README.md` says how those are made. Nothing here
+uses a network but the loopback. What is checked is that a client gets what it asks for, not how
+good it is. Open WebUI is not run: the calls that it makes are sent by hand.
+"""
+
+import contextlib
+import functools
+import importlib
+import importlib.metadata
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+CHECKPOINT = ROOT / "checkpoints" / "python-small"
+TEMPLATE = (
+    "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}assistant:"
+)
+ADDRESS = "LOGITD_CLIENTS_URL"
+"""The variable that has the server's address in the environments of the clients."""
+URL = os.environ.get(ADDRESS, "")
+MODEL = "gpt-4o-mini"
+CHAT = [{"role": "user", "content": "What is there?"}]
+PROMPT = "import os"
+LIMIT = 400
+START_SECONDS = 120
+Checks = Iterator[tuple[str, Callable[[], Any]]]
+
+
+def schema_of(pydantic: Any) -> Any:
+    """A model of two fields, as people write them."""
+    return pydantic.create_model("Item", name=(str, ...), count=(int, ...))
+
+
+def openai_client() -> Checks:
+    openai = importlib.import_module("openai")
+    model = schema_of(importlib.import_module("pydantic"))
+    client = openai.OpenAI(base_url=f"{URL}/v1", api_key="none")
+    asked = {"model": MODEL, "messages": CHAT, "max_tokens": LIMIT}
+    tool = {"type": "function", "function": {"name": "f", "parameters": model.model_json_schema()}}
+    named = {"type": "function", "function": {"name": "f"}}
+
+    def streamed() -> Any:
+        with client.chat.completions.stream(**asked, tools=[tool], tool_choice=named) as stream:
+            message = stream.get_final_completion().choices[0].message
+        return model.model_validate_json(message.tool_calls[0].function.arguments)
+
+    yield (
+        "completions",
+        lambda: (
+            client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=100_000, logprobs=1)
+            .choices[0]
+            .finish_reason
+            == "length"
+        ),
+    )
+    yield (
+        "chat.completions.parse",
+        lambda: (
+            client.chat.completions.parse(**asked, response_format=model).choices[0].message.parsed
+        ),
+    )
+    yield "chat with tools, streamed", streamed
+    yield (
+        "extra_body structured_outputs",
+        lambda: (
+            client.chat.completions.create(
+                **asked, extra_body={"structured_outputs": {"choice": ["yes", "no"]}}
+            )
+            .choices[0]
+            .message.content
+            in ("yes", "no")
+        ),
+    )
+
+
+def instructor_client() -> Checks:
+    instructor, openai = map(importlib.import_module, ("instructor", "openai"))
+    model = schema_of(importlib.import_module("pydantic"))
+
+    def ask(mode: str) -> Any:
+        client = instructor.from_openai(
+            openai.OpenAI(base_url=f"{URL}/v1", api_key="none"), mode=instructor.Mode[mode]
+        )
+        return client.chat.completions.create(
+            model=MODEL, messages=CHAT, response_model=model, max_tokens=LIMIT
+        )
+
+    for mode in ("TOOLS", "JSON", "JSON_SCHEMA"):
+        yield f"response_model, Mode.{mode}", functools.partial(ask, mode)
+
+
+def langchain_client() -> Checks:
+    langchain = importlib.import_module("langchain_openai")
+    model = schema_of(importlib.import_module("pydantic"))
+    chat = langchain.ChatOpenAI(base_url=f"{URL}/v1", api_key="none", model=MODEL, max_tokens=LIMIT)
+    yield "invoke", lambda: chat.invoke("What is there?").content
+    yield "stream", lambda: "".join(chunk.content for chunk in chat.stream("What?"))
+
+    def structured(method: str) -> Any:
+        return chat.with_structured_output(model, method=method).invoke("What is there?")
+
+    for method in ("json_schema", "function_calling"):
+        yield f"with_structured_output({method})", functools.partial(structured, method)
+    yield (
+        "bind_tools, tool_choice any",
+        lambda: (
+            chat.bind_tools([model], tool_choice="any")
+            .invoke("What is there?")
+            .tool_calls[0]["args"]
+        ),
+    )
+
+
+def litellm_client() -> Checks:
+    litellm = importlib.import_module("litellm")
+    asked = {"api_base": f"{URL}/v1", "api_key": "none", "max_tokens": LIMIT}
+    yield (
+        "completion",
+        lambda: (
+            litellm.completion(model=f"openai/{MODEL}", messages=CHAT, **asked)
+            .choices[0]
+            .message.content
+        ),
+    )
+    yield (
+        "completion, stream",
+        lambda: "".join(
+            chunk.choices[0].delta.content or ""
+            for chunk in litellm.completion(
+                model=f"openai/{MODEL}", messages=CHAT, stream=True, **asked
+            )
+        ),
+    )
+    yield (
+        "text_completion",
+        lambda: (
+            litellm.text_completion(model=f"text-completion-openai/{MODEL}", prompt=PROMPT, **asked)
+            .choices[0]
+            .text
+        ),
+    )
+
+
+def llama_index_client() -> Checks:
+    like = importlib.import_module("llama_index.llms.openai_like").OpenAILike
+    asked = {"api_base": f"{URL}/v1", "api_key": "none", "model": MODEL, "max_tokens": LIMIT}
+    plain, chat = like(**asked, is_chat_model=False), like(**asked, is_chat_model=True)
+    message = importlib.import_module("llama_index.core.llms").ChatMessage
+    yield "complete", lambda: plain.complete(PROMPT).text
+    yield "stream_complete", lambda: [part.delta for part in plain.stream_complete(PROMPT)]
+    yield "chat", lambda: chat.chat([message(role="user", content="What?")]).message.content
+
+
+def huggingface_client() -> Checks:
+    client = importlib.import_module("huggingface_hub").InferenceClient(base_url=URL)
+    chat = importlib.import_module("huggingface_hub").InferenceClient(base_url=f"{URL}/v1")
+    asked = {"max_new_tokens": 20, "seed": 1, "temperature": 0.7}
+    yield "text_generation", lambda: client.text_generation(PROMPT, **asked)
+    yield (
+        "text_generation, details",
+        lambda: (
+            client.text_generation(PROMPT, details=True, **asked).details.generated_tokens == 20
+        ),
+    )
+    yield (
+        "text_generation, stream",
+        lambda: (
+            "".join(client.text_generation(PROMPT, stream=True, **asked))
+            == client.text_generation(PROMPT, **asked)
+        ),
+    )
+    yield (
+        "text_generation, stream, details",
+        lambda: (
+            [*client.text_generation(PROMPT, stream=True, details=True, **asked)][
+                -1
+            ].details.finish_reason
+            == "length"
+        ),
+    )
+    yield (
+        "chat_completion",
+        lambda: chat.chat_completion(CHAT, max_tokens=LIMIT).choices[0].message.content,
+    )
+
+
+def outlines_client() -> Checks:
+    outlines, openai = map(importlib.import_module, ("outlines", "openai"))
+    model = schema_of(importlib.import_module("pydantic"))
+    client = openai.OpenAI(base_url=f"{URL}/v1", api_key="none")
+    server = outlines.from_vllm(client, MODEL)
+    literal = importlib.import_module("typing").Literal["yes", "no"]
+    regex = importlib.import_module("outlines.types").Regex
+    yield (
+        "from_vllm, schema",
+        lambda: model.model_validate_json(server("What is there?", model, max_tokens=LIMIT)),
+    )
+    yield "from_vllm, choice", lambda: server("Well?", literal, max_tokens=9) in ("yes", "no")
+    yield "from_vllm, regex", lambda: server("Well?", regex("[a-c]{3}"), max_tokens=9)
+    yield (
+        "from_openai, schema",
+        lambda: model.model_validate_json(
+            outlines.from_openai(client, MODEL)("What?", model, max_tokens=LIMIT)
+        ),
+    )
+
+
+def guidance_client() -> Checks:
+    guidance = importlib.import_module("guidance")
+    server = guidance.models.OpenAI(MODEL, base_url=f"{URL}/v1", api_key="none")
+
+    def asked(grammar: Any) -> Any:
+        with guidance.user():
+            state = server + "What is there?"
+        with guidance.assistant():
+            state += grammar
+        return state["answer"]
+
+    yield "gen", lambda: asked(guidance.gen(name="answer", max_tokens=20))
+    yield (
+        "json",
+        lambda: json.loads(
+            asked(
+                guidance.json(name="answer", schema=schema_of(importlib.import_module("pydantic")))
+            )
+        ),
+    )
+
+
+def llm_client() -> Checks:
+    models = importlib.import_module("llm.default_plugins.openai_models")
+
+    def made(kind: Any) -> Any:
+        model = kind("logitd", model_name=MODEL, api_base=f"{URL}/v1")
+        model.key = "none"
+        return model
+
+    yield "Completion.prompt", lambda: made(models.Completion).prompt(PROMPT, stream=False).text()
+    yield "Chat.prompt, stream", lambda: "".join(made(models.Chat).prompt("What is there?"))
+
+
+def ollama_client() -> Checks:
+    client = importlib.import_module("ollama").Client(host=URL)
+    yield "list", lambda: client.list().models
+    yield "generate", lambda: client.generate(MODEL, PROMPT).response
+    yield "chat", lambda: client.chat(MODEL, CHAT).message.content
+
+
+def lm_eval_client() -> Checks:
+    """A task of its own, because all others are downloaded."""
+    model_args = f"base_url={URL}/v1/completions,model={MODEL},tokenizer_backend=remote"
+    lines = [{"text": "import", "right": " os", "wrong": " zq"} for _ in range(4)]
+    task = {
+        "task": "local",
+        "dataset_path": "json",
+        "test_split": "test",
+        "output_type": "multiple_choice",
+        "doc_to_text": "{{text}}",
+        "doc_to_choice": ["{{right}}", "{{wrong}}"],
+        "doc_to_target": 0,
+        "metric_list": [{"metric": "acc"}],
+    }
+
+    def run() -> Any:
+        with tempfile.TemporaryDirectory() as folder:
+            data = Path(folder, "data.jsonl")
+            data.write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
+            described = {**task, "dataset_kwargs": {"data_files": {"test": str(data)}}}
+            Path(folder, "local.yaml").write_text(json.dumps(described), encoding="utf-8")
+            command = [
+                *(sys.executable, "-m", "lm_eval", "run", "--model", "local-completions"),
+                *("--model_args", f"{model_args},max_length=512", "--tasks", "local"),
+                *("--include_path", folder),
+            ]
+            offline = {**os.environ, "HF_HUB_OFFLINE": "1", "OPENAI_API_KEY": "none"}
+            done = subprocess.run(command, env=offline, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise RuntimeError(done.stderr.strip().rpartition("\n")[2])
+        return "|acc" in done.stdout.replace(" ", "")
+
+    yield "local-completions, multiple choice", run
+
+
+def open_webui_calls() -> Checks:
+    """What Open WebUI sends to an OpenAI connection, by hand."""
+
+    def send(path: str, body: Any = None) -> str:
+        content = None if body is None else json.dumps(body).encode()
+        headers = {"Authorization": "Bearer none", "Content-Type": "application/json"}
+        request = urllib.request.Request(f"{URL}{path}", content, headers)
+        with urllib.request.urlopen(request) as reply:
+            text: str = reply.read().decode()
+        return text
+
+    def streamed() -> bool:
+        options = {"include_usage": True}
+        body = {"model": MODEL, "messages": CHAT, "stream": True, "stream_options": options}
+        return send("/v1/chat/completions", body).endswith("data: [DONE]\n\n")
+
+    yield "GET /v1/models", lambda: json.loads(send("/v1/models"))["data"][0]["id"]
+    yield "a chat, streamed", streamed
+    yield (
+        "a title, with max_completion_tokens",
+        lambda: json.loads(
+            send(
+                "/v1/chat/completions",
+                {"model": MODEL, "messages": CHAT, "stream": False, "max_completion_tokens": 1000},
+            )
+        )["choices"][0]["message"]["content"],
+    )
+
+
+CLIENTS: dict[str, Callable[[], Checks]] = {
+    "openai": openai_client,
+    "instructor": instructor_client,
+    "langchain-openai": langchain_client,
+    "litellm": litellm_client,
+    "llama-index-llms-openai-like": llama_index_client,
+    "huggingface_hub": huggingface_client,
+    "outlines": outlines_client,
+    "guidance": guidance_client,
+    "llm": llm_client,
+    "lm_eval": lm_eval_client,
+    "ollama": ollama_client,
+}
+
+
+BY_HAND = "Open WebUI"
+"""What is not run itself."""
+
+
+def row(client: str, what: str, check: Callable[[], Any]) -> str:
+    """A line of the table: what a check gave, or how it failed."""
+    try:
+        result = check()
+        outcome = "works" if result else f"gave {result!r}"
+    except Exception as error:  # whatever a client may raise is what the table is to say
+        message = " ".join(str(error).split()).replace("|", "/")
+        outcome = f"{type(error).__name__}: {message[:160]}"
+    return f"| {client} | {what} | {outcome} |"
+
+
+def run_clients() -> None:
+    """A row for each check of each client that this Python has."""
+    for client, checks in CLIENTS.items():
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            version = importlib.metadata.version(client)
+            try:
+                for what, check in checks():
+                    print(row(f"{client} {version}", what, check), flush=True)
+            except Exception as error:  # it cannot be made at all
+                print(f"| {client} {version} | | {type(error).__name__}: {error} |", flush=True)
+
+
+def run_by_hand() -> None:
+    for what, check in open_webui_calls():
+        print(row(f"{BY_HAND}'s calls, by hand", what, check), flush=True)
+
+
+def installed(python: str) -> set[str]:
+    """The clients that a Python has."""
+    code = (
+        "import importlib.metadata as m, json; print(json.dumps("
+        "[d.metadata['Name'].lower() for d in m.distributions()]))"
+    )
+    said = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout
+    names = {name.replace("-", "_") for name in json.loads(said)}
+    return {client for client in CLIENTS if client.replace("-", "_") in names}
+
+
+@contextlib.contextmanager
+def server() -> Iterator[str]:
+    """The address of `logitd serve` with the bundled checkpoint, which gets a chat template."""
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(shutil.copytree(CHECKPOINT, Path(folder, CHECKPOINT.name)))
+        config = json.loads((copy / "config.json").read_text(encoding="utf-8"))
+        config["tokenizer"]["chat_template"] = TEMPLATE
+        (copy / "config.json").write_text(json.dumps(config), encoding="utf-8")
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        logitd = Path(sys.executable).with_name("logitd")
+        command: list[str | Path] = [logitd, "serve", copy, "--port", str(port), "--any-model-name"]
+        url = f"http://127.0.0.1:{port}"
+        with subprocess.Popen(command, stdout=sys.stderr) as process:
+            try:
+                _wait(url, process)
+                yield url
+            finally:
+                process.terminate()
+
+
+def _wait(url: str, process: subprocess.Popen[bytes]) -> None:
+    deadline = time.monotonic() + START_SECONDS
+    while time.monotonic() < deadline and process.poll() is None:
+        with contextlib.suppress(urllib.error.URLError):
+            urllib.request.urlopen(f"{url}/health/ready").close()
+            return
+        time.sleep(0.2)
+    raise SystemExit("the server did not start; its messages are above")
+
+
+def main() -> None:
+    if URL:
+        run_by_hand() if BY_HAND in sys.argv else run_clients()
+        return
+    pythons = sys.argv[1:]
+    if not pythons:
+        raise SystemExit("usage: python benchmarks/clients.py PYTHON ...  (each has some clients)")
+    missing = set(CLIENTS).difference(*map(installed, pythons))
+    print("| client | what | result |\n|---|---|---|", flush=True)
+    with server() as url:
+        # litellm would look for prices on its maker's servers
+        variables = {**os.environ, ADDRESS: url, "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
+        printed: set[str] = set()
+        commands = [[python, __file__] for python in pythons]
+        for command in [*commands, [sys.executable, __file__, BY_HAND]]:
+            done = subprocess.run(
+                command, env=variables, stdout=subprocess.PIPE, text=True, check=True
+            )
+            for line in done.stdout.splitlines():  # a client may be in several environments
+                if line.startswith("|") and line not in printed:
+                    print(line, flush=True)
+                    printed.add(line)
+    for client in sorted(missing):
+        print(f"| {client} | | not installed |")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,215 @@
+"""What `logitd extract --logprobs` reaches of the rate at which the engine computes prompts.
+
+    python -m benchmarks.extraction [--checkpoint DIRECTORY] [--dtype float32] [--threads N]
+
+In turns in one process: prompts as `logitd bench` measures them (8 at once of 256 ids), the same
+with prompts as long as the model's context, which is what windows of long documents are, and an
+extraction of standard library sources, counted from the moment at which its model is loaded and its
+data was read once. The share of prompts is what remains for everything else: a row of the head for
+each token instead of one for each prompt, the softmax, encoding, and the files.
+
+Each in processor time of all threads and by the clock. Beside other jobs the first is the one to
+trust, and of that the one with `--threads 1`: of several threads those that wait for one that has
+lost its core spin meanwhile. The last line is JSON.
+"""
+
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.arguments import new_parser
+from model.benchmark.in_process import full_steps, requests
+from model.benchmark.machine import surroundings
+from model.benchmark.workload import DEFAULT_PROMPT_TOKENS, SEVERAL_PROMPTS, WARM_UP, Workload
+from model.data.sources.open_text import open_text
+from model.device import use_threads
+from model.extraction.compute import Placing
+from model.extraction.run import Asked, Surveyed, extract
+from model.inference.engine.config import EngineConfig
+from model.inference.engine.engine import Engine
+from model.inference.load import LoadedModel, load_model
+
+BYTES_PER_TOKEN = 3
+"""Of source code, in the vocabulary of `python-small`; roughly, to choose how much text is read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Of `tokens`: seconds of the processor, all threads together, and by the clock."""
+
+    tokens: int
+    processor: float
+    clock: float
+
+
+class Stopwatch:
+    """Processor time of this process and the clock, from when it was made."""
+
+    def __init__(self) -> None:
+        self._processor, self._clock = time.process_time(), time.perf_counter()
+
+    def cost(self, tokens: int) -> Cost:
+        processor, clock = time.process_time(), time.perf_counter()
+        return Cost(tokens, processor - self._processor, clock - self._clock)
+
+
+def write_text(folder: Path, tokens: int) -> Path:
+    """About so many tokens of Python's own sources, whole documents, as JSON lines."""
+    path, left = folder / "text.jsonl", tokens * BYTES_PER_TOKEN
+    with path.open("w", encoding="utf-8") as file:
+        for document in open_text(["builtin:python"]).documents:
+            text = "".join(document.pieces())
+            file.write(json.dumps({"text": text[:left]}) + "\n")
+            left -= len(text)
+            if left <= 0:
+                return path
+    return path
+
+
+@contextmanager
+def engine_of(loaded: LoadedModel) -> Iterator[Engine]:
+    """As `logitd bench` makes it."""
+    config = EngineConfig(slots=SEVERAL_PROMPTS)
+    engine = Engine(loaded.gpt, config, make_decoder=loaded.decode_path.make_decoder)
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+def prompts_of(loaded: LoadedModel, length: int) -> Workload:
+    """Eight prompts of a length, or of the longest that leaves room for a token."""
+    config = loaded.checkpoint.config
+    return Workload(
+        batches=(SEVERAL_PROMPTS,),
+        prompt_tokens=min(length, config.context_length - 1),
+        tokens=1,
+        rounds=1,
+        vocab_size=config.vocab_size,
+        prefill_chunk=EngineConfig().prefill_chunk,
+    )
+
+
+def prompts(engine: Engine, workload: Workload, tokens: int, name: str) -> Cost:
+    """At least `tokens` of prompts, a batch after the other."""
+    batch_tokens = SEVERAL_PROMPTS * workload.prompt_tokens
+    batches = [
+        requests(workload, SEVERAL_PROMPTS, f"{name} {number}", tokens=1)
+        for number in range(-(-tokens // batch_tokens))
+    ]
+    watch = Stopwatch()
+    for batch in batches:
+        full_steps(engine, batch)
+    return watch.cost(batch_tokens * len(batches))
+
+
+def extraction(checkpoint: Path, text: Path, folder: Path, placing: Placing) -> Cost:
+    """The whole text, into a folder that is new."""
+    watches: list[Stopwatch] = []
+
+    def tell(event: Any) -> None:
+        if isinstance(event, Surveyed):
+            watches.append(Stopwatch())
+
+    result = extract(checkpoint, [str(text)], folder, Asked(), placing=placing, tell=tell)
+    return watches[0].cost(result.tokens)
+
+
+def share(of: Cost, cost: Cost, kind: str) -> float:
+    """The rate of `cost` as a share of the rate of `of`."""
+    own, other = getattr(cost, kind) / cost.tokens, getattr(of, kind) / of.tokens
+    return float(other / own)
+
+
+def main() -> None:
+    parser = new_parser(__doc__)
+    parser.add_argument("--checkpoint", type=Path, default=Path("checkpoints/python-small"))
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--tokens", type=int, default=50_000, help="of each round, about")
+    parser.add_argument("--rounds", type=int, default=5)
+    arguments = parser.parse_args()
+    placing = Placing(device="cpu", dtype=arguments.dtype, threads=arguments.threads)
+    loaded = load_model(
+        arguments.checkpoint,
+        device=placing.device,
+        dtype=placing.dtype,
+        threads=placing.threads,
+        kernels=placing.kernels,
+        quantize=placing.quantize,
+        log=lambda line: print(line, flush=True),
+    )
+    use_threads(loaded.placement.threads)
+    usual, long = prompts_of(loaded, DEFAULT_PROMPT_TOKENS), prompts_of(loaded, 2**30)
+    rounds: list[dict[str, Cost]] = []
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        text = write_text(folder, arguments.tokens)
+        for number in range(arguments.rounds):
+            with engine_of(loaded) as engine:
+                full_steps(engine, requests(usual, 1, WARM_UP))
+                costs = {
+                    "prompts": prompts(engine, usual, arguments.tokens, f"usual {number}"),
+                    "long": prompts(engine, long, arguments.tokens, f"long {number}"),
+                }
+            out = folder / f"out-{number}"
+            costs["extract"] = extraction(arguments.checkpoint, text, out, placing)
+            rounds.append(costs)
+            print(f"round {number + 1}: {line(costs)}", flush=True)
+    print(json.dumps(report(rounds, loaded), allow_nan=False))
+
+
+def line(costs: dict[str, Cost]) -> str:
+    """A round, for a person."""
+    rates = ", ".join(
+        f"{name} {cost.tokens / cost.processor:,.0f} tokens per processor second, "
+        f"{cost.tokens / cost.clock:,.0f} by the clock"
+        for name, cost in costs.items()
+    )
+    shares = {
+        name: [share(costs[name], costs["extract"], kind) for kind in ("processor", "clock")]
+        for name in ("prompts", "long")
+    }
+    told = "; ".join(f"of {name} {cpu:.0%}, {clock:.0%}" for name, (cpu, clock) in shares.items())
+    return f"{rates}; extract has {told}"
+
+
+def best(rounds: list[dict[str, Cost]], name: str, kind: str) -> Cost:
+    """The least cost of a token in all rounds."""
+    return min(
+        (costs[name] for costs in rounds), key=lambda cost: getattr(cost, kind) / cost.tokens
+    )
+
+
+def report(rounds: list[dict[str, Cost]], loaded: LoadedModel) -> dict[str, Any]:
+    """Medians of the shares of each round; and the share of the best costs of all rounds, which a
+    neighbour has spoilt the least."""
+    return {
+        "surroundings": asdict(surroundings(loaded.placement)),
+        "checkpoint": loaded.checkpoint.name,
+        "decoding": loaded.decode_path.name,
+        **{
+            f"of_{name}_{kind}": statistics.median(
+                share(costs[name], costs["extract"], kind) for costs in rounds
+            )
+            for name in ("prompts", "long")
+            for kind in ("processor", "clock")
+        },
+        **{
+            f"of_{name}_{kind}_best": share(
+                best(rounds, name, kind), best(rounds, "extract", kind), kind
+            )
+            for name in ("prompts", "long")
+            for kind in ("processor", "clock")
+        },
+        "rounds": [{name: asdict(cost) for name, cost in costs.items()} for costs in rounds],
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,115 @@
+"""How many servers a load needs, from what `logitd bench` measured of one.
+
+    logitd bench --threads 1 --batches 1,4,8,16 --skip-http | tail -1 > bench.json
+    python -m benchmarks.fleet bench.json --rates 5,10,20,40 --replicas 1,2,4
+
+prints, for each number of requests a second and of servers, the time to the first token and the
+tokens a second that a simulation comes to (`simulate.py`, which says what it leaves out).
+
+    python -m benchmarks.fleet bench.json --rates 2,4 --replicas 2 --against-real
+
+starts so many servers on this machine as well, with `--threads` each (1), sends the same requests
+at the same moments to the one that has the fewest open, and prints both. The servers, the clients
+and whatever else runs share the processors: fewer servers than processors, and nothing beside. The
+last line is JSON.
+"""
+
+import json
+import sys
+from contextlib import ExitStack
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.arguments import new_parser
+from benchmarks.fleet.real import measure, overhead_of
+from benchmarks.fleet.simulate import Load, Outcome, Server, StepTimes, arrivals, simulate
+from service.commands.benchmark.server import started_server
+from service.settings.common import BUNDLED_CHECKPOINT
+
+WIDTH = 110
+COLUMNS = (
+    *("servers", "requests/s", "", "first token p50", "p95"),
+    *("token to token", "tokens/s", "busy", "429"),
+)
+
+
+def main() -> int:
+    parser = new_parser(__doc__, "benchmarks.fleet")
+    parser.set_defaults(threads=1)  # of each server
+    parser.add_argument("bench", type=Path, help="the last line of `logitd bench`")
+    parser.add_argument("--checkpoint", type=Path, default=BUNDLED_CHECKPOINT)
+    parser.add_argument("--rates", default="2,4,8", help="requests a second, of all together")
+    parser.add_argument("--replicas", default="1,2,4")
+    parser.add_argument("--requests", type=int, default=300)
+    parser.add_argument("--prompt-tokens", type=int, default=128)
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--slots", type=int, default=16)
+    parser.add_argument("--against-real", action="store_true")
+    arguments = parser.parse_args()
+    times = StepTimes.of_bench(json.loads(arguments.bench.read_text(encoding="utf-8")))
+    fleets = [int(number) for number in arguments.replicas.split(",")]
+    rates = [float(rate) for rate in arguments.rates.split(",")]
+    table = Table(*COLUMNS)
+    found = []
+    with ExitStack() as stack:
+        flags = (
+            *("--checkpoint", str(arguments.checkpoint.resolve()), "--no-prefix-reuse"),
+            *("--threads", str(arguments.threads), "--slots", str(arguments.slots)),
+        )
+        urls = [
+            stack.enter_context(started_server(*flags)).url
+            for _ in range(max(fleets) if arguments.against_real else 0)
+        ]
+        server = Server(slots=arguments.slots)
+        if urls:
+            load = Load(1.0, arguments.prompt_tokens, arguments.tokens)
+            server = replace(server, overhead=overhead_of(urls[0], times, load))
+            print(f"a request alone: {1e3 * server.overhead:.1f} ms besides its steps")
+        for replicas in fleets:
+            for rate in rates:
+                load = Load(rate, arguments.prompt_tokens, arguments.tokens)
+                moments = arrivals(load, arguments.requests, seed=1)
+                outcomes = {"predicted": simulate(times, load, server, replicas, moments)}
+                if urls:
+                    outcomes["measured"] = measure(urls[:replicas], load, moments)
+                for how, outcome in outcomes.items():
+                    table.add_row(str(replicas), f"{rate:g}", how, *shown(outcome))
+                    found.append(
+                        {"replicas": replicas, "rate": rate, "how": how} | summary(outcome)
+                    )
+    Console(width=WIDTH).print(table)
+    print(json.dumps({"times": asdict(times), "server": asdict(server), "found": found}))
+    return 0
+
+
+def summary(outcome: Outcome) -> dict[str, float]:
+    """An outcome in numbers, in seconds."""
+    answered = bool(outcome.first_tokens)
+    return {
+        "first_token_p50": outcome.quantile(0.5) if answered else 0.0,
+        "first_token_p95": outcome.quantile(0.95) if answered else 0.0,
+        "inter_token": outcome.inter_token,
+        "tokens_per_second": outcome.tokens_per_second if answered else 0.0,
+        "busy": outcome.busy,
+        "rejected": outcome.rejected,
+    }
+
+
+def shown(outcome: Outcome) -> list[str]:
+    """The same as it stands in the table; what was not measured is a dash."""
+    numbers = summary(outcome)
+    return [
+        f"{1e3 * numbers['first_token_p50']:.0f} ms",
+        f"{1e3 * numbers['first_token_p95']:.0f} ms",
+        f"{1e3 * numbers['inter_token']:.2f} ms",
+        f"{numbers['tokens_per_second']:.0f}",
+        f"{numbers['busy']:.0%}" if numbers["busy"] else "-",
+        str(outcome.rejected),
+    ]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,121 @@
+"""The simulation, held against what is known of queues, and against arithmetic by hand."""
+
+import math
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from benchmarks.fleet.simulate import Load, Outcome, Server, StepTimes, arrivals, simulate
+
+FLAT = StepTimes(0.001, ((1, 0.01),))
+"""A millisecond for each prompt token, ten for any decode step."""
+
+
+def run(
+    times: StepTimes, load: Load, server: Server, replicas: int = 1, count: int = 20_000
+) -> Outcome:
+    return simulate(times, load, server, replicas, arrivals(load, count, seed=1))
+
+
+def test_times_between_measured_sizes_are_on_lines() -> None:
+    times = StepTimes(0.0, ((1, 1.0), (4, 4.0), (8, 6.0)))
+    expected = {0: 0.0, 1: 1.0, 2: 2.0, 4: 4.0, 6: 5.0, 8: 6.0, 12: 8.0}
+    assert {batch: times.decode_step(batch) for batch in expected} == expected
+    assert StepTimes(0.0, ((4, 4.0), (8, 6.0))).decode_step(2) == 3.0
+
+
+def test_they_come_from_bench() -> None:
+    found = {
+        "engine": {
+            "prefill": [{"tokens_per_second": 900.0}, {"tokens_per_second": 1000.0}],
+            "decode": [
+                {"batch": 8, "tokens_per_second": 400.0},
+                {"batch": 1, "tokens_per_second": 100.0},
+            ],
+        }
+    }
+    assert StepTimes.of_bench(found) == StepTimes(0.001, ((1, 0.01), (8, 0.02)))
+
+
+def test_one_request_alone() -> None:
+    """Chunks of 100, 100 and 50 tokens, then four decode steps."""
+    load, server = Load(1.0, 250, 5), Server(prefill_chunk=100, overhead=0.5)
+    outcome = simulate(FLAT, load, server, 1, [3.0])
+    assert outcome.first_tokens == pytest.approx((0.25 + 0.5,))
+    assert outcome.inter_token == pytest.approx(0.01)
+    assert (outcome.tokens, outcome.rejected) == (5, 0)
+    assert outcome.seconds == pytest.approx(0.25 + 4 * 0.01)
+    assert outcome.busy == pytest.approx(1.0)
+
+
+def test_a_prompt_holds_up_those_who_decode() -> None:
+    """The second arrives while the first decodes: its prompt is in the first one's next step."""
+    load, server = Load(1.0, 100, 3), Server(prefill_chunk=256)
+    outcome = simulate(FLAT, load, server, 1, [0.0, 0.105])
+    # 0 to 0.1: the first prompt. To 0.11: a token of it. To 0.22: its last, beside the second.
+    assert outcome.first_tokens == pytest.approx((0.1, 0.22 - 0.105))
+    assert outcome.inter_token == pytest.approx((0.12 + 0.02) / 4)
+
+
+@pytest.mark.parametrize("use", [0.3, 0.6, 0.85])
+def test_a_server_of_one_slot_is_the_queue_of_the_books(use: float) -> None:
+    """M/D/1: by Pollaczek and Khinchine the mean wait is use / (2 (1 - use)) services."""
+    service = 0.1
+    load, server = Load(use / service, 100, 1), Server(slots=1, max_queue=10**6)
+    outcome = run(FLAT, load, server, count=60_000)
+    waits = sum(outcome.first_tokens) / len(outcome.first_tokens) - service
+    assert waits == pytest.approx(service * use / (2 * (1 - use)), rel=0.1)
+    assert outcome.busy == pytest.approx(use, rel=0.05)
+
+
+def test_a_flood_is_answered_as_fast_as_full_batches_go() -> None:
+    times = StepTimes(0.0, ((1, 0.010), (8, 0.020)))
+    outcome = run(times, Load(10**6, 1, 1000), Server(slots=8, max_queue=10**6), count=800)
+    assert outcome.tokens_per_second == pytest.approx(8 / 0.020, rel=0.01)
+    assert outcome.busy == pytest.approx(1.0, rel=0.01)
+
+
+def test_twice_the_servers_answer_twice_the_flood() -> None:
+    load, server = Load(10**6, 10, 100), Server(slots=4, max_queue=10**6)
+    one, two = (run(FLAT, load, server, replicas, count=400) for replicas in (1, 2))
+    assert two.tokens_per_second == pytest.approx(2 * one.tokens_per_second, rel=0.02)
+
+
+def test_more_servers_wait_less() -> None:
+    load, server = Load(9.0, 100, 2), Server(slots=4)
+    outcomes = [run(FLAT, load, server, replicas, count=5000) for replicas in (1, 2, 4)]
+    p95 = [outcome.quantile(0.95) for outcome in outcomes]
+    assert p95[0] > 2 * p95[1] > 2 * p95[2] * 0.9
+    assert p95[2] >= 0.1
+
+
+@given(
+    rate=st.floats(0.5, 500), prompt=st.integers(1, 600), tokens=st.integers(1, 40),
+    slots=st.integers(1, 8), queue=st.integers(0, 6), replicas=st.integers(1, 4),
+    seed=st.integers(0, 1000),
+)  # fmt: skip
+def test_nobody_is_lost_and_nobody_is_faster_than_alone(
+    rate: float, prompt: int, tokens: int, slots: int, queue: int, replicas: int, seed: int
+) -> None:
+    load, server = Load(rate, prompt, tokens), Server(slots=slots, max_queue=queue)
+    moments = arrivals(load, 60, seed)
+    outcome = simulate(FLAT, load, server, replicas, moments)
+    assert len(outcome.first_tokens) + outcome.rejected == 60
+    assert outcome.tokens == len(outcome.first_tokens) * tokens
+    assert outcome.first_tokens[0] >= prompt * 0.001 - 1e-9
+    assert 0 < outcome.busy <= 1 + 1e-9
+    if tokens > 1:
+        assert outcome.inter_token >= 0.01 - 1e-9
+    assert simulate(FLAT, load, server, replicas, moments) == outcome
+
+
+def test_arrivals_are_as_many_as_were_asked_for() -> None:
+    moments = arrivals(Load(20.0, 1, 1), 20_000, seed=3)
+    assert moments == sorted(moments)
+    assert 20_000 / moments[-1] == pytest.approx(20.0, rel=0.03)
+    gaps = [after - before for before, after in pairwise(moments)]
+    mean = sum(gaps) / len(gaps)
+    deviation = math.sqrt(sum((gap - mean) ** 2 for gap in gaps) / len(gaps))
+    assert deviation == pytest.approx(mean, rel=0.05), "exponential"
