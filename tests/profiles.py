@@ -1,10 +1,11 @@
 """How many examples hypothesis draws for a property test, by profile.
 
 `make test` runs the profile "fast". `make test-slow` runs every property test again, with "full":
-half the number that each test states. All of it is "thorough", for a night: `pytest
---hypothesis-profile thorough`. An expensive or a cheap test states its own with `examples`, so that
-it scales with the profile; all others take the profile's. What a test found once stays with it as
-an @example, which every profile runs.
+half the number that each test states. Both draw the same examples each time, so that a red run is
+about the change before it, and is red again. All of it, drawn anew each time, is "thorough", for a
+night: `pytest --hypothesis-profile thorough`. An expensive or a cheap test states its own with
+`examples`, so that it scales with the profile; all others take the profile's. What a test found
+once stays with it as an @example, which every profile runs.
 
 This module does not choose: the default is loaded in conftest.py.
 """
@@ -20,8 +21,8 @@ def register_profiles() -> None:
     """Register all and load "fast". A busy machine is not a bug: pytest's own timeout catches what
     hangs, so that no example has a deadline."""
     settings.register_profile("thorough", deadline=None, max_examples=THOROUGH)
-    settings.register_profile("full", deadline=None, max_examples=FULL)
-    settings.register_profile("fast", deadline=None, max_examples=FAST)
+    settings.register_profile("full", deadline=None, max_examples=FULL, derandomize=True)
+    settings.register_profile("fast", deadline=None, max_examples=FAST, derandomize=True)
     settings.load_profile("fast")
 
 

@@ -82,5 +82,6 @@ def test_examples_scale_with_the_profile(profile: str, drawn: int) -> None:
         assert examples(1) == 1
         assert examples(3 * THOROUGH, fast=7) == (7 if profile == "fast" else 3 * drawn)
         assert settings().deadline is None
+        assert settings().derandomize == (profile != "thorough")
     finally:
         settings.load_profile(before)
