@@ -261,6 +261,11 @@ def ollama_client() -> Checks:
     yield "list", lambda: client.list().models
     yield "generate", lambda: client.generate(MODEL, PROMPT).response
     yield "chat", lambda: client.chat(MODEL, CHAT).message.content
+    yield "show", lambda: client.show(MODEL).details.parameter_size
+    pieces = client.generate(MODEL, PROMPT, stream=True)
+    yield "generate, stream", lambda: "".join(piece.response for piece in pieces)
+    said = client.chat(MODEL, CHAT, stream=True, format="json", options={"num_predict": 40})
+    yield "chat, stream, JSON", lambda: "".join(piece.message.content for piece in said)
 
 
 def lm_eval_client() -> Checks:

@@ -170,9 +170,17 @@ ROOMS: dict[str, set[str]] = {
         "service.responses",
         "service.schemas",
     },
+    "service.ollama": {
+        "model",
+        "service.core",
+        "service.openai.chat",
+        "service.responses",
+        "service.schemas",
+    },
     "service.routes": {
         "model",
         "service.core",
+        "service.ollama",
         "service.openai",
         "service.requests",
         "service.responses",

@@ -36,6 +36,7 @@ from service.routes import (
     lens,
     logits,
     models,
+    ollama,
     operations,
     probs,
     score,
@@ -83,7 +84,7 @@ def create_app(settings: ServeSettings) -> FastAPI:
     for routes in (
         generate, logits, probs, score, hidden_states, attention, activations, stages, sweep, lens,
         attributions, tokenize,
-        completions, chat, models, tgi, operations, admin,
+        completions, chat, models, tgi, ollama, operations, admin,
     ):  # fmt: skip
         app.include_router(routes.router)
     _serve_docs(app)

@@ -17,6 +17,11 @@ from service.schemas.admin import ReloadRequest
 from service.schemas.attributions import AttributionsRequest
 from service.schemas.generate import GenerateRequest
 from service.schemas.lens import LensRequest
+from service.schemas.ollama import (
+    OllamaChatRequest,
+    OllamaGenerateRequest,
+    OllamaShowRequest,
+)
 from service.schemas.openai import ChatRequest, CompletionRequest
 from service.schemas.sweep import SweepRequest
 from service.schemas.tensors import (
@@ -46,6 +51,9 @@ REQUEST_BODIES = (
     ChatRequest,
     ReloadRequest,
     TextGenerationRequest,
+    OllamaGenerateRequest,
+    OllamaChatRequest,
+    OllamaShowRequest,
 )
 
 

@@ -3,11 +3,12 @@
 """
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from model.checkpoint.checkpoint import CheckpointInfo
 from model.text.chat_template import ChatTemplateError, Message
+from model.text.tokenizer import Tokenizer
 from service.core.errors import bad_request
 from service.core.state import Served
 from service.openai.envelope import head, usage, usage_member
@@ -20,6 +21,16 @@ from service.schemas.openai import ChatRequest
 
 async def chat_prompt(body: ChatRequest, served: Served) -> tuple[int, ...]:
     """The token ids of a conversation that the assistant is to continue, or ApiError."""
+    return await render_chat([_message(message) for message in body.messages], served)
+
+
+def turn_ends(tokenizer: Tokenizer) -> list[int]:
+    """Whatever a template ends a turn with: no special token is part of an answer."""
+    return sorted(set(tokenizer.special_tokens.values()))
+
+
+async def render_chat(messages: Sequence[Message], served: Served) -> tuple[int, ...]:
+    """The token ids of messages as the checkpoint's template writes them, or ApiError."""
     checkpoint = served.checkpoint
     if not checkpoint.tokenizer.has_text:
         raise no_vocabulary("messages")
@@ -32,7 +43,6 @@ async def chat_prompt(body: ChatRequest, served: Served) -> tuple[int, ...]:
             "messages",
             "no_chat_template",
         )
-    messages = [_message(message) for message in body.messages]
     try:
         # In a thread: how long it takes is up to the template.
         pieces = await asyncio.to_thread(

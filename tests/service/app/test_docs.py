@@ -11,6 +11,7 @@ from service.schemas.attributions import AttributionsRequest
 from service.schemas.base import RequestBody
 from service.schemas.generate import GenerateRequest
 from service.schemas.lens import LensRequest
+from service.schemas.ollama import OllamaChatRequest, OllamaGenerateRequest, OllamaShowRequest
 from service.schemas.openai import ChatRequest, CompletionRequest
 from service.schemas.sweep import SweepRequest
 from service.schemas.tensors import (
@@ -41,6 +42,9 @@ BODIES: dict[str, type[RequestBody]] = {
     "/v1/chat/completions": ChatRequest,
     "/": TextGenerationRequest,
     "/generate_stream": TextGenerationRequest,
+    "/api/generate": OllamaGenerateRequest,
+    "/api/chat": OllamaChatRequest,
+    "/api/show": OllamaShowRequest,
 }
 QUEUED = (
     "/generate",
@@ -57,6 +61,8 @@ QUEUED = (
     "/v1/chat/completions",
     "/",
     "/generate_stream",
+    "/api/generate",
+    "/api/chat",
 )
 """Bodies that become work of the engine."""
 GETS = (
@@ -64,6 +70,7 @@ GETS = (
     "/tokenizer_info",
     "/stages",
     *("/v1/models", "/v1/models/{model}"),
+    *("/api/tags", "/api/ps", "/api/version"),
 )
 
 
@@ -118,8 +125,11 @@ def test_a_body_is_described_field_by_field(document: dict[str, Any], path: str)
         ChatRequest: ["messages"],
         ActivationsRequest: ["prompt", "stages"],
         SweepRequest: ["prompt", "vary", "over"],
+        OllamaGenerateRequest: [],
+        OllamaChatRequest: ["messages"],
+        OllamaShowRequest: [],
     }
-    assert schema["required"] == required.get(model, ["prompt"])
+    assert schema.get("required", []) == required.get(model, ["prompt"])
     assert all(field["description"] for field in schema["properties"].values())
 
 
@@ -136,6 +146,8 @@ def test_every_documented_example_is_accepted(
     assert response.status_code == 200, response.text
     if BODIES[path] is TextGenerationRequest:
         assert b'"generated_text":"' in response.content
+    elif path == "/api/show":
+        assert response.json()["details"]["format"] == "safetensors"
     elif response.headers["content-type"] == "application/json":
         assert response.json()["model"] == "chatty"
     else:
