@@ -34,6 +34,7 @@ PROTECTED = (
     *("/attention", "/activations", "/stages", "/sweep", "/lens", "/attributions"),
     *("/tokenize", "/detokenize", "/tokenizer_info"),
     *("/v1/completions", "/v1/chat/completions", "/v1/models", "/v1/models/{model}"),
+    *("/api/generate", "/api/chat", "/api/tags", "/api/ps", "/api/show", "/api/version"),
     *("/info", "/card", "/metrics", "/nothing", "/openapi", "/versions", "/healthz", "/static.js"),
 )
 PUBLIC = (
