@@ -39,6 +39,12 @@ def one_thread_again() -> Iterator[None]:
     torch.set_num_threads(1)
 
 
+@pytest.fixture(autouse=True)
+def same_draws() -> None:
+    """What a test draws does not hang upon the tests before it, which each run deals out anew."""
+    torch.manual_seed(0)
+
+
 @pytest.fixture(scope="session")
 def checkpoint_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A saved tiny checkpoint (random weights, byte vocabulary). Read it, do not change it."""

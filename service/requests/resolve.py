@@ -94,7 +94,7 @@ async def resolve_generation(
     changes = await resolve_interventions(
         body.interventions, prompts, served, request, deadline=deadline, generates=True
     )
-    seed = secrets.randbits(63) if body.seed is None else body.seed
+    seed = new_seed() if body.seed is None else body.seed
     requests = [
         GenerationRequest(
             request_id=new_id("gen"),
@@ -114,6 +114,11 @@ async def resolve_generation(
     ]
     _check_generation_logprobs(body, requests, served)
     return requests
+
+
+def new_seed() -> int:
+    """The seed of a request that brings none: below 2**63, as JSON's readers take it."""
+    return secrets.randbits(63)
 
 
 def _reject_texts(body: schemas.GenerateRequest, source: Source | None) -> None:

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import random
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 
 from model.checkpoint.checkpoint import load_checkpoint
 from model.transformer.gpt import GPT
+from service.requests import resolve
 from tests.model.factories import (
     CHAT_TEMPLATE,
     chat_tokenizer,
@@ -27,6 +29,14 @@ def no_settings_from_outside() -> None:
     """LOGITD_* of whoever runs the tests would change what is tested."""
     for name in [name for name in os.environ if name.startswith("LOGITD_")]:
         del os.environ[name]
+
+
+@pytest.fixture(autouse=True)
+def same_seeds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The seeds of requests that bring none. Drawn anew, sixteen samples of three words were one
+    word in one run of forty, and the test that they differ failed for no change of the code."""
+    rng = random.Random(0)
+    monkeypatch.setattr(resolve, "new_seed", lambda: rng.getrandbits(63))
 
 
 @pytest.fixture(scope="session")
