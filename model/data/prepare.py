@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from model.data.ready_made import ready_made
 from model.data.reuse import Written, reuse_shards
 from model.data.shards import Shard, ShardWriter, open_shard
 from model.data.sources.document import Text, TextError
@@ -26,16 +27,14 @@ from model.data.vocabulary import (
     check,
     encode,
     learn,
-    published_vocabulary,
     require_end_of_text,
     tokenizer_sha256,
 )
 from model.files import CONFIG_BYTES, VOCABULARY_BYTES, parse_json, read_regular
 from model.text.tokenizer import END_OF_TEXT, Tokenizer
 
-DATA, RANKS = "data", "tokenizer.tiktoken"
-"""Of a run directory: the file that makes it one, the folder that is prepared here, and its
-vocabulary."""
+RANKS = "tokenizer.tiktoken"
+"""The vocabulary in the folder that is prepared here."""
 
 CHECKED_PIECES = 64
 """Pieces that are decoded again to see that a tokenizer loses nothing."""
@@ -61,8 +60,8 @@ def prepare_text(
 ) -> PreparedText:
     """Learn or take the vocabulary, tokenise every document, and write `folder`.
 
-    vocabulary    "own" learns one of `vocab_size` from the text; else the name or file of a
-                  published one, or a checkpoint's tokenizer
+    vocabulary    "own" learns one of `vocab_size` from the text; else a name or a file, as
+                  `ready_made` reads it, or a checkpoint's tokenizer
     val_fraction  share of the text that is held out
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -75,7 +74,7 @@ def prepare_text(
     elif vocabulary == "own":
         tokenizer = learn(_training_pieces(text, fraction, many=many), vocab_size)
     else:
-        tokenizer = published_vocabulary(vocabulary)
+        tokenizer = ready_made(vocabulary)
     identity = tokenizer_sha256(tokenizer)
     writers: dict[Side, ShardWriter] = {
         side: ShardWriter(
@@ -162,7 +161,7 @@ def _tokenizer_of_shards(text: Text, vocabulary: str) -> Tokenizer:
             f"{text.name} is tokenised already, so no vocabulary can be learned from it: name the "
             f"tokenizer that wrote it, for example --tokenizer {beside}"
         )
-    return published_vocabulary(vocabulary)
+    return ready_made(vocabulary)
 
 
 def read_prepared(folder: Path) -> PreparedText:

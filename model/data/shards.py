@@ -25,6 +25,9 @@ import numpy.typing as npt
 
 from model.data.errors import DataError
 
+DATA = "data"
+"""Of a run directory, the folder with its shards (`prepare.py`)."""
+
 MAGIC = b"LOGITDTK"
 VERSION = 1
 HEADER = struct.Struct("<8sIIQQ32s")

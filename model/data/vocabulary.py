@@ -1,7 +1,8 @@
-"""Vocabulary: the tokenizer of a training run, learned from its text or published.
+"""Vocabulary: the tokenizer of a training run, learned from its text; and how a text is encoded.
 
 Learning is byte-level BPE by rustbpe (an optional dependency: only training needs it); the result
-is an ordinary `Tokenizer` (`model/text/tokenizer.py`). Does not read documents or write tokens.
+is an ordinary `Tokenizer` (`model/text/tokenizer.py`). Does not read one that is made already
+(`ready_made.py`) or documents, and writes no tokens.
 """
 
 import hashlib
@@ -10,7 +11,6 @@ from collections.abc import Iterable, Iterator
 from model.data.errors import DataError
 from model.data.sources.document import PIECE, TextError
 from model.extras import installation
-from model.text.published import published_tokenizer
 from model.text.tokenizer import END_OF_TEXT, SPLIT_PATTERN, Tokenizer, TokenizerError
 
 SMALLEST = 257
@@ -43,19 +43,12 @@ def learn(pieces: Iterable[str], vocab_size: int) -> Tokenizer:
     return Tokenizer(ranks=ranks, pattern=SPLIT_PATTERN, special_tokens={END_OF_TEXT: len(ranks)})
 
 
-def published_vocabulary(name: str) -> Tokenizer:
-    """A published encoding by name, or a ranks file by path."""
-    try:
-        tokenizer = published_tokenizer(name)
-    except TokenizerError as error:
-        raise DataError(str(error)) from error
-    require_end_of_text(tokenizer, f"the tokenizer {name}")
-    return tokenizer
-
-
 def require_end_of_text(tokenizer: Tokenizer, name: str) -> None:
     if tokenizer.end_of_text is None:
-        raise DataError(f"{name} has no {END_OF_TEXT} to separate documents")
+        raise DataError(
+            f"{name} has no token that ends a text, which separates documents: {END_OF_TEXT}, or "
+            "the eos_token that a tokenizer_config.json beside it names"
+        )
 
 
 def encode(tokenizer: Tokenizer, piece: str) -> list[int]:

@@ -14,8 +14,7 @@ import numpy as np
 
 from model.checkpoint.checkpoint import CheckpointInfo
 from model.checkpoint.run_folder import is_run
-from model.data.prepare import DATA
-from model.data.shards import Shard, open_shard
+from model.data.shards import DATA, Shard, open_shard
 from model.data.sources.document import Document, TextError
 from model.data.sources.files import documents_of_all, each_once, named_files
 from model.data.sources.python_text import python_text

@@ -37,7 +37,7 @@ def _from_file(path: Path) -> Tokenizer:
     if not path.is_file():
         raise TokenizerError(
             f"the tokenizer {str(path)!r} is neither 'own' nor one of {', '.join(PUBLISHED)} nor "
-            "a ranks file"
+            "a ranks file or a tokenizer.json"
         )
     try:
         raw = read_regular(path, VOCABULARY_BYTES)

@@ -32,11 +32,10 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import torch
 
-from model.data.vocabulary import SMALLEST
+from model.data.ready_made import ready_made
 from model.device import Placement, use_threads
 from model.training.config import TrainingConfig, TrainingError
 from model.training.events import EventHandler, Noticed
@@ -163,7 +162,8 @@ def choose(config: TrainingConfig, processes: int, report: EventHandler) -> Trai
     placement = training_placement(config.device, config.dtype or "auto", config.threads)
     use_threads(placement.threads)
     seconds = config.minutes * 60
-    candidates = {size: resolve_candidate(config, size) for size in SIZES}
+    vocab_size = _vocabulary_size(config.tokenizer)
+    candidates = {size: resolve_candidate(config, size, vocab_size) for size in SIZES}
     choice = search(
         seconds,
         {size: flops_and_params(candidate) for size, candidate in candidates.items()},
@@ -271,19 +271,21 @@ def fill_in(config: TrainingConfig, size: Size, tokens: float | None = None) -> 
     )
 
 
-def resolve_candidate(config: TrainingConfig, size: Size) -> Candidate:
+def resolve_candidate(
+    config: TrainingConfig, size: Size, vocab_size: int | None = None
+) -> Candidate:
+    """A size with what was given besides; `vocab_size` of a vocabulary that is ready-made."""
     resolution = resolve_config(fill_in(config, size))
-    recipe = resolution.recipe
-    vocab_size = recipe.vocab_size
-    if recipe.tokenizer != "own":
-        vocab_size = PUBLISHED.get(recipe.tokenizer) or _count_lines(Path(recipe.tokenizer))
-    return Candidate(recipe, resolution.model(vocab_size))
+    return Candidate(
+        resolution.recipe, resolution.model(vocab_size or resolution.recipe.vocab_size)
+    )
 
 
-def _count_lines(ranks: Path) -> int:
-    """About as many tokens as a ranks file has. A file that cannot be read is rejected later, with
-    a message of its own."""
-    return ranks.read_bytes().count(b"\n") + 1 if ranks.is_file() else SMALLEST
+def _vocabulary_size(tokenizer: str | None) -> int | None:
+    """The size of a ready-made vocabulary; None where one is learned, which has the size's own."""
+    if tokenizer is None or tokenizer == "own":
+        return None
+    return PUBLISHED.get(tokenizer) or ready_made(tokenizer).vocab_size
 
 
 def _describe(choice: Choice, chosen: TrainingConfig, tokens: float, placement: Placement) -> str:

@@ -121,8 +121,8 @@ class TrainingConfig(BaseModel):
 
     tokenizer: str | None = Field(
         None,
-        description="'own' learns a vocabulary from the text; else gpt2, cl100k_base, o200k_base "
-        "or the path of a ranks file",
+        description="'own' learns a vocabulary from the text; else gpt2, cl100k_base, o200k_base, "
+        "or the path of a ranks file or a tokenizer.json",
     )
     vocab_size: int | None = Field(
         None, ge=257, le=1_000_000, description="size of a vocabulary of one's own"

@@ -35,7 +35,7 @@ class Recipe:
     """How a model is trained. `TrainingConfig` has a field of the same name for each of these.
 
     tokenizer, vocab_size      "own" learns vocab_size tokens from the text; else a published
-                               encoding or a ranks file, which bring their own size
+                               encoding, ranks or a tokenizer.json, which bring their own size
     steps                      optimizer steps
     batch_size, accumulate     sequences in a forward pass, and passes in a step
     optimizer, init            the update rule of the block matrices, and the initial weights

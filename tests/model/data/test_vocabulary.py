@@ -1,7 +1,6 @@
 """Learning a vocabulary, and taking one ready-made."""
 
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 import tiktoken
@@ -9,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from model.data.errors import DataError
-from model.data.vocabulary import SMALLEST, check, learn, published_vocabulary, tokenizer_sha256
+from model.data.vocabulary import SMALLEST, check, learn, tokenizer_sha256
 from model.text.tokenizer import END_OF_TEXT, SPLIT_PATTERN, Tokenizer
 from tests.model.conftest import story
 
@@ -85,17 +84,6 @@ def test_bytes_alone_are_a_vocabulary_and_less_is_refused() -> None:
 
 def test_a_long_run_of_spaces_is_no_danger() -> None:
     assert learn([" " * 100_000] * 3, 300).vocab_size <= 300
-
-
-def test_a_ranks_file_is_taken_and_what_is_none_is_refused(tmp_path: Path) -> None:
-    LEARNED.write_ranks(tmp_path / "own.tiktoken")
-    tokenizer = published_vocabulary(str(tmp_path / "own.tiktoken"))
-    assert tokenizer_sha256(tokenizer) == tokenizer_sha256(LEARNED)
-    with pytest.raises(DataError, match="neither 'own' nor one of gpt2"):
-        published_vocabulary("no-such-thing")
-    (tmp_path / "bad.tiktoken").write_text("not ranks at all\n")
-    with pytest.raises(DataError, match=r"line 1 of bad\.tiktoken"):
-        published_vocabulary(str(tmp_path / "bad.tiktoken"))
 
 
 def test_the_hash_tells_vocabularies_apart() -> None:

@@ -1,0 +1,28 @@
+"""Vocabularies that a training run takes as they are: published ones, ranks, `tokenizer.json`.
+
+The checkpoint's, where a run begins with one, comes with it (`model/training/finetune.py`).
+"""
+
+from pathlib import Path
+
+from model.convert.foreign import ConvertError
+from model.convert.hf.tokenizer import read_tokenizer
+from model.data.errors import DataError
+from model.data.vocabulary import require_end_of_text
+from model.text.published import published_tokenizer
+from model.text.tokenizer import Tokenizer, TokenizerError
+
+
+def ready_made(name: str) -> Tokenizer:
+    """A published encoding by its name; a ranks file, or a `tokenizer.json` of Hugging Face's
+    tokenizers, by its path. Raises DataError."""
+    try:
+        if Path(name).suffix == ".json" and Path(name).is_file():
+            # Ids that it leaves out are closed up: no weights know them yet.
+            tokenizer = read_tokenizer(Path(name), skip_normalizer=False).tokenizer
+        else:
+            tokenizer = published_tokenizer(name)
+    except (ConvertError, TokenizerError) as error:
+        raise DataError(str(error)) from error
+    require_end_of_text(tokenizer, f"the tokenizer {name}")
+    return tokenizer
