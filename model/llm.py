@@ -72,7 +72,7 @@ from model.inference.engine.validation import (
     resolve_stages,
 )
 from model.inference.errors import InvalidRequest
-from model.inference.interventions import Intervention, changeable_stage
+from model.inference.interventions import Intervention, changeable_stage, changeable_stages
 from model.inference.kernels.select import KernelError
 from model.inference.load import Slots, choose_slots, load_model
 from model.inference.memory import SlotBudget
@@ -302,9 +302,10 @@ class LLM:
         """The values (T, ...) of the stages that names or patterns (`blocks.*.attention.q`) choose;
         `model/transformer/stages.py` lists them. Of those that have heads, the chosen ones."""
         config, token_ids = self.checkpoint.config, self.encode(prompt)
-        names = resolve_stages([stages] if isinstance(stages, str) else stages, config)
+        chosen = resolve_stages([stages] if isinstance(stages, str) else stages, config)
         output = Activations(
-            stages=names, heads=None if heads is None else resolve_heads(heads, names, config)
+            stages=tuple(stage.name for stage in chosen),
+            heads=None if heads is None else resolve_heads(heads, chosen, config),
         )
         rows = self._rows(token_ids, output, interventions)  # (T, elements)
         return split_activations(rows, output, config, len(token_ids))
@@ -376,8 +377,7 @@ class LLM:
         stage of `vary` may be a pattern; values are those of each of its layers alike."""
         config, token_ids = self.checkpoint.config, self.encode(prompt)
         varied = [
-            replace(vary, stage=changeable_stage(name, config).name)
-            for name in resolve_stages([vary.stage], config)
+            replace(vary, stage=stage.name) for stage in changeable_stages(vary.stage, config)
         ]
         return self._swept(token_ids, varied, over, token, minus, tuple(interventions))
 

@@ -22,7 +22,6 @@ from model.inference.engine.requests import (
 from model.inference.engine.validation import check_request, resolve_stages
 from model.inference.errors import InvalidRequest
 from model.transformer.config import GPTConfig
-from model.transformer.stages import match_stages
 
 SHARD_TOKENS = 2**18
 """Of a shard, unless somebody says otherwise: some megabytes of logprobs."""
@@ -193,10 +192,10 @@ def stages_wanted(patterns: Sequence[str], config: GPTConfig) -> Stages:
     """The stages that names and patterns choose. Raises ExtractionError for those of which a file
     for a whole text cannot be made."""
     try:
-        names = resolve_stages(patterns, config)
+        stages = resolve_stages(patterns, config)
     except InvalidRequest as error:
         raise ExtractionError(str(error)) from error
-    for stage in match_stages(names, config):
+    for stage in stages:
         if "T" in stage.kind.axes:
             raise ExtractionError(
                 f"{stage.name} has a value for each token of the window, so a row for each of "
@@ -211,4 +210,4 @@ def stages_wanted(patterns: Sequence[str], config: GPTConfig) -> Stages:
                 f"of the K likeliest, or {made_of}, from which the head makes them; POST /logits "
                 "and LLM.logits give them for a prompt"
             )
-    return Stages(names)
+    return Stages(tuple(stage.name for stage in stages))

@@ -63,20 +63,27 @@ def check_interventions(
             raise InvalidRequest(f"interventions[{index}]: {error}", PARAM) from error
 
 
-def changeable_stage(name: str, config: GPTConfig) -> Stage:
-    """The stage of a name without `*`. Raises InvalidRequest where there is none, or none that may
-    be changed."""
+def changeable_stages(pattern: str, config: GPTConfig) -> tuple[Stage, ...]:
+    """The stages of a name or pattern. Raises InvalidRequest where there is none, or one that may
+    not be changed."""
     try:
-        matching = match_stages([name], config)
+        stages = match_stages([pattern], config)
     except UnknownStage as error:
         raise InvalidRequest(str(error), PARAM) from error
-    if len(matching) > 1:
-        raise InvalidRequest(f"{name!r} matches {len(matching)} stages; name one", PARAM)
-    (stage,) = matching
-    if not stage.kind.changes:
-        instead = "logit_bias" if stage.name == "logits" else "attention.heads"
-        raise InvalidRequest(f"{stage.name} cannot be changed; use {instead}", PARAM)
-    return stage
+    for stage in stages:
+        if not stage.kind.changes:
+            instead = "logit_bias" if stage.name == "logits" else "attention.heads"
+            raise InvalidRequest(f"{stage.name} cannot be changed; use {instead}", PARAM)
+    return stages
+
+
+def changeable_stage(name: str, config: GPTConfig) -> Stage:
+    """The one stage of a name. Raises InvalidRequest as `changeable_stages` does, and for a pattern
+    that matches several."""
+    stages = changeable_stages(name, config)
+    if len(stages) > 1:
+        raise InvalidRequest(f"{name!r} matches {len(stages)} stages; name one", PARAM)
+    return stages[0]
 
 
 def check_intervention(intervention: Intervention, config: GPTConfig, length: int) -> None:

@@ -21,11 +21,11 @@ from model.inference.interventions import (
     PARAM,
     Intervention,
     Span,
-    changeable_stage,
+    changeable_stages,
     check_intervention,
 )
 from model.transformer.config import GPTConfig
-from model.transformer.stages import Stage, UnknownStage, match_stages
+from model.transformer.stages import Stage
 from service.core.gather import gather
 from service.core.ids import new_id
 from service.core.state import Served
@@ -120,12 +120,11 @@ def _change(
     generates: bool,
 ) -> _Change:
     try:
-        stages = _stages(asked.stage, config)
+        stages = changeable_stages(asked.stage, config)
+        heads = None if asked.heads is None else resolve_heads(asked.heads, stages, config)
         if asked.positions == "generated" and not generates:
             raise InvalidRequest("positions are 'generated', and nothing is generated here", PARAM)
         positions = _positions(asked.positions, len(prompt))
-        names = [stage.name for stage in stages]
-        heads = None if asked.heads is None else resolve_heads(asked.heads, names, config)
         source, minus = (
             None if ids is None else _reading(ids, body, asked, stages, heads, config)
             for ids, body in zip(sources, (asked.source, asked.minus), strict=True)
@@ -133,15 +132,6 @@ def _change(
     except InvalidRequest as error:
         raise InvalidRequest(f"interventions[{index}]: {error}", PARAM) from error
     return _Change(index, asked, stages, positions, heads, source, minus)
-
-
-def _stages(name: str, config: GPTConfig) -> tuple[Stage, ...]:
-    """The stages of a name or pattern; each may be changed."""
-    try:
-        matching = match_stages([name], config)
-    except UnknownStage as error:
-        raise InvalidRequest(str(error), PARAM) from error
-    return tuple(changeable_stage(stage.name, config) for stage in matching)
 
 
 def _positions(asked: object, length: int) -> tuple[int, ...] | Span:

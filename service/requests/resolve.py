@@ -299,7 +299,8 @@ async def resolve_activations(
     config = served.checkpoint.config
     stages = resolve_stages(body.stages, config)
     heads = None if body.heads is None else resolve_heads(body.heads, stages, config)
-    return await _resolve_outputs(body, Activations(stages=stages, heads=heads), served, request)
+    activations = Activations(stages=tuple(stage.name for stage in stages), heads=heads)
+    return await _resolve_outputs(body, activations, served, request)
 
 
 async def _resolve_outputs(

@@ -27,7 +27,7 @@ from model.inference.errors import ContextLengthExceeded, InvalidRequest
 from model.inference.interventions import check_interventions
 from model.inference.sampling.params import SamplingParams
 from model.transformer.config import GPTConfig
-from model.transformer.stages import UnknownStage, match_stages
+from model.transformer.stages import Stage, UnknownStage, match_stages
 
 
 def check_request(request: Request, config: GPTConfig) -> None:
@@ -117,31 +117,34 @@ def resolve_indices(
     return resolved
 
 
-def resolve_stages(patterns: Sequence[str], config: GPTConfig) -> tuple[str, ...]:
-    """The names of the stages that names and patterns choose, in the order in which they are
-    computed. Raises InvalidRequest for a pattern that chooses none."""
+def resolve_stages(patterns: Sequence[str], config: GPTConfig) -> tuple[Stage, ...]:
+    """The stages that names and patterns choose, in the order in which they are computed. Raises
+    InvalidRequest for a pattern that chooses none."""
     if not patterns:
         raise InvalidRequest("stages is empty; name at least one, GET /stages lists them", "stages")
     try:
-        return tuple(stage.name for stage in match_stages(patterns, config))
+        return match_stages(patterns, config)
     except UnknownStage as error:
         raise InvalidRequest(str(error), "stages") from error
 
 
-def resolve_heads(heads: Sequence[int], names: Sequence[str], config: GPTConfig) -> tuple[int, ...]:
-    """Indices from 0 of heads that each of the named stages has, if it has any; negative ones count
-    from the end. Raises InvalidRequest."""
-    stages = [stage for stage in match_stages(names, config) if stage.heads_axis]
-    if not stages:
+def resolve_heads(
+    heads: Sequence[int], stages: Sequence[Stage], config: GPTConfig
+) -> tuple[int, ...]:
+    """Indices from 0 of heads that each of the stages has, if it has any; negative ones count from
+    the end. Raises InvalidRequest."""
+    with_heads = [stage for stage in stages if stage.heads_axis]
+    if not with_heads:
+        names = [stage.name for stage in stages]
         raise InvalidRequest(f"heads are given, and {_named(names)} has none", "heads")
     resolved = []
-    for stage in stages:
+    for stage in with_heads:
         assert stage.heads_axis is not None
         count = getattr(config, stage.heads_axis)
         resolved.append(resolve_indices("heads", heads, count, f"{stage.name} has {count} heads"))
     if len(set(resolved)) > 1:
         raise InvalidRequest(
-            f"heads count from the end, and {_named([stage.name for stage in stages])} have "
+            f"heads count from the end, and {_named([stage.name for stage in with_heads])} have "
             "not the same count of them; ask for them one by one, or count from 0",
             "heads",
         )
@@ -265,12 +268,13 @@ def _check_attribution(task: AttributionTask, length: int, config: GPTConfig) ->
 def _check_activations(
     names: tuple[str, ...], heads: tuple[int, ...] | None, config: GPTConfig
 ) -> None:
-    if resolve_stages(names, config) != names:
+    stages = resolve_stages(names, config)
+    if tuple(stage.name for stage in stages) != names:
         raise InvalidRequest(
             f"stages {list(names[:20])} must be names, each once, in the order of GET /stages",
             "stages",
         )
-    if heads is not None and resolve_heads(heads, names, config) != heads:
+    if heads is not None and resolve_heads(heads, stages, config) != heads:
         raise InvalidRequest(f"heads {list(heads[:20])} must be counted from 0", "heads")
 
 
