@@ -15,6 +15,7 @@ def plan(*arguments: str) -> Plan:
     return parse([*small, "--rounds", "2", "--batches", "1", "3", *arguments])
 
 
+@pytest.mark.slow
 def test_peers_are_measured_side_by_side(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -58,6 +59,7 @@ def test_rates_are_medians_of_rounds_without_their_first_steps() -> None:
     )
 
 
+@pytest.mark.slow
 def test_whoever_computes_something_else_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(comparison.LIMITS, "bfloat16", 1e-5)
     with pytest.raises(SystemExit, match=r"logitd computes something else: off by 0\.00"):

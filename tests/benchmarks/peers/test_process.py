@@ -14,6 +14,7 @@ def start(saved: Saved, module: str, dtype: str = "float32") -> PeerProcess:
     return PeerProcess(sys.executable, module, folder=saved.folder, dtype=dtype, threads=1)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("threads_and_random_state")
 def test_it_answers_until_a_question_kills_it(saved: Saved) -> None:
     process = start(saved, "plain_torch")
@@ -37,6 +38,7 @@ def test_what_cannot_be_imported_is_missing(saved: Saved) -> None:
         start(saved, "nobody")
 
 
+@pytest.mark.slow
 def test_what_cannot_be_loaded_has_failed(saved: Saved) -> None:
     with pytest.raises(PeerFailed, match="float31"):
         start(saved, "plain_torch", dtype="float31")

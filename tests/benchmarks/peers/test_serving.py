@@ -51,6 +51,7 @@ def test_what_does_not_fit_is_refused(capsys: pytest.CaptureFixture[str]) -> Non
     assert parse(["--shape", "30m"]).servers == (LOGITD, PLAIN, CONTINUOUS)
 
 
+@pytest.mark.slow
 def test_logitd_is_measured_and_who_cannot_start_is_left_out(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

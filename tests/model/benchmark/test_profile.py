@@ -51,7 +51,7 @@ def library() -> ctypes.CDLL:
         pytest.skip(str(reason))
 
 
-@pytest.fixture(params=["native", "torch"])
+@pytest.fixture(params=["native", pytest.param("torch", marks=pytest.mark.slow)])
 def decoder(request: pytest.FixtureRequest) -> DecoderMaker:
     """Each way of decoding."""
     if request.param == "torch":

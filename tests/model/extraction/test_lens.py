@@ -111,7 +111,7 @@ def placings() -> list[Any]:
     return [TORCH, *(pytest.param(placing, marks=marks) for placing in native)]
 
 
-@pytest.mark.parametrize("stride", [None, 77])
+@pytest.mark.parametrize("stride", [77, pytest.param(None, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("placing", placings())
 def test_it_joins_the_logprobs_and_its_last_layer_is_theirs_to_the_bit(
     extracting: Extract, tmp_path: Path, placing: Any, stride: int | None

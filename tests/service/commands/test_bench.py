@@ -100,6 +100,7 @@ def test_without_http(checkpoint_path: Path, capsys: pytest.CaptureFixture[str])
     assert "decode, over HTTP" not in shown
 
 
+@pytest.mark.slow
 def test_the_server_decodes_as_the_engine_did(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -120,6 +121,7 @@ def test_the_server_decodes_as_the_engine_did(
     assert server["decoding"].endswith("int8)")
 
 
+@pytest.mark.slow
 def test_a_profile_instead_of_rates(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Of both ways of decoding, where both are there and nothing else is asked for."""
     gpt = tiny_gpt(tiny_config(n_head=2))
@@ -280,6 +282,7 @@ def children(pid: int) -> list[int]:
     return found
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_the_server_too(checkpoint_path: Path) -> None:
     process = subprocess.Popen(
         [sys.executable, "-c", PROGRAM, *command(checkpoint_path, SMALL | {"rounds": 10})],

@@ -56,7 +56,7 @@ def point(run: Path, link: str, step: int) -> None:
     (run / ".aside").replace(run / link)
 
 
-@pytest.fixture(scope="module", params=["thread", "process"])
+@pytest.fixture(scope="module", params=["thread", pytest.param("process", marks=pytest.mark.slow)])
 def started(request: pytest.FixtureRequest, run: Path) -> Iterator[Serving]:
     with serving(run, engine=request.param, admin_key=ADMIN, slots=3) as running:
         yield running
@@ -345,6 +345,7 @@ def test_the_weights_before_are_given_back(run: Path) -> None:
         assert models() == before
 
 
+@pytest.mark.slow
 def test_the_process_of_an_engine_comes_back_with_the_newest_weights(
     run: Path, logged_errors: list[str]
 ) -> None:

@@ -144,6 +144,7 @@ def test_it_is_told_where_the_engine_is(server: Serving, twin: Serving) -> None:
     assert ours == theirs
 
 
+@pytest.mark.slow
 def test_what_cannot_be_served_is_said(tmp_path: Path, logged_errors: list[str]) -> None:
     """In the words that it has without a process."""
     reasons = []
@@ -208,6 +209,7 @@ def test_a_process_that_dies_is_started_again(
     logged_errors.clear()
 
 
+@pytest.mark.slow
 def test_other_weights_are_not_what_this_server_said_it_serves(
     checkpoint_path: Path, tmp_path: Path, logged_errors: list[str]
 ) -> None:
@@ -240,6 +242,7 @@ def test_a_process_that_dies_again_and_again_ends_the_server(spelling_path: Path
         assert "the engine failed: exiting with 1" in server.output
 
 
+@pytest.mark.slow
 def test_a_process_that_hangs_is_seen_and_nothing_is_left_of_it(spelling_path: Path) -> None:
     """A server whose engine has stopped is not alive, until it goes on. Then the abort of a request
     without a reader reaches the other process, and the slot is free again; the process ends with

@@ -91,6 +91,7 @@ def measuring(hangup: str, checkpoint: Path) -> "subprocess.Popen[str]":
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "code"),
     [
@@ -110,6 +111,7 @@ def test_a_signal_ends_both(checkpoint_path: Path, number: signal.Signals, code:
     assert not alive(pid)
 
 
+@pytest.mark.slow
 def test_an_ignored_hangup_stays_ignored(checkpoint_path: Path) -> None:
     """As under nohup."""
     process = measuring("SIG_IGN", checkpoint_path)
