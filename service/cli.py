@@ -13,6 +13,7 @@ import signal
 import sys
 from collections.abc import Mapping, Sequence
 from types import ModuleType
+from typing import Any
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
@@ -20,7 +21,7 @@ from pydantic_settings import BaseSettings, CliApp, SettingsError
 
 from model.version import VERSION
 from service.command_line.completion import SHELLS
-from service.command_line.flags import known_words
+from service.command_line.flags import flags_of, known_words, split_words
 from service.command_line.help import help_of, overview, usage
 from service.command_line.mistakes import did_you_mean, unknown_variables
 from service.settings.extract import ExtractSettings
@@ -121,10 +122,15 @@ def run(arguments: Sequence[str]) -> int:
 
 def parse(name: str, arguments: Sequence[str]) -> BaseSettings:
     """The settings of a command. Raises ValidationError, SettingsError and SystemExit."""
-    given = list(arguments)
+    settings, given = COMMANDS[name], list(arguments)
     if name in ONCE_A_FLAG:
         given = _without_checkpoint_flag(given)
-    return CliApp.run(COMMANDS[name], cli_args=given, cli_exit_on_error=False)
+    several = next((flag.name for flag in flags_of(settings) if flag.several), None)
+    found: dict[str, Any] = {}
+    if several is not None:  # argparse takes them from one place alone, and joins them by commas
+        given, words = split_words(given, settings)
+        found = {several: words} if words else {}
+    return CliApp.run(settings, cli_args=given, cli_exit_on_error=False, **found)
 
 
 def _asks_for_help(arguments: Sequence[str]) -> bool:

@@ -71,6 +71,13 @@ ROOMS: dict[str, set[str]] = {
         "model.memory",
         "model.transformer",
     },
+    "model.inference.sharing": {
+        "model.device",
+        "model.inference.memory",
+        "model.inference.options",
+        "model.memory",
+        "model.transformer",
+    },
     "model.inference.load": {
         "model.checkpoint",
         "model.device",
@@ -141,6 +148,7 @@ ROOMS: dict[str, set[str]] = {
     "service.log": set(),
     "service.client": set(),
     "service.settings": {
+        "model.checkpoint.run_folder",
         "model.convert.by_role.computation",
         "model.dtypes",
         "model.inference.engine.config",

@@ -9,18 +9,19 @@ import asyncio
 import contextlib
 import logging
 
-from service.core.reloader import Reloader, ReloadError
-from service.core.state import ServiceState
+from service.core.models import Served
+from service.core.reloader import ReloadError
 
 logger = logging.getLogger("logitd")
 
 
-async def follow(state: ServiceState, reloader: Reloader) -> None:
-    """Serve what the run of the settings saves, until cancelled."""
+async def follow(served: Served) -> None:
+    """Serve what the run of a model saves, until cancelled."""
+    reloader, settings = served.reloader, served.settings
     seen = reloader.checkpoint.path
-    logger.info("following %s of %s", state.settings.follow, state.settings.checkpoint)
+    logger.info("following %s of %s", settings.follow, settings.source.path)
     while True:
-        await asyncio.sleep(state.settings.follow_interval)
+        await asyncio.sleep(settings.follow_interval)
         try:
             wanted = reloader.wanted()
         except OSError as error:  # the link is being moved, or its disk is away for a moment

@@ -1,30 +1,36 @@
-"""The life of what is served: loaded off the event loop, then kept up with a run, where one is
+"""The life of what is served: loaded off the event loop, then kept up with its run, where that is
 followed.
 
-Builds the engine, in this process or in one of its own, and what the event loop needs besides.
-/health answers 503 meanwhile, and gives the reason when loading fails.
+Builds the engine of each model, in this process or in one of its own, and what the event loop needs
+besides. /health answers 503 meanwhile, and gives the reason when loading fails. Of several models
+one that cannot be loaded is left out; only where none can be has loading failed.
 """
 
 import asyncio
 import logging
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from model.checkpoint.checkpoint import CheckpointError, CheckpointInfo, read_checkpoint
-from model.checkpoint.run_folder import checkpoint_of
+from model.checkpoint.run_folder import checkpoint_of, name_of
 from model.inference.constraints.compiler import Compiler
 from model.inference.constraints.sandbox import Checker
 from service.app.follow import follow
 from service.core.constraints import Constraints
+from service.core.models import NotLoaded, Served
 from service.core.reloader import Reloader
-from service.core.reply_budget import ReplyBudget
-from service.core.state import Served, ServiceState
+from service.core.state import ServiceState
 from service.engine.admission import AdmissionController, QueueLimits
 from service.engine.async_engine import AsyncEngine
 from service.engine.build import STARTUP_ERRORS, Computation, Unavailable, build, compiler_for
-from service.engine.driver import EngineDriver, LocalDriver
+from service.engine.driver import Compute, EngineDriver, LocalDriver, at_once
 from service.engine.process import EngineProcessError, ProcessDriver
 from service.engine.restarts import Restarts
 from service.engine.session import EngineSession
+from service.engine.shares import Shares, divide_memory
+from service.engine.turns import StepThread
+from service.settings.model_source import ModelSource
 from service.settings.serve import ServeSettings
 
 logger = logging.getLogger("logitd")
@@ -39,39 +45,91 @@ class _Loaded:
 
 
 async def live(state: ServiceState) -> None:
-    """Load the checkpoint of the settings, and follow its run if that is wanted."""
+    """Load the models of the settings, and follow their runs if that is wanted."""
     await load(state)
-    if state.served is not None and state.settings.follow is not None:
-        await follow(state, state.served.reloader)
+    if state.settings.follow is not None:
+        await asyncio.gather(*(follow(served) for served in state.models.served))
 
 
 async def load(state: ServiceState) -> None:
-    """Load the checkpoint of the settings; well or badly, `state` knows afterwards."""
-    settings = _resolved(state.settings)
-    begin = _with_process if settings.engine == "process" else _in_this_process
+    """Load the models of the settings, one after the other; well or badly, `state` knows
+    afterwards. Nothing is computed before all are there: to load weights changes how many threads
+    torch has."""
+    sources = state.settings.models
+    if len(sources) == 1:
+        model = await _load_model(state, state.settings)
+        if isinstance(model, NotLoaded):
+            state.fail(model.reason)
+        else:
+            state.serve([model])
+        return
     try:
-        loaded = await asyncio.to_thread(begin, settings)
-        checker = await asyncio.to_thread(Checker, loaded.checkpoint.tokenizer)
-    except (*STARTUP_ERRORS, EngineProcessError) as error:
+        shares = await asyncio.to_thread(divide_memory, state.settings)
+    except STARTUP_ERRORS as error:
         logger.error("cannot serve: %s", error)
         state.fail(str(error))
+        return
+    steps = None if state.settings.engine == "process" else StepThread()
+    models = [await _load_share(state, source, shares, steps) for source in sources]
+    if all(isinstance(model, NotLoaded) for model in models):
+        told = "; ".join(f"{name}: {reason}" for name, reason in _reasons(models))
+        state.fail(f"none of {len(models)} models could be loaded: {told}")
+        return
+    for name, reason in _reasons(models):
+        logger.error("%s is not served, the others are: %s", name, reason)
+    state.serve(models, steps)
+
+
+def _reasons(models: Sequence[Served | NotLoaded]) -> Iterator[tuple[str, str]]:
+    for model in models:
+        if isinstance(model, NotLoaded):
+            yield model.name, model.reason
+
+
+async def _load_share(
+    state: ServiceState, source: ModelSource, shares: Shares, steps: StepThread | None
+) -> Served | NotLoaded:
+    """One of several, with the slots that are its share."""
+    assert source.name is not None
+    if (reason := shares.refused.get(source.name)) is not None:
+        return NotLoaded(source.name, reason)
+    slots = shares.slots[source.name]
+    return await _load_model(
+        state, state.settings.of(source, slots=slots, kv_cache_memory=None), steps
+    )
+
+
+async def _load_model(
+    state: ServiceState, settings: ServeSettings, steps: StepThread | None = None
+) -> Served | NotLoaded:
+    """The model of settings that are of one."""
+    source = settings.source
+    name = source.name or name_of(source.path)
+    resolved = settings.of(replace(source, path=checkpoint_of(source.path, settings.follow)))
+    try:
+        if settings.engine == "process":
+            loaded = await asyncio.to_thread(_with_process, resolved)
+        else:
+            compute = at_once if steps is None else steps.call
+            loaded = await asyncio.to_thread(_in_this_process, resolved, compute)
+        checker = await asyncio.to_thread(Checker, loaded.checkpoint.tokenizer)
+    except (*STARTUP_ERRORS, EngineProcessError) as error:
+        if not _of_several(state):
+            logger.error("cannot serve: %s", error)
+        return NotLoaded(name, str(error))
     except Exception as error:
-        logger.exception("cannot serve")
-        state.fail(f"{type(error).__name__}: {error}")
-    else:
-        served = _served(state, loaded, checker)
-        state.serve(served)
+        logger.exception("cannot serve %s", name)
+        return NotLoaded(name, f"{type(error).__name__}: {error}")
+    return _served(state, settings, loaded, checker)
 
 
-def _resolved(settings: ServeSettings) -> ServeSettings:
-    """With the checkpoint that is to be read now, in place of its run."""
-    path = checkpoint_of(settings.checkpoint, settings.follow)
-    return settings.model_copy(update={"checkpoint": path})
+def _of_several(state: ServiceState) -> bool:
+    return len(state.settings.models) > 1
 
 
-def _in_this_process(settings: ServeSettings) -> _Loaded:
+def _in_this_process(settings: ServeSettings, compute: Compute) -> _Loaded:
     built = build(settings)
-    driver = LocalDriver(built.engine, built.load_weights)
+    driver = LocalDriver(built.engine, built.load_weights, compute=compute)
     return _Loaded(built.checkpoint, built.computation, driver, built.compiler)
 
 
@@ -79,9 +137,10 @@ def _with_process(settings: ServeSettings) -> _Loaded:
     """The weights are read there alone; the vocabulary and what the checkpoint says, here too."""
     driver = ProcessDriver(settings)
     try:
-        checkpoint = read_checkpoint(settings.checkpoint)
+        path = settings.source.path
+        checkpoint = read_checkpoint(path)
         if checkpoint.weights_sha256 != driver.computation.weights_sha256:
-            raise CheckpointError(f"{settings.checkpoint} was replaced while it was being loaded")
+            raise CheckpointError(f"{path} was replaced while it was being loaded")
         compiler = compiler_for(checkpoint.tokenizer)
     except BaseException:
         driver.close()
@@ -93,22 +152,24 @@ def _same_again(settings: ServeSettings, checkpoint: CheckpointInfo) -> ProcessD
     """Another process with the weights of a checkpoint. Raises EngineProcessError, and
     CheckpointError where there are others by now: what this server says of itself would be
     wrong."""
-    driver = ProcessDriver(settings.model_copy(update={"checkpoint": checkpoint.path}))
+    driver = ProcessDriver(settings.of(replace(settings.source, path=checkpoint.path)))
     if driver.computation.weights_sha256 != checkpoint.weights_sha256:
         driver.close()
         raise CheckpointError(f"{checkpoint.path} was replaced; it takes a new server to serve")
     return driver
 
 
-def _served(state: ServiceState, loaded: _Loaded, checker: Checker) -> Served:
-    settings, driver = state.settings, loaded.driver
+def _served(
+    state: ServiceState, settings: ServeSettings, loaded: _Loaded, checker: Checker
+) -> Served:
+    driver, metrics = loaded.driver, state.metrics_of(settings.source)
     limits = QueueLimits(
         sequences=settings.max_queue,
         tokens=settings.max_queue_tokens,
         elements=settings.max_queue_elements,
         per_request=settings.max_sequences,
     )
-    name = settings.served_model_name or loaded.checkpoint.name
+    name = settings.source.name or loaded.checkpoint.name
     checkpoints = {0: replace(loaded.checkpoint, name=name)}
     restarts = None
     if settings.engine == "process" and settings.engine_restarts:
@@ -119,7 +180,7 @@ def _served(state: ServiceState, loaded: _Loaded, checker: Checker) -> Served:
         driver,
         AdmissionController(driver.model_config, driver.slots, limits),
         stall_timeout=settings.stall_timeout,
-        on_step=state.on_step,
+        on_step=partial(state.on_step, metrics),
         restarts=restarts,
     )
     return Served(
@@ -127,14 +188,14 @@ def _served(state: ServiceState, loaded: _Loaded, checker: Checker) -> Served:
         computation=loaded.computation,
         engine=engine,
         session=EngineSession(engine),
-        reloader=Reloader(settings, engine, checkpoints, state.metrics),
+        reloader=Reloader(settings, engine, checkpoints, metrics, state.one_reload),
         constraints=Constraints(
             loaded.compiler,
             checker,
             timeout=settings.constraint_timeout,
-            metrics=state.metrics,
+            metrics=metrics,
         ),
         settings=settings,
         keys=state.keys,
-        reply_budget=ReplyBudget(settings.max_reply_elements),
+        reply_budget=state.reply_budget,
     )

@@ -22,7 +22,7 @@ from service.connections.protocol import headers_too_large
 from service.core.auth import CALLER
 from service.core.errors import LIMIT, clip, internal_error
 from service.core.metrics import Metrics, endpoint_label
-from service.core.state import USAGE
+from service.core.models import MODEL, USAGE
 from service.engine.admission import Limit
 from service.engine.usage import Usage
 from service.log import FIELDS
@@ -94,6 +94,8 @@ class RequestLog:
             fields["key"] = caller
         if limit is not None:
             fields["limit"] = limit.value
+        if (model := scope["state"].get(MODEL)) is not None:
+            fields["model"] = model
         fields |= _computed(scope) | _user(scope)
         logger.log(level, _line(fields), extra={FIELDS: fields})
 

@@ -27,15 +27,16 @@ from service.connections.limits import ConnectionLimitError, connection_limits
 from service.connections.protocol import Connection
 from service.connections.register import Register
 from service.core.auth import ApiKeyError
-from service.core.reloader import Reloader, ReloadError
-from service.core.state import Served, ServiceState
+from service.core.models import Models, Served
+from service.core.reloader import ReloadError
+from service.core.state import ServiceState
 from service.log import configure_logging
 from service.settings.serve import ServeSettings
 
 logger = logging.getLogger("logitd")
 
 
-Announce = Callable[[Served, int], None]
+Announce = Callable[[Models, int], None]
 """Told what is served, and on which port, once requests are answered."""
 
 
@@ -54,7 +55,8 @@ class Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        logger.info("listening on port %d, loading %s", self._port, self._state.settings.checkpoint)
+        loading = ", ".join(map(str, self._state.settings.models))
+        logger.info("listening on port %d, loading %s", self._port, loading)
         self._start(self._announce_when_ready())
 
     @contextmanager
@@ -75,17 +77,19 @@ class Server(uvicorn.Server):
                 logger.info("SIGHUP: the keys of %s are accepted now", ", ".join(names))
             except ApiKeyError as error:
                 logger.error("SIGHUP: the keys before are accepted still: %s", error)
-        if self._signals or self._state.served is None:
+        if self._signals or not self._state.models.served:
             logger.warning("SIGHUP: there is nothing to reload now")
         else:
             logger.info("SIGHUP: looking for another checkpoint")
-            self._start(self._reload(self._state.served.reloader))
+            for served in self._state.models.served:
+                self._start(self._reload(served))
 
-    async def _reload(self, reloader: Reloader) -> None:
+    async def _reload(self, served: Served) -> None:
+        reloader = served.reloader
         try:
             reloaded = await reloader.reload(reloader.wanted())
         except (OSError, ReloadError) as error:
-            logger.warning("SIGHUP: nothing was reloaded: %s", error)
+            logger.warning("SIGHUP: %s was not reloaded: %s", served.name, error)
         else:
             if not reloaded.swapped:
                 logger.info("SIGHUP: %s is served already", reloaded.checkpoint.path)
@@ -116,13 +120,25 @@ class Server(uvicorn.Server):
 
     async def _announce_when_ready(self) -> None:
         await self._state.settled.wait()
-        if self._state.served is None:
+        models = self._state.models
+        if not models.served:
             self.should_exit = True  # there will never be anything to serve
-        else:
-            self._announce(self._state.served, self._port)
-            await self._state.served.engine.failed.wait()
-            logger.error("the engine failed: exiting with 1")
-            self.should_exit = True
+            return
+        self._announce(models, self._port)
+        failed = await self._first_failed(models)
+        told = f"the engine of {failed.name}" if models.several else "the engine"
+        logger.error("%s failed: exiting with 1", told)
+        self.should_exit = True
+
+    async def _first_failed(self, models: Models) -> Served:
+        """The model whose engine fails for good, once one does."""
+        waiting = [asyncio.ensure_future(served.engine.failed.wait()) for served in models.served]
+        try:
+            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for waiter in waiting:
+                waiter.cancel()
+        return next(served for served in models.served if served.engine.failed.is_set())
 
     async def _drain_then_exit(self, grace: float) -> None:
         self._state.leave()
@@ -185,5 +201,6 @@ def serve(settings: ServeSettings, announce: Announce) -> int:
                     settings.port,
                 )
             return 1
-    answered = state.served is not None and state.served.engine.failure is None
+    served = state.models.served
+    answered = bool(served) and all(model.engine.failure is None for model in served)
     return 0 if answered and server.started else 1

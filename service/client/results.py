@@ -565,12 +565,24 @@ class QuantizationInfo:
 
 
 @dataclass(frozen=True, slots=True)
+class ModelStatus:
+    """Whether a model of a server answers: `status` is "ok", or else "loading", "stalled" or
+    "failed", and `reason` may say why."""
+
+    model: str
+    status: str
+    reason: str | None
+
+
+@dataclass(frozen=True, slots=True)
 class Info:
     """What is served, where and how. `config` is the model's shape, `training` where the weights
-    come from, `limits` those of a request."""
+    come from, `limits` those of a request. `models` are all that were to be served, the first of
+    which answers requests that name none."""
 
     version: str
     model: str
+    models: tuple[ModelStatus, ...]
     checkpoint: Checkpoint
     config: dict[str, Any]
     vocabulary: str  # the kind of its tokenizer; "none": prompts are token ids
@@ -593,11 +605,12 @@ class Info:
 @dataclass(frozen=True, slots=True)
 class Health:
     """Whether requests are answered: `status` is "ok", or else "loading", "draining", "stalled" or
-    "failed", and `reason` may say why."""
+    "failed", and `reason` may say why. `models` has each of several."""
 
     status: str
     request_id: str
     reason: str | None = None
+    models: tuple[ModelStatus, ...] | None = None
 
     @property
     def ok(self) -> bool:

@@ -4,7 +4,9 @@ Help, suggestions and completion are made of it. Parsing is pydantic-settings' b
 """
 
 import types
+from collections.abc import Sequence
 from dataclasses import dataclass, is_dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -28,6 +30,7 @@ class Flag:
     default      as it would be written; None where that is nothing, or it is required
     required     whether it has to be given
     variable     of the environment and of .env
+    several      whether it is an argument that may come more than once
     """
 
     name: str
@@ -38,6 +41,7 @@ class Flag:
     required: bool
     description: str
     variable: str
+    several: bool = False
 
 
 def flags_of(settings: type[BaseSettings]) -> tuple[Flag, ...]:
@@ -49,6 +53,26 @@ def flags_of(settings: type[BaseSettings]) -> tuple[Flag, ...]:
 def known_words(settings: type[BaseSettings]) -> tuple[str, ...]:
     """Everything with dashes that a command understands."""
     return (*(word for flag in flags_of(settings) for word in flag.words), "--help")
+
+
+def split_words(
+    arguments: Sequence[str], settings: type[BaseSettings]
+) -> tuple[list[str], list[str]]:
+    """A command line as its flags with their values, and the words that stand by themselves."""
+    takes_value = {word for flag in flags_of(settings) if flag.value for word in flag.words}
+    flags: list[str] = []
+    words: list[str] = []
+    rest = iter(arguments)
+    for word in rest:
+        if word == "--":
+            words += rest
+        elif not word.startswith("-") or word == "-":
+            words.append(word)
+        else:
+            flags.append(word)
+            if word in takes_value:
+                flags += islice(rest, 1)
+    return flags, words
 
 
 def _flag(settings: type[BaseSettings], name: str, field: FieldInfo) -> Flag:
@@ -66,6 +90,7 @@ def _flag(settings: type[BaseSettings], name: str, field: FieldInfo) -> Flag:
         required=field.is_required(),
         description=" ".join(str(field.description).split()),
         variable=f"{prefix}{name}".upper(),
+        several=positional and get_origin(kind) is tuple,
     )
 
 

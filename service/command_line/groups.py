@@ -55,6 +55,7 @@ EXAMPLES: Mapping[str, tuple[tuple[str, str], ...]] = {
         ("logitd serve", "the bundled checkpoint"),
         ("logitd serve runs/mine --port 9000", "the best checkpoint of a run"),
         ("logitd serve checkpoints/mine --quantize int8", "in 8 bits, which costs what it says"),
+        ("logitd serve small=runs/a large=runs/b", "two, of which requests name one"),
     ),
     "train": (
         ("logitd train --minutes 2 --out runs/mine", "on the text that Python carries"),

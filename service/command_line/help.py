@@ -88,7 +88,7 @@ def _text(flag: Flag) -> str:
 
 
 def _name(flag: Flag) -> str:
-    return flag.name.upper()
+    return f"{flag.name.upper()}{' ...' if flag.several else ''}"
 
 
 def _summary(settings: type[BaseSettings]) -> str:

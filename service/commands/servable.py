@@ -24,6 +24,10 @@ class NotServable(Exception):
     """The path is not of a checkpoint; the message says what it is, and a command that gets on."""
 
 
+class NotFollowed(NotServable):
+    """What is to be followed is not a run, whatever else it is."""
+
+
 def checkpoint_at(path: Path, follow: str | None = None) -> Path:
     """The folder of the checkpoint that a path means: itself, or the best of a run, or the one to
     which the link `follow` of a run leads.
@@ -35,7 +39,7 @@ def checkpoint_at(path: Path, follow: str | None = None) -> Path:
         if is_run(path):
             return _of_run(path, follow)
         if follow is not None:
-            raise NotServable(_not_followed(path, follow))
+            raise NotFollowed(_not_followed(path, follow))
         if is_checkpoint(path):
             return path if not _is_adapter(path) else _refuse_adapter(path, "BASE")
         if not path.exists():

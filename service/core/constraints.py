@@ -28,7 +28,7 @@ from model.inference.constraints.compiler import (
 from model.inference.constraints.sandbox import Checker
 from model.inference.errors import ConstraintError
 from service.core.errors import ApiError, bad_request
-from service.core.metrics import Metrics
+from service.core.model_metrics import ModelMetrics
 from service.core.turns import Turns
 from service.engine.build import Unavailable
 
@@ -76,7 +76,7 @@ class Constraints:
         checker: Checker,
         *,
         timeout: float,
-        metrics: Metrics,
+        metrics: ModelMetrics,
     ) -> None:
         self._compiler = compiler
         self._first, self._second = _Sandbox(checker), _Sandbox(checker.twin())
@@ -106,7 +106,7 @@ class Constraints:
             if not compiling.waiters and not compiling.task.done():  # everybody has left
                 self._forget(compiling)
                 compiling.task.cancel()
-        self._metrics.constraints.labels("compiled").inc()
+        self._metrics.constraints["compiled"].inc()
         return constraint
 
     def close(self) -> None:
@@ -118,7 +118,7 @@ class Constraints:
         """The constraint, if it was compiled before and is still in the cache."""
         constraint = self._cache.get(source)
         if constraint is not None:
-            self._metrics.constraints.labels("kept").inc()
+            self._metrics.constraints["kept"].inc()
         self._metrics.constraints_kept.set(len(self._cache))
         return constraint
 
@@ -181,11 +181,11 @@ class Constraints:
         return constraint
 
     def _rejected(self, source: Source, reason: str, outcome: str = "refused") -> ApiError:
-        self._metrics.constraints.labels(outcome).inc()
+        self._metrics.constraints[outcome].inc()
         return bad_request(f"{source.kind}: {reason}", source.kind)
 
     def _busy(self) -> ApiError:
-        self._metrics.constraints.labels("busy").inc()
+        self._metrics.constraints["busy"].inc()
         return ApiError(
             429,
             "rate_limit_error",

@@ -41,6 +41,7 @@ ErrorType = Literal[
     "timeout_error",
     "server_error",
 ]
+NOT_LOADED = "model_not_loaded"
 LIMIT = "limit"
 """Where the state of a request holds the limit that it has met, for the metrics and the log."""
 MAX_REPORTED = 5
@@ -107,7 +108,7 @@ class ApiError(Exception):
 
     def response(self) -> Response:
         headers = {} if self.retry_after is None else {"Retry-After": str(self.retry_after)}
-        if self.status == 500:  # a client that sends it again would meet the same fault again
+        if self.status == 500 or self.code == NOT_LOADED:  # the same would come of another try
             headers["X-Should-Retry"] = "false"
         return Response(
             orjson.dumps(self.body()),
@@ -139,6 +140,11 @@ def internal_error(request_id: str) -> ApiError:
 
 def unavailable(message: str, retry_after: int = 1) -> ApiError:
     return ApiError(503, "unavailable_error", message, None, "unavailable", retry_after)
+
+
+def not_loaded(message: str) -> ApiError:
+    """Of a model that this server will not have however often it is asked."""
+    return ApiError(503, "unavailable_error", message, "model", NOT_LOADED)
 
 
 EXPECTED = (ApiError, InvalidRequest, QueueFull, EngineStopped)

@@ -15,7 +15,7 @@ from pathlib import Path
 from model.checkpoint.checkpoint import CheckpointError, CheckpointInfo, read_checkpoint
 from model.checkpoint.run_folder import checkpoint_of, is_run
 from model.inference.load import check_replacement
-from service.core.metrics import Metrics, ReloadResult
+from service.core.model_metrics import ModelMetrics, ReloadResult
 from service.engine.async_engine import AsyncEngine, ReloadError
 from service.settings.serve import ServeSettings
 
@@ -40,15 +40,18 @@ class Reloader:
         settings: ServeSettings,
         engine: AsyncEngine,
         checkpoints: MutableMapping[int, CheckpointInfo],
-        metrics: Metrics,
+        metrics: ModelMetrics,
+        one_at_a_time: asyncio.Lock,
     ) -> None:
-        """`checkpoints` has what each version of the engine's weights is called: the one that is
-        served, and after each reload one more."""
+        """`settings` are of this model alone. `checkpoints` has what each version of the engine's
+        weights is called: the one that is served, and after each reload one more.
+        `one_at_a_time` is shared by the models of a server, so that no two of them have other
+        weights beside their own at once."""
         self._settings = settings
         self._engine = engine
         self._checkpoints = checkpoints
         self._metrics = metrics
-        self._one_at_a_time = asyncio.Lock()
+        self._one_at_a_time = one_at_a_time
 
     @property
     def checkpoint(self) -> CheckpointInfo:
@@ -58,12 +61,12 @@ class Reloader:
     def wanted(self) -> Path:
         """The checkpoint that the server was started to serve, as of now: of a run its best, or
         the one that is followed."""
-        return checkpoint_of(self._settings.checkpoint, self._settings.follow)
+        return checkpoint_of(self._settings.source.path, self._settings.follow)
 
     def named(self, name: str) -> Path:
         """A checkpoint in the folder that is served from: the run, or where the checkpoint lies.
         Raises ReloadError for any other name."""
-        path = self._settings.checkpoint
+        path = self._settings.source.path
         folder = path if is_run(path) else path.resolve().parent
         names = {child.name for child in folder.iterdir() if (child / "config.json").is_file()}
         if name not in names:
@@ -80,14 +83,14 @@ class Reloader:
             try:
                 reloaded = await self._reload(path)
             except (CheckpointError, OSError, ReloadError) as error:
-                self._metrics.reloads.labels(ReloadResult.REFUSED.value).inc()
+                self._metrics.reloads[ReloadResult.REFUSED].inc()
                 logger.error(
                     "%s does not take the place of %s, which answers on: %s",
                     path, self.checkpoint.path, error,
                 )  # fmt: skip
                 raise ReloadError(str(error)) from error
         result = ReloadResult.SWAPPED if reloaded.swapped else ReloadResult.UNCHANGED
-        self._metrics.reloads.labels(result.value).inc()
+        self._metrics.reloads[result].inc()
         return reloaded
 
     async def _reload(self, path: Path) -> Reloaded:
@@ -98,7 +101,7 @@ class Reloader:
         check_replacement(before, checkpoint)
         checkpoint = replace(
             checkpoint,
-            name=self._settings.served_model_name or checkpoint.name,
+            name=self._settings.source.name or checkpoint.name,
             tokenizer=before.tokenizer,  # the same: what it has learned about its tokens stays
         )
         version = self._engine.version + 1

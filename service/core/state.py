@@ -1,103 +1,33 @@
 """ServiceState: what the routes of one application share.
 
-Loading, ready, draining or failed; and, once ready, the checkpoint and its engine. Nothing is
-global: an application has one of these, its routes get it by dependency.
+Loading, ready, draining or failed; and, once ready, the models that are served (`models.py`).
+Nothing is global: an application has one of these, its routes get it by dependency.
 """
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import AsyncIterator, Sequence
 from typing import Annotated, Literal
 
-from fastapi import Depends, Request
+from fastapi import Depends, Query, Request
 
-from model.checkpoint.checkpoint import CheckpointInfo
+from model.checkpoint.run_folder import name_of
 from model.inference.engine.events import FinishEvent
 from service.core.auth import NO_KEY, ApiKeys, KeyRing, read_api_keys
-from service.core.callers import caller_of
-from service.core.constraints import Constraints
-from service.core.errors import ApiError, unavailable
+from service.core.errors import unavailable
 from service.core.key_limits import KeyLimit
 from service.core.metrics import Metrics
-from service.core.reloader import Reloader
+from service.core.model_metrics import ModelMetrics
+from service.core.models import ModelChoice, Models, NotLoaded, Served
 from service.core.reply_budget import ReplyBudget
-from service.engine.admission import AdmissionController
-from service.engine.async_engine import AsyncEngine
-from service.engine.build import Computation
 from service.engine.driver import StepReport
-from service.engine.quantization import QuantizationCost
-from service.engine.session import EngineSession
+from service.engine.turns import StepThread
+from service.settings.model_source import ModelSource
 from service.settings.serve import ServeSettings
 
 logger = logging.getLogger("logitd")
 
-USAGE = "usage"
-"""Where the state of a request holds what it had the engine compute, for its line in the log."""
-
-LATER_WEIGHTS = "these weights came while the server ran, and it measures when it starts"
-
 Status = Literal["loading", "ok", "draining", "stalled", "failed"]
-
-
-@dataclass(frozen=True)
-class Served:
-    """A checkpoint that answers, or several of the same shape, one after the other."""
-
-    checkpoints: Mapping[int, CheckpointInfo]  # by the version of their weights in the engine
-    computation: Computation
-    engine: AsyncEngine
-    session: EngineSession  # of a request of its own, while one is answered
-    reloader: Reloader
-    constraints: Constraints
-    settings: ServeSettings
-    reply_budget: ReplyBudget
-    keys: KeyRing
-    caller: str = ""  # to whom, while a request is answered
-
-    @property
-    def checkpoint(self) -> CheckpointInfo:
-        """Whose weights answer; the newest before anything is submitted."""
-        return self.checkpoints[self.session.version]
-
-    @property
-    def quantization(self) -> QuantizationCost | None:
-        """What quantizing costs, which is measured for the weights that were there at the start."""
-        cost = self.computation.quantization
-        if cost is None or self.checkpoint.weights_sha256 == self.computation.weights_sha256:
-            return cost
-        return QuantizationCost(cost.kind, None, LATER_WEIGHTS, measurable=False)
-
-    @property
-    def context_length(self) -> int:
-        return self.checkpoint.config.context_length
-
-    @property
-    def key_names(self) -> tuple[str, ...]:
-        """Of the API keys that are accepted now; none: no request needs one."""
-        return self.keys.names
-
-    @property
-    def admission(self) -> AdmissionController:
-        """How much may wait for the engine."""
-        return self.engine.admission
-
-    @property
-    def slots(self) -> int:
-        return self.engine.slots
-
-    def check_model(self, name: str | None) -> None:
-        """Refuse a request for another model than the one served, unless any name is taken."""
-        if name not in (None, self.checkpoint.name) and not self.settings.any_model_name:
-            assert name is not None
-            raise ApiError(
-                404,
-                "not_found_error",
-                f"the model {name[:80]!r} is not served here, {self.checkpoint.name!r} is; "
-                "--any-model-name answers whatever is asked for",
-                "model",
-                "model_not_found",
-            )
 
 
 class ServiceState:
@@ -108,26 +38,42 @@ class ServiceState:
         limit = KeyLimit(settings.key_per_minute, settings.key_at_once)
         self.keys = KeyRing(keys, limit)
         self.metrics = Metrics(callers=(*keys.names, NO_KEY) if keys.names else ())
-        self.served: Served | None = None
+        for source in settings.models:
+            self.metrics_of(source)  # there from the start
+        self.models = Models()
+        self.reply_budget = ReplyBudget(settings.max_reply_elements)
+        self.one_reload = asyncio.Lock()  # held while other weights are loaded beside a model's own
         self.settled = asyncio.Event()  # loading has ended, well or badly
         self.long_texts = asyncio.Lock()  # held while one is encoded or decoded
+        self._steps: StepThread | None = None
         self._failure: str | None = None
         self._leaving = False  # not ready any more, and still answering
         self._draining = False
 
-    def serve(self, served: Served) -> None:
-        """Loading ended well."""
-        self.served = served
-        self.metrics.serving(
+    def metrics_of(self, source: ModelSource) -> ModelMetrics:
+        """The series of a model, under the name that it has at the start."""
+        return self.metrics.of(source.name or name_of(source.path))
+
+    def serve(self, models: Sequence[Served | NotLoaded], steps: StepThread | None = None) -> None:
+        """Loading ended, well for one of them at least; `steps` is where they compute in turn."""
+        self.models = Models(models, any_name=self.settings.any_model_name)
+        self._steps = steps
+        for source, model in zip(self.settings.models, models, strict=True):
+            if isinstance(model, Served):
+                self._observe(source, model)
+        self.metrics.ready.set(1)
+        self.settled.set()
+
+    def _observe(self, source: ModelSource, served: Served) -> None:
+        self.metrics_of(source).serving(
             served.checkpoint,
             served.slots,
             served.settings.max_queue,
             lambda: served.engine.open_elements,
         )
-        self.settled.set()
 
     def fail(self, reason: str) -> None:
-        """Loading ended badly."""
+        """Loading ended badly: there will never be anything to serve."""
         self._failure = reason
         self.settled.set()
 
@@ -145,38 +91,45 @@ class ServiceState:
     async def drain(self) -> None:
         """Answer no new requests, let the running ones end, stop the engine."""
         self._draining = True
-        if self.served is not None:
-            await self.served.engine.stop(self.settings.drain_timeout)
-            self.served.constraints.close()
+        served = self.models.served
+        timeout = self.settings.drain_timeout
+        await asyncio.gather(*(model.engine.stop(timeout) for model in served))
+        for model in served:
+            model.constraints.close()
+        if self._steps is not None:
+            self._steps.close()
+            self._steps = None
 
-    def on_step(self, report: StepReport) -> None:
-        """Called after each step of the engine, on the event loop."""
-        if self.served is not None:
-            self.metrics.observe_step(report)
+    def on_step(self, metrics: ModelMetrics, report: StepReport) -> None:
+        """Called after each step of a model's engine, on the event loop."""
+        metrics.observe_step(report)
         for event in report.events:
             if isinstance(event, FinishEvent) and event.error is not None:
                 _log(event)
 
     def status(self) -> tuple[Status, str | None]:
-        """The state of the service and, when it is failed, why."""
+        """The state of the service and, when it is failed, why. One model that could not be loaded
+        does not count against the others (`Models`); one whose engine fails or hangs does, since
+        that is mended by a new process."""
         if self._failure is not None:
             return "failed", self._failure
-        if self.served is None:
+        if not self.settled.is_set():
             return "loading", None
-        if self.served.engine.failure is not None:
-            return "failed", self.served.engine.failure
-        if self.served.engine.restarting:
+        said = [(model.name, *model.status()) for model in self.models.served]
+        for bad in ("failed", "stalled"):
+            for name, status, reason in said:
+                if status == bad:
+                    return status, f"{name}: {reason}" if self.models.several else reason
+        if all(status == "loading" for _, status, _ in said):
             return "loading", None
-        if (seconds := self.served.engine.stalled()) is not None:
-            return "stalled", f"a step of the engine has been running for {seconds:.0f} s"
         return ("draining" if self._leaving or self._draining else "ok"), None
 
-    def ready(self) -> Served:
+    def ready(self) -> Models:
         """What is served; ApiError 503 unless requests are answered now."""
         status, reason = self.status()
         leaving = status == "draining" and not self._draining
-        if (status == "ok" or leaving) and self.served is not None:
-            return self.served
+        if status == "ok" or leaving:
+            return self.models
         raise unavailable(
             {
                 "loading": "the checkpoint is being loaded; try again in a moment",
@@ -197,18 +150,27 @@ async def service_state(request: Request) -> ServiceState:
     return state
 
 
-async def served(
+async def model_choice(
     request: Request, state: Annotated[ServiceState, Depends(service_state)]
-) -> AsyncIterator[Served]:
-    """What is served, with a session of the engine's that lasts as long as the request."""
-    shared = state.ready()
-    session = EngineSession(shared.engine)
-    setattr(request.state, USAGE, session.usage)
+) -> AsyncIterator[ModelChoice]:
+    """What is served, for a request that has yet to say which of it is to answer."""
+    choice = ModelChoice(state.ready(), request)
     try:
-        yield replace(shared, session=session, caller=caller_of(request))
+        yield choice
     finally:
-        session.close()
+        choice.close()
 
 
 State = Annotated[ServiceState, Depends(service_state)]
-Ready = Annotated[Served, Depends(served)]
+Ready = Annotated[ModelChoice, Depends(model_choice)]
+AskedModel = Annotated[
+    str | None, Query(description="If given, a name that is served here; else the first.")
+]
+
+
+async def chosen(models: Ready, model: AskedModel = None) -> Served:
+    """The model that the address of a GET names, the first if it names none."""
+    return models.of(model)
+
+
+Chosen = Annotated[Served, Depends(chosen)]

@@ -98,7 +98,7 @@ def _build(settings: ServeSettings) -> BuiltEngine:
     memory = None if settings.kv_cache_memory is None else parse_memory(settings.kv_cache_memory)
     slots = Slots(SlotBudget(settings.slots, memory), EngineConfig().slots)
     model = load_model(
-        settings.checkpoint,
+        settings.source.path,
         device=settings.device,
         dtype=settings.dtype,
         threads=settings.threads,

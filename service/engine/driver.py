@@ -1,8 +1,8 @@
 """EngineDriver: runs an engine. Commands go in, a step is made, and a report comes out.
 
-`AsyncEngine` has a thread that calls `run_once`. `LocalDriver` computes in that thread,
-`ProcessDriver` (`process.py`) has a process that does. New weights are read in a thread of their
-own, so that steps go on meanwhile. Knows no event loop and no HTTP.
+`AsyncEngine` has a thread that calls `run_once`. `LocalDriver` computes in that thread, or in turn
+with other engines (`turns.py`); `ProcessDriver` (`process.py`) has a process that does. New weights
+are read in a thread of their own, so that steps go on meanwhile. Knows no event loop and no HTTP.
 """
 
 import logging
@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -152,13 +153,27 @@ class EngineDriver(Protocol):
         """End what computes."""
 
 
+Compute = Callable[[Callable[[], StepReport]], StepReport]
+"""Calls what computes a step, in its thread and when its turn has come (`turns.py`)."""
+
+
+def at_once(step: Callable[[], StepReport]) -> StepReport:
+    """An engine that is alone computes where it is driven."""
+    return step()
+
+
 class LocalDriver:
-    """Drives an engine in the thread that calls it."""
+    """Drives an engine in the thread that calls it, or where `compute` says."""
 
     def __init__(
-        self, engine: Engine, load: WeightsLoader | None = None, inbox: Inbox | None = None
+        self,
+        engine: Engine,
+        load: WeightsLoader | None = None,
+        inbox: Inbox | None = None,
+        compute: Compute = at_once,
     ) -> None:
         """Without `load` the weights are those that the engine has."""
+        self._compute = compute
         self._engine = engine
         self._load = load
         self._prepared: Passes | None = None
@@ -195,6 +210,10 @@ class LocalDriver:
             return None
         commands = self._take_commands()
         self._ended = None in commands
+        return self._compute(partial(self._step, commands))
+
+    def _step(self, commands: Sequence[Command | Loaded | None]) -> StepReport:
+        """What computes of a `run_once`."""
         self.commands_done += sum(not isinstance(command, Loaded) for command in commands)
         events = [event for command in commands if command for event in self._handle(command)]
         self._step_began = began = time.monotonic()

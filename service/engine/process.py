@@ -182,12 +182,10 @@ class ProcessDriver:
 
 def _from_anywhere(settings: ServeSettings) -> ServeSettings:
     """Settings whose paths are right in the worker's folder too."""
-    text = settings.validation_text
-    return settings.model_copy(
-        update={
-            "checkpoint": settings.checkpoint.absolute(),
-            "validation_text": None if text is None else text.absolute(),
-        }
+    text, source = settings.validation_text, settings.source
+    return settings.of(
+        replace(source, path=source.path.absolute()),
+        validation_text=None if text is None else text.absolute(),
     )
 
 

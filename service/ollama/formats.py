@@ -7,7 +7,7 @@ from typing import Any, Literal
 import orjson
 
 from service.core.errors import ApiError
-from service.core.state import Served
+from service.core.models import Served
 from service.responses import sse
 
 MEDIA_TYPE = "application/x-ndjson"

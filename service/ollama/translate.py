@@ -6,7 +6,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from service.core.errors import bad_request, from_validation
-from service.core.state import Served
+from service.core.models import Served
 from service.openai.chat import render_chat, turn_ends
 from service.schemas.generate import GenerateRequest
 from service.schemas.ollama import (
@@ -33,9 +33,9 @@ LATEST = ":latest"
 """The tag that Ollama's clients add to a name without one."""
 
 
-def check_model(name: str | None, served: Served) -> None:
-    """Refuse a request for another model than the one served, as `Served.check_model` does."""
-    served.check_model(None if name is None else name.removesuffix(LATEST))
+def model_name(name: str | None) -> str | None:
+    """The name of a model, which Ollama's clients may send with a tag."""
+    return None if name is None else name.removesuffix(LATEST)
 
 
 async def native_completion(body: OllamaGenerateRequest, served: Served) -> GenerateRequest:

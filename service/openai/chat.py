@@ -10,7 +10,7 @@ from model.checkpoint.checkpoint import CheckpointInfo
 from model.text.chat_template import ChatTemplateError, Message
 from model.text.tokenizer import Tokenizer
 from service.core.errors import bad_request
-from service.core.state import Served
+from service.core.models import Served
 from service.openai.envelope import head, usage, usage_member
 from service.openai.logprobs import ShownTokens, chat_logprobs
 from service.openai.tools import GrowingCall, NewOfCall, text_of_calls

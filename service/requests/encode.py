@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from model.inference.errors import ContextLengthExceeded
 from model.text.tokenizer import NO_VOCABULARY, NoVocabularyError, Tokenizer
 from service.core.errors import ApiError, bad_request
-from service.core.state import Served
+from service.core.models import Served
 
 THREAD_CHARACTERS = 100_000
 """Longer texts are encoded in a thread, off the event loop."""

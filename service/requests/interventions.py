@@ -28,7 +28,7 @@ from model.transformer.config import GPTConfig
 from model.transformer.stages import Stage
 from service.core.gather import gather
 from service.core.ids import new_id
-from service.core.state import Served
+from service.core.models import Served
 from service.requests.body import unless_gone
 from service.requests.encode import encode_all
 from service.requests.positions import resolve_positions

@@ -40,7 +40,7 @@ from model.inference.sampling.params import SamplingParams
 from model.text.tokenizer import NO_VOCABULARY, Tokenizer
 from service.core.errors import bad_request, clip
 from service.core.ids import new_id
-from service.core.state import Served
+from service.core.models import Served
 from service.requests.body import unless_gone
 from service.requests.encode import encode_all, encode_text, no_vocabulary
 from service.requests.interventions import resolve_interventions

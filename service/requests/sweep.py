@@ -16,7 +16,7 @@ from model.inference.sampling.distribution import largest
 from model.inference.sweep import Cell, Grid, make_grid
 from service.core.gather import gather
 from service.core.ids import new_id
-from service.core.state import Served
+from service.core.models import Served
 from service.requests.body import unless_gone
 from service.requests.encode import encode_all
 from service.requests.interventions import resolve_interventions

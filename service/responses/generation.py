@@ -16,7 +16,7 @@ from model.inference.engine.events import FinishEvent, PromptEvent, TokenEvent
 from model.inference.engine.requests import GenerationRequest
 from service.core.errors import EXPECTED, as_api_error, from_finish
 from service.core.ids import new_id
-from service.core.state import Served
+from service.core.models import Served
 from service.engine.submission import Submission
 from service.requests.body import unless_gone
 from service.responses import sse

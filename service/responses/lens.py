@@ -11,7 +11,7 @@ from model.inference.engine.events import OutputsChunk
 from model.inference.engine.requests import Lens, OutputsRequest
 from model.inference.sampling.lens import read_lens
 from service.core.ids import new_id
-from service.core.state import Served
+from service.core.models import Served
 from service.responses.tensors.reader import OutputsReader, paced
 from service.responses.text import envelope, token_json
 

@@ -16,7 +16,7 @@ from model.inference.sweep import Cell
 from service.core.errors import EXPECTED, as_api_error
 from service.core.gather import gather
 from service.core.ids import new_id
-from service.core.state import Served
+from service.core.models import Served
 from service.engine.admission import QueueFull
 from service.engine.submission import Submission
 from service.requests.sweep import ResolvedSweep

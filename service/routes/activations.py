@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from model.inference.engine.cost import activation_shapes
 from model.inference.engine.requests import Activations, OutputsRequest
-from service.core.state import Served
+from service.core.models import Served
 from service.requests.resolve import resolve_activations
 from service.responses.tensors.arrays import ArrayOutput, NamedArray
 from service.routes.arrays import array_route

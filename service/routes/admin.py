@@ -20,7 +20,7 @@ from service.schemas.admin import ReloadReply, ReloadRequest
 router = APIRouter(tags=["operations"])
 
 RESPONSES: dict[int | str, dict[str, Any]] = {
-    status: ERRORS[status] for status in (400, 401, 403, 408, 409, 413, 415, 431, 500, 503)
+    status: ERRORS[status] for status in (400, 401, 403, 404, 408, 409, 413, 415, 431, 500, 503)
 }
 ReloadBody = Annotated[ReloadRequest, Depends(body_of(ReloadRequest))]
 
@@ -50,11 +50,12 @@ async def admin(state: State, request: Request) -> None:
     openapi_extra=described_by(ReloadRequest),
     summary="Serve another checkpoint",
 )
-async def reload(body: ReloadBody, served: Ready) -> ReloadReply:
+async def reload(body: ReloadBody, models: Ready) -> ReloadReply:
     """Load a checkpoint beside the one that is served and let it take over, without a break. What
     was asked before is answered by the weights before. Without a name it is what the server was
     started to serve, as of now: of a run its best. The reply comes when the swap is done; 409 says
-    why the checkpoint before answers on."""
+    why the checkpoint before answers on. Of several models it is the one that `model` names."""
+    served = models.of(body.model)
     try:
         path = (
             served.reloader.wanted()

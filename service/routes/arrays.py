@@ -9,7 +9,8 @@ from pydantic import BaseModel
 from starlette.responses import Response
 
 from model.inference.engine.requests import OutputsRequest
-from service.core.state import Ready, Served
+from service.core.models import Served
+from service.core.state import Ready
 from service.requests.body import body_of, described_by
 from service.responses.tensors.arrays import ArrayOutput, ArrayWriter
 from service.responses.tensors.negotiation import NPY, RESPONSES, check_one_array, negotiate
@@ -34,9 +35,9 @@ def array_route(
     `output` the arrays that the reply makes of them."""
 
     async def endpoint(
-        body: Annotated[Any, Depends(body_of(body_type))], served: Ready, request: Request
+        body: Annotated[Any, Depends(body_of(body_type))], models: Ready, request: Request
     ) -> Response:
-        served.check_model(body.model)
+        served = models.of(body.model)
         media_type = negotiate(request, len(body.prompts), body.dtype)
         requests = await resolve(body, served, request)
         arrays = output(requests, served)

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from model.inference.engine.requests import AttentionWeights, OutputsRequest
-from service.core.state import Served
+from service.core.models import Served
 from service.requests.resolve import resolve_attention
 from service.responses.tensors.arrays import ArrayOutput, NamedArray
 from service.routes.arrays import array_route

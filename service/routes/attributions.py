@@ -14,7 +14,8 @@ from model.text.tokenizer import Tokenizer
 from service.core.errors import ERRORS
 from service.core.gather import Gathered, gather
 from service.core.ids import new_id
-from service.core.state import Ready, Served
+from service.core.models import Served
+from service.core.state import Ready
 from service.requests.attributions import resolve_attributions
 from service.requests.body import body_of, described_by, unless_gone
 from service.responses.text import envelope, server_timing, token_json
@@ -33,12 +34,12 @@ AttributionsBody = Annotated[AttributionsRequest, Depends(body_of(AttributionsRe
     summary="What a logit hangs on",
     tags=["outputs"],
 )
-async def attributions(body: AttributionsBody, served: Ready, request: Request) -> Response:
+async def attributions(body: AttributionsBody, models: Ready, request: Request) -> Response:
     """The gradient of a token's logit, or of the difference of two, with respect to the vector of
     each token of the prompt, times that vector, at the prompt or along a path from a baseline; and
     what each head, bias and MLP adds to it by itself. Other requests go on meanwhile: a step
     computes one block of one prompt."""
-    served.check_model(body.model)
+    served = models.of(body.model)
     requests = await resolve_attributions(body, served)
     computed = await unless_gone(request, gather(served.session.submit(requests)))
     # In a thread: it describes each token of every prompt.

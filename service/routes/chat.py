@@ -28,7 +28,7 @@ ChatBody = Annotated[ChatRequest, Depends(body_of(ChatRequest))]
     summary="Answer in a conversation, as OpenAI's API does",
     tags=["openai"],
 )
-async def chat_completions(body: ChatBody, served: Ready, request: Request) -> Response:
+async def chat_completions(body: ChatBody, models: Ready, request: Request) -> Response:
     """Write the messages by the checkpoint's chat template and continue them, as /generate does
     after those token ids. An answer ends at any special token. With `tools` and a `tool_choice`
     that asks for a call, it is one, whose arguments fit the function's schema.
@@ -36,7 +36,7 @@ async def chat_completions(body: ChatBody, served: Ready, request: Request) -> R
     With `stream`, server-sent events: the role, the text or the arguments as they grow, the reason
     of the end, then `[DONE]`."""
     note_user(request, body.user)
-    served.check_model(body.model)
+    served = models.of(body.model)
     arrived = served.engine.now()
     names = {"prompt": "messages", "logprobs": "top_logprobs", **constraint_names(body)}
     with param_names(**names):

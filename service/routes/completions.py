@@ -28,13 +28,13 @@ CompletionBody = Annotated[CompletionRequest, Depends(body_of(CompletionRequest)
     summary="Generate text, as OpenAI's API does",
     tags=["openai"],
 )
-async def completions(body: CompletionBody, served: Ready, request: Request) -> Response:
+async def completions(body: CompletionBody, models: Ready, request: Request) -> Response:
     """Continue a prompt, with the tokens and logprobs that /generate gives for the same fields.
 
     `logprobs` are those of the model itself unless `logprobs_stage` says otherwise. With `stream`,
     server-sent events, a choice in each, then `[DONE]`."""
     note_user(request, body.user)
-    served.check_model(body.model)
+    served = models.of(body.model)
     with param_names(**constraint_names(body)):
         native = native_completion(body)
         requests = await resolve_generation(native, served, request, fit=True)

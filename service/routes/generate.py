@@ -30,16 +30,16 @@ GenerateBody = Annotated[
     summary="Generate text",
     tags=["generation"],
 )
-async def generate(body: GenerateBody, served: Ready, request: Request) -> Response:
+async def generate(body: GenerateBody, models: Ready, request: Request) -> Response:
     """Continue a prompt. With `stream`, server-sent events: chunks like the reply whose choices
     hold what is new, then one with `usage` and `timings`, then `[DONE]`.
 
     The same request with the same seed gives the same tokens, whatever else is in the batch.
 
     A body with `inputs` and `parameters` is answered as text-generation-inference does."""
+    served = models.of(body.model)
     if isinstance(body, TextGenerationRequest):
         return await generated(body, served, request, stream=bool(body.stream))
-    served.check_model(body.model)
     requests = await resolve_generation(body, served, request)
     submission = served.session.submit(requests)
     generation = Generation(body, requests, submission, served, NativeFormat())

@@ -27,10 +27,10 @@ LensBody = Annotated[LensRequest, Depends(body_of(LensRequest))]
     summary="What it would say after each layer",
     tags=["outputs"],
 )
-async def lens(body: LensBody, served: Ready, request: Request) -> Response:
+async def lens(body: LensBody, models: Ready, request: Request) -> Response:
     """The final norm and the head on the residual stream after each layer: the likeliest next
     tokens, probability and rank of named ones, the entropy, and the divergence of the model's own
     answer, which is the last layer's."""
-    served.check_model(body.model)
+    served = models.of(body.model)
     requests = await resolve_lens(body, served, request)
     return await stream_tensors(LensWriter(requests, served), JSON, served, request)

@@ -26,12 +26,12 @@ LogitsBody = Annotated[LogitsRequest, Depends(body_of(LogitsRequest))]
     summary="Logits",
     tags=["outputs"],
 )
-async def logits(body: LogitsBody, served: Ready, request: Request) -> Response:
+async def logits(body: LogitsBody, models: Ready, request: Request) -> Response:
     """Logits of the chosen positions: row i predicts the token after position i.
 
     `Accept: application/x-npy` gives one prompt's rows as an array (positions, columns) for
     `numpy.load`, `application/vnd.safetensors` those of all prompts; otherwise JSON."""
-    served.check_model(body.model)
+    served = models.of(body.model)
     media_type = negotiate(request, len(body.prompts), body.dtype, top_k=body.top_k)
     requests = await resolve_logits(body, served, request)
     writer = LogitsWriter(body, requests, served)

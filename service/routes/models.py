@@ -1,4 +1,4 @@
-"""GET /v1/models: the model that is served, as OpenAI's clients list it."""
+"""GET /v1/models: the models that are served, as OpenAI's clients list them."""
 
 from datetime import UTC, datetime
 from typing import Any
@@ -6,7 +6,8 @@ from typing import Any
 from fastapi import APIRouter
 
 from service.core.errors import ERRORS
-from service.core.state import Ready, Served
+from service.core.models import Served
+from service.core.state import Ready
 from service.responses.text import checkpoint_name
 from service.schemas.openai import Model, ModelList
 
@@ -16,10 +17,11 @@ router = APIRouter(tags=["openai"])
 RESPONSES: dict[int | str, dict[str, Any]] = {status: ERRORS[status] for status in (401, 431, 503)}
 
 
-@router.get("/v1/models", responses=RESPONSES, summary="The models served: one")
-def models(served: Ready) -> ModelList:
-    """The checkpoint that answers."""
-    return ModelList(object="list", data=[_model(served)])
+@router.get("/v1/models", responses=RESPONSES, summary="The models served")
+def models(choice: Ready) -> ModelList:
+    """The checkpoints that answer, the first of them to requests that name none. One that could not
+    be loaded is in /info."""
+    return ModelList(object="list", data=[_model(served) for served in choice.all.served])
 
 
 @router.get(
@@ -27,10 +29,9 @@ def models(served: Ready) -> ModelList:
     responses={**RESPONSES, 404: ERRORS[404]},
     summary="One model",
 )
-def one_model(model: str, served: Ready) -> Model:
-    """The checkpoint that answers, if that is its name."""
-    served.check_model(model)
-    return _model(served)
+def one_model(model: str, choice: Ready) -> Model:
+    """The checkpoint that answers under that name."""
+    return _model(choice.all.find(model))
 
 
 def _model(served: Served) -> Model:

@@ -7,7 +7,8 @@ from starlette.responses import Response
 
 from model.version import VERSION
 from service.core.errors import ERRORS
-from service.core.state import Ready, Served
+from service.core.models import Served
+from service.core.state import Ready
 from service.ollama.formats import (
     LINES,
     MEDIA_TYPE,
@@ -17,7 +18,7 @@ from service.ollama.formats import (
     line,
     modified,
 )
-from service.ollama.translate import PARAMS, check_model, native_chat, native_completion
+from service.ollama.translate import PARAMS, model_name, native_chat, native_completion
 from service.openai.translate import param_names
 from service.requests.body import body_of, described_by
 from service.requests.resolve import resolve_generation
@@ -66,10 +67,10 @@ LISTS: dict[int | str, dict[str, Any]] = {status: ERRORS[status] for status in (
     openapi_extra=described_by(OllamaGenerateRequest),
     summary="Continue a text, as Ollama does",
 )
-async def generate(body: GenerateBody, served: Ready, request: Request) -> Response:
+async def generate(body: GenerateBody, models: Ready, request: Request) -> Response:
     """Lines of JSON, the last of which says why it ended and how long it took; with `"stream":
     false` one reply."""
-    check_model(body.model, served)
+    served = models.of(model_name(body.model))
     told = OllamaFormat(served.checkpoint.name, "response")
     if not body.prompt:
         media_type = "application/json" if body.stream is False else MEDIA_TYPE
@@ -86,10 +87,10 @@ async def generate(body: GenerateBody, served: Ready, request: Request) -> Respo
     openapi_extra=described_by(OllamaChatRequest),
     summary="Answer in a conversation, as Ollama does",
 )
-async def chat(body: ChatBody, served: Ready, request: Request) -> Response:
+async def chat(body: ChatBody, models: Ready, request: Request) -> Response:
     """Write the messages by the checkpoint's chat template and continue them. Lines of JSON; with
     `"stream": false` one reply."""
-    check_model(body.model, served)
+    served = models.of(model_name(body.model))
     told = OllamaFormat(served.checkpoint.name, "message")
     with param_names(**PARAMS, prompt="messages"):
         native = await native_chat(body, served)
@@ -97,15 +98,15 @@ async def chat(body: ChatBody, served: Ready, request: Request) -> Response:
 
 
 @router.get("/api/tags", responses=LISTS, summary="The models served, as Ollama lists them")
-def tags(served: Ready) -> OllamaModels:
-    """One."""
-    return OllamaModels.model_validate({"models": [described(served)]})
+def tags(models: Ready) -> OllamaModels:
+    """Those that were loaded."""
+    return OllamaModels.model_validate({"models": [described(m) for m in models.all.served]})
 
 
 @router.get("/api/ps", responses=LISTS, summary="The models in memory, as Ollama lists them")
-def running(served: Ready) -> OllamaModels:
-    """The same one."""
-    return tags(served)
+def running(models: Ready) -> OllamaModels:
+    """The same ones."""
+    return tags(models)
 
 
 @router.post(
@@ -113,11 +114,11 @@ def running(served: Ready) -> OllamaModels:
     response_model=OllamaShowReply,
     responses=SHOWN,
     openapi_extra=described_by(OllamaShowRequest),
-    summary="The model served, as Ollama describes it",
+    summary="A model that is served, as Ollama describes it",
 )
-async def show(body: ShowBody, served: Ready) -> dict[str, Any]:
+async def show(body: ShowBody, models: Ready) -> dict[str, Any]:
     """What it can do, and its shape."""
-    check_model(body.model, served)
+    served = models.of(model_name(body.model))
     checkpoint = served.checkpoint
     config = checkpoint.config
     shape = {

@@ -8,9 +8,10 @@ from model.checkpoint.beside import Point, read_card, read_curve
 from model.version import VERSION
 from service.core.errors import ERRORS
 from service.core.metrics import CONTENT_TYPE
-from service.core.state import Ready, State
+from service.core.models import Models
+from service.core.state import AskedModel, Chosen, Ready, ServiceState, State
 from service.responses.text import checkpoint_name
-from service.schemas.generate import CardReply, Health, Info, Version
+from service.schemas.generate import CardReply, Health, Info, ModelStatus, Version
 
 router = APIRouter(tags=["operations"], responses={431: ERRORS[431]})
 
@@ -19,39 +20,66 @@ UNREADY: dict[int | str, dict[str, Any]] = {
 }
 
 
-@router.get("/health", responses=UNREADY, summary="Ready to answer? (the same as /health/ready)")
-@router.get("/health/ready", responses=UNREADY, summary="Ready to answer?")
+@router.get(
+    "/health",
+    responses=UNREADY,
+    response_model_exclude_unset=True,
+    summary="Ready to answer? (the same as /health/ready)",
+)
+@router.get(
+    "/health/ready",
+    responses=UNREADY,
+    response_model_exclude_unset=True,
+    summary="Ready to answer?",
+)
 def ready(state: State, response: Response) -> Health:
-    """200 when requests are answered, 503 while loading, draining or failed."""
-    status, reason = state.status()
-    if status != "ok":
+    """200 when requests are answered, 503 while loading, draining or failed. Of several models one
+    that could not be loaded is named, and the others answer."""
+    health = _health(state)
+    if health.status != "ok":
         response.status_code = 503
         response.headers["Retry-After"] = "1"
-    return Health(status=status, reason=reason)
+    return health
 
 
-@router.get("/health/live", responses=UNREADY, summary="Alive?")
+@router.get("/health/live", responses=UNREADY, response_model_exclude_unset=True, summary="Alive?")
 def live(state: State, response: Response) -> Health:
     """200 while the process can still become or stay useful; 503 when it hangs or has failed."""
-    status, reason = state.status()
-    if status in ("stalled", "failed"):
+    health = _health(state)
+    if health.status in ("stalled", "failed"):
         response.status_code = 503
+    return health
+
+
+def _health(state: ServiceState) -> Health:
+    status, reason = state.status()
+    if state.models.several:
+        return Health(status=status, reason=reason, models=_statuses(state.models))
     return Health(status=status, reason=reason)
+
+
+def _statuses(models: Models) -> list[ModelStatus]:
+    """Each model of a server, in their order."""
+    told = ((model.name, *model.status()) for model in models.every)
+    return [ModelStatus(model=name, status=status, reason=reason) for name, status, reason in told]
 
 
 @router.get(
     "/info",
-    responses={401: ERRORS[401], 503: ERRORS[503]},
+    responses={401: ERRORS[401], 404: ERRORS[404], 503: ERRORS[503]},
     summary="What is served, where and how",
 )
-def info(served: Ready) -> Info:
-    """The checkpoint, its shape and training, the device, and the limits of a request."""
+def info(models: Ready, model: AskedModel = None) -> Info:
+    """The checkpoint, its shape and training, the device, and the limits of a request. Of several
+    models it is the first that was loaded, or the one that `model` names."""
+    served = models.of(models.all.served[0].name if model is None else model)
     checkpoint, settings, computed = served.checkpoint, served.settings, served.computation
     cost = served.quantization
     return Info.model_validate(
         {
             "version": VERSION,
             "model": checkpoint.name,
+            "models": _statuses(models.all),
             "checkpoint": checkpoint_name(checkpoint),
             "config": checkpoint.config.to_dict(),
             "vocabulary": checkpoint.tokenizer.kind,
@@ -82,10 +110,10 @@ def info(served: Ready) -> Info:
 
 @router.get(
     "/card",
-    responses={401: ERRORS[401], 503: ERRORS[503]},
+    responses={401: ERRORS[401], 404: ERRORS[404], 503: ERRORS[503]},
     summary="The model card, and the curve of the training",
 )
-def card(served: Ready) -> CardReply:
+def card(served: Chosen) -> CardReply:
     """What stands beside the checkpoint, read anew each time: a run may be going on. Without a log
     of the run the curve is that of the card, and without a card it is empty."""
     checkpoint = served.checkpoint

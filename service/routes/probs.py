@@ -13,7 +13,8 @@ from model.text.tokenizer import Tokenizer
 from service.core.errors import ERRORS
 from service.core.gather import Gathered, gather, perplexity
 from service.core.ids import new_id
-from service.core.state import Ready, Served
+from service.core.models import Served
+from service.core.state import Ready
 from service.requests.body import body_of, described_by, unless_gone
 from service.requests.resolve import ResolvedProbs, resolve_probs
 from service.responses.text import envelope, server_timing, token_json
@@ -32,10 +33,10 @@ ProbsBody = Annotated[ProbsRequest, Depends(body_of(ProbsRequest))]
     summary="Next-token probabilities",
     tags=["outputs"],
 )
-async def probs(body: ProbsBody, served: Ready, request: Request) -> Response:
+async def probs(body: ProbsBody, models: Ready, request: Request) -> Response:
     """The likeliest next tokens after each prompt, or named ones, with probability, logprob and
     rank; and the entropy of the whole distribution."""
-    served.check_model(body.model)
+    served = models.of(body.model)
     resolved = await resolve_probs(body, served, request)
     submission = served.session.submit([*resolved.outputs, *resolved.scores])
     computed = await unless_gone(request, gather(submission))

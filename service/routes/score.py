@@ -14,7 +14,8 @@ from model.text.tokenizer import Tokenizer
 from service.core.errors import ERRORS
 from service.core.gather import Gathered, gather, logprobs_of, perplexity
 from service.core.ids import new_id
-from service.core.state import Ready, Served
+from service.core.models import Served
+from service.core.state import Ready
 from service.requests.body import body_of, described_by, unless_gone
 from service.requests.resolve import resolve_score
 from service.responses.text import envelope, first_likeliest, scored_json, server_timing
@@ -33,10 +34,10 @@ ScoreBody = Annotated[ScoreRequest, Depends(body_of(ScoreRequest))]
     summary="How likely given texts are",
     tags=["outputs"],
 )
-async def score(body: ScoreBody, served: Ready, request: Request) -> Response:
+async def score(body: ScoreBody, models: Ready, request: Request) -> Response:
     """The logprob of each prompt, or of continuations of it: as a sum, by token if asked for, as
     perplexity and as bits per byte. A prompt with several continuations is computed once."""
-    served.check_model(body.model)
+    served = models.of(body.model)
     requests = await resolve_score(body, served, request)
     computed = await unless_gone(request, gather(served.session.submit(requests)))
     return Response(

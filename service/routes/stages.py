@@ -7,7 +7,7 @@ from fastapi import APIRouter
 from model.transformer.config import GPTConfig
 from model.transformer.stages import StageKind, stages_of
 from service.core.errors import ERRORS
-from service.core.state import Ready
+from service.core.state import Chosen
 from service.schemas.activations import StagesReply
 
 router = APIRouter()
@@ -16,11 +16,11 @@ router = APIRouter()
 @router.get(
     "/stages",
     response_model=StagesReply,
-    responses={401: ERRORS[401], 431: ERRORS[431], 503: ERRORS[503]},
+    responses={401: ERRORS[401], 404: ERRORS[404], 431: ERRORS[431], 503: ERRORS[503]},
     summary="The names of what the forward computes",
     tags=["outputs"],
 )
-def stages(served: Ready) -> dict[str, Any]:
+def stages(served: Chosen) -> dict[str, Any]:
     """Every stage of the served model: its name in /activations and in interventions, its shape,
     its meaning and what TransformerLens calls it."""
     config = served.checkpoint.config

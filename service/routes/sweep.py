@@ -27,12 +27,12 @@ SweepBody = Annotated[SweepRequest, Depends(body_of(SweepRequest))]
     summary="An intervention in one place after another",
     tags=["outputs"],
 )
-async def sweep(body: SweepBody, served: Ready, request: Request) -> Response:
+async def sweep(body: SweepBody, models: Ready, request: Request) -> Response:
     """Carry an intervention out in one layer, head or position after another, and give a token's
     logit each time, or the difference of two: ablate each head in turn, patch each layer and
     position in turn. With `stream`, an event with what is known before, `{"cell": ...}` for each
     cell as it is computed, then `[DONE]`."""
-    served.check_model(body.model)
+    served = models.of(body.model)
     resolved = await resolve_sweep(body, served, request)
     sweeping = Sweeping(resolved, served)
     await unless_gone(request, sweeping.start())

@@ -5,7 +5,8 @@ from typing import Annotated
 from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
-from service.core.state import Ready, Served
+from service.core.models import Served
+from service.core.state import Ready
 from service.openai.translate import param_names
 from service.requests.body import body_of, described_by
 from service.requests.resolve import resolve_generation
@@ -27,9 +28,11 @@ TgiBody = Annotated[TextGenerationRequest, Depends(body_of(TextGenerationRequest
     openapi_extra=described_by(TextGenerationRequest),
     summary="Continue a text, as TGI's root does",
 )
-async def root(body: TgiBody, served: Ready, request: Request) -> Response:
+async def root(body: TgiBody, models: Ready, request: Request) -> Response:
     """The reply is in a list. With `stream` it is that of /generate_stream."""
-    return await generated(body, served, request, stream=bool(body.stream), listed=True)
+    return await generated(
+        body, models.of(body.model), request, stream=bool(body.stream), listed=True
+    )
 
 
 @router.post(
@@ -39,10 +42,10 @@ async def root(body: TgiBody, served: Ready, request: Request) -> Response:
     openapi_extra=described_by(TextGenerationRequest),
     summary="Continue a text, an event a token",
 )
-async def generate_stream(body: TgiBody, served: Ready, request: Request) -> Response:
+async def generate_stream(body: TgiBody, models: Ready, request: Request) -> Response:
     """Server-sent events `{"index", "token", "generated_text", "details"}`; the last one has the
     whole text and why it ended."""
-    return await generated(body, served, request, stream=True)
+    return await generated(body, models.of(body.model), request, stream=True)
 
 
 async def generated(

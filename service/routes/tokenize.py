@@ -16,7 +16,8 @@ from starlette.responses import Response
 from model.text.tokenizer import NO_VOCABULARY, Tokenizer, TokenizerError
 from service.core.errors import ERRORS, bad_request
 from service.core.ids import new_id
-from service.core.state import Ready, Served, ServiceState, State
+from service.core.models import Served
+from service.core.state import Chosen, Ready, ServiceState, State
 from service.requests.body import body_of, described_by, unless_gone
 from service.requests.encode import THREAD_CHARACTERS, encode_text
 from service.responses.text import checkpoint_name, envelope, token_json
@@ -47,10 +48,10 @@ DetokenizeBody = Annotated[DetokenizeRequest, Depends(body_of(DetokenizeRequest)
     openapi_extra=described_by(TokenizeRequest),
     summary="Texts to token ids",
 )
-async def tokenize(body: TokenizeBody, served: Ready, state: State, request: Request) -> Response:
+async def tokenize(body: TokenizeBody, models: Ready, state: State, request: Request) -> Response:
     """The ids of a text; and `pieces`, each token with its bytes and the characters [start, end) of
     the text that it touches. Of a list of texts the same, one by one, in `prompts`."""
-    served.check_model(body.model)
+    served = models.of(body.model)
     texts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
     work = _in_thread(state, sum(map(len, texts)), lambda: _tokenized(body, texts, served))
     return Response(await unless_gone(request, work), media_type="application/json")
@@ -64,11 +65,11 @@ async def tokenize(body: TokenizeBody, served: Ready, state: State, request: Req
     summary="Token ids to text",
 )
 async def detokenize(
-    body: DetokenizeBody, served: Ready, state: State, request: Request
+    body: DetokenizeBody, models: Ready, state: State, request: Request
 ) -> Response:
     """The text of ids and its bytes, which are the truth where they are not UTF-8. Of a list of
     lists the same, one by one, in `prompts`."""
-    served.check_model(body.model)
+    served = models.of(body.model)
     nested = bool(body.tokens) and isinstance(body.tokens[0], list)
     lists: Any = body.tokens if nested else [body.tokens]
     work = _in_thread(state, sum(map(len, lists)), lambda: _detokenized(lists, nested, served))
@@ -77,10 +78,10 @@ async def detokenize(
 
 @router.get(
     "/tokenizer_info",
-    responses={401: ERRORS[401], 431: ERRORS[431], 503: ERRORS[503]},
+    responses={401: ERRORS[401], 404: ERRORS[404], 431: ERRORS[431], 503: ERRORS[503]},
     summary="The vocabulary",
 )
-def tokenizer_info(served: Ready) -> TokenizerInfo:
+def tokenizer_info(served: Chosen) -> TokenizerInfo:
     """Its size, its special tokens and the pattern that cuts texts. A vocabulary without an
     end-of-text token has null for `eos_token`."""
     checkpoint, tokenizer = served.checkpoint, served.checkpoint.tokenizer

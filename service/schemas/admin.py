@@ -4,7 +4,7 @@ from typing import ClassVar
 
 from pydantic import Field
 
-from service.schemas.base import Examples, ReplyBody, RequestBody
+from service.schemas.base import Examples, ModelName, ReplyBody, RequestBody
 from service.schemas.generate import CheckpointName
 
 
@@ -16,6 +16,7 @@ class ReloadRequest(RequestBody):
         "A checkpoint by its name": {"checkpoint": "step-000800"},
     }
 
+    model: ModelName = None
     checkpoint: str | None = Field(
         None,
         max_length=256,

@@ -32,7 +32,8 @@ Timeout = Annotated[
     Field(gt=0, le=86_400, description="Seconds from arrival until the request is ended (504)."),
 ]
 ModelName = Annotated[
-    str | None, Field(max_length=256, description="If given, the name served here.")
+    str | None,
+    Field(max_length=256, description="If given, a name that is served here; else the first."),
 ]
 
 Place = Annotated[int, Field(ge=-(2**31), lt=2**31)]

@@ -311,9 +311,20 @@ class GenerateReply(ReplyBody):
 # Errors and GET replies
 
 
+class ModelStatus(ReplyBody):
+    """Whether one of several models answers."""
+
+    model: str
+    status: Literal["ok", "loading", "stalled", "failed"]
+    reason: str | None = Field(description="Why it does not, where that is known.")
+
+
 class Health(ReplyBody):
     status: Literal["ok", "loading", "draining", "stalled", "failed"]
     reason: str | None = None
+    models: list[ModelStatus] | None = Field(
+        None, description="Each of several. One that could not be loaded takes no other along."
+    )
 
 
 class QuantizationInfo(ReplyBody):
@@ -333,6 +344,10 @@ class QuantizationInfo(ReplyBody):
 class Info(ReplyBody):
     version: str
     model: str
+    models: list[ModelStatus] = Field(
+        description="All that were to be served, also what could not be loaded; the first answers "
+        "requests that name none."
+    )
     checkpoint: CheckpointName
     config: dict[str, Any] = Field(description="The model's shape: config.json's `model`.")
     vocabulary: str = Field(

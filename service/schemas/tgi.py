@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from service.schemas.base import Examples, ReplyBody, RequestBody, Text
+from service.schemas.base import Examples, ModelName, ReplyBody, RequestBody, Text
 from service.schemas.generate import MinP, Pattern, TopP
 from service.schemas.openai import native, only, unsupported
 
@@ -93,6 +93,7 @@ class TextGenerationRequest(RequestBody):
         None, description="How it is sampled, and what the reply says."
     )
     stream: bool | None = Field(None, description="Answer with server-sent events.")
+    model: ModelName = None
 
 
 class TgiTopToken(ReplyBody):

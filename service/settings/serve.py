@@ -1,13 +1,15 @@
 """Settings of `logitd serve`."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     AfterValidator,
     BeforeValidator,
     Field,
+    PlainValidator,
     SecretStr,
     ValidationInfo,
     field_validator,
@@ -28,6 +30,7 @@ from service.settings.common import (
     settings_of,
     split_list,
 )
+from service.settings.model_source import ModelSource, checked_name, listed, model_source, named
 
 
 def _origin(text: str) -> str:
@@ -64,12 +67,6 @@ def _host(text: str) -> str:
     return text
 
 
-def _name(text: str) -> str:
-    if not text.strip() or not text.isprintable() or len(text) > 200:
-        raise ValueError("a name has 1 to 200 printable characters, not only spaces")
-    return text
-
-
 def _memory(text: str) -> str:
     parse_memory(text)
     return text
@@ -90,24 +87,36 @@ PublicPaths = Annotated[
 ]
 
 
+ModelSources = Annotated[
+    tuple[Annotated[ModelSource, PlainValidator(model_source)], ...],
+    NoDecode,
+    BeforeValidator(listed),
+    Field(min_length=1),
+    AfterValidator(named),
+]
+
+
 class ServeSettings(BaseSettings):
-    """Serve a checkpoint over HTTP."""
+    """Serve a checkpoint over HTTP, or several."""
 
     model_config = settings_of("serve", {"import-model": "import"})
 
-    checkpoint: CliPositionalArg[Path] = Field(
-        BUNDLED_CHECKPOINT,
-        description="checkpoint directory, or a run's, of which the best checkpoint is served",
+    checkpoint: CliPositionalArg[ModelSources] = Field(
+        (ModelSource(BUNDLED_CHECKPOINT),),
+        description="checkpoint directory, or a run's, of which the best checkpoint is served; or "
+        "several, as NAME=PATH each: requests choose one by its name, and the first is the one of "
+        "those that name none",
     )
     import_model: bool = Field(
         False,
         description="where the checkpoint is somebody else's file of weights or folder, import it "
         "into checkpoints/ first, unless that was done before",
     )
-    served_model_name: Annotated[str, AfterValidator(_name)] | None = Field(
+    served_model_name: Annotated[str, AfterValidator(checked_name)] | None = Field(
         None,
         description="what replies and metrics call the model, and requests may; if not given the "
-        "name of the checkpoint's folder, or of its run",
+        "name of the checkpoint's folder, or of its run. The same as NAME=PATH, and for one model "
+        "alone",
     )
     follow: Literal["best", "latest"] | None = Field(
         None,
@@ -150,14 +159,15 @@ class ServeSettings(BaseSettings):
         None,
         ge=1,
         le=4096,
-        description=f"sequences in the KV cache at once; if not given {EngineConfig().slots}, or "
-        "as many as fit into --kv-cache-memory",
+        description="sequences in the KV cache at once, of each model where several are served; if "
+        f"not given {EngineConfig().slots}, or as many as fit into --kv-cache-memory",
     )
     kv_cache_memory: MemoryText | None = Field(
         None,
         description="memory of the KV cache, instead of a number of slots: bytes (8GiB), or a "
         "share (80%): of a GPU's memory, weights and other processes included, or of what the "
-        "weights leave free on a CPU. As many slots as fit, up to 4096",
+        "weights leave free on a CPU. As many slots as fit, up to 4096. Where several models are "
+        "served it is that of all together, and each has an equal part",
     )
     prefill_chunk: int = Field(
         EngineConfig().prefill_chunk,
@@ -298,3 +308,37 @@ class ServeSettings(BaseSettings):
         if value is not None and info.data.get("slots") is not None:
             raise ValueError("it sets the number of slots, and so does slots; give one")
         return value
+
+    @field_validator("served_model_name")
+    @classmethod
+    def _one_way_to_name(cls, value: str | None, info: ValidationInfo) -> str | None:
+        sources: tuple[ModelSource, ...] = info.data.get("checkpoint", ())
+        if value is None or not sources:
+            return value
+        if len(sources) > 1:
+            raise ValueError(
+                f"it is the name of one model, and {len(sources)} are served: give each its own as "
+                "NAME=PATH"
+            )
+        if (name := sources[0].name) is not None:
+            raise ValueError(f"the model has a name already, {name!r}: give one")
+        return value
+
+    @property
+    def models(self) -> tuple[ModelSource, ...]:
+        """What is served. Several have each a name."""
+        if self.served_model_name is None:
+            return self.checkpoint
+        (source,) = self.checkpoint
+        return (replace(source, name=self.served_model_name),)
+
+    @property
+    def source(self) -> ModelSource:
+        """The model of settings that are of one."""
+        (source,) = self.models
+        return source
+
+    def of(self, source: ModelSource, **others: Any) -> Self:
+        """These settings for one model, with some `others` in place of what they say."""
+        changed = {"checkpoint": (source,), "served_model_name": None, **others}
+        return self.model_copy(update=changed)

@@ -5,7 +5,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from service.core.errors import bad_request, from_validation
-from service.core.state import Served
+from service.core.models import Served
 from service.requests.encode import encode_all
 from service.schemas.generate import GenerateRequest
 from service.schemas.tgi import (

@@ -26,7 +26,8 @@ from service.app.app import create_app
 from service.app.server import uvicorn_config
 from service.connections.limits import connection_limits
 from service.connections.register import Register
-from service.core.state import Served, ServiceState
+from service.core.models import Served
+from service.core.state import ServiceState
 from service.engine.driver import LocalDriver
 from service.settings.serve import ServeSettings
 from tests.service.spelling import CONTEXT_LENGTH, long_prompt
@@ -58,8 +59,8 @@ class Serving:
 
     @property
     def served(self) -> Served:
-        assert self.state.served is not None
-        return self.state.served
+        """The model of requests that name none."""
+        return self.state.models.served[0]
 
     def post(self, path: str, body: Any, **headers: str) -> httpx.Response:
         """POST JSON, as it is if it is bytes."""
@@ -87,8 +88,15 @@ class Serving:
         return raw
 
     def sample(self, name: str, **labels: str) -> float:
-        """The value of a metric; 0 while a labelled series is not there yet."""
-        return self.state.metrics.registry.get_sample_value(name, labels) or 0.0
+        """The value of a metric, of all models together where it is one of each; 0 while a series
+        of these labels is not there yet."""
+        families = self.state.metrics.registry.collect()
+        samples = (sample for family in families for sample in family.samples)
+        return sum(
+            sample.value
+            for sample in samples
+            if sample.name == name and labels.items() <= sample.labels.items()
+        )
 
     def finished(self, reason: str) -> float:
         return self.sample("logitd_sequences_finished_total", reason=reason)

@@ -18,7 +18,7 @@ import orjson
 from model.inference.engine.events import OutputsChunk
 from model.inference.engine.requests import OutputsRequest
 from service.core.ids import new_id
-from service.core.state import Served
+from service.core.models import Served
 from service.responses.tensors.encoding import (
     ITEM_BYTES,
     Array,

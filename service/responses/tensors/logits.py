@@ -15,7 +15,7 @@ from model.inference.engine.events import OutputsChunk
 from model.inference.engine.requests import OutputsRequest
 from model.inference.sampling.distribution import largest
 from service.core.ids import new_id
-from service.core.state import Served
+from service.core.models import Served
 from service.responses.tensors.encoding import byte_parts, encoded, json_parts, npy_header
 from service.responses.tensors.negotiation import NPY, SAFETENSORS
 from service.responses.tensors.reader import OutputsReader, paced

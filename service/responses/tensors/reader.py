@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from model.inference.engine.events import FinishEvent, OutputsChunk
 from model.inference.engine.requests import OutputsRequest
 from service.core.errors import from_finish
-from service.core.state import Served
+from service.core.models import Served
 from service.engine.submission import Submission
 
 PAUSE_FACTOR = 4

@@ -7,7 +7,7 @@ from typing import Protocol
 from fastapi import Request
 from starlette.responses import Response
 
-from service.core.state import Served
+from service.core.models import Served
 from service.requests.body import unless_gone
 from service.responses import sse
 from service.responses.text import checkpoint_headers

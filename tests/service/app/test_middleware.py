@@ -275,7 +275,7 @@ def open_to_page(checkpoint_path: Path) -> Iterator[Serving]:
     origins = f"{PAGE},http://localhost:3000"
     keys = "page=a-key-of-the-page"
     with with_bugs(checkpoint_path, cors_origins=origins, api_keys=keys) as running:
-        eventually(lambda: running.state.served is not None)
+        eventually(lambda: bool(running.state.models.served))
         yield running
 
 

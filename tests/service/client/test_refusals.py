@@ -125,7 +125,7 @@ def test_the_servers_own_fault(
     def broken(*_: Any) -> None:
         raise ZeroDivisionError("a secret")
 
-    monkeypatch.setattr("service.core.state.Served.check_model", broken)
+    monkeypatch.setattr("service.core.models.Models.find", broken)
     error = refused(ServerError, lambda: connect(server.url).probs("a"))
     assert (error.status, error.code) == (500, "internal")
     assert error.message.endswith(f"request id {error.request_id}")

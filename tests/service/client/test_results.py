@@ -58,6 +58,7 @@ def test_every_result_error_and_group_of_fields_has_a_public_name() -> None:
         (results.Detokenized, tokenizer_schemas.DetokenizeReply),
         (results.TokenizerInfo, tokenizer_schemas.TokenizerInfo),
         (results.QuantizationInfo, schemas.QuantizationInfo),
+        (results.ModelStatus, schemas.ModelStatus),
         (results.Info, schemas.Info),
         (results.Health, schemas.Health),
     ],

@@ -56,7 +56,7 @@ def test_the_banner_says_when_drafts_are_verified(
     checkpoint_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with serving(checkpoint_path, speculate="ngram") as server:
-        print_banner(server.served, server.port)
+        print_banner(server.state.models, server.port)
     assert re.search(r"^decoding +torch, with drafts by ngram *$", capsys.readouterr().out, re.M)
 
 

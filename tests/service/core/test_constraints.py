@@ -70,19 +70,19 @@ class Bench:
         self.checker = CountingChecker()
         self.metrics = Metrics()
         self.constraints = Constraints(
-            compiler, self.checker, timeout=timeout, metrics=self.metrics
+            compiler, self.checker, timeout=timeout, metrics=self.metrics.of("tiny")
         )
 
     def count(self, outcome: str) -> float:
         value = self.metrics.registry.get_sample_value(
-            "logitd_constraints_total", {"outcome": outcome}
+            "logitd_constraints_total", {"model": "tiny", "outcome": outcome}
         )
         assert value is not None
         return value
 
     @property
     def kept(self) -> float | None:
-        return self.metrics.registry.get_sample_value("logitd_constraints_kept")
+        return self.metrics.registry.get_sample_value("logitd_constraints_kept", {"model": "tiny"})
 
 
 def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -119,7 +119,9 @@ def test_the_same_is_compiled_once_however_many_ask() -> None:
             assert await b.constraints.compiled(GOOD) is found[0]
             assert b.checker.checked == [GOOD]
             assert (b.count("compiled"), b.count("kept"), b.kept) == (20, 2, 1)
-            seconds = b.metrics.registry.get_sample_value("logitd_constraint_compile_seconds_count")
+            seconds = b.metrics.registry.get_sample_value(
+                "logitd_constraint_compile_seconds_count", {"model": "tiny"}
+            )
             assert seconds == 1
 
     run(test)

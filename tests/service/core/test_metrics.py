@@ -23,7 +23,8 @@ from model.inference.engine.events import (
     TokenEvent,
 )
 from model.version import VERSION
-from service.core.metrics import ENDPOINTS, Metrics, StepKind, endpoint_label
+from service.core.metrics import ENDPOINTS, Metrics, endpoint_label
+from service.core.model_metrics import ModelMetrics, StepKind
 from service.engine.admission import Limit
 from service.engine.driver import StepReport
 
@@ -35,13 +36,22 @@ def metrics() -> Metrics:
     return Metrics()
 
 
+@pytest.fixture
+def tiny(metrics: Metrics) -> ModelMetrics:
+    """The series of the one model that these tests have."""
+    return metrics.of("tiny")
+
+
 def families(metrics: Metrics) -> list[Metric]:
     """The text format, read as Prometheus reads it."""
     return list(text_string_to_metric_families(metrics.render().decode()))
 
 
 def value(metrics: Metrics, name: str, **labels: str) -> float:
+    """Of a series; of those of a model, where that is not among the labels, of `tiny`."""
     found = metrics.registry.get_sample_value(name, labels)
+    if found is None:
+        found = metrics.registry.get_sample_value(name, {"model": "tiny", **labels})
     assert found is not None, name
     return found
 
@@ -81,12 +91,12 @@ def finish(
 # What is counted
 
 
-def test_a_sequence_from_arrival_to_end(metrics: Metrics) -> None:
-    metrics.observe_step(report(prefilled=5, waiting=3, ended=11.0))
-    metrics.observe_step(report([TokenEvent("gen-1", 0, 7)], decoded=2, ended=12.0))
-    metrics.observe_step(report([TokenEvent("gen-1", 0, 8)], decoded=2, ended=12.5))
+def test_a_sequence_from_arrival_to_end(metrics: Metrics, tiny: ModelMetrics) -> None:
+    tiny.observe_step(report(prefilled=5, waiting=3, ended=11.0))
+    tiny.observe_step(report([TokenEvent("gen-1", 0, 7)], decoded=2, ended=12.0))
+    tiny.observe_step(report([TokenEvent("gen-1", 0, 8)], decoded=2, ended=12.5))
     ended = finish(FinishReason.LENGTH, SequenceTimes(10.0, 10.5, 12.0, 14.0), completion_tokens=2)
-    metrics.observe_step(report([ended], ended=14.0))
+    tiny.observe_step(report([ended], ended=14.0))
 
     assert value(metrics, "logitd_generation_tokens_total") == 2
     assert value(metrics, "logitd_prefill_tokens_total") == 5
@@ -118,15 +128,19 @@ def test_a_sequence_from_arrival_to_end(metrics: Metrics) -> None:
     assert value(metrics, "logitd_kv_slots_used") == 2
 
 
-def test_drafts_are_counted_and_those_that_were_of_use(metrics: Metrics) -> None:
+def test_drafts_are_counted_and_those_that_were_of_use(
+    metrics: Metrics, tiny: ModelMetrics
+) -> None:
     for result in (StepResult((), 0, 2, 7, 3), StepResult((), 0, 2), StepResult((), 0, 1, 1, 0)):
-        metrics.observe_step(StepReport((), result, STATS, 0.25, ended=1.0, has_work=False))
+        tiny.observe_step(StepReport((), result, STATS, 0.25, ended=1.0, has_work=False))
     assert value(metrics, "logitd_draft_tokens_total") == 8
     assert value(metrics, "logitd_draft_tokens_accepted_total") == 3
 
 
-def test_a_sequence_that_never_started_has_no_times_but_its_whole(metrics: Metrics) -> None:
-    metrics.observe_step(
+def test_a_sequence_that_never_started_has_no_times_but_its_whole(
+    metrics: Metrics, tiny: ModelMetrics
+) -> None:
+    tiny.observe_step(
         report([finish(FinishReason.TIMEOUT, SequenceTimes(10.0, None, None, 13.0))], ended=13.0)
     )
     assert value(metrics, "logitd_sequence_seconds_sum") == 3.0
@@ -135,29 +149,29 @@ def test_a_sequence_that_never_started_has_no_times_but_its_whole(metrics: Metri
     assert value(metrics, "logitd_time_to_first_token_seconds_count") == 0
 
 
-def test_rows_of_logits_are_no_first_token(metrics: Metrics) -> None:
-    metrics.observe_step(
+def test_rows_of_logits_are_no_first_token(metrics: Metrics, tiny: ModelMetrics) -> None:
+    tiny.observe_step(
         report([finish(FinishReason.STOP, SequenceTimes(1.0, 1.0, 2.0, 2.0))], ended=2.0)
     )
     assert value(metrics, "logitd_sequence_prefill_seconds_count") == 1
     assert value(metrics, "logitd_time_to_first_token_seconds_count") == 0
 
 
-def test_sequences_of_one_request_are_told_apart(metrics: Metrics) -> None:
+def test_sequences_of_one_request_are_told_apart(metrics: Metrics, tiny: ModelMetrics) -> None:
     tokens = [TokenEvent("gen-1", 0, 1), TokenEvent("gen-1", 1, 1)]
-    metrics.observe_step(report(tokens, ended=1.0))
+    tiny.observe_step(report(tokens, ended=1.0))
     assert value(metrics, "logitd_inter_token_latency_seconds_count") == 0
-    metrics.observe_step(report(tokens, ended=3.0))
+    tiny.observe_step(report(tokens, ended=3.0))
     assert value(metrics, "logitd_inter_token_latency_seconds_sum") == 4.0
 
 
-def test_nothing_is_remembered_of_a_sequence_that_has_ended(metrics: Metrics) -> None:
+def test_nothing_is_remembered_of_a_sequence_that_has_ended(
+    metrics: Metrics, tiny: ModelMetrics
+) -> None:
     times = SequenceTimes(0.0, 0.0, 1.0, 1.0)
-    metrics.observe_step(report([TokenEvent("gen-1", 0, 1)], ended=1.0))
-    metrics.observe_step(
-        report([finish(FinishReason.ABORT, times, completion_tokens=1)], ended=1.0)
-    )
-    metrics.observe_step(report([TokenEvent("gen-1", 0, 1)], ended=9.0))
+    tiny.observe_step(report([TokenEvent("gen-1", 0, 1)], ended=1.0))
+    tiny.observe_step(report([finish(FinishReason.ABORT, times, completion_tokens=1)], ended=1.0))
+    tiny.observe_step(report([TokenEvent("gen-1", 0, 1)], ended=9.0))
     assert value(metrics, "logitd_inter_token_latency_seconds_count") == 0
 
 
@@ -166,9 +180,8 @@ def test_nothing_is_remembered_of_a_sequence_that_has_ended(metrics: Metrics) ->
 
 def test_the_text_is_the_classic_format(checkpoint_path: Path) -> None:
     metrics = Metrics(callers=["alice", "none"])
-    metrics.serving(
-        read_checkpoint(checkpoint_path), slots=4, max_queue=256, open_elements=lambda: 77
-    )
+    tiny = metrics.of("tiny")
+    tiny.serving(read_checkpoint(checkpoint_path), slots=4, max_queue=256, open_elements=lambda: 77)
     found = {family.name: family for family in families(metrics)}
     for name, family in found.items():
         assert re.fullmatch(r"(logitd|process)_[a-z][a-z0-9_]*", name), "prefix, and no colon"
@@ -178,7 +191,7 @@ def test_the_text_is_the_classic_format(checkpoint_path: Path) -> None:
         for sample in family.samples:
             assert set(sample.labels) <= {
                 "endpoint", "status", "reason", "outcome", "result", "le", "name", "step", "key",
-                "weights_sha256", "kind", "limit", "version", "python",
+                "weights_sha256", "kind", "limit", "version", "python", "model",
             }  # fmt: skip
             if family.type == "counter":
                 assert sample.name.endswith(("_total", "_created"))
@@ -188,7 +201,7 @@ def test_the_text_is_the_classic_format(checkpoint_path: Path) -> None:
     assert value(metrics, "logitd_queue_elements") == 77
 
 
-def test_every_way_to_end_is_there_from_the_start(metrics: Metrics) -> None:
+def test_every_way_to_end_is_there_from_the_start(metrics: Metrics, tiny: ModelMetrics) -> None:
     for reason in FinishReason:
         assert value(metrics, "logitd_sequences_finished_total", reason=reason.value) == 0
 
@@ -220,20 +233,22 @@ def test_every_caller_is_there_from_the_start_and_counted_alone() -> None:
         (StepResult((), 0, 0), None),
     ],
 )
-def test_a_step_is_of_one_kind(metrics: Metrics, result: StepResult, kind: str | None) -> None:
-    metrics.observe_step(replace(report(ended=1.0), result=result))
+def test_a_step_is_of_one_kind(
+    metrics: Metrics, tiny: ModelMetrics, result: StepResult, kind: str | None
+) -> None:
+    tiny.observe_step(replace(report(ended=1.0), result=result))
     for other in StepKind:
         counted = value(metrics, "logitd_step_seconds_count", kind=other.value)
         assert counted == (other.value == kind)
 
 
-def test_the_share_of_the_cache_that_is_used(metrics: Metrics, checkpoint_path: Path) -> None:
-    metrics.observe_step(report(ended=1.0))
+def test_the_share_of_the_cache_that_is_used(
+    metrics: Metrics, tiny: ModelMetrics, checkpoint_path: Path
+) -> None:
+    tiny.observe_step(report(ended=1.0))
     assert value(metrics, "logitd_kv_cache_use_ratio") == 0, "nothing is served yet"
-    metrics.serving(
-        read_checkpoint(checkpoint_path), slots=4, max_queue=256, open_elements=lambda: 0
-    )
-    metrics.observe_step(report(ended=1.0))
+    tiny.serving(read_checkpoint(checkpoint_path), slots=4, max_queue=256, open_elements=lambda: 0)
+    tiny.observe_step(report(ended=1.0))
     assert value(metrics, "logitd_kv_cache_use_ratio") == 0.5
 
 
@@ -267,15 +282,34 @@ def test_endpoints_have_labels_of_their_own() -> None:
     assert endpoint_label("/docs") == endpoint_label("/nothing") == "other"
 
 
+def test_models_are_counted_each_under_its_name(metrics: Metrics, checkpoint_path: Path) -> None:
+    one, other = metrics.of("tiny"), metrics.of("other")
+    assert metrics.of("tiny") is one
+    for model in (one, other):
+        model.served(read_checkpoint(checkpoint_path))
+    one.serving(read_checkpoint(checkpoint_path), slots=4, max_queue=9, open_elements=lambda: 1)
+    one.observe_step(report([TokenEvent("gen-1", 0, 7)], decoded=2, ended=12.0))
+    for name, counted in (("tiny", 1), ("other", 0)):
+        assert value(metrics, "logitd_generation_tokens_total", model=name) == counted
+        assert value(metrics, "logitd_model_ready", model=name) == counted
+        assert value(metrics, "logitd_step_seconds_count", model=name, kind="decode") == counted
+    info = [family for family in families(metrics) if family.name == "logitd_checkpoint_info"]
+    assert {sample.labels["model"] for sample in info[0].samples} == {"tiny", "other"}
+
+
 def test_two_applications_share_nothing() -> None:
     one, other = Metrics(), Metrics()
-    one.generated.inc()
+    for metrics in (one, other):
+        metrics.of("tiny")
+    one.of("tiny").generated.inc()
     assert value(other, "logitd_generation_tokens_total") == 0
 
 
-def test_a_checkpoint_replaces_the_one_before(metrics: Metrics, checkpoint_path: Path) -> None:
+def test_a_checkpoint_replaces_the_one_before(
+    metrics: Metrics, tiny: ModelMetrics, checkpoint_path: Path
+) -> None:
     for _ in range(2):
-        metrics.serving(
+        tiny.serving(
             read_checkpoint(checkpoint_path), slots=4, max_queue=256, open_elements=lambda: 77
         )
     info = [family for family in families(metrics) if family.name == "logitd_checkpoint_info"]

@@ -50,7 +50,7 @@ def measured(covered: CheckpointInfo, text: Path) -> Iterator[Serving]:
 
 
 def banner(server: Serving, capsys: pytest.CaptureFixture[str]) -> list[str]:
-    print_banner(server.served, 1)
+    print_banner(server.state.models, 1)
     return [line.partition("quantized")[2].strip() for line in capsys.readouterr().out.splitlines()
             if line.startswith("quantized")]  # fmt: skip
 

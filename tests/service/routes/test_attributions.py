@@ -11,7 +11,7 @@ import pytest
 from model.inference.attribution.attribute import attribute
 from model.inference.attribution.task import DEFAULT_STEPS, MAX_STEPS, METHODS, AttributionTask
 from model.transformer.gpt import GPT
-from service.core.metrics import StepKind
+from service.core.model_metrics import StepKind
 from service.engine.admission import Load
 from service.schemas.attributions import (
     AttributionsReply,

@@ -5,6 +5,7 @@ import shutil
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -19,6 +20,7 @@ from model.transformer.gpt import GPT
 from model.version import VERSION
 from service.app.app import create_app
 from service.core.metrics import ENDPOINTS
+from service.core.models import Models
 from service.engine.admission import AdmissionController, QueueLimits
 from service.engine.async_engine import AsyncEngine
 from service.engine.driver import LocalDriver
@@ -159,9 +161,9 @@ def test_an_engine_that_failed_is_no_longer_ready_and_not_alive(
                 driver,
                 AdmissionController(driver.model_config, driver.slots, limits),
                 stall_timeout=TEST_TIMEOUT,
-                on_step=state.on_step,
+                on_step=partial(state.on_step, state.metrics.of("tiny")),
             )
-            state.served = replace(server.served, engine=engine)
+            state.models = Models([replace(server.served, engine=engine)])
 
         asyncio.run_coroutine_threadsafe(swap(), server.loop).result(TEST_TIMEOUT)
         for body in ({"prompt": "a"}, {"prompt": "b"}):

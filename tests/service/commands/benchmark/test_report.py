@@ -31,7 +31,8 @@ ENGINE = EngineFigures(
 operations, a step of 0.025 s by its operations too (0.02 s by its bytes)."""
 INFO = Info(
     vocabulary="bpe",
-    version="9.9", model="m", checkpoint=Checkpoint("m", 1, None, "abc"), config={}, training={},
+    version="9.9", model="m", models=(),
+    checkpoint=Checkpoint("m", 1, None, "abc"), config={}, training={},
     parameters=1, engine="thread",
     device="cpu (X)", decoding="torch", dtype="float32", threads=2, slots=2,
     kv_cache_bytes=1, quantization=None, speculate="none", api_keys=False, limits={},

@@ -1,0 +1,73 @@
+"""Shares: what each of several models gets of a device's memory, settled together before any of
+them is loaded.
+
+One that cannot be read takes nothing, and no others along. How memory is divided:
+`model/inference/sharing.py`.
+"""
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from model.checkpoint.checkpoint import check_header, read_checkpoint
+from model.checkpoint.run_folder import checkpoint_of
+from model.device import choose_device, choose_placement
+from model.inference.engine.config import EngineConfig
+from model.inference.kernels.select import choose_dtype
+from model.inference.memory import SlotBudget
+from model.inference.options import parse_memory
+from model.inference.sharing import Shape, divide_slots
+from model.memory import available
+from service.engine.build import STARTUP_ERRORS
+from service.settings.model_source import ModelSource
+from service.settings.serve import ServeSettings
+
+logger = logging.getLogger("logitd")
+
+
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """Slots of each model by its name, and of those that cannot be read why."""
+
+    slots: Mapping[str, int]
+    refused: Mapping[str, str]
+
+
+def divide_memory(settings: ServeSettings) -> Shares:
+    """The shares of the models of some settings, which have names. Raises DeviceError where they
+    do not fit together."""
+    shapes, refused = [], {}
+    for source in settings.models:
+        assert source.name is not None
+        try:
+            shapes.append(_shape(source, settings))
+        except (*STARTUP_ERRORS, OSError) as error:
+            refused[source.name] = str(error)
+    if not shapes:
+        return Shares({}, refused)
+    memory = None if settings.kv_cache_memory is None else parse_memory(settings.kv_cache_memory)
+    device = choose_device(settings.device)
+    slots = divide_slots(
+        shapes,
+        SlotBudget(settings.slots, memory),
+        available(device),
+        default=EngineConfig().slots,
+        gpu=device.type == "cuda",
+    )
+    return Shares({shape.name: n for shape, n in zip(shapes, slots, strict=True)}, refused)
+
+
+def _shape(source: ModelSource, settings: ServeSettings) -> Shape:
+    """Of the checkpoint that would be loaded now; its weights are not read."""
+    assert source.name is not None
+    checkpoint = read_checkpoint(checkpoint_of(source.path, settings.follow))
+    check_header(checkpoint)
+    choice = choose_dtype(
+        settings.dtype,
+        checkpoint.config,
+        choose_device(settings.device),
+        kernels=settings.kernels,
+        log=logger.info,
+    )
+    placement = choose_placement(settings.device, choice.name, settings.threads)
+    return Shape(source.name, checkpoint.config, placement.dtype.itemsize)
