@@ -13,7 +13,7 @@ A client may be shared by the tasks of one event loop. To cancel a task ends its
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from types import TracebackType
 from typing import Self, TypeVar, Unpack, overload
 
@@ -77,6 +77,8 @@ class AsyncClient:
                  takes. Waits before further tries are no longer, together. None: no limit. Another
                  thing is the field `timeout` of a request, after which the server gives up (504)
     max_retries  further tries where the first was refused for now, or got no answer
+    model        of the server's models the one that is asked, unless a call names another; else the
+                 first
     http         an httpx.AsyncClient of yours, for proxies, certificates and so on. `close` leaves
                  it open; its timeout is not used
     """
@@ -88,9 +90,11 @@ class AsyncClient:
         api_key: str | None = None,
         timeout: float | None = 600.0,
         max_retries: int = 2,
+        model: str | None = None,
         http: httpx.AsyncClient | None = None,
     ) -> None:
         self._settings = transport.settings_of(base_url, api_key, timeout, max_retries, http)
+        self._model = model
         self._owned = http is None
         self._http = httpx.AsyncClient() if http is None else http
 
@@ -115,12 +119,14 @@ class AsyncClient:
 
     async def generate(self, prompt: Prompt, **fields: Unpack[GenerateFields]) -> Generation:
         """Continue a prompt, or several."""
-        return await self._run(calls.generate(prompt, fields))
+        return await self._run(calls.generate(prompt, self._named(fields)))
 
     def stream(self, prompt: Prompt, **fields: Unpack[GenerateFields]) -> "AsyncStream":
         """The same, piece by piece. The request is sent when the stream is entered (`with`), or
         when the first chunk is asked for."""
-        return AsyncStream(self._http, Exchange(self._settings, calls.stream(prompt, fields)))
+        return AsyncStream(
+            self._http, Exchange(self._settings, calls.stream(prompt, self._named(fields)))
+        )
 
     @overload
     async def logits(  # type: ignore[overload-overlap]  # a text is a sequence of texts
@@ -141,7 +147,7 @@ class AsyncClient:
     ) -> Logits | TopLogits | list[Logits] | list[TopLogits]:
         """Logits of a prompt as an array; of a list of prompts, a list of results. With `top_k`
         the largest of each row and their ids."""
-        return await self._run(calls.logits(prompt, top_k, fields))
+        return await self._run(calls.logits(prompt, top_k, self._named(fields)))
 
     @overload
     async def hidden_states(  # type: ignore[overload-overlap]
@@ -155,7 +161,7 @@ class AsyncClient:
         self, prompt: Prompt, **fields: Unpack[HiddenStatesFields]
     ) -> HiddenStates | list[HiddenStates]:
         """The residual stream, layer by layer; of a list of prompts, a list of results."""
-        return await self._run(calls.hidden_states(prompt, fields))
+        return await self._run(calls.hidden_states(prompt, self._named(fields)))
 
     @overload
     async def attention(  # type: ignore[overload-overlap]
@@ -169,7 +175,7 @@ class AsyncClient:
         self, prompt: Prompt, **fields: Unpack[AttentionFields]
     ) -> Attention | list[Attention]:
         """Attention weights by layer and head; of a list of prompts, a list of results."""
-        return await self._run(calls.attention(prompt, fields))
+        return await self._run(calls.attention(prompt, self._named(fields)))
 
     @overload
     async def activations(  # type: ignore[overload-overlap]
@@ -190,7 +196,7 @@ class AsyncClient:
     ) -> Activations | list[Activations]:
         """The values of stages of the forward, by name or pattern (`blocks.*.attention.q`); of a
         list of prompts, a list of results."""
-        return await self._run(calls.activations(prompt, stages, fields))
+        return await self._run(calls.activations(prompt, stages, self._named(fields)))
 
     async def sweep(
         self,
@@ -201,7 +207,7 @@ class AsyncClient:
     ) -> Sweep:
         """A token's logit with `vary` carried out in one place after another, along axes: "layers",
         "heads", "positions"."""
-        return await self._run(calls.sweep(prompt, vary, over, fields))
+        return await self._run(calls.sweep(prompt, vary, over, self._named(fields)))
 
     async def patch(
         self,
@@ -213,15 +219,15 @@ class AsyncClient:
     ) -> Sweep:
         """The sweep that sets a stage to what `source`, a prompt of as many tokens, has there: in
         each layer and position in turn."""
-        return await self._run(calls.patch(prompt, source, stage, over, fields))
+        return await self._run(calls.patch(prompt, source, stage, over, self._named(fields)))
 
-    async def stages(self) -> Stages:
+    async def stages(self, *, model: str | None = None) -> Stages:
         """The names, shapes and meanings of the stages."""
-        return await self._run(calls.stages())
+        return await self._run(calls.stages(model or self._model))
 
     async def lens(self, prompt: Prompt, **fields: Unpack[LensFields]) -> LensReadings:
         """What the model would say if it stopped after each layer."""
-        return await self._run(calls.lens(prompt, fields))
+        return await self._run(calls.lens(prompt, self._named(fields)))
 
     async def attributions(
         self,
@@ -229,15 +235,15 @@ class AsyncClient:
         **fields: Unpack[AttributionsFields],
     ) -> Attributions:
         """What the logit of a token hangs on: by token of the prompt, by head and by MLP."""
-        return await self._run(calls.attributions(prompt, fields))
+        return await self._run(calls.attributions(prompt, self._named(fields)))
 
     async def probs(self, prompt: Prompt, **fields: Unpack[ProbsFields]) -> Probs:
         """The distribution of the next token after each prompt."""
-        return await self._run(calls.probs(prompt, fields))
+        return await self._run(calls.probs(prompt, self._named(fields)))
 
     async def score(self, prompt: Prompt, **fields: Unpack[ScoreFields]) -> Scores:
         """How likely given texts are: each prompt, or continuations of it."""
-        return await self._run(calls.score(prompt, fields))
+        return await self._run(calls.score(prompt, self._named(fields)))
 
     @overload
     async def tokenize(  # type: ignore[overload-overlap]
@@ -251,7 +257,7 @@ class AsyncClient:
         self, text: str | Sequence[str], **fields: Unpack[TokenizeFields]
     ) -> Tokenized | list[Tokenized]:
         """The token ids of a text; of a list of texts, a list of results."""
-        return await self._run(calls.tokenize(text, fields))
+        return await self._run(calls.tokenize(text, self._named(fields)))
 
     @overload
     async def detokenize(
@@ -267,15 +273,15 @@ class AsyncClient:
         self, tokens: OneOrManyIds, **fields: Unpack[DetokenizeFields]
     ) -> Detokenized | list[Detokenized]:
         """The text of token ids; of a list of lists of ids, a list of results."""
-        return await self._run(calls.detokenize(tokens, fields))
+        return await self._run(calls.detokenize(tokens, self._named(fields)))
 
-    async def tokenizer_info(self) -> TokenizerInfo:
+    async def tokenizer_info(self, *, model: str | None = None) -> TokenizerInfo:
         """The vocabulary."""
-        return await self._run(calls.tokenizer_info())
+        return await self._run(calls.tokenizer_info(model or self._model))
 
-    async def info(self) -> Info:
+    async def info(self, *, model: str | None = None) -> Info:
         """What is served, where and how."""
-        return await self._run(calls.info())
+        return await self._run(calls.info(model or self._model))
 
     async def health(self) -> Health:
         """Whether requests are answered. A server that loads or shuts down gives a result, too."""
@@ -284,6 +290,10 @@ class AsyncClient:
     async def version(self) -> str:
         """The version of the server."""
         return await self._run(calls.version())
+
+    def _named(self, fields: Mapping[str, object]) -> Mapping[str, object]:
+        """The fields of a call, with the client's model where they name none."""
+        return fields if self._model is None else {"model": self._model, **fields}
 
     async def _run(self, call: calls.Call[Result]) -> Result:
         """The result of one call."""

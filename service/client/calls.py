@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, TypeVar
+from urllib.parse import urlencode
 
 import numpy as np
 
@@ -135,8 +136,8 @@ def activations(
     return _arrays("/activations", prompt, {"stages": names, **fields}, _activations)
 
 
-def stages() -> Call[Stages]:
-    return Call(Request("GET", "/stages"), partial(_object, Stages))
+def stages(model: str | None = None) -> Call[Stages]:
+    return Call(get("/stages", model), partial(_object, Stages))
 
 
 def sweep(
@@ -189,12 +190,12 @@ def detokenize(tokens: OneOrManyIds, fields: Mapping[str, object]) -> Call[Any]:
     return Call(request, partial(_one_or_many, Detokenized, many))
 
 
-def tokenizer_info() -> Call[TokenizerInfo]:
-    return Call(Request("GET", "/tokenizer_info"), partial(_object, TokenizerInfo))
+def tokenizer_info(model: str | None = None) -> Call[TokenizerInfo]:
+    return Call(get("/tokenizer_info", model), partial(_object, TokenizerInfo))
 
 
-def info() -> Call[Info]:
-    return Call(Request("GET", "/info"), partial(_object, Info))
+def info(model: str | None = None) -> Call[Info]:
+    return Call(get("/info", model), partial(_object, Info))
 
 
 def version() -> Call[str]:
@@ -203,6 +204,11 @@ def version() -> Call[str]:
 
 def health() -> Call[Health]:
     return Call(Request("GET", "/health", answers=frozenset({200, 503})), _health)
+
+
+def get(path: str, model: str | None) -> Request:
+    """A request without a body, to one of the server's models or to the first."""
+    return Request("GET", path if model is None else f"{path}?{urlencode({'model': model})}")
 
 
 def is_many(prompt: Prompt) -> bool:

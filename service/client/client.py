@@ -15,7 +15,7 @@ A client may be shared by threads; a stream belongs to one.
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Self, TypeVar, Unpack, overload
 
@@ -79,6 +79,8 @@ class Client:
                  takes. Waits before further tries are no longer, together. None: no limit. Another
                  thing is the field `timeout` of a request, after which the server gives up (504)
     max_retries  further tries where the first was refused for now, or got no answer
+    model        of the server's models the one that is asked, unless a call names another; else the
+                 first
     http         an httpx.Client of yours, for proxies, certificates and so on. `close` leaves
                  it open; its timeout is not used
     """
@@ -90,9 +92,11 @@ class Client:
         api_key: str | None = None,
         timeout: float | None = 600.0,
         max_retries: int = 2,
+        model: str | None = None,
         http: httpx.Client | None = None,
     ) -> None:
         self._settings = transport.settings_of(base_url, api_key, timeout, max_retries, http)
+        self._model = model
         self._owned = http is None
         self._http = httpx.Client() if http is None else http
 
@@ -117,12 +121,14 @@ class Client:
 
     def generate(self, prompt: Prompt, **fields: Unpack[GenerateFields]) -> Generation:
         """Continue a prompt, or several."""
-        return self._run(calls.generate(prompt, fields))
+        return self._run(calls.generate(prompt, self._named(fields)))
 
     def stream(self, prompt: Prompt, **fields: Unpack[GenerateFields]) -> "Stream":
         """The same, piece by piece. The request is sent when the stream is entered (`with`), or
         when the first chunk is asked for."""
-        return Stream(self._http, Exchange(self._settings, calls.stream(prompt, fields)))
+        return Stream(
+            self._http, Exchange(self._settings, calls.stream(prompt, self._named(fields)))
+        )
 
     @overload
     def logits(  # type: ignore[overload-overlap]  # a text is a sequence of texts
@@ -143,7 +149,7 @@ class Client:
     ) -> Logits | TopLogits | list[Logits] | list[TopLogits]:
         """Logits of a prompt as an array; of a list of prompts, a list of results. With `top_k`
         the largest of each row and their ids."""
-        return self._run(calls.logits(prompt, top_k, fields))
+        return self._run(calls.logits(prompt, top_k, self._named(fields)))
 
     @overload
     def hidden_states(  # type: ignore[overload-overlap]
@@ -157,7 +163,7 @@ class Client:
         self, prompt: Prompt, **fields: Unpack[HiddenStatesFields]
     ) -> HiddenStates | list[HiddenStates]:
         """The residual stream, layer by layer; of a list of prompts, a list of results."""
-        return self._run(calls.hidden_states(prompt, fields))
+        return self._run(calls.hidden_states(prompt, self._named(fields)))
 
     @overload
     def attention(  # type: ignore[overload-overlap]
@@ -171,7 +177,7 @@ class Client:
         self, prompt: Prompt, **fields: Unpack[AttentionFields]
     ) -> Attention | list[Attention]:
         """Attention weights by layer and head; of a list of prompts, a list of results."""
-        return self._run(calls.attention(prompt, fields))
+        return self._run(calls.attention(prompt, self._named(fields)))
 
     @overload
     def activations(  # type: ignore[overload-overlap]
@@ -192,7 +198,7 @@ class Client:
     ) -> Activations | list[Activations]:
         """The values of stages of the forward, by name or pattern (`blocks.*.attention.q`); of a
         list of prompts, a list of results."""
-        return self._run(calls.activations(prompt, stages, fields))
+        return self._run(calls.activations(prompt, stages, self._named(fields)))
 
     def sweep(
         self,
@@ -203,7 +209,7 @@ class Client:
     ) -> Sweep:
         """A token's logit with `vary` carried out in one place after another, along axes: "layers",
         "heads", "positions"."""
-        return self._run(calls.sweep(prompt, vary, over, fields))
+        return self._run(calls.sweep(prompt, vary, over, self._named(fields)))
 
     def patch(
         self,
@@ -215,15 +221,15 @@ class Client:
     ) -> Sweep:
         """The sweep that sets a stage to what `source`, a prompt of as many tokens, has there: in
         each layer and position in turn."""
-        return self._run(calls.patch(prompt, source, stage, over, fields))
+        return self._run(calls.patch(prompt, source, stage, over, self._named(fields)))
 
-    def stages(self) -> Stages:
+    def stages(self, *, model: str | None = None) -> Stages:
         """The names, shapes and meanings of the stages."""
-        return self._run(calls.stages())
+        return self._run(calls.stages(model or self._model))
 
     def lens(self, prompt: Prompt, **fields: Unpack[LensFields]) -> LensReadings:
         """What the model would say if it stopped after each layer."""
-        return self._run(calls.lens(prompt, fields))
+        return self._run(calls.lens(prompt, self._named(fields)))
 
     def attributions(
         self,
@@ -231,15 +237,15 @@ class Client:
         **fields: Unpack[AttributionsFields],
     ) -> Attributions:
         """What the logit of a token hangs on: by token of the prompt, by head and by MLP."""
-        return self._run(calls.attributions(prompt, fields))
+        return self._run(calls.attributions(prompt, self._named(fields)))
 
     def probs(self, prompt: Prompt, **fields: Unpack[ProbsFields]) -> Probs:
         """The distribution of the next token after each prompt."""
-        return self._run(calls.probs(prompt, fields))
+        return self._run(calls.probs(prompt, self._named(fields)))
 
     def score(self, prompt: Prompt, **fields: Unpack[ScoreFields]) -> Scores:
         """How likely given texts are: each prompt, or continuations of it."""
-        return self._run(calls.score(prompt, fields))
+        return self._run(calls.score(prompt, self._named(fields)))
 
     @overload
     def tokenize(  # type: ignore[overload-overlap]
@@ -253,7 +259,7 @@ class Client:
         self, text: str | Sequence[str], **fields: Unpack[TokenizeFields]
     ) -> Tokenized | list[Tokenized]:
         """The token ids of a text; of a list of texts, a list of results."""
-        return self._run(calls.tokenize(text, fields))
+        return self._run(calls.tokenize(text, self._named(fields)))
 
     @overload
     def detokenize(
@@ -269,15 +275,15 @@ class Client:
         self, tokens: OneOrManyIds, **fields: Unpack[DetokenizeFields]
     ) -> Detokenized | list[Detokenized]:
         """The text of token ids; of a list of lists of ids, a list of results."""
-        return self._run(calls.detokenize(tokens, fields))
+        return self._run(calls.detokenize(tokens, self._named(fields)))
 
-    def tokenizer_info(self) -> TokenizerInfo:
+    def tokenizer_info(self, *, model: str | None = None) -> TokenizerInfo:
         """The vocabulary."""
-        return self._run(calls.tokenizer_info())
+        return self._run(calls.tokenizer_info(model or self._model))
 
-    def info(self) -> Info:
+    def info(self, *, model: str | None = None) -> Info:
         """What is served, where and how."""
-        return self._run(calls.info())
+        return self._run(calls.info(model or self._model))
 
     def health(self) -> Health:
         """Whether requests are answered. A server that loads or shuts down gives a result, too."""
@@ -286,6 +292,10 @@ class Client:
     def version(self) -> str:
         """The version of the server."""
         return self._run(calls.version())
+
+    def _named(self, fields: Mapping[str, object]) -> Mapping[str, object]:
+        """The fields of a call, with the client's model where they name none."""
+        return fields if self._model is None else {"model": self._model, **fields}
 
     def _run(self, call: calls.Call[Result]) -> Result:
         """The result of one call."""
