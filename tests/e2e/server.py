@@ -12,6 +12,8 @@ from functools import partial
 from pathlib import Path
 from types import TracebackType
 
+import httpx
+
 from tests.zygote import ForkedProcess
 
 STARTUP_SECONDS = 60
@@ -66,6 +68,11 @@ class ServedProcess:
     @property
     def url(self) -> str:
         return f"http://{self.address}"
+
+    def sample(self, name: str) -> float:
+        """The sum of a metric's series."""
+        text = httpx.get(f"{self.url}/metrics", trust_env=False, timeout=STARTUP_SECONDS).text
+        return sum(map(float, re.findall(rf"^{name}(?:{{.*}})? (\S+)$", text, re.MULTILINE)))
 
     def wait_for(self, text: str) -> None:
         """Until it has printed this."""

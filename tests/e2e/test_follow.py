@@ -106,7 +106,7 @@ def test_a_run_is_served_while_it_trains(
         training.kill()
         metrics = httpx.get(f"{server.url}/metrics", trust_env=False).text
     assert load.failures == []
-    assert 'logitd_reloads_total{result="refused"} 0.0' in metrics
+    assert 'logitd_reloads_total{model="run",result="refused"} 0.0' in metrics
     right = {step: expected(tmp_path / "run", step) for step in load.steps()}
     assert len({tuple(tokens) for tokens in right.values()}) > 1, "they can be told apart"
     for reply in load.replies:

@@ -398,7 +398,7 @@ def test_a_page_that_is_loaded_again_frees_its_slot(server: ServedProcess, page:
     ready(page)
     assert page.input_value("#prompt") == "def again():\n"
     deadline = time.monotonic() + 20
-    while "logitd_num_sequences_running 0" not in httpx.get(f"{server.url}/metrics").text:
+    while server.sample("logitd_num_sequences_running"):
         assert time.monotonic() < deadline
         time.sleep(0.1)
 

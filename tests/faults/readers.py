@@ -127,9 +127,9 @@ def _wait_for_slots(client: httpx.Client) -> None:
 
 
 def _metric(client: httpx.Client, name: str) -> float:
-    """A value of /metrics."""
+    """A value of /metrics, of the one model that is served."""
     lines = client.get("/metrics").text.splitlines()
-    return float(next(line for line in lines if line.startswith(f"{name} ")).split()[1])
+    return float(next(line for line in lines if line.startswith(f"{name}{{")).split()[-1])
 
 
 def _prompt(index: int) -> list[int]:

@@ -267,12 +267,14 @@ def _compare(server: ServedProcess, tally: Tally) -> None:
     """Raise AssertionError where the server's counters are not the clients'."""
     for _ in range(200):  # those that were left end a moment later
         metrics = _metrics(server)
-        if not metrics["logitd_kv_slots_used", ()] and not metrics["logitd_queue_elements", ()]:
+        if not _of_all(metrics, "logitd_kv_slots_used") and not _of_all(
+            metrics, "logitd_queue_elements"
+        ):
             break
         time.sleep(0.1)
-    assert metrics["logitd_kv_slots_used", ()] == 0
-    assert metrics["logitd_queue_elements", ()] == 0
-    assert metrics["logitd_num_sequences_waiting", ()] == 0
+    assert _of_all(metrics, "logitd_kv_slots_used") == 0
+    assert _of_all(metrics, "logitd_queue_elements") == 0
+    assert _of_all(metrics, "logitd_num_sequences_waiting") == 0
     counted = Counter({
         (dict(labels)["endpoint"], int(dict(labels)["status"])): int(value)
         for (name, labels), value in metrics.items()
@@ -292,6 +294,11 @@ def _metrics(server: ServedProcess) -> dict[tuple[str, tuple[tuple[str, str], ..
         for family in text_string_to_metric_families(text)
         for sample in family.samples
     }
+
+
+def _of_all(metrics: dict[tuple[str, tuple[tuple[str, str], ...]], float], name: str) -> float:
+    """The sum of a metric's series."""
+    return sum(value for (named, _), value in metrics.items() if named == name)
 
 
 ATTACKS = (

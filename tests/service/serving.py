@@ -8,7 +8,7 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -29,11 +29,16 @@ from service.connections.register import Register
 from service.core.models import Served
 from service.core.state import ServiceState
 from service.engine.driver import LocalDriver
+from service.settings.model_source import ModelSource
 from service.settings.serve import ServeSettings
 from tests.service.spelling import CONTEXT_LENGTH, long_prompt
 
 TEST_TIMEOUT = 60.0
 """Seconds after which something that should happen at once counts as never; machines are busy."""
+
+
+Checkpoints = Path | Mapping[str, Path]
+"""What is served: one checkpoint, or several by the names that they are given."""
 
 
 class Serving:
@@ -87,7 +92,7 @@ class Serving:
         raw.connect(("127.0.0.1", self.port))
         return raw
 
-    def sample(self, name: str, **labels: str) -> float:
+    def sample(self, name: str, /, **labels: str) -> float:
         """The value of a metric, of all models together where it is one of each; 0 while a series
         of these labels is not there yet."""
         families = self.state.metrics.registry.collect()
@@ -104,7 +109,8 @@ class Serving:
     def wait_idle(self) -> None:
         """Until no sequence is open, every slot is free, and neither a row nor an array that a
         reply holds counts any more: the engine's thread is done before the event loop is."""
-        eventually(lambda: self.served.engine.open_sequences == 0)
+        models = self.state.models.served
+        eventually(lambda: not any(model.engine.open_sequences for model in models))
         eventually(lambda: self.sample("logitd_kv_slots_used") == 0)
         eventually(lambda: self.sample("logitd_queue_elements") == 0)
         eventually(lambda: self.sample("logitd_num_sequences_running") == 0)
@@ -148,8 +154,8 @@ def serving_app(app: Any) -> Iterator[Serving]:
 
 
 @contextmanager
-def serving(checkpoint: Path, **settings: Any) -> Iterator[Serving]:
-    """Serve a checkpoint; ready when the block begins."""
+def serving(checkpoint: Checkpoints, **settings: Any) -> Iterator[Serving]:
+    """Serve a checkpoint, or several by name; ready when the block begins."""
     with serving_app(create_app(serve_settings(checkpoint, **settings))) as running:
         settled = asyncio.run_coroutine_threadsafe(running.state.settled.wait(), running.loop)
         settled.result(TEST_TIMEOUT)
@@ -157,7 +163,7 @@ def serving(checkpoint: Path, **settings: Any) -> Iterator[Serving]:
         yield running
 
 
-def serve_settings(checkpoint: Path, **settings: Any) -> ServeSettings:
+def serve_settings(checkpoint: Checkpoints, **settings: Any) -> ServeSettings:
     """Decoding in plain torch: many tests do something while a long generation runs, and the native
     decoder is through with it before they have begun. It has tests of its own. That a
     constraint is too large takes seconds of computing to find out, and a busy machine has few."""
@@ -166,7 +172,10 @@ def serve_settings(checkpoint: Path, **settings: Any) -> ServeSettings:
         "constraint_timeout": TEST_TIMEOUT,
         **settings,
     }  # fmt: skip
-    return ServeSettings(_env_file=None, checkpoint=checkpoint, device="cpu", **values)
+    sources: Any = checkpoint
+    if not isinstance(checkpoint, Path):
+        sources = [ModelSource(path, name) for name, path in checkpoint.items()]
+    return ServeSettings(_env_file=None, checkpoint=sources, device="cpu", **values)
 
 
 def slow_checkpoint(like: Path, folder: Path, elements: int) -> Path:

@@ -132,7 +132,7 @@ def test_a_drain_finishes_what_runs_and_what_waits_and_refuses_what_is_new(
         stream = Stream(server.url, max_tokens=600)
         waiting, responses = posted(server.url, LONG | {"max_tokens": 5})
         with client(server.url) as http:
-            eventually(lambda: "logitd_num_sequences_waiting 1.0" in http.get("/metrics").text)
+            eventually(lambda: server.sample("logitd_num_sequences_waiting") == 1)
             server.signal(signal.SIGTERM)
             eventually(lambda: http.get("/health").status_code == 503)
             assert http.get("/health").json()["status"] == "draining"
@@ -190,8 +190,7 @@ def test_what_a_short_drain_does_not_finish_is_told(spelling_path: Path) -> None
     ) as server:
         streams = [Stream(server.url), Stream(server.url)]
         waiting, responses = posted(server.url, LONG)
-        with client(server.url) as http:
-            eventually(lambda: "logitd_num_sequences_waiting 1.0" in http.get("/metrics").text)
+        eventually(lambda: server.sample("logitd_num_sequences_waiting") == 1)
         server.signal(signal.SIGTERM)
         assert server.exit_code() == 0
         for stream in streams:

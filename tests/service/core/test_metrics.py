@@ -195,7 +195,8 @@ def test_the_text_is_the_classic_format(checkpoint_path: Path) -> None:
             }  # fmt: skip
             if family.type == "counter":
                 assert sample.name.endswith(("_total", "_created"))
-    assert value(metrics, "logitd_ready") == 1
+    assert value(metrics, "logitd_ready") == 0
+    assert value(metrics, "logitd_model_ready") == 1
     assert value(metrics, "logitd_kv_slots") == 4
     assert value(metrics, "logitd_queue_limit_sequences") == 256
     assert value(metrics, "logitd_queue_elements") == 77

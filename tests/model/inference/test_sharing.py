@@ -1,0 +1,104 @@
+"""Slots of several models on one device: what is given fits, and what does not is refused."""
+
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from model.device import DeviceError
+from model.inference.memory import MAX_SLOTS, SlotBudget, slots_for
+from model.inference.options import MemoryShare, MemorySize
+from model.inference.sharing import Shape, divide_slots
+from model.memory import Available
+from tests.model.factories import tiny_config
+
+SHAPES = st.lists(
+    st.builds(
+        lambda width, layers, item: Shape(
+            f"of {width}", tiny_config(d_model=8 * width, n_layer=layers), item
+        ),
+        st.integers(1, 20).map(lambda n: 4 * n),
+        st.integers(1, 4),
+        st.sampled_from([2, 4]),
+    ),
+    min_size=1,
+    max_size=4,
+)
+MEMORY = st.builds(
+    lambda free, taken: Available("here", free + taken, free),
+    st.integers(0, 2**28),
+    st.integers(0, 2**26),
+)
+AMOUNTS: st.SearchStrategy[MemorySize | None] = st.one_of(
+    st.none(), st.integers(1, 2**28), st.builds(MemoryShare, st.floats(0.001, 1))
+)
+
+
+@given(SHAPES, AMOUNTS, st.integers(1, 64), MEMORY, st.booleans())
+def test_what_is_given_fits(
+    shapes: list[Shape], amount: MemorySize | None, count: int, memory: Available, gpu: bool
+) -> None:
+    """All weights and all slots together are within what is free, and within the amount; and each
+    part has no room for another slot."""
+    budget = SlotBudget(None if amount is not None else count, amount)
+    try:
+        slots = divide_slots(shapes, budget, memory, default=16, gpu=gpu)
+    except DeviceError:
+        return
+    weights = sum(shape.weights for shape in shapes)
+    caches = [n * shape.slot(gpu=gpu) for n, shape in zip(slots, shapes, strict=True)]
+    assert min(slots) >= 1
+    assert weights + sum(caches) <= memory.free
+    if amount is None:
+        assert slots == (count,) * len(shapes)
+    elif isinstance(amount, int):
+        bare = [n * shape.slot(gpu=False) for n, shape in zip(slots, shapes, strict=True)]
+        assert sum(bare) <= amount
+        for n, shape in zip(slots, shapes, strict=True):
+            assert n == MAX_SLOTS or (n + 1) * shape.slot(gpu=False) > amount // len(shapes)
+    elif gpu:
+        used = memory.total - memory.free + weights + sum(caches)
+        assert used <= amount.fraction * memory.total
+    else:
+        assert sum(caches) <= amount.fraction * (memory.free - weights)
+
+
+@given(SHAPES.filter(lambda shapes: len(shapes) == 1), AMOUNTS, MEMORY, st.booleans())
+def test_one_by_itself_gets_what_it_gets_alone(
+    shapes: list[Shape], amount: MemorySize | None, memory: Available, gpu: bool
+) -> None:
+    (shape,) = shapes
+    budget = SlotBudget(memory=amount)
+    left = Available(memory.name, memory.total, memory.free - shape.weights)
+
+    def alone() -> int | None:
+        if left.free < 0:
+            return None
+        try:
+            return slots_for(budget, shape.config, shape.item_bytes, left, default=16, gpu=gpu)
+        except DeviceError:
+            return None
+
+    try:
+        (slots,) = divide_slots(shapes, budget, memory, default=16, gpu=gpu)
+    except DeviceError:
+        assert alone() is None
+    else:
+        assert slots == alone()
+
+
+def test_the_refusal_names_each_with_what_it_takes() -> None:
+    shapes = [Shape("a", tiny_config(), 4), Shape("b", tiny_config(d_model=64), 4)]
+    with pytest.raises(DeviceError) as caught:
+        divide_slots(
+            shapes, SlotBudget(slots=64), Available("here", 2**24, 2**22), default=16, gpu=False
+        )
+    told = re.fullmatch(
+        r"2 models take (\S+) MiB together \(a .+ of weights and (\S+) MiB for 64 slots, b .+ of "
+        r"weights and (\S+) MiB for 64 slots\), here has 4.0 MiB free of 16.0 MiB. Lower slots or "
+        r"kv_cache_memory, or serve fewer",
+        str(caught.value),
+    )
+    assert told is not None
+    assert float(told[2]) + float(told[3]) < float(told[1])

@@ -1,0 +1,552 @@
+"""Several checkpoints in one server: each request is answered by the one that it names, as if that
+were alone."""
+
+import json
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from model.inference.reference import generate
+from model.inference.sampling.params import SamplingParams
+from model.memory import Available
+from service.app.app import create_app
+from service.core.models import NotLoaded
+from service.settings.common import BUNDLED_CHECKPOINT
+from tests.model.factories import (
+    CHAT_TEMPLATE,
+    chat_tokenizer,
+    save_tiny_checkpoint,
+    tiny_config,
+    tiny_gpt,
+    training_record,
+)
+from tests.service.client.conftest import Connect, connect
+from tests.service.core.test_reloader import point, save_steps
+from tests.service.serving import (
+    Serving,
+    eventually,
+    serve_settings,
+    serving,
+    serving_app,
+)
+
+__all__ = ["connect"]
+
+ADMIN = "the-key-of-the-admin"
+PROMPT = "what is asked"
+MESSAGES = [{"role": "user", "content": "hello"}]
+SAMPLED = {"prompt": PROMPT, "max_tokens": 4, "temperature": 0}
+
+BODIES: dict[str, dict[str, Any]] = {
+    "/generate": SAMPLED,
+    "/generate_stream": {"inputs": PROMPT, "parameters": {"max_new_tokens": 4}},
+    "/": {"inputs": PROMPT, "parameters": {"max_new_tokens": 4}},
+    "/logits": {"prompt": PROMPT},
+    "/probs": {"prompt": PROMPT, "top_k": 3},
+    "/score": {"prompt": PROMPT},
+    "/hidden_states": {"prompt": PROMPT},
+    "/attention": {"prompt": PROMPT},
+    "/activations": {"prompt": PROMPT, "stages": ["blocks.0.output"]},
+    "/sweep": {
+        "prompt": PROMPT,
+        "vary": {"stage": "blocks.*.mlp.out", "operation": "zero"},
+        "over": ["layers"],
+        "token_id": 5,
+    },
+    "/lens": {"prompt": PROMPT},
+    "/attributions": {"prompt": PROMPT, "token_id": 5},
+    "/tokenize": {"prompt": PROMPT},
+    "/detokenize": {"tokens": [1, 2, 3]},
+    "/v1/completions": SAMPLED,
+    "/v1/chat/completions": {"messages": MESSAGES, "max_tokens": 4, "temperature": 0},
+    "/api/generate": {"prompt": PROMPT, "raw": True, "options": {"num_predict": 4, "seed": 1}},
+    "/api/chat": {"messages": MESSAGES, "options": {"num_predict": 4, "seed": 1}},
+    "/api/show": {},
+}
+"""A body of each endpoint that computes or describes."""
+GETS = ("/info", "/card", "/stages", "/tokenizer_info")
+OF_ITS_OWN = {"id", "created", "created_at", "timings", "seed", "models", "kv_cache_bytes"}
+DURATIONS = ("_duration", "_ms")
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Two models of two shapes and other weights, and one that is damaged."""
+    folder = tmp_path_factory.mktemp("several")
+    for name, width in (("small", 32), ("large", 64)):
+        config = tiny_config(vocab_size=259, context_length=256, d_model=width)
+        save_tiny_checkpoint(
+            folder / name,
+            tiny_gpt(config, seed=width),
+            tokenizer=chat_tokenizer(),
+            chat_template=CHAT_TEMPLATE,
+            training=training_record(step=width),
+        )
+    shutil.copytree(folder / "small", folder / "damaged")
+    weights = bytearray((folder / "damaged" / "model.safetensors").read_bytes())
+    weights[-1] ^= 1
+    (folder / "damaged" / "model.safetensors").write_bytes(weights)
+    return {name: folder / name for name in ("small", "large", "damaged")}
+
+
+@contextmanager
+def settled(checkpoints: dict[str, Path], **settings: Any) -> Iterator[Serving]:
+    """A server once loading has ended, well or badly."""
+    with serving_app(create_app(serve_settings(checkpoints, **settings))) as running:
+        eventually(running.state.settled.is_set)
+        yield running
+
+
+@pytest.fixture(scope="module")
+def server(paths: dict[str, Path]) -> Iterator[Serving]:
+    """`one` and `two`. Ask them, leave nothing behind."""
+    both = {"one": paths["small"], "two": paths["large"]}
+    with serving(both, slots=4, admin_key=ADMIN) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def alone(paths: dict[str, Path]) -> Iterator[Serving]:
+    """`two` by itself."""
+    with serving({"two": paths["large"]}, slots=4) as running:
+        yield running
+
+
+def compared(value: Any) -> Any:
+    """A reply less what differs from one answer to the next."""
+    if isinstance(value, dict):
+        kept = {name: item for name, item in value.items() if name not in OF_ITS_OWN}
+        return {n: compared(item) for n, item in kept.items() if not n.endswith(DURATIONS)}
+    return [compared(item) for item in value] if isinstance(value, list) else value
+
+
+def answer(server: Serving, path: str, **fields: Any) -> Any:
+    """The reply of an endpoint, or the lines of its stream."""
+    reply = server.post(path, {**BODIES[path], **fields})
+    assert reply.status_code == 200, reply.text
+    lines = [line.removeprefix("data:").strip() for line in reply.text.splitlines()]
+    return compared([json.loads(line) for line in lines if line not in ("", "[DONE]")])
+
+
+# Which model answers
+
+
+def test_these_are_all_the_endpoints_that_take_a_model(server: Serving) -> None:
+    paths = server.app.openapi()["paths"]
+    schemas = server.app.openapi()["components"]["schemas"]
+    taking, asked = set(), set()
+    for path, methods in paths.items():
+        for method, operation in methods.items():
+            content = operation.get("requestBody", {}).get("content", {})
+            schema = content.get("application/json", {}).get("schema", {})
+            for reference in schema.get("oneOf", [schema]):
+                name = reference.get("$ref", "").rpartition("/")[2]
+                if "model" in schemas.get(name, {}).get("properties", {}):
+                    taking.add(path)
+            if method == "get" and any(p["name"] == "model" and p["in"] == "query"
+                                       for p in operation.get("parameters", ())):  # fmt: skip
+                asked.add(path)
+    assert taking == {*BODIES, "/admin/reload"}
+    assert asked == set(GETS)
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_a_body_is_answered_by_the_model_that_it_names(
+    server: Serving, alone: Serving, path: str
+) -> None:
+    named = answer(server, path, model="two")
+    assert named == answer(alone, path), "as if it were alone"
+    first = answer(server, path)
+    assert first == answer(server, path, model="one"), "the first is that of who names none"
+    assert first != named
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_a_name_that_is_not_served_is_told_those_that_are(server: Serving, path: str) -> None:
+    reply = server.post(path, {**BODIES[path], "model": "three"})
+    assert reply.status_code == 404
+    error = reply.json()["error"]
+    assert (error["type"], error["code"]) == ("not_found_error", "model_not_found")
+    assert "'three' is not served here, 'one' and 'two' are" in error["message"]
+
+
+@pytest.mark.parametrize("path", GETS)
+def test_the_address_of_a_get_names_a_model(server: Serving, alone: Serving, path: str) -> None:
+    named = server.client.get(path, params={"model": "two"})
+    assert named.json()["model"] == "two"
+    assert compared(named.json()) == compared(alone.client.get(path).json())
+    assert server.client.get(path).json()["model"] == "one"
+    unknown = server.client.get(path, params={"model": "three"})
+    assert unknown.status_code == 404
+    assert "'one' and 'two' are" in unknown.json()["error"]["message"]
+
+
+def test_lists_have_both(server: Serving) -> None:
+    listed = server.client.get("/v1/models").json()["data"]
+    assert [model["id"] for model in listed] == ["one", "two"]
+    for name, step in (("one", 32), ("two", 64)):
+        model = server.client.get(f"/v1/models/{name}").json()
+        assert (model["id"], model["checkpoint"]["step"]) == (name, step)
+    assert server.client.get("/v1/models/three").status_code == 404
+    for path in ("/api/tags", "/api/ps"):
+        models = server.client.get(path).json()["models"]
+        assert [model["name"] for model in models] == ["one", "two"]
+    statuses = [{"model": name, "status": "ok", "reason": None} for name in ("one", "two")]
+    assert server.client.get("/info").json()["models"] == statuses
+    health = server.client.get("/health")
+    assert health.json() == {"status": "ok", "reason": None, "models": statuses}
+
+
+def test_ollamas_clients_may_add_a_tag(server: Serving) -> None:
+    named = answer(server, "/api/generate", model="two:latest", stream=False)
+    assert [reply["model"] for reply in named] == ["two"]
+
+
+def test_any_name_means_the_first_where_that_is_wanted(paths: dict[str, Path]) -> None:
+    both = {"one": paths["small"], "two": paths["large"]}
+    with serving(both, any_model_name=True) as server:
+        assert server.json("/score", {"prompt": "a", "model": "gpt-x"})["model"] == "one"
+        assert server.json("/score", {"prompt": "a", "model": "two"})["model"] == "two"
+
+
+def test_the_log_and_the_metrics_say_which_model(
+    server: Serving, caplog: pytest.LogCaptureFixture
+) -> None:
+    before = {name: counted(server, name) for name in ("one", "two")}
+    with caplog.at_level("INFO", logger="logitd.http"):
+        answer(server, "/generate", model="two")
+        eventually(lambda: any("model=two" in record.getMessage() for record in caplog.records))
+    server.wait_idle()
+    assert counted(server, "one") == before["one"]
+    assert counted(server, "two") == before["two"] + 4
+    names = {"one": "32", "two": "64"}
+    for name, step in names.items():
+        labels = {"model": name, "name": name, "step": step}
+        assert server.sample("logitd_checkpoint_info", **labels) == 1
+
+
+def counted(server: Serving, model: str) -> float:
+    return server.sample("logitd_generation_tokens_total", model=model)
+
+
+def test_openais_client_chooses(server: Serving, alone: Serving) -> None:
+    texts = []
+    for running in (server, alone):
+        url = f"{running.url}/v1"
+        with openai.OpenAI(base_url=url, api_key="-", max_retries=0) as client:
+            assert "two" in [model.id for model in client.models.list()]
+            reply = client.completions.create(model="two", prompt=PROMPT, max_tokens=8, seed=3)
+            chat: Any = MESSAGES
+            said = client.chat.completions.create(model="two", messages=chat, max_tokens=8, seed=3)
+            assert reply.model == said.model == "two"
+            texts.append((reply.choices[0].text, said.choices[0].message.content))
+            with pytest.raises(openai.NotFoundError):
+                client.completions.create(model="three", prompt=PROMPT)
+    assert texts[0] == texts[1]
+
+
+def test_the_python_client_has_a_model_and_single_calls_another(
+    server: Serving, connect: Connect
+) -> None:
+    client = connect(server.url, model="two")
+    assert client.generate(PROMPT, max_tokens=1).model == "two"
+    assert client.generate(PROMPT, max_tokens=1, model="one").model == "one"
+    assert client.logits(PROMPT).checkpoint.step == 64
+    assert client.tokenize(PROMPT).model == "two"
+    assert client.info().model == "two"
+    assert client.info(model="one").model == "one"
+    assert client.stages().model == "two"
+    assert client.tokenizer_info(model="one").model == "one"
+    assert [model.status for model in client.info().models] == ["ok", "ok"]
+    assert connect(server.url).info().model == "one"
+
+
+# One does not change what the other says
+
+
+LOAD: tuple[dict[str, Any], ...] = (
+    {"prompt": "a" * 150, "max_tokens": 60, "ignore_eos": True, "n": 2},
+    {"prompt": ["b" * 40, "c" * 90], "max_tokens": 30, "ignore_eos": True},
+)
+
+
+@contextmanager
+def under_load(server: Serving, model: str, clients: int = 3) -> Iterator[Callable[[], int]]:
+    """Clients that keep a model busy; gives how many answers they have had."""
+    stop = threading.Event()
+    answers: list[str] = []
+    failures: list[BaseException] = []
+
+    def work(number: int) -> None:
+        try:
+            while not stop.is_set():
+                body = {**LOAD[number % len(LOAD)], "model": model, "seed": number}
+                answers.append(server.json("/generate", body)["model"])
+        except BaseException as error:
+            failures.append(error)
+
+    workers = [threading.Thread(target=work, args=(number,)) for number in range(clients)]
+    for worker in workers:
+        worker.start()
+    try:
+        eventually(lambda: len(answers) > 0 or bool(failures))
+        yield lambda: len(answers)
+    finally:
+        stop.set()
+        for worker in workers:
+            worker.join()
+    assert failures == []
+    assert set(answers) <= {model}
+
+
+def bits(server: Serving, model: str) -> list[bytes]:
+    """What a model computes, to the last bit: logits and hidden states, sampled text, logprobs."""
+    raw = []
+    for path, fields in (("/logits", {}), ("/hidden_states", {"layers": [0, -1]})):
+        body = {"prompt": PROMPT * 4, "positions": "all", "model": model, **fields}
+        raw.append(server.post(path, body, Accept="application/vnd.safetensors").content)
+    sampled = {"prompt": PROMPT, "max_tokens": 24, "seed": 5, "logprobs": 3, "model": model}
+    return [*raw, json.dumps(compared(server.json("/generate", sampled))).encode()]
+
+
+@pytest.mark.parametrize(
+    ("kernels", "bundled", "threads"),
+    [
+        ("torch", False, 1),
+        ("native", True, 2),
+        pytest.param("torch", True, 2, marks=pytest.mark.slow),
+    ],
+)
+def test_the_bits_are_those_of_a_model_alone(
+    paths: dict[str, Path], kernels: str, bundled: bool, threads: int
+) -> None:
+    """Steps of the other come between any two of its own, and each has all threads. The native
+    decoder knows the bundled model's shape, and is not for the other's narrow heads."""
+    settings: dict[str, Any] = {"slots": 4, "threads": threads, "dtype": "float32"}
+    one = BUNDLED_CHECKPOINT if bundled else paths["small"]
+    with serving({"one": one}, kernels=kernels, **settings) as server:
+        expected = bits(server, "one")
+    how = "auto" if kernels == "native" else kernels
+    with serving({"one": one, "two": paths["large"]}, kernels=how, **settings) as server:
+        assert server.served.computation.decoding.startswith(kernels)
+        with under_load(server, "two") as answers:
+            had = answers()
+            assert bits(server, "one") == expected
+            eventually(lambda: answers() > had)
+            assert bits(server, "one") == expected
+
+
+def test_neither_waits_for_the_end_of_the_other(server: Serving) -> None:
+    """A step each in turn: a long generation of one does not hold up the other."""
+    with ExitStack() as stack:
+        body = {"prompt": "a", "max_tokens": 250, "ignore_eos": True, "stream": True}
+        stream = stack.enter_context(server.client.stream("POST", "/generate", json=body))
+        lines = stream.iter_lines()
+        next(lines)
+        assert server.json("/generate", {**SAMPLED, "model": "two"})["model"] == "two"
+        assert server.served.engine.open_sequences == 1, "the first is still at it"
+    server.wait_idle()
+
+
+def test_the_queue_of_one_is_not_that_of_the_other(paths: dict[str, Path]) -> None:
+    both = {"one": paths["small"], "two": paths["large"]}
+    with serving(both, slots=1, max_queue=0) as server, ExitStack() as stack:
+        body = {"prompt": "a", "max_tokens": 250, "ignore_eos": True, "stream": True}
+        lines = stack.enter_context(server.client.stream("POST", "/generate", json=body))
+        next(lines.iter_lines())
+        assert server.post("/generate", SAMPLED).status_code == 429
+        assert server.post("/generate", {**SAMPLED, "model": "two"}).status_code == 200
+
+
+# Loading
+
+
+def test_one_that_is_damaged_takes_no_other_along(
+    paths: dict[str, Path], logged_errors: list[str]
+) -> None:
+    three = {"bad": paths["damaged"], "good": paths["small"], "gone": paths["small"] / "nowhere"}
+    with serving(three) as server:
+        assert server.json("/generate", {**SAMPLED, "model": "good"})["model"] == "good"
+        for name, why in (("bad", "damaged after saving"), ("gone", "does not exist")):
+            reply = server.post("/generate", {**SAMPLED, "model": name})
+            assert reply.status_code == 503
+            error = reply.json()["error"]
+            assert (error["type"], error["code"]) == ("unavailable_error", "model_not_loaded")
+            assert f"the model {name!r} could not be loaded" in error["message"]
+            assert why in error["message"]
+            assert error["message"].endswith("'good' can be asked")
+            assert reply.headers["x-should-retry"] == "false"
+            assert server.client.get("/stages", params={"model": name}).status_code == 503
+            assert server.sample("logitd_model_ready", model=name) == 0
+            assert any(f"{name} is not served, the others are" in line for line in logged_errors)
+        assert server.post("/generate", SAMPLED).status_code == 503, "the first is the first"
+        info = server.client.get("/info").json()
+        assert info["model"] == "good", "what there is can be looked at"
+        assert [model["status"] for model in info["models"]] == ["failed", "ok", "failed"]
+        health = server.client.get("/health")
+        assert health.status_code == 200
+        assert health.json()["status"] == "ok"
+        assert "damaged" in health.json()["models"][0]["reason"]
+        listed = server.client.get("/v1/models").json()["data"]
+        assert [model["id"] for model in listed] == ["good"]
+        assert server.sample("logitd_model_ready", model="good") == 1
+        assert server.sample("logitd_ready") == 1
+    logged_errors.clear()
+
+
+def test_where_none_can_be_loaded_the_server_says_so_and_ends(
+    paths: dict[str, Path], logged_errors: list[str]
+) -> None:
+    two = {"bad": paths["damaged"], "gone": paths["small"] / "nowhere"}
+    with settled(two) as server:
+        status, reason = server.state.status()
+        assert status == "failed"
+        assert reason is not None
+        assert "none of 2 models could be loaded: bad: " in reason
+        assert "; gone: " in reason
+        assert server.post("/generate", SAMPLED).status_code == 503
+        assert server.sample("logitd_ready") == 0
+    logged_errors.clear()
+
+
+def test_slots_are_of_each_and_memory_is_of_all(paths: dict[str, Path]) -> None:
+    both = {"one": paths["small"], "two": paths["large"]}
+    with serving(both, slots=3) as server:
+        assert [model.slots for model in server.state.models.served] == [3, 3]
+        one = server.served.computation.kv_cache_bytes // 3
+    with serving(both, kv_cache_memory=str(8 * one)) as server:
+        small, large = server.state.models.served
+        assert small.slots == 4
+        assert large.slots == 4 * one // (large.computation.kv_cache_bytes // large.slots)
+
+
+@pytest.mark.parametrize(
+    ("settings", "free", "why"),
+    [
+        ({"kv_cache_memory": "1KiB"}, None, "leaves each of 2 models 512 bytes for slots"),
+        ({"slots": 64}, 2**20, "2 models take "),
+        ({"slots": 1}, 2**16, "the weights of 2 models take "),
+    ],
+)
+def test_what_does_not_fit_together_is_refused_with_numbers(
+    paths: dict[str, Path],
+    settings: dict[str, Any],
+    free: int | None,
+    why: str,
+    monkeypatch: pytest.MonkeyPatch,
+    logged_errors: list[str],
+) -> None:
+    """Before any weights are read. How much is free is made up, where there is too much of it."""
+    if free is not None:
+        small = Available("this machine", 2 * free, free)
+        monkeypatch.setattr("service.engine.shares.available", lambda device: small)
+    both = {"one": paths["small"], "two": paths["large"]}
+    with settled(both, **settings) as server:
+        status, reason = server.state.status()
+        assert status == "failed"
+        assert reason is not None
+        assert why in reason
+        if free is not None:
+            assert "one " in reason
+            assert "two " in reason
+            assert "this machine has " in reason
+        assert server.state.models.every == ()
+    logged_errors.clear()
+
+
+@pytest.mark.slow
+def test_each_may_have_a_process_of_its_own(paths: dict[str, Path], alone: Serving) -> None:
+    both = {"one": paths["small"], "two": paths["large"]}
+    with serving(both, engine="process", slots=4) as server:
+        assert bits(server, "two") == bits(alone, "two")
+        assert server.json("/generate", SAMPLED)["model"] == "one"
+
+
+# Other weights
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> dict[str, Path]:
+    """Two runs of two checkpoints each, of which the first is the best."""
+    for name, steps in (("a", (1, 2)), ("b", (3, 4))):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "run.json").write_text("{}")
+        save_steps(folder, *steps)
+        point(folder, "best", steps[0])
+    return {"one": tmp_path / "a", "two": tmp_path / "b"}
+
+
+def reload(server: Serving, **body: Any) -> httpx.Response:
+    return server.post("/admin/reload", body, Authorization=f"Bearer {ADMIN}")
+
+
+def test_one_is_reloaded_while_the_other_streams(runs: dict[str, Path]) -> None:
+    with serving(runs, admin_key=ADMIN, slots=2) as server:
+        body = {"prompt": PROMPT, "max_tokens": 100, "temperature": 0, "ignore_eos": True}
+        tokens = []
+        with server.client.stream(
+            "POST", "/generate", json={**body, "stream": True, "model": "one"}
+        ) as stream:
+            lines = (line for line in stream.iter_lines() if line.startswith("data: {"))
+            events = [json.loads(next(lines)[6:])]
+            reloaded = reload(server, model="two", checkpoint="step-4").json()
+            assert (reloaded["model"], reloaded["checkpoint"]["step"]) == ("two", 4)
+            assert server.json("/generate", {**SAMPLED, "model": "two"})["checkpoint"]["step"] == 4
+            events += [json.loads(line[6:]) for line in lines]
+        for event in events:
+            assert event["checkpoint"]["step"] == 1
+            tokens += [i for choice in event["choices"] for i in choice["token_ids"]]
+        params = SamplingParams(max_tokens=100, temperature=0, seed=0)
+        assert tokens == generate(tiny_gpt(seed=1), tuple(PROMPT.encode()), params)
+        assert server.sample("logitd_reloads_total", model="two", result="swapped") == 1
+        assert server.sample("logitd_reloads_total", model="one") == 0
+        assert reload(server, checkpoint="step-2").json()["model"] == "one"
+        assert reload(server, model="three").status_code == 404
+        refused = reload(server, model="one", checkpoint="step-4")
+        assert refused.status_code == 409, "it is in the other's run"
+        for name, step in (("one", "2"), ("two", "4")):
+            assert server.sample("logitd_checkpoint_info", model=name, step=step) == 1
+
+
+def test_each_follows_its_own_run(runs: dict[str, Path]) -> None:
+    with serving(runs, follow="best", follow_interval=0.02, slots=2) as server:
+        point(runs["two"], "best", 4)
+        eventually(lambda: step_of(server, "two") == 4)
+        assert step_of(server, "one") == 1
+        point(runs["one"], "best", 2)
+        eventually(lambda: step_of(server, "one") == 2)
+        assert step_of(server, "two") == 4
+
+
+def step_of(server: Serving, model: str) -> int:
+    info = server.client.get("/info", params={"model": model}).json()
+    return int(info["checkpoint"]["step"])
+
+
+def test_an_engine_that_fails_is_named(paths: dict[str, Path], logged_errors: list[str]) -> None:
+    """It ends the server, as an engine that is alone does: a new process mends it."""
+    both = {"one": paths["small"], "two": paths["large"]}
+    with serving(both) as server:
+        two = server.state.models.find("two")
+
+        def broken() -> None:
+            raise RuntimeError("a fault of the engine")
+
+        driver: Any = two.engine._driver
+        driver._engine.step = broken
+        reply = server.post("/generate", {**SAMPLED, "model": "two"})
+        assert reply.status_code == 503
+        eventually(two.engine.failed.is_set)
+        status, reason = server.state.status()
+        assert (status, (reason or "").partition(":")[0]) == ("failed", "two")
+        assert server.state.models.find("one").engine.failure is None
+        assert not isinstance(server.state.models.every[1], NotLoaded)
+    logged_errors.clear()
