@@ -53,8 +53,8 @@ async def live(state: ServiceState) -> None:
 
 async def load(state: ServiceState) -> None:
     """Load the models of the settings, one after the other; well or badly, `state` knows
-    afterwards. Nothing is computed before all are there: to load weights changes how many threads
-    torch has."""
+    afterwards. Nothing is computed before all are there: a thread that computes for the first time
+    gets as many of torch's as there are at that moment, and loading has one."""
     sources = state.settings.models
     if len(sources) == 1:
         model = await _load_model(state, state.settings)

@@ -1,9 +1,9 @@
 """StepThread: the thread in which several engines of one process compute, a step each in turn.
 
-Two engines at once would gain nothing, since one step uses every core, and would lose two things.
-torch's threads are of whoever calls: two callers have two pools, which wait for each other. And how
-many threads an operation is divided among is set for the whole process, so that one engine could
-change the bits of another. In turn each step computes as it would alone.
+Two engines at once would gain nothing, since a step uses every core, and would be in each other's
+way: torch keeps a pool of threads for each thread that computes, and with more of them than
+processors all sleep between any two operations (`build.py` has the measure). In turn, each step
+finds the machine as that of an engine alone does.
 
 An engine waits for its commands in a thread of its own (`driver.py`) and comes here with whatever
 computes. First come, first served: an engine that has work has one step here at a time, so none

@@ -17,6 +17,13 @@ export function setApiKey(key) {
   else sessionStorage.setItem(KEY, key);
 }
 
+// Of a server of several models the one that is asked, unless a body names another.
+let model = null;
+export const chooseModel = (name) => {
+  model = name;
+};
+export const chosenModel = () => model;
+
 const sentences = {
   401: (message) => `This server asks for an API key: enter one at the top of the page. (${message})`,
   429: (message, wait) => `The server has more to do than it can take: ${message}. Try again in ${wait ?? 1} s.`,
@@ -38,6 +45,9 @@ async function problem(response) {
   return new Problem(response.status, said);
 }
 
+const named = (path, name) => (name === null ? path : `${path}?model=${encodeURIComponent(name)}`);
+export const withModel = (body) => (model === null ? body : { model, ...body });
+
 async function ask(path, { body, signal, accept }) {
   const headers = {};
   if (apiKey()) headers.Authorization = `Bearer ${apiKey()}`;
@@ -45,7 +55,7 @@ async function ask(path, { body, signal, accept }) {
   if (body) headers["Content-Type"] = "application/json";
   let response;
   try {
-    response = await fetch(path, { method: body ? "POST" : "GET", headers, body: body && JSON.stringify(body), signal });
+    response = await fetch(path, { method: body ? "POST" : "GET", headers, body: body && JSON.stringify(withModel(body)), signal });
   } catch (error) {
     if (error.name === "AbortError") throw error;
     throw new Problem(0, "The server does not answer: it has ended, or the network has.");
@@ -54,7 +64,7 @@ async function ask(path, { body, signal, accept }) {
   return response;
 }
 
-export const get = async (path, signal) => (await ask(path, { signal })).json();
+export const get = async (path, signal, name = model) => (await ask(named(path, name), { signal })).json();
 export const getText = async (path, signal) => (await ask(path, { signal })).text();
 export const post = async (path, body, signal) => (await ask(path, { body, signal })).json();
 

@@ -11,25 +11,29 @@ const SHOWN = 12;
 // What each id says, from the vocabulary of the server; asked for once.
 export class Vocabulary {
   #texts = new Map();
+  #of;
 
-  constructor(idsAlone) {
+  // `model`: whose, where that is not the one that the page looks at.
+  constructor(idsAlone, model = null) {
     this.idsAlone = idsAlone;
+    this.#of = model === null ? {} : { model };
   }
 
   async name(ids, signal) {
     if (this.idsAlone) return;
     const missing = ids.filter((id) => !this.#texts.has(id));
     if (missing.length === 0) return;
-    const reply = await post("/detokenize", { tokens: missing.map((id) => [id]) }, signal);
+    const reply = await post("/detokenize", { ...this.#of, tokens: missing.map((id) => [id]) }, signal);
     for (const [index, { prompt }] of reply.prompts.entries()) this.#texts.set(missing[index], prompt);
   }
 
   text = (id) => (this.idsAlone ? `id ${id}` : (this.#texts.get(id) ?? `id ${id}`));
-  visible = (id) => (this.idsAlone ? `id ${id}` : visible(this.text(id)));
+  shown = (text) => (this.idsAlone ? text : visible(text));
+  visible = (id) => this.shown(this.text(id));
 }
 
 // Bars of named tokens: rows of { id, before, after }, the likeliest first.
-export function bars(rows, vocabulary, { heads = ["model", "sampled from"], chosen = null, onpick = null } = {}) {
+export function bars(rows, vocabulary, { heads = ["model", "sampled from"], chosen = null, onpick = null, none = "dropped" } = {}) {
   const widest = Math.max(...rows.flatMap(({ before, after }) => [before, after]));
   const line = ({ id, before, after }) => {
     const name = vocabulary.visible(id);
@@ -42,8 +46,8 @@ export function bars(rows, vocabulary, { heads = ["model", "sampled from"], chos
       { class: id === chosen ? "chosen" : after === 0 ? "dropped" : null },
       element("th", { scope: "row" }, label, id === chosen ? element("span", { class: "mark" }, " ← here") : null),
       element("td", { class: "bars", "aria-hidden": "true" }, bar(before, "before"), bar(after, "after")),
-      element("td", {}, percent(before)),
-      element("td", {}, after === 0 ? "dropped" : percent(after)),
+      element("td", {}, before === 0 ? none : percent(before)),
+      element("td", {}, after === 0 ? none : percent(after)),
     );
   };
   const head = element(

@@ -1,11 +1,11 @@
 // Generate: a streamed completion, every token of which can be looked into and changed.
 
-import { apiKey, events } from "./api.js";
+import { apiKey, events, withModel } from "./api.js";
 import { curl, python } from "./code.js";
 import { Distribution } from "./distribution.js";
 import { copy, element, find, showProblem } from "./dom.js";
 import { Tree } from "./tree.js";
-import { choose, surpriseLegend, texts, tokenSpan, tokenText } from "./tokens.js";
+import { choose, drawTokens, surpriseLegend, texts, tokenText } from "./tokens.js";
 
 // One completion: what was asked for, and the tokens that came.
 class Run {
@@ -77,7 +77,7 @@ export class Generate {
       const seed = this.#tree.current?.run.seed;
       const body = this.#body();
       if (body.seed === undefined && seed !== null && seed !== undefined) body.seed = seed;
-      copy(write(location.origin, "/generate", body, apiKey() !== ""), button);
+      copy(write(location.origin, "/generate", withModel(body), apiKey() !== ""), button);
     } catch (error) {
       showProblem(find("status"), error);
     }
@@ -188,21 +188,10 @@ export class Generate {
     this.#draw(run);
   }
 
-  // Whatever has come and is not there yet. The last text is drawn anew, since half a character may
-  // have been completed.
+  // Whatever has come and is not there yet.
   #draw(run) {
     const { idsAlone } = this.#app.vocabulary;
-    const all = [...run.prompt, ...run.tokens];
-    const from = Math.max(0, this.#text.childElementCount - 4);
-    while (this.#text.childElementCount > from) this.#text.lastElementChild.remove();
-    const written = texts(all, idsAlone);
-    const focused = document.activeElement?.closest(".tokens") === this.#text;
-    for (let index = from; index < all.length; index++) {
-      const span = tokenSpan(all[index], written[index], { idsAlone, onclick: () => this.#look(run, index, span) });
-      if (index < run.prompt.length) span.classList.add("of-prompt");
-      this.#text.append(span);
-    }
-    if (!focused && this.#text.firstElementChild) this.#text.firstElementChild.tabIndex = 0;
+    drawTokens(this.#text, run.prompt, run.tokens, { idsAlone, onclick: (index, span) => this.#look(run, index, span) });
   }
 
   // The distribution that a token was drawn from.

@@ -1,10 +1,11 @@
 // The playground: one prompt, and tabs that look at what the model does with it. Plain modules and
 // this server's own endpoints: no library, no build step, no request to any other host.
 
-import { apiKey, get, Problem, post, setApiKey } from "./api.js";
+import { apiKey, chooseModel, chosenModel, get, Problem, post, setApiKey } from "./api.js";
 import { Attention, describeTokens } from "./attention.js";
+import { Compare } from "./compare.js";
 import { Vocabulary } from "./distribution.js";
-import { debounced, find, showProblem } from "./dom.js";
+import { debounced, element, find, showProblem } from "./dom.js";
 import { Generate } from "./generate.js";
 import { Inside, Interventions, listChanges } from "./inside.js";
 import { Lens } from "./lens.js";
@@ -13,6 +14,7 @@ import { Tokens } from "./tokenize.js";
 
 const NUMBERS = ["temperature", "top_k", "top_p", "min_p", "max_tokens", "seed"];
 const RETRY_MS = 500;
+const CHOOSING = "logitd-choosing"; // the page was loaded again by whoever is at the list of models
 
 // What the fields of the form say.
 const settings = {
@@ -32,14 +34,17 @@ class App {
     this.vocabulary = new Vocabulary(info.vocabulary === "none");
     this.interventions = new Interventions(restored.interventions ?? [], () => this.#changed());
     this.remember = debounced(200, () => history.replaceState(null, "", this.link()));
+    const models = info.models.filter(({ status }) => status !== "failed").map(({ model }) => model);
     this.tabs = {
       generate: new Generate(this),
       attention: new Attention(this),
       lens: new Lens(this),
       inside: new Inside(this),
       tokens: new Tokens(this),
+      compare: new Compare(this, models),
       model: new ModelTab(this),
     };
+    find("tab-compare").hidden = models.length < 2;
     this.tab = null;
   }
 
@@ -64,7 +69,8 @@ class App {
 
   // An address that opens the page as it stands.
   link(more = {}) {
-    const state = { tab: this.tab, prompt: find("prompt").value, ...settings.request(), ...this.tabs.attention.state(), ...more };
+    const state = { tab: this.tab, prompt: find("prompt").value, ...settings.request(), ...this.tabs.attention.state(), ...this.tabs.compare.state(), ...more };
+    if (chosenModel() !== null) state.model ??= chosenModel();
     if (this.interventions.list.length) state.interventions = JSON.stringify(this.interventions.list);
     const given = Object.entries(state).filter(([, value]) => value !== undefined && value !== null);
     return `${location.origin}${location.pathname}#${new URLSearchParams(given)}`;
@@ -110,7 +116,7 @@ class App {
         this.tabs.generate.reshape();
       });
     }
-    const tabs = [...document.querySelectorAll("[role=tab]")];
+    const tabs = [...document.querySelectorAll("[role=tab]:not([hidden])")];
     for (const [index, button] of tabs.entries()) {
       button.addEventListener("click", () => this.open(button.id.slice(4)));
       button.addEventListener("keydown", (event) => {
@@ -124,6 +130,7 @@ class App {
     document.addEventListener("keydown", (event) => {
       if (event.key !== "Enter" || !(event.ctrlKey || event.metaKey)) return;
       event.preventDefault();
+      if (this.tab === "compare") return find("compare-form").requestSubmit();
       if (this.tab !== "generate") this.open("generate");
       find("generate-form").requestSubmit();
     });
@@ -172,11 +179,34 @@ function askForKey() {
   find("key").focus();
 }
 
+// The model that the address names, or the first that answers; where there are several, one chooses.
+async function lookedAt() {
+  const info = await get("/info", undefined, null);
+  if (info.models.length < 2) return info;
+  const wanted = new URLSearchParams(location.hash.slice(1)).get("model");
+  const answers = info.models.filter(({ status }) => status !== "failed").map(({ model }) => model);
+  const name = answers.includes(wanted) ? wanted : info.model;
+  chooseModel(name);
+  const option = ({ model, status, reason }) =>
+    element("option", { value: model, disabled: status === "failed", title: reason }, status === "failed" ? `${model} (not loaded)` : model);
+  find("model").replaceChildren(...info.models.map(option));
+  find("model").value = name;
+  find("model-row").hidden = false;
+  return name === info.model ? info : get("/info");
+}
+
+// Another model: the page as it stands, loaded again for it.
+function look(app, name) {
+  sessionStorage.setItem(CHOOSING, "yes");
+  history.replaceState(null, "", app.link({ model: name }));
+  location.reload();
+}
+
 async function start() {
   find("page-problem").replaceChildren();
   let info;
   try {
-    info = await get("/info");
+    info = await lookedAt();
   } catch (error) {
     if (error.status === 503) {
       find("model-line").textContent = "loading the checkpoint …";
@@ -198,7 +228,11 @@ async function start() {
   }
   find("page").hidden = false;
   app.listen();
-  app.open(restored.tab in app.tabs ? restored.tab : "generate");
+  find("model").addEventListener("change", () => look(app, find("model").value));
+  if (sessionStorage.getItem(CHOOSING)) find("model").focus();
+  sessionStorage.removeItem(CHOOSING);
+  const tab = restored.tab in app.tabs && !find(`tab-${restored.tab}`).hidden ? restored.tab : "generate";
+  app.open(tab);
   if (restored.run === "true") app.tabs.generate.start();
 }
 

@@ -10,10 +10,13 @@ const KEPT = 60;
 const rows = (pairs) =>
   element("table", { class: "plain" }, element("tbody", {}, ...pairs.map(([name, value]) => element("tr", {}, element("th", { scope: "row" }, name), element("td", {}, value)))));
 
-// The samples of Prometheus' text format that have no labels.
-export function readMetrics(text) {
+// The samples of Prometheus' text format that have the label `model` and no other: those of a model.
+export function readMetrics(text, model) {
   const values = new Map();
-  for (const [, name, value] of text.matchAll(/^([a-z_]+) ([0-9.eE+-]+)$/gm)) values.set(name, Number(value));
+  const escaped = model.replaceAll("\\", "\\\\").replaceAll('"', '\\"');
+  for (const [, name, of, value] of text.matchAll(/^([a-z_]+)\{model="((?:[^"\\]|\\.)*)"\} ([0-9.eE+-]+)$/gm)) {
+    if (of === escaped) values.set(name, Number(value));
+  }
   return values;
 }
 
@@ -79,7 +82,7 @@ export class ModelTab {
 
   async #watch() {
     clearTimeout(this.#timer);
-    await fill(find("live"), async (signal) => this.#live(readMetrics(await getText("/metrics", signal))));
+    await fill(find("live"), async (signal) => this.#live(readMetrics(await getText("/metrics", signal), this.#app.info.model)));
     if (!find("panel-model").hidden) this.#timer = setTimeout(() => this.#watch(), EVERY_MS);
   }
 

@@ -51,6 +51,22 @@ export function tokenSpan(token, text, { idsAlone, onclick, share, note }) {
   );
 }
 
+// The tokens of a prompt and of what follows it, in a text of them. What is there already stays, but
+// for the end: half a character may have been completed.
+export function drawTokens(text, prompt, tokens, { idsAlone, onclick }) {
+  const all = [...prompt, ...tokens];
+  const from = Math.max(0, text.childElementCount - 4);
+  while (text.childElementCount > from) text.lastElementChild.remove();
+  const written = texts(all, idsAlone);
+  const focused = document.activeElement?.closest(".tokens") === text;
+  for (let index = from; index < all.length; index++) {
+    const span = tokenSpan(all[index], written[index], { idsAlone, onclick: () => onclick(index, span) });
+    if (index < prompt.length) span.classList.add("of-prompt");
+    text.append(span);
+  }
+  if (!focused && text.firstElementChild) text.firstElementChild.tabIndex = 0;
+}
+
 // A line break is shown, without becoming a part of what is copied.
 const lines = (text) => text.split(/(\n)/).map((part) => (part === "\n" ? element("span", { class: "newline" }, part) : part));
 

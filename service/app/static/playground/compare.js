@@ -1,0 +1,317 @@
+// Compare: the same prompt, settings and seed for two models beside each other, where their texts
+// part, and what each says there.
+
+import { chosenModel, events, get, post, postArray } from "./api.js";
+import { bars, Vocabulary } from "./distribution.js";
+import { choice, element, fill, find, labelled, showProblem } from "./dom.js";
+import { entropyBits, ranked, softmax } from "./sampling.js";
+import { choose, drawTokens, surpriseLegend, texts, tokenText } from "./tokens.js";
+
+const SHOWN = 10;
+const SEEDS = 2 ** 32;
+
+// One of the two: its model, and the tokens that came.
+class Side {
+  constructor(letter, onlook) {
+    this.letter = letter;
+    this.onlook = onlook;
+    this.title = element("h3", {});
+    this.status = element("p", { class: "hint", role: "status" });
+    this.text = tokenText(`Model ${letter}: prompt and completion, token by token`);
+    this.place = element("div", {}, this.title, this.status, this.text);
+    this.clear();
+  }
+
+  async setModel(name, signal) {
+    this.model = name;
+    const info = await get("/info", signal, name);
+    this.idsAlone = info.vocabulary === "none";
+    this.vocabulary = new Vocabulary(this.idsAlone, name);
+    this.title.textContent = `${this.letter}: ${name}`;
+    this.clear();
+  }
+
+  clear() {
+    this.prompt = [];
+    this.tokens = [];
+    this.text.replaceChildren();
+    this.status.textContent = "";
+  }
+
+  async stream(body, signal) {
+    this.status.textContent = "…";
+    try {
+      for await (const event of events("/generate", { ...body, model: this.model, logprobs: 0, prompt_logprobs: 0 }, signal)) {
+        for (const { tokens } of event.prompts ?? []) this.prompt.push(...tokens);
+        for (const { tokens } of event.choices) this.tokens.push(...(tokens ?? []));
+        if (event.usage) {
+          const bits = this.tokens.reduce((sum, { logprob }) => sum - logprob / Math.LN2, 0);
+          const per = this.tokens.length ? `, ${(bits / this.tokens.length).toFixed(2)} bits a token` : "";
+          this.status.textContent = `${this.tokens.length} tokens${per}, ${event.timings.tokens_per_second.toFixed(0)} tokens/s`;
+        }
+        this.draw();
+      }
+    } catch (error) {
+      if (error.name === "AbortError") this.status.textContent = `stopped after ${this.tokens.length} tokens`;
+      else showProblem(this.status, error);
+    }
+  }
+
+  draw() {
+    drawTokens(this.text, this.prompt, this.tokens, { idsAlone: this.idsAlone, onclick: (index, span) => this.onlook(this, index, span) });
+  }
+
+  // What stands before a token: as its model was given it, and as anybody can read it.
+  before(index) {
+    const all = [...this.prompt, ...this.tokens].slice(0, index);
+    const ids = all.map((token) => token.id);
+    return { ids, text: this.idsAlone ? ids : texts(all, false).join("") };
+  }
+
+  // Each token of the completion with where it ends, in characters, or in ids where there are none.
+  ends() {
+    let end = 0;
+    const written = this.idsAlone ? this.tokens.map(() => "x") : texts(this.tokens, false);
+    return written.map((text) => (end += text.length));
+  }
+
+  written = () => (this.idsAlone ? this.tokens.map((token) => token.id) : [...texts(this.tokens, false).join("")]);
+
+  // The token of the completion in which a character or id is; the next one, for what comes last.
+  tokenAt(place) {
+    const at = this.ends().findIndex((end) => end > place);
+    return at < 0 ? this.tokens.length : at;
+  }
+}
+
+export class Compare {
+  #app;
+  #names;
+  #running = null; // AbortController of both streams
+  #ready = null; // a promise: both models are known
+  #sides;
+
+  constructor(app, names) {
+    this.#app = app;
+    this.#names = names;
+    this.#sides = ["A", "B"].map((letter) => new Side(letter, (side, index, span) => this.#look(side, index, span)));
+    this.#build();
+  }
+
+  // What a link says of it.
+  state() {
+    return this.#names.length < 2 ? {} : { left: find("left").value, right: find("right").value };
+  }
+
+  open() {
+    this.#ready ??= this.#choose();
+    this.#say();
+    if (this.#sides.every((side) => side.tokens.length === 0)) this.update();
+  }
+
+  close() {
+    this.#running?.abort();
+  }
+
+  // The prompt has changed.
+  update() {
+    if (this.#running === null) this.#afterPrompt();
+  }
+
+  #build() {
+    const { restored } = this.#app;
+    const options = this.#names.map((name) => [name, name]);
+    const left = choice(options, { id: "left" });
+    const right = choice(options, { id: "right" });
+    const known = (name, other) => (this.#names.includes(name) ? name : other);
+    left.value = known(restored.left, chosenModel() ?? this.#names[0]);
+    right.value = known(restored.right, this.#names.find((name) => name !== left.value) ?? left.value);
+    const form = element(
+      "form",
+      { class: "row", id: "compare-form" },
+      labelled("Model A", left),
+      labelled("Model B", right),
+      element("button", { type: "submit", class: "main", id: "compare-go", title: "Ctrl+Enter" }, "Generate both"),
+      element("button", { type: "button", id: "compare-stop", disabled: true, onclick: () => this.#running?.abort() }, "Stop"),
+    );
+    form.addEventListener("submit", (event) => {
+      event.preventDefault();
+      this.start();
+    });
+    for (const select of [left, right]) {
+      select.addEventListener("change", () => {
+        this.#running?.abort();
+        this.#app.remember();
+        this.#ready = this.#choose();
+        this.#say();
+        this.#afterPrompt();
+      });
+    }
+    find("compare").replaceChildren(
+      form,
+      element("p", { class: "hint", id: "compare-settings" }),
+      element("div", { class: "two" }, ...this.#sides.map((side) => side.place)),
+      surpriseLegend(),
+      element("p", { id: "parting", role: "status" }),
+      element("div", { id: "both", "aria-live": "polite" }),
+    );
+  }
+
+  // Both models as they are chosen.
+  async #choose() {
+    find("parting").textContent = "";
+    const names = [find("left").value, find("right").value];
+    await Promise.all(this.#sides.map((side, index) => side.setModel(names[index])));
+  }
+
+  #say() {
+    const { temperature, top_k, top_p, min_p, max_tokens, seed } = this.#app.settings.sampling();
+    const filters = [`temperature ${temperature}`];
+    if (top_k) filters.push(`top-k ${top_k}`);
+    if (top_p < 1) filters.push(`top-p ${top_p}`);
+    if (min_p) filters.push(`min-p ${min_p}`);
+    const seeded = seed === undefined ? "a drawn seed" : `seed ${seed}`;
+    find("compare-settings").textContent = `As Generate is set: ${filters.join(", ")}, ${max_tokens ?? "as many as fit"} tokens, ${seeded}, the same for both.`;
+  }
+
+  async start() {
+    this.#running?.abort();
+    const running = (this.#running = new AbortController());
+    this.#busy(true);
+    find("parting").textContent = "";
+    try {
+      await this.#ready;
+      const body = { prompt: this.#app.prompt(), ...this.#app.settings.request() };
+      body.seed ??= Math.floor(Math.random() * SEEDS);
+      const { list } = this.#app.interventions;
+      if (list.length) body.interventions = list;
+      for (const side of this.#sides) side.clear();
+      await Promise.all(this.#sides.map((side) => side.stream(body, running.signal)));
+      if (this.#running === running) await this.#part(body.seed);
+    } catch (error) {
+      showProblem(find("parting"), error, () => this.start());
+    } finally {
+      if (this.#running === running) {
+        this.#running = null;
+        this.#busy(false);
+      }
+    }
+  }
+
+  #busy(busy) {
+    find("compare-go").disabled = busy;
+    find("compare-stop").disabled = !busy;
+  }
+
+  // Where the two texts part, and what both say there.
+  async #part(seed) {
+    const [a, b] = this.#sides.map((side) => side.written());
+    if (!a.length || !b.length) return;
+    const unit = this.#sides[0].idsAlone ? "token" : "character";
+    let same = 0;
+    while (same < Math.min(a.length, b.length) && a[same] === b[same]) same++;
+    if (same === a.length && same === b.length) {
+      find("parting").textContent = `With seed ${seed} both say the same.`;
+      return;
+    }
+    const count = `${same} ${unit}${same === 1 ? "" : "s"}`;
+    find("parting").textContent = same === 0 ? `With seed ${seed} they part at once.` : `With seed ${seed} they part after ${count}.`;
+    const places = this.#sides.map((side) => side.tokenAt(units(side, same)));
+    for (const [index, side] of this.#sides.entries()) mark(side, places[index]);
+    const [first] = this.#sides;
+    await this.#show("Where they part", first.before(first.prompt.length + places[0]), first);
+  }
+
+  // After the prompt, before anything was generated.
+  async #afterPrompt() {
+    try {
+      await this.#ready;
+      const prompt = this.#app.prompt();
+      for (const side of this.#sides) side.clear();
+      find("parting").textContent = "";
+      if (prompt.length === 0) return find("both").replaceChildren();
+      await this.#show("Next token after the prompt", { ids: prompt, text: prompt }, null);
+    } catch (error) {
+      showProblem(find("both"), error, () => this.#afterPrompt());
+    }
+  }
+
+  // A token was chosen: what both say in its place.
+  #look(side, index, span) {
+    if (index === 0) return; // nothing predicts it
+    for (const other of this.#sides) choose(other.text, other === side ? span : null);
+    this.#show(`In the place of "${span.textContent}" of ${side.letter}`, side.before(index), side);
+  }
+
+  // Both distributions after a text; `own` is whose tokens `ids` are.
+  #show(title, { ids, text }, own) {
+    return fill(find("both"), async (signal) => {
+      if (this.#sides[0].idsAlone !== this.#sides[1].idsAlone) {
+        return element("p", { class: "problem" }, "One of these models has a vocabulary and the other has none: there is no prompt for both.");
+      }
+      const interventions = this.#app.interventions.list;
+      const probs = await Promise.all(
+        this.#sides.map(async (side) => {
+          const body = { model: side.model, prompt: side === own ? ids : text, interventions };
+          return softmax((await postArray("/logits", body, signal)).values);
+        }),
+      );
+      const rows = await this.#rows(probs, signal);
+      const names = this.#sides.map((side) => `${side.letter}: ${side.model}`);
+      const [first, second] = probs.map((row) => entropyBits(row).toFixed(2));
+      return [
+        element("h3", {}, title),
+        bars(rows, { visible: (name) => name }, { heads: names, none: "no token" }),
+        element("p", { class: "hint" }, `Entropy ${first} bits of A, ${second} of B. Tokens are compared by their text; no token: the model's vocabulary has none of this text.`),
+      ];
+    });
+  }
+
+  // The likeliest tokens of both by their text: { id: the text, before: of A, after: of B }.
+  async #rows(probs, signal) {
+    const found = new Map();
+    for (const [index, side] of this.#sides.entries()) {
+      const ids = [...ranked(probs[index]).slice(0, SHOWN)];
+      await side.vocabulary.name(ids, signal);
+      for (const id of ids) {
+        const entry = found.get(side.vocabulary.text(id)) ?? [null, null];
+        entry[index] ??= id;
+        found.set(side.vocabulary.text(id), entry);
+      }
+    }
+    for (const [index, side] of this.#sides.entries()) {
+      const missing = [...found].filter(([, entry]) => entry[index] === null);
+      if (side.idsAlone) for (const [, entry] of missing) entry[index] = entry[1 - index];
+      else if (missing.length) await identify(side, index, missing, signal);
+    }
+    const prob = (id, index) => (id === null ? 0 : (probs[index][id] ?? 0));
+    const rows = [...found].map(([text, [a, b]]) => ({ text, before: prob(a, 0), after: prob(b, 1) }));
+    rows.sort((one, other) => other.before + other.after - one.before - one.after);
+    const shown = (text) => this.#sides[0].vocabulary.shown(text);
+    return rows.slice(0, SHOWN + 4).map(({ text, before, after }) => ({ id: shown(text), before, after }));
+  }
+}
+
+// Characters as JavaScript counts them, of so many as people do.
+function units(side, count) {
+  return side.idsAlone ? count : side.written().slice(0, count).join("").length;
+}
+
+// The first token that is not in both texts.
+function mark(side, at) {
+  const span = side.text.children[side.prompt.length + at];
+  if (!span) return;
+  span.classList.add("parting");
+  const said = `here they part: ${span.getAttribute("aria-label")}`;
+  span.setAttribute("aria-label", said);
+  span.title = said;
+}
+
+// The ids of texts in the vocabulary of a side, where each is one token of it.
+async function identify(side, index, missing, signal) {
+  const body = { model: side.model, prompt: missing.map(([text]) => text), special_tokens: "text", pieces: false };
+  const { prompts } = await post("/tokenize", body, signal);
+  for (const [place, { tokens }] of prompts.entries()) {
+    if (tokens.length === 1) missing[place][1][index] = tokens[0];
+  }
+}
