@@ -2,8 +2,8 @@
 
     python deploy/grafana/make_dashboard.py
 
-A panel is a title, a unit of Grafana's, and its queries with their legends. `$instance` is what
-the reader chooses. Not here: where Prometheus is (`provisioning/`) and alerts
+A panel is a title, a unit of Grafana's, and its queries with their legends. `$instance` and
+`$model` are what the reader chooses. Not here: where Prometheus is (`provisioning/`) and alerts
 (`../prometheus/alerts.yml`).
 """
 
@@ -15,6 +15,15 @@ from typing import Any
 PLACE = Path(__file__).parent / "dashboards" / "logitd.json"
 SOURCE = {"type": "prometheus", "uid": "prometheus"}
 HEIGHT, ROW_WIDTH = 8, 24
+OF_SERVERS = (
+    "logitd_http_",
+    "logitd_requests_",
+    "logitd_api_key_",
+    "logitd_connections",
+    "logitd_ready",
+    "process_",
+)
+"""Metrics of a server; all others are of each model that it serves."""
 
 
 @dataclass(frozen=True)
@@ -39,8 +48,9 @@ def shares(title: str, metric: str, label: str, unit: str = "reqps") -> Panel:
 
 
 def of(metric: str) -> str:
-    """The chosen instances' series."""
-    return f'{metric}{{instance=~"$instance"}}'
+    """The series of the chosen instances and, where a metric is one of models, models."""
+    model = "" if metric.startswith(OF_SERVERS) else ',model=~"$model"'
+    return f'{metric}{{instance=~"$instance"{model}}}'
 
 
 def rate(metric: str, by: str = "job") -> str:
@@ -82,6 +92,7 @@ ACCEPTED, DRAFTED = "logitd_draft_tokens_accepted_total", "logitd_draft_tokens_t
 RELOADS = f"increase({of('logitd_reloads_total')}[1h])"
 PROCESSOR = f"rate({of('process_cpu_seconds_total')}[$__rate_interval])"
 SERVER = "{{instance}}"
+MODEL = f"{SERVER}: {{{{model}}}}"
 
 ROWS: dict[str, tuple[Panel, ...]] = {
     "Traffic": (
@@ -94,6 +105,7 @@ ROWS: dict[str, tuple[Panel, ...]] = {
                 (rate("logitd_prefill_tokens_total"), "of prompts, computed"),
             ),
         ),
+        shares("Tokens of each model", "logitd_generation_tokens_total", "model", "short"),
         shares("Requests of each API key", "logitd_api_key_requests_total", "key"),
     ),
     "Latency": (
@@ -111,7 +123,7 @@ ROWS: dict[str, tuple[Panel, ...]] = {
             waiting="logitd_num_sequences_waiting",
             paused="logitd_num_sequences_paused",
         ),
-        one("Cache in use", "percentunit", of("logitd_kv_cache_use_ratio"), SERVER),
+        one("Cache in use", "percentunit", of("logitd_kv_cache_use_ratio"), MODEL),
         one("Engine busy", "percentunit", rate("logitd_step_seconds_sum", "instance"), SERVER),
         one("Sequences decoded together", "short", mean("logitd_step_batch_size"), "mean"),
         one("Tokens of a prefill step", "short", mean("logitd_step_prefill_tokens"), "mean"),
@@ -141,7 +153,8 @@ ROWS: dict[str, tuple[Panel, ...]] = {
             f"{SERVER}: {{{{name}}}}, step {{{{step}}}}",
             "stat",
         ),
-        one("Reloads of the last hour", "short", RELOADS, f"{SERVER}: {{{{result}}}}", "stat"),
+        one("Reloads of the last hour", "short", RELOADS, f"{MODEL}, {{{{result}}}}", "stat"),
+        one("Models loaded", "none", of("logitd_model_ready"), MODEL, "stat"),
         one("Ready", "none", of("logitd_ready"), SERVER, "stat"),
     ),
 }
@@ -178,6 +191,23 @@ def panel_json(panel: Panel, number: int, x: int, y: int, width: int) -> dict[st
     }
 
 
+def variable(name: str, label: str, values: str) -> dict[str, Any]:
+    """What the reader chooses some of, or all."""
+    return {
+        "name": name,
+        "label": label,
+        "type": "query",
+        "datasource": SOURCE,
+        "query": {"query": values, "refId": f"{name}s"},
+        "definition": values,
+        "refresh": 2,
+        "multi": True,
+        "includeAll": True,
+        "allValue": ".+",
+        "current": {"text": "All", "value": "$__all"},
+    }
+
+
 def dashboard() -> dict[str, Any]:
     """Rows of three panels."""
     panels: list[dict[str, Any]] = []
@@ -192,7 +222,6 @@ def dashboard() -> dict[str, Any]:
             for column, panel in enumerate(some):
                 panels.append(panel_json(panel, len(panels) + 1, column * width, y, width))
             y += HEIGHT
-    instances = "label_values(logitd_ready, instance)"
     return {
         "uid": "logitd",
         "title": "logitd",
@@ -206,19 +235,8 @@ def dashboard() -> dict[str, Any]:
         "annotations": {"list": []},
         "templating": {
             "list": [
-                {
-                    "name": "instance",
-                    "label": "Server",
-                    "type": "query",
-                    "datasource": SOURCE,
-                    "query": {"query": instances, "refId": "instances"},
-                    "definition": instances,
-                    "refresh": 2,
-                    "multi": True,
-                    "includeAll": True,
-                    "allValue": ".+",
-                    "current": {"text": "All", "value": "$__all"},
-                }
+                variable("instance", "Server", "label_values(logitd_ready, instance)"),
+                variable("model", "Model", "label_values(logitd_model_ready, model)"),
             ]
         },
         "panels": panels,

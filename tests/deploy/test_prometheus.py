@@ -124,7 +124,9 @@ def prometheus(target: str, folder: Path, port: int) -> Iterator[httpx.Client]:
 
 def query(client: httpx.Client, expression: str) -> list[Any]:
     """The series that an expression has now."""
-    filled = expression.replace("$__rate_interval", "2s").replace("$instance", ".+")
+    filled = expression.replace("$__rate_interval", "2s")
+    for name in ("$instance", "$model"):
+        filled = filled.replace(name, ".+")
     reply = client.get("/query", params={"query": filled}).json()
     assert reply["status"] == "success", (filled, reply)
     found: list[Any] = reply["data"]["result"]

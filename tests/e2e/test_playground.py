@@ -5,6 +5,7 @@ shows is held against what the API says.
 """
 
 import json
+import math
 import re
 import shutil
 import time
@@ -15,8 +16,11 @@ from urllib.parse import urlsplit
 
 import httpx
 import pytest
+import torch
 
+from model.checkpoint.checkpoint import load_checkpoint, save_checkpoint
 from model.text.tokenizer import Tokenizer
+from service.settings.common import BUNDLED_CHECKPOINT
 from tests.e2e.server import ServedProcess
 from tests.model.factories import save_tiny_checkpoint, tiny_gpt
 
@@ -24,6 +28,7 @@ pytestmark = pytest.mark.slow
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser"))), None)
 TABS = ("generate", "attention", "lens", "inside", "tokens", "model")
+SIDES = ("A", "B")
 PROMPT = "import os\nimport sys\n"
 Page = Any
 NewPage = Callable[..., Page]
@@ -44,6 +49,29 @@ def browser() -> Iterator[Any]:
 @pytest.fixture(scope="module")
 def server() -> Iterator[ServedProcess]:
     with ServedProcess("--threads", "1") as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedProcess]:
+    """The bundled model, one of its shape with other weights, and one that cannot be loaded."""
+    info, gpt = load_checkpoint(BUNDLED_CHECKPOINT, device=torch.device("cpu"), dtype=torch.float32)
+    generator = torch.Generator().manual_seed(0)
+    weights = {
+        name: tensor + 0.1 * tensor.std() * torch.randn(tensor.shape, generator=generator)
+        for name, tensor in gpt.state_dict().items()
+    }
+    folder = tmp_path_factory.mktemp("pair")
+    save_checkpoint(
+        folder / "other",
+        config=info.config,
+        weights=weights,
+        tokenizer=info.tokenizer,
+        training=info.training,
+        card="",
+    )
+    named = (f"small={BUNDLED_CHECKPOINT}", f"other={folder / 'other'}", "gone=nowhere")
+    with ServedProcess(*named, "--threads", "1") as running:
         yield running
 
 
@@ -332,6 +360,131 @@ def test_nothing_is_wider_than_the_window(
         assert page.evaluate("document.documentElement.scrollWidth") <= width, tab
 
 
+def test_one_model_has_nothing_to_choose_from(page: Page) -> None:
+    assert page.locator("#model-row").is_hidden()
+    assert page.locator("#tab-compare").is_hidden()
+
+
+def compared(page: Page) -> list[str]:
+    """Press the button, wait for the end of both; the texts of A and B."""
+    page.click("#compare-go")
+    return both(page)
+
+
+def both(page: Page) -> list[str]:
+    page.wait_for_selector("#compare-stop:disabled")
+    page.wait_for_function("document.getElementById('parting').textContent !== ''")
+    page.wait_for_selector("#both:not([aria-busy]) .distribution")
+    texts: list[str] = page.evaluate(
+        "[...document.querySelectorAll('#compare .tokens')].map((text) => text.textContent)"
+    )
+    return texts
+
+
+def test_two_models_are_compared_as_the_api_says(pair: ServedProcess, new_page: NewPage) -> None:
+    page = ready(new_page(f"{pair.url}/#prompt=import&tab=compare&seed=5&max_tokens=24"))
+    assert bars(page, "#both")[0]
+    texts = compared(page)
+    body = {"prompt": "import", "seed": 5, "max_tokens": 24, "temperature": 0.8, "echo": True}
+    replies = [asked(pair, "/generate", model=name, **body) for name in ("small", "other")]
+    assert texts == [reply["choices"][0]["text"] for reply in replies]
+    pairs = enumerate(zip(*texts, strict=False))
+    same = next(place for place, (a, b) in pairs if a != b) - len("import")
+    said = page.inner_text("#parting")
+    assert said == f"With seed 5 they part after {same} character{'s' if same != 1 else ''}." or (
+        same == 0 and said == "With seed 5 they part at once."
+    )
+    assert page.locator("#compare .parting").count() == 2
+    assert "here they part" in page.locator("#compare .parting").first.get_attribute("aria-label")
+    # Colours are those of the surprise of each.
+    for index, name in enumerate(("small", "other")):
+        scored = asked(pair, "/generate", model=name, **body, logprobs=0)["choices"][0]["tokens"]
+        shares = page.evaluate(
+            f"""[...document.querySelectorAll("#compare .tokens")[{index}].children]
+                .map((span) => Number(span.style.getPropertyValue("--share")))"""
+        )
+        expected = [min(1, -(token["logprob"] or 0) / math.log(2) / 10) for token in scored]
+        assert shares == pytest.approx(expected, abs=6e-4)
+
+
+def test_a_chosen_token_shows_what_both_say_there(pair: ServedProcess, new_page: NewPage) -> None:
+    page = ready(new_page(f"{pair.url}/#prompt=import&tab=compare&seed=5&max_tokens=24"))
+    compared(page)
+    page.locator("#compare .tokens").nth(1).locator(".token").nth(6).click()
+    page.wait_for_function("document.querySelector('#both h3').textContent.includes('of B')")
+    reply = asked(pair, "/generate", model="other", prompt="import", seed=5, max_tokens=24,
+                  temperature=0.8, echo=True)  # fmt: skip
+    ids = reply["choices"][0]["token_ids"][:6]
+    text = asked(pair, "/detokenize", tokens=ids)["prompt"]
+    rows = {row[0]: row[1:] for row in bars(page, "#both")}
+    for place, (name, prompt) in enumerate((("small", text), ("other", ids))):
+        told = asked(pair, "/probs", model=name, prompt=prompt, top_k=5)["prompts"][0]["tokens"]
+        for entry in told:
+            told_share = share(rows[shown(entry["text"])][place])
+            assert told_share == pytest.approx(100 * entry["prob"], abs=0.0101)
+
+
+def test_another_model_is_chosen_and_stays_in_links(pair: ServedProcess, new_page: NewPage) -> None:
+    page = ready(new_page(f"{pair.url}/#prompt=import&seed=5&max_tokens=12"))
+    assert page.input_value("#model") == "small"
+    options = page.locator("#model option").all_text_contents()
+    assert options == ["small", "other", "gone (not loaded)"]
+    assert page.locator("#model option").nth(2).is_disabled()
+    page.locator("#model").focus()
+    page.keyboard.press("ArrowDown")
+    page.wait_for_function("document.getElementById('model-line').textContent.startsWith('other')")
+    ready(page)
+    assert page.evaluate("document.activeElement.id") == "model", "arrow keys go on from there"
+    text = generate(page)
+    body = {"prompt": "import", "seed": 5, "max_tokens": 12, "temperature": 0.8, "echo": True}
+    assert text == asked(pair, "/generate", model="other", **body)["choices"][0]["text"]
+    page.click("#copy-curl")
+    page.wait_for_function("document.getElementById('copy-curl').textContent === 'Copied'")
+    assert '"model":"other"' in page.evaluate("navigator.clipboard.readText()")
+    again = ready(new_page(page.url))
+    assert again.input_value("#model") == "other"
+    again.click("#tab-model")
+    again.wait_for_function("document.querySelector('#live').textContent.includes('of 16 in use')")
+    assert again.inner_text("#facts").startswith("other")
+
+
+def test_comparing_needs_no_mouse(pair: ServedProcess, new_page: NewPage) -> None:
+    page = ready(new_page(f"{pair.url}/#prompt=import&seed=5&max_tokens=8"))
+    page.locator("#tab-generate").focus()
+    for _ in range(5):
+        page.keyboard.press("ArrowRight")
+    assert page.get_attribute("#tab-compare", "aria-selected") == "true"
+    page.locator("#prompt").focus()
+    page.keyboard.press("Control+Enter")
+    first = both(page)
+    page.locator("#compare .token").first.focus()
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("Enter")
+    page.wait_for_function("document.querySelector('#both h3').textContent.includes('of A')")
+    assert page.evaluate("document.activeElement.getAttribute('aria-pressed')") == "true"
+    names = page.evaluate(
+        "[...document.querySelectorAll('#compare select')].map((s) => s.labels[0].textContent)"
+    )
+    assert [name[:7] for name in names] == [f"Model {side}" for side in SIDES]
+    page.select_option("#right", "small")
+    page.wait_for_function("location.hash.includes('right=small')")
+    assert compared(page) == [first[0], first[0]]
+    assert page.inner_text("#parting") == "With seed 5 both say the same."
+
+
+@pytest.mark.parametrize("width", [390, 1280])
+def test_two_models_are_no_wider_than_the_window(
+    pair: ServedProcess, new_page: NewPage, width: int
+) -> None:
+    viewport = {"width": width, "height": 800}
+    page = ready(
+        new_page(f"{pair.url}/#tab=compare&prompt=import&max_tokens=30", viewport=viewport)
+    )
+    bars(page, "#both")
+    compared(page)
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+
+
 def test_a_key_is_asked_for_and_kept_out_of_links(new_page: NewPage) -> None:
     with ServedProcess("--threads", "1", "--api-keys", "class=the-key-of-the-class") as server:
         page = new_page(server.url, quiet=False)  # the browser notes a 401 as an error
@@ -419,3 +572,4 @@ def test_a_model_without_a_vocabulary_is_asked_in_ids(new_page: NewPage, tmp_pat
         page.fill("#prompt", "0 one")
         page.wait_for_selector("#prompt-problem .problem")
         assert "write token ids" in page.inner_text("#prompt-problem")
+        page.close()  # it would ask a server that has ended for its rates

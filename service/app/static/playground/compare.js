@@ -267,25 +267,29 @@ export class Compare {
     });
   }
 
-  // The likeliest tokens of both by their text: { id: the text, before: of A, after: of B }.
+  // The likeliest tokens of both by their text: { id: the text, before: of A, after: of B }. What is
+  // no whole character is a token of its own model alone.
   async #rows(probs, signal) {
     const found = new Map();
     for (const [index, side] of this.#sides.entries()) {
       const ids = [...ranked(probs[index]).slice(0, SHOWN)];
       await side.vocabulary.name(ids, signal);
       for (const id of ids) {
-        const entry = found.get(side.vocabulary.text(id)) ?? [null, null];
-        entry[index] ??= id;
-        found.set(side.vocabulary.text(id), entry);
+        const text = side.vocabulary.text(id);
+        const key = text.includes("�") ? `${side.letter} ${id}` : text;
+        const entry = found.get(key) ?? { text, whole: key === text, ids: [null, null] };
+        entry.ids[index] ??= id;
+        found.set(key, entry);
       }
     }
+    const entries = [...found.values()];
     for (const [index, side] of this.#sides.entries()) {
-      const missing = [...found].filter(([, entry]) => entry[index] === null);
-      if (side.idsAlone) for (const [, entry] of missing) entry[index] = entry[1 - index];
+      const missing = entries.filter(({ whole, ids }) => whole && ids[index] === null);
+      if (side.idsAlone) for (const { ids } of missing) ids[index] = ids[1 - index];
       else if (missing.length) await identify(side, index, missing, signal);
     }
     const prob = (id, index) => (id === null ? 0 : (probs[index][id] ?? 0));
-    const rows = [...found].map(([text, [a, b]]) => ({ text, before: prob(a, 0), after: prob(b, 1) }));
+    const rows = entries.map(({ text, ids: [a, b] }) => ({ text, before: prob(a, 0), after: prob(b, 1) }));
     rows.sort((one, other) => other.before + other.after - one.before - one.after);
     const shown = (text) => this.#sides[0].vocabulary.shown(text);
     return rows.slice(0, SHOWN + 4).map(({ text, before, after }) => ({ id: shown(text), before, after }));
@@ -309,9 +313,9 @@ function mark(side, at) {
 
 // The ids of texts in the vocabulary of a side, where each is one token of it.
 async function identify(side, index, missing, signal) {
-  const body = { model: side.model, prompt: missing.map(([text]) => text), special_tokens: "text", pieces: false };
+  const body = { model: side.model, prompt: missing.map(({ text }) => text), special_tokens: "text", pieces: false };
   const { prompts } = await post("/tokenize", body, signal);
   for (const [place, { tokens }] of prompts.entries()) {
-    if (tokens.length === 1) missing[place][1][index] = tokens[0];
+    if (tokens.length === 1) missing[place].ids[index] = tokens[0];
   }
 }

@@ -43,7 +43,7 @@ export function bars(rows, vocabulary, { heads = ["model", "sampled from"], chos
     const bar = (share, kind) => element("div", { class: `bar ${kind}`, style: { width: `${(100 * share) / widest}%` } });
     return element(
       "tr",
-      { class: id === chosen ? "chosen" : after === 0 ? "dropped" : null },
+      { class: id === chosen ? "chosen" : after === 0 && none === "dropped" ? "dropped" : null },
       element("th", { scope: "row" }, label, id === chosen ? element("span", { class: "mark" }, " ← here") : null),
       element("td", { class: "bars", "aria-hidden": "true" }, bar(before, "before"), bar(after, "after")),
       element("td", {}, before === 0 ? none : percent(before)),
