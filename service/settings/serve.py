@@ -9,6 +9,7 @@ from pydantic import (
     AfterValidator,
     BeforeValidator,
     Field,
+    PlainSerializer,
     PlainValidator,
     SecretStr,
     ValidationInfo,
@@ -88,7 +89,10 @@ PublicPaths = Annotated[
 
 
 ModelSources = Annotated[
-    tuple[Annotated[ModelSource, PlainValidator(model_source)], ...],
+    tuple[
+        Annotated[ModelSource, PlainValidator(model_source), PlainSerializer(str)],
+        ...,
+    ],
     NoDecode,
     BeforeValidator(listed),
     Field(min_length=1),

@@ -95,7 +95,18 @@ def test_an_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:
         (("serve", "--prot", "1"),
          "logitd serve: error: unrecognized arguments: --prot; did you mean --port?"),
         (("serve", "--wrong", "1"), "logitd serve: error: unrecognized arguments: --wrong"),
-        (("serve", "folder", "extra"), "logitd serve: error: unrecognized arguments: extra"),
+        (("bench", "folder", "extra"), "logitd bench: error: unrecognized arguments: extra"),
+        (("serve", "a/x", "b/x"), "logitd serve: --checkpoint: Value error, two models would be "
+         "called 'x': give each a name of its own, as NAME=PATH (given: ['a/x', 'b/x'])"),
+        (("serve", "a=x", "a=y"), "logitd serve: --checkpoint: Value error, two models would be "
+         "called 'a': give each a name of its own, as NAME=PATH (given: ['a=x', 'a=y'])"),
+        (("serve", "a="), "logitd serve: --checkpoint: Value error, 'a=' has no path: write "
+         "NAME=PATH (given: 'a=')"),
+        (("serve", "a=x", "--served-model-name", "b"), "logitd serve: --served-model-name: Value "
+         "error, the model has a name already, 'a': give one (given: 'b')"),
+        (("serve", "x", "y", "--served-model-name", "b"), "logitd serve: --served-model-name: "
+         "Value error, it is the name of one model, and 2 are served: give each its own as "
+         "NAME=PATH (given: 'b')"),
         (("serve", "--port"), "logitd serve: error: argument --port: expected one argument"),
         (("serve", "--port", "abc"), "logitd serve: --port: Input should be a valid integer, "
          "unable to parse string as an integer (given: 'abc')"),
@@ -129,7 +140,7 @@ def test_a_wrong_command_line_exits_2_with_a_sentence(
         assert usage == []
 
 
-ARGUMENTS = {"serve": "[CHECKPOINT]", "generate": "PROMPT"}
+ARGUMENTS = {"serve": "[CHECKPOINT ...]", "bench": "[CHECKPOINT]", "generate": "PROMPT"}
 
 
 @pytest.mark.parametrize("source", ["the environment", ".env"])

@@ -8,7 +8,8 @@ from pydantic import ValidationError
 from pydantic_settings import BaseSettings, CliApp
 
 from model.inference.engine.config import EngineConfig
-from service.cli import COMMANDS
+from service.cli import COMMANDS, parse
+from service.settings.model_source import ModelSource
 from service.settings.serve import ServeSettings
 from service.settings.tools import BenchSettings, GenerateSettings
 
@@ -211,3 +212,44 @@ def test_impossible_batches_are_refused(flag: str) -> None:
     with pytest.raises(ValidationError) as caught:
         CliApp.run(BenchSettings, cli_args=[f"--batches={flag}"])
     assert {error["loc"][0] for error in caught.value.errors()} == {"batches"}
+
+
+# Several models
+
+
+@pytest.mark.parametrize(
+    ("arguments", "models"),
+    [
+        (["a"], [(None, "a")]),
+        (["runs/a", "--slots", "3", "runs/b"], [("a", "runs/a"), ("b", "runs/b")]),
+        (["one=a", "two=runs/b,c", "--import"], [("one", "a"), ("two", "runs/b,c")]),
+        (["--checkpoint", "one=a", "--port=0", "--checkpoint=two=b"], [("one", "a"), ("two", "b")]),
+        (["runs/lr=0.1"], [(None, "runs/lr=0.1")]),
+        (["./lr=0.1"], [(None, "lr=0.1")]),
+        (["x=runs/lr=0.1"], [("x", "runs/lr=0.1")]),
+        (["a,b"], [(None, "a,b")]),
+        (["--served-model-name", "x", "a"], [("x", "a")]),
+        (["--", "-a", "x=-b"], [("-a", "-a"), ("x", "-b")]),
+    ],
+)
+def test_what_is_served_and_how_it_is_called(
+    arguments: list[str], models: list[tuple[str | None, str]]
+) -> None:
+    settings = parse("serve", arguments)
+    assert isinstance(settings, ServeSettings)
+    assert settings.models == tuple(ModelSource(Path(path), name) for name, path in models)
+
+
+@pytest.mark.parametrize(
+    ("value", "models"),
+    [
+        ("/models/a", [(None, "/models/a")]),
+        ("/models/a,b", [(None, "/models/a,b")]),
+        ("one=/models/a, two=/models/b", [("one", "/models/a"), ("two", "/models/b")]),
+    ],
+)
+def test_a_variable_names_them_too(
+    value: str, models: list[tuple[str | None, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOGITD_CHECKPOINT", value)
+    assert serve().models == tuple(ModelSource(Path(path), name) for name, path in models)

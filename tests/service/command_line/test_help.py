@@ -49,4 +49,4 @@ def test_the_overview_has_a_line_for_each_command() -> None:
 
 def test_what_must_be_given_is_in_the_usage() -> None:
     assert usage("merge", COMMANDS["merge"]) == "usage: logitd merge BASE ADAPTER DEST [FLAGS]"
-    assert usage("serve", COMMANDS["serve"]) == "usage: logitd serve [CHECKPOINT] [FLAGS]"
+    assert usage("serve", COMMANDS["serve"]) == "usage: logitd serve [CHECKPOINT ...] [FLAGS]"

@@ -228,6 +228,8 @@ def test_the_sums_are_right_after_known_requests(checkpoint_path: Path) -> None:
         found = series(server)
 
         def total(series_name: str, **labels: str) -> float:
+            process_wide = series_name.startswith(("logitd_http_", "logitd_ready"))
+            labels |= {} if process_wide else {"model": "tiny"}
             return found[series_name, tuple(sorted(labels.items()))]
 
         assert total("logitd_http_requests_total", endpoint="/generate", status="200") == 2
