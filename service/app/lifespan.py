@@ -8,7 +8,6 @@ one that cannot be loaded is left out; only where none can be has loading failed
 
 import asyncio
 import logging
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -59,31 +58,32 @@ async def load(state: ServiceState) -> None:
     if len(sources) == 1:
         model = await _load_model(state, state.settings)
         if isinstance(model, NotLoaded):
-            state.fail(model.reason)
+            _cannot_serve(state, model.reason)
         else:
             state.serve([model])
         return
     try:
         shares = await asyncio.to_thread(divide_memory, state.settings)
     except STARTUP_ERRORS as error:
-        logger.error("cannot serve: %s", error)
-        state.fail(str(error))
+        _cannot_serve(state, str(error))
         return
     steps = None if state.settings.engine == "process" else StepThread()
     models = [await _load_share(state, source, shares, steps) for source in sources]
-    if all(isinstance(model, NotLoaded) for model in models):
-        told = "; ".join(f"{name}: {reason}" for name, reason in _reasons(models))
-        state.fail(f"none of {len(models)} models could be loaded: {told}")
+    missing = [model for model in models if isinstance(model, NotLoaded)]
+    if len(missing) == len(models):
+        told = "; ".join(f"{model.name}: {model.reason}" for model in missing)
+        _cannot_serve(state, f"none of {len(models)} models could be loaded: {told}")
+        if steps is not None:
+            steps.close()
         return
-    for name, reason in _reasons(models):
-        logger.error("%s is not served, the others are: %s", name, reason)
+    for model in missing:
+        logger.error("%s is not served, the others are: %s", model.name, model.reason)
     state.serve(models, steps)
 
 
-def _reasons(models: Sequence[Served | NotLoaded]) -> Iterator[tuple[str, str]]:
-    for model in models:
-        if isinstance(model, NotLoaded):
-            yield model.name, model.reason
+def _cannot_serve(state: ServiceState, reason: str) -> None:
+    logger.error("cannot serve: %s", reason)
+    state.fail(reason)
 
 
 async def _load_share(
@@ -114,17 +114,11 @@ async def _load_model(
             loaded = await asyncio.to_thread(_in_this_process, resolved, compute)
         checker = await asyncio.to_thread(Checker, loaded.checkpoint.tokenizer)
     except (*STARTUP_ERRORS, EngineProcessError) as error:
-        if not _of_several(state):
-            logger.error("cannot serve: %s", error)
         return NotLoaded(name, str(error))
     except Exception as error:
-        logger.exception("cannot serve %s", name)
+        logger.exception("a bug kept %s from being loaded", name)
         return NotLoaded(name, f"{type(error).__name__}: {error}")
     return _served(state, settings, loaded, checker)
-
-
-def _of_several(state: ServiceState) -> bool:
-    return len(state.settings.models) > 1
 
 
 def _in_this_process(settings: ServeSettings, compute: Compute) -> _Loaded:

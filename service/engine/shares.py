@@ -1,8 +1,9 @@
 """Shares: what each of several models gets of a device's memory, settled together before any of
 them is loaded.
 
-One that cannot be read takes nothing, and no others along. How memory is divided:
-`model/inference/sharing.py`.
+One that cannot be read takes nothing, and no others along. The device is looked at from the
+server's own process, which on a GPU takes a context of its own there, also with --engine process.
+How memory is divided: `model/inference/sharing.py`.
 """
 
 import logging

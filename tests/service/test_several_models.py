@@ -2,7 +2,9 @@
 were alone."""
 
 import json
+import os
 import shutil
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -17,6 +19,7 @@ from model.inference.reference import generate
 from model.inference.sampling.params import SamplingParams
 from model.memory import Available
 from service.app.app import create_app
+from service.commands.serve import print_banner
 from service.core.models import NotLoaded
 from service.settings.common import BUNDLED_CHECKPOINT
 from tests.model.factories import (
@@ -29,6 +32,7 @@ from tests.model.factories import (
 )
 from tests.service.client.conftest import Connect, connect
 from tests.service.core.test_reloader import point, save_steps
+from tests.service.engine.test_process import worker_of
 from tests.service.serving import (
     Serving,
     eventually,
@@ -401,6 +405,24 @@ def test_one_that_is_damaged_takes_no_other_along(
     logged_errors.clear()
 
 
+def test_the_banner_says_what_each_is_and_what_they_share(
+    paths: dict[str, Path], capsys: pytest.CaptureFixture[str], logged_errors: list[str]
+) -> None:
+    with serving({"bad": paths["damaged"], "good": paths["small"]}, slots=2) as server:
+        print_banner(server.state.models, server.port)
+        lines = [line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines()]
+        assert ["model", "bad, of requests that name none"] in lines
+        assert [line for line in lines if line[0] == "not" and "damaged" in line[1]]
+        assert ["model", "good"] in lines
+        assert ["checkpoint", "good, step 32, validation loss 2.5000 nats/token"] in lines
+        assert ["slots", "2 sequences at once, 0 MiB of keys and values"] in lines
+        (device,) = (line[1] for line in lines if line[0] == "device")
+        assert device.endswith("1 threads; a step each in turn")
+        command = lines[-1][1]
+        assert '"model": "good"' in command, "one that answers"
+    logged_errors.clear()
+
+
 def test_where_none_can_be_loaded_the_server_says_so_and_ends(
     paths: dict[str, Path], logged_errors: list[str]
 ) -> None:
@@ -413,6 +435,7 @@ def test_where_none_can_be_loaded_the_server_says_so_and_ends(
         assert "; gone: " in reason
         assert server.post("/generate", SAMPLED).status_code == 503
         assert server.sample("logitd_ready") == 0
+        assert [line for line in logged_errors if "cannot serve: none of 2 models" in line]
     logged_errors.clear()
 
 
@@ -462,11 +485,23 @@ def test_what_does_not_fit_together_is_refused_with_numbers(
 
 
 @pytest.mark.slow
-def test_each_may_have_a_process_of_its_own(paths: dict[str, Path], alone: Serving) -> None:
+def test_each_may_have_a_process_of_its_own(
+    paths: dict[str, Path], alone: Serving, logged_errors: list[str]
+) -> None:
+    """One that is killed is started again, and the other answers meanwhile."""
     both = {"one": paths["small"], "two": paths["large"]}
     with serving(both, engine="process", slots=4) as server:
-        assert bits(server, "two") == bits(alone, "two")
-        assert server.json("/generate", SAMPLED)["model"] == "one"
+        expected = bits(alone, "two")
+        assert bits(server, "two") == expected
+        before = server.json("/generate", SAMPLED)["choices"]
+        os.kill(worker_of(server), signal.SIGKILL)
+        eventually(lambda: server.served.engine.restarting)
+        assert bits(server, "two") == expected
+        assert server.client.get("/health").status_code == 200
+        assert server.post("/generate", SAMPLED).status_code in (503, 200)
+        eventually(lambda: not server.served.engine.restarting)
+        assert server.json("/generate", SAMPLED)["choices"] == before
+    logged_errors.clear()
 
 
 # Other weights

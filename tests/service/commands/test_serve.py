@@ -128,6 +128,17 @@ def test_a_damaged_checkpoint_exits_1_with_a_sentence(
     assert "the file was changed, truncated or damaged after saving" in error
 
 
+def test_a_path_that_reads_as_a_name_is_told_how_it_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "lr=0.1").mkdir()
+    monkeypatch.chdir(tmp_path)
+    done = completed(["serve", "--port", "0", "lr=0.1"])
+    assert done.returncode == 1
+    assert "0.1 does not exist" in done.stderr
+    assert "lr=0.1 is written ./lr=0.1" in done.stderr
+
+
 def test_the_server_sends_nothing_anywhere(process: ServedProcess) -> None:
     """Its only sockets are the one that it listens on and those of its clients."""
     with httpx.Client(base_url=process.url, trust_env=False) as http:
