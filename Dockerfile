@@ -1,10 +1,22 @@
-# logitd in a container: two stages, no compiler and no pip at run time, an ordinary user.
+# logitd in a container: no compiler and no pip at run time, an ordinary user. The native kernels are
+# built for every kind of processor; `logitd serve` takes the best that the one at hand can run.
 #
 #   docker build --build-arg TORCH_INDEX=cpu -t logitd .
 #   docker run --init --rm -p 127.0.0.1:8000:8000 logitd
 #
 # Without TORCH_INDEX torch comes from PyPI: the CUDA build, several GB.
 ARG PYTHON_IMAGE=python:3.11-slim-bookworm
+
+FROM ${PYTHON_IMAGE} AS kernels
+# The compiler stays in this stage; which patch of it the image's Debian has does not matter.
+# hadolint ignore=DL3008
+RUN apt-get update && apt-get install --yes --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*
+WORKDIR /src
+COPY model/__init__.py model/processor.py model/
+COPY model/inference/__init__.py model/inference/options.py model/inference/
+COPY model/inference/kernels/__init__.py model/inference/kernels/
+COPY model/inference/kernels/cpu model/inference/kernels/cpu
+RUN python3 -m model.inference.kernels.cpu.prebuild
 
 FROM ${PYTHON_IMAGE} AS build
 WORKDIR /src
@@ -26,6 +38,7 @@ COPY pyproject.toml README.md LICENSE ./
 COPY model model
 COPY service service
 COPY logitd logitd
+COPY --from=kernels /src/model/inference/kernels/cpu/prebuilt model/inference/kernels/cpu/prebuilt
 RUN pip install --no-deps . && pip uninstall --yes pip
 
 FROM ${PYTHON_IMAGE}

@@ -1,14 +1,13 @@
 """Device, dtype and threads: where and in which dtype a model runs on this machine.
 
 Turns the words of a command line ("auto", "cpu", "cuda:1", "bfloat16", 0 threads) into torch's
-objects, or rejects them with the reason; and says what the processor can do. Does not move anything
-there, and does not know what the dtype "auto" is: that depends on what decodes
-(`model/inference/kernels/select.py`).
+objects, or rejects them with the reason. Does not move anything there, and does not know what the
+dtype "auto" is: that depends on what decodes (`model/inference/kernels/select.py`).
 """
 
 import ctypes
 import os
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,14 +15,6 @@ from pathlib import Path
 import torch
 
 from model.dtypes import FloatName
-
-BFLOAT16_INSTRUCTIONS = {
-    "amx_bf16": "AMX-BF16",
-    "avx512_bf16": "AVX-512 BF16",
-    "bf16": "Arm BF16",
-}
-"""Features of processors that have dot products of bfloat16, with their names for people."""
-
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 """Of mallopt(3)."""
@@ -227,23 +218,6 @@ def _field(path: Path, name: str) -> int | None:
         return None
     words = (line.split() for line in lines)
     return next((int(word[1]) for word in words if len(word) > 1 and word[0] == name), None)
-
-
-def processor_features() -> frozenset[str]:
-    """What the processor can do, in Linux's words; nothing where the system does not say."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return frozenset()
-    line = next((line for line in lines if line.startswith(("flags", "Features"))), "")
-    return frozenset(line.partition(":")[2].split())
-
-
-def bfloat16_instructions(features: Collection[str]) -> str | None:
-    """What a processor of these features multiplies bfloat16 with, or None."""
-    return next(
-        (name for feature, name in BFLOAT16_INSTRUCTIONS.items() if feature in features), None
-    )
 
 
 def describe(device: torch.device) -> str:

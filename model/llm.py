@@ -76,7 +76,7 @@ from model.inference.interventions import Intervention, changeable_stage, change
 from model.inference.kernels.select import KernelError
 from model.inference.load import Slots, choose_slots, load_model
 from model.inference.memory import SlotBudget
-from model.inference.options import KernelChoice, Quantization
+from model.inference.options import KernelChoice, KernelTarget, Quantization
 from model.inference.sampling.distribution import log_softmax
 from model.inference.sampling.lens import LensRow, read_lens
 from model.inference.sampling.params import SamplingParams, TokenLogprob
@@ -146,8 +146,8 @@ class LLM:
     """One checkpoint, ready to compute. One thread may use it; streams may be read in turns.
 
     checkpoint          its directory
-    device, dtype, threads, kernels, quantize, slots   as for `logitd serve`. `threads` sets the
-                        size of torch's thread pool for the whole process
+    device, dtype, threads, kernels, kernel_target, quantize, slots   as for `logitd serve`.
+                        `threads` sets the size of torch's thread pool for the whole process
     log                 gets a line where native kernels are being built
 
     Raises LoadError. Methods raise InvalidRequest, a ValueError, for what cannot be computed.
@@ -161,6 +161,7 @@ class LLM:
         dtype: DTypeName = "auto",
         threads: int = 0,
         kernels: KernelChoice = "auto",
+        kernel_target: KernelTarget = "auto",
         quantize: Quantization = "none",
         slots: int | None = None,
         log: Callable[[str], None] = logger.info,
@@ -173,6 +174,7 @@ class LLM:
                 dtype=dtype,
                 threads=threads,
                 kernels=kernels,
+                kernel_target=kernel_target,
                 quantize=quantize,
                 slots=wanted,
                 log=log,

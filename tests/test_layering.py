@@ -15,6 +15,7 @@ ROOMS: dict[str, set[str]] = {
     "model.files": set(),
     "model.extras": set(),
     "model.folder_lock": set(),
+    "model.processor": set(),
     "model.device": {"model.dtypes"},
     "model.transformer": {"model.device"},
     "model.memory": {"model.device", "model.transformer"},
@@ -46,6 +47,7 @@ ROOMS: dict[str, set[str]] = {
     "model.inference.kernels": {
         "model.device",
         "model.dtypes",
+        "model.processor",
         "model.transformer",
         "model.inference.interventions",
         "model.inference.kv_cache",

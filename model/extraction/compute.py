@@ -41,7 +41,7 @@ from model.inference.engine.events import (
 )
 from model.inference.load import LoadedModel, Slots, choose_slots, load_model
 from model.inference.memory import SlotBudget
-from model.inference.options import KernelChoice, Quantization
+from model.inference.options import KernelChoice, KernelTarget, Quantization
 from model.inference.sampling.lens import lens_width
 from model.transformer.config import BLOCK
 
@@ -66,6 +66,7 @@ class Placing:
     dtype: DTypeName = "auto"
     threads: int = 0
     kernels: KernelChoice = "auto"
+    kernel_target: KernelTarget = "auto"
     quantize: Quantization = "none"
 
 
@@ -198,6 +199,7 @@ def open_computer(
         dtype=placing.dtype,
         threads=placing.threads,
         kernels=placing.kernels,
+        kernel_target=placing.kernel_target,
         quantize=placing.quantize,
         slots=SLOTS,
         log=log,

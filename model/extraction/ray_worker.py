@@ -166,7 +166,7 @@ class ShardWorker:
             raise ExtractionError(
                 "this worker computes otherwise than the first one, so its shards would have "
                 f"other bits: {'; '.join(different)}. Say it by flags (--dtype, --kernels, "
-                "--threads), or leave machines of another kind out of the cluster"
+                "--kernel-target, --threads), or leave machines of another kind out of the cluster"
             )
         return computer
 

@@ -28,7 +28,7 @@ from model.device import (
 from model.dtypes import DTypeName
 from model.inference.kernels.select import DecodePath, DTypeChoice, choose_decode_path, choose_dtype
 from model.inference.memory import SlotBudget, slots_for
-from model.inference.options import KernelChoice, Quantization
+from model.inference.options import KernelChoice, KernelTarget, Quantization
 from model.memory import available, check_weights_fit, model_bytes
 from model.transformer.gpt import GPT
 
@@ -59,6 +59,7 @@ def load_model(
     dtype: DTypeName,
     threads: int,
     kernels: KernelChoice,
+    kernel_target: KernelTarget = "auto",
     quantize: Quantization,
     batch_invariant: bool = False,
     slots: Slots | None = None,
@@ -74,7 +75,14 @@ def load_model(
     keep_freed_memory()
     checkpoint = read_checkpoint(path)
     check_header(checkpoint)  # from here on its sizes are those of the weights
-    choice = choose_dtype(dtype, checkpoint.config, choose_device(device), kernels=kernels, log=log)
+    choice = choose_dtype(
+        dtype,
+        checkpoint.config,
+        choose_device(device),
+        kernels=kernels,
+        kernel_target=kernel_target,
+        log=log,
+    )
     placement = choose_placement(device, choice.name, threads)
     memory, item_bytes = available(placement.device), placement.dtype.itemsize
     check_weights_fit(checkpoint.config, item_bytes, memory)
@@ -88,6 +96,7 @@ def load_model(
     decode_path = choose_decode_path(
         gpt,
         kernels=kernels,
+        kernel_target=kernel_target,
         quantize=quantize,
         threads=placement.threads,
         batch_invariant=batch_invariant,

@@ -5,6 +5,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 KernelChoice = Literal["auto", "native", "torch"]
+TargetName = Literal[
+    "x86-64-v2", "x86-64-v3", "x86-64-v4", "x86-64-v4-vnni", "x86-64-v4-bf16", "armv8-a"
+]
+"""Kinds of processors that the native kernels can be built for."""
+KernelTarget = Literal["auto"] | TargetName
 Quantization = Literal["none", "int8"]
 Speculation = Literal["none", "ngram"]
 DRAFTED_ROWS = 16

@@ -591,6 +591,7 @@ class Info:
     engine: str  # runs in a "thread" of the server or in a "process" of its own
     device: str
     decoding: str
+    kernels: str | None
     speculate: str  # where drafts of tokens come from: "ngram" or "none"
     dtype: str
     quantization: QuantizationInfo | None

@@ -83,7 +83,12 @@ def _prepare(settings: BenchSettings) -> tuple[CheckpointInfo, Placement, Worklo
     checkpoint = read_checkpoint(settings.checkpoint)
     device = choose_device(settings.device)
     dtype = choose_dtype(
-        settings.dtype, checkpoint.config, device, kernels=settings.kernels, log=_log
+        settings.dtype,
+        checkpoint.config,
+        device,
+        kernels=settings.kernels,
+        kernel_target=settings.kernel_target,
+        log=_log,
     )
     placement = choose_placement(settings.device, dtype.name, settings.threads)
     use_threads(placement.threads)
@@ -128,7 +133,8 @@ def _profile(settings: BenchSettings) -> Profiled:
 
 def _decoders(settings: BenchSettings) -> tuple[KernelChoice, ...]:
     """The ways of decoding to profile: both, where it was left open and plain torch can do it."""
-    if settings.kernels == "auto" and settings.quantize == "none":
+    open_to_torch = settings.quantize == "none" and settings.kernel_target == "auto"
+    if settings.kernels == "auto" and open_to_torch:
         return "auto", "torch"
     return (settings.kernels,)
 
@@ -189,7 +195,12 @@ def _loaded(
 ) -> tuple[GPT, DecodePath]:
     gpt = load_weights(checkpoint, device=placement.device, dtype=placement.dtype)
     path = choose_decode_path(
-        gpt, kernels=kernels, quantize=settings.quantize, threads=placement.threads, log=_log
+        gpt,
+        kernels=kernels,
+        kernel_target=settings.kernel_target,
+        quantize=settings.quantize,
+        threads=placement.threads,
+        log=_log,
     )
     if path.note is not None:
         _log(f"decoding in plain torch, which is slower: {path.note}")
@@ -207,7 +218,8 @@ def _server(settings: BenchSettings, placement: Placement, workload: Workload) -
         *("--checkpoint", str(settings.checkpoint.resolve())),
         *("--device", str(placement.device), "--dtype", placement.dtype_name),
         *("--threads", str(placement.threads)),
-        *("--kernels", settings.kernels, "--quantize", settings.quantize),
+        *("--kernels", settings.kernels, "--kernel-target", settings.kernel_target),
+        *("--quantize", settings.quantize),
         *("--slots", str(workload.largest), "--prefill-chunk", str(workload.prefill_chunk)),
     ) as server:
         yield server.url

@@ -79,6 +79,7 @@ def run(settings: ExtractSettings) -> int:
                 dtype=settings.dtype,
                 threads=settings.threads,
                 kernels=settings.kernels,
+                kernel_target=settings.kernel_target,
                 quantize=settings.quantize,
             ),
             cluster=Cluster(settings.ray, settings.ray_workers) if settings.ray else None,

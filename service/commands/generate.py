@@ -21,6 +21,7 @@ def run(settings: GenerateSettings) -> int:
             dtype=settings.dtype,
             threads=settings.threads,
             kernels=settings.kernels,
+            kernel_target=settings.kernel_target,
             quantize=settings.quantize,
             slots=settings.n,
             log=_log,

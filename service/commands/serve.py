@@ -105,6 +105,8 @@ def _of_one(served: Served) -> Iterator[tuple[str, str]]:
     yield "device", f"{computed.device}, {computed.placement.threads} threads{process}"
     yield "dtype", f"{computed.placement.dtype_name} ({computed.dtype_why})"
     yield "decoding", _decoding(served)
+    if computed.kernels is not None:
+        yield "kernels", computed.kernels
     if (cost := computed.quantization) is not None:
         yield "quantized", cost.sentence()
     yield "context", f"{served.context_length} tokens"
@@ -131,6 +133,8 @@ def _of_several(models: Models) -> Iterator[tuple[str, str]]:
         "each in a process of its own" if settings.engine == "process" else "a step each in turn"
     )
     yield "device", f"{computed.device}, {computed.placement.threads} threads; {shared}"
+    if computed.kernels is not None:
+        yield "kernels", computed.kernels
 
 
 def _checkpoint(served: Served) -> str:

@@ -50,6 +50,7 @@ class Computation:
     dtype_why: str  # why the placement's dtype
     decoding: str  # how decode steps are computed
     decoding_note: str | None  # why that is not faster
+    kernels: str | None  # which native kernels were loaded, where some were
     quantization: QuantizationCost | None  # None without --quantize
     parameters: int
     kv_cache_bytes: int
@@ -103,6 +104,7 @@ def _build(settings: ServeSettings) -> BuiltEngine:
         dtype=settings.dtype,
         threads=settings.threads,
         kernels=settings.kernels,
+        kernel_target=settings.kernel_target,
         quantize=settings.quantize,
         batch_invariant=settings.batch_invariant,
         slots=slots,
@@ -111,7 +113,9 @@ def _build(settings: ServeSettings) -> BuiltEngine:
     path = model.decode_path
     if path.note is not None:
         logger.warning("decoding in plain torch, which is slower: %s", path.note)
-    quantization = measure_quantization(model, settings.quantize, settings.validation_text)
+    quantization = measure_quantization(
+        model, settings.quantize, settings.validation_text, settings.kernel_target
+    )
     config = EngineConfig(
         slots=choose_slots(model, slots),
         prefill_chunk=settings.prefill_chunk,
@@ -150,6 +154,7 @@ def _computation(
         dtype_why=model.dtype.why,
         decoding=model.decode_path.name,
         decoding_note=model.decode_path.note,
+        kernels=model.decode_path.kernels,
         quantization=quantization,
         parameters=model.gpt.parameter_count(),
         kv_cache_bytes=engine.kv_cache_bytes,

@@ -14,7 +14,7 @@ from model.evaluation.held_out import held_out_windows
 from model.evaluation.quantization_loss import QuantizationLoss, quantization_loss
 from model.inference.kernels.select import KernelError, choose_decode_path
 from model.inference.load import LoadedModel
-from model.inference.options import Quantization
+from model.inference.options import KernelTarget, Quantization
 
 logger = logging.getLogger("logitd")
 
@@ -57,7 +57,10 @@ class QuantizationCost:
 
 
 def measure_quantization(
-    model: LoadedModel, kind: Quantization, text: Path | None
+    model: LoadedModel,
+    kind: Quantization,
+    text: Path | None,
+    kernel_target: KernelTarget = "auto",
 ) -> QuantizationCost | None:
     """What the decoder of a loaded model loses against the same one without quantization; None
     where nothing is quantized. The model is left as it was.
@@ -81,7 +84,12 @@ def measure_quantization(
         cost = QuantizationCost(kind, None, str(error), measurable)
         logger.warning("%s", cost.sentence())
         return cost
-    exact = choose_decode_path(model.gpt, kernels="native", threads=model.placement.threads)
+    exact = choose_decode_path(
+        model.gpt,
+        kernels="native",
+        kernel_target=kernel_target,
+        threads=model.placement.threads,
+    )
     (batch,) = text_windows.windows
     loss = quantization_loss(
         model.gpt,

@@ -68,6 +68,7 @@ def _shape(source: ModelSource, settings: ServeSettings) -> Shape:
         checkpoint.config,
         choose_device(settings.device),
         kernels=settings.kernels,
+        kernel_target=settings.kernel_target,
         log=logger.info,
     )
     placement = choose_placement(settings.device, choice.name, settings.threads)

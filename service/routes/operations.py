@@ -88,6 +88,7 @@ def info(models: Ready, model: AskedModel = None) -> Info:
             "engine": settings.engine,
             "device": computed.device,
             "decoding": computed.decoding,
+            "kernels": computed.kernels,
             "speculate": settings.speculate,
             "dtype": computed.placement.dtype_name,
             "quantization": None if cost is None else cost.to_dict(),

@@ -361,6 +361,10 @@ class Info(ReplyBody):
     )
     device: str
     decoding: str = Field(description="How decode steps are computed.")
+    kernels: str | None = Field(
+        description="Which native kernels were loaded: their target, and whether they were "
+        "compiled now or before, or prebuilt; null without any."
+    )
     speculate: str = Field(
         description="Where drafts come from, tokens that a decode step verifies: `ngram`, from the "
         "text itself, or `none`. Answers do not depend on it."

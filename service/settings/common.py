@@ -8,7 +8,7 @@ from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
 from model.dtypes import DTypeName
-from model.inference.options import KernelChoice, Quantization
+from model.inference.options import KernelChoice, KernelTarget, Quantization
 
 BUNDLED_CHECKPOINT = Path(__file__).parents[2] / "checkpoints" / "python-small"
 
@@ -63,6 +63,13 @@ Kernels = Annotated[
     Field(
         description="how decode steps are computed on a CPU: native is built for this processor, "
         "torch needs no compiler; auto is native where it is available"
+    ),
+]
+Target = Annotated[
+    KernelTarget,
+    Field(
+        description="kind of processor whose native kernels compute, prompts included: a lower one "
+        "than this gives the bits that it gives on every processor; auto is the best one here"
     ),
 ]
 Quantize = Annotated[

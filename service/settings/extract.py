@@ -12,6 +12,7 @@ from service.settings.common import (
     DType,
     Kernels,
     Quantize,
+    Target,
     Threads,
     settings_of,
     split_list,
@@ -74,6 +75,7 @@ class ExtractSettings(BaseSettings):
     dtype: DType = "auto"
     threads: Threads = 0
     kernels: Kernels = "auto"
+    kernel_target: Target = "auto"
     quantize: Quantize = "none"
     ray: str | None = Field(
         None,

@@ -27,6 +27,7 @@ from service.settings.common import (
     LogFormat,
     LogLevel,
     Quantize,
+    Target,
     Threads,
     settings_of,
     split_list,
@@ -148,6 +149,7 @@ class ServeSettings(BaseSettings):
     dtype: DType = "auto"
     threads: Threads = 0
     kernels: Kernels = "auto"
+    kernel_target: Target = "auto"
     quantize: Quantize = "none"
     validation_text: Path | None = Field(
         None,

@@ -15,6 +15,7 @@ from service.settings.common import (
     Kernels,
     Quantize,
     StoredDType,
+    Target,
     Threads,
     settings_of,
     split_list,
@@ -58,6 +59,7 @@ class GenerateSettings(BaseSettings):
     dtype: DType = "auto"
     threads: Threads = 0
     kernels: Kernels = "auto"
+    kernel_target: Target = "auto"
     quantize: Quantize = "none"
 
 
@@ -127,6 +129,7 @@ class BenchSettings(BaseSettings):
     dtype: DType = "auto"
     threads: Threads = 0
     kernels: Kernels = "auto"
+    kernel_target: Target = "auto"
     quantize: Quantize = "none"
     batches: BatchSizes = (1, 8, 32)
     prompt_tokens: int | None = Field(

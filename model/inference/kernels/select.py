@@ -4,22 +4,28 @@ Both follow from the settings and from the hardware, never from a measurement at
 configuration always computes the same bits. Each choice comes with its reason, for people.
 """
 
-import ctypes
 from collections.abc import Callable
+from ctypes import c_char_p
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 
-from model.device import bfloat16_instructions, processor_features
 from model.dtypes import DTypeName, FloatName
 from model.inference.kernels.base import Decoder
 from model.inference.kernels.cpu.decoder import NativeDecoder, not_covered, prefills_natively
-from model.inference.kernels.cpu.library import KernelsUnavailable, load_library
+from model.inference.kernels.cpu.library import (
+    KernelsUnavailable,
+    NativeLibrary,
+    TargetRefused,
+    load_library,
+)
+from model.inference.kernels.cpu.targets import target_named
 from model.inference.kernels.cuda.decoder import GraphDecoder
 from model.inference.kernels.eager.decoder import PlainDecoder
 from model.inference.kv_cache import KVCache
-from model.inference.options import KernelChoice, Quantization
+from model.inference.options import KernelChoice, KernelTarget, Quantization
+from model.processor import bfloat16_instructions, processor_features
 from model.transformer.config import GPTConfig
 from model.transformer.gpt import GPT
 
@@ -40,13 +46,15 @@ class DTypeChoice:
 class DecodePath:
     """How decode steps are computed.
 
-    name   for people: "native (AVX-512 BF16)", "CUDA graphs" or "torch"
-    note   why it is torch although that was not asked for, or None
+    name     for people: "native (AVX-512 BF16)", "CUDA graphs" or "torch"
+    note     why it is torch although that was not asked for, or None
+    kernels  for people, the native kernels that were loaded: "x86-64-v3, prebuilt"; or None
     """
 
     make_decoder: Callable[[GPT, KVCache], Decoder]
     name: str
     note: str | None = None
+    kernels: str | None = None
 
 
 def choose_dtype(
@@ -55,24 +63,33 @@ def choose_dtype(
     device: torch.device,
     *,
     kernels: KernelChoice = "auto",
+    kernel_target: KernelTarget = "auto",
     log: Callable[[str], None] = lambda line: None,
 ) -> DTypeChoice:
-    """The dtype that was asked for; for "auto" the fastest one that the hardware multiplies and
-    that loses nothing one could notice (`auto_dtype`). `log` gets a line when kernels are built."""
+    """The dtype that was asked for; for "auto" the fastest one that the hardware multiplies, or the
+    target that was named, and that loses nothing one could notice (`auto_dtype`). `log` gets a line
+    when kernels are built."""
     if asked != "auto":
         return DTypeChoice(asked, "as asked")
-    multiplies, obstacle = bfloat16_instructions(processor_features()), None
+    if kernel_target == "auto":
+        features, whose = processor_features(), "this processor"
+    else:
+        features, whose = target_named(kernel_target).features, kernel_target
+    multiplies, obstacle = bfloat16_instructions(features), None
     if device.type == "cpu" and multiplies is not None:
         try:
-            _native(config, device, torch.bfloat16, kernels, log)
+            _native(config, device, torch.bfloat16, kernels, kernel_target, log)
         except KernelsUnavailable as error:
             obstacle = str(error)
-    return auto_dtype(device.type, multiplies, obstacle)
+    return auto_dtype(device.type, multiplies, obstacle, whose)
 
 
-def auto_dtype(device_type: str, multiplies: str | None, obstacle: str | None) -> DTypeChoice:
+def auto_dtype(
+    device_type: str, multiplies: str | None, obstacle: str | None, whose: str = "this processor"
+) -> DTypeChoice:
     """What "auto" is, by the kind of device, the instructions that multiply bfloat16 there, and the
-    reason why the native decoder cannot run the model, if there is one.
+    reason why the native decoder cannot run the model, if there is one. `whose` instructions they
+    are: this processor's, or a target's.
 
     Without native decoding it is float32 on a CPU: there a decode step of plain torch rounds the
     residual stream as well.
@@ -80,16 +97,17 @@ def auto_dtype(device_type: str, multiplies: str | None, obstacle: str | None) -
     if device_type == "cuda":
         return DTypeChoice("bfloat16", "auto: on CUDA")
     if multiplies is None:
-        return DTypeChoice("float32", "auto: this processor has no dot products of bfloat16")
+        return DTypeChoice("float32", f"auto: {whose} has no dot products of bfloat16")
     if obstacle is not None:
         return DTypeChoice("float32", f"auto: no native decoding, {obstacle}")
-    return DTypeChoice("bfloat16", f"auto: this processor multiplies it, {multiplies}")
+    return DTypeChoice("bfloat16", f"auto: {whose} multiplies it, {multiplies}")
 
 
 def choose_decode_path(
     gpt: GPT,
     *,
     kernels: KernelChoice = "auto",
+    kernel_target: KernelTarget = "auto",
     quantize: Quantization = "none",
     threads: int,
     batch_invariant: bool = False,
@@ -97,28 +115,41 @@ def choose_decode_path(
 ) -> DecodePath:
     """On a CPU the native decoder where it covers the model and can be built, else torch; on CUDA
     recorded steps, unless `kernels` is torch. `batch_invariant` is for CUDA: what a CPU computes
-    is so in any case.
+    is so in any case. With a `kernel_target` it is the native decoder of that target or none, and
+    torch has no part in it, whose bits depend on the processor.
 
-    Raises KernelError where `kernels`, `quantize` or `batch_invariant` rule out what is left.
+    Raises KernelError where `kernels`, `kernel_target`, `quantize` or `batch_invariant` rule out
+    what is left.
     """
+    named = kernel_target != "auto"
+    if kernels == "torch" and named:
+        raise KernelError(
+            f"kernel_target is {kernel_target}, which is for the native kernels, and kernels is "
+            "torch; set one of them to auto"
+        )
     if kernels == "torch" and quantize != "none":
         raise KernelError(
             f"quantize is {quantize}, which the native kernels compute; set kernels to auto"
         )
     weight = gpt.token_embedding.weight
-    if weight.device.type == "cuda" and kernels != "native" and quantize == "none":
+    if weight.device.type == "cuda" and kernels != "native" and not named and quantize == "none":
         return cuda_path(kernels, batch_invariant=batch_invariant)
     try:
-        library = _native(gpt.config, weight.device, weight.dtype, kernels, log)
+        library = _native(gpt.config, weight.device, weight.dtype, kernels, kernel_target, log)
     except KernelsUnavailable as error:
-        if kernels == "native" or quantize != "none":
-            asked = "kernels is native" if kernels == "native" else f"quantize is {quantize}"
+        if isinstance(error, TargetRefused):
+            raise KernelError(str(error)) from error
+        if kernels == "native" or named or quantize != "none":
+            asked = f"kernel_target is {kernel_target}" if named else f"quantize is {quantize}"
+            asked = "kernels is native" if kernels == "native" else asked
             raise KernelError(
                 f"{asked}, but there are no native kernels for this: {error}"
             ) from error
         unasked = kernels != "torch" and weight.device.type == "cpu"
         return DecodePath(PlainDecoder, "torch", str(error) if unasked else None)
-    return _native_path(library, weight.dtype, quantized=quantize == "int8", threads=threads)
+    return _native_path(
+        library, weight.dtype, quantized=quantize == "int8", threads=threads, named=named
+    )
 
 
 def cuda_path(kernels: KernelChoice, *, batch_invariant: bool) -> DecodePath:
@@ -134,33 +165,35 @@ def cuda_path(kernels: KernelChoice, *, batch_invariant: bool) -> DecodePath:
     return DecodePath(PlainDecoder, "torch")
 
 
-def instructions() -> str:
-    """The widest instructions that the kernels were built for, for people."""
-    features = processor_features()
-    names = [
-        name
-        for feature, name in (
-            ("avx512_bf16", "AVX-512 BF16"),
-            ("avx512f", "AVX-512"),
-            ("avx2", "AVX2"),
-        )
-        if feature in features
-    ]
-    return names[0] if names else "portable"
+def instructions(library: NativeLibrary) -> str:
+    """The widest instructions that the kernels were built for, as they say themselves."""
+    function = library.functions.logitd_instructions
+    function.restype = c_char_p
+    name: bytes = function()
+    return name.decode()
 
 
 def _native_path(
-    library: ctypes.CDLL, dtype: torch.dtype, *, quantized: bool, threads: int
+    library: NativeLibrary, dtype: torch.dtype, *, quantized: bool, threads: int, named: bool
 ) -> DecodePath:
-    """Decoding by the native kernels; prompts too, where the processor is fast enough at that."""
-    prefills = prefills_natively(dtype, quantized=quantized, features=processor_features())
+    """Decoding by the native kernels; prompts too, where the processor is fast enough at that, or
+    where their target was `named`."""
+    fast = prefills_natively(dtype, quantized=quantized, features=library.features)
 
     def make(gpt: GPT, cache: KVCache) -> Decoder:
         return NativeDecoder(
-            library, gpt, cache, threads=threads, quantized=quantized, prefills=prefills
+            library.functions,
+            gpt,
+            cache,
+            threads=threads,
+            quantized=quantized,
+            prefills=fast or named,
         )
 
-    return DecodePath(make, f"native ({instructions()}{', int8' if quantized else ''})")
+    what = [instructions(library), *(["int8"] if quantized else [])]
+    if named and library.target is not None:
+        what.append(f"target {library.target.name}")
+    return DecodePath(make, f"native ({', '.join(what)})", kernels=library.description)
 
 
 def _native(
@@ -168,12 +201,13 @@ def _native(
     device: torch.device,
     dtype: torch.dtype,
     kernels: KernelChoice,
+    kernel_target: KernelTarget,
     log: Callable[[str], None],
-) -> ctypes.CDLL:
+) -> NativeLibrary:
     """The native kernels for a model of this shape. Raises KernelsUnavailable."""
     if kernels == "torch":
         raise KernelsUnavailable("kernels is torch")
     reason = not_covered(config, device, dtype)
     if reason is not None:
         raise KernelsUnavailable(reason)
-    return load_library(log)
+    return load_library(log, target=kernel_target)

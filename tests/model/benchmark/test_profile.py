@@ -46,7 +46,7 @@ OF_A_STEP: set[Stage] = {
 @pytest.fixture(scope="module")
 def library() -> ctypes.CDLL:
     try:
-        return load_library()
+        return load_library().functions
     except KernelsUnavailable as reason:
         pytest.skip(str(reason))
 

@@ -6,8 +6,8 @@ Describes a GPT and its KV cache to the code in native/decoder.cpp. Covers every
 tolerance of the dtype, the residual stream being float32 here.
 
 A prompt goes through the same code, and gives the bits that decoding it token by token would give.
-Where the processor lacks the instructions that make this fast (`prefills_natively`), torch computes
-prompts instead.
+Where the kernels lack the instructions that make this fast (`prefills_natively`), torch computes
+prompts instead, unless their target was asked for.
 """
 
 import ctypes
@@ -170,7 +170,7 @@ def not_covered(config: GPTConfig, device: torch.device, dtype: torch.dtype) -> 
 
 
 def prefills_natively(dtype: torch.dtype, *, quantized: bool, features: Collection[str]) -> bool:
-    """Whether prompts go through the native code too, by what the processor has."""
+    """Whether prompts go through the native code too, by what the kernels were built for."""
     name = "int8" if quantized else str(dtype).removeprefix("torch.")
     return FAST_PRODUCTS[name] in features
 

@@ -1,10 +1,12 @@
 """Library: the native kernels, built once by the machine's own compiler, or by Zig's where it has
 none, and loaded.
 
-The sources in native/ are compiled for the processor at hand (seconds, the first time) and kept
-under a name that holds the hash of the sources, the compiler, its flags and the processor's
-features: whatever changes, another file is built. Without a compiler, or when it fails, there is a
-KernelsUnavailable that says why, and the callers take the plain torch path.
+The sources in native/ are compiled for the processor at hand, or for the target that was asked for
+(`targets.py`), which takes seconds the first time, and kept under a name that holds the hash of the
+sources, the compiler, its flags and the processor's features: whatever changes, another file is
+built. Where there are kernels in prebuilt/, as in the container image, nothing is compiled: the
+greatest target that the processor can run is taken. Without any of this, or when compiling fails,
+there is a KernelsUnavailable that says why, and the callers take the plain torch path.
 """
 
 import ctypes
@@ -19,41 +21,127 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
+
+from model.inference.kernels.cpu.targets import (
+    Target,
+    refusal,
+    runnable,
+    target_named,
+    targets_of,
+)
+from model.inference.options import KernelTarget
+from model.processor import processor_features
 
 SOURCES = Path(__file__).parent / "native"
+PREBUILT = Path(__file__).parent / "prebuilt"
+"""Kernels of several targets, where `python -m model.inference.kernels.cpu.prebuild` made some."""
 MAIN_SOURCE = "decoder.cpp"
 FLAGS = ("-O3", "-std=c++20", "-ffp-contract=off", "-fPIC", "-shared", "-pthread")
 COMPILERS = ("c++", "g++", "clang++")
 BUILD_SECONDS = 300
+ZIGS_NAMES = {"armv8-a": "generic"}
+"""Of processors; those that are not here have underlines for dashes."""
+
+Origin = Literal["compiled now", "compiled before", "prebuilt"]
 
 
 class KernelsUnavailable(RuntimeError):
     """There are no native kernels on this machine; the message says why."""
 
 
-def load_library(
-    log: Callable[[str], None] = lambda line: None, *, processor: str = "native"
-) -> ctypes.CDLL:
-    """The compiled kernels. `log` is told when they are being built, which takes a moment.
-    `processor` is the compiler's name for one that this machine can stand in for, such as
-    x86-64-v3.
+class TargetRefused(KernelsUnavailable):
+    """This processor cannot run what is built for the target that was asked for."""
 
-    Raises KernelsUnavailable.
+
+@dataclass(frozen=True, slots=True)
+class NativeLibrary:
+    """The kernels that were loaded.
+
+    target  what they were built for; None for the processor at hand
+    origin  whether they were built now or before, here or elsewhere
     """
+
+    functions: ctypes.CDLL
+    target: Target | None
+    origin: Origin
+
+    @property
+    def features(self) -> frozenset[str]:
+        """What the code uses, in Linux's words, as far as the processor has it."""
+        return processor_features() if self.target is None else self.target.features
+
+    @property
+    def description(self) -> str:
+        """For people: "x86-64-v3, prebuilt"."""
+        return f"{_name(self.target)}, {self.origin}"
+
+
+def load_library(
+    log: Callable[[str], None] = lambda line: None, *, target: KernelTarget = "auto"
+) -> NativeLibrary:
+    """The kernels for a target; for "auto" those that are best on this processor. `log` is told
+    when they are being built, which takes a moment.
+
+    Raises KernelsUnavailable, also for a target that this processor cannot run.
+    """
+    machine, features = platform.machine(), processor_features()
+    wanted = None if target == "auto" else target_named(target)
+    if wanted is not None and (reason := refusal(wanted, machine, features)):
+        raise TargetRefused(reason)
+    prebuilt = tuple(one for one in targets_of(machine) if prebuilt_path(one).exists())
+    fitting = runnable(machine, features, prebuilt if wanted is None else {wanted} & {*prebuilt})
+    if fitting:
+        return NativeLibrary(_loaded(prebuilt_path(fitting[-1])), fitting[-1], "prebuilt")
+    path, origin = _compiled(wanted, log)
+    return NativeLibrary(_loaded(path), wanted, origin)
+
+
+def prebuilt_path(target: Target) -> Path:
+    """Where the kernels of a target are when they are prebuilt, from these very sources."""
+    flags = (*FLAGS, target.processor, *target.extra)
+    return PREBUILT / f"kernels-{target.name}-{_hash(*flags)}.so"
+
+
+def build_kernels(target: Target, path: Path) -> None:
+    """Compile the kernels for a target into a file. Raises KernelsUnavailable."""
     compiler = _compiler()
-    option = "-march" if platform.machine() == "x86_64" else "-mcpu"
-    if "ziglang" in compiler:  # whose names of processors have no dashes
-        processor = processor.replace("-", "_")
-    flags = (*FLAGS, f"{option}={processor}")
-    target = _cache_folder() / f"kernels-{_fingerprint(compiler, flags)}.so"
-    if not target.exists():
-        with _building_alone(target.parent):
-            if not target.exists():  # another process may have built it while this one waited
-                log("building the native kernels for this processor, once")
-                _build(compiler, flags, target)
+    _build(compiler, (*FLAGS, *_flags_for(target, compiler)), path)
+
+
+def _compiled(target: Target | None, log: Callable[[str], None]) -> tuple[Path, Origin]:
+    """The kernels for a target, or with None for this processor, in the user's cache."""
+    compiler = _compiler()
+    flags = (*FLAGS, *_flags_for(target, compiler))
+    path = _cache_folder() / f"kernels-{_hash(*compiler, _version(compiler), *flags, *_here())}.so"
+    if not path.exists():
+        with _building_alone(path.parent):
+            if not path.exists():  # another process may have built it while this one waited
+                log(f"building the native kernels for {_name(target)}, once")
+                _build(compiler, flags, path)
+                return path, "compiled now"
+    return path, "compiled before"
+
+
+def _name(target: Target | None) -> str:
+    return "this processor" if target is None else target.name
+
+
+def _version(compiler: tuple[str, ...]) -> str:
+    done = subprocess.run([*compiler, "--version"], capture_output=True, check=False)
+    return done.stdout.decode(errors="replace")
+
+
+def _here() -> tuple[str, ...]:
+    """What a compiler looks at when it is told to build for the processor at hand."""
+    return platform.machine(), platform.processor(), *sorted(processor_features())
+
+
+def _loaded(path: Path) -> ctypes.CDLL:
     try:
-        return ctypes.CDLL(str(target))
+        return ctypes.CDLL(str(path))
     except OSError as error:
         raise KernelsUnavailable(f"the built kernels cannot be loaded: {error}") from error
 
@@ -90,27 +178,24 @@ def _cache_folder() -> Path:
     )
 
 
-def _fingerprint(compiler: tuple[str, ...], flags: tuple[str, ...]) -> str:
+def _flags_for(target: Target | None, compiler: tuple[str, ...]) -> tuple[str, ...]:
+    """How a compiler is told the processor."""
+    name = "native" if target is None else target.processor
+    extra = () if target is None else target.extra
+    if "ziglang" in compiler:
+        return f"-mcpu={ZIGS_NAMES.get(name, name.replace('-', '_'))}", *extra
+    # On Arm -march=native is not known to every compiler.
+    option = "-mcpu" if target is None and platform.machine() != "x86_64" else "-march"
+    return f"{option}={name}", *extra
+
+
+def _hash(*words: str) -> str:
+    """A name for what is built of the sources with these."""
     digest = hashlib.sha256()
     for path in sorted(SOURCES.iterdir()):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
-    version = subprocess.run([*compiler, "--version"], capture_output=True, check=False).stdout
-    digest.update(
-        b"\0".join(
-            [*(word.encode() for word in compiler), version, *(flag.encode() for flag in flags)]
-        )
-    )
-    digest.update(_processor().encode())
+    digest.update("\0".join(words).encode())
     return digest.hexdigest()[:20]
-
-
-def _processor() -> str:
-    """What -march=native looks at: the processor's features."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return f"{platform.machine()} {platform.processor()}"
-    return next((line for line in lines if line.startswith(("flags", "Features"))), "")
 
 
 @contextmanager

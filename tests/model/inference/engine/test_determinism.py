@@ -170,7 +170,7 @@ def test_company_changes_no_bit(name: str, dtype: torch.dtype) -> None:
 @pytest.fixture(params=[False, True], ids=["own-numbers", "int8"])
 def native(request: pytest.FixtureRequest) -> DecoderMaker:
     try:
-        library = load_library()
+        library = load_library().functions
     except KernelsUnavailable as error:
         pytest.skip(str(error))
     return partial(NativeDecoder, library, threads=2, quantized=request.param)

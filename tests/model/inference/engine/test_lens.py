@@ -364,7 +364,7 @@ def test_what_is_not_finite_ends_its_own_request_alone(gpt: GPT) -> None:
 def test_native_code_gives_the_same_lens(family: str, dtype: torch.dtype, quantized: bool) -> None:
     """Its streams are float32, and the weights of either norm are what they are."""
     try:
-        library = load_library()
+        library = load_library().functions
     except KernelsUnavailable as error:
         pytest.skip(str(error))
     native = partial(NativeDecoder, library, threads=2, quantized=quantized)

@@ -1,6 +1,10 @@
 """Which numbers and which decoder: chosen from what there is, said in words, and without loss."""
 
 import ctypes
+import os
+import platform
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +15,15 @@ from torch.nn.functional import cross_entropy
 
 from model.checkpoint.checkpoint import load_checkpoint, read_checkpoint
 from model.data.sources.document import TextError
-from model.device import bfloat16_instructions, processor_features
 from model.evaluation.held_out import held_out_windows
 from model.evaluation.quantization_loss import decode_nats
 from model.inference.kernels.cpu.decoder import NativeDecoder, prefills_natively
-from model.inference.kernels.cpu.library import KernelsUnavailable, load_library
+from model.inference.kernels.cpu.library import (
+    KernelsUnavailable,
+    NativeLibrary,
+    load_library,
+)
+from model.inference.kernels.cpu.targets import TARGETS, runnable, target_named
 from model.inference.kernels.cuda.decoder import GraphDecoder
 from model.inference.kernels.eager.decoder import PlainDecoder
 from model.inference.kernels.select import (
@@ -27,6 +35,7 @@ from model.inference.kernels.select import (
     cuda_path,
 )
 from model.inference.kv_cache import KVCache
+from model.processor import bfloat16_instructions, processor_features
 from model.transformer.gpt import GPT
 from tests.model.factories import tiny_config, tiny_gpt
 
@@ -147,6 +156,79 @@ def test_native_decoding_says_what_it_is() -> None:
     assert choose_decode_path(gpt, quantize="int8", threads=1).name.endswith(", int8)")
 
 
+HERE = runnable(platform.machine(), processor_features())
+BEYOND = [target.name for target in TARGETS if target not in HERE]
+
+
+@pytest.mark.parametrize("name", BEYOND)
+def test_a_target_that_this_processor_cannot_run_is_refused(name: Any) -> None:
+    with pytest.raises(KernelError, match=f"^kernel_target is {name}, and this"):
+        choose_decode_path(tiny_gpt(COVERED), kernel_target=name, threads=1)
+
+
+def test_a_target_is_not_for_torch() -> None:
+    with pytest.raises(KernelError, match=r"kernel_target is x86-64-v3, .* and kernels is torch"):
+        choose_decode_path(tiny_gpt(COVERED), kernels="torch", kernel_target="x86-64-v3", threads=1)
+    name = HERE[-1].name if HERE else "armv8-a"
+    with pytest.raises(KernelError, match=rf"kernel_target is {name}.* head_dim is 8"):
+        choose_decode_path(tiny_gpt(), kernel_target=name, threads=1)
+
+
+@pytest.mark.usefixtures("library")
+@pytest.mark.skipif(not HERE, reason="this processor is of no target")
+def test_with_a_target_prompts_are_native_and_the_dtype_is_that_of_the_target(
+    library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded = NativeLibrary(library, HERE[0], "prebuilt")
+    monkeypatch.setattr("model.inference.kernels.select.load_library", lambda log, target: loaded)
+    gpt, name = tiny_gpt(COVERED), HERE[0].name
+    path = choose_decode_path(gpt, kernel_target=name, threads=1)
+    decoder = path.make_decoder(gpt, KVCache(gpt.config, 1, device=CPU, dtype=torch.float32))
+    assert decoder.prefill_matches_decode
+    decoder.close()
+    assert path.kernels == f"{name}, prebuilt"
+    assert path.name.endswith(f", target {name})")
+    monkeypatch.setattr(
+        "model.inference.kernels.select.processor_features", lambda: frozenset({"avx512_bf16"})
+    )
+    choice = choose_dtype("auto", COVERED, CPU, kernel_target=name)
+    assert choice == DTypeChoice("float32", f"auto: {name} has no dot products of bfloat16")
+
+
+ELSEWHERE = {
+    "ATEN_CPU_CAPABILITY": "default",
+    "ONEDNN_MAX_CPU_ISA": "SSE41",
+    "MKL_CBWR": "COMPATIBLE",
+}
+"""Makes torch compute as it does on a lesser processor."""
+SHOW = """
+import sys
+from model.llm import LLM, SamplingParams
+with LLM(sys.argv[1], kernel_target=sys.argv[2], dtype="bfloat16", threads=1) as llm:
+    params = SamplingParams(max_tokens=24, seed=3, temperature=0.9)
+    print(llm.logits("def read(self, size=-1):").tobytes().hex())
+    print(llm.hidden_states("for line in file:").tobytes().hex())
+    print(llm.generate("import os", params)[0].token_ids)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("library")
+def test_a_target_gives_the_same_bits_where_torch_gives_others() -> None:
+    """As on another processor."""
+    if "x86-64-v3" not in [target.name for target in HERE]:
+        pytest.skip("this processor is none of those that the test knows")
+
+    def shown(target: str, **environment: str) -> str:
+        return subprocess.run(
+            [sys.executable, "-c", SHOW, str(BUNDLED), target],
+            check=True, capture_output=True, text=True, env={**os.environ, **environment},
+        ).stdout  # fmt: skip
+
+    assert shown("x86-64-v3") == shown("x86-64-v3", **ELSEWHERE)
+    assert shown("auto") != shown("auto", **ELSEWHERE), "torch gives the same as well"
+
+
 @pytest.mark.parametrize("batch_invariant", [False, True])
 def test_a_gpu_replays_steps(batch_invariant: bool) -> None:
     path = cuda_path("auto", batch_invariant=batch_invariant)
@@ -225,14 +307,14 @@ def test_prompts_are_native_where_many_rows_are_fast(
     assert prefills_natively(dtype, quantized=quantized, features=features) is expected
 
 
-@pytest.mark.usefixtures("library")
-def test_the_chosen_decoder_prefills_as_the_processor_can(
-    monkeypatch: pytest.MonkeyPatch,
+def test_the_chosen_decoder_prefills_as_the_kernels_can(
+    library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gpt = tiny_gpt(COVERED)
-    for features, expected in (({"avx2"}, False), ({"avx512f"}, True)):
+    for name, expected in (("x86-64-v3", False), ("x86-64-v4", True)):
+        loaded = NativeLibrary(library, target_named(name), "prebuilt")
         monkeypatch.setattr(
-            "model.inference.kernels.select.processor_features", lambda f=features: f
+            "model.inference.kernels.select.load_library", lambda log, target, one=loaded: one
         )
         path = choose_decode_path(gpt, threads=1)
         cache = KVCache(gpt.config, 1, device=CPU, dtype=torch.float32)

@@ -5,6 +5,21 @@ using namespace logitd;
 
 extern "C" {
 
+// The widest instructions that this was compiled for, for people.
+const char* logitd_instructions() {
+#if defined(__AVX512BF16__)
+  return "AVX-512 BF16";
+#elif defined(__AVX512VNNI__)
+  return "AVX-512 VNNI";
+#elif defined(__AVX512F__)
+  return "AVX-512";
+#elif defined(HALVES)
+  return "AVX2";
+#else
+  return "portable";
+#endif
+}
+
 void* logitd_decoder_new(const ModelWeights* weights, const Cache* cache, std::int32_t rows,
                          std::int32_t threads) {
   return new Decoder(*weights, *cache, rows, threads);

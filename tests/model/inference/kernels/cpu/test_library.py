@@ -1,7 +1,11 @@
-"""Building the kernels: once, by content, and a sentence where it cannot be done."""
+"""Building the kernels: once, by content, for each target; a sentence where it cannot be done."""
 
 import os
+import platform
+import shutil
 import stat
+import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -10,8 +14,17 @@ from typing import Any
 
 import pytest
 
-from model.inference.kernels.cpu import library
-from model.inference.kernels.cpu.library import KernelsUnavailable, load_library
+from model.inference.kernels.cpu import library, prebuild
+from model.inference.kernels.cpu.library import (
+    KernelsUnavailable,
+    TargetRefused,
+    build_kernels,
+    load_library,
+    prebuilt_path,
+)
+from model.inference.kernels.cpu.targets import TARGETS, Target, runnable, targets_of
+from model.inference.options import TargetName
+from model.processor import processor_features
 
 
 @pytest.fixture
@@ -41,15 +54,17 @@ def compiler() -> None:
 @pytest.mark.usefixtures("compiler")
 def test_it_is_built_once(cache: Path, sources: Path) -> None:
     lines: list[str] = []
-    assert load_library(lines.append).answer() == 42
+    first = load_library(lines.append)
+    assert (first.functions.answer(), first.description) == (42, "this processor, compiled now")
     assert len(lines) == 1
     (built,) = cache.iterdir()
     written = built.stat().st_mtime_ns
-    assert load_library(lines.append).answer() == 42
+    again = load_library(lines.append)
+    assert (again.functions.answer(), again.description) == (42, "this processor, compiled before")
     assert len(lines) == 1
     assert built.stat().st_mtime_ns == written
     (sources / "decoder.cpp").write_text('extern "C" int answer() { return 43; }\n')
-    assert load_library(lines.append).answer() == 43
+    assert load_library(lines.append).functions.answer() == 43
     assert len(lines) == 2
 
 
@@ -67,7 +82,7 @@ def test_who_comes_while_it_is_built_waits_for_it(monkeypatch: pytest.MonkeyPatc
         first = pool.submit(load_library, lines.append)
         assert building.wait(60)
         second = pool.submit(load_library, lines.append)
-        assert [first.result().answer(), second.result().answer()] == [42, 42]
+        assert [done.result().functions.answer() for done in (first, second)] == [42, 42]
     assert len(lines) == 1
 
 
@@ -93,7 +108,7 @@ def test_without_a_compiler_it_takes_the_one_that_is_a_package(
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
     assert "ziglang" in library._compiler()
-    assert load_library(processor="x86-64-v3").answer() == 42
+    assert load_library(target="x86-64-v3").functions.answer() == 42
 
 
 @pytest.mark.usefixtures("compiler", "sources")
@@ -112,3 +127,115 @@ def test_a_folder_of_somebody_else_is_not_trusted(
 def test_the_folder_is_ours_alone(cache: Path) -> None:
     load_library()
     assert stat.S_IMODE(cache.stat().st_mode) == 0o700
+
+
+# Targets
+
+
+HERE = runnable(platform.machine(), processor_features())
+"""Those that this processor can run."""
+
+
+@pytest.fixture
+def prebuilt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "prebuilt"
+    monkeypatch.setattr(library, "PREBUILT", folder)
+    monkeypatch.setattr(prebuild, "PREBUILT", folder)
+    return folder
+
+
+@pytest.mark.usefixtures("compiler", "cache", "sources")
+@pytest.mark.skipif(not HERE, reason="this processor is of no target")
+def test_a_target_is_built_beside_the_processor_at_hand() -> None:
+    lines: list[str] = []
+    load_library(lines.append)
+    for target in HERE:
+        loaded = load_library(lines.append, target=target.name)
+        assert loaded.description == f"{target.name}, compiled now"
+        assert loaded.features == target.features
+    assert lines[1:] == [f"building the native kernels for {one.name}, once" for one in HERE]
+
+
+@pytest.mark.usefixtures("cache", "sources")
+@pytest.mark.parametrize(
+    "target", [one for one in TARGETS if one not in HERE], ids=lambda one: one.name
+)
+def test_a_target_that_the_processor_cannot_run_is_refused(target: Target) -> None:
+    with pytest.raises(TargetRefused, match=f"kernel_target is {target.name}, and this"):
+        load_library(target=target.name)
+
+
+@pytest.mark.usefixtures("compiler", "sources")
+@pytest.mark.skipif(not HERE, reason="this processor is of no target")
+def test_what_is_prebuilt_needs_no_compiler_and_no_cache(
+    cache: Path, prebuilt: Path, monkeypatch: pytest.MonkeyPatch, sources: Path
+) -> None:
+    prebuild.main()
+    assert len([*prebuilt.iterdir()]) == len(targets_of(platform.machine()))
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    best = load_library()
+    assert (best.functions.answer(), best.description) == (42, f"{HERE[-1].name}, prebuilt")
+    for target in HERE:
+        assert load_library(target=target.name).description == f"{target.name}, prebuilt"
+    assert not cache.exists()
+    (sources / "decoder.cpp").write_text('extern "C" int answer() { return 43; }\n')
+    with pytest.raises(KernelsUnavailable, match="no C\\+\\+ compiler"):
+        load_library()  # what is there is of other sources
+
+
+@pytest.mark.usefixtures("compiler", "cache", "sources")
+def test_a_lesser_prebuilt_target_is_taken_where_the_greatest_is_missing(prebuilt: Path) -> None:
+    if len(HERE) < 2:
+        pytest.skip("this processor is of one target at most")
+    prebuilt.mkdir()
+    build_kernels(HERE[0], prebuilt_path(HERE[0]))
+    assert load_library().description == f"{HERE[0].name}, prebuilt"
+    assert load_library(target=HERE[1].name).description == f"{HERE[1].name}, compiled now"
+
+
+X86_64 = platform.machine() == "x86_64"
+USES: dict[TargetName, tuple[set[str], set[str]]] = {
+    "x86-64-v2": (set(), {"%ymm0", "%zmm0", "vfmadd"}),
+    "x86-64-v3": ({"%ymm0", "vfmadd"}, {"%zmm0"}),
+    "x86-64-v4": ({"%zmm0", "vfmadd"}, {"vdpbf16ps", "vpdpbusd"}),
+    "x86-64-v4-vnni": ({"%zmm0", "vpdpbusd"}, {"vdpbf16ps"}),
+    "x86-64-v4-bf16": ({"%zmm0", "vpdpbusd", "vdpbf16ps"}, set()),
+}
+"""What is in the code of a target, and what is not."""
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("compiler")
+@pytest.mark.skipif(not X86_64, reason="the targets of other architectures")
+@pytest.mark.parametrize("name", USES)
+def test_every_target_is_built_and_uses_what_it_says(name: TargetName, tmp_path: Path) -> None:
+    """Whether this processor runs it or not."""
+    if shutil.which("objdump") is None:
+        pytest.skip("there is no objdump")
+    target, path = next(one for one in TARGETS if one.name == name), tmp_path / "kernels.so"
+    build_kernels(target, path)
+    code = subprocess.run(["objdump", "-d", path], capture_output=True, text=True, check=True)
+    present, absent = USES[name]
+    assert "<logitd_decode>:" in code.stdout
+    for word in present:
+        assert word in code.stdout, word
+    for word in absent:
+        assert word not in code.stdout, word
+
+
+def arm_compiler() -> list[str]:
+    """A command that compiles for 64-bit Arm."""
+    if cross := shutil.which("aarch64-linux-gnu-g++"):
+        return [cross, "-march=armv8-a"]
+    pytest.importorskip("ziglang", reason="no compiler for Arm is here")
+    return [sys.executable, "-m", "ziglang", "c++", "-target", "aarch64-linux-gnu", "-mcpu=generic"]
+
+
+@pytest.mark.slow
+def test_the_portable_spelling_compiles_for_arm(tmp_path: Path) -> None:
+    built = tmp_path / "kernels.so"
+    source = library.SOURCES / library.MAIN_SOURCE
+    subprocess.run([*arm_compiler(), *library.FLAGS, "-o", built, source], check=True)
+    header = built.read_bytes()[:20]
+    assert header[:4] == b"\x7fELF"
+    assert int.from_bytes(header[18:20], "little") == 183, "AArch64"

@@ -1,0 +1,21 @@
+"""Build the native kernels for every target of this architecture, for where there is no compiler
+afterwards: `python -m model.inference.kernels.cpu.prebuild`, as the Dockerfile does.
+
+Needs a compiler, and neither torch nor a processor that runs what is built.
+"""
+
+import platform
+
+from model.inference.kernels.cpu.library import PREBUILT, build_kernels, prebuilt_path
+from model.inference.kernels.cpu.targets import targets_of
+
+
+def main() -> None:
+    PREBUILT.mkdir(exist_ok=True)
+    for target in targets_of(platform.machine()):
+        print(f"building the native kernels for {target.name}", flush=True)
+        build_kernels(target, prebuilt_path(target))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,81 @@
+"""Targets: kinds of processors that the native kernels can be built for, besides the one at hand.
+
+For machines without a compiler, which choose among kernels that were built before, and for fleets
+that need the same bits on different processors. The names are those of GCC and Clang; what follows
+`x86-64-v4` adds the dot products of AVX-512. Pure functions of a machine and its features.
+"""
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+
+from model.inference.options import TargetName
+
+X86 = frozenset({"x86_64", "AMD64"})
+ARM = frozenset({"aarch64", "arm64"})
+V2 = frozenset({"cx16", "lahf_lm", "pni", "popcnt", "sse4_1", "sse4_2", "ssse3"})
+V3 = V2 | {"abm", "avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "movbe", "xsave"}
+V4 = V3 | {"avx512bw", "avx512cd", "avx512dq", "avx512f", "avx512vl"}
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A kind of processor.
+
+    machines   the names of its architecture
+    features   what its code may use, in Linux's words
+    processor  its name for the compiler
+    extra      the compiler's flags for what the name lacks
+    """
+
+    name: TargetName
+    machines: frozenset[str]
+    features: frozenset[str]
+    processor: str
+    extra: tuple[str, ...] = ()
+
+
+_VNNI = ("-mavx512vnni",)
+TARGETS = (
+    Target("x86-64-v2", X86, V2, "x86-64-v2"),
+    Target("x86-64-v3", X86, V3, "x86-64-v3"),
+    Target("x86-64-v4", X86, V4, "x86-64-v4"),
+    Target("x86-64-v4-vnni", X86, V4 | {"avx512_vnni"}, "x86-64-v4", _VNNI),
+    Target(
+        "x86-64-v4-bf16", X86, V4 | {"avx512_vnni", "avx512_bf16"},
+        "x86-64-v4", (*_VNNI, "-mavx512bf16"),
+    ),
+    Target("armv8-a", ARM, frozenset(), "armv8-a"),
+)  # fmt: skip
+"""From the least to the greatest."""
+
+
+def target_named(name: TargetName) -> Target:
+    return next(target for target in TARGETS if target.name == name)
+
+
+def targets_of(machine: str) -> tuple[Target, ...]:
+    """Those that programs for this architecture can be built for."""
+    return tuple(target for target in TARGETS if machine in target.machines)
+
+
+def runnable(
+    machine: str, features: Collection[str], among: Iterable[Target] = TARGETS
+) -> tuple[Target, ...]:
+    """Those that a processor can run, the greatest last."""
+    return tuple(
+        target for target in among if machine in target.machines and target.features <= {*features}
+    )
+
+
+def refusal(target: Target, machine: str, features: Collection[str]) -> str | None:
+    """Why a processor cannot run what is built for a target; None when it can."""
+    if machine not in target.machines:
+        why = f"this machine is {machine}"
+    elif lacking := sorted(target.features - {*features}):
+        why = f"this processor lacks {', '.join(lacking)}"
+    else:
+        return None
+    here = ", ".join(one.name for one in runnable(machine, features))
+    return f"kernel_target is {target.name}, and {why}; " + (
+        f"it can run {here}" if here else "leave it at auto"
+    )

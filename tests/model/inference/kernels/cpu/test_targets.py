@@ -1,0 +1,87 @@
+"""Targets: what a processor can run, as a pure function of its features."""
+
+from typing import Literal, get_args
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from model.inference.kernels.cpu.targets import (
+    TARGETS,
+    refusal,
+    runnable,
+    target_named,
+    targets_of,
+)
+from model.inference.options import TargetName
+
+V3 = target_named("x86-64-v3").features
+ZEN3 = V3 | {"fpu", "sse", "sse2", "sha_ni", "vaes"}
+CASCADE_LAKE = ZEN3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl", "avx512_vnni"}
+"""As Linux names what these processors have, in part."""
+WORDS = sorted(CASCADE_LAKE | {"avx512_bf16", "amx_bf16", "asimd", "fp", "bf16"})
+
+machines = st.sampled_from(["x86_64", "aarch64", "arm64", "AMD64", "riscv64"])
+features = st.frozensets(st.sampled_from(WORDS))
+
+
+@given(machines, features)
+def test_what_runs_is_what_is_not_refused(machine: str, has: frozenset[str]) -> None:
+    for target in TARGETS:
+        assert (target in runnable(machine, has)) == (refusal(target, machine, has) is None)
+
+
+@given(machines, features, features)
+def test_a_processor_with_more_features_runs_what_one_with_fewer_does(
+    machine: str, some: frozenset[str], more: frozenset[str]
+) -> None:
+    fewer = runnable(machine, some)
+    assert {*fewer} <= {*runnable(machine, some | more)}
+
+
+@given(machines, features, st.sets(st.sampled_from(TARGETS)))
+def test_the_last_is_the_greatest_of_those_that_are_there(
+    machine: str, has: frozenset[str], among: set[object]
+) -> None:
+    there = tuple(target for target in TARGETS if target in among)
+    fitting = runnable(machine, has, there)
+    assert {*fitting} == {*there} & {*runnable(machine, has)}
+    for target in fitting:
+        assert target.features <= fitting[-1].features
+
+
+@pytest.mark.parametrize(
+    ("machine", "has", "best"),
+    [
+        ("x86_64", ZEN3, "x86-64-v3"),
+        ("x86_64", ZEN3 - {"fma"}, "x86-64-v2"),
+        ("x86_64", CASCADE_LAKE, "x86-64-v4-vnni"),
+        ("x86_64", CASCADE_LAKE - {"avx512_vnni"}, "x86-64-v4"),
+        ("x86_64", CASCADE_LAKE | {"avx512_bf16", "amx_bf16"}, "x86-64-v4-bf16"),
+        ("x86_64", CASCADE_LAKE - {"avx512vl"}, "x86-64-v3"),
+        ("x86_64", frozenset({"fpu", "sse2"}), None),
+        ("x86_64", frozenset(), None),
+        ("aarch64", frozenset({"fp", "asimd"}), "armv8-a"),
+        ("arm64", frozenset(), "armv8-a"),
+        ("riscv64", frozenset(), None),
+    ],
+)
+def test_the_best_for_processors_that_there_are(
+    machine: Literal["x86_64"], has: frozenset[str], best: str | None
+) -> None:
+    assert [target.name for target in runnable(machine, has)][-1:] == ([best] if best else [])
+
+
+def test_a_refusal_names_what_is_missing_and_what_can_be_taken() -> None:
+    assert refusal(target_named("x86-64-v4-bf16"), "x86_64", CASCADE_LAKE) == (
+        "kernel_target is x86-64-v4-bf16, and this processor lacks avx512_bf16; it can run "
+        "x86-64-v2, x86-64-v3, x86-64-v4, x86-64-v4-vnni"
+    )
+    assert refusal(target_named("armv8-a"), "x86_64", frozenset()) == (
+        "kernel_target is armv8-a, and this machine is x86_64; leave it at auto"
+    )
+
+
+def test_every_name_has_a_target() -> None:
+    assert [target.name for target in TARGETS] == [*get_args(TargetName)]
+    assert {*targets_of("x86_64"), *targets_of("aarch64")} == {*TARGETS}
