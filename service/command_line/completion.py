@@ -63,7 +63,10 @@ def zsh(commands: Commands) -> str:
 def fish(commands: Commands) -> str:
     """A line for each command and each flag, with its description."""
     names = " ".join([*commands, *OTHERS])
-    lines = [f"complete -c logitd -n 'not __fish_seen_subcommand_from {names}' -f -a '{names}'"]
+    seen = "__fish_seen_subcommand_from"
+    words = {f"not {seen} {names}": names, f"{seen} help": " ".join(commands)}
+    words[f"{seen} completion"] = " ".join(SHELLS)
+    lines = [f"complete -c logitd -n '{when}' -f -a '{those}'" for when, those in words.items()]
     for name, settings in commands.items():
         for flag in flags_of(settings):
             value = f" -x -a {shlex.quote(' '.join(flag.choices))}" if flag.choices else ""

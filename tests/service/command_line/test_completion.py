@@ -1,13 +1,17 @@
 """Completion, tried in the shells themselves where they are."""
 
+import os
+import pty
+import select
 import shutil
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
 
 from service.cli import COMMANDS, run
-from service.command_line.completion import SHELLS, bash, fish
+from service.command_line.completion import SHELLS, bash, fish, zsh
 from service.command_line.flags import flags_of
 
 COMPLETE = """
@@ -33,8 +37,7 @@ def completed(folder: Path, words: str) -> list[str]:
     return done.stdout.split()
 
 
-@with_bash
-@pytest.mark.parametrize(
+OFFERED = pytest.mark.parametrize(
     ("words", "offered"),
     [
         ("logitd se", ["serve"]),
@@ -49,9 +52,75 @@ def completed(folder: Path, words: str) -> list[str]:
         ("logitd serve --validation-text mine", ["mine-of-tuesday"]),
     ],
 )
+"""Words on a line, and what every shell offers for the last of them."""
+
+
+@with_bash
+@OFFERED
 def test_bash_offers(words: str, offered: list[str], tmp_path: Path) -> None:
     (tmp_path / "mine-of-tuesday").mkdir()
     assert completed(tmp_path, words) == offered
+
+
+@pytest.mark.skipif(shutil.which("fish") is None, reason="there is no fish here")
+@OFFERED
+def test_fish_offers(words: str, offered: list[str], tmp_path: Path) -> None:
+    (tmp_path / "mine-of-tuesday").mkdir()
+    (tmp_path / "script").write_text(fish(COMMANDS))
+    line = words.removesuffix("''")
+    done = subprocess.run(
+        ["fish", "--no-config", "-c", f"source script; complete -C '{line}'"],
+        capture_output=True, text=True, check=True, cwd=tmp_path, timeout=60,
+        env={**os.environ, "HOME": str(tmp_path / "home")},
+    )  # fmt: skip
+    found = [one.split("\t")[0].rstrip("/") for one in done.stdout.splitlines()]
+    assert sorted(found) == sorted(offered)
+
+
+@pytest.mark.skipif(shutil.which("zsh") is None, reason="there is no zsh here")
+@OFFERED
+def test_zsh_offers(words: str, offered: list[str], tmp_path: Path) -> None:
+    """Typed at a terminal, and the tabulator pressed."""
+    (tmp_path / "mine-of-tuesday").mkdir()
+    (tmp_path / "script").write_text(zsh(COMMANDS))
+    line = words.removesuffix("''")
+    typed = at_a_terminal(tmp_path, ["zsh", "-f", "-i"], f"{line}\t")
+    if len(offered) == 1:  # it stands on the line then
+        assert f"{line.rpartition(' ')[0]} {offered[0]}" in typed
+    else:
+        (shown,) = [row for row in typed.splitlines() if {*offered} <= {*row.split()}]
+        assert sorted(shown.split()) == sorted(offered)
+
+
+def at_a_terminal(folder: Path, shell: list[str], keys: str) -> str:
+    """What a shell shows that has sourced `script`, when these keys are pressed."""
+    environment = {"PATH": os.environ["PATH"], "TERM": "dumb", "HOME": str(folder / "home")}
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        shell, stdin=theirs, stdout=theirs, stderr=theirs, cwd=folder, env=environment,
+        start_new_session=True,
+    )  # fmt: skip
+    os.close(theirs)
+    try:
+        os.write(ours, b"PS1='rea''dy> '; COLUMNS=200; source script\n")
+        until(ours, b"ready> ")
+        # What is typed behind the tabulator waits until the shell has answered that.
+        os.write(ours, keys.encode() + b"\x15echo 'the ''end'\n")
+        return until(ours, b"the end\r").decode()
+    finally:
+        process.kill()
+        process.wait()
+        os.close(ours)
+
+
+def until(descriptor: int, mark: bytes) -> bytes:
+    """What can be read up to a mark."""
+    read, deadline = b"", time.monotonic() + 60
+    while mark not in read:
+        assert time.monotonic() < deadline, read
+        if select.select([descriptor], [], [], 1)[0]:
+            read += os.read(descriptor, 65536)
+    return read
 
 
 @with_bash

@@ -311,8 +311,9 @@ def test_the_chosen_decoder_prefills_as_the_kernels_can(
     library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gpt = tiny_gpt(COVERED)
-    for name, expected in (("x86-64-v3", False), ("x86-64-v4", True)):
-        loaded = NativeLibrary(library, target_named(name), "prebuilt")
+    v3, v4 = target_named("x86-64-v3"), target_named("x86-64-v4")
+    for target, expected in ((v3, False), (v4, True)):
+        loaded = NativeLibrary(library, target, "prebuilt")
         monkeypatch.setattr(
             "model.inference.kernels.select.load_library", lambda log, target, one=loaded: one
         )
