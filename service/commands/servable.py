@@ -18,6 +18,8 @@ from service.command_line.called import called
 KEPT_IN = (Path("checkpoints"), Path("runs"))
 """Where checkpoints and runs usually are, below the working directory."""
 MOST_NAMED = 6
+TEXTS = (".txt", ".md", ".py", ".jsonl", ".parquet")
+"""How names of files end that are trained on and not served."""
 
 
 class NotServable(Exception):
@@ -100,11 +102,17 @@ def _base_of(run: Path) -> str:
 
 
 def _not_within(path: Path) -> Path:
-    """A file: one of a checkpoint's own is taken for a mistake, others may be a model."""
+    """A file: a text and one of a checkpoint's own are taken for mistakes, others may be models."""
     if path.name in (CONFIG, WEIGHTS, RANKS, CARD) and is_checkpoint(path.parent):
         raise NotServable(
             f"{path} is one file of a checkpoint, which is a folder:\n\n"
             f"  {_command('serve', path.parent)}"
+        )
+    if path.suffix in TEXTS:
+        run = Path("runs") / path.stem
+        raise NotServable(
+            f"{path} is a text, and what is served is a model; one is trained on it by\n\n"
+            f"  {_command('train', '--data', path, '--out', run)}\n  {_command('serve', run)}"
         )
     return path
 

@@ -175,9 +175,9 @@ def test_an_adapter_of_a_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert checkpoint_at(Path("run/merged")) == Path("run/merged")
 
 
-@pytest.mark.parametrize("path", ["notes.md", "folder"])
+@pytest.mark.parametrize("path", ["curve.png", "folder"])
 def test_what_is_no_model_at_all(path: str, capsys: pytest.CaptureFixture[str]) -> None:
-    Path("notes.md").touch()
+    Path("curve.png").touch()
     Path("folder/src").mkdir(parents=True)
     said = refused(capsys, path)
     assert said.startswith(f"{path} is neither a checkpoint nor a model that may be imported")
@@ -225,3 +225,17 @@ def test_the_command_is_named_as_it_was_called(
     which = None if found is None else found.format(here=here)
     monkeypatch.setattr("service.command_line.called.shutil.which", lambda name: which)
     assert called() == expected
+
+
+@pytest.mark.parametrize("name", ["my-text.txt", "notes.md", "rows.parquet"])
+def test_a_text_is_answered_with_the_training(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path(name).write_text("once upon a time")
+    run_of_it = f"runs/{Path(name).stem}"
+    lines = refused(capsys, name).splitlines()
+    assert lines[0].startswith(f"{name} is a text")
+    assert lines[2:] == [
+        f"  {called()} train --data {name} --out {run_of_it}",
+        f"  {called()} serve {run_of_it}",
+    ]

@@ -34,7 +34,7 @@ INFO = Info(
     version="9.9", model="m", models=(),
     checkpoint=Checkpoint("m", 1, None, "abc"), config={}, training={},
     parameters=1, engine="thread",
-    device="cpu (X)", decoding="torch", dtype="float32", threads=2, slots=2,
+    device="cpu (X)", decoding="torch", kernels=None, dtype="float32", threads=2, slots=2,
     kv_cache_bytes=1, quantization=None, speculate="none", api_keys=False, limits={},
     request_id="r",
 )  # fmt: skip

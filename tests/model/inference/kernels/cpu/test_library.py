@@ -94,6 +94,19 @@ def test_what_does_not_compile_is_told(sources: Path) -> None:
 
 
 @pytest.mark.usefixtures("cache", "sources")
+def test_a_compiler_that_does_not_end_is_told_in_a_few_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow = tmp_path / "c++"
+    slow.write_text('#!/bin/sh\n[ "$1" = --version ] || exec sleep 60\n')
+    slow.chmod(0o755)
+    monkeypatch.setenv("CXX", str(slow))
+    monkeypatch.setattr(library, "BUILD_SECONDS", 0.1)
+    with pytest.raises(KernelsUnavailable, match=r"^the compiler did not finish within 0\.1 sec"):
+        load_library()
+
+
+@pytest.mark.usefixtures("cache", "sources")
 def test_without_a_compiler_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(KernelsUnavailable, match="no C\\+\\+ compiler was found"):
