@@ -1,7 +1,13 @@
-"""What deploy/ and docker-compose.yml say of logitd is true of it: metrics, files, settings."""
+"""What deploy/, docker-compose.yml and the Dockerfile say of logitd is true of it: metrics, files,
+settings."""
 
 import json
+import os
+import platform
 import re
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +16,7 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from deploy.grafana.make_dashboard import PLACE, dashboard
+from model.inference.kernels.cpu.targets import targets_of
 from service.command_line.flags import flags_of
 from service.core.metrics import Metrics
 from service.settings.serve import ServeSettings
@@ -141,3 +148,43 @@ def test_prometheus_and_the_balancer_know_the_replicas() -> None:
 def test_the_container_has_longer_to_end_than_its_requests() -> None:
     drain = ServeSettings.model_fields["drain_timeout"].default
     assert float(COMPOSE["services"]["logitd"]["stop_grace_period"].rstrip("s")) > drain + 5
+
+
+# Dockerfile
+
+
+def stage(name: str) -> list[str]:
+    """The instructions of one stage."""
+    text = (ROOT / "Dockerfile").read_text(encoding="utf-8").replace("\\\n", " ")
+    (body,) = re.findall(rf"^FROM \S+ AS {name}\n(.*?)(?=^FROM )", text, flags=re.S | re.M)
+    return [line for line in body.splitlines() if line and not line.startswith("#")]
+
+
+@pytest.mark.skipif(shutil.which("c++") is None, reason="there is no compiler here")
+def test_the_stage_of_the_kernels_has_all_that_it_needs(tmp_path: Path) -> None:
+    """Its COPY and RUN, in a folder, without anything installed; of a source that compiles in no
+    time."""
+    for line in stage("kernels"):
+        if line.startswith("COPY "):
+            *sources, place = line.split()[1:]
+            for source in sources:
+                if (ROOT / source).is_dir():
+                    shutil.copytree(ROOT / source, tmp_path / place)
+                else:
+                    (tmp_path / place).mkdir(parents=True, exist_ok=True)
+                    shutil.copy(ROOT / source, tmp_path / place)
+    cpu = tmp_path / "model/inference/kernels/cpu"
+    shutil.rmtree(cpu / "prebuilt", ignore_errors=True)  # somebody's own
+    (cpu / "native/decoder.cpp").write_text('extern "C" int answer() { return 42; }\n')
+    (command,) = [line for line in stage("kernels") if line.startswith("RUN python3 ")]
+    subprocess.run(
+        [sys.executable, "-S", *command.split()[2:]],
+        cwd=tmp_path, check=True, env={"PATH": os.environ["PATH"]}, timeout=100,
+    )  # fmt: skip
+    built = {path.name.rpartition("-")[0] for path in (cpu / "prebuilt").iterdir()}
+    assert built == {f"kernels-{target.name}" for target in targets_of(platform.machine())}
+    (handed,) = [line for line in stage("build") if "--from=kernels" in line]
+    assert handed.split()[2:] == [
+        "/src/model/inference/kernels/cpu/prebuilt",
+        "model/inference/kernels/cpu/prebuilt",
+    ]
