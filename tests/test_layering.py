@@ -204,6 +204,13 @@ ROOMS: dict[str, set[str]] = {
         "service.tgi",
     },
     "service.connections": {"service.core", "service.settings"},
+    "service.tracing": {
+        "model",
+        "service.core",
+        "service.engine",
+        "service.requests",
+        "service.settings",
+    },
     "service.app": {
         "model",
         "service.connections",
@@ -214,6 +221,7 @@ ROOMS: dict[str, set[str]] = {
         "service.routes",
         "service.schemas",
         "service.settings",
+        "service.tracing",
     },
     "service.commands": {
         "model",
@@ -246,6 +254,7 @@ ONE_ROOM = {
     "gguf": {"model.convert.gguf_file"},
     "httpx": {"model.data.sources.download", "service.client", "service.commands"},
     "llguidance": {"model.inference.constraints.compiler"},
+    "opentelemetry": {"service.tracing.otlp"},
     "pickle": {"model.convert.pt_file", "model.training.run.state"},
     "pyarrow": {
         "model.data.sources.records",
@@ -266,6 +275,7 @@ ONE_ROOM = {
         "model.inference.constraints.mask_worker",
         "model.training.stopping.signals",
         "service.engine",
+        "service.tracing.otlp",
     },
 }
 """What few places may import."""

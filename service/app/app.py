@@ -46,6 +46,7 @@ from service.routes import (
     tokenize,
 )
 from service.settings.serve import ServeSettings
+from service.tracing.traces import Traces, traces_of
 
 DESCRIPTION = """Serves a GPT that was trained with logitd, and every number it computes.
 
@@ -54,12 +55,16 @@ Prompts are texts, lists of token ids, or lists of either. Errors are
 
 
 def create_app(settings: ServeSettings) -> FastAPI:
-    """The service as an ASGI application; ApiKeyError if its keys cannot be used."""
+    """The service as an ASGI application; ApiKeyError if its keys cannot be used, TracesError if
+    there can be no traces and some are asked for."""
     state = ServiceState(settings, read_api_keys(settings.api_keys, settings.api_key_file))
+    traces = traces_of(settings)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         life = asyncio.create_task(live(state))
+        if traces is not None:
+            traces.open()
         try:
             yield
         finally:
@@ -68,6 +73,8 @@ def create_app(settings: ServeSettings) -> FastAPI:
             with contextlib.suppress(asyncio.CancelledError):
                 await life
             await state.drain()
+            if traces is not None:
+                await asyncio.to_thread(traces.close)
 
     app = FastAPI(
         title="logitd",
@@ -89,7 +96,7 @@ def create_app(settings: ServeSettings) -> FastAPI:
         app.include_router(routes.router)
     _serve_docs(app)
     _serve_playground(app)
-    _add_middleware(app, state)
+    _add_middleware(app, state, traces)
     return app
 
 
@@ -97,7 +104,7 @@ def _needs_key(state: ServiceState, path: str, method: str) -> bool:
     return bool(state.keys.names) and not is_public(path, method, state.settings.public_endpoints)
 
 
-def _add_middleware(app: FastAPI, state: ServiceState) -> None:
+def _add_middleware(app: FastAPI, state: ServiceState, traces: Traces | None) -> None:
     """What a request passes on its way in, the innermost first."""
     app.add_middleware(HeadAsGet)
     if state.keys.names:
@@ -111,7 +118,7 @@ def _add_middleware(app: FastAPI, state: ServiceState) -> None:
             allow_headers=("*",),
             expose_headers=EXPOSED_HEADERS,
         )
-    app.add_middleware(RequestLog, metrics=state.metrics)
+    app.add_middleware(RequestLog, metrics=state.metrics, traces=traces)
 
 
 def _serve_playground(app: FastAPI) -> None:

@@ -1,9 +1,9 @@
 """Middleware: what happens to every request, whatever its endpoint. Pure ASGI.
 
 From the outside in: `RequestLog` (a request id, taken from `X-Request-ID` or made, and returned;
-the count by endpoint and status; one log line; a cap on the size of headers), CORS where it is
-asked for, `BugAnswer` (the answer to what should not have happened; inside CORS, so that a browser
-can read it), the API keys (`service/core/auth.py`), and HEAD, which becomes GET.
+the count by endpoint and status; its trace; one log line; a cap on the size of headers), CORS where
+it is asked for, `BugAnswer` (the answer to what should not have happened; inside CORS, so that a
+browser can read it), the API keys (`service/core/auth.py`), and HEAD, which becomes GET.
 Starlette's BaseHTTPMiddleware would hide a client's disconnect and make streams several times
 dearer.
 """
@@ -27,6 +27,8 @@ from service.engine.admission import Limit
 from service.engine.usage import Usage
 from service.log import FIELDS
 from service.responses.text import CHECKPOINT_HEADERS
+from service.tracing.attributes import Ended
+from service.tracing.traces import Traces
 
 logger = logging.getLogger("logitd.http")
 
@@ -42,12 +44,13 @@ EXPOSED_HEADERS = ("X-Request-ID", "Retry-After", "Server-Timing", *CHECKPOINT_H
 
 
 class RequestLog:
-    """Names, counts and logs each request. Of what it says, only the `user` of an OpenAI request is
-    logged."""
+    """Names, counts, traces and logs each request. Of what it says, only the `user` of an OpenAI
+    request is logged."""
 
-    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+    def __init__(self, app: ASGIApp, metrics: Metrics, traces: Traces | None = None) -> None:
         self._app = app
         self._metrics = metrics
+        self._traces = traces
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -56,13 +59,16 @@ class RequestLog:
         request_id = _request_id(scope["headers"])
         scope[REQUEST_ID_SCOPE] = request_id.decode()
         started = time.perf_counter()
-        status = 0
+        status, whole = 0, False
+        exception: str | None = None
 
         async def send_named(message: Message) -> None:
-            nonlocal status
+            nonlocal status, whole
             if message["type"] == "http.response.start":
                 status = message["status"]
                 message["headers"] = [*message["headers"], (b"x-request-id", request_id)]
+            elif not message.get("more_body"):
+                whole = True
             await send(message)
 
         scope.setdefault("state", {})
@@ -72,11 +78,17 @@ class RequestLog:
                 await headers_too_large().response()(scope, receive, send_named)
             else:
                 await self._app(scope, receive, send_named)
+        except Exception as error:
+            exception = type(error).__name__
+            raise
         finally:
-            self._count(scope, status, time.perf_counter() - started)
+            seconds = time.perf_counter() - started
+            self._count(Ended(scope, status, seconds, exception, whole))
 
-    def _count(self, scope: Scope, status: int, seconds: float) -> None:
-        """Count a request that has ended, and write its line."""
+    def _count(self, ended: Ended) -> None:
+        """Count a request that has ended, make its trace, and write its line."""
+        scope, status, seconds = ended.scope, ended.status, ended.seconds
+        trace = None if self._traces is None else self._traces.record(ended)
         endpoint, caller = endpoint_label(scope["path"]), scope.get(CALLER)
         limit: Limit | None = scope["state"].get(LIMIT)
         self._metrics.observe_request(endpoint, status or 500, seconds, caller, limit)
@@ -90,6 +102,8 @@ class RequestLog:
             "duration_ms": round(1e3 * seconds, 1),
             "request_id": scope[REQUEST_ID_SCOPE],
         }
+        if trace is not None:
+            fields["trace_id"] = trace
         if caller is not None:
             fields["key"] = caller
         if limit is not None:

@@ -32,6 +32,7 @@ from service.core.reloader import ReloadError
 from service.core.state import ServiceState
 from service.log import configure_logging
 from service.settings.serve import ServeSettings
+from service.tracing.traces import TracesError
 
 logger = logging.getLogger("logitd")
 
@@ -177,7 +178,7 @@ def serve(settings: ServeSettings, announce: Announce) -> int:
     configure_logging(settings.log_level, json=settings.log_format == "json")
     try:
         app = create_app(settings)
-    except ApiKeyError as error:
+    except (ApiKeyError, TracesError) as error:
         logger.error("cannot serve: %s", error)
         return 1
     state: ServiceState = app.state.service

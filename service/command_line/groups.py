@@ -17,7 +17,7 @@ GROUPS: Mapping[str, Mapping[str, str]] = {
         "max_connections": "limits of connections",
         "stall_timeout": "its end",
         "api_keys": "who may ask",
-        "log_level": "its log",
+        "log_level": "its log and traces",
     },
     "train": {
         "preset": "what is learned",

@@ -28,6 +28,8 @@ from service.settings.serve import ServeSettings
 
 USAGE = "usage"
 """Where the state of a request holds what it had the engine compute, for its line in the log."""
+SERVED = "served"
+"""Where it holds what answers it, for its trace."""
 MODEL = "model"
 """Where it holds the name of the model that answers, where there are several."""
 
@@ -186,7 +188,9 @@ class ModelChoice:
         setattr(self._request.state, USAGE, session.usage)
         if self.all.several:
             setattr(self._request.state, MODEL, shared.name)
-        return replace(shared, session=session, caller=caller_of(self._request))
+        answering = replace(shared, session=session, caller=caller_of(self._request))
+        setattr(self._request.state, SERVED, answering)
+        return answering
 
     def close(self) -> None:
         """The request is answered."""

@@ -293,6 +293,7 @@ class AsyncEngine:
     ) -> Submission:
         """Give admitted requests to the engine."""
         ids, sequences = [r.request_id for r in requests], sum(load.sequences for load in loads)
+        lease.usage.begin(requests, sequences)
         submission = Submission(self, ids, sequences, lease.usage)
         for request, load in zip(requests, loads, strict=True):
             opened = _OpenRequest(submission, load.sequences, load, request.caller, lease.version)

@@ -84,12 +84,13 @@ class Submission:
         self._events.append(event)
         if isinstance(event, FinishEvent):
             self._open -= 1
-            self._usage.add(event)
+            self._usage.end(event)
         self._wake()
 
     def fail(self, reason: str) -> None:
         """No more events will come; called by the owner."""
         self._failure = reason
+        self._usage.lose(self._open)
         self._wake()
 
     async def _wait(self, timeout: float | None) -> None:

@@ -1,12 +1,17 @@
 """Usage: what one HTTP request had the engine compute, and when, summed over its sequences.
 
-For the log, `Server-Timing` and the timings of a reply. Belongs to the event loop.
+For the log, traces, `Server-Timing` and the timings of a reply. Belongs to the event loop.
 """
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
-from model.inference.engine.events import FinishEvent
+from model.inference.engine.events import FinishEvent, FinishReason
+from model.inference.engine.requests import GenerationRequest, Request
+
+ANSWERS = (FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT)
+"""Ends of a sequence that the server has not failed at; ABORT is that of a client that went."""
 
 
 @dataclass(slots=True)
@@ -18,6 +23,11 @@ class Usage:
     admitted   of the first that got a slot
     prefilled  of the first whose prompt was computed
     finished   of the last
+    first      of the engine's requests, None before one is submitted
+    open       sequences that were submitted and have not ended
+    reasons    why each sequence that generates has ended, in the order of the reply; None: not yet
+    failed     the first end that is none of ANSWERS
+    lost       the engine failed before all had ended
     """
 
     sequences: int = 0
@@ -28,6 +38,49 @@ class Usage:
     admitted: float = math.inf
     prefilled: float = math.inf
     finished: float = 0.0
+    first: Request | None = None
+    open: int = 0
+    reasons: dict[tuple[str, int], FinishReason | None] = field(default_factory=dict)
+    failed: FinishEvent | None = None
+    lost: bool = False
+    _when_settled: Callable[[], None] | None = None
+
+    def begin(self, requests: Sequence[Request], sequences: int) -> None:
+        """Requests of so many sequences were submitted together."""
+        self.first = self.first or requests[0]
+        self.open += sequences
+        for request in requests:
+            if isinstance(request, GenerationRequest):
+                for index in range(request.n):
+                    self.reasons[request.request_id, index] = None
+
+    def end(self, event: FinishEvent) -> None:
+        """One of them has ended."""
+        self.add(event)
+        if (event.request_id, event.index) in self.reasons:
+            self.reasons[event.request_id, event.index] = event.reason
+        if event.reason not in ANSWERS:
+            self.failed = self.failed or event
+        self._close(1)
+
+    def lose(self, sequences: int) -> None:
+        """So many will not be told of: the engine has failed."""
+        self.lost = self.lost or sequences > 0
+        self._close(sequences)
+
+    def when_settled(self, call: Callable[[], None]) -> None:
+        """Have `call` called when nothing is open, which may be now. A client that goes leaves
+        sequences whose ends come a step later."""
+        if self.open:
+            self._when_settled = call
+        else:
+            call()
+
+    def _close(self, sequences: int) -> None:
+        self.open -= sequences
+        if not self.open and self._when_settled is not None:
+            call, self._when_settled = self._when_settled, None
+            call()
 
     def add(self, event: FinishEvent) -> None:
         """Count a sequence that has ended."""

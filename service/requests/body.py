@@ -30,6 +30,9 @@ MAX_PARTS = 2**14
 UNCOUNTED_BYTES = 2**14
 """A body of so many bytes is parsed at once: whatever it holds, that takes a few ms."""
 
+BODY = "body"
+"""Where the state of a request holds its body, once it is read, for its trace."""
+
 Body = TypeVar("Body", bound=BaseModel)
 Result = TypeVar("Result")
 
@@ -57,11 +60,13 @@ def body_of(
         if len(raw) > UNCOUNTED_BYTES:
             await _check_structure(raw)
         try:
-            return model.model_validate_json(raw)
+            body = model.model_validate_json(raw)
         except ValidationError as error:
             if (other := _other(error, others or {})) is None:
                 raise from_validation(error, model.model_fields) from error
-            return cast(Body, _read_other(raw, other))
+            body = cast(Body, _read_other(raw, other))
+        setattr(request.state, BODY, body)
+        return body
 
     return read
 

@@ -60,6 +60,15 @@ Origins = Annotated[
 ]
 
 
+def _collector(text: str) -> str:
+    if not re.fullmatch(r"https?://[^\s/?#@]+(/[^\s?#]*)?", text):
+        raise ValueError(
+            "a collector is http://host:port or https://host:port, where 4318 is the usual port; "
+            "keys for it belong into the variable OTEL_EXPORTER_OTLP_HEADERS"
+        )
+    return text
+
+
 def _host(text: str) -> str:
     if not text or any(c.isspace() for c in text):
         raise ValueError(
@@ -291,6 +300,19 @@ class ServeSettings(BaseSettings):
         "text", description="of log lines on standard error: text, or a JSON object each"
     )
 
+    otlp_endpoint: Annotated[str, AfterValidator(_collector)] | None = Field(
+        None,
+        description="send a trace of each request to the OpenTelemetry collector at this address, "
+        "such as http://127.0.0.1:4318, by OTLP over HTTP; without one there are no traces",
+    )
+    trace_ratio: float = Field(
+        1,
+        ge=0,
+        le=1,
+        description="share of the requests that are traced, of those whose traceparent does not "
+        "say whether they are",
+    )
+
     @field_validator("admin_key")
     @classmethod
     def _hard_to_guess(cls, value: SecretStr | None) -> SecretStr | None:
@@ -306,6 +328,13 @@ class ServeSettings(BaseSettings):
     def _of_keys_that_there_are(cls, value: int, info: ValidationInfo) -> int:
         if value and not (info.data.get("api_keys") or info.data.get("api_key_file")):
             raise ValueError("it limits what an API key may ask for, and there are none; give some")
+        return value
+
+    @field_validator("trace_ratio")
+    @classmethod
+    def _of_traces_that_there_are(cls, value: float, info: ValidationInfo) -> float:
+        if value != 1 and not info.data.get("otlp_endpoint"):
+            raise ValueError("it is a share of the traces of otlp-endpoint, and that is not given")
         return value
 
     @field_validator("kv_cache_memory")

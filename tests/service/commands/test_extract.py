@@ -118,7 +118,7 @@ def test_without_ray_the_way_to_it_is_said(
     for name in ("RAY_ENABLE_AUTO_CONNECT", "RAY_USAGE_STATS_ENABLED", "RAY_BACKEND_LOG_LEVEL"):
         monkeypatch.setenv(name, "0")  # so that they are taken back
     assert extracted(checkpoint_path, "--logprobs", "--ray", "local") == 1
-    assert "-m pip install 'ray[data]>=2.60'" in capsys.readouterr().err
+    assert "-m pip install 'ray[data,serve]>=2.60'" in capsys.readouterr().err
     assert not Path("out").exists()
 
 

@@ -1,0 +1,114 @@
+"""Front load: what a client feels of a server, whatever stands before its engine.
+
+A short request alone, the first token of a stream alone, and several streams at once. Prompts are
+new each time, so no prefix is copied. The client is `service/commands/benchmark/raw_client.py`, on
+the same machine. Does not start servers.
+"""
+
+import asyncio
+import itertools
+import os
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from service.commands.benchmark.load import run_streams
+from service.commands.benchmark.raw_client import RawClient
+
+PROMPT_TOKENS = 32
+SHORT = 1
+"""Tokens of a short request: its time is that of the way there and back, and of a prefill."""
+
+
+@dataclass(frozen=True, slots=True)
+class Felt:
+    """By a client, in one round.
+
+    alone_ms           a request for one token, with nothing else under way: the median
+    first_token_ms     the first token of streams that run together: the median
+    tokens_per_second  of those streams, from the first request to the last token
+    processor_ms       that the server's processes took for all of it; what neighbours change least
+    """
+
+    alone_ms: float
+    first_token_ms: float
+    tokens_per_second: float
+    processor_ms: float
+
+
+class FrontLoad:
+    """The same load, with other prompts each round."""
+
+    def __init__(self, *, requests: int, streams: int, tokens: int) -> None:
+        """`requests` one after the other, then `streams` at once of so many `tokens`."""
+        self._requests, self._streams, self._tokens = requests, streams, tokens
+        self._prompts = _prompts()
+
+    def round(self, url: str, processes: Sequence[int]) -> Felt:
+        """Ask a server, which consists of these. Raises RuntimeError where a stream failed."""
+        return asyncio.run(self._round(url, processes))
+
+    async def _round(self, url: str, processes: Sequence[int]) -> Felt:
+        ask, before = RawClient(url), processor_seconds(processes)
+        try:
+            alone = [await self._timed(ask, 1, SHORT) for _ in range(self._requests)]
+            together = await self._timed(ask, self._streams, self._tokens)
+        finally:
+            ask.close()
+        return Felt(
+            alone_ms=1e3 * statistics.median(one.seconds for one in alone),
+            first_token_ms=1e3 * together.first_token,
+            tokens_per_second=self._streams * self._tokens / together.seconds,
+            processor_ms=1e3 * (processor_seconds(processes) - before),
+        )
+
+    async def _timed(self, ask: RawClient, streams: int, tokens: int) -> "_Timed":
+        prompts = list(itertools.islice(self._prompts, streams))
+        begun = time.perf_counter()
+        records = await run_streams(ask, prompts, tokens)
+        seconds = time.perf_counter() - begun
+        if failed := [record.failure for record in records if record.failure is not None]:
+            raise RuntimeError(f"{len(failed)} of {streams} streams failed: {failed[0]}")
+        first = statistics.median(record.arrivals[0].at - record.sent for record in records)
+        return _Timed(seconds, first)
+
+
+@dataclass(frozen=True, slots=True)
+class _Timed:
+    seconds: float
+    first_token: float
+
+
+def _prompts() -> Iterator[Sequence[int]]:
+    """Without end, each with a beginning of its own."""
+    for number in itertools.count():
+        yield [(7 * number + 3 * place) % 250 + 1 for place in range(PROMPT_TOKENS)]
+
+
+def processor_seconds(processes: Sequence[int]) -> float:
+    """That processes have taken so far, by the kernel's count, which is in hundredths."""
+    ticks = 0
+    for pid in processes:
+        told = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+        ticks += int(told[11]) + int(told[12])  # in user mode, in the kernel
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def medians(rounds: Sequence[Felt]) -> Felt:
+    """Of each figure its median over the rounds."""
+    return Felt(
+        *(statistics.median(getattr(one, part.name) for one in rounds) for part in fields(Felt))
+    )
+
+
+def ratios(first: Sequence[Felt], second: Sequence[Felt]) -> dict[str, float]:
+    """Of each figure the median of what the second is times the first, round by round."""
+    return {
+        part.name: statistics.median(
+            getattr(b, part.name) / getattr(a, part.name)
+            for a, b in zip(first, second, strict=True)
+        )
+        for part in fields(Felt)
+    }

@@ -1,0 +1,93 @@
+"""Traces: what it costs a server to send one for each request.
+
+    python -m benchmarks.tracing [--checkpoint PATH] [--threads N] [--rounds N]
+
+Two servers run all the time, one with --otlp-endpoint and one without, and are asked in turns:
+short requests one after the other, then many short streams at once, which is where a span for each
+weighs most. The collector is a thread of this process that reads what comes and answers. Ratios are
+taken within each round. Run it on a machine that does nothing else; the last line is JSON.
+"""
+
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+from benchmarks.arguments import new_parser
+from benchmarks.front_load import Felt, FrontLoad, medians, ratios
+from service.commands.benchmark.server import StartedServer, started_server
+
+REQUESTS, STREAMS, TOKENS = 100, 64, 8
+
+
+@contextmanager
+def reading_collector() -> Iterator[str]:
+    """The address of a collector that keeps nothing."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            self.send_response(200)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        def log_message(self, *arguments: Any) -> None:
+            """Nothing."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_address[1]}"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def compare(
+    without: StartedServer, traced: StartedServer, rounds: int
+) -> tuple[list[Felt], list[Felt]]:
+    """What both are like, round by round; every other round the other one begins."""
+    load = FrontLoad(requests=REQUESTS, streams=STREAMS, tokens=TOKENS)
+    felt: dict[str, list[Felt]] = {without.url: [], traced.url: []}
+    order = [without, traced]
+    for server in order:
+        load.round(server.url, [server.pid])  # warm
+    for _ in range(rounds):
+        for server in order:
+            felt[server.url].append(load.round(server.url, [server.pid]))
+        order.reverse()
+    return felt[without.url], felt[traced.url]
+
+
+def main() -> None:
+    parser = new_parser(__doc__)
+    parser.add_argument("--checkpoint", type=Path, default=Path("checkpoints/python-small"))
+    parser.add_argument("--rounds", type=int, default=9)
+    arguments = parser.parse_args()
+    flags = ("--checkpoint", str(arguments.checkpoint.resolve()), "--slots", str(STREAMS),
+             "--threads", str(arguments.threads))  # fmt: skip
+    with (
+        reading_collector() as collector,
+        started_server(*flags) as without,
+        started_server(*flags, "--otlp-endpoint", collector) as traced,
+    ):
+        off, on = compare(without, traced, arguments.rounds)
+    print(f"{REQUESTS} requests alone, then {STREAMS} streams of {TOKENS} tokens")
+    for name, felt in (("without", medians(off)), ("with", medians(on))):
+        print(
+            f"{name:8} alone {felt.alone_ms:6.2f} ms, first {felt.first_token_ms:6.1f} ms, "
+            f"{felt.tokens_per_second:6.0f} tokens/s, {felt.processor_ms:5.0f} ms of processors"
+        )
+    beside = ratios(off, on)
+    print("with traces,", ", ".join(f"{name} times {ratio:.3f}" for name, ratio in beside.items()))
+    told = {"off": asdict(medians(off)), "on": asdict(medians(on)), "ratios": beside}
+    print(json.dumps(told))
+
+
+if __name__ == "__main__":
+    main()

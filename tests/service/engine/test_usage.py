@@ -1,0 +1,65 @@
+"""Usage: what is told of a request's sequences, and when the last of them has been told."""
+
+from model.inference.engine.events import FinishEvent, FinishReason, SequenceTimes
+from model.inference.engine.requests import GenerationRequest, OutputsRequest
+from model.inference.sampling.params import SamplingParams
+from service.engine.usage import Usage
+
+
+def generation(name: str, n: int = 1) -> GenerationRequest:
+    params = SamplingParams(max_tokens=4, seed=0)
+    return GenerationRequest(request_id=name, token_ids=(1, 2), params=params, n=n)
+
+
+def finish(name: str, index: int, reason: FinishReason) -> FinishEvent:
+    times = SequenceTimes(0.0, 1.0, 2.0, 3.0)
+    return FinishEvent(name, index, reason, times, 2, 0, 4)
+
+
+def test_reasons_are_in_the_order_of_the_reply_whoever_ends_first() -> None:
+    usage = Usage()
+    usage.begin([generation("a", 2), generation("b")], 3)
+    usage.end(finish("b", 0, FinishReason.LENGTH))
+    usage.end(finish("a", 1, FinishReason.STOP))
+    assert list(usage.reasons.values()) == [None, FinishReason.STOP, FinishReason.LENGTH]
+    usage.end(finish("a", 0, FinishReason.ABORT))
+    assert list(usage.reasons.values()) == [
+        FinishReason.ABORT, FinishReason.STOP, FinishReason.LENGTH,
+    ]  # fmt: skip
+    assert usage.failed is None
+
+
+def test_it_is_settled_when_the_last_sequence_has_ended() -> None:
+    usage, told = Usage(), list[str]()
+    usage.begin([generation("a", 2)], 2)
+    usage.when_settled(lambda: told.append("settled"))
+    usage.end(finish("a", 0, FinishReason.LENGTH))
+    assert told == []
+    usage.end(finish("a", 1, FinishReason.TIMEOUT))
+    assert told == ["settled"]
+    assert usage.failed is not None
+    assert usage.failed.reason is FinishReason.TIMEOUT
+
+
+def test_it_is_settled_at_once_where_nothing_is_open() -> None:
+    usage, told = Usage(), list[str]()
+    usage.when_settled(lambda: told.append("settled"))
+    assert told == ["settled"]
+
+
+def test_an_engine_that_failed_leaves_nothing_open() -> None:
+    usage, told = Usage(), list[str]()
+    usage.begin([OutputsRequest(request_id="a", token_ids=(1,), positions=(0,))], 1)
+    usage.when_settled(lambda: told.append("settled"))
+    usage.lose(1)
+    assert told == ["settled"]
+    assert usage.lost
+    assert usage.reasons == {}, "rows are not generated"
+
+
+def test_a_submission_that_had_ended_is_not_lost() -> None:
+    usage = Usage()
+    usage.begin([generation("a")], 1)
+    usage.end(finish("a", 0, FinishReason.STOP))
+    usage.lose(0)
+    assert not usage.lost
