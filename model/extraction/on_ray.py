@@ -145,7 +145,7 @@ def open_on_ray(
     """Workers that hold the checkpoint. Raises ExtractionError where there is not such a cluster,
     where nothing fits it, and where a worker cannot hold the model."""
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_connected(cluster, log))
+        stack.enter_context(connected(cluster, log))
         workers = choose_workers(_nodes(), placing.device, placing.threads, cluster.workers)
         text = (
             f"{_counted(workers.count, 'worker')} on {workers.device}, "
@@ -304,8 +304,9 @@ def _nodes() -> list[Node]:
 
 
 @contextlib.contextmanager
-def _connected(cluster: Cluster, log: Callable[[str], None]) -> Iterator[None]:
-    """Be a driver of the cluster."""
+def connected(cluster: Cluster, log: Callable[[str], None]) -> Iterator[None]:
+    """Be a driver of the cluster: Ray is started here for `local`, and ended with the block. Raises
+    ExtractionError."""
     import ray
 
     local = cluster.address == LOCAL

@@ -1,0 +1,163 @@
+"""Ray Serve: what it costs to stand between clients and the same server.
+
+    python -m benchmarks.ray_serve [--checkpoint PATH] [--threads N] [--rounds N] [--replicas N]
+
+The application alone (`logitd serve`), and behind Ray Serve on this machine
+(`deploy/ray_serve.py`), with the same flags. Both run all the time and are asked in turns, so that
+what else the machine does meets both alike; of the times the medians, of ratios those of a round.
+Memory is what the processes of each hold together, shared pages counted once (PSS), after the
+load. `--replicas 2` gives Ray two replicas of half the threads each. Run it on a machine that does
+nothing else; the last line is JSON.
+"""
+
+import json
+import os
+import re
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from benchmarks.arguments import new_parser
+from benchmarks.front_load import Felt, FrontLoad, medians, ratios
+from service.commands.benchmark.server import started_server
+
+ROOT = Path(__file__).parents[1]
+MARK = "LOGITD_BENCHMARK_OF_RAY"
+"""A variable that Ray's processes inherit, so that they are found."""
+READY_SECONDS = 180.0
+REQUESTS, STREAMS, TOKENS = 100, 8, 128
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One way to serve: what its clients feel, its processes and what they hold."""
+
+    felt: Felt
+    processes: int
+    mebibytes: float
+
+
+@contextmanager
+def on_ray(*flags: str) -> Iterator[tuple[str, list[int]]]:
+    """`deploy.ray_serve` with these flags, ready when the block begins: its address, and its
+    processes. Raises RuntimeError where it does not come up."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    mark = secrets.token_hex(8)
+    environment = {name: value for name, value in os.environ.items() if "LOGITD_" not in name}
+    environment |= {MARK: mark, "PYTHONPATH": str(ROOT)}
+    with tempfile.TemporaryFile("w+") as said:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "deploy.ray_serve", "--port", str(port), *flags],
+            env=environment, stderr=said, stdout=said, start_new_session=True,
+        )  # fmt: skip
+        try:
+            end = time.monotonic() + READY_SECONDS
+            while "ready at" not in (text := _read(said.fileno())):
+                if process.poll() is not None or time.monotonic() > end:
+                    raise RuntimeError(f"Ray Serve did not come up:\n{text}")
+                time.sleep(0.1)
+            yield f"http://127.0.0.1:{port}", processes_of(mark)
+        finally:
+            process.send_signal(signal.SIGTERM)
+            try:
+                process.wait(60)
+            finally:
+                process.kill()
+                process.wait()
+
+
+def _read(descriptor: int) -> str:
+    return os.pread(descriptor, 2**16, 0).decode(errors="replace")
+
+
+def processes_of(mark: str) -> list[int]:
+    """Those that inherited the variable."""
+    wanted = f"{MARK}={mark}".encode()
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            if wanted in path.read_bytes().split(b"\0"):
+                found.append(int(path.parent.name))
+        except OSError:  # it has ended, or is somebody else's
+            continue
+    return found
+
+
+def held(processes: list[int]) -> float:
+    """MiB that processes hold, each page that several share divided among them."""
+    kilobytes = 0
+    for pid in processes:
+        told = Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="utf-8")
+        line = re.search(r"^Pss:\s+(\d+) kB", told, re.MULTILINE)
+        assert line is not None, "Linux says it of every process"
+        kilobytes += int(line[1])
+    return kilobytes / 1024
+
+
+def compare(
+    urls: Mapping[str, str], pids: Mapping[str, list[int]], rounds: int
+) -> tuple[dict[str, Measured], dict[str, float]]:
+    """What each is like, after a round that warms; every other round the other one begins. And how
+    the second is beside the first: the median ratios of each figure."""
+    load = FrontLoad(requests=REQUESTS, streams=STREAMS, tokens=TOKENS)
+    felt: dict[str, list[Felt]] = {name: [] for name in urls}
+    order = list(urls)
+    for name in order:
+        load.round(urls[name], pids[name])
+    for _ in range(rounds):
+        for name in order:
+            felt[name].append(load.round(urls[name], pids[name]))
+        order.reverse()
+    measured = {
+        name: Measured(medians(felt[name]), len(pids[name]), held(pids[name])) for name in urls
+    }
+    first, second = (felt[name] for name in urls)
+    return measured, ratios(first, second)
+
+
+def main() -> None:
+    parser = new_parser(__doc__)
+    parser.add_argument("--checkpoint", type=Path, default=Path("checkpoints/python-small"))
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--replicas", type=int, default=1)
+    arguments = parser.parse_args()
+    path, replicas = str(arguments.checkpoint.resolve()), arguments.replicas
+    slots = ["--slots", str(STREAMS)]
+    ray = [
+        path, "--threads", str(max(1, arguments.threads // replicas)), *slots,
+        "--min-replicas", str(replicas), "--max-replicas", str(replicas),
+    ]  # fmt: skip
+    flags = ["--checkpoint", path, "--threads", str(arguments.threads), *slots]
+    alone, front = "logitd serve", "Ray Serve" + (f", {replicas} replicas" if replicas > 1 else "")
+    with started_server(*flags) as server, on_ray(*ray) as (url, processes):
+        results, beside = compare(
+            {alone: server.url, front: url}, {alone: [server.pid], front: processes},
+            arguments.rounds,
+        )  # fmt: skip
+    print(
+        f"| | a request alone p50 | first token of {STREAMS} streams p50 | tokens/s | processes | "
+        "memory | processor time |\n|---|---|---|---|---|---|---|"
+    )
+    for name, one in results.items():
+        print(
+            f"| {name} | {one.felt.alone_ms:.1f} ms | {one.felt.first_token_ms:.0f} ms | "
+            f"{one.felt.tokens_per_second:.0f} | {one.processes} | {one.mebibytes:.0f} MiB | "
+            f"{one.felt.processor_ms:.0f} ms |"
+        )
+    print("ratios", ", ".join(f"{figure} {ratio:.2f}" for figure, ratio in beside.items()))
+    told = {name: asdict(one) for name, one in results.items()}
+    print(json.dumps({**told, "ratios": beside}))
+
+
+if __name__ == "__main__":
+    main()

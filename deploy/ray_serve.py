@@ -1,0 +1,256 @@
+"""logitd on Ray Serve: the application of `logitd serve` in replicas, as many as the load asks for.
+
+    python -m deploy.ray_serve [CHECKPOINT] [--ray local] [--min-replicas 1] [--max-replicas 2] ...
+
+takes every flag and LOGITD_* variable of `logitd serve` besides those below, and refuses those of
+them that are about connections: these are Ray's here. It serves until SIGTERM or Ctrl-C. `app` is
+the same for Ray's own tools: `serve run deploy.ray_serve:app checkpoint=... slots=8`, or a
+configuration file of `serve deploy` with these names in `args`.
+
+A replica counts as started when its weights are loaded, and is replaced by Ray when its engine has
+failed or stalls. Requests with the same header `X-Session-Id` go to the same replica, which has
+their prefix in its cache; those without go to the less busy of two. Ray's router is given the head
+of a request and not its body, so it cannot see prefixes itself. Ray is an optional dependency (the
+extra `ray`). Does not cover rollouts, and several machines need the checkpoint under the same path
+and logitd itself.
+"""
+
+import logging
+import random
+import signal
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from pydantic import Field, ValidationError, ValidationInfo, field_validator
+from pydantic_settings import CliApp, SettingsError
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from model.device import available_processors
+from model.extraction.errors import ExtractionError
+from model.extraction.on_ray import LOCAL, Cluster, connected, require_ray
+from model.extras import installation
+from model.inference.engine.config import EngineConfig
+from service.app.app import create_app
+from service.commands.servable import NotServable, checkpoint_at
+from service.core.state import ServiceState
+from service.log import configure_logging
+from service.settings.serve import ServeSettings
+
+try:
+    from ray import serve
+    from ray.serve.config import AutoscalingConfig, HTTPOptions, RequestRouterConfig
+    from ray.serve.experimental.consistent_hash_router import ConsistentHashRouter
+except ImportError as error:
+    raise SystemExit(f"Ray Serve is not installed: {installation('ray')}") from error
+
+NAME = "logitd"
+OF_CONNECTIONS = "with Ray Serve, connections are those of Ray's proxy; leave it out"
+REFUSED = {
+    "import_model": "replicas import nothing: run `logitd import` first",
+    "max_connections": OF_CONNECTIONS,
+    "slow_sender_timeout": OF_CONNECTIONS,
+    "slow_reader_timeout": OF_CONNECTIONS,
+    "drain_grace": OF_CONNECTIONS,
+}
+"""Settings of `logitd serve` that would do nothing here, and why."""
+HEALTH_SECONDS = 2.0
+"""Between two looks at whether a replica's engine goes on."""
+
+
+class RaySettings(ServeSettings):
+    """Serve a checkpoint over HTTP, in replicas on a Ray cluster."""
+
+    ray: str = Field(
+        LOCAL,
+        description="address of a Ray cluster (host:port), auto for the one that this machine "
+        "belongs to, or local: Ray is started here and ended with the command",
+    )
+    min_replicas: int = Field(1, ge=1, le=1000, description="replicas that always run")
+    max_replicas: int = Field(1, ge=1, le=1000, description="replicas under load, at most")
+    requests_per_replica: float | None = Field(
+        None,
+        gt=0,
+        description="requests under way in a replica, above which there are to be more replicas; "
+        "if not given as many as it has slots",
+    )
+    gpus: float = Field(0, ge=0, description="GPUs that each replica takes")
+
+    @field_validator("max_replicas")
+    @classmethod
+    def _not_fewer_than_always(cls, value: int, info: ValidationInfo) -> int:
+        if value < info.data.get("min_replicas", 1):
+            raise ValueError("it is less than min-replicas; give at least as many")
+        return value
+
+    @field_validator(*REFUSED)
+    @classmethod
+    def _what_would_do_nothing(cls, value: Any, info: ValidationInfo) -> Any:
+        assert info.field_name is not None
+        if value != ServeSettings.model_fields[info.field_name].default:
+            raise ValueError(REFUSED[info.field_name])
+        return value
+
+    @field_validator("port")
+    @classmethod
+    def _that_every_node_knows(cls, value: int) -> int:
+        if value == 0:
+            raise ValueError("Ray's proxies listen on the port that they are told; choose one")
+        return value
+
+
+class SessionRouter(ConsistentHashRouter):  # type: ignore[misc]  # Ray's types are not looked at
+    """Requests of a session to its replica, and to the next one where that is full; others to the
+    less busy of two. Of a replica that goes, the sessions alone move."""
+
+    async def choose_replicas(
+        self, candidate_replicas: list[Any], pending_request: Any = None
+    ) -> list[list[Any]]:
+        """Ranks of replicas, of which Ray takes the first that has room."""
+        if pending_request is None or pending_request.metadata.session_id:
+            ranks: list[list[Any]] = await super().choose_replicas(
+                candidate_replicas, pending_request
+            )
+            return ranks
+        pending_request.routing_context.should_backoff = True
+        return [random.sample(candidate_replicas, min(2, len(candidate_replicas)))]
+
+
+class Replica:
+    """The application in a process of Ray's, which is started when its weights are loaded."""
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        """Each field of the settings, whatever the environment here says."""
+        self._settings = ServeSettings(_env_file=None, **settings)
+        configure_logging(self._settings.log_level, json=self._settings.log_format == "json")
+        self._app = create_app(self._settings)
+        self._state: ServiceState = self._app.state.service
+
+    def __serve_build_asgi_app__(self) -> ASGIApp:
+        return _StartedWhenLoaded(self._app, self._state)
+
+    def check_health(self) -> None:
+        """Raise where no request will be answered any more: Ray starts another replica then."""
+        status, reason = self._state.status()
+        if status in ("failed", "stalled"):
+            raise RuntimeError(f"{status}: {reason}")
+
+
+class _StartedWhenLoaded:
+    """The application, whose start ends when it has loaded, well or badly: alone it listens while
+    it loads. Ray asks for its health next, and what went wrong is said there."""
+
+    def __init__(self, app: ASGIApp, state: ServiceState) -> None:
+        self._app = app
+        self._state = state
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_on(message: Message) -> None:
+            if message["type"] == "lifespan.startup.complete":
+                await self._state.settled.wait()
+            elif message["type"] == "http.response.start":  # Ray's proxy names it once more
+                message["headers"] = [
+                    (name, value)
+                    for name, value in message["headers"]
+                    if name.lower() != b"x-request-id"
+                ]
+            await send(message)
+
+        await self._app(scope, receive, send_on)
+
+
+def application(settings: RaySettings) -> serve.Application:
+    """The deployment of these settings. A replica computes with `threads` threads and reserves as
+    many processors; 0 is what this machine has, shared by the replicas."""
+    threads = settings.threads or max(1, available_processors() // settings.max_replicas)
+    ours = {name: getattr(settings, name) for name in ServeSettings.model_fields}
+    sources = tuple(replace(one, path=one.path.resolve()) for one in settings.checkpoint)
+    ours |= {"threads": threads, "checkpoint": sources}
+    slots = (settings.slots or EngineConfig().slots) * len(sources)
+    deployment = serve.deployment(
+        serve.ingress()(Replica),
+        name=NAME,
+        autoscaling_config=AutoscalingConfig(
+            min_replicas=settings.min_replicas,
+            initial_replicas=settings.min_replicas,
+            max_replicas=settings.max_replicas,
+            target_ongoing_requests=settings.requests_per_replica or slots,
+        ),
+        # What is above waits at the proxy; logitd's own 429 is about sequences and tokens.
+        max_ongoing_requests=slots + settings.max_queue,
+        request_router_config=RequestRouterConfig(request_router_class=SessionRouter),
+        ray_actor_options={"num_cpus": threads, "num_gpus": settings.gpus},
+        health_check_period_s=HEALTH_SECONDS,
+        graceful_shutdown_timeout_s=settings.drain_timeout + 5,
+        graceful_shutdown_wait_loop_s=0.5,
+    )
+    bound: serve.Application = deployment.bind(ours)
+    return bound
+
+
+def app(arguments: Mapping[str, Any]) -> serve.Application:
+    """For `serve run` and `serve deploy`: arguments are settings by the names of their fields."""
+    return application(RaySettings(**arguments))
+
+
+def main(arguments: list[str]) -> int:
+    """Serve until a signal; the exit code, 2 for a wrong command line."""
+    try:
+        settings = CliApp.run(RaySettings, cli_args=arguments, cli_exit_on_error=False)
+        for source in settings.models:
+            checkpoint_at(source.path, settings.follow)
+    except (ValidationError, SettingsError, NotServable) as error:
+        print(f"deploy.ray_serve: {error}", file=sys.stderr)
+        return 2
+    ended = {signal.SIGTERM, signal.SIGINT}
+    signal.pthread_sigmask(signal.SIG_BLOCK, ended)
+    require_ray()
+    try:
+        with connected(Cluster(settings.ray), _say):
+            _start(settings)
+            try:
+                _say(f"ready at http://{settings.host}:{settings.port}")
+                signal.sigwait(ended)
+                _say("ending")
+            finally:
+                serve.shutdown()
+    except (ExtractionError, RuntimeError) as error:
+        _say(str(error))
+        return 1
+    return 0
+
+
+def _start(settings: RaySettings) -> None:
+    """Returns when the first replicas answer. Raises RuntimeError where they cannot."""
+    logging.getLogger("ray.serve").setLevel(logging.ERROR)
+    serve.start(
+        proxy_location="HeadOnly" if settings.ray == LOCAL else "EveryNode",
+        http_options=HTTPOptions(
+            host=settings.host,
+            port=settings.port,
+            keep_alive_timeout_s=max(1, round(settings.keep_alive_timeout)),
+        ),
+        logging_config={"log_level": "ERROR", "enable_access_log": False},
+    )
+    try:
+        serve.run(application(settings), name=NAME, route_prefix="/")
+    except RuntimeError as error:
+        raise RuntimeError(f"no replica could be started: {_reason() or error}") from error
+
+
+def _reason() -> str:
+    """Why replicas do not start: the last line of what the last of them said."""
+    for deployment in serve.status().applications[NAME].deployments.values():
+        lines = [line for line in deployment.message.splitlines() if "Error: " in line]
+        if lines:
+            return lines[-1].strip()
+    return ""
+
+
+def _say(line: str) -> None:
+    print(f"deploy.ray_serve: {line}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

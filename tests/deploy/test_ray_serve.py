@@ -1,0 +1,264 @@
+"""Ray Serve itself, on this machine, with two replicas of a real checkpoint: streams pass as they
+are written, a session stays where its prefix is, and where a replica is killed under load, what it
+was writing breaks off and new requests go on. And what of the settings is refused."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+pytest.importorskip("ray.serve", reason="the extra `ray`, which `make test-slow` installs")
+
+from deploy.ray_serve import RaySettings, main
+from service.settings.serve import ServeSettings
+from tests.service.serving import eventually
+from tests.service.spelling import save_spelling_checkpoint, spelled
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parents[2]
+MARK = "MARK_OF_A_TEST"
+TOKENS = 2500
+LONG = {"prompt": "a", "max_tokens": TOKENS, "ignore_eos": True, "stream": True}
+START_SECONDS = 120.0
+"""Ray's processes import what they need one after the other; this long on a busy machine."""
+
+
+class OnRay:
+    """`python -m deploy.ray_serve` in a process of its own."""
+
+    def __init__(self, folder: Path, port: int, *flags: str) -> None:
+        self.url = f"http://127.0.0.1:{port}"
+        self.said = tempfile.NamedTemporaryFile("w+", suffix=".log")  # noqa: SIM115
+        self._mark = str(folder)
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "deploy.ray_serve", "--port", str(port), *flags],
+            cwd=folder,
+            env={
+                "PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "HOME": str(folder),
+                MARK: self._mark,
+            },
+            stdout=self.said, stderr=self.said, start_new_session=True,
+        )  # fmt: skip
+
+    def output(self) -> str:
+        return Path(self.said.name).read_text(encoding="utf-8")
+
+    def wait_until_ready(self) -> None:
+        end = time.monotonic() + START_SECONDS
+        while "ready at" not in self.output():
+            assert self.process.poll() is None, self.output()
+            assert time.monotonic() < end, self.output()
+            time.sleep(0.05)
+
+    def processes(self) -> dict[int, bytes]:
+        """All that were started here and run, with what they call themselves."""
+        found = {}
+        for path in Path("/proc").glob("[0-9]*/environ"):
+            with suppress(OSError):  # it has ended, or is somebody else's
+                if f"{MARK}={self._mark}".encode() in path.read_bytes().split(b"\0"):
+                    found[int(path.parent.name)] = path.with_name("cmdline").read_bytes()
+        return found
+
+    def replicas(self) -> list[int]:
+        return [pid for pid, name in self.processes().items() if b"ServeReplica:" in name]
+
+    def end(self) -> None:
+        """Whatever still runs. Ray's files are removed where it ends by itself."""
+        self.process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(30)
+        self.process.kill()
+        self.process.wait()
+        for pid in self.processes():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.said.close()
+
+
+@pytest.fixture(scope="module")
+def on_ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OnRay]:
+    """Two replicas of the spelling checkpoint. The test that kills one is the last."""
+    folder = tmp_path_factory.mktemp("ray")
+    checkpoint = save_spelling_checkpoint(folder / "speller").path
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    running = OnRay(
+        folder, port, str(checkpoint), "--threads", "1", "--slots", "4", "--kernels", "torch",
+        "--min-replicas", "2", "--max-replicas", "2", "--served-model-name", "abc",
+    )  # fmt: skip
+    try:
+        running.wait_until_ready()
+        yield running
+    finally:
+        running.end()
+
+
+@pytest.fixture
+def client(on_ray: OnRay) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=on_ray.url, timeout=60, trust_env=False) as client:
+        yield client
+
+
+def test_settings_reach_the_replicas(on_ray: OnRay, client: httpx.Client) -> None:
+    assert len(on_ray.replicas()) == 2
+    info = client.get("/info").json()
+    assert (info["model"], info["slots"], info["threads"]) == ("abc", 4, 1), info
+    refused = client.post("/generate", json={"prompt": "a", "temprature": 0})
+    assert refused.status_code == 400
+    assert "did you mean 'temperature'" in refused.json()["error"]["message"]
+
+
+def test_a_stream_passes_as_it_is_written(client: httpx.Client) -> None:
+    """Its first events are here long before the last, its id goes through, its ids are right."""
+    begun, first, events = time.monotonic(), 0.0, []
+    named = {"X-Request-ID": "abc"}
+    with client.stream("POST", "/generate", json=LONG, headers=named) as reply:
+        assert reply.headers["x-request-id"] == "abc"
+        assert reply.headers["content-type"].startswith("text/event-stream")
+        for line in reply.iter_lines():
+            if line.startswith("data: {"):
+                first = first or time.monotonic() - begun
+                events.append(json.loads(line[6:]))
+    assert line == "" or line == "data: [DONE]"
+    assert first < (time.monotonic() - begun) / 4
+    assert len(events) > 20
+    tokens = [i for event in events for choice in event["choices"] for i in choice["token_ids"]]
+    assert tokens == spelled("a", TOKENS)
+
+
+def test_a_client_that_goes_ends_its_request(client: httpx.Client) -> None:
+    """More of them than there are slots: each has to be free again."""
+    for _ in range(12):
+        with client.stream("POST", "/generate", json=LONG) as reply:
+            next(reply.iter_lines())
+    begun = time.monotonic()
+    assert client.post("/generate", json={"prompt": "a", "max_tokens": 3}).status_code == 200
+    assert time.monotonic() - begun < 10
+
+
+def cached(client: httpx.Client, prompt: str, **headers: str) -> int:
+    reply = client.post("/generate", json={"prompt": prompt, "max_tokens": 1}, headers=headers)
+    tokens: int = reply.json()["usage"]["cached_tokens"]
+    return tokens
+
+
+def test_a_session_stays_where_its_prefix_is(client: httpx.Client) -> None:
+    """Each of eight sessions finds all of what it asked before; without a session, which of the
+    two replicas gets a request is left to their load and to chance."""
+    found = Counter[int]()
+    for number in range(8):
+        prompt = f"{number}" * 320
+        session = {"X-Session-Id": f"somebody-{number}"}
+        cached(client, prompt, **session)
+        found.update(cached(client, prompt, **session) for _ in range(3))
+    assert set(found) == {288}, found
+
+
+def test_a_replica_that_is_killed_breaks_off_what_it_wrote_and_nothing_else(
+    on_ray: OnRay, client: httpx.Client
+) -> None:
+    """Streams that it wrote end without their end. Whoever asks after that is answered, within the
+    time that Ray takes to notice, and another replica takes its place."""
+    ended: list[str] = []
+    plain: list[Any] = []
+    flowing = threading.Barrier(7)
+
+    def stream() -> None:
+        whole, lines = False, None
+        try:
+            with (
+                httpx.Client(base_url=on_ray.url, timeout=60, trust_env=False) as mine,
+                mine.stream("POST", "/generate", json=LONG) as reply,
+            ):
+                lines = reply.iter_lines()
+                next(lines)
+                flowing.wait(30)
+                for line in lines:
+                    whole = whole or line == "data: [DONE]"
+        except httpx.HTTPError as error:
+            ended.append(type(error).__name__)
+        else:
+            ended.append("whole" if whole else "without its end")
+
+    def whole_reply() -> None:
+        try:
+            reply = httpx.post(
+                f"{on_ray.url}/generate", json=LONG | {"stream": False}, timeout=60, trust_env=False
+            )
+        except httpx.HTTPError as error:
+            plain.append(type(error).__name__)
+        else:
+            plain.append(reply.status_code)
+
+    before = on_ray.replicas()
+    threads = [threading.Thread(target=stream) for _ in range(6)]
+    threads += [threading.Thread(target=whole_reply) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    flowing.wait(30)
+    os.kill(before[0], signal.SIGKILL)
+    statuses: Counter[Any] = Counter()
+    for _ in range(40):
+        try:
+            body = {"prompt": "a", "max_tokens": 3}
+            statuses[client.post("/generate", json=body).status_code] += 1
+        except httpx.HTTPError as error:
+            statuses[type(error).__name__] += 1
+    for thread in threads:
+        thread.join(60)
+    assert len(ended) == 6
+    assert 0 < ended.count("whole") < 6, ended
+    assert len(plain) == 6
+    assert 0 < plain.count(200) < 6, plain
+    assert {status for status in plain if status != 200} == {500}, plain
+    assert statuses[200] >= 38, statuses
+    eventually(lambda: len(set(on_ray.replicas()) - set(before)) == 1)
+    assert client.post("/generate", json={"prompt": "a", "max_tokens": 3}).status_code == 200
+
+
+def test_sigterm_ends_all_of_it(on_ray: OnRay) -> None:
+    on_ray.process.send_signal(signal.SIGTERM)
+    assert on_ray.process.wait(60) == 0
+    eventually(lambda: not on_ray.replicas())
+    assert "Traceback" not in on_ray.output()
+
+
+# What needs no Ray
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--max-connections", "5"], "connections are those of Ray's proxy"),
+        (["--drain-grace", "5"], "connections are those of Ray's proxy"),
+        (["--import-model"], "run `logitd import` first"),
+        (["--port", "0"], "choose one"),
+        (["--min-replicas", "2", "--max-replicas", "1"], "less than min-replicas"),
+        (["checkpoints/none"], "does not exist"),
+        (["--no-such-flag"], "unrecognized"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(
+    flags: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(flags) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_every_flag_of_the_server_is_there() -> None:
+    assert set(ServeSettings.model_fields) < set(RaySettings.model_fields)
