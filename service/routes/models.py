@@ -18,7 +18,7 @@ RESPONSES: dict[int | str, dict[str, Any]] = {status: ERRORS[status] for status 
 
 
 @router.get("/v1/models", responses=RESPONSES, summary="The models served")
-def models(choice: Ready) -> ModelList:
+async def models(choice: Ready) -> ModelList:
     """The checkpoints that answer, the first of them to requests that name none. One that could not
     be loaded is in /info."""
     return ModelList(object="list", data=[_model(served) for served in choice.all.served])
@@ -29,7 +29,7 @@ def models(choice: Ready) -> ModelList:
     responses={**RESPONSES, 404: ERRORS[404]},
     summary="One model",
 )
-def one_model(model: str, choice: Ready) -> Model:
+async def one_model(model: str, choice: Ready) -> Model:
     """The checkpoint that answers under that name."""
     return _model(choice.all.find(model))
 

@@ -98,15 +98,15 @@ async def chat(body: ChatBody, models: Ready, request: Request) -> Response:
 
 
 @router.get("/api/tags", responses=LISTS, summary="The models served, as Ollama lists them")
-def tags(models: Ready) -> OllamaModels:
+async def tags(models: Ready) -> OllamaModels:
     """Those that were loaded."""
     return OllamaModels.model_validate({"models": [described(m) for m in models.all.served]})
 
 
 @router.get("/api/ps", responses=LISTS, summary="The models in memory, as Ollama lists them")
-def running(models: Ready) -> OllamaModels:
+async def running(models: Ready) -> OllamaModels:
     """The same ones."""
-    return tags(models)
+    return await tags(models)
 
 
 @router.post(
@@ -144,7 +144,7 @@ async def show(body: ShowBody, models: Ready) -> dict[str, Any]:
 
 
 @router.get("/api/version", responses={401: ERRORS[401], 431: ERRORS[431]}, summary="The version")
-def version() -> OllamaVersion:
+async def version() -> OllamaVersion:
     """Of logitd."""
     return OllamaVersion(version=VERSION)
 

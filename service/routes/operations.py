@@ -1,4 +1,8 @@
-"""GET endpoints for people who operate the service: health, info, version, metrics."""
+"""GET endpoints for people who operate the service: health, info, version, metrics.
+
+Those that only say what is in memory do so on the event loop, so that they answer without a thread
+to be free for them.
+"""
 
 from typing import Any
 
@@ -32,7 +36,7 @@ UNREADY: dict[int | str, dict[str, Any]] = {
     response_model_exclude_unset=True,
     summary="Ready to answer?",
 )
-def ready(state: State, response: Response) -> Health:
+async def ready(state: State, response: Response) -> Health:
     """200 when requests are answered, 503 while loading, draining or failed. Of several models one
     that could not be loaded is named, and the others answer."""
     health = _health(state)
@@ -43,7 +47,7 @@ def ready(state: State, response: Response) -> Health:
 
 
 @router.get("/health/live", responses=UNREADY, response_model_exclude_unset=True, summary="Alive?")
-def live(state: State, response: Response) -> Health:
+async def live(state: State, response: Response) -> Health:
     """200 while the process can still become or stay useful; 503 when it hangs or has failed."""
     health = _health(state)
     if health.status in ("stalled", "failed"):
@@ -69,7 +73,7 @@ def _statuses(models: Models) -> list[ModelStatus]:
     responses={401: ERRORS[401], 404: ERRORS[404], 503: ERRORS[503]},
     summary="What is served, where and how",
 )
-def info(models: Ready, model: AskedModel = None) -> Info:
+async def info(models: Ready, model: AskedModel = None) -> Info:
     """The checkpoint, its shape and training, the device, and the limits of a request. Of several
     models it is the first that was loaded, or the one that `model` names."""
     served = models.of(models.all.served[0].name if model is None else model)
@@ -139,7 +143,7 @@ def _point_json(point: Point) -> dict[str, Any]:
 
 
 @router.get("/version", responses={401: ERRORS[401]}, summary="The version of logitd")
-def version() -> Version:
+async def version() -> Version:
     return Version(version=VERSION)
 
 

@@ -1,0 +1,94 @@
+"""The application when nobody has asked for anything yet, and when its threads are all taken."""
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import anyio.to_thread
+import fastapi.routing
+import pytest
+
+from tests.service.serving import TEST_TIMEOUT, Serving, eventually, serving
+
+ANSWERED_BY_THE_LOOP = (
+    "/health", "/health/live", "/info", "/version", "/v1/models", "/v1/models/tiny",
+    "/api/tags", "/api/ps", "/api/version",
+)  # fmt: skip
+
+
+def test_no_request_waits_until_routes_are_made(
+    checkpoint_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FastAPI makes those of an included router when a request first looks for its own, in a fifth
+    of a second in which the event loop does nothing else."""
+    made: list[Any] = []
+    make = fastapi.routing.get_dependant
+
+    def noted(*arguments: Any, **named: Any) -> Any:
+        made.append(named.get("path"))
+        return make(*arguments, **named)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fastapi.routing, "get_dependant", noted)
+        with serving(checkpoint_path) as server:
+            assert made, "routes are made by something else: the test shows nothing"
+            made.clear()
+            for path in ("/version", "/nowhere", "/v1/models"):
+                server.client.get(path)
+            server.generate("a", max_tokens=1)
+            assert not made
+
+
+@contextmanager
+def no_free_thread(server: Serving) -> Iterator[None]:
+    """Take every thread that endpoints run in, as long as the block lasts."""
+    taken, done = asyncio.Event(), asyncio.Event()
+
+    async def take() -> None:
+        limiter = anyio.to_thread.current_default_thread_limiter()
+        borrowers = [object() for _ in range(int(limiter.available_tokens))]
+        for borrower in borrowers:
+            limiter.acquire_on_behalf_of_nowait(borrower)
+        taken.set()
+        await done.wait()
+        for borrower in borrowers:
+            limiter.release_on_behalf_of(borrower)
+
+    future = asyncio.run_coroutine_threadsafe(take(), server.loop)
+    eventually(taken.is_set)
+    try:
+        yield
+    finally:
+        server.loop.call_soon_threadsafe(done.set)
+        future.result(TEST_TIMEOUT)
+
+
+@pytest.mark.parametrize("path", ANSWERED_BY_THE_LOOP)
+def test_what_is_in_memory_is_told_without_a_thread(server: Serving, path: str) -> None:
+    """A probe must not find a server dead because its threads wait for a disk."""
+    with no_free_thread(server):
+        assert server.client.get(path, timeout=10).status_code in (200, 404)
+
+
+def test_the_document_does_not_hold_up_the_event_loop(server: Serving) -> None:
+    """It takes a quarter of a second to make, and a wrong method looks into it as well."""
+    made_on: list[Any] = []
+    openapi = server.app.openapi
+
+    def noted() -> Any:
+        try:
+            made_on.append(asyncio.get_running_loop())
+        except RuntimeError:
+            made_on.append(None)  # in a thread
+        return openapi()
+
+    server.app.openapi = noted
+    try:
+        assert server.client.get("/openapi.json").json()["info"]["title"] == "logitd"
+        assert server.client.put("/").headers["allow"] == "GET, POST"
+    finally:
+        server.app.openapi = openapi
+    assert made_on.count(server.loop) == 0
+    assert None in made_on
