@@ -22,7 +22,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.e2e.server import ServedProcess
 from tests.faults.attack import Attack, Ground, resident_mib
-from tests.model.factories import save_tiny_checkpoint, tiny_gpt, training_record
+from tests.model.factories import CHAT_TEMPLATE, save_tiny_checkpoint, tiny_gpt, training_record
 
 CLIENTS = 8
 STEPS = (1, 2, 3)
@@ -36,6 +36,9 @@ QUESTION = {"prompt": "the same", "max_tokens": 24, "seed": 7, "temperature": 0.
 ABLATION = {"stage": "blocks.0.attention.heads", "heads": [1], "operation": "zero"}
 STEERING = {"stage": "blocks.*.output", "operation": "add", "positions": "generated",
             "from": {"prompt": "a"}, "minus": {"prompt": "b"}}  # fmt: skip
+MESSAGES = [{"role": "user", "content": "hello"}]
+TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {
+    "type": "object", "properties": {"up": {"type": "boolean"}}, "required": ["up"]}}}]  # fmt: skip
 
 SOUND: dict[str, list[dict[str, Any]]] = {
     "/generate": [
@@ -82,6 +85,16 @@ SOUND: dict[str, list[dict[str, Any]]] = {
         {"prompt": "abc", "max_tokens": 30, "stream": True},
         {"prompt": "abc", "max_tokens": 0, "echo": True, "logprobs": 1},
     ],
+    "/v1/chat/completions": [
+        {"messages": MESSAGES, "max_tokens": 8},
+        {"messages": MESSAGES, "max_tokens": 20, "stream": True, "logprobs": True},
+        {"messages": MESSAGES, "max_tokens": 60, "tools": TOOLS, "tool_choice": "required"},
+    ],
+    "/": [{"inputs": "abc", "parameters": {"max_new_tokens": 8, "details": True}}],
+    "/generate_stream": [{"inputs": "abc", "parameters": {"max_new_tokens": 20}}],
+    "/api/generate": [{"prompt": "abc", "options": {"num_predict": 20}}],
+    "/api/chat": [{"messages": MESSAGES, "stream": False, "options": {"num_predict": 8}}],
+    "/api/show": [{}],
 }
 BROKEN: list[tuple[str, Any]] = [
     ("/generate", {"prompt": "x" * 5000}),
@@ -106,6 +119,9 @@ BROKEN: list[tuple[str, Any]] = [
         {"prompt": "a", "vary": {"stage": "embedding", "operation": "zero"}, "over": ["heads"]},
     ),
     ("/v1/completions", {"prompt": "a", "suffix": "b"}),
+    ("/v1/chat/completions", {"messages": []}),
+    ("/api/generate", {"prompt": "a", "options": {"mirostat": 1}}),
+    ("/generate_stream", {"inputs": "a", "parameters": {"max_new_tokens": -1}}),
     ("/nowhere", {}),
 ]
 
@@ -132,19 +148,20 @@ class Tally:
 
 
 class Client(threading.Thread):
-    """Sends its share, one request after the other."""
+    """Sends one request after the other for so many seconds."""
 
-    def __init__(self, url: str, seed: int, requests: int, tally: Tally) -> None:
+    def __init__(self, url: str, seed: int, seconds: float, tally: Tally) -> None:
         super().__init__()
         self._random = random.Random(seed)
-        self._requests, self._tally = requests, tally
+        self._seconds, self._tally = seconds, tally
         self._asked = ""
         self._http = httpx.Client(base_url=url, trust_env=False, timeout=60)
 
     def run(self) -> None:
         actions: list[Callable[[], None]] = [self._sound, self._broken, self._leave, self._ask]
+        end = time.monotonic() + self._seconds
         with self._http:
-            for _ in range(self._requests):
+            while time.monotonic() < end:
                 (act,) = self._random.choices(actions, weights=(6, 2, 1, 1))
                 try:
                     act()
@@ -218,11 +235,14 @@ class Administrator(threading.Thread):
         self.swaps += response.status_code == 200
 
 
-def soak(ground: Ground, requests: int) -> str:
-    """So many requests by several clients, in four quarters."""
+def soak(ground: Ground, seconds: int) -> str:
+    """Requests by several clients for so long, in four quarters."""
     for step in STEPS:
         record = training_record(step=step)
-        save_tiny_checkpoint(ground.folder / f"step-{step}", tiny_gpt(seed=step), training=record)
+        save_tiny_checkpoint(
+            ground.folder / f"step-{step}", tiny_gpt(seed=step), training=record,
+            chat_template=CHAT_TEMPLATE,
+        )  # fmt: skip
     first = ground.folder / f"step-{STEPS[0]}"
     server = ground.serve("--slots", "4", "--admin-key", ADMIN, checkpoint=first)
     explained = len(server.output.splitlines())
@@ -232,7 +252,7 @@ def soak(ground: Ground, requests: int) -> str:
     try:
         for quarter in range(4):
             clients = [
-                Client(server.url, quarter * CLIENTS + place, requests // (4 * CLIENTS), tally)
+                Client(server.url, quarter * CLIENTS + place, seconds / 4, tally)
                 for place in range(CLIENTS)
             ]
             for client in clients:
@@ -307,7 +327,7 @@ ATTACKS = (
         "counters are the clients', memory flat, no slot held, no unexplained log line, "
         "one answer of each checkpoint to one question",
         soak,
-        short=600,
-        long=80_000,
+        short=8,
+        long=1200,
     ),
 )
