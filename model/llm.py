@@ -427,7 +427,7 @@ class LLM:
                 output=output,
                 interventions=(*interventions, *changes),
             )
-            for _, changes in grid.cells
+            for _, changes in grid.cells()
         ]
         rows = {
             event.request_id: event.rows[0].astype(np.float64)  # (1 or 2,)

@@ -7,7 +7,8 @@ its part for each cell. Plain data; the cells are requests like any other, made 
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -32,11 +33,19 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """The places of each axis, in the order that was asked for, and the cells, the last axis
-    fastest, each with what is changed there."""
+    """The places of each axis, in the order that was asked for, and what varies, by its layer;
+    under None all of it."""
 
     axes: Mapping[Axis, tuple[int, ...]]
-    cells: Sequence[tuple[Cell, tuple[Intervention, ...]]]
+    varied: Mapping[int | None, Sequence[Intervention]]
+
+    def cells(self) -> Iterator[tuple[Cell, tuple[Intervention, ...]]]:
+        """The cells, the last axis fastest, each with what is changed there. Made when it is asked
+        for: all of them at once take seconds."""
+        for place in itertools.product(*self.axes.values()):
+            at = dict(zip(self.axes, place, strict=True))
+            cell = Cell(at.get("layers"), at.get("heads"), at.get("positions"))
+            yield cell, tuple(_at(change, cell) for change in self.varied[cell.layer])
 
 
 def make_grid(
@@ -47,7 +56,8 @@ def make_grid(
     that the stage does not have, and for more than MAX_CELLS cells."""
     if not over or len(set(over)) < len(over):
         raise InvalidRequest(f"over is {list(over)}; name at least one axis, each once", "over")
-    axes = {axis: _places(axis, varied, prompt_length, config) for axis in over}
+    stages = [_stage(intervention, config) for intervention in varied]
+    axes = {axis: _places(axis, varied[0], stages, prompt_length, config) for axis in over}
     count = math.prod(map(len, axes.values()))
     if count > MAX_CELLS:
         spelled = " x ".join(f"{len(places)} {axis}" for axis, places in axes.items())
@@ -56,25 +66,22 @@ def make_grid(
             f"{MAX_CELLS} are allowed. Sweep fewer heads or positions, or fewer axes",
             "over",
         )
-    cells = []
-    for place in itertools.product(*axes.values()):
-        at = dict(zip(axes, place, strict=True))
-        cell = Cell(at.get("layers"), at.get("heads"), at.get("positions"))
-        changes = tuple(
-            _at(intervention, cell)
-            for intervention in varied
-            if cell.layer in (None, _stage(intervention, config).layer)
-        )
-        cells.append((cell, changes))
-    return Grid(axes, cells)
+    by_layer: defaultdict[int | None, list[Intervention]] = defaultdict(list)
+    for stage, intervention in zip(stages, varied, strict=True):
+        by_layer[stage.layer].append(intervention)
+    by_layer[None] = list(varied)
+    return Grid(axes, by_layer)
 
 
 def _places(
-    axis: Axis, varied: Sequence[Intervention], prompt_length: int, config: GPTConfig
+    axis: Axis,
+    first: Intervention,
+    stages: Sequence[Stage],
+    prompt_length: int,
+    config: GPTConfig,
 ) -> tuple[int, ...]:
-    """Where what varies is carried out along an axis, one after the other."""
-    stages = [_stage(intervention, config) for intervention in varied]
-    first = varied[0]
+    """Where what varies is carried out along an axis, one after the other: it is of these stages,
+    and alike but for that."""
     match axis:
         case "layers":
             if stages[0].layer is None:

@@ -10,6 +10,7 @@ The names of TransformerLens are those of its TransformerBridge, version 4.
 """
 
 import fnmatch
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -17,6 +18,9 @@ from typing import Literal
 from model.transformer.config import GPTConfig
 
 Axis = Literal["n_head", "n_kv_head", "head_dim", "T", "d_model", "d_ff", "vocab_size"]
+
+
+_IN_BLOCK = re.compile(r"blocks\.(0|[1-9][0-9]{0,5})\.(.+)")
 
 
 class UnknownStage(ValueError):
@@ -239,14 +243,32 @@ def match_stages(patterns: Sequence[str], config: GPTConfig) -> tuple[Stage, ...
     """The stages that names or patterns (`*` for any layer: "blocks.*.attention.q") choose, each
     once, in the order in which they are computed. Raises UnknownStage for a pattern that chooses
     none."""
-    stages = stages_of(config)
-    chosen: set[Stage] = set()
-    for pattern in patterns:
-        matching = [stage for stage in stages if fnmatch.fnmatchcase(stage.name, pattern)]
+    if len(patterns) == 1 and (named := _named(patterns[0], config)) is not None:
+        return (named,)
+    stages = {stage.name: stage for stage in stages_of(config)}
+    chosen: set[str] = set()
+    for pattern in dict.fromkeys(patterns):
+        if pattern in stages:
+            chosen.add(pattern)
+            continue
+        matching = fnmatch.filter(stages, pattern)
         if not matching:
             raise UnknownStage(_unknown(pattern, config))
         chosen.update(matching)
-    return tuple(stage for stage in stages if stage in chosen)
+    return tuple(stage for name, stage in stages.items() if name in chosen)
+
+
+def _named(name: str, config: GPTConfig) -> Stage | None:
+    """The stage of that name, without a look at all others: a request may name thousands."""
+    layer: int | None = None
+    if (inside := _IN_BLOCK.fullmatch(name)) is not None:
+        layer, name = int(inside[1]), inside[2]
+        if layer >= config.n_layer:
+            return None
+    kind = next((kind for kind in STAGES if kind.name == name and kind.has(config)), None)
+    if kind is None or kind.in_block is (layer is None):
+        return None
+    return Stage(kind, layer)
 
 
 def _unknown(pattern: str, config: GPTConfig) -> str:

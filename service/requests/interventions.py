@@ -6,6 +6,7 @@ first, as an output like any other. What then does not fit the model's shape is 
 request is submitted (`model/inference/interventions.py`).
 """
 
+import asyncio
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -33,6 +34,10 @@ from service.requests.body import unless_gone
 from service.requests.encode import encode_all
 from service.requests.positions import resolve_positions
 from service.schemas import interventions as schemas
+
+MAX_CARRIED_OUT = 2**13
+"""Interventions of a request once there is one for each layer that it names and each prompt. Every
+step carries them out, and each is looked at several times before."""
 
 Rows = npt.NDArray[np.float32]
 """Values of a stage: (positions, ...)."""
@@ -80,16 +85,27 @@ async def resolve_interventions(
         return [()] * len(prompts)
     sources = [await _encode_sources(intervention, served) for intervention in asked]
     config = served.checkpoint.config
-    changes = [
-        [
-            _change(index, intervention, sources[index], prompt, config, generates=generates)
-            for index, intervention in enumerate(asked)
-        ]
-        for prompt in prompts
+    stages = [
+        _stages(index, intervention.stage, config) for index, intervention in enumerate(asked)
     ]
+    if (count := len(prompts) * sum(map(len, stages))) > MAX_CARRIED_OUT:
+        raise InvalidRequest(
+            f"there would be {count} interventions, one for each layer that is named and each "
+            f"prompt; {MAX_CARRIED_OUT} are allowed. Send fewer prompts at once",
+            PARAM,
+        )
+    changes = []
+    for prompt in prompts:
+        await asyncio.sleep(0)  # hundreds on each of many prompts are not to hold up others
+        changes.append([
+            _change(index, intervention, stages[index], sources[index], prompt, config,
+                    generates=generates)
+            for index, intervention in enumerate(asked)
+        ])  # fmt: skip
     readings = await _compute(changes, served, request, deadline)
     resolved = []
     for prompt, of_prompt in zip(prompts, changes, strict=True):
+        await asyncio.sleep(0)
         interventions = tuple(
             intervention
             for change in of_prompt
@@ -113,6 +129,7 @@ async def _encode_sources(
 def _change(
     index: int,
     asked: schemas.Intervention,
+    stages: tuple[Stage, ...],
     sources: tuple[TokenIds | None, TokenIds | None],
     prompt: TokenIds,
     config: GPTConfig,
@@ -120,7 +137,6 @@ def _change(
     generates: bool,
 ) -> _Change:
     try:
-        stages = changeable_stages(asked.stage, config)
         heads = None if asked.heads is None else resolve_heads(asked.heads, stages, config)
         if asked.positions == "generated" and not generates:
             raise InvalidRequest("positions are 'generated', and nothing is generated here", PARAM)
@@ -132,6 +148,14 @@ def _change(
     except InvalidRequest as error:
         raise InvalidRequest(f"interventions[{index}]: {error}", PARAM) from error
     return _Change(index, asked, stages, positions, heads, source, minus)
+
+
+def _stages(index: int, name: str, config: GPTConfig) -> tuple[Stage, ...]:
+    """The stages of a name or pattern; each may be changed."""
+    try:
+        return changeable_stages(name, config)
+    except InvalidRequest as error:
+        raise InvalidRequest(f"interventions[{index}]: {error}", PARAM) from error
 
 
 def _positions(asked: object, length: int) -> tuple[int, ...] | Span:

@@ -42,7 +42,7 @@ class ResolvedSweep:
 
     def requests(self) -> Iterator[tuple[Cell, OutputsRequest]]:
         """Of each cell, made when it is asked for."""
-        for cell, changes in self.grid.cells:
+        for cell, changes in self.grid.cells():
             interventions = (*self.unchanged.interventions, *changes)
             yield (
                 cell,

@@ -2,7 +2,9 @@
 
 import json
 import random
-import threading
+import signal
+import subprocess
+import sys
 import time
 from collections import Counter
 from typing import Any
@@ -15,12 +17,16 @@ from service.schemas import (
     attributions,
     generate,
     lens,
+    ollama,
     openai,
     sweep,
     tensors,
+    tgi,
     tokenizer,
 )
+from tests.e2e.server import ServedProcess
 from tests.faults.attack import Attack, Ground
+from tests.model.factories import CHAT_TEMPLATE, save_tiny_checkpoint, tiny_config, tiny_gpt
 
 PIECES = (
     '"prompt"', '"max_tokens"', '"a"', "[", "]", "{", "}", ":", ",", "1e400", "NaN", "-1",
@@ -38,6 +44,11 @@ VALUES: tuple[Any, ...] = (
     {"stage": "blocks.*.output", "operation": "zero"}, ["layers", "positions"],
     ["integrated_gradients"], ["direct", "gradient_times_input"], "zero",
     {"from": 0, "to": 2}, {"from": 5, "to": -5}, [{"role": "user", "content": "a"}],
+    {"max_new_tokens": 3}, {"num_predict": 3}, {"num_predict": -2, "stop": [""]}, "required",
+    {"max_new_tokens": 10**9, "seed": -1, "typical_p": 0.5}, "json", {"type": "json_schema"},
+    [{"type": "function", "function": {"name": "a", "parameters": {"$ref": "#"}}}],
+    [{"role": "tool", "content": None, "tool_calls": [{}]}], {"a": {"b": {"c": {}}}},
+    "\u2028\x1b[31m\r\nX: y", {"include_usage": True},
 )  # fmt: skip
 """What a field can be given: sound for one, hostile for another."""
 BODIES: dict[str, type[BaseModel]] = {
@@ -55,6 +66,11 @@ BODIES: dict[str, type[BaseModel]] = {
     "/detokenize": tokenizer.DetokenizeRequest,
     "/v1/completions": openai.CompletionRequest,
     "/v1/chat/completions": openai.ChatRequest,
+    "/": tgi.TextGenerationRequest,
+    "/generate_stream": tgi.TextGenerationRequest,
+    "/api/generate": ollama.OllamaGenerateRequest,
+    "/api/chat": ollama.OllamaChatRequest,
+    "/api/show": ollama.OllamaShowRequest,
 }
 PATHS = tuple(BODIES)
 ANSWERS = {200, 400, 404, 429, 504}
@@ -63,18 +79,21 @@ ANSWERS = {200, 400, 404, 429, 504}
 
 def generated_bodies(ground: Ground, count: int) -> str:
     """Fields of every endpoint with values of every kind, and pieces of JSON put together."""
-    server = ground.serve()
+    path = save_tiny_checkpoint(ground.folder / "chatty", chat_template=CHAT_TEMPLATE).path
+    server = ground.serve(checkpoint=path)
     generator = random.Random(time.time_ns())  # others each time; what was found became a test
     statuses: Counter[int] = Counter()
     with httpx.Client(base_url=server.url, trust_env=False, timeout=60) as client:
         for _ in range(count):
-            path = generator.choice(PATHS)
-            body = _body(generator, path)
+            endpoint = generator.choice(PATHS)
+            body = _body(generator, endpoint)
             response = client.post(
-                path, content=body.encode(), headers={"Content-Type": "application/json"}
+                endpoint, content=body.encode(), headers={"Content-Type": "application/json"}
             )
             statuses[response.status_code] += 1
-            assert response.status_code in ANSWERS, f"{response.status_code} of {path} for {body}"
+            assert response.status_code in ANSWERS, (
+                f"{response.status_code} of {endpoint} for {body}"
+            )
         assert client.get("/health").status_code == 200
     assert "Traceback" not in server.output, server.output[-3000:]
     return ", ".join(f"{number} x {status}" for status, number in sorted(statuses.items()))
@@ -86,6 +105,7 @@ def _body(generator: random.Random, path: str) -> str:
     names = list(BODIES[path].model_fields)
     required: dict[str, Any] = {
         "prompt": "abc", "tokens": [1, 2], "messages": [{"role": "user", "content": "a"}],
+        "inputs": "abc",
     }  # fmt: skip
     body = {name: value for name, value in required.items() if name in names}
     body |= {"max_tokens": 5} if "max_tokens" in names else {}
@@ -113,6 +133,50 @@ def deep_nesting(ground: Ground, count: int) -> str:
     return f"400 each, {1e3 * slowest:.0f} ms at most"
 
 
+CHANGE = {"stage": "blocks.*.attention.heads", "operation": "zero"}
+MUCH_FROM_LITTLE: dict[str, tuple[str, dict[str, Any]]] = {
+    "a grid": (
+        "/sweep",
+        {"prompt": [5] * 110, "vary": CHANGE, "over": ["layers", "heads", "positions"],
+         "timeout": 0.5},
+    ),
+    "a grid of all layers": (
+        "/sweep",
+        {"prompt": [5] * 1000, "vary": CHANGE, "over": ["heads", "positions"], "timeout": 0.5},
+    ),
+    "interventions": (
+        "/generate", {"prompt": ["a"] * 64, "interventions": [CHANGE] * 256, "max_tokens": 1},
+    ),
+    "interventions that fit": (
+        "/generate", {"prompt": ["a"] * 8, "interventions": [CHANGE] * 80, "max_tokens": 1},
+    ),
+    "patterns": (
+        "/activations", {"prompt": "a", "stages": ["*" * (i % 90 + 1) for i in range(1000)]},
+    ),
+    "unknown fields": ("/generate", {f"tempratur{i}": 1 for i in range(900)}),
+}  # fmt: skip
+"""Small requests out of which a server makes much."""
+
+
+def much_from_little(ground: Ground, count: int) -> str:
+    """Small requests that stand for much, while somebody else asks for little."""
+    config = tiny_config(n_layer=12, n_head=12, n_kv_head=12, d_model=96, context_length=1024)
+    path = save_tiny_checkpoint(ground.folder / "deep", tiny_gpt(config)).path
+    server = ground.serve(checkpoint=path)
+    statuses: Counter[int] = Counter()
+    with (
+        Pauses(server) as pauses,
+        httpx.Client(base_url=server.url, trust_env=False, timeout=60) as client,
+    ):
+        for index in range(count):
+            where, body = list(MUCH_FROM_LITTLE.values())[index % len(MUCH_FROM_LITTLE)]
+            response = client.post(where, json=body)
+            statuses[response.status_code] += 1
+            assert response.status_code in ANSWERS, f"{response.status_code}: {response.text[:300]}"
+    answers = ", ".join(f"{number} x {status}" for status, number in sorted(statuses.items()))
+    return f"{answers}; {pauses.held()}"
+
+
 MIB = 2**20
 ALL_STRUCTURE = {
     "empty lists": b'{"prompt": [' + b"[]," * (4 * MIB // 3 - 10) + b"[]]}",
@@ -130,38 +194,70 @@ LONGEST_PAUSE = 1.0
 """Seconds: what no pause may reach even on a busy machine; on an idle one they are tens of ms."""
 
 
+class Pauses:
+    """Asks for /version again and again, from a process of its own: what it waits is the server's
+    doing, and from the first request on."""
+
+    def __init__(self, server: ServedProcess) -> None:
+        command = [sys.executable, "-c", ASKS, server.address]
+        self._asking = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert self._asking.stdout is not None
+        self._told = self._asking.stdout
+        assert self._told.readline() == "asking\n"
+        self._longest = 0.0
+
+    def __enter__(self) -> "Pauses":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._asking.terminate()
+        lines = self._told.read().splitlines()
+        assert self._asking.wait() == -signal.SIGTERM, "it was not answered throughout"
+        self._told.close()
+        self._longest = max(map(float, lines), default=0.0)
+
+    def held(self) -> str:
+        """How it went; AssertionError where somebody waited for too long."""
+        longest = self._longest
+        assert longest, "nobody was answered: the test shows nothing"
+        assert longest < LONGEST_PAUSE, f"another client waited {longest:.2f} s"
+        return f"another client waited {1e3 * longest:.0f} ms at most"
+
+
+ASKS = """
+import http.client, sys, time
+asks = http.client.HTTPConnection(sys.argv[1], timeout=30)
+print("asking", flush=True)
+longest = 0.0
+while True:
+    started = time.perf_counter()
+    asks.request("GET", "/version")
+    reply = asks.getresponse()
+    reply.read()
+    assert reply.status == 200
+    took = time.perf_counter() - started
+    if took > longest:
+        print(longest := took, flush=True)
+    time.sleep(0.001)
+"""
+
+
 def large_bodies(ground: Ground, count: int) -> str:
     """Bodies of the largest size that cost a parser most, while somebody else asks for little."""
     server = ground.serve()
-    pauses: list[float] = []
-    over = threading.Event()
-
-    def ask() -> None:
-        with httpx.Client(base_url=server.url, trust_env=False, timeout=30) as client:
-            while not over.is_set():
-                started = time.perf_counter()
-                assert client.get("/version").status_code == 200
-                pauses.append(time.perf_counter() - started)
-
-    asking = threading.Thread(target=ask)
-    with httpx.Client(base_url=server.url, trust_env=False, timeout=30) as client:
-        client.get("/version")
-        asking.start()
-        try:
-            for index in range(count):
-                name = list(ALL_STRUCTURE)[index % len(ALL_STRUCTURE)]
-                response = client.post(
-                    "/generate",
-                    content=ALL_STRUCTURE[name],
-                    headers={"Content-Type": "application/json"},
-                )
-                assert response.status_code == 400, f"{response.status_code} for {name}"
-        finally:
-            over.set()
-            asking.join()
-    longest = max(pauses)
-    assert longest < LONGEST_PAUSE, f"another client waited {longest:.2f} s"
-    return f"400 each, another client waited {1e3 * longest:.0f} ms at most"
+    with (
+        Pauses(server) as pauses,
+        httpx.Client(base_url=server.url, trust_env=False, timeout=30) as client,
+    ):
+        for index in range(count):
+            name = list(ALL_STRUCTURE)[index % len(ALL_STRUCTURE)]
+            response = client.post(
+                "/generate",
+                content=ALL_STRUCTURE[name],
+                headers={"Content-Type": "application/json"},
+            )
+            assert response.status_code == 400, f"{response.status_code} for {name}"
+    return f"400 each, {pauses.held()}"
 
 
 ATTACKS = (
@@ -178,6 +274,13 @@ ATTACKS = (
         large_bodies,
         short=8,
         long=400,
+    ),
+    Attack(
+        "much from little",
+        f"a sound status for each, nobody else waits {LONGEST_PAUSE:g} s",
+        much_from_little,
+        short=6,
+        long=120,
     ),
     Attack("deep nesting", "400 within 5 s each", deep_nesting, short=22, long=440),
 )

@@ -47,6 +47,21 @@ def test_a_pattern_chooses_layer_by_layer() -> None:
     assert match_stages(["embedding", "embedding"], config) == match_stages(["embedding"], config)
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_name_alone_finds_what_a_search_finds(family: str) -> None:
+    config = tiny_config(**FAMILIES[family])
+    for stage in stages_of(config):
+        assert match_stages([stage.name], config) == (stage,)
+        assert match_stages([f"{stage.name[:-1]}?", stage.name], config)[0] in stages_of(config)
+    lacking = [
+        f"blocks.{config.n_layer}.output", "blocks.00.output", "blocks.-1.output", "output",
+        "blocks.0.embedding", "blocks.0.logits", "blocks.0.", "blocks.9999999.output",
+    ]  # fmt: skip
+    for name in lacking:
+        with pytest.raises(UnknownStage):
+            match_stages([name], config)
+
+
 def test_what_a_model_lacks_is_said() -> None:
     with pytest.raises(UnknownStage, match=r"this model has no stage 'mlp\.up'"):
         match_stages(["blocks.*.mlp.up"], tiny_config())

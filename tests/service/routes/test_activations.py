@@ -357,3 +357,14 @@ def test_values_count_in_the_queue(checkpoint_path: Path) -> None:
         assert response.status_code == 400, response.text
         assert "60000" in response.text
         assert small.served.engine.open_elements == 0
+
+
+def test_interventions_times_layers_times_prompts_are_bounded(server: Serving) -> None:
+    """256 on all layers of 64 prompts kept everybody waiting for half a minute."""
+    zero = {"stage": "blocks.*.output", "operation": "zero"}
+    fields = {"prompt": ["a"] * 64, "interventions": [zero] * 43}
+    error = refusal(server, "/logits", fields)
+    assert error.param == "interventions"
+    assert "there would be 8256 interventions" in error.message
+    assert "8192 are allowed" in error.message
+    assert server.post("/logits", {**fields, "interventions": [zero] * 42}).status_code == 200
