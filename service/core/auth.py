@@ -21,6 +21,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from model.files import read_text
 from service.core.errors import LIMIT, ApiError
 from service.core.key_limits import KeyLimit, KeyLimits
 
@@ -32,6 +33,8 @@ CALLER = "logitd.caller"
 ADMIN = "/admin"
 """What is below asks for the administrator's key and no other."""
 MIN_KEY_LENGTH = 8
+KEY_FILE_BYTES = 2**20
+"""Of a file of keys, which may be read while requests are answered: ten thousand keys."""
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _LIMIT = re.compile(r"(per-minute|at-once)=")
 MAX_LIMIT = 1_000_000
@@ -169,7 +172,7 @@ def _in_file(file: Path | None) -> list[tuple[str, str]]:
     if file is None:
         return []
     try:
-        lines = file.read_text(encoding="utf-8").splitlines()
+        lines = read_text(file, KEY_FILE_BYTES).splitlines()
     except OSError as error:
         raise ApiKeyError(f"the API key file {file} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:

@@ -1,7 +1,8 @@
 """API keys: who is let in, who is not, and that no key is ever told to anybody."""
 
 import logging
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from pydantic import SecretStr
 
 from service.app.app import create_app
 from service.app.server import serve
-from service.core.auth import ApiKeyError, ApiKeys, is_public, read_api_keys
+from service.core.auth import KEY_FILE_BYTES, ApiKeyError, ApiKeys, is_public, read_api_keys
 from service.schemas.base import ErrorReply
 from service.settings.serve import ServeSettings
 from tests.service.serving import (
@@ -358,8 +359,26 @@ def test_lines_of_a_file_that_cannot_be_used_are_named(tmp_path: Path) -> None:
         read_api_keys(None, file)
     with pytest.raises(ApiKeyError, match="cannot be read: No such file or directory"):
         read_api_keys(None, tmp_path / "missing")
-    with pytest.raises(ApiKeyError, match="cannot be read: Is a directory"):
-        read_api_keys(None, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("put", "problem"),
+    [
+        (os.mkfifo, "is a pipe"),
+        (os.mkdir, "is a directory"),
+        (lambda path: path.symlink_to("/dev/zero"), "is a device"),
+        (lambda path: path.symlink_to(path), "Too many levels of symbolic links"),
+        (lambda path: path.write_bytes(b"#" * (KEY_FILE_BYTES + 1)), "are the most it may"),
+    ],
+    ids=["pipe", "directory", "zeros", "loop", "large"],
+)  # fmt: skip
+def test_a_file_of_keys_that_is_none_is_not_waited_for(
+    tmp_path: Path, put: Callable[[Path], object], problem: str
+) -> None:
+    """The server reads it again while it answers."""
+    put(tmp_path / "keys")
+    with pytest.raises(ApiKeyError, match=problem):
+        read_api_keys(None, tmp_path / "keys")
 
 
 def test_a_service_whose_keys_cannot_be_used_does_not_start(
