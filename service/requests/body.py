@@ -56,6 +56,7 @@ def body_of(
                 f"the body's content type is {clip(media_type)!r}; send application/json "
                 "(curl: --json, or -H 'Content-Type: application/json')",
             )
+        _require_plain(request)
         raw = await _bounded_body(request)
         if len(raw) > UNCOUNTED_BYTES:
             await _check_structure(raw)
@@ -135,6 +136,19 @@ async def _bounded_body(request: Request) -> bytes:
     except ClientDisconnect as error:
         raise client_gone() from error
     return b"".join(chunks)
+
+
+def _require_plain(request: Request) -> None:
+    """Raise ApiError for a body that is encoded: nothing here would decode it."""
+    for header, plain in (("content-encoding", "identity"), ("transfer-encoding", "chunked")):
+        # The parser of HTTP has seen to it that there is one way to tell where the body ends.
+        encoding = ", ".join(request.headers.getlist(header)).strip().lower()
+        if encoding not in ("", plain):
+            raise ApiError(
+                415,
+                "invalid_request_error",
+                f"the body is encoded as {clip(encoding)!r}; send it as it is",
+            )
 
 
 async def _check_structure(raw: bytes) -> None:

@@ -330,6 +330,32 @@ def test_a_content_type_that_is_not_json(server: Serving, content_type: str | No
 
 
 @pytest.mark.parametrize(
+    "header",
+    [
+        "Content-Encoding: gzip",
+        "Content-Encoding: identity, br",
+        "Transfer-Encoding: gzip, chunked",
+    ],
+)
+def test_a_body_that_is_encoded_is_refused(server: Serving, header: str) -> None:
+    """Read as it is it would be another body than the one that was sent."""
+    head = "POST /generate HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+    framing = "" if header.startswith("Transfer") else "Transfer-Encoding: chunked\r\n"
+    with server.connect() as raw:
+        raw.sendall(f"{head}{framing}{header}\r\nConnection: close\r\n\r\n".encode())
+        raw.sendall(b'f\r\n{"prompt": "a"}\r\n0\r\n\r\n')
+        reply = read_all(raw)
+    assert reply.startswith(b"HTTP/1.1 415 ")
+    assert b"the body is encoded as" in reply
+
+
+def test_a_body_that_says_it_is_not_encoded_is_read(server: Serving) -> None:
+    headers = {"Content-Encoding": "identity", "Content-Type": "application/json"}
+    body = b'{"prompt": "a", "max_tokens": 1}'
+    assert server.client.post("/generate", content=body, headers=headers).status_code == 200
+
+
+@pytest.mark.parametrize(
     "content_type",
     ["application/json", "application/json; charset=utf-8", "APPLICATION/JSON",
      "application/vnd.api+json"],
