@@ -3,6 +3,7 @@
 What else is in one, and how it is written: `model/training/run/directory.py`.
 """
 
+import os
 from pathlib import Path
 
 RUN = "run.json"
@@ -32,6 +33,9 @@ def is_run(path: Path) -> bool:
 
 def name_of(path: Path) -> str:
     """What a checkpoint is called: the name of its folder, or of the run that it lies in, whose
-    checkpoints are called after steps. A link is what it points to."""
+    checkpoints are called after steps. A link is what it points to. Replies and log lines hold this
+    name, and a folder may be called by anything: what is not UTF-8 or not printable is U+FFFD."""
     resolved = path.resolve()
-    return resolved.parent.name if is_run(resolved.parent) else resolved.name
+    folder = resolved.parent if is_run(resolved.parent) else resolved
+    name = os.fsencode(folder.name).decode("utf-8", "replace")
+    return "".join(c if c.isprintable() else "\ufffd" for c in name)

@@ -1,6 +1,7 @@
 """GET /v1/models: the one that is served."""
 
 import json
+import os
 import time
 from datetime import UTC, datetime
 from pathlib import Path
@@ -55,3 +56,17 @@ def test_a_model_with_any_name_and_time(
         assert json.loads(running.client.get("/v1/models").content)["data"] == [model]
     monkeypatch.undo()
     time.tzset()
+
+
+def test_a_folder_that_is_called_by_bytes(tmp_path: Path) -> None:
+    """Of no encoding, and with what would paint a terminal: replies and lines can hold its name."""
+    path = tmp_path / os.fsdecode(b"a\xff\x1b[31m\n")
+    save_tiny_checkpoint(path)
+    with serving(path) as running:
+        name = "a\ufffd\ufffd[31m\ufffd"
+        for where in ("/info", "/card", "/v1/models", "/api/tags"):
+            assert running.client.get(where).status_code == 200
+        assert f'name="{name}"' in running.client.get("/metrics").text
+        assert running.generate("a", max_tokens=1, model=name)["model"] == name
+        reply = running.post("/logits", {"prompt": "a"}, Accept="application/x-npy")
+        assert reply.headers["x-logitd-name"] == "a%EF%BF%BD%EF%BF%BD[31m%EF%BF%BD"
