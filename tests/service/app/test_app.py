@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import anyio.to_thread
+import fastapi.dependencies.utils
 import fastapi.routing
 import pytest
 
@@ -24,7 +25,7 @@ def test_no_request_waits_until_routes_are_made(
     """FastAPI makes those of an included router when a request first looks for its own, in a fifth
     of a second in which the event loop does nothing else."""
     made: list[Any] = []
-    make = fastapi.routing.get_dependant
+    make = fastapi.dependencies.utils.get_dependant
 
     def noted(*arguments: Any, **named: Any) -> Any:
         made.append(named.get("path"))
