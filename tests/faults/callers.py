@@ -1,7 +1,12 @@
 """Callers: what one caller's flood does to the others."""
 
 import asyncio
+import os
+import signal
 import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
 
 import httpx
 
@@ -57,7 +62,59 @@ async def _generate(client: httpx.AsyncClient, key: str, tokens: int) -> httpx.R
     return await client.post("/generate", json=body, headers=headers)
 
 
+def keys_that_go_bad(ground: Ground, count: int) -> str:
+    """A file of keys that is read again and again while a caller asks: garbage, another's keys, and
+    what is not a file at all."""
+    path = ground.folder / "keys"
+    good = "\n".join(f"{name}={key}" for name, key in KEYS.items()).encode()
+    path.write_bytes(good)
+    server = ground.serve("--api-key-file", str(path))
+    statuses: Counter[int] = Counter()
+    with httpx.Client(base_url=server.url, trust_env=False, timeout=10) as client:
+        for turn in range(count):
+            path.unlink()
+            BAD_KEYS[turn % len(BAD_KEYS)](path)
+            said = server.output.count("the keys before are accepted still")
+            server.signal(signal.SIGHUP)
+            deadline = time.monotonic() + 10
+            while server.output.count("the keys before are accepted still") == said:
+                assert time.monotonic() < deadline, "it says nothing of a bad file of keys"
+                statuses[_ask(client)] += 1
+            path.rmdir() if path.is_dir() and not path.is_symlink() else path.unlink()
+            path.write_bytes(good)
+            statuses[_ask(client)] += 1
+    assert set(statuses) == {200}, statuses
+    assert "Traceback" not in server.output
+    assert not any(key in server.output for key in KEYS.values()), "a key is in the log"
+    return f"{statuses[200]} requests answered while {count} bad files came and went"
+
+
+def _ask(client: httpx.Client) -> int:
+    body = {"prompt": "a", "max_tokens": 1}
+    headers = {"Authorization": f"Bearer {KEYS['other']}"}
+    return client.post("/generate", json=body, headers=headers).status_code
+
+
+BAD_KEYS: tuple[Callable[[Path], object], ...] = (
+    os.mkfifo,
+    lambda path: path.symlink_to("/dev/zero"),
+    lambda path: path.write_bytes(b"\xff\xfe\0" * 300),
+    lambda path: path.write_bytes(b""),
+    lambda path: path.write_bytes(b"flood=flood-flood\nflood=other-other"),
+    lambda path: path.write_bytes(b"#" * 10**7),
+    os.mkdir,
+    lambda path: path.symlink_to(path),
+)
+
+
 ATTACKS = (
+    Attack(
+        "keys that go bad",
+        "the keys before are accepted still, nobody waits, no key in the log",
+        keys_that_go_bad,
+        short=8,
+        long=400,
+    ),
     Attack(
         "a flood of one caller",
         "no rejection of the other caller, a token within 10 s",

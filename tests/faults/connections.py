@@ -131,7 +131,7 @@ def slow_senders(ground: Ground, count: int) -> str:
                         raw.send(b"a")
                 time.sleep(1)
         left = _sockets(server) - own
-        assert left <= 1, f"{left} of {count} are still open after 20 s"
+        assert left <= 1, f"{left} of {count} are still open after 20 s\n{server.output[-2000:]}"
         health = watch.held()
     seconds = 20 - (deadline - time.monotonic())
     return f"all of {count} ended after {seconds:.0f} s; {health}"
