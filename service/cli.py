@@ -23,7 +23,8 @@ from model.version import VERSION
 from service.command_line.completion import SHELLS
 from service.command_line.flags import flags_of, known_words, split_words
 from service.command_line.help import help_of, overview, usage
-from service.command_line.mistakes import did_you_mean, unknown_variables
+from service.command_line.mistakes import did_you_mean, unknown_variables, variable_of, way_out
+from service.settings.common import PREFIX
 from service.settings.extract import ExtractSettings
 from service.settings.imports import ImportSettings
 from service.settings.serve import ServeSettings
@@ -103,7 +104,7 @@ def run(arguments: Sequence[str]) -> int:
     try:
         settings = parse(name, rest)
     except ValidationError as error:
-        problems += [_sentence(name, problem) for problem in error.errors(include_url=False)]
+        problems += [_sentence(name, rest, each) for each in error.errors(include_url=False)]
     except SettingsError as error:  # a flag, a variable or a key of .env that cannot be read
         problems.append(_explained(name, str(error)))
     if problems:
@@ -139,10 +140,19 @@ def _asks_for_help(arguments: Sequence[str]) -> bool:
     return any(word in ("-h", "--help") for word in arguments[:end])
 
 
-def _sentence(name: str, problem: ErrorDetails) -> str:
-    """What is wrong with the value of a setting."""
+def _sentence(name: str, arguments: Sequence[str], problem: ErrorDetails) -> str:
+    """What is wrong with the value of a setting, and where it was given."""
     field = str(problem["loc"][0]) if problem["loc"] else name
-    return f"--{field.replace('_', '-')}: {problem['msg']} (given: {problem['input']!r})"
+    said = f"{problem['msg']} (given: {problem['input']!r})"
+    given = None
+    if field in COMMANDS[name].model_fields:
+        given = variable_of(COMMANDS, name, field, arguments)
+    if given is None:
+        return f"--{field.replace('_', '-')}: {said}"
+    variable, where = given
+    of_all = variable == f"{PREFIX}{field}".upper()
+    meant = way_out(COMMANDS, name, field, problem["input"]) if of_all else ""
+    return f"{variable} in {where}: {said}{meant}"
 
 
 def _explained(name: str, message: str) -> str:

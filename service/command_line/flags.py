@@ -29,7 +29,7 @@ class Flag:
     choices      all that may follow it, where that is a list
     default      as it would be written; None where that is nothing, or it is required
     required     whether it has to be given
-    variable     of the environment and of .env
+    variable     of the environment and of .env, read by every command
     several      whether it is an argument that may come more than once
     """
 

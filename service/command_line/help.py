@@ -32,7 +32,8 @@ def overview(commands: Mapping[str, type[BaseSettings]]) -> str:
             *lines,
             "",
             "logitd help COMMAND lists a command's flags. Each flag FLAG can also be set as",
-            "LOGITD_FLAG in the environment or in a file .env.",
+            "LOGITD_FLAG in the environment or in a file .env, for one command alone as",
+            "LOGITD_COMMAND_FLAG.",
         ]
     )
 

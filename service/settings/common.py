@@ -5,10 +5,19 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
-from pydantic_settings import SettingsConfigDict
+from pydantic_settings import (
+    BaseSettings,
+    DotEnvSettingsSource,
+    EnvSettingsSource,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+)
 
 from model.dtypes import DTypeName
 from model.inference.options import KernelChoice, KernelTarget, Quantization
+
+PREFIX = "LOGITD_"
+"""Of the variables that every command reads."""
 
 BUNDLED_CHECKPOINT = Path(__file__).parents[2] / "checkpoints" / "python-small"
 
@@ -17,7 +26,7 @@ def settings_of(command: str, shorter: Mapping[str, str] | None = None) -> Setti
     """How a command's settings are read; `shorter` are second names of flags, which no field of
     Python can have."""
     return SettingsConfigDict(
-        env_prefix="LOGITD_",
+        env_prefix=PREFIX,
         env_file=".env",
         extra="ignore",  # .env serves several commands
         cli_prog_name=f"logitd {command}",
@@ -30,6 +39,39 @@ def settings_of(command: str, shorter: Mapping[str, str] | None = None) -> Setti
         frozen=True,
         cli_shortcuts=shorter or {},
     )
+
+
+def own_prefix(command: str) -> str:
+    """Of the variables that one command alone reads, and reads before those of all."""
+    return f"{PREFIX}{command}_".upper()
+
+
+class CommandSettings(BaseSettings):
+    """Where the settings of a command come from, the first that has a value first: its flags,
+    `LOGITD_COMMAND_FLAG` in the environment and in .env, `LOGITD_FLAG` in both, the default.
+
+    So one .env can give two commands different values of what both have.
+    """
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        assert isinstance(dotenv_settings, DotEnvSettingsSource)
+        prefix = own_prefix(str(settings_cls.model_config["cli_prog_name"]).split()[-1])
+        own = EnvSettingsSource(settings_cls, env_prefix=prefix)
+        own_in_file = DotEnvSettingsSource(
+            settings_cls,
+            env_file=dotenv_settings.env_file,
+            env_prefix=prefix,
+            dotenv_filtering="only_existing",
+        )
+        return init_settings, own, own_in_file, env_settings, dotenv_settings
 
 
 def split_list(value: Any) -> Any:

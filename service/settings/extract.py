@@ -4,10 +4,11 @@ from pathlib import Path
 from typing import Annotated
 
 from pydantic import BeforeValidator, Field
-from pydantic_settings import BaseSettings, CliPositionalArg, NoDecode
+from pydantic_settings import CliPositionalArg, NoDecode
 
 from service.settings.common import (
     AsJson,
+    CommandSettings,
     Device,
     DType,
     Kernels,
@@ -29,7 +30,7 @@ StageNames = Annotated[
 ]
 
 
-class ExtractSettings(BaseSettings):
+class ExtractSettings(CommandSettings):
     """Compute every token of a text: logprobs or a lens into Parquet, stages into safetensors."""
 
     model_config = settings_of("extract", {"as-json": "json"})

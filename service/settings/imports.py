@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import Field
-from pydantic_settings import BaseSettings, CliPositionalArg
+from pydantic_settings import CliPositionalArg
 
 from model.convert.by_role.computation import (
     Computation,
@@ -21,10 +21,10 @@ from model.convert.by_role.computation import (
     ScoreScale,
 )
 from model.transformer.config import Activation, Norm, NormPosition, Residual
-from service.settings.common import StoredDType, settings_of
+from service.settings.common import CommandSettings, StoredDType, settings_of
 
 
-class ImportSettings(BaseSettings):
+class ImportSettings(CommandSettings):
     """Import a model trained elsewhere, by any code, as a checkpoint."""
 
     model_config = settings_of("import")

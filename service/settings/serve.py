@@ -15,12 +15,13 @@ from pydantic import (
     ValidationInfo,
     field_validator,
 )
-from pydantic_settings import BaseSettings, CliPositionalArg, NoDecode
+from pydantic_settings import CliPositionalArg, NoDecode
 
 from model.inference.engine.config import EngineConfig
 from model.inference.options import Speculation, parse_memory
 from service.settings.common import (
     BUNDLED_CHECKPOINT,
+    CommandSettings,
     Device,
     DType,
     Kernels,
@@ -110,7 +111,7 @@ ModelSources = Annotated[
 ]
 
 
-class ServeSettings(BaseSettings):
+class ServeSettings(CommandSettings):
     """Serve a checkpoint over HTTP, or several."""
 
     model_config = settings_of("serve", {"import-model": "import"})

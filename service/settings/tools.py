@@ -4,12 +4,13 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
-from pydantic_settings import BaseSettings, CliPositionalArg, NoDecode
+from pydantic_settings import CliPositionalArg, NoDecode
 
 from service.settings.common import (
     BUNDLED_CHECKPOINT,
     AsJson,
     CheckpointPath,
+    CommandSettings,
     Device,
     DType,
     Kernels,
@@ -40,7 +41,7 @@ BatchSizes = Annotated[
 ]
 
 
-class GenerateSettings(BaseSettings):
+class GenerateSettings(CommandSettings):
     """Generate text from a checkpoint in the terminal, without a server."""
 
     model_config = settings_of("generate")
@@ -63,7 +64,7 @@ class GenerateSettings(BaseSettings):
     quantize: Quantize = "none"
 
 
-class InspectSettings(BaseSettings):
+class InspectSettings(CommandSettings):
     """Show a checkpoint and the shapes of its forward pass, or how training runs went."""
 
     model_config = settings_of("inspect", {"as-json": "json"})
@@ -79,7 +80,7 @@ class InspectSettings(BaseSettings):
     as_json: AsJson = False
 
 
-class ExportSettings(BaseSettings):
+class ExportSettings(CommandSettings):
     """Export a checkpoint for other programs: Hugging Face transformers or llama.cpp."""
 
     model_config = settings_of("export")
@@ -99,7 +100,7 @@ class ExportSettings(BaseSettings):
     )
 
 
-class HealthSettings(BaseSettings):
+class HealthSettings(CommandSettings):
     """Ask a server whether it answers requests: exit code 0 if it does, 1 if not."""
 
     model_config = settings_of("health")
@@ -117,7 +118,7 @@ class HealthSettings(BaseSettings):
     timeout: float = Field(2, gt=0, description="seconds to wait for the answer")
 
 
-class BenchSettings(BaseSettings):
+class BenchSettings(CommandSettings):
     """Measure how fast a checkpoint runs, in process and over HTTP, and what the machine allows."""
 
     model_config = settings_of("bench")

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from pydantic import Field
-from pydantic_settings import BaseSettings, CliPositionalArg
+from pydantic_settings import CliPositionalArg
 
 from model.inference.options import Quantization
 from model.training.config import TrainingConfig
@@ -11,19 +11,20 @@ from model.training.presets import SaveDType, TrainingDType
 from service.settings.common import (
     BUNDLED_CHECKPOINT,
     AsJson,
+    CommandSettings,
     Device,
     Threads,
     settings_of,
 )
 
 
-class TrainSettings(BaseSettings, TrainingConfig):
+class TrainSettings(CommandSettings, TrainingConfig):
     """Train a GPT on text; without --data on the text that every Python carries."""
 
     model_config = settings_of("train", {"from-checkpoint": "from"})
 
 
-class EvalSettings(BaseSettings):
+class EvalSettings(CommandSettings):
     """Measure the loss of a checkpoint on a text: per token, as perplexity and in bits per byte."""
 
     model_config = settings_of("eval", {"as-json": "json"})
@@ -54,7 +55,7 @@ class EvalSettings(BaseSettings):
     as_json: AsJson = False
 
 
-class MergeSettings(BaseSettings):
+class MergeSettings(CommandSettings):
     """Make a checkpoint of an adapter and of the checkpoint that it was trained on."""
 
     model_config = settings_of("merge")

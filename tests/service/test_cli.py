@@ -150,6 +150,8 @@ ARGUMENTS = {"serve": "[CHECKPOINT ...]", "bench": "[CHECKPOINT]", "generate": "
         ("LOGITD_PROT", "; did you mean LOGITD_PORT?"),
         ("LOGITD_PROMTP", "; did you mean LOGITD_PROMPT?"),  # another command's
         ("LOGITD_NOTHING_LIKE_IT", ""),
+        ("LOGITD_SERVE_PROT", "; did you mean LOGITD_SERVE_PORT?"),
+        ("LOGITD_TRAIN_NOTHING_LIKE_IT", ""),
     ],
 )
 def test_a_variable_that_no_command_has_exits_2_with_the_nearest(
@@ -168,7 +170,14 @@ def test_a_variable_that_no_command_has_exits_2_with_the_nearest(
 
 @pytest.mark.parametrize(
     "name",
-    ["LOGITD_PRESET", "LOGITD_BASE_URL", "LOGITD_SERVICE_HOST", "LOGITD_PORT_80_TCP", "DATABASE"],
+    [
+        "LOGITD_PRESET",
+        "LOGITD_TRAIN_PRESET",
+        "LOGITD_BASE_URL",
+        "LOGITD_SERVICE_HOST",
+        "LOGITD_PORT_80_TCP",
+        "DATABASE",
+    ],
 )
 def test_variables_of_others_do_no_harm(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -198,18 +207,45 @@ def test_a_file_of_settings_that_cannot_be_read_exits_2_with_a_sentence(
     assert len(err.splitlines()) == 1
 
 
-@pytest.mark.parametrize("source", ["environment", ".env"])
+@pytest.mark.parametrize("source", ["the environment", ".env"])
+@pytest.mark.parametrize("name", ["LOGITD_PORT", "LOGITD_SERVE_PORT"])
 def test_a_wrong_variable_exits_2_with_a_sentence(
-    source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    name: str, source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    if source == "environment":
-        monkeypatch.setenv("LOGITD_PORT", "99999")
+    if source == "the environment":
+        monkeypatch.setenv(name, "99999")
     else:
-        (tmp_path / ".env").write_text("LOGITD_PORT=99999\n")
+        (tmp_path / ".env").write_text(f"{name}=99999\n")
+    said = "Input should be less than or equal to 65535"
     assert exit_code("serve") == 2
     assert capsys.readouterr().err == (
-        "logitd serve: --port: Input should be less than or equal to 65535 (given: '99999')\n"
+        f"logitd serve: {name} in {source}: {said} (given: '99999')\n"
+    )
+    assert exit_code("serve", "--port", "99998") == 2
+    assert capsys.readouterr().err == f"logitd serve: --port: {said} (given: '99998')\n"
+
+
+def test_a_choice_that_only_other_commands_have_is_refused_with_the_way_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / ".env").write_text("LOGITD_DTYPE=float16\n")
+    assert exit_code("train") == 2
+    assert capsys.readouterr().err == (
+        "logitd train: LOGITD_DTYPE in .env: Input should be 'auto', 'float32' or 'bfloat16' "
+        "(given: 'float16'); serve, generate, extract, import, export and bench have it: "
+        "LOGITD_SERVE_DTYPE sets it for serve alone, and LOGITD_TRAIN_DTYPE, which comes first, "
+        "another for train\n"
+    )
+    for way_out in ("LOGITD_SERVE_DTYPE=float16", "LOGITD_DTYPE=float16\nLOGITD_TRAIN_DTYPE=auto"):
+        (tmp_path / ".env").write_text(f"{way_out}\n")
+        assert parse("serve", []).dtype == "float16"  # type: ignore[attr-defined]
+        assert parse("train", []).dtype in (None, "auto")  # type: ignore[attr-defined]
+    monkeypatch.setenv("LOGITD_TRAIN_DTYPE", "float64")  # of its own: nobody else is to have it
+    assert exit_code("train") == 2
+    assert capsys.readouterr().err == (
+        "logitd train: LOGITD_TRAIN_DTYPE in the environment: Input should be 'auto', 'float32' "
+        "or 'bfloat16' (given: 'float64')\n"
     )
 
 

@@ -11,7 +11,8 @@ from model.inference.engine.config import EngineConfig
 from service.cli import COMMANDS, parse
 from service.settings.model_source import ModelSource
 from service.settings.serve import ServeSettings
-from service.settings.tools import BenchSettings, GenerateSettings
+from service.settings.tools import BenchSettings, GenerateSettings, HealthSettings
+from service.settings.train import TrainSettings
 
 
 @pytest.fixture(autouse=True)
@@ -41,6 +42,34 @@ def test_precedence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert serve().port == 1002
     settings = serve("--port", "1003")
     assert (settings.port, settings.slots, settings.host) == (1003, 5, "::1")
+
+
+def test_a_variable_of_one_command_comes_before_those_of_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Flag, own variable in the environment and in .env, everybody's in both."""
+    (tmp_path / ".env").write_text("LOGITD_PORT=1001\n")
+    assert serve().port == 1001
+    monkeypatch.setenv("LOGITD_PORT", "1002")
+    assert serve().port == 1002
+    (tmp_path / ".env").write_text("LOGITD_PORT=1001\nLOGITD_SERVE_PORT=1003\n")
+    assert serve().port == 1003
+    monkeypatch.setenv("LOGITD_SERVE_PORT", "1004")
+    assert serve().port == 1004
+    assert serve("--port", "1005").port == 1005
+    assert CliApp.run(HealthSettings, cli_args=[]).port == 1002  # what is serve's is not its
+
+
+def test_a_list_in_a_commands_own_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOGITD_TRAIN_DATA", '["a.txt", "b.txt"]')
+    assert CliApp.run(TrainSettings, cli_args=[]).data == ("a.txt", "b.txt")
+
+
+def test_no_variable_is_that_of_two_settings() -> None:
+    """LOGITD_IMPORT_MODEL is serve's, so the command import can have no flag --model."""
+    of_all = {name for settings in COMMANDS.values() for name in settings.model_fields}
+    own = {f"{command}_{name}" for command in COMMANDS for name in COMMANDS[command].model_fields}
+    assert of_all & own == set()
 
 
 def test_env_files_of_others_do_no_harm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
