@@ -117,6 +117,9 @@ ROOMS: dict[str, set[str]] = {
     "model.training": {
         "model.benchmark",
         "model.checkpoint",
+        "model.convert.exportable",
+        "model.convert.family",
+        "model.convert.foreign",
         "model.data",
         "model.device",
         "model.extras",

@@ -1,7 +1,8 @@
 """Export: from a checkpoint to a Hugging Face folder or a GGUF file.
 
 Writes aside and renames, as saving does. Padded rows are dropped. Which architecture it becomes is
-said by `family.py`; what none computes is refused. Formats: `hf/export.py`, `gguf_file.py`.
+said by `family.py`; what none computes is refused, with all that is in the way (`exportable.py`).
+Formats: `hf/export.py`, `gguf_file.py`.
 """
 
 import shutil
@@ -13,6 +14,7 @@ import torch
 from safetensors import safe_open
 
 from model.checkpoint.checkpoint import WEIGHTS, CheckpointError, load_weights, read_checkpoint
+from model.convert.exportable import gguf_objections, hf_objections, require
 from model.convert.family import family_of, folder_family_of
 from model.convert.gguf_file import write_gguf
 from model.convert.hf.export import write_folder
@@ -40,8 +42,10 @@ def export_model(
         raise CheckpointError(f"{destination} exists; nothing is overwritten")
     info = read_checkpoint(checkpoint)
     if to == "hf":
+        require(hf_objections(info.config, info.tokenizer), "; it cannot be exported")
         family = folder_family_of(info.config, info.tokenizer.pattern)
     else:
+        require(gguf_objections(info.config, info.tokenizer, pre))
         family = family_of(info.config)
     stored = _stored_dtype(checkpoint) if dtype == "auto" else getattr(torch, dtype)
     gpt = load_weights(info, device=torch.device("cpu"), dtype=stored)

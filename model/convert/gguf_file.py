@@ -7,10 +7,10 @@ for the former.
 
 How a text is cut before merging is code there, by a name. A pattern that none of these names stands
 for is refused, unless a name is given: ids of texts then differ in places, those of tokens do not.
-Quantizing is llama.cpp's own business (`llama-quantize`).
+What else is refused stands in `exportable.py`. Quantizing is llama.cpp's own business
+(`llama-quantize`).
 """
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,24 +19,14 @@ import torch
 from torch import Tensor
 
 from model.checkpoint.checkpoint import CheckpointInfo
-from model.convert.family import GPT2, GPT_NEOX, LLAMA
+from model.convert.exportable import PRE_TOKENIZERS
+from model.convert.family import GPT2, LLAMA
 from model.convert.foreign import ConvertError
 from model.convert.hf.export import gpt_weights, rotary_weights
 from model.convert.hf.merges import byte_characters, merges_of, written
-from model.convert.hf.tokenizer import GPT2_PATTERN, QWEN2_PATTERN
 from model.extras import installation
-from model.text.published import KNOWN_FILES
 from model.text.tokenizer import Tokenizer
 from model.transformer.gpt import GPT
-
-PRE_TOKENIZERS: Mapping[str, str] = {
-    GPT2_PATTERN: "gpt-2",
-    r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+": "gpt-2",
-    **{pattern: "gpt-2" for pattern, special in KNOWN_FILES.values() if len(special) == 1},
-    QWEN2_PATTERN: "qwen2",
-    QWEN2_PATTERN.replace(r"|\p{N}|", r"|\p{N}{1,3}|"): "llama-bpe",
-}
-"""llama.cpp's names of the ways to cut texts, by the pattern that does the same."""
 
 OUTSIDE = {
     "transformer.wte": "token_embd",
@@ -70,8 +60,8 @@ INSIDE = {
 
 
 def write_gguf(path: Path, info: CheckpointInfo, gpt: GPT, family: str, pre: str | None) -> None:
-    """Write the model as a GGUF file. `pre` is llama.cpp's name of how texts are cut, where no
-    name stands for the checkpoint's pattern. Raises ConvertError."""
+    """Write the model, to which there are no objections, as a GGUF file. `pre` is llama.cpp's name
+    of how texts are cut, where no name stands for the checkpoint's pattern. Raises ConvertError."""
     try:
         import gguf
     except ImportError as error:
@@ -79,23 +69,7 @@ def write_gguf(path: Path, info: CheckpointInfo, gpt: GPT, family: str, pre: str
             f"writing GGUF needs the package gguf, which is not installed: {installation('gguf')}"
         ) from error
     config = info.config
-    if family == GPT2 and config.activation != "gelu_tanh":
-        raise ConvertError(
-            f"activation is {config.activation!r}: llama.cpp computes GPT-2 with gelu_tanh alone; "
-            "export it with --to hf"
-        )
-    if family == GPT_NEOX:
-        raise ConvertError(
-            f"positions are {config.positions!r} and norm is {config.norm!r}: that is GPT-NeoX, "
-            "which is not written as GGUF; export it with --to hf"
-        )
-    if config.rope_scaling is not None:
-        raise ConvertError(
-            f"rope_scaling is {config.rope_scaling}: scaled rotary positions are not written as "
-            "GGUF; export it with --to hf"
-        )
-    _refuse_other_kinds(info.tokenizer)
-    cut = _pre_tokenizer(info.tokenizer, pre)
+    cut = pre or PRE_TOKENIZERS[info.tokenizer.pattern]
     merges = _merges(info.tokenizer)
     weights = gpt_weights(gpt) if family == GPT2 else rotary_weights(gpt, family)
     writer = gguf.GGUFWriter(str(path), family)
@@ -164,44 +138,9 @@ def interleaved(rows: Tensor, heads: int) -> Tensor:
     return halves.transpose(1, 2).reshape(rows.shape)
 
 
-def _refuse_other_kinds(tokenizer: Tokenizer) -> None:
-    if tokenizer.kind != "bpe":
-        what = "whole words" if tokenizer.has_text else "token ids without a text"
-        raise ConvertError(
-            f"this checkpoint's vocabulary is {what}, and llama.cpp needs byte pairs; export it "
-            "with --to hf"
-        )
-
-
-def _pre_tokenizer(tokenizer: Tokenizer, named: str | None) -> str:
-    known = PRE_TOKENIZERS.get(tokenizer.pattern)
-    if known is None and named is None:
-        raise ConvertError(
-            "llama.cpp has no name for this checkpoint's split pattern "
-            f"({tokenizer.pattern[:50]}...). --pre qwen2 (or another of its names) writes the file "
-            "all the same: there, ids of a text then differ in places from those here"
-        )
-    return named or known or ""
-
-
 def _merges(tokenizer: Tokenizer) -> list[str]:
-    """The merges, as lines. Raises ConvertError where they do not say all of the vocabulary."""
-    if len(tokenizer.tokens) < len(tokenizer.ranks):
-        raise ConvertError(
-            f"{len(tokenizer.ranks) - len(tokenizer.tokens)} of the 256 bytes are not tokens of "
-            "this vocabulary, and llama.cpp needs them all; export it with --to hf"
-        )
-    merges, alone = merges_of(tokenizer.ranks)
-    if alone:
-        raise ConvertError(
-            f"no merges form {len(alone)} tokens, the first is {alone[0]!r}; llama.cpp would "
-            "never use them. Export it with --to hf"
-        )
-    if not merges:
-        raise ConvertError(
-            "the vocabulary is the bytes alone, and GGUF's list of merges may not be empty; export "
-            "it with --to hf"
-        )
+    """The merges, as lines."""
+    merges, _ = merges_of(tokenizer.ranks)
     characters = byte_characters()
     return [" ".join(written(part, characters) for part in pair) for pair in merges]
 

@@ -136,6 +136,11 @@ class TrainingConfig(BaseModel):
         None, gt=0, le=0.5, description="share of the text held out for validation"
     )
 
+    exportable: bool = Field(
+        False,
+        description="change in the preset's shape exactly what keeps `logitd export` from writing "
+        "it for other programs, and refuse what is given and would; costs some bits per byte",
+    )
     context_length: int | None = Field(None, ge=1, description="positions of the model")
     n_layer: int | None = Field(None, ge=1, description="blocks")
     n_head: int | None = Field(None, ge=1, description="query heads")
@@ -286,8 +291,11 @@ def command(config: TrainingConfig) -> str:
         if value == field.default or name in _NOT_IN_COMMAND:
             continue
         flag = "--from" if name == "from_checkpoint" else "--" + name.replace("_", "-")
+        if isinstance(value, bool):
+            words.append(flag if value else flag.replace("--", "--no-", 1))
+            continue
         for item in value if isinstance(value, tuple) else (value,):
-            words += [flag, _quoted(str(item).lower() if isinstance(item, bool) else str(item))]
+            words += [flag, _quoted(str(item))]
     return " ".join(words)
 
 

@@ -33,6 +33,7 @@ from model.training.config import (
 )
 from model.training.distributed.fsdp import worth_sharding
 from model.training.distributed.ranks import Ranks
+from model.training.exportable import exportable_changes, require_exportable
 from model.training.finetune import Base, resolve_finetune, resolve_lora
 from model.training.presets import Compile, Recipe, preset
 from model.training.run.description import RunDescription
@@ -118,8 +119,13 @@ def resolve_config(config: TrainingConfig, base: Base | None = None) -> Resoluti
     lora = resolve_lora(given)
     if base is not None:
         recipe, model = resolve_finetune(given, recipe, base.opened.config, lora)
+        if config.exportable:
+            require_exportable(model)
         return Resolution(recipe, {}, model)
-    resolution = Resolution(recipe, {**start.shape, **_only(given, SHAPE_FIELDS)})
+    shape = {**start.shape, **_only(given, SHAPE_FIELDS)}
+    if config.exportable:
+        shape |= exportable_changes(gpt2_shape(vocab_size=recipe.vocab_size, **shape), given)
+    resolution = Resolution(recipe, shape)
     resolution.model(recipe.vocab_size)  # rejects what is wrong whatever the vocabulary
     return resolution
 

@@ -22,6 +22,8 @@ from typing import Any, Literal, get_args
 
 import torch
 
+from model.convert.exportable import describe as describe_export
+from model.convert.family import objections
 from model.data.batches import Batches, noise_seed
 from model.device import describe, to_device, use_threads
 from model.training.config import TrainingConfig, TrainingError
@@ -208,6 +210,15 @@ class Trainer:
                 sharded=self.run.sharded,
             )
         )
+        self._report_export()
+
+    def _report_export(self) -> None:
+        """Whether `logitd export` can write this model: known now, and not only after hours."""
+        model, base = self.run.model, self.run.base
+        line = describe_export(model, self.run.text.tokenizer)
+        begins = self.counters.step == 0 and base is None
+        way_out = ". --exportable trains one that can" if begins and objections(model) else ""
+        self.report(Noticed(line + way_out))
 
     def _step(self) -> None:
         """Forward, backward, update."""

@@ -78,5 +78,5 @@ def test_the_command_says_what_was_given_and_nothing_about_this_machine() -> Non
     )
     assert command(config) == (
         "logitd train --preset small --data 'my text.txt' --data b.txt "
-        "--qkv-bias true --tied-head false --steps 5"
+        "--qkv-bias --no-tied-head --steps 5"
     )

@@ -1,0 +1,134 @@
+"""Exportable: whether a model can leave, in which formats, and everything that is in the way.
+
+Of a shape (`family.py`) and of a vocabulary: neither needs weights, so it is known before a model
+is trained. `require` says all of it at once. Does not write anything.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from model.convert.family import GPT2, GPT_NEOX, family_of, folder_family_of, folder_objections
+from model.convert.family import objections as shape_objections
+from model.convert.foreign import ConvertError
+from model.convert.hf.dialect import to_oniguruma
+from model.convert.hf.merges import merges_of
+from model.convert.hf.tokenizer import GPT2_PATTERN, QWEN2_PATTERN
+from model.text.published import KNOWN_FILES
+from model.text.tokenizer import Tokenizer
+from model.transformer.config import GPTConfig
+
+PRE_TOKENIZERS: Mapping[str, str] = {
+    GPT2_PATTERN: "gpt-2",
+    r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+": "gpt-2",
+    **{pattern: "gpt-2" for pattern, special in KNOWN_FILES.values() if len(special) == 1},
+    QWEN2_PATTERN: "qwen2",
+    QWEN2_PATTERN.replace(r"|\p{N}|", r"|\p{N}{1,3}|"): "llama-bpe",
+}
+"""llama.cpp's names of the ways to cut texts, by the pattern that does the same."""
+
+NAMES: Mapping[str, str] = {
+    "gpt2": "GPT-2",
+    "gpt_neox": "GPT-NeoX",
+    "llama": "Llama",
+    "qwen2": "Qwen2",
+    "qwen3": "Qwen3",
+}
+"""Architectures, as their makers write them."""
+
+HF_INSTEAD = "export it with --to hf"
+
+
+def hf_objections(config: GPTConfig, tokenizer: Tokenizer) -> list[str]:
+    """All that keeps it from being a Hugging Face folder."""
+    found = [str(each) for each in folder_objections(config, tokenizer.pattern)]
+    if not tokenizer.has_text:
+        return found
+    if tokenizer.vocab_size != len(tokenizer.tokens) + len(tokenizer.special_tokens):
+        found.append(
+            "the vocabulary has ids without a token between its special tokens, and Hugging Face's "
+            "tokenizers have none"
+        )
+    try:
+        to_oniguruma(tokenizer.pattern)
+    except ConvertError as error:
+        found.append(str(error))
+    return found
+
+
+def gguf_objections(config: GPTConfig, tokenizer: Tokenizer, pre: str | None) -> list[str]:
+    """All that keeps it from being a GGUF file, where `pre` names how texts are cut, or nothing
+    does."""
+    found = [str(each) for each in shape_objections(config)]
+    if not found:
+        found += _of_llama_cpp(config, family_of(config))
+    if config.rope_scaling is not None:
+        found.append(
+            f"rope_scaling is {config.rope_scaling}: scaled rotary positions are not written as "
+            f"GGUF; {HF_INSTEAD}"
+        )
+    if tokenizer.kind != "bpe":
+        what = "whole words" if tokenizer.has_text else "token ids without a text"
+        found.append(
+            f"this checkpoint's vocabulary is {what}, and llama.cpp needs byte pairs; {HF_INSTEAD}"
+        )
+        return found
+    if pre is None and tokenizer.pattern not in PRE_TOKENIZERS:
+        found.append(
+            "llama.cpp has no name for this checkpoint's split pattern "
+            f"({tokenizer.pattern[:50]}...). --pre qwen2 (or another of its names) writes the file "
+            "all the same: there, ids of a text then differ in places from those here"
+        )
+    return [*found, *_of_merges(tokenizer)]
+
+
+def require(found: Sequence[str], then: str = "") -> None:
+    """Raise ConvertError that says everything that was found, and what follows."""
+    if found:
+        raise ConvertError("; ".join(found) + then)
+
+
+def describe(config: GPTConfig, tokenizer: Tokenizer) -> str:
+    """A line that says in which formats it can leave, and if in none why."""
+    if found := hf_objections(config, tokenizer):
+        return f"export: not possible with this model: {'; '.join(found)}"
+    folder = NAMES[folder_family_of(config, tokenizer.pattern)]
+    line = f"export: --to hf writes this model, as {folder}, and --to gguf "
+    if not gguf_objections(config, tokenizer, None):
+        return f"{line}too"
+    if not (found := gguf_objections(config, tokenizer, "any")):
+        return f"{line}with --pre, because llama.cpp has no name for how its vocabulary cuts texts"
+    reasons = "; ".join(each.removesuffix(f"; {HF_INSTEAD}") for each in found)
+    return f"{line}does not: {reasons}"
+
+
+def _of_llama_cpp(config: GPTConfig, family: str) -> Iterator[str]:
+    if family == GPT2 and config.activation != "gelu_tanh":
+        yield (
+            f"activation is {config.activation!r}: llama.cpp computes GPT-2 with gelu_tanh alone; "
+            f"{HF_INSTEAD}"
+        )
+    if family == GPT_NEOX:
+        yield (
+            f"positions are {config.positions!r} and norm is {config.norm!r}: that is GPT-NeoX, "
+            f"which is not written as GGUF; {HF_INSTEAD}"
+        )
+
+
+def _of_merges(tokenizer: Tokenizer) -> Iterator[str]:
+    """Where the merges do not say all of a vocabulary."""
+    if len(tokenizer.tokens) < len(tokenizer.ranks):
+        yield (
+            f"{len(tokenizer.ranks) - len(tokenizer.tokens)} of the 256 bytes are not tokens of "
+            f"this vocabulary, and llama.cpp needs them all; {HF_INSTEAD}"
+        )
+        return
+    merges, alone = merges_of(tokenizer.ranks)
+    if alone:
+        yield (
+            f"no merges form {len(alone)} tokens, the first is {alone[0]!r}; llama.cpp would "
+            f"never use them. {HF_INSTEAD.capitalize()}"
+        )
+    elif not merges:
+        yield (
+            "the vocabulary is the bytes alone, and GGUF's list of merges may not be empty; "
+            f"{HF_INSTEAD}"
+        )

@@ -1,0 +1,231 @@
+"""Whether a model can leave is known before it is trained, and true."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import assume, given
+from torch.testing import assert_close
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from model.convert.exportable import describe, gguf_objections, hf_objections
+from model.convert.exporting import export_model
+from model.convert.family import GPT_NEOX, family_of, nearest, objections
+from model.convert.foreign import ConvertError
+from model.training.config import TrainingConfig, TrainingError
+from model.training.events import Event, Noticed
+from model.training.resolve import resolve_config
+from model.training.trainer import train
+from model.transformer.config import MODERN, ORIGINAL, ConfigError, GPTConfig
+from tests.model.convert.theirs import loaded
+from tests.model.factories import (
+    FAMILIES,
+    byte_tokenizer,
+    merging_tokenizer,
+    save_tiny_checkpoint,
+    tiny_config,
+    tiny_gpt,
+)
+from tests.model.shapes import shapes
+
+SMALL: dict[str, Any] = {
+    "n_layer": 2,
+    "n_head": 2,
+    "d_model": 16,
+    "context_length": 16,
+    "vocab_size": 300,
+    "batch_size": 2,
+    "eval_batches": 1,
+    "sample_tokens": 1,
+    "prompts": ("a",),
+    "threads": 1,
+    "exportable": True,
+}
+RUNS: dict[str, dict[str, Any]] = {
+    "qwen3": {"preset": "tiny"},
+    "llama": {"preset": "tiny", "qk_norm": False},
+    "llama-biased": {"preset": "tiny", "qk_norm": False, "qkv_bias": True},
+    "gpt2": {"preset": "nanogpt"},
+    "gpt2-gelu_tanh": {"preset": "nanogpt", "activation": "gelu_tanh"},
+    "gpt2-original": {"preset": "decoder-8x64"},
+    "gpt_neox": {"preset": "nanogpt", "positions": "rotary", "residual": "parallel"},
+}
+"""What is asked for beside --exportable; the name begins with the type that it becomes."""
+
+
+def config_of(shape: dict[str, Any]) -> GPTConfig:
+    try:
+        return tiny_config(**shape)
+    except ConfigError:
+        assume(False)
+        raise AssertionError from None
+
+
+@given(shapes())
+def test_the_nearest_shape_can_leave_and_only_what_is_objected_to_is_another(
+    shape: dict[str, Any],
+) -> None:
+    config = config_of(shape)
+    try:
+        wanted = nearest(config)
+    except ConvertError:
+        assert objections(config)
+        assume(False)
+        return
+    assert objections(wanted) == []
+    family_of(wanted)
+    changed = {name for name in config.to_dict() if getattr(config, name) != getattr(wanted, name)}
+    if not objections(config):
+        assert changed == set()
+    # What follows from a change besides, and what is objected to once positions are rotary.
+    assert changed <= {each.key for each in objections(config)} | {"d_ff", "rotary_dim"}
+    assert wanted.n_layer == config.n_layer
+    assert wanted.d_model == config.d_model
+
+
+@given(shapes())
+def test_every_objection_matters(shape: dict[str, Any]) -> None:
+    """With all the others met, each one alone still keeps the shape here."""
+    config = config_of(shape)
+    found = objections(config)
+    assume(len(found) > 1 and all(each.instead is not None for each in found))
+    for kept in found:
+        values = {each.key: each.instead for each in found if each is not kept}
+        try:
+            others = GPTConfig.from_dict({**config.to_dict(), **values})
+        except ConfigError:
+            continue
+        assert kept.key in {each.key for each in objections(others)}
+
+
+def test_all_that_is_in_the_way_is_said_at_once(tmp_path: Path) -> None:
+    gpt = tiny_gpt(tiny_config(n_layer=1, **MODERN, head_bias=True))
+    save_tiny_checkpoint(tmp_path / "ours", gpt=gpt)
+    with pytest.raises(ConvertError) as caught:
+        export_model(tmp_path / "ours", tmp_path / "theirs", to="hf")
+    assert str(caught.value) == (
+        "value_embeddings is True: no other architecture adds embeddings to values; head_bias is "
+        "True: the heads of GPT-2 and Llama have none; activation is 'gelu_tanh': Llama's "
+        "feed-forward is swiglu; it cannot be exported"
+    )
+    with pytest.raises(ConvertError) as caught:
+        export_model(tmp_path / "ours", tmp_path / "theirs.gguf", to="gguf")
+    for part in ("value_embeddings is", "head_bias is", "activation is", "llama.cpp has no name",
+                 "the vocabulary is the bytes alone"):  # fmt: skip
+        assert part in str(caught.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["ours"]
+
+
+def test_what_llama_cpp_lacks_is_said_besides() -> None:
+    scaled = tiny_config(**FAMILIES["llama"], rope_scaling={"kind": "linear", "factor": 2.0})
+    found = gguf_objections(scaled, byte_tokenizer(), None)
+    assert [each[:12] for each in found] == ["rope_scaling", "llama.cpp ha", "the vocabula"]
+    assert hf_objections(scaled, byte_tokenizer()) == []
+    line = describe(scaled, merging_tokenizer())
+    assert line.startswith("export: --to hf writes this model, as Llama, and --to gguf does not: ")
+    assert "rope_scaling" in line
+    assert "--pre" not in line
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text(
+        "".join(f"It was {i} and {i * i} days. She said: so be it.\n" for i in range(99))
+    )
+    return path
+
+
+@pytest.mark.usefixtures("no_picture")
+@pytest.mark.parametrize("name", RUNS)
+def test_an_exportable_run_leaves_for_every_format_that_it_promised(
+    name: str, text: Path, tmp_path: Path
+) -> None:
+    events: list[Event] = []
+    config = TrainingConfig(
+        **{**SMALL, **RUNS[name]}, data=(str(text),), out=tmp_path / "run", steps=3
+    )
+    run = train(config, events.append).run
+    (line,) = (e.message for e in events if isinstance(e, Noticed) and "export: " in e.message)
+    info, gpt = loaded(run / "best")
+    # 1) As a Hugging Face folder: the same logits.
+    export_model(run / "best", tmp_path / "theirs", to="hf")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "theirs").eval()
+    assert model.config.model_type == name.partition("-")[0]
+    assert line.startswith("export: --to hf writes this model, as ")
+    ids = info.tokenizer.encode("She said: 12 days.\n")
+    assert AutoTokenizer.from_pretrained(tmp_path / "theirs")("She said: 12 days.\n")[
+        "input_ids"
+    ] == list(ids)
+    row = torch.tensor([ids])
+    assert_close(model(row).logits, gpt(row).logits, atol=1e-4, rtol=1e-4)
+    # 2) As GGUF where that was said, and not where it was not.
+    promised = "--to gguf with --pre" in line
+    assert promised is (name in ("qwen3", "llama", "llama-biased", "gpt2-gelu_tanh"))
+    gguf = pytest.importorskip("gguf", reason="the package gguf is not installed")
+    if not promised:
+        with pytest.raises(ConvertError, match="export it with --to hf"):
+            export_model(run / "best", tmp_path / "model.gguf", to="gguf", pre="qwen2")
+        return
+    with pytest.raises(ConvertError, match="--pre"):
+        export_model(run / "best", tmp_path / "model.gguf", to="gguf")
+    export_model(run / "best", tmp_path / "model.gguf", to="gguf", pre="qwen2")
+    tensors = {t.name: t for t in gguf.GGUFReader(str(tmp_path / "model.gguf")).tensors}
+    embedding = gpt.state_dict()["token_embedding.weight"][: info.config.vocab_size]
+    assert torch.equal(torch.tensor(tensors["token_embd.weight"].data), embedding)
+
+
+@pytest.mark.usefixtures("no_picture")
+def test_a_run_that_cannot_leave_says_so_at_the_start_with_all_the_reasons(
+    text: Path, tmp_path: Path
+) -> None:
+    events: list[Event] = []
+    values = {**SMALL, "exportable": False}
+    train(TrainingConfig(**values, data=(str(text),), out=tmp_path / "run", steps=1), events.append)
+    (line,) = (e.message for e in events if isinstance(e, Noticed) and "export: " in e.message)
+    assert line == (
+        "export: not possible with this model: value_embeddings is True: no other architecture "
+        "adds embeddings to values; activation is 'gelu_tanh': Llama's feed-forward is swiglu. "
+        "--exportable trains one that can"
+    )
+    config = TrainingConfig(from_checkpoint=tmp_path / "run" / "best", exportable=True, steps=1)
+    with pytest.raises(TrainingError, match="the shape of the checkpoint stays, and cannot"):
+        train(config.model_copy(update={"out": tmp_path / "tuned", "data": (str(text),)}))
+
+
+@pytest.mark.parametrize(
+    ("given_values", "sentence"),
+    [
+        ({"value_embeddings": True}, "value_embeddings True was given, and it needs False: no "),
+        ({"activation": "gelu", "value_embeddings": True}, "gelu' .* swiglu; value_embeddings T"),
+        ({"norm_position": "post"}, "norm_position 'post' was given, and it needs 'pre'"),
+        ({"preset": "decoder-8x64", "n_kv_head": 2}, "n_kv_head 2 was given, and it needs 4"),
+        ({"n_head": 3, "head_dim": 16, "qk_norm": False}, "n_head is 3: .*; no other value"),
+    ],
+)
+def test_what_was_given_and_is_in_the_way_is_refused_by_name(
+    given_values: dict[str, Any], sentence: str
+) -> None:
+    with pytest.raises(TrainingError, match=f"^--exportable: .*{sentence}"):
+        resolve_config(TrainingConfig(**given_values, exportable=True))
+
+
+def test_what_was_given_and_is_not_in_the_way_stays() -> None:
+    asked = TrainingConfig(exportable=True, d_ff=320, n_kv_head=1, value_embeddings=False)
+    model = resolve_config(asked).model(300)
+    assert (model.d_ff, model.n_kv_head, model.activation) == (320, 1, "swiglu")
+    # Without a width that was given, about as many parameters as before.
+    model = resolve_config(TrainingConfig(exportable=True)).model(300)
+    assert model.d_ff == 352
+    assert abs(3 * model.d_ff / (2 * 512) - 1) < 0.05
+    untouched = resolve_config(TrainingConfig(preset="nanogpt", exportable=True))
+    assert untouched == resolve_config(TrainingConfig(preset="nanogpt"))
+
+
+def test_the_shapes_of_these_tests_are_those_that_are_named() -> None:
+    assert objections(tiny_config(**MODERN))
+    assert objections(tiny_config(**ORIGINAL))
+    assert family_of(resolve_config(TrainingConfig(**SMALL, **RUNS["gpt_neox"])).model(300)) == (
+        GPT_NEOX
+    )
