@@ -34,6 +34,7 @@ import tempfile
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -121,8 +122,9 @@ class Results:
 
 
 def choose_size(minutes: float, threads: int) -> Size:
-    """The size that `logitd train --minutes` takes on this machine."""
-    chosen = choose(TrainingConfig(minutes=minutes, threads=threads), 1, ignore_events)
+    """The size that `logitd train --minutes` takes on this machine, for a long text."""
+    config = TrainingConfig(minutes=minutes, threads=threads)
+    chosen = choose(config, lambda limit: ceil(limit) + 1, ignore_events)
     wanted = (chosen.n_layer, chosen.d_model)
     return next(size for size in SIZES if (size.n_layer, size.d_model) == wanted)
 

@@ -113,8 +113,13 @@ def outside(token_ids: npt.NDArray[Any], first: int, vocab_size: int, name: str)
     )
 
 
-def open_shard(path: Path, tokenizer_sha256: bytes) -> Shard:
-    """Map a shard into memory. Refuses what another tokenizer wrote, and files cut short."""
+def text_bytes_of(path: Path) -> int:
+    """Bytes of the text that a shard stands for, by whatever tokenizer. Raises ShardError."""
+    return _header(path)[2]
+
+
+def _header(path: Path) -> tuple[int, int, int, bytes]:
+    """Bytes per id, ids, bytes of text, sha256 of the tokenizer."""
     size = path.stat().st_size if path.is_file() else -1
     if size < HEADER.size:
         raise ShardError(f"{path} is missing or too short to be a shard")
@@ -125,6 +130,13 @@ def open_shard(path: Path, tokenizer_sha256: bytes) -> Shard:
             f"{path} begins with {magic!r}, version {version}, {width} bytes an id; this logitd "
             f"reads {MAGIC!r}, version {VERSION}, 2 or 4 bytes"
         )
+    return width, count, text_bytes, sha256
+
+
+def open_shard(path: Path, tokenizer_sha256: bytes) -> Shard:
+    """Map a shard into memory. Refuses what another tokenizer wrote, and files cut short."""
+    width, count, text_bytes, sha256 = _header(path)
+    size = path.stat().st_size
     if size != HEADER.size + width * count:
         raise ShardError(
             f"{path} has {size} bytes; its header promises {count} ids, "

@@ -24,8 +24,9 @@ and above 256 nothing was measured: there the sizes follow the same rule. Vocabu
 2,048 tokens were equal within the noise at widths 128 and 192, and larger ones worse; other values
 grow with the model.
 
-Does not look at the text. A text of a few hundred kilobytes is learned by heart long before a large
-model has used its time (`best` is the checkpoint from before that).
+The text is looked at only by its length: one that would be passed several times in that time gets
+a smaller vocabulary and dropout (`model/training/repetition.py`), and what that comes to is told. A
+longer one, and whoever gives these values, gets what this module says.
 """
 
 import statistics
@@ -41,6 +42,7 @@ from model.training.config import TrainingConfig, TrainingError
 from model.training.events import EventHandler, Noticed
 from model.training.optim.optimizers import Optimizers, initialise
 from model.training.presets import Recipe
+from model.training.repetition import enough_bytes, passes, regularisation
 from model.training.resolve import resolve_config
 from model.training.step.flops import flops_per_token
 from model.training.step.forward import Forward, training_placement
@@ -148,17 +150,27 @@ class Choice:
     measured: Mapping[Size, float]
 
 
-def choose(config: TrainingConfig, processes: int, report: EventHandler) -> TrainingConfig:
-    """The configuration with a model and a length that suit its minutes, where nothing else was
-    given that decides them. Values that were given stay. Raises TrainingError for several
-    processes: one of them cannot measure what they do together."""
+Count = Callable[[float], int]
+"""Counts the bytes of the text; where these are more than it is given, some number above that."""
+
+
+def chooses(config: TrainingConfig, processes: int) -> bool:
+    """Whether a model has to be chosen: minutes were given, and nothing that decides it. Raises
+    TrainingError for several processes: one of them cannot measure what they do together."""
     if config.minutes is None or CHOSEN_BY_HAND & config.given().keys():
-        return config
+        return False
     if processes > 1:
         raise TrainingError(
             f"--minutes alone chooses a model by what one process measures, and there are "
             f"{processes}: name one with --preset"
         )
+    return True
+
+
+def choose(config: TrainingConfig, count: Count, report: EventHandler) -> TrainingConfig:
+    """The configuration with a model and a length that suit its minutes, and a recipe that suits
+    how often the text is passed in them. Values that were given stay."""
+    assert config.minutes is not None
     placement = training_placement(config.device, config.dtype or "auto", config.threads)
     use_threads(placement.threads)
     seconds = config.minutes * 60
@@ -172,7 +184,44 @@ def choose(config: TrainingConfig, processes: int, report: EventHandler) -> Trai
     tokens = seconds * USABLE * choice.tokens_per_second
     chosen = fill_in(config, choice.size, tokens)
     report(Noticed(_describe(choice, chosen, tokens, placement)))
-    return chosen
+    return regularise(chosen, config, tokens, vocab_size, count, report)
+
+
+def regularise(
+    chosen: TrainingConfig,
+    asked: TrainingConfig,
+    tokens: float,
+    ready_made: int | None,
+    count: Count,
+    report: EventHandler,
+) -> TrainingConfig:
+    """What was chosen, with what a text wants that so many tokens pass often, where nothing was
+    asked for. `ready_made`: the size of such a vocabulary."""
+    size = ready_made or chosen.vocab_size
+    assert size is not None
+    share = 1 - resolve_config(chosen).recipe.val_fraction
+    text_bytes = share * count(enough_bytes(tokens, size) / share)
+    may_learn = ready_made is None and "vocab_size" not in asked.given()
+    wanted = regularisation(tokens, text_bytes, size, may_learn=may_learn)
+    if wanted is None:
+        return chosen
+    changes: dict[str, int | float] = {"dropout": wanted.dropout} if wanted.dropout else {}
+    if wanted.vocab_size != size:
+        changes["vocab_size"] = wanted.vocab_size
+    changes = {name: value for name, value in changes.items() if name not in asked.given()}
+    often = passes(tokens, text_bytes, wanted.vocab_size)
+    so = ", ".join(f"{_WORDS[name]} {value:g}" for name, value in changes.items())
+    report(
+        Noticed(
+            f"the text is passed about {often:.2g} times in them, so it gets {so}"
+            if changes
+            else f"the text is passed about {often:.2g} times in them"
+        )
+    )
+    return chosen.model_copy(update=changes)
+
+
+_WORDS = {"dropout": "dropout", "vocab_size": "a vocabulary of"}
 
 
 def search(

@@ -19,6 +19,7 @@ from model.training.run import plot
 from model.training.run.counters import Counters
 from model.training.run.errors import diverged, saving
 from model.training.step.validate import validate
+from model.training.stopping.worsening import worsening
 from model.transformer.gpt import GPT
 
 
@@ -73,6 +74,8 @@ class Evaluator:
                 run.directory.append(record)
         self._report(Evaluated(step, result.loss, result.bits_per_byte, is_best))
         if run.ranks.is_main:
+            if notice := worsening(run.directory.metrics(), run.recipe.patience):
+                self._report(Noticed(notice))
             self._draw(step, result.bits_per_byte)
         return is_best and step > 0
 

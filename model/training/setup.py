@@ -8,19 +8,23 @@ the model and takes no steps.
 """
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
+from model.data.amount import count_bytes
 from model.data.prepare import PreparedText, prepare_text, read_prepared, require_window
 from model.data.sources.document import Text
 from model.data.sources.open_text import open_text
 from model.files import CONFIG_BYTES, read_text
 from model.text.chat_template import ChatTemplate, ChatTemplateError
 from model.text.tokenizer import Tokenizer, TokenizerError
-from model.training.autosize import choose
+from model.training.autosize import choose, chooses
 from model.training.config import TrainingConfig, TrainingError, run_name
 from model.training.distributed.ranks import Ranks
-from model.training.events import EventHandler, Prepared
+from model.training.events import EventHandler, Noticed, Prepared
 from model.training.finetune import Base, open_base, reopen_base
+from model.training.presets import Recipe
+from model.training.repetition import MANY, dropout_of
 from model.training.resolve import (
     Resolution,
     ResolvedRun,
@@ -35,6 +39,7 @@ from model.training.run.description import RunDescription
 from model.training.run.directory import RunDirectory
 from model.training.run.errors import preparing
 from model.training.run.state import read_state
+from model.training.stopping.length import resolve_length
 from model.transformer.config import GPTConfig
 
 
@@ -61,15 +66,14 @@ def setup_run(config: TrainingConfig, ranks: Ranks, report: EventHandler) -> Res
 
 def _create(config: TrainingConfig, ranks: Ranks, report: EventHandler) -> ResolvedRun:
     """A new run. On an error it leaves no directory behind."""
-    # 1) Decide all that needs no text.
-    config = choose(config, ranks.size, report)
+    # 1) Reject all that can be rejected without the text, which may have to be downloaded.
+    by_minutes = chooses(config, ranks.size)
     base = None if config.from_checkpoint is None else open_base(config.from_checkpoint)
     resolution = resolve_config(config, base)
-    recipe = resolution.recipe
     chat_template = _chat_template(config, base)
-    process = resolve_process(config, recipe, ranks)
+    process = resolve_process(config, resolution.recipe, ranks)
 
-    # 2) Read and tokenise the text. Now the size of the vocabulary is known, and with it the model.
+    # 2) Open the text. Where the minutes choose the model, its length counts too.
     text = open_text(
         config.data,
         text_field=config.text_field,
@@ -77,14 +81,22 @@ def _create(config: TrainingConfig, ranks: Ranks, report: EventHandler) -> Resol
         licence=config.data_licence or "not stated",
         report=report,
     )
+    if by_minutes:
+        config = choose(config, partial(count_bytes, text), report)
+        resolution = resolve_config(config)
+        process = resolve_process(config, resolution.recipe, ranks)
+    recipe = resolution.recipe
+
+    # 3) Tokenise it. Now the size of the vocabulary is known, and with it the model.
     directory = RunDirectory.create(_path(config))
     try:
         with preparing(directory):
             prepared, model = _prepare(text, directory, resolution, base)
         _check_prompts(config.prompts, prepared.tokenizer)
         report(Prepared(prepared.record, prepared.tokenizer.vocab_size))
+        _warn_of_repetition(config, recipe, model, prepared, report)
 
-        # 3) Write down what was decided.
+        # 4) Write down what was decided.
         if (decided := resolve_compile(config, recipe, model)) != config.compile:
             config = config.model_copy(update={"compile": decided})
         described = None if base is None else base.to_dict()
@@ -183,6 +195,30 @@ def _prepare(
     model = resolution.model(prepared.tokenizer.vocab_size)
     require_window(prepared, model.context_length)
     return prepared, model
+
+
+def _warn_of_repetition(
+    config: TrainingConfig,
+    recipe: Recipe,
+    model: GPTConfig,
+    text: PreparedText,
+    report: EventHandler,
+) -> None:
+    """Say how often so many steps pass the text, where that is too often for a model without
+    dropout. Without a number of steps nobody knows it yet."""
+    steps = resolve_length(config, recipe).steps
+    if steps is None or model.dropout:
+        return
+    tokens = steps * recipe.batch_size * recipe.accumulate * model.context_length
+    often = tokens / text.train.count
+    if often > MANY:
+        report(
+            Noticed(
+                f"{steps:,} steps pass the text {often:.1f} times, without dropout: it may be "
+                "learned by heart, and validation then gets worse. Fewer --steps or --dropout "
+                f"{dropout_of(often):g} help; --minutes without a preset chooses by it"
+            )
+        )
 
 
 def _check_prompts(prompts: Sequence[str], tokenizer: Tokenizer) -> None:

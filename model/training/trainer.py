@@ -45,6 +45,7 @@ from model.training.step.flops import Meter
 from model.training.step.forward import Forward
 from model.training.stopping.divergence import DivergenceMonitor, Observation
 from model.training.stopping.signals import StopSignals
+from model.training.stopping.worsening import ended_worse
 
 Reason = Literal["finished", "time is up", "no improvement", "interrupted"]
 REASONS: tuple[Reason, ...] = get_args(Reason)
@@ -194,6 +195,9 @@ class Trainer:
             self.report(Noticed(self._not_saved()))
         else:
             self.recorder.record(Due(state=True), self.counters, self._reports_state())
+        metrics = self.run.directory.metrics() if self.ranks.is_main else []
+        if reason != "interrupted" and (notice := ended_worse(metrics)):
+            self.report(Noticed(notice))
 
     def _report_start(self) -> None:
         placement = self.run.placement

@@ -1,10 +1,13 @@
 """Which model so many minutes get."""
 
 import json
+import math
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from model.training import autosize
 from model.training.autosize import (
@@ -15,15 +18,19 @@ from model.training.autosize import (
     Choice,
     FlopsAndParams,
     Size,
-    choose,
+    chooses,
     fill_in,
     flops_and_params,
+    regularise,
     resolve_candidate,
     search,
 )
 from model.training.config import TrainingConfig, TrainingError, command, run_name
-from model.training.events import Event, Noticed, ignore_events
+from model.training.events import Event, Noticed
+from model.training.repetition import FEW, dropout_of, passes
+from model.training.resolve import resolve_config
 from model.training.trainer import train
+from tests.model.conftest import story
 
 DEMANDS = {size: flops_and_params(resolve_candidate(TrainingConfig(), size)) for size in SIZES}
 ONE_CORE = 7.2e10
@@ -117,12 +124,13 @@ def test_measuring_ends_before_it_takes_more_than_its_share() -> None:
     ],
 )
 def test_whoever_names_a_preset_a_size_or_a_base_keeps_it(config: TrainingConfig) -> None:
-    assert choose(config, 1, ignore_events) is config
+    assert not chooses(config, 1)
 
 
 def test_several_processes_have_to_name_a_preset() -> None:
+    assert chooses(TrainingConfig(minutes=5), 1)
     with pytest.raises(TrainingError, match="there are 2: name one with --preset"):
-        choose(TrainingConfig(minutes=5), 2, ignore_events)
+        chooses(TrainingConfig(minutes=5), 2)
 
 
 def test_values_that_are_given_stay() -> None:
@@ -162,3 +170,91 @@ def test_a_run_holds_what_was_chosen_and_resumes_without_measuring(
         events.append,
     )
     assert (again.reason, again.step) == ("finished", result.step + 2)
+
+
+def _regularised(
+    asked: TrainingConfig, tokens: float, text_bytes: int, ready_made: int | None = None
+) -> tuple[TrainingConfig, list[str]]:
+    """What comes of `tiny`'s size for a text of so many bytes, and what is said of it."""
+    events: list[Event] = []
+    chosen = fill_in(asked, SIZES[2], tokens)
+
+    def count(limit: float) -> int:
+        return min(text_bytes, math.ceil(limit) + 1)
+
+    result = regularise(chosen, asked, tokens, ready_made, count, events.append)
+    if not events:
+        assert result is chosen
+    return result, [event.message for event in events if isinstance(event, Noticed)]
+
+
+@given(st.floats(1e3, 1e9), st.integers(1, 10**10))
+def test_a_long_text_keeps_the_recipe_and_a_short_one_is_told_of(
+    tokens: float, text_bytes: int
+) -> None:
+    """Whatever is not passed more than twice is trained exactly as before: the same configuration,
+    and so the same bits."""
+    config, said = _regularised(TrainingConfig(minutes=2), tokens, text_bytes)
+    often = passes(tokens, 0.9 * text_bytes, 1024)
+    if often <= FEW * 0.999:
+        assert said == []
+        assert "dropout" not in config.given()
+        assert config.vocab_size == 1024
+    elif often > FEW * 1.001:
+        assert len(said) == 1
+        assert config.vocab_size == 512
+        assert (config.dropout or 0.0) == dropout_of(passes(tokens, 0.9 * text_bytes, 512))
+    before = fill_in(TrainingConfig(minutes=2), SIZES[2], tokens)
+    same = {"vocab_size", "dropout"}
+    assert {k: v for k, v in config.given().items() if k not in same} == {
+        k: v for k, v in before.given().items() if k not in same
+    }
+
+
+def test_the_recipe_of_a_long_text_is_written_down() -> None:
+    """What any of these becomes changes the bits of everybody's runs."""
+    config, _ = _regularised(TrainingConfig(minutes=2), 1e6, 10**9)
+    candidate = resolve_config(config)
+    recipe, model = candidate.recipe, candidate.model(1024)
+    rates = (recipe.matrix_lr, recipe.embedding_lr, recipe.head_lr, recipe.scalar_lr)
+    assert rates == (0.035, 0.1, 0.004, 0.01)
+    assert (recipe.weight_decay, recipe.vocab_size, recipe.batch_size) == (0.0, 1024, 8)
+    assert (recipe.decay, recipe.cooldown, recipe.warmup, recipe.clip) == ("linear", 0.6, 0, 0.0)
+    assert (model.dropout, model.value_embeddings, model.tied_head) == (0.0, True, False)
+    assert (model.n_layer, model.d_model, model.context_length) == (4, 128, 256)
+
+
+def test_what_was_given_stays_however_often_the_text_is_passed() -> None:
+    config, said = _regularised(TrainingConfig(minutes=2, vocab_size=2000), 1e6, 10**5)
+    assert (config.vocab_size, config.dropout) == (2000, 0.3)
+    assert said == ["the text is passed about 35 times in them, so it gets dropout 0.3"]
+    config, said = _regularised(TrainingConfig(minutes=2, dropout=0.0), 1e6, 10**5)
+    assert (config.vocab_size, config.dropout) == (512, 0.0)
+    assert said == ["the text is passed about 23 times in them, so it gets a vocabulary of 512"]
+    both = TrainingConfig(minutes=2, dropout=0.0, vocab_size=2000)
+    config, said = _regularised(both, 1e6, 10**5)
+    assert (config.vocab_size, config.dropout) == (2000, 0.0)
+    assert said == ["the text is passed about 35 times in them"]
+    published = TrainingConfig(minutes=2, tokenizer="gpt2")
+    config, said = _regularised(published, 1e6, 10**6, ready_made=50_257)
+    assert (config.vocab_size, config.dropout) == (None, 0.1)
+
+
+def test_a_short_texts_recipe_is_told_recorded_and_trained(tmp_path: Path) -> None:
+    text = tmp_path / "short.txt"
+    text.write_text(story(20))
+    events: list[Event] = []
+    config = TrainingConfig(
+        minutes=0.01, data=(str(text),), threads=1, context_length=8, val_fraction=0.4,
+        sample_tokens=1, out=tmp_path / "run",
+    )  # fmt: skip
+    result = train(config, events.append)
+    notices = [event.message for event in events if isinstance(event, Noticed)]
+    (said,) = (each for each in notices if "is passed about" in each)
+    described = json.loads((result.run / "run.json").read_text())
+    assert described["model"]["dropout"] == described["config"]["dropout"] > 0
+    assert said.endswith(f"dropout {described['model']['dropout']:g}, a vocabulary of 512")
+    assert described["recipe"]["vocab_size"] == 512
+    assert f"--dropout {described['model']['dropout']:g}" in command(
+        TrainingConfig(**described["config"])
+    )

@@ -4,6 +4,7 @@ import hashlib
 import json
 import math
 import os
+import random
 import shutil
 import signal
 from collections import Counter
@@ -591,3 +592,55 @@ def test_a_run_without_its_state_is_not_begun_again_over_its_checkpoints(
     with pytest.raises(TrainingError, match=r"nothing to resume: .*state\.pt does not exist"):
         train(TrainingConfig(out=tmp_path / "run", resume=True))
     assert read_checkpoint(tmp_path / "run" / "latest").training.step == 12
+
+
+@pytest.mark.usefixtures("no_picture")
+def test_what_is_learned_by_heart_is_said_before_meanwhile_and_at_the_end(
+    configure: Configure, tmp_path: Path
+) -> None:
+    """Letters by chance: all that can be learned of them is these letters."""
+    draw = random.Random(0)
+    text = tmp_path / "letters.txt"
+    text.write_text("".join(draw.choice("abcdefgh ") for _ in range(900)))
+    events: list[Event] = []
+    values = {
+        "data": (str(text),),
+        "vocab_size": 257,
+        "context_length": 16,
+        "steps": 240,
+        "batch_size": 8,
+    }
+    config = configure(**values, eval_every=40, checkpoint_every=240, val_fraction=0.3)
+    result = train(config, events.append)
+    notices = [event.message for event in events if isinstance(event, Noticed)]
+    (before,) = (each for each in notices if "pass the text" in each)
+    assert before.startswith("240 steps pass the text ")
+    assert "--dropout 0.3 help" in before
+    evaluations = {e.step: e.val_bits_per_byte for e in events if isinstance(e, Evaluated)}
+    best = min(evaluations, key=lambda step: evaluations[step])
+    assert 0 < best < 160
+    (meanwhile,) = (each for each in notices if each.startswith("validation gets worse"))
+    assert f"{evaluations[best]:.4f} at step {best}" in meanwhile
+    assert f"{evaluations[best + 80]:.4f} at step {best + 80} bits per byte, while" in meanwhile
+    assert "the text is being learned by heart" in meanwhile
+    assert notices[-1] == (
+        f"the best evaluation is that of step {best}, {evaluations[best]:.4f} bits per byte; the "
+        f"{240 - best} steps after it made that {evaluations[240]:.4f}. `best` is the former, and is "
+        "what is served"
+    )
+    assert read_checkpoint(result.best).training.step == best
+
+
+@pytest.mark.parametrize(
+    ("values", "warned"), [({}, True), ({"dropout": 0.1}, False), ({"steps": 15}, False)]
+)
+def test_many_passes_without_dropout_are_warned_of_before_the_first_step(
+    values: dict[str, Any], warned: bool, configure: Configure, tmp_path: Path
+) -> None:
+    text = tmp_path / "short.txt"
+    text.write_text(story(30))
+    asked = {"steps": 10_000, "context_length": 8, "val_fraction": 0.3, **values}
+    events: list[Event] = []
+    train(configure(**asked, data=(str(text),), minutes=1e-6), events.append)
+    said = [event.message for event in events if isinstance(event, Noticed)]
+    assert any("pass the text" in each for each in said) is warned

@@ -1,0 +1,239 @@
+"""The recipe for a small text beside the one for long texts and nanoGPT's, at equal time or steps.
+
+    python -m benchmarks.train_small --data FILE [--minutes 2] [--threads N] [--seeds 1]
+                                     [--sides adapted long nanogpt-char] [--size N --passes P]
+
+FILE is a text that is passed several times in that time, such as a megabyte of plays for two
+minutes. Its last tenth is held out, as `logitd train` does. The sides:
+
+    adapted        `logitd train --minutes N --data FILE`
+    long           the same as if the text were long: nothing is changed because it is passed often
+    nanogpt-char   nanoGPT's model for a CPU and its recipe, on bytes (the preset of that name)
+
+With `--size N --passes P` the clock decides nothing: `adapted` and `long` have the N-th size of
+`model/training/autosize.py` (from 0) and as many steps as `long` needs to pass the text P times. So
+a machine that does other things besides gives the same figures. A step of `adapted` has less
+arithmetic in its head and more for its dropout.
+
+Each run is a real `train()` in a process of its own, in turns. Bits per byte are measured after it
+on the whole validation text, of the last weights and of the best evaluation's, which are what is
+served. The last line is JSON.
+"""
+
+import argparse
+import json
+import math
+import statistics
+import subprocess
+import sys
+import tempfile
+import warnings
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from math import ceil
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from model.checkpoint.checkpoint import load_checkpoint
+from model.data.amount import count_bytes
+from model.data.prepare import read_prepared
+from model.data.sources.open_text import open_text
+from model.data.windows import ValidationWindows
+from model.device import Placement, keep_freed_memory
+from model.training.autosize import SIZES, choose, fill_in, regularise
+from model.training.config import TrainingConfig
+from model.training.events import ignore_events
+from model.training.repetition import bytes_per_token
+from model.training.resolve import resolve_config
+from model.training.step.forward import Forward, training_placement
+from model.training.step.validate import validate
+from model.training.trainer import train
+
+SIDES = ("adapted", "long", "nanogpt-char")
+FIRST_SEED = 1337
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a run. Losses are in bits per byte."""
+
+    side: str
+    seed: int
+    last: float
+    best: float
+    training: float  # smoothed, of the last report
+    passes: float
+    steps: int
+    tokens: int
+    seconds: float
+    parameters: int
+    vocab_size: int
+    dropout: float
+
+
+def configuration(side: str, asked: TrainingConfig) -> TrainingConfig:
+    """What a side trains in the minutes that are asked for."""
+    if side == "nanogpt-char":
+        return TrainingConfig(**{**asked.to_dict(), "preset": side})
+    count = partial(count_bytes, open_text(asked.data)) if side == "adapted" else _endless
+    return choose(asked, count, ignore_events)
+
+
+def of_passes(side: str, asked: TrainingConfig, size: int, passes: float) -> TrainingConfig:
+    """What a side trains of a size, in the steps that `long` needs for so many passes."""
+    if side == "nanogpt-char":
+        raise SystemExit("nanogpt-char has a size of its own: compare it by --minutes")
+    text, chosen = open_text(asked.data), SIZES[size]
+    share = 1 - resolve_config(asked).recipe.val_fraction
+    tokens = passes * share * count_bytes(text, float("inf")) / bytes_per_token(chosen.vocab_size)
+    filled = fill_in(asked, chosen, tokens)
+    count = partial(count_bytes, text) if side == "adapted" else _endless
+    config = regularise(filled, asked, tokens, None, count, ignore_events)
+    steps = max(1, round(tokens / (chosen.batch_size * chosen.context_length)))
+    return config.model_copy(update={"steps": steps, "minutes": None})
+
+
+def _endless(limit: float) -> int:
+    """The bytes of a text that is longer than any limit."""
+    return ceil(limit) + 1
+
+
+def train_one(fields: dict[str, Any], side: str) -> Outcome:
+    """Train in this process, then evaluate on the whole validation text."""
+    keep_freed_memory()  # as `logitd train` does
+    config = TrainingConfig(**fields)
+    result = train(config)
+    prepared = read_prepared(result.run / "data")
+    records = map(json.loads, (result.run / "metrics.jsonl").read_text().splitlines())
+    reports = [record for record in records if record["kind"] == "train"]
+    described = json.loads((result.run / "run.json").read_text())
+    placement = training_placement(config.device, config.dtype or "auto", config.threads)
+    torch.set_num_threads(placement.threads)
+    train_bytes = prepared.train.text_bytes
+    return Outcome(
+        side=side,
+        seed=described["recipe"]["seed"],
+        last=bits_per_byte(result.checkpoint, result.run, placement),
+        best=bits_per_byte(result.best, result.run, placement),
+        training=reports[-1]["smoothed_loss"] * prepared.train.count / train_bytes / math.log(2),
+        passes=result.tokens / prepared.train.count,
+        steps=result.step,
+        tokens=result.tokens,
+        seconds=result.seconds,
+        parameters=parameters(result.checkpoint),
+        vocab_size=prepared.tokenizer.vocab_size,
+        dropout=described["model"]["dropout"],
+    )
+
+
+def bits_per_byte(checkpoint: Path, run: Path, placement: Placement) -> float:
+    """Of the whole validation text of a run."""
+    _, gpt = load_checkpoint(checkpoint, device=placement.device, dtype=torch.float32)
+    prepared = read_prepared(run / "data")
+    windows = ValidationWindows(
+        prepared.val,
+        prepared.tokenizer,
+        window=gpt.config.context_length,
+        batch_size=8,
+        batches=None,
+    )
+    return validate(gpt, windows, Forward(gpt, placement, dropout=0.0)).bits_per_byte
+
+
+def parameters(checkpoint: Path) -> int:
+    _, gpt = load_checkpoint(checkpoint, device=torch.device("cpu"), dtype=torch.float32)
+    return gpt.parameter_count()
+
+
+def _in_a_process(config: TrainingConfig, side: str) -> Outcome:
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "benchmarks.train_small",
+            "--one",
+            side,
+            json.dumps(config.to_dict()),
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        raise SystemExit(f"{side} failed:\n{done.stderr}")
+    return Outcome(**json.loads(done.stdout.splitlines()[-1]))
+
+
+def fewer(outcomes: Sequence[Outcome], other: str) -> float:
+    """How many percent fewer bits per byte the adapted recipe's last weights need than another's
+    best ones."""
+    ours = statistics.mean(each.last for each in outcomes if each.side == "adapted")
+    theirs = statistics.mean(each.best for each in outcomes if each.side == other)
+    return 100 * (1 - ours / theirs)
+
+
+def table(outcomes: Sequence[Outcome]) -> str:
+    lines = [
+        "| side | last | best | training | passes | steps | tokens | seconds | parameters "
+        "| vocabulary | dropout |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    lines += [
+        f"| {each.side} | {each.last:.3f} | {each.best:.3f} | {each.training:.3f} "
+        f"| {each.passes:.1f} | {each.steps:,} | {each.tokens:,} | {each.seconds:.0f} "
+        f"| {each.parameters:,} | {each.vocab_size} | {each.dropout:g} |"
+        for each in outcomes
+    ]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--data", nargs="+", default=[])
+    parser.add_argument("--minutes", type=float, default=2.0)
+    parser.add_argument("--threads", type=int, default=0, help="0: all processors")
+    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES))
+    parser.add_argument("--size", type=int, help="of the ladder, with --passes")
+    parser.add_argument("--passes", type=float, help="steps instead of minutes")
+    parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    warnings.filterwarnings("ignore", "Mismatch dtype between input and weight")
+    if arguments.one:
+        side, fields = arguments.one
+        print(json.dumps(asdict(train_one(json.loads(fields), side))))
+        return
+    if not arguments.data:
+        parser.error("--data FILE is needed: a text that is passed several times")
+    if (arguments.size is None) != (arguments.passes is None):
+        parser.error("--size and --passes go together")
+    outcomes = []
+    for seed in range(FIRST_SEED, FIRST_SEED + arguments.seeds):
+        for side in arguments.sides:
+            asked = TrainingConfig(
+                data=tuple(arguments.data),
+                threads=arguments.threads,
+                seed=seed,
+                minutes=arguments.minutes,
+            )
+            if arguments.passes is None:
+                config = configuration(side, asked)
+            else:
+                config = of_passes(side, asked, arguments.size, arguments.passes)
+            with tempfile.TemporaryDirectory() as folder:
+                placed = config.model_copy(update={"out": Path(folder) / "run"})
+                outcomes.append(_in_a_process(placed, side))
+            print(outcomes[-1], flush=True)
+    print(table(outcomes))
+    others = [side for side in arguments.sides if side != "adapted"]
+    if "adapted" in arguments.sides:
+        for other in others:
+            print(f"adapted needs {fewer(outcomes, other):.1f} % fewer bits per byte than {other}")
+    print(json.dumps([asdict(outcome) for outcome in outcomes]))
+
+
+if __name__ == "__main__":
+    main()

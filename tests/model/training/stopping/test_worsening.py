@@ -1,0 +1,61 @@
+"""What is said of a run whose validation has turned."""
+
+from typing import Any
+
+import pytest
+
+from model.training.stopping.worsening import EVALUATIONS, ended_worse, worsening
+
+
+def records(*losses: float, training: bool = True) -> list[dict[str, Any]]:
+    """Evaluations every 10 steps, and before each from the second on a report of training."""
+    found: list[dict[str, Any]] = []
+    for index, loss in enumerate(losses):
+        step = 10 * index
+        if index and training:
+            found.append({"kind": "train", "step": step, "smoothed_loss": 3.0 - index})
+        bits = loss / 2
+        found.append({"kind": "eval", "step": step, "val_loss": loss, "val_bits_per_byte": bits})
+    return found
+
+
+def test_two_worse_evaluations_are_said_once_with_the_numbers() -> None:
+    assert worsening(records(5, 4, 4.5), None) is None
+    said = worsening(records(5, 4, 4.5, 4.8), None)
+    assert said == (
+        "validation gets worse: 2.0000 at step 10, 2.2500 at step 20, 2.4000 at step 30 bits per "
+        "byte, while the loss of training fell from 2.000 to 0.000 nats per token: the text is "
+        "being learned by heart. Step 10 stays as `best`, which is what is served; --patience 2 "
+        "would end such a run"
+    )
+    assert worsening(records(5, 4, 4.5, 4.8, 4.9), None) is None
+    assert worsening(records(5, 4, 4.5, 4.8, 3.9, 4, 4.1), None) is not None  # another row
+    assert worsening(records(5, 4, 4.5, 4.6, 4.2), None) is None
+
+
+def test_nothing_is_made_up_where_training_is_not_better_or_patience_was_given() -> None:
+    rising = [{**each, "smoothed_loss": 1.0} for each in records(5, 4, 4.5, 4.8)]
+    for metrics in (rising, records(5, 4, 4.5, 4.8, training=False)):
+        said = worsening(metrics, None)
+        assert said is not None
+        assert "by heart" not in said
+    said = worsening(records(5, 4, 4.5, 4.8), 3)
+    assert said is not None
+    assert "--patience" not in said
+
+
+def test_a_run_that_never_learned_is_not_said_to_get_worse() -> None:
+    assert worsening(records(4, 5, 6), None) is None
+
+
+@pytest.mark.parametrize("losses", [(5,), (5, 4), (5, 4, 4.5, 3.9)])
+def test_the_end_of_a_run_that_is_its_best_is_silent(losses: tuple[float, ...]) -> None:
+    assert ended_worse(records(*losses)) is None
+
+
+def test_the_end_of_a_run_that_got_worse_says_by_how_much() -> None:
+    assert ended_worse(records(5, 4, 4.5, 4.8)) == (
+        "the best evaluation is that of step 10, 2.0000 bits per byte; the 20 steps after it made "
+        "that 2.4000. `best` is the former, and is what is served"
+    )
+    assert EVALUATIONS == 2
