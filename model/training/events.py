@@ -33,6 +33,7 @@ class Started:
     threads: int
     processes: int = 1
     sharded: bool = False
+    export: str = ""  # whether `logitd export` can write the model, as a sentence
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,7 @@ def ignore_events(event: Event, /) -> None:
 
 
 def line(event: Event) -> str:
-    """An event in one line of plain text (a sample in several)."""
+    """An event in one line of plain text (a start in two, a sample in several)."""
     match event:
         case Downloading(url, done, total):
             share = "" if total is None else f" of {total / 1e6:,.1f} MB, {done / total:.0%}"
@@ -115,6 +116,7 @@ def line(event: Event) -> str:
             return (
                 f"training {event.parameters:,} parameters from step {event.step:,} {length} on "
                 f"{event.device}, {event.dtype}, {event.threads} threads{processes}, in {event.run}"
+                + (f"\n{event.export}" if event.export else "")
             )
         case Progress():
             return (

@@ -212,17 +212,17 @@ class Trainer:
                 threads=placement.threads,
                 processes=self.ranks.size,
                 sharded=self.run.sharded,
+                export=self._export(),
             )
         )
-        self._report_export()
 
-    def _report_export(self) -> None:
+    def _export(self) -> str:
         """Whether `logitd export` can write this model: known now, and not only after hours."""
         model, base = self.run.model, self.run.base
-        line = describe_export(model, self.run.text.tokenizer)
+        sentence = describe_export(model, self.run.text.tokenizer)
         begins = self.counters.step == 0 and base is None
         way_out = ". --exportable trains one that can" if begins and objections(model) else ""
-        self.report(Noticed(line + way_out))
+        return sentence + way_out
 
     def _step(self) -> None:
         """Forward, backward, update."""

@@ -14,7 +14,7 @@ from model.convert.exporting import export_model
 from model.convert.family import GPT_NEOX, family_of, nearest, objections
 from model.convert.foreign import ConvertError
 from model.training.config import TrainingConfig, TrainingError
-from model.training.events import Event, Noticed
+from model.training.events import Event, Started
 from model.training.resolve import resolve_config
 from model.training.trainer import train
 from model.transformer.config import MODERN, ORIGINAL, ConfigError, GPTConfig
@@ -145,7 +145,7 @@ def test_an_exportable_run_leaves_for_every_format_that_it_promised(
         **{**SMALL, **RUNS[name]}, data=(str(text),), out=tmp_path / "run", steps=3
     )
     run = train(config, events.append).run
-    (line,) = (e.message for e in events if isinstance(e, Noticed) and "export: " in e.message)
+    (line,) = (event.export for event in events if isinstance(event, Started))
     info, gpt = loaded(run / "best")
     # 1) As a Hugging Face folder: the same logits.
     export_model(run / "best", tmp_path / "theirs", to="hf")
@@ -181,7 +181,7 @@ def test_a_run_that_cannot_leave_says_so_at_the_start_with_all_the_reasons(
     events: list[Event] = []
     values = {**SMALL, "exportable": False}
     train(TrainingConfig(**values, data=(str(text),), out=tmp_path / "run", steps=1), events.append)
-    (line,) = (e.message for e in events if isinstance(e, Noticed) and "export: " in e.message)
+    (line,) = (event.export for event in events if isinstance(event, Started))
     assert line == (
         "export: not possible with this model: value_embeddings is True: no other architecture "
         "adds embeddings to values; activation is 'gelu_tanh': Llama's feed-forward is swiglu. "

@@ -625,8 +625,8 @@ def test_what_is_learned_by_heart_is_said_before_meanwhile_and_at_the_end(
     assert "the text is being learned by heart" in meanwhile
     assert notices[-1] == (
         f"the best evaluation is that of step {best}, {evaluations[best]:.4f} bits per byte; the "
-        f"{240 - best} steps after it made that {evaluations[240]:.4f}. `best` is the former, and is "
-        "what is served"
+        f"{240 - best} steps after it made that {evaluations[240]:.4f}. `best` is the former, and "
+        "is what is served"
     )
     assert read_checkpoint(result.best).training.step == best
 
