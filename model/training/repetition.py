@@ -15,16 +15,16 @@ decided in `model/training/autosize.py`.
 import math
 from dataclasses import dataclass
 
-FEW = 2.0
-"""Passes up to which nothing changes: a recipe for long texts is the best one."""
+FEW = 3.0
+"""Passes up to which nothing changes: the recipe for long texts is the best one."""
 
 MANY = 4.0
 """Passes from which on a preset without dropout is warned of: `small` is made for so many."""
 
 SMALL_VOCABULARY = 512
 
-DROPOUT = ((FEW, 0.05), (4.0, 0.1), (12.0, 0.2), (30.0, 0.3))
-"""From so many passes on."""
+DROPOUT = ((5.0, 0.1), (12.0, 0.2), (30.0, 0.3))
+"""From so many passes on. With a larger vocabulary the first begins at FEW."""
 
 BYTES_PER_TOKEN = ((257, 1.0), (512, 2.05), (1024, 2.65), (2048, 3.2), (4096, 3.65), (8192, 4.05),
                    (16_384, 4.4))  # fmt: skip
@@ -70,9 +70,10 @@ def regularisation(
         return None
     smaller = min(vocab_size, SMALL_VOCABULARY) if may_learn else vocab_size
     often = passes(tokens, text_bytes, smaller)
-    return Regularisation(smaller, dropout_of(often))
+    return Regularisation(smaller, dropout_of(often, smaller))
 
 
-def dropout_of(often: float) -> float:
-    """For so many passes."""
-    return max((share for least, share in DROPOUT if often > least), default=0.0)
+def dropout_of(often: float, vocab_size: int) -> float:
+    """For so many passes of tokens of such a vocabulary."""
+    first = DROPOUT[0][1] if vocab_size > SMALL_VOCABULARY and often > FEW else 0.0
+    return max([first, *(share for least, share in DROPOUT if often > least)])

@@ -215,8 +215,8 @@ def _warn_of_repetition(
         report(
             Noticed(
                 f"{steps:,} steps pass the text {often:.1f} times, without dropout: it may be "
-                "learned by heart, and validation then gets worse. Fewer --steps or --dropout "
-                f"{dropout_of(often):g} help; --minutes without a preset chooses by it"
+                "learned by heart, and validation then gets worse. Fewer --steps help, or --dropout "
+                f"{dropout_of(often, model.vocab_size):g}; --minutes without a preset chooses by it"
             )
         )
 

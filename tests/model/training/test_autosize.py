@@ -192,8 +192,8 @@ def _regularised(
 def test_a_long_text_keeps_the_recipe_and_a_short_one_is_told_of(
     tokens: float, text_bytes: int
 ) -> None:
-    """Whatever is not passed more than twice is trained exactly as before: the same configuration,
-    and so the same bits."""
+    """Whatever is not passed more than FEW times is trained exactly as before: the same
+    configuration, and so the same bits."""
     config, said = _regularised(TrainingConfig(minutes=2), tokens, text_bytes)
     often = passes(tokens, 0.9 * text_bytes, 1024)
     if often <= FEW * 0.999:
@@ -203,7 +203,7 @@ def test_a_long_text_keeps_the_recipe_and_a_short_one_is_told_of(
     elif often > FEW * 1.001:
         assert len(said) == 1
         assert config.vocab_size == 512
-        assert (config.dropout or 0.0) == dropout_of(passes(tokens, 0.9 * text_bytes, 512))
+        assert (config.dropout or 0.0) == dropout_of(passes(tokens, 0.9 * text_bytes, 512), 512)
     before = fill_in(TrainingConfig(minutes=2), SIZES[2], tokens)
     same = {"vocab_size", "dropout"}
     assert {k: v for k, v in config.given().items() if k not in same} == {

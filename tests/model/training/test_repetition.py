@@ -71,14 +71,18 @@ def test_a_vocabulary_that_is_ready_made_stays(
     wanted = regularisation(tokens, text_bytes, vocab_size, may_learn=False)
     if wanted is not None:
         assert wanted.vocab_size == vocab_size
-        assert wanted.dropout == dropout_of(passes(tokens, text_bytes, vocab_size)) > 0
+        often = passes(tokens, text_bytes, vocab_size)
+        assert wanted.dropout == dropout_of(often, vocab_size)
+        assert wanted.dropout > 0 or vocab_size <= SMALL_VOCABULARY
     learned = regularisation(tokens, text_bytes, vocab_size, may_learn=True)
     if learned is not None:
         assert learned.vocab_size == min(vocab_size, SMALL_VOCABULARY)
 
 
-def test_dropout_goes_by_passes_alone() -> None:
+def test_dropout_goes_by_passes_and_begins_earlier_with_a_large_vocabulary() -> None:
     for index, (least, share) in enumerate(DROPOUT):
-        assert dropout_of(least * 1.01) == share
-        assert dropout_of(least) == (DROPOUT[index - 1][1] if index else 0)
-    assert dropout_of(1e9) == DROPOUT[-1][1] < 0.5
+        assert dropout_of(least * 1.01, 512) == dropout_of(least * 1.01, 1024) == share
+        assert dropout_of(least, 512) == (DROPOUT[index - 1][1] if index else 0)
+    assert dropout_of(FEW, 1024) == 0
+    assert dropout_of(FEW * 1.01, 1024) == DROPOUT[0][1]
+    assert dropout_of(1e9, 512) == DROPOUT[-1][1] < 0.5

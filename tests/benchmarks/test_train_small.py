@@ -1,0 +1,77 @@
+"""What is compared on a small text: the same size, the same steps, another recipe."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from benchmarks.train_small import Outcome, configuration, fewer, of_passes, table
+from model.training.autosize import SIZES
+from model.training.config import TrainingConfig
+from model.training.resolve import resolve_config
+from tests.model.conftest import story
+
+OUTCOME = Outcome(
+    side="adapted",
+    seed=1,
+    last=2.0,
+    best=1.9,
+    training=1.5,
+    passes=6.0,
+    steps=100,
+    tokens=1000,
+    seconds=120.0,
+    parameters=10,
+    vocab_size=512,
+    dropout=0.1,
+)
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "text.txt"
+    path.write_text(story(400))
+    return path
+
+
+def test_both_sides_have_one_size_and_the_same_steps(text: Path) -> None:
+    asked = TrainingConfig(data=(str(text),), minutes=2)
+    adapted, long = (of_passes(side, asked, 2, 6.0) for side in ("adapted", "long"))
+    assert adapted.steps == long.steps
+    assert adapted.minutes is None
+    tokens = (long.steps or 0) * SIZES[2].batch_size * SIZES[2].context_length
+    assert tokens == pytest.approx(6 * 0.9 * text.stat().st_size / 2.65, rel=0.2)
+    assert (adapted.vocab_size, long.vocab_size) == (512, SIZES[2].vocab_size)
+    models = [resolve_config(config).model(512) for config in (adapted, long)]
+    assert len({(model.n_layer, model.d_model, model.context_length) for model in models}) == 1
+    few = [of_passes(side, asked, 2, 1.0) for side in ("adapted", "long")]
+    assert few[0] == few[1]
+
+
+def test_nanogpts_side_is_its_preset(text: Path) -> None:
+    config = configuration("nanogpt-char", TrainingConfig(data=(str(text),), minutes=2))
+    assert (config.preset, config.minutes) == ("nanogpt-char", 2)
+    with pytest.raises(SystemExit, match="a size of its own"):
+        of_passes("nanogpt-char", config, 2, 6.0)
+
+
+def test_the_comparison_is_of_our_last_weights_and_their_best() -> None:
+    theirs = replace(OUTCOME, side="long", last=3.0, best=2.5)
+    assert fewer([OUTCOME, theirs], "long") == pytest.approx(20)
+    assert "| long | 3.000 | 2.500 | 1.500 | 6.0 | 100 |" in table([OUTCOME, theirs])
+
+
+@pytest.mark.slow
+def test_it_runs(text: Path) -> None:
+    command = [sys.executable, "-m", "benchmarks.train_small", "--data", str(text)]
+    command += ["--sides", "adapted", "long", "--size", "0", "--passes", "4", "--threads", "1"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    outcomes = [Outcome(**each) for each in json.loads(done.stdout.splitlines()[-1])]
+    assert [outcome.side for outcome in outcomes] == ["adapted", "long"]
+    assert len({outcome.steps for outcome in outcomes}) == 1
+    for outcome in outcomes:
+        assert outcome.best <= outcome.last
+        assert 0 < outcome.last < 8
