@@ -205,19 +205,16 @@ def regularise(
     wanted = regularisation(tokens, text_bytes, size, may_learn=may_learn)
     if wanted is None:
         return chosen
-    changes: dict[str, int | float] = {"dropout": wanted.dropout} if wanted.dropout else {}
+    changes: dict[str, int | float] = {}
     if wanted.vocab_size != size:
         changes["vocab_size"] = wanted.vocab_size
-    changes = {name: value for name, value in changes.items() if name not in asked.given()}
+    if wanted.dropout and "dropout" not in asked.given():
+        changes["dropout"] = wanted.dropout
     often = passes(tokens, text_bytes, wanted.vocab_size)
-    so = ", ".join(f"{_WORDS[name]} {value:g}" for name, value in changes.items())
-    report(
-        Noticed(
-            f"the text is passed about {often:.2g} times in them, so it gets {so}"
-            if changes
-            else f"the text is passed about {often:.2g} times in them"
-        )
-    )
+    said = f"the text is passed about {often:,.{0 if often >= 10 else 1}f} times in them"
+    if so := " and ".join(f"{_WORDS[name]} {value:g}" for name, value in changes.items()):
+        said += f", so it gets {so}"
+    report(Noticed(said))
     return chosen.model_copy(update=changes)
 
 

@@ -215,7 +215,7 @@ def _warn_of_repetition(
         report(
             Noticed(
                 f"{steps:,} steps pass the text {often:.1f} times, without dropout: it may be "
-                "learned by heart, and validation then gets worse. Fewer --steps help, or --dropout "
+                "learned by heart, and validation then gets worse. Fewer --steps help or --dropout "
                 f"{dropout_of(often, model.vocab_size):g}; --minutes without a preset chooses by it"
             )
         )

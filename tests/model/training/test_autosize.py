@@ -240,7 +240,10 @@ def test_what_was_given_stays_however_often_the_text_is_passed() -> None:
     assert (config.vocab_size, config.dropout) == (None, 0.1)
 
 
-def test_a_short_texts_recipe_is_told_recorded_and_trained(tmp_path: Path) -> None:
+def test_a_short_texts_recipe_is_told_recorded_and_trained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(autosize, "measure", lambda *_: 13_000.0)  # however busy the machine is
     text = tmp_path / "short.txt"
     text.write_text(story(20))
     events: list[Event] = []
@@ -253,7 +256,7 @@ def test_a_short_texts_recipe_is_told_recorded_and_trained(tmp_path: Path) -> No
     (said,) = (each for each in notices if "is passed about" in each)
     described = json.loads((result.run / "run.json").read_text())
     assert described["model"]["dropout"] == described["config"]["dropout"] > 0
-    assert said.endswith(f"dropout {described['model']['dropout']:g}, a vocabulary of 512")
+    assert said.endswith(f"a vocabulary of 512 and dropout {described['model']['dropout']:g}")
     assert described["recipe"]["vocab_size"] == 512
     assert f"--dropout {described['model']['dropout']:g}" in command(
         TrainingConfig(**described["config"])

@@ -615,7 +615,7 @@ def test_what_is_learned_by_heart_is_said_before_meanwhile_and_at_the_end(
     notices = [event.message for event in events if isinstance(event, Noticed)]
     (before,) = (each for each in notices if "pass the text" in each)
     assert before.startswith("240 steps pass the text ")
-    assert "or --dropout 0.3; " in before
+    assert "--dropout 0.3; " in before
     evaluations = {e.step: e.val_bits_per_byte for e in events if isinstance(e, Evaluated)}
     best = min(evaluations, key=lambda step: evaluations[step])
     assert 0 < best < 160
