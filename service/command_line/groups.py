@@ -24,7 +24,7 @@ GROUPS: Mapping[str, Mapping[str, str]] = {
         "out": "the run",
         "device": COMPUTED,
         "tokenizer": "the vocabulary",
-        "context_length": "the model's shape; if not given, the preset's",
+        "exportable": "the model's shape; if not given, the preset's",
         "dropout": "the recipe; if not given, the preset's",
         "dtype": "precision and processes",
         "log_every": "what is reported and kept",
