@@ -35,6 +35,8 @@ ROOMS = (
 EARLY_STOPPING = {
     *("benchmarks/gpu/training.py", "model/training/config.py", "model/training/presets.py"),
     *("model/training/trainer.py", "tests/model/training/test_trainer.py"),
+    *("model/training/README.md", "model/training/evaluator.py"),
+    *("model/training/stopping/worsening.py", "tests/model/training/stopping/test_worsening.py"),
 }
 """Where patience is the field's term: evaluations without a new best."""
 PATIENCE = r"\bpatien(ce|t)\b"

@@ -6,7 +6,27 @@ passes alone:
 
   a smaller vocabulary   a short text shows a rare token a few times, which is learned by heart
                          first. It also makes more tokens, so that the text is passed less often
-  dropout                noise that grows with the passes; it costs a seventh of the time
+  dropout                noise that grows with the passes; it takes a sixth more time
+
+Measured with 4 layers of width 128, batches of 2,048 tokens, Shakespeare's plays, validation in
+bits per byte of the last weights and of the best evaluation's; "passes" are those of the row:
+
+    text       steps   vocabulary   dropout   passes   last, best
+    1.1 MB     1060    1,024        0         5.7      2.166, 2.123
+    1.1 MB     1060    1,024        0.1       5.7      2.105
+    1.1 MB     1060    512          0         4.4      2.093
+    1.1 MB     530     512          0         2.2      2.141
+    1.1 MB     333     1,024        0         1.8      2.173
+    0.37 MB    333     1,024        0         5.5      2.290, 2.232
+    0.37 MB    333     1,024        0.1       5.5      2.187
+    0.37 MB    333     1,024        0.2       5.5      2.198
+    0.37 MB    333     512          0         4.2      2.183
+    0.37 MB    333     512          0.1       4.2      2.224
+
+These are single runs, and other texts have other losses: compare within a text. So at four to six
+passes the small vocabulary does what dropout does, and costs nothing; at few the large one is
+better, because more of the text is seen. Nothing was measured of more than six passes and of other
+sizes of the model: there dropout grows by what is usual.
 
 Pure functions of numbers. What a run's size is, and that a person's own values come first, is
 decided in `model/training/autosize.py`.
@@ -15,7 +35,7 @@ decided in `model/training/autosize.py`.
 import math
 from dataclasses import dataclass
 
-FEW = 3.0
+FEW = 3.5
 """Passes up to which nothing changes: the recipe for long texts is the best one."""
 
 MANY = 4.0
