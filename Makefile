@@ -2,7 +2,7 @@
 #
 # PYTHON       the interpreter that makes .venv       (default python3; for another, make clean first)
 # TORCH_INDEX  where torch alone comes from: cpu (no CUDA: smaller by gigabytes), or the address of an index
-# WORKERS      processes that run tests               (default one a core, at most four)
+# WORKERS      processes that run tests               (default one more than cores, at most four)
 # OTHERS       interpreters of `make test-others`     (default python3.12 python3.13)
 # ARGS         passed on: make serve ARGS="--port 9000", make test ARGS="-k sampler"
 
@@ -16,7 +16,8 @@ UV := uv>=0.13,<1
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 # Each worker gets a contiguous part of the tests, so that one worker alone makes most of the servers
 # and trained models that several tests use. A worker that is done takes half of what another has left.
-WORKERS ?= $(shell cores=$$(getconf _NPROCESSORS_ONLN); echo $$((cores < 4 ? cores : 4)))
+# One more than there are cores, since tests of deadlines and readers that stop mostly wait.
+WORKERS ?= $(shell cores=$$(getconf _NPROCESSORS_ONLN); echo $$((cores < 4 ? cores + 1 : 4)))
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --durations 15
 
 # Tests start processes by the dozen: each would compile every source again.

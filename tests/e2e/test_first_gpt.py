@@ -1,7 +1,7 @@
 """TUTORIAL.md is true: its commands and Python blocks, run one after the other as by a reader, on a
 small text and with a training of seconds.
 
-Not run: what installs. lm-eval is run by the slow test.
+Not run: what installs.
 """
 
 import contextlib
@@ -23,6 +23,8 @@ import pytest
 from tests.e2e.server import ServedProcess
 from tests.model.conftest import story
 from tests.zygote import completed
+
+pytestmark = pytest.mark.slow
 
 TUTORIAL = Path(__file__).parents[2] / "TUTORIAL.md"
 LOGITD = ".venv/bin/logitd "
@@ -143,7 +145,6 @@ def test_the_page_shows_what_is_run() -> None:
     assert sum("lm-eval run" in line for line in lines) == 1
 
 
-@pytest.mark.slow
 def test_lm_eval_measures_what_was_never_seen(
     walked: Walk, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -465,7 +465,8 @@ def _tokens(path: Path) -> list[int]:
     return [int.from_bytes(raw[at : at + 2], "little") for at in range(0, len(raw), 2)]
 
 
-@pytest.mark.parametrize("norm_position", ["post", pytest.param("pre", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("norm_position", ["post", "pre"])
 @pytest.mark.usefixtures("no_picture")
 def test_decoder_8x64_learns_below_the_unigram_entropy(
     tmp_path: Path, story_file: Path, norm_position: Any

@@ -56,7 +56,7 @@ def test_there_and_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
         (
             ("export", "own", "x"),
             "export: norm_position is 'post': GPT-2 and Llama normalise before each sublayer; "
-            "it cannot be exported",
+            "final_norm is False: GPT-2 and Llama end with a norm; it cannot be exported",
         ),
     ],
 )

@@ -359,6 +359,7 @@ def test_a_client_that_comes_while_a_compilation_is_given_up_begins_another() ->
     run(test)
 
 
+@pytest.mark.slow
 def test_slow_ones_hold_up_nobody_for_longer_than_moments() -> None:
     """Of the same caller and of another: three clients have one slow constraint after another."""
 

@@ -177,6 +177,7 @@ def test_a_process_that_dies_is_an_engine_that_failed(
     logged_errors.clear()
 
 
+@pytest.mark.slow
 def test_a_process_that_dies_is_started_again(
     spelling_path: Path, logged_errors: list[str]
 ) -> None:

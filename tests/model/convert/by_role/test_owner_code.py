@@ -63,6 +63,7 @@ def test_the_owners_code_settles_everything(write: Write) -> None:
     assert not (code.file.parent / "training-has-begun").exists()
 
 
+@pytest.mark.slow
 def test_a_model_without_a_mask_is_refused_by_its_code(write: Write, book: Book) -> None:
     code, tensors = (
         write(DICTIONARY.replace("class GPT", "CAUSAL = False\n\n\nclass GPT")),
@@ -96,6 +97,7 @@ def test_a_code_that_does_not_end_is_stopped(write: Write, book: Book) -> None:
         owner_logits(code, tensors, findings(tensors, SETTINGS), SETTINGS, timeout=3)
 
 
+@pytest.mark.slow
 def test_a_process_that_dies_is_said_with_its_last_words(write: Write, book: Book) -> None:
     tensors = mapped(book)
     code = write(

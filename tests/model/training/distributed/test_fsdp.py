@@ -239,6 +239,7 @@ def _divide(rank: int, port: int, folder: Path) -> None:
     torch.save(found, folder / f"{rank}.pt")
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
 def test_three_processes_train_what_one_trains(
     tmp_path: Path, processes: ForkServerContext

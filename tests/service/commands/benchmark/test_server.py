@@ -58,6 +58,7 @@ def test_it_answers_while_the_block_runs_and_is_gone_after_an_error(
         http.get("/health")
 
 
+@pytest.mark.slow
 def test_one_that_does_not_start_says_why(tmp_path: Path) -> None:
     with (
         pytest.raises(ServerError, match=r"ended with 1 before it was ready") as caught,
