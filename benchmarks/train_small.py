@@ -43,7 +43,14 @@ from model.data.prepare import read_prepared
 from model.data.sources.open_text import open_text
 from model.data.windows import ValidationWindows
 from model.device import Placement, keep_freed_memory
-from model.training.autosize import SIZES, choose, fill_in, regularise
+from model.training.autosize import (
+    SIZES,
+    Measured,
+    adapt,
+    fill_in,
+    measure_machine,
+    regularise,
+)
 from model.training.config import TrainingConfig
 from model.training.events import ignore_events
 from model.training.repetition import bytes_per_token
@@ -74,12 +81,13 @@ class Outcome:
     dropout: float
 
 
-def configuration(side: str, asked: TrainingConfig) -> TrainingConfig:
-    """What a side trains in the minutes that are asked for."""
+def configuration(side: str, asked: TrainingConfig, measured: Measured) -> TrainingConfig:
+    """What a side trains in the minutes that are asked for, on a machine that was measured once
+    for all sides."""
     if side == "nanogpt-char":
         return TrainingConfig(**{**asked.to_dict(), "preset": side})
     count = partial(count_bytes, open_text(asked.data)) if side == "adapted" else _endless
-    return choose(asked, count, ignore_events)
+    return adapt(asked, measured, count, ignore_events)
 
 
 def of_passes(side: str, asked: TrainingConfig, size: int, passes: float) -> TrainingConfig:
@@ -210,21 +218,20 @@ def main() -> None:
         parser.error("--data FILE is needed: a text that is passed several times")
     if (arguments.size is None) != (arguments.passes is None):
         parser.error("--size and --passes go together")
+    keep_freed_memory()  # as `logitd train` does before it measures
+    asked = TrainingConfig(
+        data=tuple(arguments.data), threads=arguments.threads, minutes=arguments.minutes
+    )
+    measured = measure_machine(asked) if arguments.passes is None else None
     outcomes = []
     for seed in range(FIRST_SEED, FIRST_SEED + arguments.seeds):
         for side in arguments.sides:
-            asked = TrainingConfig(
-                data=tuple(arguments.data),
-                threads=arguments.threads,
-                seed=seed,
-                minutes=arguments.minutes,
-            )
-            if arguments.passes is None:
-                config = configuration(side, asked)
+            if measured is not None:
+                config = configuration(side, asked, measured)
             else:
                 config = of_passes(side, asked, arguments.size, arguments.passes)
             with tempfile.TemporaryDirectory() as folder:
-                placed = config.model_copy(update={"out": Path(folder) / "run"})
+                placed = config.model_copy(update={"out": Path(folder) / "run", "seed": seed})
                 outcomes.append(_in_a_process(placed, side))
             print(outcomes[-1], flush=True)
     print(table(outcomes))

@@ -167,9 +167,25 @@ def chooses(config: TrainingConfig, processes: int) -> bool:
     return True
 
 
+@dataclass(frozen=True)
+class Measured:
+    """What this machine can train in the minutes of a configuration. `vocab_size` is that of a
+    ready-made vocabulary; None where one is learned."""
+
+    choice: Choice
+    tokens: float
+    vocab_size: int | None
+    placement: Placement
+
+
 def choose(config: TrainingConfig, count: Count, report: EventHandler) -> TrainingConfig:
     """The configuration with a model and a length that suit its minutes, and a recipe that suits
     how often the text is passed in them. Values that were given stay."""
+    return adapt(config, measure_machine(config), count, report)
+
+
+def measure_machine(config: TrainingConfig) -> Measured:
+    """The size for the minutes of a configuration, by measurements."""
     assert config.minutes is not None
     placement = training_placement(config.device, config.dtype or "auto", config.threads)
     use_threads(placement.threads)
@@ -181,10 +197,17 @@ def choose(config: TrainingConfig, count: Count, report: EventHandler) -> Traini
         {size: flops_and_params(candidate) for size, candidate in candidates.items()},
         lambda size: measure(candidates[size], placement, seconds),
     )
-    tokens = seconds * USABLE * choice.tokens_per_second
+    return Measured(choice, seconds * USABLE * choice.tokens_per_second, vocab_size, placement)
+
+
+def adapt(
+    config: TrainingConfig, measured: Measured, count: Count, report: EventHandler
+) -> TrainingConfig:
+    """The configuration with what was measured filled in, and with what suits the text."""
+    choice, tokens = measured.choice, measured.tokens
     chosen = fill_in(config, choice.size, tokens)
-    report(Noticed(_describe(choice, chosen, tokens, placement)))
-    return regularise(chosen, config, tokens, vocab_size, count, report)
+    report(Noticed(_describe(choice, chosen, tokens, measured.placement)))
+    return regularise(chosen, config, tokens, measured.vocab_size, count, report)
 
 
 def regularise(

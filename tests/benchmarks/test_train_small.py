@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from benchmarks.train_small import Outcome, configuration, fewer, of_passes, table
-from model.training.autosize import SIZES
+from model.training.autosize import SIZES, Choice, Measured
 from model.training.config import TrainingConfig
 from model.training.resolve import resolve_config
+from model.training.step.forward import training_placement
 from tests.model.conftest import story
 
 OUTCOME = Outcome(
@@ -51,11 +52,18 @@ def test_both_sides_have_one_size_and_the_same_steps(text: Path) -> None:
     assert few[0] == few[1]
 
 
-def test_nanogpts_side_is_its_preset(text: Path) -> None:
-    config = configuration("nanogpt-char", TrainingConfig(data=(str(text),), minutes=2))
-    assert (config.preset, config.minutes) == ("nanogpt-char", 2)
+def test_in_minutes_both_sides_have_what_was_measured_once(text: Path) -> None:
+    asked = TrainingConfig(data=(str(text),), minutes=2)
+    choice = Choice(SIZES[1], 10_000.0, {SIZES[1]: 10_000.0})
+    measured = Measured(choice, 1e6, None, training_placement("cpu", "float32", 1))
+    adapted, long = (configuration(side, asked, measured) for side in ("adapted", "long"))
+    assert (adapted.d_model, adapted.minutes) == (long.d_model, long.minutes) == (96, 2)
+    assert (long.vocab_size, long.dropout) == (1024, None)
+    assert (adapted.vocab_size, adapted.dropout) == (512, 0.3)
+    char = configuration("nanogpt-char", asked, measured)
+    assert (char.preset, char.minutes) == ("nanogpt-char", 2)
     with pytest.raises(SystemExit, match="a size of its own"):
-        of_passes("nanogpt-char", config, 2, 6.0)
+        of_passes("nanogpt-char", asked, 2, 6.0)
 
 
 def test_the_comparison_is_of_our_last_weights_and_their_best() -> None:
