@@ -175,12 +175,14 @@ def _in_a_process(config: TrainingConfig, side: str) -> Outcome:
     return Outcome(**json.loads(done.stdout.splitlines()[-1]))
 
 
-def fewer(outcomes: Sequence[Outcome], other: str) -> float:
+def fewer(outcomes: Sequence[Outcome], other: str) -> tuple[float, float]:
     """How many percent fewer bits per byte the adapted recipe's last weights need than another's
-    best ones."""
+    last ones and than its best ones."""
     ours = statistics.mean(each.last for each in outcomes if each.side == "adapted")
-    theirs = statistics.mean(each.best for each in outcomes if each.side == other)
-    return 100 * (1 - ours / theirs)
+    theirs = [each for each in outcomes if each.side == other]
+    last = statistics.mean(each.last for each in theirs)
+    best = statistics.mean(each.best for each in theirs)
+    return 100 * (1 - ours / last), 100 * (1 - ours / best)
 
 
 def table(outcomes: Sequence[Outcome]) -> str:
@@ -238,7 +240,11 @@ def main() -> None:
     others = [side for side in arguments.sides if side != "adapted"]
     if "adapted" in arguments.sides:
         for other in others:
-            print(f"adapted needs {fewer(outcomes, other):.1f} % fewer bits per byte than {other}")
+            last, best = fewer(outcomes, other)
+            print(
+                f"adapted needs {last:.1f} % fewer bits per byte than the last weights of {other}, "
+                f"{best:.1f} % fewer than its best"
+            )
     print(json.dumps([asdict(outcome) for outcome in outcomes]))
 
 
