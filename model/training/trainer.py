@@ -195,8 +195,9 @@ class Trainer:
             self.report(Noticed(self._not_saved()))
         else:
             self.recorder.record(Due(state=True), self.counters, self._reports_state())
-        metrics = self.run.directory.metrics() if self.ranks.is_main else []
-        if reason != "interrupted" and (notice := ended_worse(metrics)):
+        if reason == "interrupted" or not self.ranks.is_main:  # the main one has the metrics
+            return
+        if notice := ended_worse(self.run.directory.metrics()):
             self.report(Noticed(notice))
 
     def _report_start(self) -> None:

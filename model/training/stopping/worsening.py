@@ -43,6 +43,8 @@ def worsening(metrics: Sequence[Record], patience: int | None) -> str | None:
 def ended_worse(metrics: Sequence[Record]) -> str | None:
     """What is said at the end of a run whose last evaluation is not its best, or None."""
     evaluations = _evaluations(metrics)
+    if not evaluations:
+        return None
     best, last = evaluations[_best(evaluations)], evaluations[-1]
     if best is last:
         return None
