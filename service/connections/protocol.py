@@ -6,11 +6,9 @@ or just an end), looked at by the register's one timer; requests that a client s
 back in its socket until their turn; what the server refuses is answered in turn too, and read by
 the client before the connection closes; requests to upgrade are answered as ordinary HTTP.
 
-The end of a client's side means that the client has gone, and its request is aborted. A client that
-only half-closes (`shutdown`, `nc -N`) sends the same segment as one that closes; only a reset in
-answer to something sent tells them apart, and a client that has read what was sent before it closes
-gives none. A server that waited would have to send interim responses for as long as it computes,
-and compute for as long as a reset takes or a firewall hides it.
+A client that ends its side after whole requests is answered if it still listens, and its requests
+are aborted if it has gone (`listening.py`). Over HTTP/1.0, where nothing may be sent ahead of a
+reply, the end of its side is the end, unless the reply has begun.
 
 Not here: how many connections there may be (`register.py`), what requests mean (`service/app/`).
 """
@@ -35,6 +33,7 @@ from service.connections.limits import (
     MAX_RAW_HEADER_BYTES,
     MIN_BYTES_PER_SECOND,
 )
+from service.connections.listening import Listening
 from service.connections.register import Register, Standing
 from service.connections.tcp import CLOSE_WAIT, RESET, tcp_info
 from service.core.errors import ApiError, unavailable
@@ -95,6 +94,8 @@ class Connection(HttpToolsProtocol):
         self._body_mark = (0.0, 0)  # time and bytes received, from where progress counts
         self._reply_mark: tuple[float, int, int] | None = None  # time, acknowledged, unsent
         self._upgrade = False  # the message asks for another protocol
+        self._ended_its_side = False  # the client, after all that was received
+        self._listening: Listening | None = None  # it seems so
         self._ending: asyncio.TimerHandle | None = None  # at shutdown
 
     # What the event loop calls
@@ -109,6 +110,8 @@ class Connection(HttpToolsProtocol):
         self._register.closed(self)
         if self._ending is not None:
             self._ending.cancel()
+        if self._listening is not None:
+            self._listening.end()
         self._held.clear()
         self.pipeline.clear()
         if self._running is not None:  # uvicorn tells the latest alone
@@ -125,6 +128,18 @@ class Connection(HttpToolsProtocol):
         if self._awaited is Awaited.REQUEST:
             self._awaited, self._since = Awaited.HEAD, self.loop.time()
         self._feed(data)
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """Whether the connection stays: what is being answered came whole, and there is a way to
+        find out whether anybody listens. A request that is not whole will never be."""
+        self._ended_its_side = True
+        running = self._running
+        incomplete = self._awaited is Awaited.BODY and self.cycle is running
+        if running is None or incomplete or not self._ask_whether_it_listens():
+            return False
+        if not self.pipeline and not self._held:
+            running.keep_alive = False
+        return True
 
     # What the register calls
 
@@ -145,6 +160,8 @@ class Connection(HttpToolsProtocol):
         elif not self.transport.is_closing() and self._refusal is None:
             if self._running is not None and self.flow.read_paused:
                 self._look_for_its_end()
+            elif self._running is not None and self._listening is not None:
+                self._abort_unless_it_can_listen()
             if self._awaited is Awaited.BODY:
                 self._check_body(now)
             elif self._running is None:
@@ -224,6 +241,8 @@ class Connection(HttpToolsProtocol):
             self._feed(held)
         if self._running is None and self._refusal is not None:
             self._end_with(self._refusal)
+        elif self._ended_its_side and self._running is None and not self._held:
+            self.transport.close()
         elif not self._held and not self.pipeline:
             self.flow.resume_reading()
 
@@ -346,8 +365,26 @@ class Connection(HttpToolsProtocol):
     def _look_for_its_end(self) -> None:
         """While nothing is read, the end of a connection does not show by itself."""
         info = tcp_info(self.transport)
-        if info is not None and info.state in (RESET, CLOSE_WAIT):
+        if info is not None and info.state == RESET:
             self.transport.abort()
+        elif info is not None and info.state == CLOSE_WAIT:
+            self._abort_unless_it_can_listen()
+
+    def _abort_unless_it_can_listen(self) -> None:
+        if not self._ask_whether_it_listens():
+            self.transport.abort()
+
+    def _ask_whether_it_listens(self) -> bool:
+        """Ask a client that ended its side, if there is a way to: send something, which is the
+        reply itself once that has begun."""
+        assert self._running is not None
+        begun = self._running.response_started
+        if not begun and self._running.scope["http_version"] == "1.0":
+            return False
+        if self._listening is None:
+            self._listening = Listening(self.transport, self.loop)
+        self._listening.ask(interim=not begun)
+        return True
 
     def _abort_unless_reading(self, acknowledged: int) -> None:
         info = tcp_info(self.transport)

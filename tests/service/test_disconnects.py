@@ -62,8 +62,6 @@ def vanish(raw: socket.socket) -> None:
 LEAVE: dict[str, Callable[[socket.socket], None]] = {
     "closes": socket.socket.close,
     "is cut off": vanish,
-    # Half-closed: it could still read, but servers take the end of its side for the end of all.
-    "says no more": lambda raw: raw.shutdown(socket.SHUT_WR),
 }
 
 
