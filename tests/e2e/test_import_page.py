@@ -16,6 +16,8 @@ from string import ascii_lowercase
 import httpx
 import pytest
 
+from tests.zygote import completed
+
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "model" / "convert" / "README.md"
 LOGITD = [sys.executable, "-m", "service.cli"]
@@ -123,13 +125,7 @@ def run(folder: Path, line: str) -> str:
     """One line of the page, to its end."""
     words = shlex.split(line)
     assert words[0] == "logitd", line
-    done = subprocess.run(
-        [*LOGITD, *words[1:]],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-    )
+    done = completed(words[1:], cwd=folder)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -190,24 +186,12 @@ def test_each_line_of_the_page_does_what_it_says(desk: tuple[Path, float]) -> No
 @pytest.mark.slow
 def test_to_serve_a_foreign_file_names_the_command_or_does_it(desk: tuple[Path, float]) -> None:
     folder, _ = desk
-    done = subprocess.run(
-        [*LOGITD, "serve", "my_gpt.pt"],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-    )
+    done = completed(["serve", "my_gpt.pt"], cwd=folder)
     assert done.returncode == 1
     name = f"{folder.name}-my_gpt"
     assert f"logitd import my_gpt.pt checkpoints/{name}\n" in done.stderr
     assert "logitd serve my_gpt.pt --import" in done.stderr
-    refused = subprocess.run(
-        [*LOGITD, "serve", "my_gpt.pt", "--import"],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-    )
+    refused = completed(["serve", "my_gpt.pt", "--import"], cwd=folder)
     assert refused.returncode == 1
     assert "vocabulary" in refused.stderr  # a text is not there under a name that it knows
     run(

@@ -43,6 +43,7 @@ def fuzz(server: ServedProcess, *flags: str, count: int, folder: Path) -> None:
     assert result.returncode == 0, result.stdout + result.stderr
 
 
+@pytest.mark.first
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(

@@ -134,6 +134,7 @@ def test_choices_come_as_often_as_their_odds_say() -> None:
     assert abs(float(bits.mean()) - entropy) < 5 * float(bits.std()) / math.sqrt(4000)
 
 
+@pytest.mark.first
 @pytest.mark.slow
 def test_a_small_model_comes_within_five_percent_of_the_true_entropy(tmp_path: Path) -> None:
     """An absolute target, which no other text gives. A minute or two on a core of its own."""
