@@ -12,6 +12,8 @@ import json
 import os
 import secrets
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -22,6 +24,8 @@ VOCABULARY_BYTES = 64 * 2**20
 """Of a vocabulary: ten times the largest that is published."""
 TEXT_BYTES = 2**30
 """Of a text that is read at once."""
+PART = ".part"
+"""How the name of a file or folder ends that is being written; it begins with a dot."""
 
 KINDS = (
     (stat.S_ISDIR, "a directory"),
@@ -33,7 +37,7 @@ KINDS = (
 
 
 class FileError(OSError):
-    """A path that cannot be read as it should be; the message names it and says why."""
+    """A path that cannot be read or written as it should be; the message names it and says why."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message)
@@ -125,6 +129,41 @@ def file_aside(path: Path) -> BinaryIO:
             continue
 
 
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file that is there whole or not at all, after a loss of power too. Raises OSError;
+    what was written so far is removed then."""
+    aside = path.with_name(f".{path.name}{PART}")
+    try:
+        with aside.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        aside.replace(path)
+    except OSError:
+        aside.unlink(missing_ok=True)
+        raise
+    descriptor = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def written_to(destination: Path) -> Iterator[None]:
+    """Turns an error of the disk in the block that writes `destination` whole or not at all into a
+    FileError: a full disk, a folder of somebody else's, a name that cannot be one."""
+    try:
+        yield
+    except OSError as error:
+        # NumPy, whose write was cut short, gives no number: "262144 requested and 128824 written".
+        reason = error.strerror or f"the disk took less than was to be written ({error})"
+        raise FileError(
+            f"{destination} cannot be written: {reason}. Nothing is there: make room or mend it, "
+            "or name another destination"
+        ) from error
+
+
 def share_files(folder: Path) -> None:
     """Let those read the files of a folder that the umask let read the folder itself: safetensors
     writes for the owner alone."""
@@ -135,7 +174,7 @@ def share_files(folder: Path) -> None:
 
 
 def _name_aside(path: Path) -> Path:
-    return path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
+    return path.with_name(f".{path.name}.{secrets.token_hex(4)}{PART}")
 
 
 def parse_json(raw: bytes) -> Any:

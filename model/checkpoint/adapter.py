@@ -21,7 +21,6 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load as parse_safetensors
-from safetensors.torch import save_file
 from torch import Tensor
 
 from model.checkpoint.atomic_folder import atomic_folder
@@ -36,8 +35,9 @@ from model.checkpoint.checkpoint import (
     read_checkpoint,
     save_checkpoint,
 )
+from model.checkpoint.weights_file import write_weights
 from model.dtypes import FloatName
-from model.files import CONFIG_BYTES, parse_json, read_regular, read_text
+from model.files import CONFIG_BYTES, parse_json, read_regular, read_text, written_to
 from model.transformer.lora import LoraError, LoraShape, merge_into
 
 FORMAT_VERSION = 1
@@ -69,7 +69,7 @@ def save_adapter(
 ) -> None:
     """Write the adapters of an adapted GPT, whole or not at all. `weights` are its
     `trained_weights`; `training.base` names the checkpoint that they belong to. Raises
-    CheckpointError when `path` exists."""
+    CheckpointError when `path` exists, and OSError where the disk does not take it."""
     if path.exists():
         raise CheckpointError(f"{path} exists; adapters are never overwritten")
     if training.base is None:
@@ -79,7 +79,7 @@ def save_adapter(
             name: tensor.detach().to("cpu", torch.float32).contiguous()
             for name, tensor in weights.items()
         }
-        save_file(stored, aside / WEIGHTS)
+        write_weights(aside / WEIGHTS, stored)
         (aside / CARD).write_text(card, encoding="utf-8")
         document = {
             "format_version": FORMAT_VERSION,
@@ -149,16 +149,18 @@ def merge(base: Path, adapter: Path, path: Path, *, save_dtype: FloatName) -> Ch
     except LoraError as error:
         raise CheckpointError(f"{adapter}: {error}") from error
     template = info.chat_template.source if info.chat_template else None
-    return save_checkpoint(
-        path,
-        config=gpt.config,
-        weights=gpt.state_dict(),
-        tokenizer=info.tokenizer,
-        training=beside.training,
-        card=_card(beside, path.name),
-        dtype=getattr(torch, save_dtype),
-        chat_template=beside.chat_template or template,
-    )
+    card = _card(beside, path.name)
+    with written_to(path):
+        return save_checkpoint(
+            path,
+            config=gpt.config,
+            weights=gpt.state_dict(),
+            tokenizer=info.tokenizer,
+            training=beside.training,
+            card=card,
+            dtype=getattr(torch, save_dtype),
+            chat_template=beside.chat_template or template,
+        )
 
 
 def _card(adapter: Adapter, name: str) -> str:

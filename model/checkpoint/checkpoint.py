@@ -29,7 +29,6 @@ from types import NoneType
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
@@ -42,6 +41,7 @@ from model.checkpoint.weights_file import (
     check_size,
     read_elements,
     read_header,
+    write_weights,
 )
 from model.files import CONFIG_BYTES, VOCABULARY_BYTES, forbidden, parse_json, read_regular
 from model.memory import available, check_weights_fit
@@ -133,7 +133,7 @@ def save_checkpoint(
     `weights` are a GPT's `state_dict`, `dtype` the dtype on disk (bfloat16 halves the size),
     `chat_template` the source of one.
     Raises CheckpointError when `path` exists (a checkpoint never changes once written), or when
-    the template does not compile.
+    the template does not compile, and OSError where the disk does not take it.
     """
     if path.exists():
         raise CheckpointError(f"{path} exists; checkpoints are never overwritten")
@@ -146,7 +146,7 @@ def save_checkpoint(
         stored = {
             name: tensor.detach().to("cpu", dtype).contiguous() for name, tensor in weights.items()
         }
-        save_file(stored, aside / WEIGHTS)
+        write_weights(aside / WEIGHTS, stored)
         hashed = [WEIGHTS]
         if tokenizer.has_text:
             tokenizer.write_ranks(aside / RANKS)

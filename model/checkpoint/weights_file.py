@@ -3,15 +3,21 @@
 The safetensors library wants the whole file in memory and copies it once more, or maps it, and then
 the file can change under a running model. Here no more of the file is in memory at a time than a
 piece (`model/checkpoint/hashed_file.py`). Covers what safetensors says of its files: a length, a
-header of JSON, tensors without gaps between them. Does not know what the tensors should be called.
+header of JSON, tensors without gaps between them. Written is a file by the library, whose errors of
+the disk become the system's. Does not know what the tensors should be called.
 """
 
 import math
+import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch import Tensor
 
 from model.checkpoint.hashed_file import PIECE, HashedFile
@@ -21,6 +27,8 @@ LARGEST_HEADER = 16 * 2**20
 """Bytes: 100,000 tensors. The safetensors library allows six times as many, which would take
 gigabytes when they are parsed."""
 MOST_DIMENSIONS = 8
+SYSTEM_ERROR = re.compile(r"\(os error (\d+)\)")
+"""Where the library says the system's number of an error, which it has in words alone."""
 
 DTYPES: Mapping[str, torch.dtype] = {
     "BOOL": torch.bool,
@@ -125,6 +133,20 @@ def read_elements(
         see(part)
         flat[done : done + count].copy_(part)
         done += count
+
+
+def write_weights(
+    path: Path, weights: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
+) -> None:
+    """Write tensors, each contiguous and on the CPU, as a safetensors file, for its owner alone
+    (`share_files` of `model/files.py`). Raises OSError where the disk does not take it."""
+    try:
+        save_file(dict(weights), path, metadata=None if metadata is None else dict(metadata))
+    except SafetensorError as error:
+        if (number := SYSTEM_ERROR.search(str(error))) is None:
+            raise
+        code = int(number[1])
+        raise OSError(code, os.strerror(code)) from error
 
 
 def _stored(name: str, entry: Any) -> StoredTensor:

@@ -6,7 +6,8 @@ Formats: `hf/export.py`, `gguf_file.py`.
 """
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
@@ -19,7 +20,7 @@ from model.convert.family import family_of, folder_family_of
 from model.convert.gguf_file import write_gguf
 from model.convert.hf.export import write_folder
 from model.dtypes import DTypeName
-from model.files import folder_aside, require_regular, share_files
+from model.files import folder_aside, require_regular, share_files, written_to
 
 TO = Literal["hf", "gguf"]
 
@@ -36,7 +37,7 @@ def export_model(
     """Write the checkpoint at `destination`, a folder or, as GGUF, a file; whole or not at all.
 
     `dtype` is that of the written weights, "auto" that of the stored ones; `pre` is for GGUF (see
-    `write_gguf`). Raises ConvertError and CheckpointError.
+    `write_gguf`). Raises ConvertError, CheckpointError, and FileError where it cannot be written.
     """
     if destination.exists():
         raise CheckpointError(f"{destination} exists; nothing is overwritten")
@@ -49,9 +50,7 @@ def export_model(
         family = family_of(info.config)
     stored = _stored_dtype(checkpoint) if dtype == "auto" else getattr(torch, dtype)
     gpt = load_weights(info, device=torch.device("cpu"), dtype=stored)
-    destination.parent.mkdir(parents=True, exist_ok=True)
-    aside = folder_aside(destination)
-    try:
+    with written_to(destination), _aside(destination) as aside:
         if to == "hf":
             write_folder(aside, info, gpt, family, log)
             share_files(aside)
@@ -60,6 +59,15 @@ def export_model(
             write_gguf(aside / "model.gguf", info, gpt, family, pre)
             share_files(aside)
             (aside / "model.gguf").rename(destination)
+
+
+@contextmanager
+def _aside(destination: Path) -> Iterator[Path]:
+    """A folder beside the destination, of which nothing is left afterwards."""
+    destination.parent.mkdir(parents=True, exist_ok=True)
+    aside = folder_aside(destination)
+    try:
+        yield aside
     finally:
         shutil.rmtree(aside, ignore_errors=True)
 

@@ -11,6 +11,7 @@ What else is refused stands in `exportable.py`. Quantizing is llama.cpp's own bu
 (`llama-quantize`).
 """
 
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +62,8 @@ INSIDE = {
 
 def write_gguf(path: Path, info: CheckpointInfo, gpt: GPT, family: str, pre: str | None) -> None:
     """Write the model, to which there are no objections, as a GGUF file. `pre` is llama.cpp's name
-    of how texts are cut, where no name stands for the checkpoint's pattern. Raises ConvertError."""
+    of how texts are cut, where no name stands for the checkpoint's pattern. Raises ConvertError and
+    OSError."""
     try:
         import gguf
     except ImportError as error:
@@ -105,10 +107,10 @@ def write_gguf(path: Path, info: CheckpointInfo, gpt: GPT, family: str, pre: str
         matrix = values.ndim == 2 and not name.endswith("wpe.weight")
         stored = kind if matrix else gguf.GGMLQuantizationType.F32
         writer.add_tensor(gguf_name(name), gguf.quants.quantize(values, stored), raw_dtype=stored)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    with closing(writer):
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
 
 
 def gguf_name(name: str) -> str:

@@ -46,6 +46,7 @@ from model.convert.source_file import source_text
 from model.convert.state_file import LOOKED_FOR, SUFFIXES, find_state_file, read_state_file
 from model.convert.vocabulary.choose import choose_vocabulary
 from model.dtypes import DTypeName
+from model.files import written_to
 from model.text.tokenizer import TokenizerError
 from model.transformer.config import GPTConfig, padded
 
@@ -87,8 +88,8 @@ def import_model(
     `dtype` is that of the stored weights, "auto" that of the source. `context_length` shortens the
     model's context. `roles` are answers to what the source does not say: with them its tensors are
     recognised by role, whatever program it is from. `check` is a text that the model should
-    predict. `log` is told what was understood. Raises ConvertError, and CheckpointError when
-    `destination` exists.
+    predict. `log` is told what was understood. Raises ConvertError, CheckpointError when
+    `destination` exists, and FileError where it cannot be written.
     """
     if destination.exists():
         raise CheckpointError(f"{destination} exists; checkpoints are never overwritten")
@@ -127,25 +128,28 @@ def import_model(
         "licence": "that of the source; it is not known here",
         **model.facts,
     }
-    return save_checkpoint(
-        destination,
-        config=config,
-        weights=gpt.state_dict(),
-        tokenizer=vocabulary.tokenizer,
-        training=TrainingRecord(
-            step=model.step,
-            tokens=model.tokens,
-            val_loss=model.val_loss,
-            val_bits_per_byte=None,
-            data=facts,
-            created=datetime.now(UTC).isoformat(timespec="seconds"),
-        ),
-        card=write_import_card(
-            destination.name, model, config, vocabulary, FLOATS[stored], gpt.parameter_count()
-        ),
-        dtype=stored,
-        chat_template=vocabulary.chat_template,
+    training = TrainingRecord(
+        step=model.step,
+        tokens=model.tokens,
+        val_loss=model.val_loss,
+        val_bits_per_byte=None,
+        data=facts,
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
     )
+    card = write_import_card(
+        destination.name, model, config, vocabulary, FLOATS[stored], gpt.parameter_count()
+    )
+    with written_to(destination):
+        return save_checkpoint(
+            destination,
+            config=config,
+            weights=gpt.state_dict(),
+            tokenizer=vocabulary.tokenizer,
+            training=training,
+            card=card,
+            dtype=stored,
+            chat_template=vocabulary.chat_template,
+        )
 
 
 def importable(source: Path) -> bool:

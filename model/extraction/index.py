@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from model.extraction.errors import ExtractionError
-from model.extraction.shards import PART, write_whole
-from model.files import parse_json, read_regular
+from model.files import PART, parse_json, read_regular, write_whole
 from model.folder_lock import FolderLock, FolderLocked
 
 INDEX, LOCK = "index.json", "extract.lock"

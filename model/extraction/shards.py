@@ -1,8 +1,7 @@
-"""Shards: the bytes of one, and how a file comes into a folder whole or not at all.
+"""Shards: the bytes of one.
 
 Logprobs and the lens are a Parquet file with a row for each token, stages a safetensors file with a
-tensor for each. The same values give the same bytes. Files are written under another name, synced
-and renamed.
+tensor for each. The same values give the same bytes.
 
 A row of the lens has lists with an entry for each layer, instead of a row for each layer: so it
 stands beside the row of the logprobs with the same document and position, tokens are counted alike
@@ -11,13 +10,11 @@ asked of a single row: `list_position(layer_ranks, 1)` in DuckDB, `np.stack(fram
 pandas, whose `explode` and DuckDB's `unnest` give a row for each layer.
 
 Parquet needs pyarrow (an optional dependency). Does not decide what a shard has (`plan.py`) or
-which are there (`index.py`).
+which are there, and does not write (`index.py`).
 """
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -30,9 +27,6 @@ from model.extras import installation
 
 Integers = npt.NDArray[np.int32]
 Floats = npt.NDArray[np.float32]
-
-PART = ".part"
-"""How the name of a file ends that is being written; it begins with a dot."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -182,23 +176,3 @@ def _counted_ids(units: Sequence[Unit]) -> Integers:
 def _repeated(values: Sequence[int], units: Sequence[Unit], kind: Any) -> npt.NDArray[Any]:
     """The value of each unit, once for each counted token."""
     return np.repeat(np.array(values, dtype=kind), [unit.counted for unit in units])
-
-
-def write_whole(path: Path, content: bytes) -> None:
-    """Write a file that is there whole or not at all, after a loss of power too. Raises OSError;
-    what was written so far is removed then."""
-    aside = path.with_name(f".{path.name}{PART}")
-    try:
-        with aside.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        aside.replace(path)
-    except OSError:
-        aside.unlink(missing_ok=True)
-        raise
-    descriptor = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

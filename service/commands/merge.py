@@ -11,7 +11,7 @@ from service.settings.train import MergeSettings
 def run(settings: MergeSettings) -> int:
     try:
         info = merge(settings.base, settings.adapter, settings.dest, save_dtype=settings.save_dtype)
-    except CheckpointError as error:
+    except (CheckpointError, OSError) as error:
         print(f"logitd merge: {error}", file=sys.stderr)
         return 1
     print(f"merged into {info.path}, weights sha256 {info.weights_sha256}")

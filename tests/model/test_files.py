@@ -9,7 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from model.files import FileError, open_regular, parse_json, read_regular, read_text
+from model.files import (
+    FileError,
+    open_regular,
+    parse_json,
+    read_regular,
+    read_text,
+    write_whole,
+    written_to,
+)
+from tests.model.full_disk import files_of_at_most
 
 
 def odd_files(folder: Path) -> dict[str, Path]:
@@ -131,3 +140,23 @@ def test_json_that_could_not_be_written_again_is_refused(text: str, sentence: st
 def test_other_json_is_read_as_it_is() -> None:
     text = '{"a": [1, -9223372036854775808, 1.5, 1e300, null, true, "\\ud83d\\ude00"]}'
     assert parse_json(text.encode()) == {"a": [1, -(2**63), 1.5, 1e300, None, True, "\U0001f600"]}
+
+
+def test_a_file_is_written_whole_or_stays_as_it_was(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    write_whole(path, b"first")
+    with files_of_at_most(100), pytest.raises(OSError, match="File too large"):
+        write_whole(path, b"x" * 101)
+    assert [(each.name, each.read_bytes()) for each in tmp_path.iterdir()] == [("file", b"first")]
+
+
+def test_what_cannot_be_written_is_named_with_the_reason(tmp_path: Path) -> None:
+    """Also where a library has no number for it, as NumPy has none for a write cut short."""
+    said = []
+    for error in (OSError(28, "No space left on device"), OSError("8 requested and 2 written")):
+        with pytest.raises(FileError) as caught, written_to(tmp_path / "new"):
+            raise error
+        said.append(str(caught.value))
+    assert said[0].startswith(f"{tmp_path / 'new'} cannot be written: No space left on device. ")
+    assert "less than was to be written (8 requested and 2 written). " in said[1]
+    assert all(sentence.endswith("or name another destination") for sentence in said)

@@ -30,6 +30,7 @@ from model.convert.by_role.settle import OpenQuestions, Settled, answer, settle
 from model.convert.by_role.tensor_map import MappedTensors, TensorMap, check
 from model.convert.foreign import ConvertError, ForeignModel
 from model.convert.state_file import StateFile
+from model.files import write_whole
 from model.transformer.config import ConfigError
 
 KIND = "its own code"
@@ -190,14 +191,20 @@ def _settle(recognised: Recognised, text: CheckText | None) -> Settled:
     except OpenQuestions as error:
         if options.draft is None:
             raise
-        state = recognised.file.state
-        options.draft.parent.mkdir(parents=True, exist_ok=True)
-        options.draft.write_text(draft(state, tensors.map, findings), encoding="utf-8")
+        text_of_draft = draft(recognised.file.state, tensors.map, findings)
         raise OpenQuestions(
-            f"{error}. A draft with what was recognised is in {options.draft}: complete it and "
-            "give it back with --map",
-            error.fields,
+            f"{error}. {_drafted(options.draft, text_of_draft)}", error.fields
         ) from error
+
+
+def _drafted(path: Path, text: str) -> str:
+    """Writes a draft, and says where it is, or why it is not: the questions count more than it."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, text.encode())
+    except OSError as error:
+        return f"The draft of a map file, {path}, cannot be written: {error.strerror or error}"
+    return f"A draft with what was recognised is in {path}: complete it and give it back with --map"
 
 
 def _whole(settings: Mapping[str, Any], name: str) -> int:

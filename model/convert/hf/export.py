@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from model.checkpoint.checkpoint import CheckpointInfo
+from model.checkpoint.weights_file import write_weights
 from model.convert.family import GPT2, GPT_NEOX, LLAMA, QWEN2, QWEN3
 from model.convert.foreign import FLOATS, ConvertError
 from model.convert.hf.activation import activation_name
@@ -41,7 +41,7 @@ CLASSES = {
 def write_folder(
     folder: Path, info: CheckpointInfo, gpt: GPT, family: str, log: Callable[[str], None]
 ) -> None:
-    """Write the files into an empty folder. Raises ConvertError."""
+    """Write the files into an empty folder. Raises ConvertError and OSError."""
     tokenizer = info.tokenizer
     config, weights = _family(gpt, family)
     dtype = next(iter(weights.values())).dtype
@@ -61,7 +61,7 @@ def write_folder(
         _write_json(folder / TOKENIZER_CONFIG, _tokenizer_config(info))
     else:
         log("there is no vocabulary, so no tokenizer is written: the model takes token ids alone")
-    save_file(weights, folder / WEIGHTS, metadata={"format": "pt"})
+    write_weights(folder / WEIGHTS, weights, {"format": "pt"})
     if len(tokenizer.tokens) < len(tokenizer.ranks):
         log(
             f"{len(tokenizer.ranks) - len(tokenizer.tokens)} of the 256 bytes are not tokens: a "

@@ -8,8 +8,6 @@ import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from safetensors import SafetensorError
-
 from model.checkpoint.run_folder import is_run
 from model.training.config import TrainingError
 from model.training.run.directory import RunDirectory
@@ -23,7 +21,7 @@ def saving(directory: RunDirectory, step: int) -> Iterator[None]:
     """Turns an error of the disk into a TrainingError."""
     try:
         yield
-    except (OSError, SafetensorError) as error:
+    except OSError as error:
         raise TrainingError(
             f"step {step} could not be saved: {error}. {_how_to_go_on(directory, error)}"
         ) from error
@@ -56,10 +54,8 @@ def last_good(directory: RunDirectory) -> str:
     return f"The last good checkpoint is {directory.checkpoint(step)}."
 
 
-def _how_to_go_on(directory: RunDirectory, error: Exception) -> str:
+def _how_to_go_on(directory: RunDirectory, error: OSError) -> str:
     if not is_run(directory.path):
         return f"{directory.path} was removed meanwhile: there is nothing left to resume"
-    # safetensors gives no number, and writes nothing that could fail for another reason.
-    full = isinstance(error, SafetensorError) or getattr(error, "errno", None) in NO_SPACE
-    mended = "With room on the disk" if full else "Once that is mended"
+    mended = "With room on the disk" if error.errno in NO_SPACE else "Once that is mended"
     return f"{last_good(directory)} {mended}, --resume goes on"

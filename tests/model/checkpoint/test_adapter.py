@@ -12,6 +12,7 @@ from model.checkpoint.checkpoint import CheckpointError, load_checkpoint, read_c
 from model.transformer.config import TARGETS
 from model.transformer.gpt import GPT
 from model.transformer.lora import LoraShape, trained_weights
+from service.cli import run
 from tests.model.factories import (
     random_ids,
     save_tiny_checkpoint,
@@ -19,6 +20,7 @@ from tests.model.factories import (
     tiny_gpt,
     training_record,
 )
+from tests.model.full_disk import files_of_at_most
 from tests.model.transformer.test_lora import adapted
 
 SHAPE = LoraShape(rank=2, alpha=4.0, targets=TARGETS)
@@ -78,6 +80,16 @@ def test_a_merged_checkpoint_computes_what_base_and_adapter_did(
     card = (info.path / "README.md").read_text()
     assert card.startswith("# merged\n\nAn adapter of rank 2 (alpha 4, on qkv, ")
     assert "About it." in card
+
+
+def test_a_full_disk_is_told_and_nothing_is_left(
+    base: Path, adapter: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with files_of_at_most(10_000):
+        assert run(["merge", str(base), str(adapter), str(tmp_path / "merged")]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith(f"logitd merge: {tmp_path / 'merged'} cannot be written: File too large")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter", "base"]
 
 
 def test_another_base_is_refused_with_both_hashes(adapter: Path, tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Weights files: what safetensors wrote comes back, and what it would refuse is refused."""
 
+import errno
 import json
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,9 @@ from model.checkpoint.weights_file import (
     WeightsFileError,
     read_elements,
     read_header,
+    write_weights,
 )
+from tests.model.full_disk import files_of_at_most
 
 
 def read(path: Path, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
@@ -137,3 +140,16 @@ def test_a_file_that_ends_within_a_tensor(tmp_path: Path, left: int) -> None:
     path = written(tmp_path / "file", {"v": entry(), "w": entry(8, 16)}, bytes(8 + left))
     with pytest.raises(WeightsFileError, match=r"^it ends within w$"):
         read(path)
+
+
+def test_a_full_disk_is_an_error_of_the_system(tmp_path: Path) -> None:
+    """safetensors has an error of its own for it, which is none. Who waited for OSError alone got
+    past it: `logitd import` and `export` ended in a traceback."""
+    with files_of_at_most(1000), pytest.raises(OSError, match="File too large") as caught:
+        write_weights(tmp_path / "large", {"a": torch.zeros(1000)})
+    assert caught.value.errno == errno.EFBIG
+
+
+def test_what_the_library_refuses_for_another_reason_stays_its_error(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="contiguous"):
+        write_weights(tmp_path / "turned", {"a": torch.zeros(3, 5).T})

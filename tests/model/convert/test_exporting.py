@@ -16,6 +16,7 @@ from model.convert.hf.tokenizer import QWEN2_PATTERN
 from model.convert.importing import import_model
 from model.convert.vocabulary.characters import character_tokenizer
 from model.convert.vocabulary.words import word_tokenizer
+from model.files import FileError
 from model.transformer.config import MODERN, ORIGINAL
 from tests.model.convert.theirs import SAMPLE, loaded, save_theirs, their_tokenizer
 from tests.model.factories import (
@@ -27,6 +28,7 @@ from tests.model.factories import (
     tiny_config,
     tiny_gpt,
 )
+from tests.model.full_disk import files_of_at_most
 from tests.model.shapes import SCALINGS
 
 LLAMA = FAMILIES["llama"]
@@ -232,3 +234,16 @@ def test_words_become_a_vocabulary_of_words(joined: bool, tmp_path: Path) -> Non
         theirs("dog")
     with pytest.raises(ConvertError, match=r"is whole words, and llama\.cpp needs byte pairs"):
         export_model(tmp_path / "ours", tmp_path / "x.gguf", to="gguf")
+
+
+@pytest.mark.parametrize("room", [0, 1000, 30_000])
+def test_a_full_disk_is_told_and_nothing_is_left(room: int, tmp_path: Path) -> None:
+    """Both ways: the folder's smaller files may fit, its weights do not."""
+    save_theirs(tmp_path / "theirs", "llama")
+    reason = r" cannot be written: .*File too large\. Nothing is there: make room"
+    with files_of_at_most(room), pytest.raises(FileError, match=f"ours{reason}"):
+        import_model(tmp_path / "theirs", tmp_path / "ours")
+    import_model(tmp_path / "theirs", tmp_path / "ours")
+    with files_of_at_most(room), pytest.raises(FileError, match=f"back{reason}"):
+        export_model(tmp_path / "ours", tmp_path / "back", to="hf")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["ours", "theirs"]

@@ -12,6 +12,7 @@ from model.convert.foreign import ConvertError
 from model.convert.gguf_file import interleaved
 from model.convert.hf.tokenizer import GPT2_PATTERN, QWEN2_PATTERN
 from model.convert.importing import import_model
+from model.files import FileError
 from tests.model.convert.theirs import (
     ROTARY,
     SAMPLE,
@@ -22,6 +23,7 @@ from tests.model.convert.theirs import (
 )
 from tests.model.factories import FAMILIES as OUR_FAMILIES
 from tests.model.factories import byte_tokenizer, save_tiny_checkpoint, tiny_config, tiny_gpt
+from tests.model.full_disk import files_of_at_most
 
 FAMILIES = ["gpt2", "llama", "llama-biases", "qwen2", "qwen3"]
 
@@ -153,3 +155,16 @@ def test_the_models_of_these_tests_are_those_that_are_named() -> None:
     assert GPT2_PATTERN != QWEN2_PATTERN
     assert ROTARY["num_key_value_heads"] < ROTARY["num_attention_heads"]
     assert their_model("llama-biases").config.head_dim == 12
+
+
+def test_a_full_disk_is_told_and_nothing_is_left(tmp_path: Path) -> None:
+    """NumPy, with which the package writes, may say no more than to how many bytes it came."""
+    pytest.importorskip("gguf", reason="the package gguf is not installed")
+    export("llama", tmp_path).unlink()
+    whole = sorted(tmp_path.iterdir())
+    with (
+        files_of_at_most(30_000),
+        pytest.raises(FileError, match=r"model\.gguf cannot be written: .*too large|took less"),
+    ):
+        export_model(tmp_path / "ours", tmp_path / "model.gguf", to="gguf")
+    assert sorted(tmp_path.iterdir()) == whole

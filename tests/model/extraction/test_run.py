@@ -2,7 +2,6 @@
 
 import json
 import os
-import resource
 import shutil
 from collections.abc import Mapping
 from dataclasses import replace
@@ -24,6 +23,7 @@ from model.inference.options import KernelChoice
 from model.llm import LLM
 from tests.model.extraction.conftest import TORCH, Extract, contents, in_memory
 from tests.model.factories import save_tiny_checkpoint, tiny_config, tiny_gpt
+from tests.model.full_disk import files_of_at_most
 
 CONTEXT = 128
 
@@ -323,16 +323,11 @@ def test_a_full_disk_is_told_and_what_is_written_stays(extracting: Extract, tmp_
     """A limit on the size of a file is as good: the largest shard does not fit."""
     straight = contents(extracting(tmp_path / "straight", top_k=20, **ASKED).path)
     largest = max(map(len, straight.values()))
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (largest - 1, before[1]))
-    try:
-        with pytest.raises(
-            ExtractionError,
-            match=r"out cannot be written: .* Make room .* the same command goes on",
-        ):
-            extracting(top_k=20, **ASKED)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    refusal = pytest.raises(
+        ExtractionError, match=r"out cannot be written: .* Make room .* the same command goes on"
+    )
+    with files_of_at_most(largest - 1), refusal:
+        extracting(top_k=20, **ASKED)
     assert not list((tmp_path / "out").glob(".*"))
     assert extracting(top_k=20, **ASKED).tokens > 0
     assert contents(tmp_path / "out") == straight

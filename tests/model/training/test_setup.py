@@ -2,8 +2,6 @@
 full. Each ends with a sentence, and leaves nothing behind."""
 
 import os
-import resource
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,6 +15,7 @@ from model.training.run.lock import LOCK
 from model.training.run.summary import summarise
 from model.training.trainer import train
 from tests.model.conftest import Configure
+from tests.model.full_disk import files_of_at_most
 
 pytestmark = pytest.mark.usefixtures("no_picture")
 
@@ -97,12 +96,8 @@ def test_a_directory_that_cannot_be_made_is_refused_with_a_sentence(
 @pytest.fixture
 def small_files() -> Iterator[None]:
     """Files larger than 20 kB cannot be written: as if the disk were full."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    signal.signal(signal.SIGXFSZ, handler)
+    with files_of_at_most(20_000):
+        yield
 
 
 @pytest.mark.usefixtures("small_files")

@@ -29,6 +29,7 @@ from tests.model.convert.by_role.scheme import (
 from tests.model.convert.by_role.schemes import SCHEMES
 from tests.model.convert.by_role.textbook.common import VOCAB
 from tests.model.convert.by_role.textbook.torch_layers import Multihead
+from tests.model.full_disk import files_of_at_most
 
 QUICK: Mapping[str, Mapping[str, Any]] = {
     "lecture": {},
@@ -290,6 +291,17 @@ def test_a_draft_is_written_where_questions_stay_open(tmp_path: Path) -> None:
     assert 'qkv.weight = "transformer.h.{N}.attn.c_attn.weight"' in text
     assert '# activation = "gelu" | "gelu_tanh" | "relu" | "relu2"  # open: ' in text
     assert 'positions = "learned"  # transformer.wpe.weight is added' in text
+
+
+def test_questions_are_asked_where_no_draft_can_be_written(tmp_path: Path) -> None:
+    """On a full disk there were no questions but "No space left on device", and half a draft."""
+    file = state_file(SCHEMES["nanoGPT"].model())
+    with (
+        files_of_at_most(100),
+        pytest.raises(OpenQuestions, match=r"(?s)--n-head .*toml, cannot be written: File too lar"),
+    ):
+        read_by_role(recognise_file(file, RoleOptions(draft=tmp_path / "draft.toml")))
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_text_that_is_too_short_is_refused() -> None:
