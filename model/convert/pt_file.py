@@ -154,6 +154,11 @@ def _unreadable(path: Path, keep: str, error: Exception) -> ConvertError:
         begins = file.read(4)
     if begins[:2] == b"PK":
         return ConvertError(f"{size} is a truncated or damaged zip archive: copy it again")
+    if begins == b"GGUF":
+        return ConvertError(
+            f"{size} is a file of llama.cpp's, and GGUF is written here, not read: import what it "
+            "was made of, the Hugging Face folder or the .pt file"
+        )
     if names.complete:
         return ConvertError(
             f"{size} is a pickle that torch.save did not write, or not to its end. Where it was "

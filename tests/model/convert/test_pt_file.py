@@ -264,6 +264,10 @@ DAMAGED: dict[str, tuple[bool, Callable[[bytes], bytes], str]] = {
     "nothing": (False, lambda raw: b"", r"\(0 bytes\) is not a file of torch\.save"),
     "junk": (False, lambda raw: b"\x00\xffjunk" * 99, r"is not a file of torch\.save"),
     "a web page": (False, lambda raw: b"<!DOCTYPE html><html>" * 9, r"begins with b'<!DO'"),
+    # llama.cpp's files were once called damaged ones of torch.save, and people copied them again.
+    "a GGUF file": (
+        False, lambda raw: b"GGUF\x03\0\0\0" + raw, r"GGUF is written here, not read: import what"
+    ),
     "a pointer": (
         False, lambda raw: b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\n",
         r"is not a file of torch\.save: it begins with b'vers'",
