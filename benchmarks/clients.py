@@ -64,7 +64,13 @@ def openai_client() -> Checks:
     yield (
         "completions",
         lambda: (
-            client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=100_000, logprobs=1)
+            client.completions.create(
+                model=MODEL,
+                prompt=PROMPT,
+                max_tokens=100_000,
+                logprobs=1,
+                extra_body={"ignore_eos": True},  # else it may end before the context does
+            )
             .choices[0]
             .finish_reason
             == "length"
