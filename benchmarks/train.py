@@ -40,21 +40,15 @@ from typing import Any
 
 import torch
 
-from model.checkpoint.checkpoint import load_checkpoint
-from model.data.prepare import read_prepared
+from benchmarks.trained import held_out_bits_per_byte, train_here, weights_of
 from model.data.sources.open_text import open_text
 from model.data.split import are_many, sides
 from model.data.vocabulary import learn
-from model.data.windows import ValidationWindows
-from model.device import keep_freed_memory
 from model.training.autosize import SIZES, Size, choose
 from model.training.config import TrainingConfig
 from model.training.events import ignore_events
 from model.training.optim.optimizers import kind_of
 from model.training.presets import preset
-from model.training.step.forward import Forward, training_placement
-from model.training.step.validate import validate
-from model.training.trainer import train
 from model.transformer.config import GPTConfig
 from model.transformer.gpt import GPT
 
@@ -156,23 +150,11 @@ def settings(run: Run, size: Size, data: Sequence[str], tokenizer: Path, threads
 
 def train_one(fields: dict[str, Any], run: Run) -> Outcome:
     """Train in this process, then evaluate the last weights on the whole validation text."""
-    keep_freed_memory()  # as `logitd train` does
-    config = TrainingConfig(**fields)
-    result = train(config)
-    placement = training_placement(config.device, config.dtype or "auto", config.threads)
-    torch.set_num_threads(placement.threads)
-    _, gpt = load_checkpoint(result.checkpoint, device=placement.device, dtype=torch.float32)
-    prepared = read_prepared(result.run / "data")
-    windows = ValidationWindows(
-        prepared.val,
-        prepared.tokenizer,
-        window=gpt.config.context_length,
-        batch_size=8,
-        batches=None,
-    )
+    result, placement = train_here(TrainingConfig(**fields))
+    gpt = weights_of(result.checkpoint, placement)
     return Outcome(
         run=run,
-        bits_per_byte=validate(gpt, windows, Forward(gpt, placement, dropout=0.0)).bits_per_byte,
+        bits_per_byte=held_out_bits_per_byte(gpt, result.run, placement),
         seconds=result.seconds,
         steps=result.step,
         tokens=result.tokens,

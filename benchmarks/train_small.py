@@ -35,14 +35,11 @@ from math import ceil
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from model.checkpoint.checkpoint import load_checkpoint
+from benchmarks.trained import held_out_bits_per_byte, train_here, weights_of
 from model.data.amount import count_bytes
 from model.data.prepare import read_prepared
 from model.data.sources.open_text import open_text
-from model.data.windows import ValidationWindows
-from model.device import Placement, keep_freed_memory
+from model.device import keep_freed_memory
 from model.training.autosize import (
     SIZES,
     Measured,
@@ -55,9 +52,6 @@ from model.training.config import TrainingConfig
 from model.training.events import ignore_events
 from model.training.repetition import bytes_per_token
 from model.training.resolve import resolve_config
-from model.training.step.forward import Forward, training_placement
-from model.training.step.validate import validate
-from model.training.trainer import train
 
 SIDES = ("adapted", "long", "nanogpt-char")
 FIRST_SEED = 1337
@@ -111,49 +105,27 @@ def _endless(limit: float) -> int:
 
 def train_one(fields: dict[str, Any], side: str) -> Outcome:
     """Train in this process, then evaluate on the whole validation text."""
-    keep_freed_memory()  # as `logitd train` does
-    config = TrainingConfig(**fields)
-    result = train(config)
+    result, placement = train_here(TrainingConfig(**fields))
+    last, best = (weights_of(path, placement) for path in (result.checkpoint, result.best))
     prepared = read_prepared(result.run / "data")
     records = map(json.loads, (result.run / "metrics.jsonl").read_text().splitlines())
     reports = [record for record in records if record["kind"] == "train"]
     described = json.loads((result.run / "run.json").read_text())
-    placement = training_placement(config.device, config.dtype or "auto", config.threads)
-    torch.set_num_threads(placement.threads)
     train_bytes = prepared.train.text_bytes
     return Outcome(
         side=side,
         seed=described["recipe"]["seed"],
-        last=bits_per_byte(result.checkpoint, result.run, placement),
-        best=bits_per_byte(result.best, result.run, placement),
+        last=held_out_bits_per_byte(last, result.run, placement),
+        best=held_out_bits_per_byte(best, result.run, placement),
         training=reports[-1]["smoothed_loss"] * prepared.train.count / train_bytes / math.log(2),
         passes=result.tokens / prepared.train.count,
         steps=result.step,
         tokens=result.tokens,
         seconds=result.seconds,
-        parameters=parameters(result.checkpoint),
+        parameters=last.parameter_count(),
         vocab_size=prepared.tokenizer.vocab_size,
         dropout=described["model"]["dropout"],
     )
-
-
-def bits_per_byte(checkpoint: Path, run: Path, placement: Placement) -> float:
-    """Of the whole validation text of a run."""
-    _, gpt = load_checkpoint(checkpoint, device=placement.device, dtype=torch.float32)
-    prepared = read_prepared(run / "data")
-    windows = ValidationWindows(
-        prepared.val,
-        prepared.tokenizer,
-        window=gpt.config.context_length,
-        batch_size=8,
-        batches=None,
-    )
-    return validate(gpt, windows, Forward(gpt, placement, dropout=0.0)).bits_per_byte
-
-
-def parameters(checkpoint: Path) -> int:
-    _, gpt = load_checkpoint(checkpoint, device=torch.device("cpu"), dtype=torch.float32)
-    return gpt.parameter_count()
 
 
 def _in_a_process(config: TrainingConfig, side: str) -> Outcome:
