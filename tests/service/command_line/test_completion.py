@@ -55,36 +55,44 @@ OFFERED = pytest.mark.parametrize(
 """Words on a line, and what every shell offers for the last of them."""
 
 
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder to type in, with something in it that a path may begin with."""
+    (tmp_path / "mine-of-tuesday").mkdir()
+    return tmp_path
+
+
 @with_bash
 @OFFERED
-def test_bash_offers(words: str, offered: list[str], tmp_path: Path) -> None:
-    (tmp_path / "mine-of-tuesday").mkdir()
-    assert completed(tmp_path, words) == offered
+def test_bash_offers(words: str, offered: list[str], folder: Path) -> None:
+    assert completed(folder, words) == offered
+
+
+def typed_line(words: str) -> str:
+    """The words as they are typed before the tabulator; an empty last one is a space."""
+    return words.removesuffix("''")
 
 
 @pytest.mark.skipif(shutil.which("fish") is None, reason="there is no fish here")
 @OFFERED
-def test_fish_offers(words: str, offered: list[str], tmp_path: Path) -> None:
-    (tmp_path / "mine-of-tuesday").mkdir()
-    (tmp_path / "script").write_text(fish(COMMANDS))
-    line = words.removesuffix("''")
+def test_fish_offers(words: str, offered: list[str], folder: Path) -> None:
+    (folder / "script").write_text(fish(COMMANDS))
     done = subprocess.run(
-        ["fish", "--no-config", "-c", f"source script; complete -C '{line}'"],
-        capture_output=True, text=True, check=True, cwd=tmp_path, timeout=60,
-        env={**os.environ, "HOME": str(tmp_path / "home")},
+        ["fish", "--no-config", "-c", f"source script; complete -C '{typed_line(words)}'"],
+        capture_output=True, text=True, check=True, cwd=folder, timeout=60,
+        env={**os.environ, "HOME": str(folder / "home")},
     )  # fmt: skip
-    found = [one.split("\t")[0].rstrip("/") for one in done.stdout.splitlines()]
+    found = [line.split("\t")[0].rstrip("/") for line in done.stdout.splitlines()]
     assert sorted(found) == sorted(offered)
 
 
 @pytest.mark.skipif(shutil.which("zsh") is None, reason="there is no zsh here")
 @OFFERED
-def test_zsh_offers(words: str, offered: list[str], tmp_path: Path) -> None:
+def test_zsh_offers(words: str, offered: list[str], folder: Path) -> None:
     """Typed at a terminal, and the tabulator pressed."""
-    (tmp_path / "mine-of-tuesday").mkdir()
-    (tmp_path / "script").write_text(zsh(COMMANDS))
-    line = words.removesuffix("''")
-    typed = at_a_terminal(tmp_path, ["zsh", "-f", "-i"], f"{line}\t")
+    (folder / "script").write_text(zsh(COMMANDS))
+    line = typed_line(words)
+    typed = at_a_terminal(folder, ["zsh", "-f", "-i"], f"{line}\t")
     if len(offered) == 1:  # it stands on the line then
         assert f"{line.rpartition(' ')[0]} {offered[0]}" in typed
     else:
