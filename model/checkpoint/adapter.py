@@ -133,7 +133,8 @@ def merge(base: Path, adapter: Path, path: Path, *, save_dtype: FloatName) -> Ch
     """Add an adapter to the checkpoint that it was trained on, as a new checkpoint at `path`.
 
     Added in float32 and saved as `save_dtype`: bfloat16 may round away what a short training
-    changed. Raises CheckpointError when the base has other weights than the adapter names.
+    changed. Raises CheckpointError when the base has other weights than the adapter names,
+    DeviceError when it does not fit into memory, and FileError when `path` cannot be written.
     """
     info, beside = read_checkpoint(base), read_adapter(adapter)
     wanted = str(beside.base.get("weights_sha256"))

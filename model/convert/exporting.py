@@ -37,7 +37,8 @@ def export_model(
     """Write the checkpoint at `destination`, a folder or, as GGUF, a file; whole or not at all.
 
     `dtype` is that of the written weights, "auto" that of the stored ones; `pre` is for GGUF (see
-    `write_gguf`). Raises ConvertError, CheckpointError, and FileError where it cannot be written.
+    `write_gguf`). Raises ConvertError, CheckpointError, DeviceError where the model
+    does not fit into memory, and FileError where it cannot be written.
     """
     if destination.exists():
         raise CheckpointError(f"{destination} exists; nothing is overwritten")

@@ -5,6 +5,7 @@ import sys
 from model.checkpoint.checkpoint import CheckpointError
 from model.convert.exporting import export_model
 from model.convert.foreign import ConvertError
+from model.device import DeviceError
 from service.settings.tools import ExportSettings
 
 
@@ -18,7 +19,7 @@ def run(settings: ExportSettings) -> int:
             pre=settings.pre,
             log=print,
         )
-    except (ConvertError, CheckpointError, OSError) as error:
+    except (ConvertError, CheckpointError, DeviceError, OSError) as error:
         print(f"logitd export: {error}", file=sys.stderr)
         return 1
     print(f"{settings.destination} is written")

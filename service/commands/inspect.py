@@ -13,7 +13,7 @@ from rich.text import Text
 
 from model.checkpoint.checkpoint import CheckpointError, CheckpointInfo, load_checkpoint
 from model.checkpoint.run_folder import is_run
-from model.device import choose_placement
+from model.device import DeviceError, choose_placement
 from model.text.tokenizer import NoVocabularyError, TokenizerError
 from model.training.config import TrainingError
 from model.training.run.summary import summarise
@@ -41,7 +41,7 @@ def _inspect_checkpoint(path: Path, settings: InspectSettings) -> int:
     placement = choose_placement("cpu", "float32")
     try:
         checkpoint, gpt = load_checkpoint(path, device=placement.device, dtype=placement.dtype)
-    except CheckpointError as error:
+    except (CheckpointError, DeviceError) as error:
         print(f"logitd inspect: {error}", file=sys.stderr)
         return 1
     try:

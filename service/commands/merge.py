@@ -4,6 +4,7 @@ import sys
 
 from model.checkpoint.adapter import merge
 from model.checkpoint.checkpoint import CheckpointError
+from model.device import DeviceError
 from service.command_line.called import called
 from service.settings.train import MergeSettings
 
@@ -11,7 +12,7 @@ from service.settings.train import MergeSettings
 def run(settings: MergeSettings) -> int:
     try:
         info = merge(settings.base, settings.adapter, settings.dest, save_dtype=settings.save_dtype)
-    except (CheckpointError, OSError) as error:
+    except (CheckpointError, DeviceError, OSError) as error:
         print(f"logitd merge: {error}", file=sys.stderr)
         return 1
     print(f"merged into {info.path}, weights sha256 {info.weights_sha256}")
