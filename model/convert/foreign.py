@@ -94,6 +94,9 @@ class StateDictReader:
                 f"{self._where}: {name} has shape {tuple(tensor.shape)}, its configuration says "
                 f"{shape}"
             )
+        if tensor.layout is not torch.strided or tensor.is_meta:
+            kind = "without values" if tensor.is_meta else "sparse"
+            raise ConvertError(f"{self._where}: {name} is {kind}; dense tensors can be imported")
         if tensor.dtype not in FLOATS:
             raise ConvertError(
                 f"{self._where}: {name} is {str(tensor.dtype).removeprefix('torch.')}; weights "

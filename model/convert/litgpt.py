@@ -63,10 +63,10 @@ def read_litgpt(folder: Path, *, context_length: int | None) -> ForeignModel:
     _reject_unknown(settings, values)
     loaded = read_pt(folder / WEIGHTS, keep='{"model": state_dict}')
     state = loaded["model"] if isinstance(loaded.get("model"), dict) else loaded
+    for name, value in state.items():
+        if not (isinstance(name, str) and isinstance(value, Tensor)):
+            raise ConvertError(f"{folder / WEIGHTS}: {name!r} is not the name of a tensor")
     tensors = {name.removeprefix("_orig_mod."): value for name, value in state.items()}
-    for name, value in tensors.items():
-        if not isinstance(value, Tensor):
-            raise ConvertError(f"{folder / WEIGHTS}: {name!r} is not a tensor")
     reader = StateDictReader(str(folder / WEIGHTS), tensors, tensors.__getitem__)
     try:
         config = _config(settings, context_length)
@@ -126,8 +126,8 @@ def _config(settings: Settings, context_length: int | None) -> GPTConfig:
         settings.integer("block_size"),
         settings.integer("head_size", default=max(1, width // n_head)),
     )
-    window = settings.get("sliding_window_size")
-    if window is not None and window < min(context, context_length or context):
+    window = settings.integer("sliding_window_size", default=context)
+    if window < min(context, context_length or context):
         raise ConvertError(
             f"sliding_window_size is {window}; every position sees all before it here. Within the "
             f"window both are the same: import it with --context-length {window}"

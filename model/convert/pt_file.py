@@ -23,6 +23,7 @@ from torch import Tensor
 
 from model.convert.foreign import ConvertError
 from model.convert.pickled_names import PickledNames, pickled_names
+from model.convert.pt_archive import Archive, check_tensors, read_archive
 from model.convert.source_file import require_source, source_bytes
 
 PACKED_TIMES = 4
@@ -55,50 +56,51 @@ def read_pt(path: Path, *, keep: str) -> dict[str, Any]:
     ConvertError.
     """
     require_source(path)
-    zipped = zipfile.is_zipfile(path)
-    if zipped:
-        _check_unpacked(path, keep)
+    archive = _archive(path, keep) if zipfile.is_zipfile(path) else None
     try:
-        loaded = _load(path, zipped)
+        loaded = _load(path, archive)
     except pickle.UnpicklingError as error:
-        loaded = _load_with_attributes(path, keep, zipped, error)
+        loaded = _load_with_attributes(path, keep, archive, error)
     except Exception as error:  # torch stumbles over damaged bytes in many ways
         raise _unreadable(path, keep, error) from error
     plain = _plain(loaded)
     if not isinstance(plain, dict):
         raise ConvertError(f"{path} holds a {type(loaded).__name__}, not a dictionary of tensors")
+    check_tensors(path, plain, archive)
     return plain
 
 
-def _check_unpacked(path: Path, keep: str) -> None:
-    """Raise ConvertError for an archive that unpacks to much more than it is (torch.save does not
-    compress, and what is read is allocated as it says), or whose list of files cannot be read."""
+def _archive(path: Path, keep: str) -> Archive:
+    """What an archive says of itself. Raises ConvertError for one that unpacks to much more than it
+    is (torch.save does not compress, and what is read is allocated as it says), or whose list of
+    files cannot be read."""
     try:
-        with zipfile.ZipFile(path) as archive:
-            unpacked = sum(entry.file_size for entry in archive.infolist())
+        archive = read_archive(path)
     except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError, struct.error) as error:
         raise _unreadable(path, keep, error) from error
     size = path.stat().st_size
-    if unpacked > PACKED_TIMES * size + PICKLE_BYTES:
+    if archive.unpacked > PACKED_TIMES * size + PICKLE_BYTES:
         raise ConvertError(
-            f"{path} has {size:,} bytes and says that it unpacks to {unpacked:,}: it is damaged, "
-            "or was packed again. Unpack it where it was made, and save it with torch.save"
+            f"{path} has {size:,} bytes and says that it unpacks to {archive.unpacked:,}: it is "
+            "damaged, or was packed again. Unpack it where it was made, and save it with torch.save"
         )
+    return archive
 
 
-def _load(path: Path, zipped: bool) -> Any:
+def _load(path: Path, archive: Archive | None) -> Any:
+    mapped = archive is not None and not archive.compressed
     with warnings.catch_warnings():  # torch says of other pickle protocols that they are unusual
         warnings.simplefilter("ignore")
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
 
 
 def _load_with_attributes(
-    path: Path, keep: str, zipped: bool, refused: pickle.UnpicklingError
+    path: Path, keep: str, archive: Archive | None, refused: pickle.UnpicklingError
 ) -> Any:
     """The file with the classes that it names replaced by bags of attributes. Raises ConvertError
     where it is more than configurations: a module, or functions to call."""
     names = pickled_names(path)
-    if not (zipped or names.holds_module or names.foreign):
+    if not (archive is not None or names.holds_module or names.foreign):
         raise _unreadable(path, keep, refused) from refused
     if not names.foreign:
         raise ConvertError(
@@ -106,12 +108,12 @@ def _load_with_attributes(
             f"was saved with pickle_protocol 4 or later. Where it was made: "
             f"torch.save({keep}, {path.name!r})"
         ) from refused
-    if names.holds_module or not zipped:
+    if names.holds_module or archive is None:
         raise _holds_code(path, keep, names) from refused
     bags = {name: type("Attributes", (Attributes,), {}) for name in names.foreign}
     try:
         with torch.serialization.safe_globals([(bag, name) for name, bag in bags.items()]):
-            return _load(path, zipped)
+            return _load(path, archive)
     except Exception as error:
         raise _holds_code(path, keep, names) from error
 

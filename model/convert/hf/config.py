@@ -321,10 +321,12 @@ def _reject_window(model_type: str, settings: Settings, context_length: int) -> 
     ):
         return
     # Mistral's first configurations leave the key out and mean 4,096.
-    window = settings.get("sliding_window", None if settings.has("sliding_window") else 4096)
     kinds = settings.get("layer_types")
-    if window is None or (kinds and all(kind == "full_attention" for kind in kinds)):
+    if isinstance(kinds, list) and kinds and all(kind == "full_attention" for kind in kinds):
         return
+    if settings.has("sliding_window") and settings.get("sliding_window") is None:
+        return
+    window = settings.integer("sliding_window", default=4096)
     if window < context_length:
         raise ConvertError(
             f"sliding_window is {window} and the context {context_length}; every position sees all "

@@ -1,5 +1,6 @@
 """LitGPT's folders, made from Llama's weights by a mapping that is written here on its own."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -188,6 +189,8 @@ def test_norms_of_queries_and_keys_move_with_their_channels(tmp_path: Path) -> N
         ({"mlp_class_name": "GemmaMLP"}, "mlp_class_name is 'GemmaMLP'"),
         ({"something_new": 3}, "something_new is 3; unknown key"),
         ({"sliding_window_size": 16}, "sliding_window_size is 16; .* --context-length 16"),
+        ({"sliding_window_size": "x"}, "sliding_window_size is 'x'; expected a number above 0"),
+        ({"sliding_window_size": float("nan")}, "sliding_window_size is nan; expected a number"),
         ({"n_layer": 1}, r"has 7 tensors .* transformer\.h\.1\.attn\.proj\.weight"),
         ({"norm_qk": True}, r"lacks the tensor transformer\.h\.0\.attn\.norm_q\.weight"),
         ({"bias": True}, r"lacks the tensor transformer\.h\.0\.attn\.qkv\.bias"),
@@ -198,6 +201,32 @@ def test_what_is_not_computed_is_refused(
 ) -> None:
     save(tmp_path / "lit", lit_state(their_model("llama"), interleaved=False), **change)
     with pytest.raises(ConvertError, match=sentence):
+        import_model(tmp_path / "lit", tmp_path / "ours")
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (Tensor.to_sparse, r"transformer\.wte\.weight is sparse; dense tensors can be imported"),
+        (lambda tensor: tensor.to("meta"), r"transformer\.wte\.weight is without values"),
+        (lambda tensor: tensor * float("nan"), "has NaN or infinite values"),
+        (lambda tensor: tensor.to(torch.int8), "is int8; weights in .* quantized ones cannot"),
+        (lambda tensor: tensor[1:], r"has shape \(386, 32\), its configuration says \(387, 32\)"),
+    ],
+    ids=["sparse", "meta", "NaN", "int8", "a row less"],
+)
+def test_tensors_of_other_kinds_are_named(
+    change: Callable[[Tensor], Tensor], sentence: str, tmp_path: Path
+) -> None:
+    state = lit_state(their_model("llama"), interleaved=False)
+    save(tmp_path / "lit", state | {"transformer.wte.weight": change(state["lm_head.weight"])})
+    with pytest.raises(ConvertError, match=sentence):
+        import_model(tmp_path / "lit", tmp_path / "ours")
+
+
+def test_a_name_that_is_none_is_shown(tmp_path: Path) -> None:
+    save(tmp_path / "lit", {3: torch.zeros(2)})
+    with pytest.raises(ConvertError, match=r"lit_model\.pth: 3 is not the name of a tensor"):
         import_model(tmp_path / "lit", tmp_path / "ours")
 
 

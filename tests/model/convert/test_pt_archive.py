@@ -1,0 +1,99 @@
+"""Archives of torch.save that are not as they say: read right or refused, never as other values."""
+
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from model.convert.foreign import ConvertError
+from model.convert.pt_archive import REPEATED_BYTES
+from model.convert.pt_file import read_pt
+from tests.model.convert.theirs import their_model
+
+KEEP = "model.state_dict()"
+
+
+def state() -> dict[str, torch.Tensor]:
+    """Tensors of several sizes and dtypes; two of one size, and one that is stored once for two."""
+    torch.manual_seed(0)
+    shared = torch.randn(40, 30)
+    return {
+        "embedding": shared,
+        "head": shared,
+        "part": shared[:7].T,
+        "a": torch.randn(16, 16),
+        "b": torch.randn(16, 16),
+        "half": torch.randn(99).bfloat16(),
+        "count": torch.tensor(3),
+        "none": torch.empty(0),
+    }
+
+
+def packed_again(path: Path, change: Callable[[str, bytes], bytes], kind: int) -> Path:
+    """The archive with the contents of its files changed, as a zip program would write it."""
+    with zipfile.ZipFile(path) as old:
+        contents = {entry.filename: old.read(entry) for entry in old.infolist()}
+    with zipfile.ZipFile(path, "w", kind) as new:
+        for name, content in contents.items():
+            new.writestr(name, change(name, content))
+    return path
+
+
+def assert_same(loaded: dict[str, Any], expected: dict[str, torch.Tensor]) -> None:
+    assert loaded.keys() == expected.keys()
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in expected.items())
+
+
+@pytest.mark.parametrize("kind", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
+def test_an_archive_that_a_zip_program_packed_again_has_its_values(
+    kind: int, tmp_path: Path
+) -> None:
+    """Compressed bytes were once taken for the values: in bfloat16 most of them are finite, and
+    such a model was imported."""
+    torch.save(state(), tmp_path / "m.pt")
+    packed_again(tmp_path / "m.pt", lambda name, content: content, kind)
+    assert_same(read_pt(tmp_path / "m.pt", keep=KEEP), state())
+
+
+@given(index=st.integers(0, 4), share=st.floats(0, 0.99))
+def test_a_file_of_values_that_is_too_short_is_not_read_on_into_the_next(
+    index: int, share: float, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    path = tmp_path_factory.mktemp("short") / "m.pt"
+    torch.save(state(), path)
+
+    def cut(name: str, content: bytes) -> bytes:
+        return content[: int(len(content) * share)] if name.endswith(f"data/{index}") else content
+
+    packed_again(path, cut, zipfile.ZIP_STORED)
+    with pytest.raises(ConvertError, match="damaged"):
+        read_pt(path, keep=KEEP)
+
+
+@pytest.mark.parametrize("old", [False, True])
+def test_a_shape_that_the_file_does_not_fill_is_refused(old: bool, tmp_path: Path) -> None:
+    """A file of 2 kB said that it had 4 TiB, and would have been copied row by row."""
+    repeated = {"weight": torch.zeros(1).expand(2**20, 2**20), "bias": torch.zeros(3)}
+    path = tmp_path / "m.pt"
+    torch.save({"model": repeated}, path, _use_new_zipfile_serialization=not old)
+    sentence = r"model\.weight has the shape \(1048576, 1048576\), which takes 4,398,046,511,104 b"
+    with pytest.raises(ConvertError, match=sentence):
+        read_pt(path, keep=KEEP)
+
+
+def test_masks_may_repeat_what_is_stored(tmp_path: Path) -> None:
+    mask = torch.ones(1, 1, 64, 64, dtype=torch.bool).expand(32, 1, 64, 64)
+    assert mask.numel() < REPEATED_BYTES
+    torch.save({"mask": mask}, tmp_path / "m.pt")
+    assert_same(read_pt(tmp_path / "m.pt", keep=KEEP), {"mask": mask})
+
+
+def test_a_models_own_file_is_read(tmp_path: Path) -> None:
+    weights = their_model("llama").state_dict()
+    torch.save(weights, tmp_path / "m.pt")
+    assert_same(read_pt(tmp_path / "m.pt", keep=KEEP), dict(weights))
