@@ -359,8 +359,9 @@ def _vocabulary_size(tokenizer: str | None) -> int | None:
 
 def _describe(choice: Choice, chosen: TrainingConfig, tokens: float, placement: Placement) -> str:
     speeds = ", ".join(f"{speed:,.0f} tok/s with {size}" for size, speed in choice.measured.items())
+    minutes = "a minute" if chosen.minutes == 1 else f"{chosen.minutes:g} minutes"
     return (
         f"measured {speeds}, {placement.dtype_name}, {placement.threads} threads\n"
-        f"in {chosen.minutes:g} minutes that is {tokens / 1e6:.2g} million tokens: {choice.size}, "
+        f"in {minutes} that is {tokens / 1e6:.2g} million tokens: {choice.size}, "
         f"context {chosen.context_length}, batches of {chosen.batch_size}"
     )

@@ -136,7 +136,10 @@ def facts(result: Extracted) -> dict[str, object]:
 
 
 def _summary(result: Extracted) -> str:
-    rows = f"{result.rows:,} tokens of {result.documents:,} documents in {result.shards:,} shards"
+    rows = (
+        f"{_counted(result.rows, 'token')} of {_counted(result.documents, 'document')} in "
+        f"{_counted(result.shards, 'shard')}"
+    )
     if not result.tokens:
         return f"{result.path}: {rows}; nothing was left to compute"
     rate = f"{result.tokens_per_second:,.0f} tok/s"
@@ -147,8 +150,10 @@ def _summary(result: Extracted) -> str:
 def _line(event: Surveyed | Progress | Downloading | Downloaded) -> str:
     match event:
         case Surveyed(data, shards, rows):
-            there = f"; {rows:,} tokens in {shards:,} shards are there" if shards else ""
-            return f"{data.documents:,} documents, {data.bytes:,} bytes{there}"
+            there = f"; {_counted(rows, 'token')} in {_counted(shards, 'shard')} are there"
+            return f"{_counted(data.documents, 'document')}, {_counted(data.bytes, 'byte')}" + (
+                there if shards else ""
+            )
         case Progress():
             return (
                 f"{event.share:4.0%}  {event.tokens:,} tokens  {event.shards:,} shards  "
@@ -159,6 +164,11 @@ def _line(event: Surveyed | Progress | Downloading | Downloaded) -> str:
             return f"downloading {url}: {done / 1e6:,.1f}{share} MB"
         case Downloaded(url, size):
             return f"{url}: {size:,} bytes"
+
+
+def _counted(count: int, noun: str) -> str:
+    """1 token, 2 tokens."""
+    return f"{count:,} {noun}" + ("" if count == 1 else "s")
 
 
 def _duration(seconds: float) -> str:

@@ -39,9 +39,9 @@ def test_a_person_is_told_what_was_written(
     out, err = capsys.readouterr()
     tokens = len(story(10))
     shards = len(list(Path("out").glob("shard-*.parquet")))
-    assert out.startswith(f"out: {tokens} tokens of 1 documents in {shards} shards, in ")
+    assert out.startswith(f"out: {tokens} tokens of 1 document in {shards} shards, in ")
     assert out.endswith(" tok/s\n")
-    assert f"logitd extract: 1 documents, {tokens} bytes" in err
+    assert f"logitd extract: 1 document, {tokens} bytes" in err
     assert parquet.read_table("out/shard-000000.parquet").column_names[-1] == "logprob"
     assert extracted(checkpoint_path, "--logprobs", "--shard-tokens", "200") == 0
     out, err = capsys.readouterr()
@@ -128,7 +128,7 @@ def test_progress_is_a_line_now_and_then(capsys: pytest.CaptureFixture[str]) -> 
     for tokens in (1000, 2000):
         lines(Progress(tokens, tokens / 4000, 1234.5, 75.0, 3))
     assert capsys.readouterr().err.splitlines() == [
-        "logitd extract: 2 documents, 3,000 bytes; 500 tokens in 1 shards are there",
+        "logitd extract: 2 documents, 3,000 bytes; 500 tokens in 1 shard are there",
         "logitd extract:  25%  1,000 tokens  3 shards  1,234 tok/s  1:15 left",
     ]
 
