@@ -2,8 +2,9 @@
 
 Every token of the text counts exactly once (`RollingWindows` in `model/data/windows.py`); the end
 of a document is a token of zero bytes. In the dtype that a run was trained in, the result on its
-held-out text is what the trainer reported. In windows that overlap (`stride`) it is lower, because
-tokens have more context. With quantized weights the decoders that serve compute it, token by token.
+held-out text is what the trainer reported, if that evaluated on all of it (`eval_batches`). In
+windows that overlap (`stride`) it is lower, because tokens have more context. With quantized
+weights the decoders that serve compute it, token by token.
 
 The text is tokenised onto disk, so it may be larger than memory. Documents follow each other in
 the windows, as in training. Does not compare two losses (`model/evaluation/quantization_loss.py`).
