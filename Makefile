@@ -130,6 +130,12 @@ INSTALL_TORCH = $(PIP) install --quiet '$(UV)' && \
 endif
 endif
 
+# What to do where an index was named and cannot be reached, as behind a mirror of packages alone.
+ifneq ($(TORCH_INDEX),)
+TORCH_ELSE = || { echo 'torch did not come from $(TORCH_INDEX); without TORCH_INDEX it comes from' \
+  'where all other packages do:  make setup' >&2; exit 1; }
+endif
+
 # Without the native kernels a token takes several times as long, so nobody is left without a compiler.
 COMPILER := ziglang==0.17.1
 HAS_COMPILER = for name in $${CXX:-c++ g++ clang++}; do command -v $$name > /dev/null && exit 0; done; false
@@ -139,7 +145,7 @@ HAS_COMPILER = for name in $${CXX:-c++ g++ clang++}; do command -v $$name > /dev
 $(VENV)/.runtime: requirements.lock pyproject.toml
 	@$(BIN)/python -c '$(USABLE)' 2> /dev/null || { $(MAKE_VENV); }
 	$(PIP) install --quiet --require-hashes -r requirements.lock
-	$(INSTALL_TORCH)
+	@echo "$(INSTALL_TORCH)"; { $(INSTALL_TORCH); } $(TORCH_ELSE)
 	$(PIP) install --quiet --no-deps --editable .
 	@($(HAS_COMPILER)) || { echo 'no C++ compiler is here: one comes as a package (400 MB)'; \
 	  $(PIP) install --quiet '$(COMPILER)'; } || echo 'and it could not be installed'

@@ -41,6 +41,8 @@ match sys.argv[1:]:
     case ["-m", "pip" | "uv" as tool, *words] if tool == "uv" or inside:
         with open("installed.log", "a") as log:
             print(tool, *words, file=log)
+        if {index_gone} and any(word.startswith("torch==") for word in words):
+            sys.exit("dns error")
     case ["-m", "model.inference.kernels"] if inside:
         pass
     case wrong:
@@ -60,12 +62,16 @@ def clone(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def interpreter(clone: Path, version: str, *, without_pip: bool = False) -> None:
-    """Put a pretended Python on the path."""
+def interpreter(
+    clone: Path, version: str, *, without_pip: bool = False, index_gone: bool = False
+) -> None:
+    """Put a pretended Python on the path. `index_gone`: torch cannot be fetched."""
     script = clone / "tools" / f"python{version}"
     numbers = tuple(map(int, version.split(".")))
     script.write_text(
-        INTERPRETER.format(python=sys.executable, version=numbers, without_pip=without_pip)
+        INTERPRETER.format(
+            python=sys.executable, version=numbers, without_pip=without_pip, index_gone=index_gone
+        )
     )
     script.chmod(0o755)
 
@@ -176,6 +182,21 @@ def test_torch_comes_from_where_it_was_said(clone: Path, index: str, line: str) 
     done = make(clone, "setup", "PYTHON=python3.11", f"TORCH_INDEX={index}")
     assert done.returncode == 0, done.stderr
     assert re.search(line, installed(clone), flags=re.MULTILINE)
+
+
+@pytest.mark.parametrize("index", ["cpu", "https://example.org/whl", ""])
+def test_an_index_of_torch_that_cannot_be_reached_is_not_the_end(clone: Path, index: str) -> None:
+    """Behind a mirror of packages the tutorial's first line failed, and did not say what works."""
+    interpreter(clone, "3.11", index_gone=True)
+    done = make(clone, "setup", "PYTHON=python3.11", f"TORCH_INDEX={index}")
+    assert done.returncode != 0
+    assert "dns error" in done.stderr
+    hint = f"torch did not come from {index}; without TORCH_INDEX it comes from where all other"
+    assert (hint in done.stderr) == bool(index)
+    interpreter(clone, "3.11")
+    shutil.copy(clone / "tools" / "python3.11", clone / ".venv" / "bin" / "python")
+    done = make(clone, "setup", "PYTHON=python3.11")
+    assert done.returncode == 0, done.stderr
 
 
 def test_every_place_says_the_same_versions() -> None:
