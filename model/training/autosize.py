@@ -58,7 +58,10 @@ MEASURING = 0.05
 """Share of the time that may be spent on measuring, at most MEASURING_SECONDS."""
 MEASURING_SECONDS = 10.0
 MEASURED_STEPS = 3
-"""After one that is not counted."""
+"""After one that is not counted: what a measurement is expected to take."""
+MOST_MEASURED_STEPS = 9
+"""What it takes where there is time. With 3 a moment in which another process had the cores made
+up to half of them; the size and what suits the text followed from it for the whole run."""
 SHORT = 45.0
 """Seconds of a run below which the first model measured is the smallest."""
 
@@ -291,8 +294,9 @@ def _expected(
 
 
 def measure(candidate: Candidate, placement: Placement, seconds: float) -> float:
-    """Tokens per second of real steps on random ids: the median of a few, the first not counted.
-    For a run of so many `seconds`, no more steps than it has time for, but at least one."""
+    """Tokens per second of real steps on random ids: the median of MOST_MEASURED_STEPS at most, the
+    first not counted. For a run of so many `seconds`, no more steps than it has time for, but at
+    least one."""
     recipe, model = candidate.recipe, candidate.model
     generator = torch.Generator().manual_seed(recipe.seed)
     gpt = GPT(model)
@@ -300,9 +304,9 @@ def measure(candidate: Candidate, placement: Placement, seconds: float) -> float
     gpt.to(placement.device).train()
     optimizers, forward = Optimizers(gpt, recipe), Forward(gpt, placement, dropout=model.dropout)
     shape = (recipe.batch_size, model.context_length + 1)
-    end = time.perf_counter() + min(MEASURING * seconds, MEASURING_SECONDS)
+    begun, allowed = time.perf_counter(), min(MEASURING * seconds, MEASURING_SECONDS)
     times: list[float] = []
-    while len(times) < 1 + MEASURED_STEPS and (len(times) < 2 or time.perf_counter() < end):
+    while _goes_on(len(times), (time.perf_counter() - begun) / allowed):
         ids = torch.randint(model.vocab_size, shape, generator=generator).to(placement.device)
         began = time.perf_counter()
         loss = forward.loss(ids[:, :-1], ids[:, 1:])
@@ -312,6 +316,16 @@ def measure(candidate: Candidate, placement: Placement, seconds: float) -> float
             torch.cuda.synchronize(placement.device)
         times.append(time.perf_counter() - began)
     return recipe.batch_size * model.context_length / statistics.median_low(times[1:])
+
+
+def _goes_on(steps: int, spent: float) -> bool:
+    """Whether to measure another step after so many and a share of the time. A quarter of it goes
+    into steps beyond the fewest: larger sizes are to be measured as well."""
+    if steps < 2:
+        return True
+    if steps < 1 + MEASURED_STEPS:
+        return spent < 1
+    return steps < 1 + MOST_MEASURED_STEPS and spent < 0.25
 
 
 def flops_and_params(candidate: Candidate) -> FlopsAndParams:

@@ -6,9 +6,11 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from model.device import Placement
 from model.training import autosize
 from model.training.autosize import (
     MEASURING,
@@ -21,6 +23,7 @@ from model.training.autosize import (
     chooses,
     fill_in,
     flops_and_params,
+    measure,
     regularise,
     resolve_candidate,
     search,
@@ -100,16 +103,44 @@ def test_measuring_ends_before_it_takes_more_than_its_share() -> None:
     seconds, now = 60.0, 0.0
     spent: list[float] = []
 
-    def measure(size: Size) -> float:
+    def take(size: Size) -> float:
         nonlocal now
         speed = 1e12 / DEMANDS[size].flops_per_token
         spent.append(4 * size.batch_size * size.context_length / speed)
         now += spent[-1] + 1.0  # building a model takes a second
         return speed
 
-    choice = search(seconds, DEMANDS, measure, lambda: now)
+    choice = search(seconds, DEMANDS, take, lambda: now)
     assert len(spent) == len(choice.measured)
     assert sum(spent[1:]) + len(spent[:-1]) <= MEASURING * seconds
+
+
+class _Clock:
+    """Another process has the cores in the second and third step: they take ten times as long."""
+
+    def __init__(self, step_seconds: float) -> None:
+        self._now, self._looks, self._step_seconds = 0.0, 0, step_seconds
+
+    def __call__(self) -> float:
+        """Of three looks one is after a step, and two are before it."""
+        self._looks += 1
+        if self._looks > 1 and self._looks % 3 == 1:
+            step = self._looks // 3
+            self._now += self._step_seconds * (10 if step in (2, 3) else 1)
+        return self._now
+
+
+@pytest.mark.parametrize(("step_seconds", "said"), [(0.01, 0.01), (3.0, 30.0)])
+def test_a_moment_of_another_process_counts_only_where_there_is_no_time_for_more_steps(
+    monkeypatch: pytest.MonkeyPatch, step_seconds: float, said: float
+) -> None:
+    """With three steps two of them decided, for the whole run, which size it had."""
+    monkeypatch.setattr("model.training.autosize.time.perf_counter", _Clock(step_seconds))
+    candidate = resolve_candidate(TrainingConfig(), SIZES[0])
+    placement = Placement(torch.device("cpu"), torch.float32, 1)
+    speed = measure(candidate, placement, 600.0)
+    tokens = candidate.recipe.batch_size * candidate.model.context_length
+    assert speed == pytest.approx(tokens / said)
 
 
 @pytest.mark.parametrize(
