@@ -30,8 +30,7 @@ class Listening:
         self._transport = transport
         self._loop = loop
         self._look: asyncio.TimerHandle | None = None
-        self._asked_at: float | None = None
-        self._acknowledged = -1  # bytes, when `_asked_at` was set
+        self._mark = (0.0, -1)  # when something was acknowledged last, and bytes by then
 
     def ask(self, *, interim: bool) -> None:
         """End the connection when it turns out that nobody listens. `interim`: the reply has not
@@ -42,8 +41,6 @@ class Listening:
             self._transport.write(INTERIM)
             if self._look is None:
                 self._look_in(FIRST_LOOK_SECONDS)
-        else:
-            self._asked_at = None  # from now on the reply itself asks
 
     def end(self) -> None:
         """The connection has ended."""
@@ -61,11 +58,12 @@ class Listening:
             self._look_in(2 * waited)
 
     def _gone(self) -> bool:
-        """Whether a reset came back, or for too long nothing."""
+        """Whether a reset came back, or for too long nothing, though something is on its way. That
+        a process was stopped for a while is no sign of it: its kernel went on."""
         info = tcp_info(self._transport)
         if info is None:
             return False
         now = self._loop.time()
-        if self._asked_at is None or info.acknowledged > self._acknowledged:
-            self._asked_at, self._acknowledged = now, info.acknowledged
-        return info.state == RESET or now - self._asked_at > UNANSWERED_SECONDS
+        if info.acknowledged > self._mark[1] or not info.in_flight:
+            self._mark = now, info.acknowledged
+        return info.state == RESET or now - self._mark[0] > UNANSWERED_SECONDS

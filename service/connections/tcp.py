@@ -13,15 +13,18 @@ RESET = 7
 """TCP_CLOSE: the other side has answered with a reset."""
 CLOSE_WAIT = 8
 """The other side says no more."""
-_STATE, _ACKNOWLEDGED = struct.Struct("B"), struct.Struct("120xQ")
+_STATE, _IN_FLIGHT = struct.Struct("B"), struct.Struct("24xI")
+_ACKNOWLEDGED = struct.Struct("120xQ")
 
 
 @dataclass(frozen=True)
 class TcpInfo:
-    """The state of a connection, and the bytes that the other side has acknowledged of ours."""
+    """The state of a connection, the bytes that the other side has acknowledged of ours, and the
+    segments on their way to it that it has not."""
 
     state: int
     acknowledged: int
+    in_flight: int
 
 
 def tcp_info(transport: asyncio.BaseTransport) -> TcpInfo | None:
@@ -35,5 +38,6 @@ def tcp_info(transport: asyncio.BaseTransport) -> TcpInfo | None:
         return None
     if len(answer) < _ACKNOWLEDGED.size:
         return None
-    (state,), (acknowledged,) = _STATE.unpack_from(answer), _ACKNOWLEDGED.unpack_from(answer)
-    return TcpInfo(state, acknowledged)
+    (state,), (in_flight,) = _STATE.unpack_from(answer), _IN_FLIGHT.unpack_from(answer)
+    (acknowledged,) = _ACKNOWLEDGED.unpack_from(answer)
+    return TcpInfo(state, acknowledged, in_flight)

@@ -130,7 +130,7 @@ class _Clock:
         return self._now
 
 
-@pytest.mark.parametrize(("step_seconds", "said"), [(0.01, 0.01), (3.0, 30.0)])
+@pytest.mark.parametrize(("step_seconds", "said"), [(0.01, 0.01), (3.0, 30.0), (20.0, 200.0)])
 def test_a_moment_of_another_process_counts_only_where_there_is_no_time_for_more_steps(
     monkeypatch: pytest.MonkeyPatch, step_seconds: float, said: float
 ) -> None:

@@ -5,7 +5,11 @@ It was the other way round once: whoever said no more was taken for gone, and cl
 """
 
 import asyncio
+import contextlib
+import ctypes
 import socket
+import struct
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -153,27 +157,61 @@ def test_nothing_is_sent_ahead_of_a_reply_over_http_1_0(server: Serving) -> None
     assert server.finished("abort") == before + 2
 
 
-def test_a_client_from_which_nothing_comes_back_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Behind a firewall that drops what it sends no reset arrives; here, its window is full."""
+DROP_ALL = struct.pack("HBBI", 6, 0, 0, 0)
+"""A socket filter of one instruction: no byte of a segment is kept."""
+
+
+def hide(raw: socket.socket) -> None:
+    """Drop whatever arrives for a socket, before TCP sees it: nothing is acknowledged or reset."""
+    program = ctypes.create_string_buffer(DROP_ALL)
+    raw.setsockopt(socket.SOL_SOCKET, 26, struct.pack("HL", 1, ctypes.addressof(program)))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel does not say what came back")
+@pytest.mark.parametrize("client", ["closed", "hidden", "listens"])
+def test_asked_once_a_client_is_known(monkeypatch: pytest.MonkeyPatch, client: str) -> None:
+    """One that has closed answers with a reset. From one behind a firewall that drops resets comes
+    nothing. One that acknowledges and says nothing listens, even to a server that was itself
+    stopped for longer than it would wait."""
     monkeypatch.setattr(listening, "UNANSWERED_SECONDS", 0.3)
-    asyncio.run(_ask_somebody_who_acknowledges_nothing())
+    assert asyncio.run(_is_gone(client)) == (client != "listens")
 
 
-async def _ask_somebody_who_acknowledges_nothing() -> None:
+async def _is_gone(client: str) -> bool:
     loop, ended = asyncio.get_running_loop(), asyncio.Event()
+    made: list[asyncio.Transport] = []
 
     class Server(asyncio.Protocol):
         def connection_made(self, transport: asyncio.BaseTransport) -> None:
             assert isinstance(transport, asyncio.Transport)
+            made.append(transport)
             self.listening = Listening(transport, loop)
-            transport.write(bytes(2**24))
-            self.listening.ask(interim=True)
+
+        def eof_received(self) -> bool:
+            loop.call_later(0.1, lambda: self.listening.ask(interim=True))
+            if client == "listens":
+                loop.call_later(0.2, time.sleep, 0.5)
+                loop.call_later(0.8, lambda: self.listening.ask(interim=False))
+            return True
 
         def connection_lost(self, exc: Exception | None) -> None:
             self.listening.end()
             ended.set()
 
     listener = await loop.create_server(Server, "127.0.0.1", 0)
-    with socket.create_connection(listener.sockets[0].getsockname()):
-        await asyncio.wait_for(ended.wait(), AT_ONCE)
+    with socket.create_connection(listener.sockets[0].getsockname()) as raw:
+        await asyncio.sleep(0.1)
+        if client == "hidden":
+            hide(raw)
+        if client == "closed":
+            raw.close()
+        else:
+            end_its_side(raw)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(ended.wait(), 1.0 if client == "listens" else AT_ONCE)
+    gone = ended.is_set()
     listener.close()
+    for transport in made:
+        transport.abort()
+    await ended.wait()
+    return gone
