@@ -36,10 +36,13 @@ class NotMeasured(Exception):
 
 @contextmanager
 def served_twice(*flags: str) -> Iterator[dict[str, str]]:
-    """Servers with these flags; where each is, by the place of its engine."""
+    """Servers with these flags; where each is, by the place of its engine. Whole batches are asked
+    for, so nobody waits for a gap."""
     with ExitStack() as stack:
         yield {
-            place: stack.enter_context(started_server(*flags, "--engine", place)).url
+            place: stack.enter_context(
+                started_server(*flags, "--target-gap", "none", "--engine", place)
+            ).url
             for place in PLACES
         }
 

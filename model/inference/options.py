@@ -14,6 +14,8 @@ Quantization = Literal["none", "int8"]
 Speculation = Literal["none", "ngram"]
 DRAFTED_ROWS = 16
 """Rows of a decode step up to which drafts are added to it; with more, each costs what it saves."""
+SECONDS = {"ms": 1e-3, "s": 1.0}
+"""Of a time."""
 UNITS = {
     "": 1, "b": 1,
     "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
@@ -35,6 +37,55 @@ class MemoryShare:
 
 MemorySize = int | MemoryShare
 """Bytes, or a share of a device."""
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeSteps:
+    """A time: so many times as long as a step takes that decodes and does nothing else."""
+
+    count: float
+
+    def __str__(self) -> str:
+        return f"{self.count:g}x"
+
+
+TargetGap = float | DecodeSteps
+"""Seconds, or times a decode step, that a step with prompts should not exceed while others decode
+(`model/inference/engine/budget.py`)."""
+
+
+def parse_target_gap(text: str) -> TargetGap | None:
+    """A time as people write it: "4x" is four times a decode step, "150ms" or "0.2s" a time,
+    "none" is None. Raises ValueError, whose message says what can be written."""
+    stripped = text.strip().lower()
+    if stripped == "none":
+        return None
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(x|ms|s)", stripped)
+    if match is None:
+        raise ValueError(
+            f"{text!r} is not a gap between tokens: give a multiple of a decode step (4x), a "
+            "time (150ms, 0.2s) or none"
+        )
+    number = float(match[1])
+    if match[2] == "x":
+        if not 1 < number <= 1000:
+            raise ValueError(f"{text} has no room for prompts: give more than 1x, at most 1000x")
+        return DecodeSteps(number)
+    seconds = number * SECONDS[match[2]]
+    if not 0 < seconds <= 3600:
+        raise ValueError(f"{text} is not a gap between tokens: give more than 0s, at most 3600s")
+    return seconds
+
+
+def format_target_gap(target: TargetGap | None) -> str:
+    """As `parse_target_gap` reads it."""
+    match target:
+        case None:
+            return "none"
+        case DecodeSteps():
+            return str(target)
+        case _:
+            return f"{target:g}s"
 
 
 def parse_memory(text: str) -> MemorySize:

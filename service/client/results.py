@@ -598,6 +598,8 @@ class Info:
     threads: int
     slots: int
     kv_cache_bytes: int
+    prefill_chunk: int  # prompt positions that a step computes at most
+    target_gap: str  # how long a step with prompts should take beside decoding: "4x", or "none"
     api_keys: bool  # whether requests need one
     limits: dict[str, int]
     request_id: str

@@ -221,6 +221,7 @@ def _server(settings: BenchSettings, placement: Placement, workload: Workload) -
         *("--kernels", settings.kernels, "--kernel-target", settings.kernel_target),
         *("--quantize", settings.quantize),
         *("--slots", str(workload.largest), "--prefill-chunk", str(workload.prefill_chunk)),
+        *("--target-gap", "none"),  # as the engine here: batches, for which nobody waits
     ) as server:
         yield server.url
 

@@ -14,7 +14,7 @@ from model.data.errors import DataError
 from model.device import DeviceError, Placement, describe, one_thread, use_threads
 from model.inference.constraints.compiler import Compiler, ConstraintsUnavailable
 from model.inference.constraints.mask_worker import MaskWorker
-from model.inference.engine.config import EngineConfig
+from model.inference.engine.config import SERVED_TARGET_GAP, EngineConfig
 from model.inference.engine.engine import Engine
 from model.inference.errors import InvalidRequest
 from model.inference.kernels.select import KernelError
@@ -27,7 +27,7 @@ from model.inference.load import (
     release_memory,
 )
 from model.inference.memory import SlotBudget
-from model.inference.options import parse_memory
+from model.inference.options import TargetGap, format_target_gap, parse_memory, parse_target_gap
 from model.text.tokenizer import Tokenizer
 from model.transformer.gpt import GPT
 from service.engine.driver import WeightsLoader
@@ -54,6 +54,7 @@ class Computation:
     quantization: QuantizationCost | None  # None without --quantize
     parameters: int
     kv_cache_bytes: int
+    target_gap: str  # between tokens, as the setting writes it
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +120,7 @@ def _build(settings: ServeSettings) -> BuiltEngine:
     config = EngineConfig(
         slots=choose_slots(model, slots),
         prefill_chunk=settings.prefill_chunk,
+        target_gap=_target_gap(settings, model.placement),
         prefix_reuse=settings.prefix_reuse,
         speculate=settings.speculate,
     )
@@ -133,6 +135,13 @@ def _build(settings: ServeSettings) -> BuiltEngine:
         compiler,
         partial(_load_weights, model.checkpoint, model.placement),  # not the model: it will go
     )
+
+
+def _target_gap(settings: ServeSettings, placement: Placement) -> TargetGap | None:
+    """What was asked for, or what suits streams, where steps can be timed."""
+    if settings.target_gap is not None:
+        return parse_target_gap(settings.target_gap)
+    return SERVED_TARGET_GAP if placement.device.type == "cpu" else None
 
 
 def _load_weights(
@@ -158,4 +167,5 @@ def _computation(
         quantization=quantization,
         parameters=model.gpt.parameter_count(),
         kv_cache_bytes=engine.kv_cache_bytes,
+        target_gap=format_target_gap(engine.target_gap),
     )

@@ -99,6 +99,8 @@ async def info(models: Ready, model: AskedModel = None) -> Info:
             "threads": computed.placement.threads,
             "slots": served.slots,
             "kv_cache_bytes": computed.kv_cache_bytes,
+            "prefill_chunk": settings.prefill_chunk,
+            "target_gap": computed.target_gap,
             "api_keys": bool(served.key_names),
             "limits": {
                 "context_length": served.context_length,

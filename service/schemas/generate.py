@@ -374,6 +374,12 @@ class Info(ReplyBody):
     threads: int
     slots: int
     kv_cache_bytes: int
+    prefill_chunk: int = Field(description="Prompt positions that a step computes at most.")
+    target_gap: str = Field(
+        description="How long a step should take at most that computes prompts while others "
+        "decode: `4x` is four times a step that only decodes, `0.15s` a time; `none`: "
+        "`prefill_chunk` alone bounds it."
+    )
     api_keys: bool = Field(description="Whether requests need an API key.")
     limits: dict[str, int]
 

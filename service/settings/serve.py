@@ -17,8 +17,8 @@ from pydantic import (
 )
 from pydantic_settings import CliPositionalArg, NoDecode
 
-from model.inference.engine.config import EngineConfig
-from model.inference.options import Speculation, parse_memory
+from model.inference.engine.config import SERVED_TARGET_GAP, EngineConfig
+from model.inference.options import Speculation, parse_memory, parse_target_gap
 from service.settings.common import (
     BUNDLED_CHECKPOINT,
     CommandSettings,
@@ -86,6 +86,15 @@ def _memory(text: str) -> str:
 
 MemoryText = Annotated[str, AfterValidator(_memory)]
 """An amount of memory, as `parse_memory` reads it."""
+
+
+def _target_gap(text: str) -> str:
+    parse_target_gap(text)
+    return text
+
+
+TargetGapText = Annotated[str, AfterValidator(_target_gap)]
+"""How long tokens may be apart, as `parse_target_gap` reads it."""
 
 
 PublicPaths = Annotated[
@@ -190,6 +199,14 @@ class ServeSettings(CommandSettings):
         ge=32,
         multiple_of=32,
         description="prompt positions computed per step at most",
+    )
+    target_gap: TargetGapText | None = Field(
+        None,
+        description="how long a step should take at most that computes prompts while others "
+        "decode, because their tokens wait for it: so many times a step that decodes alone (4x), a "
+        "time (150ms), or none for as much as --prefill-chunk allows, which is the most tokens a "
+        f"second. A block of prompts is computed in any case. If not given {SERVED_TARGET_GAP} on "
+        "a CPU; on CUDA none, and nothing else is possible",
     )
     prefix_reuse: bool = Field(
         EngineConfig().prefix_reuse, description="copy shared prompt prefixes between slots"

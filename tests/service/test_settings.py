@@ -7,7 +7,7 @@ import pytest
 from pydantic import ValidationError
 from pydantic_settings import BaseSettings, CliApp
 
-from model.inference.engine.config import EngineConfig
+from model.inference.engine.config import SERVED_TARGET_GAP, EngineConfig
 from service.cli import COMMANDS, parse
 from service.settings.model_source import ModelSource
 from service.settings.serve import ServeSettings
@@ -90,6 +90,10 @@ def test_defaults_of_the_engine_stand_in_the_engine() -> None:
     for name in ("prefill_chunk", "prefix_reuse", "speculate"):
         assert getattr(settings, name) == getattr(config, name)
     assert settings.slots is None
+    assert settings.target_gap is None
+    assert f"If not given {SERVED_TARGET_GAP} on a CPU" in str(
+        ServeSettings.model_fields["target_gap"].description
+    )
     description = ServeSettings.model_fields["slots"].description
     assert f"if not given {config.slots}," in str(description)
 
@@ -131,7 +135,8 @@ def test_the_default_address_is_reachable_from_this_machine_alone() -> None:
      ("drain_timeout", math.nan), ("dtype", "int8"), ("speculate", "yes"),
      ("log_level", "loud"), ("threads", -1), ("slots", 4097),
      ("kv_cache_memory", "0"), ("kv_cache_memory", "0%"), ("kv_cache_memory", "101%"),
-     ("kv_cache_memory", "8 elephants")],
+     ("kv_cache_memory", "8 elephants"),
+     ("target_gap", "3"), ("target_gap", "1x"), ("target_gap", "0ms")],
 )  # fmt: skip
 def test_impossible_values_are_refused(field: str, value: object) -> None:
     with pytest.raises(ValidationError) as caught:

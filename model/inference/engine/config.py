@@ -4,8 +4,13 @@ from dataclasses import dataclass
 from typing import get_args
 
 from model.inference.errors import InvalidRequest
-from model.inference.options import Speculation
+from model.inference.options import DecodeSteps, Speculation, TargetGap
 from model.transformer.config import BLOCK
+
+SERVED_TARGET_GAP = DecodeSteps(4)
+"""Where tokens are waited for one by one. The longest gaps of eight streams of GPT-2 124M are 4
+times their usual length then, instead of 8, for 6 % of the tokens per second
+(`benchmarks/target_gap.py`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -14,6 +19,10 @@ class EngineConfig:
 
     slots          sequences that can be in the KV cache at once
     prefill_chunk  prompt positions computed per step at most, whole blocks of 32
+    target_gap     how long a step should take at most while others decode, which is how long these
+                   wait for their next tokens (`model/inference/engine/budget.py`); None:
+                   `prefill_chunk` alone bounds a step, which is the most tokens a second. Needs
+                   a device that computes nothing behind the host's back (a CPU)
     prefix_reuse   whether a new prompt copies a shared prefix from any slot instead of
                    computing it
     speculate      where drafts come from, tokens that a decode step verifies behind the last one
@@ -23,6 +32,7 @@ class EngineConfig:
 
     slots: int = 16
     prefill_chunk: int = 256
+    target_gap: TargetGap | None = None
     prefix_reuse: bool = True
     speculate: Speculation = "none"
 
@@ -34,8 +44,17 @@ class EngineConfig:
                 f"prefill_chunk is {self.prefill_chunk}; it must be a positive multiple of {BLOCK}",
                 "prefill_chunk",
             )
+        least = 1 if isinstance(self.target_gap, DecodeSteps) else 0
+        if self.target_gap is not None and _number(self.target_gap) <= least:
+            raise InvalidRequest(
+                f"target_gap is {self.target_gap}, which leaves nothing for prompts", "target_gap"
+            )
         if self.speculate not in get_args(Speculation):
             raise InvalidRequest(
                 f"speculate is {self.speculate!r}; it is {' or '.join(get_args(Speculation))}",
                 "speculate",
             )
+
+
+def _number(target: TargetGap) -> float:
+    return target.count if isinstance(target, DecodeSteps) else target

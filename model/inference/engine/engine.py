@@ -39,6 +39,7 @@ from model.inference.engine.validation import check_request
 from model.inference.errors import ConstraintError, InvalidRequest
 from model.inference.interventions import PARAM
 from model.inference.kernels.eager.decoder import PlainDecoder
+from model.inference.options import TargetGap
 from model.inference.sampling.results import (
     ConstraintComplete,
     SampleError,
@@ -61,7 +62,13 @@ class Engine:
     ) -> None:
         self.model_config = gpt.config
         self.clock = clock
-        self._runner = Runner(gpt, config.slots, make_decoder, masks)
+        self._runner = Runner(gpt, config.slots, make_decoder, masks, clock=clock)
+        if config.target_gap is not None and not self._runner.computes_at_once:
+            raise InvalidRequest(
+                f"target_gap is {config.target_gap}, and on {self._runner.device} how long prompts "
+                "take is not known: leave it out, and choose prefill_chunk",
+                "target_gap",
+            )
         self._scheduler = Scheduler(
             config,
             partial(position_elements, config=gpt.config),
@@ -80,6 +87,10 @@ class Engine:
     @property
     def slots(self) -> int:
         return self._scheduler.slots.total
+
+    @property
+    def target_gap(self) -> TargetGap | None:
+        return self._scheduler.config.target_gap
 
     def add(
         self, request: Request, arrived: float | None = None, *, weights: int | None = None
@@ -164,6 +175,7 @@ class Engine:
         events = self._expire()
         # 2) Choose the work: which sequences to admit, which prompts to go on with.
         plan = self._scheduler.plan(self.clock())
+        prefill_seconds = None
         events += [self._finish(sequence, FinishReason.UNREAD) for sequence in plan.given_up]
         if plan:
             try:
@@ -174,9 +186,10 @@ class Engine:
             else:
                 # 4) Account for the results: states, events, and the end of sequences.
                 self._account(plan, output, events)
+                prefill_seconds = output.prefill_seconds
         if plan.attribution is not None:
             events += self._attribute(plan.attribution)
-        self._scheduler.stepped(plan, self.clock())
+        self._scheduler.stepped(plan, self.clock(), prefill_seconds)
         return StepResult(
             events=tuple(events),
             prefilled_tokens=sum(chunk.end - chunk.start for chunk in plan.prefill),

@@ -7,6 +7,7 @@ row depends on its phase and position only, never on who is computed beside it.
 Knows sequences and plans, not queues or events. Decides nothing.
 """
 
+import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -68,12 +69,14 @@ class Scores:
 @dataclass(slots=True)
 class StepOutput:
     """The results of one plan, by sequence. `verified` has the sample after each token of a draft,
-    each as if the draft had been right up to there."""
+    each as if the draft had been right up to there. `prefill_seconds` is how long its prompts took;
+    None where the device computes them behind the host's back."""
 
     sampled: dict[Sequence, SampleResult] = field(default_factory=dict)
     verified: dict[Sequence, list[SampleResult]] = field(default_factory=dict)
     outputs: dict[Sequence, Outputs] = field(default_factory=dict)
     scores: dict[Sequence, Scores] = field(default_factory=dict)
+    prefill_seconds: float | None = None
 
 
 @dataclass(slots=True)
@@ -120,10 +123,13 @@ class Runner:
         slots: int,
         make_decoder: DecoderMaker = PlainDecoder,
         masks: BackgroundMasks | None = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         _check_mode(gpt)
         weight = gpt.token_embedding.weight
         self.gpt = gpt
+        self._clock = clock
         self.device = weight.device
         self.cache = KVCache(gpt.config, slots, device=weight.device, dtype=weight.dtype)
         self._make_decoder = make_decoder
@@ -136,6 +142,11 @@ class Runner:
     def prefill_matches_decode(self) -> bool:
         """Whether decoded positions are the bits that prefill would give them."""
         return self._decoder.prefill_matches_decode
+
+    @property
+    def computes_at_once(self) -> bool:
+        """Whether what was called has been computed when the call returns."""
+        return self.device.type == "cpu"
 
     def prepare(self, gpt: GPT) -> "Passes":
         """All that `replace` needs to compute with other weights, made while these still compute:
@@ -224,6 +235,7 @@ class Runner:
         """All forward passes; the logits that tokens are sampled from."""
         to_sample = _LogitsToSample()
         ends: list[Tensor] = []  # of prompts: their last hidden states, each (1, d_model)
+        began = self._clock()
         for chunk in plan.prefill:
             sequence = chunk.sequence
             if sequence.outputs is not None:
@@ -241,6 +253,8 @@ class Runner:
                 to_sample.slots.append(sequence.slot)
                 to_sample.positions.append(chunk.end)
                 ends.append(hidden[-1:])
+        if self.computes_at_once:
+            output.prefill_seconds = self._clock() - began
         if ends:
             to_sample.logits.append(self._decoder.head(torch.cat(ends)))
         tapped = tuple(sequence for sequence in plan.decode if sequence.tapped)

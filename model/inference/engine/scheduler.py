@@ -3,8 +3,10 @@
 Sequences are admitted by priority, callers in turn, each caller's in the order of arrival
 (`queue.py`), and prompts that are being computed take turns in the same way. A step prefills at
 most `prefill_chunk` positions, shared by as many prompts as fit, and decodes every running sequence
-once; so a long prompt delays a running sequence by one chunk at most, and never starves it. What
-generates is not preempted: once admitted it can finish. Knows tokens and slots, not tensors.
+once; so a long prompt delays a running sequence by one chunk at most, and never starves it. While
+others decode, a chunk may be shorter: as much as the time has room for that their tokens should
+take (`budget.py`). What generates is not preempted: once admitted it can finish. Knows tokens and
+slots, not tensors.
 
 A sequence whose reader is behind computes nothing and needs no slot. It keeps it until another
 sequence waits for one: then whoever has been behind the longest is evicted (PAUSED), and comes back
@@ -39,6 +41,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from model.inference.engine.attributions import AttributionTurns
+from model.inference.engine.budget import ChunkLengths, PrefillBudget, positions_for
 from model.inference.engine.config import EngineConfig
 from model.inference.engine.ngram import Draft, Drafter, split_evenly
 from model.inference.engine.queue import WaitingQueue
@@ -120,6 +123,8 @@ class Scheduler:
         self.slots = SlotPool(config.slots)
         self.waiting = WaitingQueue()
         self.attributions = AttributionTurns()
+        target = config.target_gap
+        self._budget = None if target is None else PrefillBudget(target, config.prefill_chunk)
         self.running: list[Sequence] = []  # in order of admission
         self.paused: dict[Sequence, None] = {}  # without a slot, in order of eviction
         self._behind: dict[Sequence, None] = {}  # with one, the longest first
@@ -182,7 +187,9 @@ class Scheduler:
         if cooldown:
             decode = tuple(sequence for sequence in decode if not sequence.tapped)
         return StepPlan(
-            prefill=tuple(self._prefill_chunks(cooldown=cooldown, beside=beside)),
+            prefill=tuple(
+                self._prefill_chunks(cooldown=cooldown, beside=beside, work=self._work(decode))
+            ),
             decode=decode,
             drafts=self._drafts(decode) if self.config.speculate == "ngram" else {},
             given_up=self._given_up(),
@@ -190,9 +197,9 @@ class Scheduler:
             attribution=None if cooldown else self.attributions.next(now),
         )
 
-    def stepped(self, plan: StepPlan, now: float) -> None:
-        """A step has been computed. After heavy work those that decode as usual have the engine to
-        themselves for a while."""
+    def stepped(self, plan: StepPlan, now: float, prefill_seconds: float | None = None) -> None:
+        """A step has been computed, and its prompts took so long of it, if that is known. After
+        heavy work those that decode as usual have the engine to themselves for a while."""
         heavy = (
             self._reserved_elements >= LARGE_OUTPUT
             or plan.attribution is not None
@@ -201,6 +208,8 @@ class Scheduler:
         )
         if heavy:
             self._cooldown_until = now + COOLDOWN * (now - self._planned_at)
+        elif self._budget is not None and prefill_seconds is not None:
+            self._note_costs(self._budget, plan, now - self._planned_at, prefill_seconds)
 
     def remove(self, sequence: Sequence) -> None:
         """Take a sequence out, whatever it was doing. Its slot is free for the next step."""
@@ -342,19 +351,39 @@ class Scheduler:
         allowed = self.config.prefix_reuse and sequence.request.prefix_reuse
         return allowed and not sequence.tapped
 
-    def _prefill_chunks(self, *, cooldown: bool, beside: bool) -> list[PrefillChunk]:
+    def _work(self, decode: tuple[Sequence, ...]) -> float:
+        """How much work of prompts, as `budget.py` counts it, there is time for beside these."""
+        return math.inf if self._budget is None or not decode else self._budget.work()
+
+    def _note_costs(
+        self, budget: PrefillBudget, plan: StepPlan, seconds: float, prefill_seconds: float
+    ) -> None:
+        """Of an ordinary step; outputs and scores would make a prompt cost what others do not."""
+        if plan.decode:
+            budget.decoded(seconds - prefill_seconds)
+        chunks = plan.prefill
+        if chunks and all(
+            c.sequence.outputs is None and c.sequence.scores_from is None for c in chunks
+        ):
+            budget.prefilled(ChunkLengths([c.end - c.start for c in chunks]), prefill_seconds)
+
+    def _prefill_chunks(self, *, cooldown: bool, beside: bool, work: float) -> list[PrefillChunk]:
         """The prompts of the step, callers in turn and each caller's in order of admission, within
-        `prefill_chunk` positions. `beside` others that decode, one of them is tapped at most, and
-        none in a cooldown."""
+        `prefill_chunk` positions and so much work; the first has a block in any case. `beside`
+        others that decode, one of them is tapped at most, and none in a cooldown."""
         chunks: list[PrefillChunk] = []
-        budget = self.config.prefill_chunk
+        positions = self.config.prefill_chunk
         tapped_left = 0 if cooldown else 1 if beside else self.config.slots
         for sequence in self._prompts_in_turn():
-            if budget and not (sequence.tapped and not tapped_left):
-                chunk = self._chunk(sequence, budget, cooldown)
+            room = positions if work == math.inf else min(positions, positions_for(work))
+            if not chunks:
+                room = max(room, BLOCK)
+            if room and not (sequence.tapped and not tapped_left):
+                chunk = self._chunk(sequence, room, cooldown)
                 if chunk is not None:
                     self._reserve(chunk)
-                    budget -= -(-(chunk.end - chunk.start) // BLOCK) * BLOCK
+                    positions -= -(-(chunk.end - chunk.start) // BLOCK) * BLOCK
+                    work -= ChunkLengths([chunk.end - chunk.start]).work
                     chunks.append(chunk)
                     tapped_left -= sequence.tapped
         return chunks

@@ -193,6 +193,7 @@ def test_info(server: Serving) -> None:
     assert (info.engine, info.decoding, info.speculate) == ("thread", "torch", "none")
     # layers x (keys, values) x slots x positions x width x bytes
     assert info.kv_cache_bytes >= 3 * 2 * 4 * 128 * 32 * 4
+    assert (info.prefill_chunk, info.target_gap) == (256, "4x")
     assert info.limits == {
         "context_length": 128,
         "max_sequences": 64,
@@ -207,6 +208,12 @@ def test_info(server: Serving) -> None:
 def test_info_says_whether_drafts_are_verified(checkpoint_path: Path) -> None:
     with serving(checkpoint_path, speculate="ngram") as server:
         assert Info.model_validate(server.client.get("/info").json()).speculate == "ngram"
+
+
+@pytest.mark.parametrize("target_gap", ["none", "2.5x", "0.15s"])
+def test_info_says_how_long_steps_should_take(checkpoint_path: Path, target_gap: str) -> None:
+    with serving(checkpoint_path, target_gap=target_gap) as server:
+        assert Info.model_validate(server.client.get("/info").json()).target_gap == target_gap
 
 
 def test_version(server: Serving) -> None:

@@ -163,6 +163,18 @@ class FakeClock:
         return self.now
 
 
+class JumpingClock(FakeClock):
+    """A clock that stands still, creeps or leaps between two looks at it, as `rng` says."""
+
+    def __init__(self, rng: random.Random) -> None:
+        super().__init__()
+        self._rng = rng
+
+    def __call__(self) -> float:
+        self.now += self._rng.choice([0.0, 1e-4, 1e-3, 1e-2, 1.0, 100.0])
+        return self.now
+
+
 @dataclass
 class Outcome:
     """Everything that one sequence was given."""

@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from model.inference.constraints.compiler import Constraint
 from model.inference.engine.events import OutputsChunk
@@ -28,12 +30,14 @@ from model.inference.kernels.cpu.decoder import NativeDecoder
 from model.inference.kernels.cpu.library import KernelsUnavailable, load_library
 from model.inference.kernels.eager import decoder as plain
 from model.inference.kernels.eager.decoder import PlainDecoder
+from model.inference.options import DecodeSteps, TargetGap
 from model.transformer.config import BLOCK
 from model.transformer.gpt import GPT
 from tests.model.covering import values
 from tests.model.factories import FAMILIES, tiny_config, tiny_gpt
 from tests.model.inference.engine.harness import (
     Driven,
+    JumpingClock,
     Outcome,
     Steps,
     generation,
@@ -43,6 +47,7 @@ from tests.model.inference.engine.harness import (
     score_request,
     skip_unless_rows_depend_on_their_number,
 )
+from tests.profiles import examples
 
 SHAPES: dict[str, dict[str, Any]] = {
     # Wide enough that bfloat16 products have one kernel; see `test_runner.py`.
@@ -167,7 +172,7 @@ def test_company_changes_no_bit(name: str, dtype: torch.dtype) -> None:
     assert differences(shape(name, dtype), seed=name, pool_size=POOL, mixes=MIXES) == 0
 
 
-@pytest.fixture(params=[False, True], ids=["own-numbers", "int8"])
+@pytest.fixture(scope="module", params=[False, True], ids=["own-numbers", "int8"])
 def native(request: pytest.FixtureRequest) -> DecoderMaker:
     try:
         library = load_library().functions
@@ -291,6 +296,54 @@ def test_a_warm_cache_gives_the_bits_of_a_cold_one() -> None:
         driven.accepted.clear()
     assert [cached for _, cached in found] == [0, 96, 96]
     assert found[0][0] == found[1][0] == found[2][0]
+
+
+@settings(max_examples=examples(40, fast=4))
+@given(
+    seed=st.integers(0, 2**32),
+    target=st.one_of(
+        st.floats(1e-4, 100.0), st.builds(DecodeSteps, st.floats(1.01, 1000.0)), st.none()
+    ),
+    chunk=st.integers(1, 8).map(lambda blocks: blocks * BLOCK),
+)
+def test_how_long_steps_take_changes_no_bit(
+    native: DecoderMaker, seed: int, target: TargetGap | None, chunk: int
+) -> None:
+    """How much of a prompt a step computes follows from what steps have cost. With a clock that
+    jumps as it likes it is another number in every step, and every request comes out as it did
+    alone in steps of 256 positions."""
+    gpt, rng = shape("modern", head_dim=16), random.Random(seed)
+    pool = pool_of_requests(rng, gpt, 8, max_tokens=24)
+    for make_decoder in (PlainDecoder, native):
+        driven = Driven(
+            gpt,
+            JumpingClock(rng),
+            make_decoder=make_decoder,
+            slots=5,
+            prefill_chunk=chunk,
+            target_gap=target,
+        )
+        for request in pool:
+            driven.add(request)
+        found = {key: bits(outcome) for key, outcome in driven.drain().items()}
+        assert found == alone(gpt, pool, make_decoder)
+
+
+def test_a_jumping_clock_divides_prompts_in_many_ways() -> None:
+    """What the test above looks at."""
+    rng = random.Random(0)
+    driven = Driven(
+        shape("modern"), JumpingClock(rng), slots=2, prefill_chunk=256, target_gap=DecodeSteps(3)
+    )
+    driven.add(generation("stream", [1], max_tokens=100))
+    driven.step()
+    found = set()
+    for number in range(20):
+        driven.add(generation(str(number), random_prompt(rng, 96, 257), max_tokens=1))
+        while (str(number), 0) in driven.unfinished:
+            found.add(driven.step().prefilled_tokens)
+        assert ("stream", 0) in driven.unfinished
+    assert found == {BLOCK, 2 * BLOCK, 3 * BLOCK}
 
 
 # The inverse: these tests can fail.

@@ -1,0 +1,274 @@
+"""Budget: prompts get the time that is left of a gap, whatever a machine's steps cost.
+
+The scheduler is driven on a made machine: each plan takes the time that its costs say, and the
+clock moves by that. So a step that is longer than it should be shows as such.
+"""
+
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from model.inference.engine.budget import (
+    CHUNK_WORK,
+    MOST_DELAY,
+    WINDOW,
+    ChunkLengths,
+    PrefillBudget,
+    positions_for,
+)
+from model.inference.engine.config import EngineConfig
+from model.inference.engine.engine import Engine
+from model.inference.engine.scheduler import Scheduler, StepPlan
+from model.inference.engine.sequence import Group, Sequence, State
+from model.inference.errors import InvalidRequest
+from model.inference.options import DecodeSteps, TargetGap, parse_target_gap
+from model.transformer.config import BLOCK
+from tests.model.inference.engine.harness import generation, small_gpt
+
+PROMPT = 64 * BLOCK
+GROWTH = 1.5
+"""What rounding up to whole blocks and a shape of costs that is not CHUNK_WORK's may add."""
+
+
+@dataclass
+class Machine:
+    """A scheduler whose steps cost what is said here, in seconds. `slower` is for one step alone;
+    `spent` has the time of each step in which somebody decoded, and what decoding took of it."""
+
+    target: TargetGap | None
+    chunk: int = 8 * BLOCK
+    decode: float = 0.080
+    block: float = 0.060
+    passing: float = 0.030  # of a chunk, besides its blocks
+    slower: float = 1.0
+    now: float = 0.0
+    spent: list[tuple[float, float]] = field(default_factory=list)
+    scheduler: Scheduler = field(init=False)
+
+    def __post_init__(self) -> None:
+        config = EngineConfig(slots=8, prefill_chunk=self.chunk, target_gap=self.target)
+        self.scheduler = Scheduler(config, position_elements=lambda request: 1)
+
+    def add(self, name: str, prompt: int, tokens: int = 10_000) -> Sequence:
+        request = generation(name, [len(name)] * prompt, max_tokens=tokens, prefix_reuse=False)
+        sequence = Sequence(Group(request), 0, self.now)
+        self.scheduler.enqueue(sequence)
+        return sequence
+
+    def step(self) -> StepPlan:
+        plan = self.scheduler.plan(self.now)
+        lengths = [chunk.end - chunk.start for chunk in plan.prefill]
+        prefill = sum(self.passing - (-count // BLOCK) * self.block for count in lengths)
+        prefill *= self.slower
+        decode = self.decode * self.slower if plan.decode else 0.0
+        self.now += prefill + decode
+        for chunk in plan.prefill:
+            self.scheduler.prefilled(chunk, self.now)
+            if chunk.completes_prompt:
+                chunk.sequence.tokens.append(1)
+        for sequence in plan.decode:
+            sequence.computed += 1
+            sequence.tokens.append(1)
+        self.scheduler.stepped(plan, self.now, prefill)
+        if plan.decode:
+            self.spent.append((prefill + decode, decode))
+        return plan
+
+    def streams(self, count: int = 3) -> None:
+        """So many that decode, for long enough to know what that costs."""
+        for index in range(count):
+            self.add(f"{'s' * (index + 1)}", BLOCK)
+        for _ in range(count + WINDOW):
+            self.step()
+        self.spent.clear()
+
+
+def positions(plan: StepPlan) -> int:
+    return sum(chunk.end - chunk.start for chunk in plan.prefill)
+
+
+def test_a_prompt_takes_what_is_left_of_the_gap() -> None:
+    """Decoding takes 80 ms of 240: for 160 ms there are two blocks and the pass over them. With
+    256 positions a step, as it was before, every token of the others waited 590 ms."""
+    machine = Machine(DecodeSteps(3))
+    machine.streams()
+    machine.add("prompt", PROMPT)
+    assert [positions(machine.step()) for _ in range(4)] == [2 * BLOCK] * 4
+    machine = Machine(None)
+    machine.streams()
+    machine.add("prompt", PROMPT)
+    assert positions(machine.step()) == 8 * BLOCK
+    assert machine.spent[-1][0] == pytest.approx(0.590)
+
+
+def test_a_gap_in_seconds() -> None:
+    machine = Machine(parse_target_gap("0.3s"), decode=0.040)
+    machine.streams()
+    machine.add("prompt", PROMPT)
+    assert positions(machine.step()) == 3 * BLOCK  # 30 + 180 + 40 ms
+    machine.decode = 0.120  # more streams, say
+    for _ in range(WINDOW):
+        machine.step()
+    assert positions(machine.step()) == 2 * BLOCK  # 30 + 120 + 120 ms
+
+
+def test_where_nobody_decodes_there_is_no_budget() -> None:
+    machine = Machine(DecodeSteps(1.01))
+    sequence = machine.add("prompt", PROMPT)
+    while sequence.state is not State.DECODE:
+        assert positions(machine.step()) == 8 * BLOCK
+    machine.scheduler.remove(sequence)
+    machine.add("another", PROMPT)
+    assert positions(machine.step()) == 8 * BLOCK
+
+
+@pytest.mark.parametrize("target", [DecodeSteps(1.001), 1e-6])
+def test_a_prompt_that_has_no_time_has_a_block(target: TargetGap) -> None:
+    machine = Machine(target, decode=0.010)
+    machine.streams()
+    machine.add("prompt", PROMPT)
+    assert [positions(machine.step()) for _ in range(3)] == [BLOCK] * 3
+
+
+def seconds_of_a_prompt(target: TargetGap | None, decode: float, block: float) -> float:
+    """From its first chunk to its first token, beside streams."""
+    machine = Machine(target, decode=decode, block=block, passing=CHUNK_WORK * block)
+    machine.streams()
+    prompt, began = machine.add("prompt", PROMPT), machine.now
+    while prompt.state is not State.DECODE:
+        machine.step()
+    return machine.now - began
+
+
+@given(decode=st.floats(1e-4, 10.0), block=st.floats(1e-4, 1.0))
+def test_no_prompt_waits_for_a_target(decode: float, block: float) -> None:
+    """In a gap of a nanosecond prompts were computed a block at a time, each with a decode step of
+    its own: with 32 clients they came faster than that, and waited eight times as long."""
+    bounded = seconds_of_a_prompt(1e-9, decode, block)
+    assert bounded <= MOST_DELAY * seconds_of_a_prompt(None, decode, block) * (1 + 1e-9)
+
+
+def test_short_prompts_share_the_time() -> None:
+    """Each is a pass of its own, which costs time besides its block. One that is begun counts as a
+    whole one."""
+    machine = Machine(DecodeSteps(5))
+    machine.streams()
+    for index in range(5):
+        machine.add(f"short {index}", BLOCK - index)
+    # Three take 270 ms of the 320, and a fourth would take 360.
+    assert [len(machine.step().prefill) for _ in range(2)] == [3, 2]
+
+
+def test_one_slow_step_says_nothing_about_the_next() -> None:
+    """Another process had the cores for a moment: a step took 50 times as long."""
+    machine = Machine(DecodeSteps(3))
+    machine.streams()
+    machine.add("prompt", PROMPT)
+    machine.step()
+    machine.slower = 50.0
+    machine.step()
+    machine.slower = 1.0
+    assert [positions(machine.step()) for _ in range(WINDOW)] == [2 * BLOCK] * WINDOW
+
+
+@pytest.mark.parametrize(("factor", "blocks"), [(10.0, 1), (0.2, 8)])
+def test_a_budget_follows_the_costs_of_blocks(factor: float, blocks: int) -> None:
+    """Later positions cost more, and other work on the machine comes and goes."""
+    machine = Machine(DecodeSteps(3))
+    machine.streams()
+    machine.add("prompt", PROMPT)
+    machine.step()
+    machine.block *= factor
+    machine.passing *= factor
+    for _ in range(WINDOW // 2 + 1):
+        machine.step()
+    assert positions(machine.step()) == blocks * BLOCK
+
+
+def test_a_block_that_is_merely_begun_counts_where_nothing_else_was_seen() -> None:
+    """Natively a prompt of one token costs a tenth of a block. A long prompt after many of these
+    had ten times its time."""
+    budget = PrefillBudget(DecodeSteps(11), 8 * BLOCK)
+    assert budget.work() == 0.0
+    budget.decoded(0.02)
+    assert budget.work() == 0.0, "nothing is known of prompts"
+    budget.prefilled(ChunkLengths([1]), 0.015)
+    assert budget.work() == pytest.approx(20.0)
+    budget.prefilled(ChunkLengths([BLOCK]), 0.150)
+    assert budget.work() == pytest.approx(2.0)
+    budget.prefilled(ChunkLengths([1]), 0.015)
+    assert budget.work() == pytest.approx(2.0)
+    budget.prefilled(ChunkLengths([BLOCK, 2 * BLOCK]), 0.100)
+    assert budget.work() == pytest.approx(0.2 / ((0.150 / 1.5 + 0.100 / 4) / 2))
+
+
+@pytest.mark.parametrize(
+    ("work", "blocks"),
+    [(0.0, 0), (CHUNK_WORK, 0), (1 + CHUNK_WORK, 1), (2.4 + CHUNK_WORK, 2), (1e6, 999_999)],
+)
+def test_positions_of_some_work(work: float, blocks: int) -> None:
+    assert positions_for(work) == blocks * BLOCK
+
+
+def test_a_clock_that_stands_still_allows_a_block() -> None:
+    machine = Machine(DecodeSteps(3), decode=0.0, block=0.0, passing=0.0)
+    machine.streams()
+    machine.add("prompt", PROMPT)
+    assert positions(machine.step()) == BLOCK
+
+
+seconds = st.floats(min_value=1e-5, max_value=10.0)
+
+
+@given(
+    target=st.one_of(seconds, st.builds(DecodeSteps, st.floats(min_value=1.1, max_value=20.0))),
+    decode=seconds,
+    block=seconds,
+    passing=st.floats(min_value=0.0, max_value=1.0),
+    chunk=st.integers(min_value=1, max_value=64).map(lambda blocks: blocks * BLOCK),
+)
+def test_no_step_is_longer_than_its_bounds(
+    target: TargetGap, decode: float, block: float, passing: float, chunk: int
+) -> None:
+    """Whatever steps cost: once that is known, a step takes no longer than the target, or than the
+    least that prompts have; and a prompt goes on in every step."""
+    machine = Machine(target, chunk, decode, block, passing * block)
+    machine.streams()
+    machine.add("prompt", WINDOW * chunk)
+    for _ in range(WINDOW):
+        assert positions(machine.step())
+    limit = target.count * decode if isinstance(target, DecodeSteps) else target
+    besides = decode + passing * block
+    in_whole_chunks = besides / (chunk // BLOCK) + block
+    least = next(n for n in range(1, 65) if besides / n + block <= MOST_DELAY * in_whole_chunks)
+    at_most = max(GROWTH * limit, besides + (GROWTH * least + 1) * block)
+    assert all(spent <= at_most * (1 + 1e-9) for spent, _ in machine.spent[WINDOW // 2 + 1 :])
+
+
+def test_a_device_whose_work_is_not_timed_has_no_target() -> None:
+    """Nothing is accepted and ignored."""
+    with pytest.raises(InvalidRequest, match="on meta how long prompts take is not known"):
+        Engine(small_gpt().to("meta"), EngineConfig(target_gap=DecodeSteps(3)))
+
+
+@pytest.mark.parametrize("target", [DecodeSteps(1), DecodeSteps(0.5), 0.0, -1.0])
+def test_a_target_that_leaves_nothing_is_refused(target: TargetGap) -> None:
+    with pytest.raises(InvalidRequest, match="which leaves nothing for prompts"):
+        EngineConfig(target_gap=target)
+
+
+@pytest.mark.parametrize(
+    ("text", "target"),
+    [("3x", DecodeSteps(3)), (" 2.5 X ", DecodeSteps(2.5)), ("150ms", 0.15), ("0.2s", 0.2),
+     ("none", None)],
+)  # fmt: skip
+def test_targets_as_people_write_them(text: str, target: TargetGap | None) -> None:
+    assert parse_target_gap(text) == target
+
+
+@pytest.mark.parametrize("text", ["", "3", "1x", "0.9x", "-3x", "1001x", "0ms", "2h", "3601s", "x"])
+def test_what_is_not_a_target(text: str) -> None:
+    with pytest.raises(ValueError, match=r"is not a gap between tokens|has no room for prompts"):
+        parse_target_gap(text)
