@@ -3,10 +3,10 @@
     python -m benchmarks.footprint [--checkpoint DIRECTORY] [--threads N] [--slots N] [--starts N]
 
 Ready is when it says so, from the start of its process, kernels being built already: the median of
-several starts, one after the other. Memory is what is resident after it has answered texts and
-rows, less the bytes of its weights and of its KV cache: Python, torch, the vocabulary, the service.
-The peak is the most that was resident at any time, loading included; both of the last start. The
-last line is JSON.
+several starts, one after the other. Memory is what is resident after it has answered texts and rows
+and had a sequence of the whole context in every slot, less the bytes of its weights and of its KV
+cache: Python, torch, the vocabulary, the service. The peak is the most that was resident at any
+time, loading included; both of the last start. The last line is JSON.
 """
 
 import json
@@ -52,8 +52,9 @@ def besides(held: int, info: dict[str, Any]) -> int:
 
 
 def ask(url: str) -> dict[str, Any]:
-    """Have texts and rows computed; the server's /info."""
-    with httpx.Client(base_url=url, trust_env=False, timeout=300) as http:
+    """Have texts and rows computed, and every slot filled, because a cache takes memory only where
+    it was used; the server's /info."""
+    with httpx.Client(base_url=url, trust_env=False, timeout=600) as http:
         for seed in range(ASKED):
             for path, body in (
                 ("/generate", {"max_tokens": 20, "seed": seed, "n": 4, "ignore_eos": True}),
@@ -61,6 +62,9 @@ def ask(url: str) -> dict[str, Any]:
             ):
                 http.post(path, json={"prompt": "import os", **body}).raise_for_status()
         info: dict[str, Any] = http.get("/info").json()
+        longest = [0] * (info["limits"]["context_length"] - 1)
+        full = {"prompt": longest, "max_tokens": 1, "n": info["slots"], "prefix_reuse": False}
+        http.post("/generate", json=full).raise_for_status()
         return info
 
 

@@ -167,6 +167,8 @@ def application(settings: RaySettings) -> serve.Application:
     ours = {name: getattr(settings, name) for name in ServeSettings.model_fields}
     sources = tuple(replace(one, path=one.path.resolve()) for one in settings.checkpoint)
     ours |= {"threads": threads, "checkpoint": sources}
+    if settings.slots is None and settings.kv_cache_memory is None:
+        ours["slots"] = EngineConfig().slots  # not a share of memory that other replicas have too
     slots = (settings.slots or EngineConfig().slots) * len(sources)
     deployment = serve.deployment(
         serve.ingress()(Replica),

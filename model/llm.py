@@ -76,7 +76,7 @@ from model.inference.interventions import Intervention, changeable_stage, change
 from model.inference.kernels.select import KernelError
 from model.inference.load import Slots, choose_slots, load_model
 from model.inference.memory import SlotBudget
-from model.inference.options import KernelChoice, KernelTarget, Quantization
+from model.inference.options import KernelChoice, KernelTarget, Quantization, SlotDefault
 from model.inference.sampling.distribution import log_softmax
 from model.inference.sampling.lens import LensRow, read_lens
 from model.inference.sampling.params import SamplingParams, TokenLogprob
@@ -146,8 +146,10 @@ class LLM:
     """One checkpoint, ready to compute. One thread may use it; streams may be read in turns.
 
     checkpoint          its directory
-    device, dtype, threads, kernels, kernel_target, quantize, slots   as for `logitd serve`.
-                        `threads` sets the size of torch's thread pool for the whole process
+    device, dtype, threads, kernels, kernel_target, quantize   as for `logitd serve`. `threads` sets
+                        the size of torch's thread pool for the whole process
+    slots               sequences that are computed at once; 16 if not given, with which a batch is
+                        fast: nobody waits in its queue
     log                 gets a line where native kernels are being built
 
     Raises LoadError. Methods raise InvalidRequest, a ValueError, for what cannot be computed.
@@ -166,7 +168,7 @@ class LLM:
         slots: int | None = None,
         log: Callable[[str], None] = logger.info,
     ) -> None:
-        wanted = Slots(SlotBudget(slots), EngineConfig().slots)
+        wanted = Slots(SlotBudget(slots), SlotDefault(EngineConfig().slots))
         try:
             loaded = load_model(
                 Path(checkpoint),
@@ -180,7 +182,7 @@ class LLM:
                 log=log,
             )
             use_threads(loaded.placement.threads)
-            config = EngineConfig(slots=choose_slots(loaded, wanted))
+            config = EngineConfig(slots=choose_slots(loaded, wanted).count)
         except (CheckpointError, DeviceError, KernelError, InvalidRequest) as error:
             raise LoadError(str(error)) from error
         self.checkpoint = loaded.checkpoint

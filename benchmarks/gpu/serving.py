@@ -25,6 +25,7 @@ from model.inference.kernels.cuda.capture import DirectCalls
 from model.inference.kernels.cuda.decoder import GraphDecoder
 from model.inference.kernels.eager.decoder import PlainDecoder
 from model.inference.memory import SlotBudget, slots_for
+from model.inference.options import SlotDefault
 from model.memory import available
 from model.transformer.gpt import GPT
 
@@ -240,7 +241,7 @@ def _too_large(plan: Plan, gpt: GPT, batch: int) -> str | None:
             gpt.config,
             plan.placement.dtype.itemsize,
             available(plan.placement.device),
-            default=batch,
+            default=SlotDefault(batch),
             gpu=plan.placement.device.type == "cuda",
         )
     except DeviceError as error:

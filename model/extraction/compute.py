@@ -41,11 +41,11 @@ from model.inference.engine.events import (
 )
 from model.inference.load import LoadedModel, Slots, choose_slots, load_model
 from model.inference.memory import SlotBudget
-from model.inference.options import KernelChoice, KernelTarget, Quantization
+from model.inference.options import KernelChoice, KernelTarget, Quantization, SlotDefault
 from model.inference.sampling.lens import lens_width
 from model.transformer.config import BLOCK
 
-SLOTS = Slots(SlotBudget(), EngineConfig().prefill_chunk // BLOCK)
+SLOTS = Slots(SlotBudget(), SlotDefault(EngineConfig().prefill_chunk // BLOCK))
 """As many prompts as a step of a server can compute at once, be they as short as a block."""
 PREFILL_CHUNK = 1024
 """Positions of a step on a CPU: nobody waits for a token meanwhile, and windows are cut into fewer
@@ -99,7 +99,7 @@ class ShardComputer:
         self.computation = computation
         on_cpu = loaded.placement.device.type == "cpu"
         config = EngineConfig(
-            slots=choose_slots(loaded, SLOTS),
+            slots=choose_slots(loaded, SLOTS).count,
             prefill_chunk=PREFILL_CHUNK if on_cpu else EngineConfig().prefill_chunk,
         )
         self._config = loaded.checkpoint.config

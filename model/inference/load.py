@@ -28,17 +28,25 @@ from model.device import (
 from model.dtypes import DTypeName
 from model.inference.kernels.select import DecodePath, DTypeChoice, choose_decode_path, choose_dtype
 from model.inference.memory import SlotBudget, slots_for
-from model.inference.options import KernelChoice, KernelTarget, Quantization
-from model.memory import available, check_weights_fit, model_bytes
+from model.inference.options import KernelChoice, KernelTarget, Quantization, SlotDefault
+from model.memory import Available, available, check_weights_fit, model_bytes
 from model.transformer.gpt import GPT
 
 
 @dataclass(frozen=True, slots=True)
 class Slots:
-    """The slots that a KV cache is to have: a budget, and their number where that is empty."""
+    """The slots that a KV cache is to have: a budget, and how many where that is empty."""
 
     budget: SlotBudget
-    default: int
+    default: SlotDefault
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenSlots:
+    """How many a KV cache gets, and what memory the weights left free for them."""
+
+    count: int
+    memory: Available
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,18 +160,20 @@ def check_replacement(served: CheckpointInfo, other: CheckpointInfo) -> None:
         )
 
 
-def choose_slots(loaded: LoadedModel, slots: Slots) -> int:
+def choose_slots(loaded: LoadedModel, slots: Slots) -> ChosenSlots:
     """How many slots the KV cache of a loaded model gets. Raises DeviceError where they do not fit
     beside the weights."""
     device = loaded.placement.device
-    return slots_for(
+    memory = available(device)
+    count = slots_for(
         slots.budget,
         loaded.checkpoint.config,
         loaded.placement.dtype.itemsize,
-        available(device),
+        memory,
         default=slots.default,
         gpu=device.type == "cuda",
     )
+    return ChosenSlots(count, memory)
 
 
 def release_memory() -> None:

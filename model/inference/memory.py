@@ -7,7 +7,7 @@ buffers of libraries and of single kernels; the share of a GPU that is left unus
 from dataclasses import dataclass
 
 from model.device import DeviceError
-from model.inference.options import MemoryShare, MemorySize
+from model.inference.options import MemoryShare, MemorySize, SlotDefault
 from model.memory import Available, format_bytes, free_of
 from model.transformer.config import BLOCK, GPTConfig
 
@@ -45,7 +45,7 @@ def slots_for(
     item_bytes: int,
     memory: Available,
     *,
-    default: int,
+    default: SlotDefault,
     gpu: bool,
 ) -> int:
     """How many slots a budget allows, where `memory.free` is what the weights leave.
@@ -64,7 +64,8 @@ def slots_for(
                     f"{config.context_length} positions takes {format_bytes(cache_bytes)}: raise it"
                 )
         case None:
-            slots = default if budget.slots is None else budget.slots
+            asked = budget.slots
+            slots = default_slots(default, used_bytes, memory.free) if asked is None else asked
     if slots * used_bytes > memory.free:
         fit = max(0, memory.free // used_bytes)
         way_out = "Lower slots or kv_cache_memory" if fit else "Free some, or lower context_length"
@@ -73,6 +74,13 @@ def slots_for(
             f"each), {free_of(memory)} beside the weights: {fit} fit. {way_out}"
         )
     return slots
+
+
+def default_slots(default: SlotDefault, used_bytes: int, free: int) -> int:
+    """How many slots of `used_bytes` each there are where nobody says it, of `free` bytes."""
+    if default.share is None:
+        return default.most
+    return max(1, min(default.most, int(default.share.fraction * free) // used_bytes))
 
 
 def _slots_in_share(share: MemoryShare, used_bytes: int, memory: Available, *, gpu: bool) -> int:

@@ -40,6 +40,21 @@ MemorySize = int | MemoryShare
 
 
 @dataclass(frozen=True, slots=True)
+class SlotDefault:
+    """How many slots an empty budget gets: `most`. With a `share`, as many up to that as it holds
+    of what the weights leave free, and one at least."""
+
+    most: int
+    share: MemoryShare | None = None
+
+
+SERVED_SLOTS = SlotDefault(64, MemoryShare(0.25))
+"""Where requests wait for each other. A cache takes no memory before its slots are used
+(`model/inference/kv_cache.py`), and then a quarter leaves most to others. 64 bounds how slow a
+stream gets where all are in use."""
+
+
+@dataclass(frozen=True, slots=True)
 class DecodeSteps:
     """A time: so many times as long as a step takes that decodes and does nothing else."""
 

@@ -1,7 +1,8 @@
 """Sharing: the slots of several models on one device, settled before any weights are read.
 
 A number of slots is each model's own; an amount of memory is that of all KV caches together, and
-each model's has an equal part of it. What all take is held against what is free. Arithmetic on
+each model's has an equal part of it. Where neither is given, each has its default in an equal part
+of what all weights leave. What all take is held against what is free. Arithmetic on
 shapes. One model by itself is the business of `slots_for` (`model/inference/memory.py`), which is
 asked again while each is loaded.
 """
@@ -10,8 +11,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from model.device import DeviceError
-from model.inference.memory import MAX_SLOTS, SlotBudget, slot_bytes, working_bytes
-from model.inference.options import MemoryShare
+from model.inference.memory import (
+    MAX_SLOTS,
+    SlotBudget,
+    default_slots,
+    slot_bytes,
+    working_bytes,
+)
+from model.inference.options import MemoryShare, SlotDefault
 from model.memory import Available, format_bytes, free_of, model_bytes
 from model.transformer.config import GPTConfig
 
@@ -36,7 +43,12 @@ class Shape:
 
 
 def divide_slots(
-    shapes: Sequence[Shape], budget: SlotBudget, memory: Available, *, default: int, gpu: bool
+    shapes: Sequence[Shape],
+    budget: SlotBudget,
+    memory: Available,
+    *,
+    default: SlotDefault,
+    gpu: bool,
 ) -> tuple[int, ...]:
     """How many slots each model gets, where `memory.free` is free before any of them is loaded.
 
@@ -49,8 +61,13 @@ def divide_slots(
             f"{free_of(memory)}: serve fewer, choose a narrower dtype, or free some"
         )
     if budget.memory is None:
-        count = default if budget.slots is None else budget.slots
-        slots = tuple(count for _ in shapes)
+        part = (memory.free - weights) // len(shapes)
+        slots = tuple(
+            default_slots(default, shape.slot(gpu=gpu), part)
+            if budget.slots is None
+            else budget.slots
+            for shape in shapes
+        )
     else:
         slots = _in_equal_parts(shapes, budget, memory, weights, gpu=gpu)
     caches = [n * shape.slot(gpu=gpu) for n, shape in zip(slots, shapes, strict=True)]

@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.text import Text
 
 from model.checkpoint.checkpoint import is_checkpoint
+from model.memory import format_bytes
 from service.app.server import serve
 from service.commands.servable import NotFollowed, NotServable, checkpoint_at
 from service.core.models import Models, NotLoaded, Served
@@ -157,5 +158,7 @@ def _decoding(served: Served) -> str:
 
 
 def _slots(served: Served) -> str:
-    size = served.computation.kv_cache_bytes / 2**20
-    return f"{served.slots} sequences at once, {size:,.0f} MiB of keys and values"
+    computed = served.computation
+    each = computed.kv_cache_bytes // served.slots
+    why = "" if computed.slots_why is None else f" ({computed.slots_why})"
+    return f"{served.slots} sequences at once, {format_bytes(each)} of keys and values each{why}"

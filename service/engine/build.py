@@ -11,7 +11,14 @@ from pathlib import Path
 
 from model.checkpoint.checkpoint import CheckpointError, CheckpointInfo
 from model.data.errors import DataError
-from model.device import DeviceError, Placement, describe, one_thread, use_threads
+from model.device import (
+    DeviceError,
+    Placement,
+    choose_device,
+    describe,
+    one_thread,
+    use_threads,
+)
 from model.inference.constraints.compiler import Compiler, ConstraintsUnavailable
 from model.inference.constraints.mask_worker import MaskWorker
 from model.inference.engine.config import SERVED_TARGET_GAP, EngineConfig
@@ -19,6 +26,7 @@ from model.inference.engine.engine import Engine
 from model.inference.errors import InvalidRequest
 from model.inference.kernels.select import KernelError
 from model.inference.load import (
+    ChosenSlots,
     LoadedModel,
     Slots,
     choose_slots,
@@ -27,7 +35,15 @@ from model.inference.load import (
     release_memory,
 )
 from model.inference.memory import SlotBudget
-from model.inference.options import TargetGap, format_target_gap, parse_memory, parse_target_gap
+from model.inference.options import (
+    SERVED_SLOTS,
+    SlotDefault,
+    TargetGap,
+    format_target_gap,
+    parse_memory,
+    parse_target_gap,
+)
+from model.memory import format_bytes
 from model.text.tokenizer import Tokenizer
 from model.transformer.gpt import GPT
 from service.engine.driver import WeightsLoader
@@ -54,6 +70,7 @@ class Computation:
     quantization: QuantizationCost | None  # None without --quantize
     parameters: int
     kv_cache_bytes: int
+    slots_why: str | None  # why as many slots, where nobody said how many
     target_gap: str  # between tokens, as the setting writes it
 
 
@@ -98,7 +115,9 @@ def compiler_for(tokenizer: Tokenizer) -> Compiler | Unavailable:
 
 def _build(settings: ServeSettings) -> BuiltEngine:
     memory = None if settings.kv_cache_memory is None else parse_memory(settings.kv_cache_memory)
-    slots = Slots(SlotBudget(settings.slots, memory), EngineConfig().slots)
+    budget = SlotBudget(settings.slots, memory)
+    gpu = choose_device(settings.device).type == "cuda"
+    slots = Slots(budget, default_slots(settings, gpu=gpu))
     model = load_model(
         settings.source.path,
         device=settings.device,
@@ -117,8 +136,9 @@ def _build(settings: ServeSettings) -> BuiltEngine:
     quantization = measure_quantization(
         model, settings.quantize, settings.validation_text, settings.kernel_target
     )
+    chosen = choose_slots(model, slots)
     config = EngineConfig(
-        slots=choose_slots(model, slots),
+        slots=chosen.count,
         prefill_chunk=settings.prefill_chunk,
         target_gap=_target_gap(settings, model.placement),
         prefix_reuse=settings.prefix_reuse,
@@ -130,11 +150,29 @@ def _build(settings: ServeSettings) -> BuiltEngine:
     release_memory()
     return BuiltEngine(
         engine,
-        _computation(model, engine, quantization),
+        _computation(model, engine, quantization, _why_slots(slots, chosen)),
         model.checkpoint,
         compiler,
         partial(_load_weights, model.checkpoint, model.placement),  # not the model: it will go
     )
+
+
+def default_slots(settings: ServeSettings, *, gpu: bool) -> SlotDefault:
+    """How many slots there are where no setting says it. Batch-invariant on CUDA every step takes
+    as long as that of all of them, so there they are few."""
+    if settings.batch_invariant and gpu:
+        return SlotDefault(EngineConfig().slots)
+    return SERVED_SLOTS
+
+
+def _why_slots(slots: Slots, chosen: ChosenSlots) -> str | None:
+    """For the banner; None where a setting says how many."""
+    budget, default = slots.budget, slots.default
+    if budget.slots is not None or budget.memory is not None or default.share is None:
+        return None
+    if chosen.count == default.most:
+        return "as many as are made unasked"
+    return f"{default.share} of the {format_bytes(chosen.memory.free)} that the weights leave free"
 
 
 def _target_gap(settings: ServeSettings, placement: Placement) -> TargetGap | None:
@@ -154,7 +192,10 @@ def _load_weights(
 
 
 def _computation(
-    model: LoadedModel, engine: Engine, quantization: QuantizationCost | None
+    model: LoadedModel,
+    engine: Engine,
+    quantization: QuantizationCost | None,
+    slots_why: str | None,
 ) -> Computation:
     return Computation(
         weights_sha256=model.checkpoint.weights_sha256,
@@ -167,5 +208,6 @@ def _computation(
         quantization=quantization,
         parameters=model.gpt.parameter_count(),
         kv_cache_bytes=engine.kv_cache_bytes,
+        slots_why=slots_why,
         target_gap=format_target_gap(engine.target_gap),
     )

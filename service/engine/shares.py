@@ -13,13 +13,12 @@ from dataclasses import dataclass
 from model.checkpoint.checkpoint import check_header, read_checkpoint
 from model.checkpoint.run_folder import checkpoint_of
 from model.device import choose_device, choose_placement
-from model.inference.engine.config import EngineConfig
 from model.inference.kernels.select import choose_dtype
 from model.inference.memory import SlotBudget
 from model.inference.options import parse_memory
 from model.inference.sharing import Shape, divide_slots
 from model.memory import available
-from service.engine.build import STARTUP_ERRORS
+from service.engine.build import STARTUP_ERRORS, default_slots
 from service.settings.model_source import ModelSource
 from service.settings.serve import ServeSettings
 
@@ -48,12 +47,13 @@ def divide_memory(settings: ServeSettings) -> Shares:
         return Shares({}, refused)
     memory = None if settings.kv_cache_memory is None else parse_memory(settings.kv_cache_memory)
     device = choose_device(settings.device)
+    gpu = device.type == "cuda"
     slots = divide_slots(
         shapes,
         SlotBudget(settings.slots, memory),
         available(device),
-        default=EngineConfig().slots,
-        gpu=device.type == "cuda",
+        default=default_slots(settings, gpu=gpu),
+        gpu=gpu,
     )
     return Shares({shape.name: n for shape, n in zip(shapes, slots, strict=True)}, refused)
 

@@ -18,7 +18,7 @@ from pydantic import (
 from pydantic_settings import CliPositionalArg, NoDecode
 
 from model.inference.engine.config import SERVED_TARGET_GAP, EngineConfig
-from model.inference.options import Speculation, parse_memory, parse_target_gap
+from model.inference.options import SERVED_SLOTS, Speculation, parse_memory, parse_target_gap
 from service.settings.common import (
     BUNDLED_CHECKPOINT,
     CommandSettings,
@@ -82,6 +82,14 @@ def _host(text: str) -> str:
 def _memory(text: str) -> str:
     parse_memory(text)
     return text
+
+
+def _default_slots() -> str:
+    most, share = SERVED_SLOTS.most, SERVED_SLOTS.share
+    return (
+        f"into {share} of what the weights leave free, {most} at most; {EngineConfig().slots} on "
+        "CUDA with --batch-invariant"
+    )
 
 
 MemoryText = Annotated[str, AfterValidator(_memory)]
@@ -185,7 +193,7 @@ class ServeSettings(CommandSettings):
         ge=1,
         le=4096,
         description="sequences in the KV cache at once, of each model where several are served; if "
-        f"not given {EngineConfig().slots}, or as many as fit into --kv-cache-memory",
+        f"not given as many as fit into --kv-cache-memory, or without it {_default_slots()}",
     )
     kv_cache_memory: MemoryText | None = Field(
         None,

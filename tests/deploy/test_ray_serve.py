@@ -22,7 +22,8 @@ import pytest
 
 pytest.importorskip("ray.serve", reason="the extra `ray`, which `make test-slow` installs")
 
-from deploy.ray_serve import RaySettings, main
+from deploy.ray_serve import RaySettings, application, main
+from model.inference.engine.config import EngineConfig
 from service.settings.serve import ServeSettings
 from tests.service.serving import eventually
 from tests.service.spelling import save_spelling_checkpoint, spelled
@@ -262,3 +263,19 @@ def test_what_cannot_be_meant_is_refused(
 
 def test_every_flag_of_the_server_is_there() -> None:
     assert set(ServeSettings.model_fields) < set(RaySettings.model_fields)
+
+
+@pytest.mark.parametrize(
+    ("settings", "slots"),
+    [
+        ({}, EngineConfig().slots),
+        ({"slots": 5}, 5),
+        ({"kv_cache_memory": "1GiB"}, None),
+    ],
+)
+def test_replicas_do_not_each_take_a_share_of_what_is_free(
+    settings: dict[str, Any], slots: int | None
+) -> None:
+    """They are on one machine, and start at the same time."""
+    deployed = application(RaySettings(_env_file=None, **settings))._bound_deployment
+    assert deployed.init_args[0]["slots"] == slots

@@ -8,6 +8,7 @@ from pydantic import ValidationError
 from pydantic_settings import BaseSettings, CliApp
 
 from model.inference.engine.config import SERVED_TARGET_GAP, EngineConfig
+from model.inference.options import SERVED_SLOTS
 from service.cli import COMMANDS, parse
 from service.settings.model_source import ModelSource
 from service.settings.serve import ServeSettings
@@ -95,7 +96,9 @@ def test_defaults_of_the_engine_stand_in_the_engine() -> None:
         ServeSettings.model_fields["target_gap"].description
     )
     description = ServeSettings.model_fields["slots"].description
-    assert f"if not given {config.slots}," in str(description)
+    default = f"{SERVED_SLOTS.share} of what the weights leave free, {SERVED_SLOTS.most} at most"
+    assert default in str(description)
+    assert f"{config.slots} on CUDA with --batch-invariant" in str(description)
 
 
 @pytest.mark.parametrize(

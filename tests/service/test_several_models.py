@@ -17,7 +17,7 @@ import pytest
 
 from model.inference.reference import generate
 from model.inference.sampling.params import SamplingParams
-from model.memory import Available
+from model.memory import Available, format_bytes
 from service.app.app import create_app
 from service.commands.serve import print_banner
 from service.core.models import NotLoaded
@@ -417,7 +417,8 @@ def test_the_banner_says_what_each_is_and_what_they_share(
         assert [line for line in lines if line[0] == "not" and "damaged" in line[1]]
         assert ["model", "good"] in lines
         assert ["checkpoint", "good, step 32, validation loss 2.5000 nats/token"] in lines
-        assert ["slots", "2 sequences at once, 0 MiB of keys and values"] in lines
+        each = format_bytes(server.served.computation.kv_cache_bytes // 2)
+        assert ["slots", f"2 sequences at once, {each} of keys and values each"] in lines
         (device,) = (line[1] for line in lines if line[0] == "device")
         assert device.endswith("1 threads; a step each in turn")
         command = lines[-1][1]

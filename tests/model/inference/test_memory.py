@@ -16,7 +16,7 @@ from model.inference.memory import (
     slots_for,
     working_bytes,
 )
-from model.inference.options import MemoryShare, parse_memory
+from model.inference.options import SERVED_SLOTS, MemoryShare, SlotDefault, parse_memory
 from model.memory import Available, format_bytes
 from model.transformer.config import BLOCK, gpt2_shape
 from tests.model.factories import FAMILIES, tiny_config
@@ -45,7 +45,7 @@ def test_a_slot_of_gpt_2_in_16_bits() -> None:
 
 
 def slots(available: Available = CARD, /, *, gpu: bool = True, **budget: Any) -> int:
-    return slots_for(SlotBudget(**budget), SMALL, 2, available, default=16, gpu=gpu)
+    return slots_for(SlotBudget(**budget), SMALL, 2, available, default=SlotDefault(16), gpu=gpu)
 
 
 def test_a_number_of_slots_is_that_number() -> None:
@@ -108,6 +108,42 @@ def test_a_cpu_needs_no_copies_and_shares_what_the_weights_leave() -> None:
         "kv_cache_memory is 0.5%: 30.7 MiB of the 6.0 GiB that the weights leave of this machine, "
         "and one slot takes 36.0 MiB: raise it, or free some"
     )
+
+
+def served(free: int) -> int:
+    """The slots of GPT-2 in 16 bits on a CPU where nobody says how many."""
+    memory = Available("this machine", 2**50, free)
+    return slots_for(SlotBudget(), SMALL, 2, memory, default=SERVED_SLOTS, gpu=False)
+
+
+@pytest.mark.parametrize(
+    ("free", "count"),
+    [
+        (GIB, 7),  # 7 of 36 MiB, of 256
+        (4 * GIB, 28),
+        (9 * GIB, 64),
+        (2**45, 64),  # no more without being asked
+        (4 * 16 * ONE, 16),
+        (4 * 16 * ONE - 1, 15),
+        (4 * ONE - 1, 1),  # not one in a quarter, but one is what it takes to serve
+        (ONE, 1),
+    ],
+)
+def test_unasked_slots_take_a_quarter_of_what_is_free(free: int, count: int) -> None:
+    """There were 16, on any machine: of 32 clients half waited for the other half, and where 16 did
+    not fit nothing was served."""
+    assert served(free) == count
+
+
+def test_where_not_one_fits_nothing_is_served() -> None:
+    with pytest.raises(DeviceError, match=r"^1 slots take 36.0 MiB .* 0 fit\. Free some, or lower"):
+        served(ONE - 1)
+
+
+def test_what_is_asked_for_is_no_matter_of_shares() -> None:
+    memory = Available("this machine", 2**50, GIB)
+    count = slots_for(SlotBudget(slots=20), SMALL, 2, memory, default=SERVED_SLOTS, gpu=False)
+    assert count == 20
 
 
 @pytest.mark.parametrize(

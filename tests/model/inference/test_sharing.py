@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from model.device import DeviceError
 from model.inference.memory import MAX_SLOTS, SlotBudget, slots_for
-from model.inference.options import MemoryShare, MemorySize
+from model.inference.options import SERVED_SLOTS, MemoryShare, MemorySize, SlotDefault
 from model.inference.sharing import Shape, divide_slots
 from model.memory import Available
 from tests.model.factories import tiny_config
@@ -43,7 +43,7 @@ def test_what_is_given_fits(
     part has no room for another slot."""
     budget = SlotBudget(None if amount is not None else count, amount)
     try:
-        slots = divide_slots(shapes, budget, memory, default=16, gpu=gpu)
+        slots = divide_slots(shapes, budget, memory, default=SlotDefault(16), gpu=gpu)
     except DeviceError:
         return
     weights = sum(shape.weights for shape in shapes)
@@ -76,23 +76,49 @@ def test_one_by_itself_gets_what_it_gets_alone(
         if left.free < 0:
             return None
         try:
-            return slots_for(budget, shape.config, shape.item_bytes, left, default=16, gpu=gpu)
+            return slots_for(
+                budget, shape.config, shape.item_bytes, left, default=SlotDefault(16), gpu=gpu
+            )
         except DeviceError:
             return None
 
     try:
-        (slots,) = divide_slots(shapes, budget, memory, default=16, gpu=gpu)
+        (slots,) = divide_slots(shapes, budget, memory, default=SlotDefault(16), gpu=gpu)
     except DeviceError:
         assert alone() is None
     else:
         assert slots == alone()
 
 
+@given(SHAPES, MEMORY, st.booleans())
+def test_unasked_slots_take_a_quarter_of_what_all_weights_leave(
+    shapes: list[Shape], memory: Available, gpu: bool
+) -> None:
+    """In equal parts. Where a part has no room for a slot, it has one all the same, if all of them
+    together fit into what is free."""
+    try:
+        slots = divide_slots(shapes, SlotBudget(), memory, default=SERVED_SLOTS, gpu=gpu)
+    except DeviceError:
+        sizes = [shape.slot(gpu=gpu) for shape in shapes]
+        assert sum(shape.weights for shape in shapes) + sum(sizes) > memory.free * 3 / 4
+        return
+    left = memory.free - sum(shape.weights for shape in shapes)
+    part = left / 4 / len(shapes)
+    for n, shape in zip(slots, shapes, strict=True):
+        size = shape.slot(gpu=gpu)
+        assert n == 1 or n * size <= part
+        assert n == SERVED_SLOTS.most or (n + 1) * size > part - 1
+
+
 def test_the_refusal_names_each_with_what_it_takes() -> None:
     shapes = [Shape("a", tiny_config(), 4), Shape("b", tiny_config(d_model=64), 4)]
     with pytest.raises(DeviceError) as caught:
         divide_slots(
-            shapes, SlotBudget(slots=64), Available("here", 2**24, 2**22), default=16, gpu=False
+            shapes,
+            SlotBudget(slots=64),
+            Available("here", 2**24, 2**22),
+            default=SlotDefault(16),
+            gpu=False,
         )
     told = re.fullmatch(
         r"2 models take (\S+) MiB together \(a .+ of weights and (\S+) MiB for 64 slots, b .+ of "

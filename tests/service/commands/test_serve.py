@@ -42,7 +42,7 @@ def test_the_banner_says_what_is_served_and_where(process: ServedProcess) -> Non
         "dtype": rows["dtype"],
         "decoding": "torch (head_dim is 8, not a multiple of 16 up to 256)",
         "context": "128 tokens",
-        "slots": "3 sequences at once, 0 MiB of keys and values",
+        "slots": "3 sequences at once, 96.0 KiB of keys and values each",
         "keys": "none: whoever can connect is answered",
         "service": process.url,
         "docs": f"{process.url}/docs",

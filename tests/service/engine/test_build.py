@@ -10,6 +10,8 @@ from model.device import DeviceError
 from model.inference import load as opening
 from model.inference.engine.config import EngineConfig
 from model.inference.load import LoadedModel
+from model.inference.options import SERVED_SLOTS, SlotDefault
+from model.memory import Available, format_bytes
 from service.engine import build as building
 from service.settings.serve import ServeSettings
 
@@ -52,4 +54,32 @@ def test_bytes_of_keys_and_values_become_slots(checkpoint_path: Path) -> None:
         building._build(ServeSettings(kv_cache_memory=str(one - 1), **flags))
     with pytest.raises(DeviceError, match=r"^kv_cache_memory is 0.0001%: .* of the .* that the"):
         building._build(ServeSettings(kv_cache_memory="0.0001%", **flags))
-    assert building._build(ServeSettings(**flags)).engine.slots == EngineConfig().slots
+    assert building._build(ServeSettings(**flags)).engine.slots == SERVED_SLOTS.most
+
+
+def test_unasked_slots_are_said_with_their_reason(
+    checkpoint_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Forty and a half fit into a quarter of what is free, or a hundred, of which 64 are made."""
+    flags: dict[str, Any] = {"checkpoint": checkpoint_path, "device": "cpu", "kernels": "torch",
+                              "dtype": "float32", "threads": torch.get_num_threads()}  # fmt: skip
+    one = building._build(ServeSettings(slots=1, **flags)).engine.kv_cache_bytes
+    assert building._build(ServeSettings(slots=1, **flags)).computation.slots_why is None
+
+    def said(free: int) -> tuple[int, str | None]:
+        there = Available("this machine", 2**40, free)
+        monkeypatch.setattr("model.inference.load.available", lambda device: there)
+        built = building._build(ServeSettings(**flags))
+        return built.engine.slots, built.computation.slots_why
+
+    free = 4 * 40 * one + 2 * one
+    assert said(free) == (40, f"25% of the {format_bytes(free)} that the weights leave free")
+    assert said(400 * one) == (64, "as many as are made unasked")
+
+
+def test_batch_invariance_on_a_gpu_has_few_slots() -> None:
+    """Every step takes as long as that of all of them."""
+    settings = ServeSettings(batch_invariant=True)
+    assert building.default_slots(settings, gpu=True) == SlotDefault(EngineConfig().slots)
+    assert building.default_slots(settings, gpu=False) == SERVED_SLOTS
+    assert building.default_slots(ServeSettings(), gpu=True) == SERVED_SLOTS
