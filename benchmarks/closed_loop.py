@@ -1,0 +1,352 @@
+"""Clients that ask again as soon as they were answered, or at a rate: what each waits for.
+
+    python -m benchmarks.closed_loop [--serve FLAGS ...] [--url URL ...] [--clients 8 32]
+                                     [--rate R ...] [--prompt-tokens N] [--tokens N] [--shared S]
+                                     [--seconds S] [--rounds N] [--checkpoint PATH] [--json]
+
+    python -m benchmarks.closed_loop --serve="" --serve="--target-gap none" --clients 8
+    python -m benchmarks.closed_loop --url http://127.0.0.1:8080 --clients 1 8 32
+
+A target is a `logitd serve` that is started with some flags, or a server that runs already and has
+OpenAI's `/v1/completions`: logitd, llama-server, vLLM. All are asked by the same client, for
+streams after prompts of random token ids, and nothing ends a text but its length. All targets run
+all the time, and each load is asked of each in turn, round by round, so that what else the machine
+does meets all alike; those that are not asked do nothing.
+
+clients   so many at once (a closed loop), each with a new prompt when its last stream has ended
+rate      requests a second at random moments, however many are under way (an open loop)
+shared    the share of a prompt that all prompts begin with
+
+Streams begin one after the other during a warm-up, which no figure has anything of.
+
+tokens/s  that came in the time that counts, of all streams
+TTFT      from the request to the first token, of the requests that were sent in that time
+gap       between two pieces of a stream that bring tokens, which came in that time
+
+The client is on the same machine: `client CPU` says how many processors it took.
+"""
+
+import asyncio
+import itertools
+import json
+import random
+import shlex
+import sys
+import time
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from benchmarks.arguments import new_parser
+from model.benchmark.machine import processor_name
+from model.benchmark.spread import Spread
+from service.commands.benchmark.load import Ask, StreamFailed, StreamRecord, gaps, run_streams
+from service.commands.benchmark.server import started_server
+
+BUNDLED = Path(__file__).parent.parent / "checkpoints" / "python-small"
+TIMEOUT = httpx.Timeout(600.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A server, by the name that its row has."""
+
+    name: str
+    url: str
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """So many clients in a closed loop, or so many requests a second in an open one."""
+
+    clients: int | None = None
+    rate: float | None = None
+
+    @property
+    def name(self) -> str:
+        return f"{self.rate:g}/s" if self.clients is None else str(self.clients)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """What each request asks for, and for how long they come. `seconds` count, after `warm_up`."""
+
+    prompt_tokens: int
+    tokens: int
+    shared: float
+    seconds: float
+    warm_up: float
+
+
+@dataclass(slots=True)
+class Observed:
+    """What one target did under one load, in all rounds so far: seconds, and tokens in them."""
+
+    seconds: float = 0.0
+    tokens: int = 0
+    busy: float = 0.0  # processor time of this process
+    first_tokens: list[float] = field(default_factory=list)
+    gaps: list[float] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
+
+    def add(self, records: Sequence[StreamRecord], begin: float, end: float) -> None:
+        """Take what happened from `begin` to `end`."""
+        self.seconds += end - begin
+        for record in records:
+            if record.failure is not None:
+                self.failures.append(f"{record.failure.kind}: {record.failure.message}")
+                continue
+            times = [arrival.at for arrival in record.arrivals]
+            if begin <= record.sent < end:
+                self.first_tokens.append(times[0] - record.sent)
+            inside = [begin <= at < end for at in times]
+            self.tokens += sum(
+                arrival.tokens for arrival, counts in zip(record.arrivals, inside, strict=True)
+                if counts
+            )  # fmt: skip
+            self.gaps += [
+                gap for gap, counts in zip(gaps(record), inside[1:], strict=True) if counts
+            ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figures:
+    """Rates per second, times in seconds; None where nothing came to an end."""
+
+    target: str
+    load: str
+    requests: int
+    failed: int
+    tokens_per_second: float
+    first_token: Spread | None
+    gap: Spread | None
+    client_cpu: float
+
+
+def figures_of(target: str, load: Load, observed: Observed) -> Figures:
+    return Figures(
+        target=target,
+        load=load.name,
+        requests=len(observed.first_tokens),
+        failed=len(observed.failures),
+        tokens_per_second=observed.tokens / observed.seconds,
+        first_token=Spread.of(observed.first_tokens),
+        gap=Spread.of(observed.gaps),
+        client_cpu=observed.busy / observed.seconds,
+    )
+
+
+# Asking
+
+
+def asking_completions(http: httpx.AsyncClient, url: str, model: str) -> Ask:
+    """Streams of a server's `/v1/completions`."""
+
+    async def ask(prompt: Sequence[int], tokens: int, seed: int) -> AsyncGenerator[int, None]:
+        body = {
+            "model": model,
+            "prompt": list(prompt),
+            "max_tokens": tokens,
+            "temperature": 1.0,
+            "seed": seed,
+            "ignore_eos": True,
+            "stream": True,
+            "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+        }
+        came = 0
+        try:
+            async with http.stream("POST", f"{url}/v1/completions", json=body) as response:
+                if response.status_code != 200:
+                    said = (await response.aread()).decode(errors="replace")
+                    raise StreamFailed(f"HTTP {response.status_code}", said[:300])
+                async for line in response.aiter_lines():
+                    known = tokens_after(line, came)
+                    yield known - came
+                    came = known
+        except httpx.HTTPError as error:
+            raise StreamFailed(type(error).__name__, str(error)) from error
+
+    return ask
+
+
+def tokens_after(line: str, came: int) -> int:
+    """How many tokens of a stream have come with this line. Servers that count as they go say so in
+    each piece; of others a piece with text has one token. Raises StreamFailed."""
+    data = line.removeprefix("data: ")
+    if data == line or data == "[DONE]":
+        return came
+    try:
+        piece: Any = json.loads(data)
+        if "error" in piece:
+            raise StreamFailed("error", str(piece["error"]))
+        usage = piece.get("usage")
+        if usage is not None:
+            return int(usage["completion_tokens"])
+        return came + any(choice.get("text") for choice in piece["choices"])
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise StreamFailed("Unreadable", f"{error}: {data[:200]}") from error
+
+
+async def model_of(http: httpx.AsyncClient, url: str) -> str:
+    """The name of the first model that a server has."""
+    response = await http.get(f"{url}/v1/models")
+    response.raise_for_status()
+    name: str = response.json()["data"][0]["id"]
+    return name
+
+
+def prompts_of(question: Question, vocab_size: int, seed: str) -> Iterator[list[int]]:
+    """Prompts without end, none of them twice."""
+    drawn = random.Random(seed)
+    ids = range(vocab_size)
+    common = random.Random("shared").choices(ids, k=int(question.shared * question.prompt_tokens))
+    while True:
+        yield common + drawn.choices(ids, k=question.prompt_tokens - len(common))
+
+
+# A load
+
+
+async def run_load(
+    ask: Ask, load: Load, question: Question, prompts: Iterator[list[int]], observed: Observed
+) -> None:
+    """A load for as long as the question says, into what was observed of it before."""
+    start, busy = time.perf_counter(), time.process_time()
+    begin = start + question.warm_up
+    end = begin + question.seconds
+    records: list[StreamRecord] = []
+
+    async def one() -> None:
+        records.extend(await run_streams(ask, [next(prompts)], question.tokens))
+
+    async def client(delay: float) -> None:
+        await asyncio.sleep(delay)
+        while time.perf_counter() < end:
+            await one()
+
+    async with asyncio.TaskGroup() as group:
+        if load.clients is not None:
+            for index in range(load.clients):
+                group.create_task(client(question.warm_up * index / load.clients))
+        else:
+            assert load.rate is not None
+            moments = random.Random("arrivals")
+            while True:
+                await asyncio.sleep(moments.expovariate(load.rate))
+                if time.perf_counter() >= end:
+                    break
+                group.create_task(one())
+    stopped = time.perf_counter()
+    observed.add(records, begin, end)
+    observed.busy += (time.process_time() - busy) * question.seconds / (stopped - start)
+
+
+async def measure(
+    targets: Sequence[Target],
+    loads: Sequence[Load],
+    question: Question,
+    *,
+    vocab_size: int,
+    rounds: int,
+) -> list[Figures]:
+    """Each load on each target, `rounds` times in turns."""
+    observed = {(target, load): Observed() for load in loads for target in targets}
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+    async with httpx.AsyncClient(limits=limits, trust_env=False, timeout=TIMEOUT) as http:
+        asks = {
+            target: asking_completions(http, target.url, await model_of(http, target.url))
+            for target in targets
+        }
+        for number, (target, load) in itertools.product(range(rounds), observed):
+            prompts = prompts_of(question, vocab_size, f"{target.name} {load.name} {number}")
+            print(f"round {number + 1}: {target.name}, {load.name}", file=sys.stderr, flush=True)
+            await run_load(asks[target], load, question, prompts, observed[target, load])
+    return [figures_of(target.name, load, seen) for (target, load), seen in observed.items()]
+
+
+def table(results: Sequence[Figures]) -> str:
+    """Results in Markdown."""
+    lines = [
+        "| | clients | requests | failed | tokens/s | TTFT p50 ms | p99 | gap p50 ms | p99 "
+        "| p99/p50 | client CPU |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    for result in results:
+        first, gap = result.first_token, result.gap
+        cells = [
+            result.target, result.load, str(result.requests), str(result.failed),
+            f"{result.tokens_per_second:,.1f}", *_milliseconds(first), *_milliseconds(gap),
+            "" if gap is None else f"{gap.p99 / gap.p50:.1f}", f"{result.client_cpu:.2f}",
+        ]  # fmt: skip
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _milliseconds(times: Spread | None) -> tuple[str, str]:
+    return ("", "") if times is None else (f"{1e3 * times.p50:,.0f}", f"{1e3 * times.p99:,.0f}")
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = new_parser(__doc__, "benchmarks.closed_loop")
+    parser.add_argument("--checkpoint", type=Path, default=BUNDLED)
+    parser.add_argument("--serve", action="append", metavar="FLAGS", help="start a logitd serve")
+    parser.add_argument("--url", action="append", default=[], help="a server that runs already")
+    parser.add_argument("--clients", type=int, nargs="*", default=[])
+    parser.add_argument("--rate", type=float, nargs="*", default=[])
+    parser.add_argument("--prompt-tokens", type=int, default=256)
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--shared", type=float, default=0.0)
+    parser.add_argument("--seconds", type=float, default=60.0, help="of each load that count")
+    parser.add_argument("--warm-up", type=float, default=10.0, help="seconds before these")
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--vocab-size", type=int, default=256, help="prompts have ids below it")
+    parser.add_argument("--json", action="store_true", help="print JSON alone")
+    given = parser.parse_args(argv)
+    if not 0 <= given.shared <= 1:
+        parser.error(f"--shared is a share of a prompt, from 0 to 1, not {given.shared:g}")
+    if min([given.prompt_tokens, given.tokens, given.rounds, *given.clients]) < 1:
+        parser.error("--clients, --prompt-tokens, --tokens and --rounds are at least 1")
+    if min([given.seconds, *given.rate]) <= 0:
+        parser.error("--seconds and --rate are more than 0")
+    loads = [Load(clients=count) for count in given.clients]
+    loads += [Load(rate=rate) for rate in given.rate]
+    question = Question(
+        prompt_tokens=given.prompt_tokens,
+        tokens=given.tokens,
+        shared=given.shared,
+        seconds=given.seconds,
+        warm_up=given.warm_up,
+    )
+    started = given.serve if given.serve is not None else [""] * (not given.url)
+    with ExitStack() as stack:
+        targets = [Target(url, url.rstrip("/")) for url in given.url]
+        for flags in started:
+            server = stack.enter_context(
+                started_server(
+                    *("--checkpoint", str(given.checkpoint.resolve())),
+                    *("--threads", str(given.threads), *shlex.split(flags)),
+                )
+            )
+            targets.append(Target(f"logitd serve {flags}".strip(), server.url))
+        results = asyncio.run(
+            measure(
+                targets,
+                loads or [Load(clients=8), Load(clients=32)],
+                question,
+                vocab_size=given.vocab_size,
+                rounds=given.rounds,
+            )
+        )
+    if not given.json:
+        print(f"{processor_name()}, {given.threads} threads; {asdict(question)}\n")
+        print(f"{table(results)}\n")
+    print(json.dumps({"question": asdict(question), "results": [asdict(r) for r in results]}))
+    return 1 if any(result.failed for result in results) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
