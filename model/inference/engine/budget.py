@@ -32,11 +32,12 @@ WINDOW = 9
 """Steps that the costs are taken from."""
 CHUNK_WORK = 0.5
 """What a pass over a chunk costs besides its blocks, in blocks: weights are read once for all of
-them, and fewer rows make slower products. 0.4 to 0.7 where it was measured."""
+them, and fewer rows make slower products. An assumption: where it is wrong, the cost of a block
+that is learnt from the chunks in use makes up for most of it."""
 MOST_DELAY = 1.75
-"""How many times as long a prompt may take as in chunks of the usual length. With 2, by the costs
-of some machines, a step has one block for a target of 4x, and streams get 86 % of the tokens that
-they get without a target; with 1.75 two blocks, and 93 %, and gaps of 4.4 times a decode step."""
+"""How many times as long a prompt may take as in chunks of the usual length. Chosen by simulated
+costs, not measured: less lengthens gaps beyond the target, more lets prompts become what all wait
+for."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -144,8 +144,8 @@ def seconds_of_a_prompt(target: TargetGap | None, decode: float, block: float) -
 
 @given(decode=st.floats(1e-4, 10.0), block=st.floats(1e-4, 1.0))
 def test_no_prompt_waits_for_a_target(decode: float, block: float) -> None:
-    """In a gap of a nanosecond prompts were computed a block at a time, each with a decode step of
-    its own: with 32 clients they came faster than that, and waited eight times as long."""
+    """In a gap of a nanosecond prompts would be computed a block at a time, each with a decode step
+    of its own, and could come faster than that."""
     bounded = seconds_of_a_prompt(1e-9, decode, block)
     assert bounded <= MOST_DELAY * seconds_of_a_prompt(None, decode, block) * (1 + 1e-9)
 
