@@ -73,7 +73,17 @@ struct B16 {
 #endif
 };
 
-// int8 weights, uint8 activations (128 is zero), accumulated in int32: exact.
+// What a quantized activation of zero is: 128, so that they are unsigned, as the dot products of AVX-512
+// and the plain loops want them; but the multiplication of bytes that AVX2 has takes one side signed,
+// and there that are the activations.
+#if defined(HALVES)
+constexpr int ZERO = 0;
+#else
+constexpr int ZERO = 128;
+#endif
+
+// int8 weights and activations (ZERO is zero), accumulated in int32: exact. Activations end in zeros,
+// with which nothing is multiplied that counts.
 struct I8 {
   using Weight = std::int8_t;
   using Input = std::uint8_t;
@@ -89,15 +99,11 @@ struct I8 {
   static Register input(const Input* from, int half) {
     return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from) + half);
   }
-  // Products of eight bits in sixteen: what multiplies bytes by themselves saturates.
+  // Weights without their signs, which the activations take: of both none is below -127, and a pair of
+  // products of 127 times 127 does not saturate sixteen bits.
   static Register add(Register acc, Register w, Register x) {
-    __m256i first = _mm256_madd_epi16(_mm256_cvtepi8_epi16(_mm256_castsi256_si128(w)),
-                                      _mm256_cvtepu8_epi16(_mm256_castsi256_si128(x)));
-    __m256i second = _mm256_madd_epi16(_mm256_cvtepi8_epi16(_mm256_extracti128_si256(w, 1)),
-                                       _mm256_cvtepu8_epi16(_mm256_extracti128_si256(x, 1)));
-    // Pairs of lanes; 0 1 4 5 2 3 6 7 in order.
-    __m256i lanes = _mm256_permute4x64_epi64(_mm256_hadd_epi32(first, second), 0xD8);
-    return _mm256_add_epi32(acc, lanes);
+    Register pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(x, w));
+    return _mm256_add_epi32(acc, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
   }
 #else
   using Part = std::int8_t __attribute__((vector_size(64)));

@@ -202,7 +202,7 @@ class Product {
     }
   }
 
-  // float accumulators are the product; int8's are of shifted activations, in integers.
+  // float accumulators are the product; int8's are of activations with their ZERO, in integers.
   template <int NR>
   void values(int, int, const float* summed, float* result) const {
     std::memcpy(result, summed, NR * sizeof(float));
@@ -211,7 +211,7 @@ class Product {
   template <int NR>
   void values(int n, int m, const std::int32_t* summed, float* result) const {
     for (int r = 0; r < NR; r++)
-      result[r] = float(summed[r] - 128 * matrix_.row_sum[n + r]) *
+      result[r] = float(summed[r] - ZERO * matrix_.row_sum[n + r]) *
                   (matrix_.scale[n + r] * inputs_.scale[m]);
   }
 

@@ -107,7 +107,6 @@ class Converted {
     int step = kind == KIND_F32 ? F32::STEP : kind == KIND_BF16 ? B16::STEP : I8::STEP;
     pitch_ = (width + step - 1) / step * step;
     int item = kind == KIND_F32 ? 4 : kind == KIND_BF16 ? 2 : 1;
-    // The zero of int8's activations is 128, but what it meets there is multiplied away as well.
     values_.resize(std::size_t(rows) * pitch_ * item, 0);
     scales_.resize(rows, 0.0f);
   }
@@ -160,7 +159,7 @@ class Converted {
     }
   }
 
-  // By the row's own largest value: to the nearest of 127 steps to either side of 128.
+  // By the row's own largest value: to the nearest of 127 steps to either side of ZERO.
   void put_int8(int row, const float* from, int width) {
     std::uint8_t* to = values_.data() + std::size_t(row) * pitch_;
     int whole = width / LANES * LANES;
@@ -176,11 +175,11 @@ class Converted {
     const float round = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
     for (int i = 0; i < whole; i += LANES) {
       Floats steps = (load(from + i) * inverse + round) - round;
-      Bytes bytes = __builtin_convertvector(__builtin_convertvector(steps, Ints) + 128, Bytes);
+      Bytes bytes = __builtin_convertvector(__builtin_convertvector(steps, Ints) + ZERO, Bytes);
       std::memcpy(to + i, &bytes, sizeof bytes);
     }
     for (int i = whole; i < width; i++)
-      to[i] = std::uint8_t(int((from[i] * inverse + round) - round) + 128);
+      to[i] = std::uint8_t(int((from[i] * inverse + round) - round) + ZERO);
   }
 
   int kind_;
