@@ -1,8 +1,8 @@
-"""Quantization loss: what int8 weights cost, in bits per byte of a text.
+"""Quantization loss: what int8 or int4 weights cost, in bits per byte of a text.
 
 The decoders that serve compute it: every token of every window goes through a decode step, once
 with exact weights and once with quantized ones. So it counts what a step rounds besides the weights
-(int8's activations), which a comparison of weights would not see. The loss is defined as in
+(its activations), which a comparison of weights would not see. The loss is defined as in
 `model/training/step/validate.py`. Does not choose the text (`model/evaluation/held_out.py`).
 
 Shapes: B windows, T positions, V = vocab_size.

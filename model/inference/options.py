@@ -1,5 +1,6 @@
 """How a model can be served, by the names and texts that the command line takes. Without torch."""
 
+import math
 import re
 from dataclasses import dataclass
 from typing import Literal
@@ -10,7 +11,8 @@ TargetName = Literal[
 ]
 """Kinds of processors that the native kernels can be built for."""
 KernelTarget = Literal["auto"] | TargetName
-Quantization = Literal["none", "int8"]
+Quantization = Literal["none", "int8", "int4"]
+"""Of the matrices of products; with int4 the head has int8."""
 Speculation = Literal["none", "ngram"]
 DRAFTED_ROWS = 16
 """Rows of a decode step up to which drafts are added to it; with more, each costs what it saves."""
@@ -101,6 +103,26 @@ def format_target_gap(target: TargetGap | None) -> str:
             return str(target)
         case _:
             return f"{target:g}s"
+
+
+def head_quantization(quantize: Quantization) -> Quantization:
+    """What the head is quantized to where the other matrices are `quantize`. It keeps eight bits:
+    nothing comes behind it that could make up for what four cost, and where it is tied it is the
+    embedding too."""
+    return "none" if quantize == "none" else "int8"
+
+
+def parse_loss_limit(text: str) -> float:
+    """A loss that is still accepted, as people write it, as a share: 0.02 of "2%"; infinity of
+    "any". Raises ValueError, whose message says what can be written."""
+    if text.strip().lower() == "any":
+        return math.inf
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*%?", text.strip())
+    if match is None:
+        raise ValueError(
+            f"{text!r} is not a share in percent: give 2% or 0.5%, or any for no limit"
+        )
+    return float(match[1]) / 100
 
 
 def parse_memory(text: str) -> MemorySize:

@@ -61,9 +61,13 @@ class Arena:
         return taken.view(tensor.dtype).view(tensor.shape)
 
 
-def room_for(tensor: Tensor, dtype: torch.dtype | None = None) -> int:
-    """Bytes that a tensor takes in an arena, in its own dtype or another."""
-    size = tensor.numel() * (dtype or tensor.dtype).itemsize
+def room_for(tensor: Tensor) -> int:
+    """Bytes that a tensor takes in an arena."""
+    return room_for_bytes(tensor.numel() * tensor.element_size())
+
+
+def room_for_bytes(size: int) -> int:
+    """Bytes that a tensor of `size` bytes takes in an arena."""
     return -(-size // LINE) * LINE + GAP
 
 

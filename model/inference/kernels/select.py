@@ -147,9 +147,7 @@ def choose_decode_path(
             ) from error
         unasked = kernels != "torch" and weight.device.type == "cpu"
         return DecodePath(PlainDecoder, "torch", str(error) if unasked else None)
-    return _native_path(
-        library, weight.dtype, quantized=quantize == "int8", threads=threads, named=named
-    )
+    return _native_path(library, weight.dtype, quantize=quantize, threads=threads, named=named)
 
 
 def cuda_path(kernels: KernelChoice, *, batch_invariant: bool) -> DecodePath:
@@ -174,11 +172,16 @@ def instructions(library: NativeLibrary) -> str:
 
 
 def _native_path(
-    library: NativeLibrary, dtype: torch.dtype, *, quantized: bool, threads: int, named: bool
+    library: NativeLibrary,
+    dtype: torch.dtype,
+    *,
+    quantize: Quantization,
+    threads: int,
+    named: bool,
 ) -> DecodePath:
     """Decoding by the native kernels; prompts too, where the processor is fast enough at that, or
     where their target was `named`."""
-    fast = prefills_natively(dtype, quantized=quantized, features=library.features)
+    fast = prefills_natively(dtype, quantize=quantize, features=library.features)
 
     def make(gpt: GPT, cache: KVCache) -> Decoder:
         return NativeDecoder(
@@ -186,11 +189,11 @@ def _native_path(
             gpt,
             cache,
             threads=threads,
-            quantized=quantized,
+            quantize=quantize,
             prefills=fast or named,
         )
 
-    what = [instructions(library), *(["int8"] if quantized else [])]
+    what = [instructions(library), *([] if quantize == "none" else [quantize])]
     if named and library.target is not None:
         what.append(f"target {library.target.name}")
     return DecodePath(make, f"native ({', '.join(what)})", kernels=library.description)

@@ -17,6 +17,7 @@ from model.evaluation.quantization_loss import QuantizationLoss, decode_nats, qu
 from model.inference.kernels.cpu.decoder import NativeDecoder
 from model.inference.kernels.eager.decoder import PlainDecoder
 from model.inference.kv_cache import KVCache
+from model.inference.options import Quantization
 from model.training.step.validate import validate
 from model.transformer.gpt import GPT
 from tests.model.factories import FAMILIES, byte_tokenizer, random_ids, tiny_config, tiny_gpt
@@ -107,19 +108,29 @@ def test_three_bits_are_seen(bundled: tuple[GPT, ValidationWindows]) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_int8_costs_little(
-    library: ctypes.CDLL, bundled: tuple[GPT, ValidationWindows], dtype: torch.dtype
+@pytest.mark.parametrize(("quantize", "most"), [("int8", 0.005), ("int4", 0.01)])
+def test_quantizing_costs_little(
+    library: ctypes.CDLL,
+    bundled: tuple[GPT, ValidationWindows],
+    quantize: Quantization,
+    most: float,
+    dtype: torch.dtype,
 ) -> None:
-    """Less than 0.5 % on the bundled checkpoint; and something, or it was not rounded."""
+    """Less than `most` on the bundled checkpoint; and something, or it was not rounded."""
 
-    def maker(quantized: bool) -> Any:
-        return lambda gpt, cache: NativeDecoder(library, gpt, cache, threads=1, quantized=quantized)
+    def maker(kind: Quantization) -> Any:
+        return lambda gpt, cache: NativeDecoder(library, gpt, cache, threads=1, quantize=kind)
 
     _, text = bundled
     gpt = load_checkpoint(BUNDLED, device=torch.device("cpu"), dtype=dtype)[1]
     ((inputs, targets),) = text
     loss = quantization_loss(
-        gpt, inputs[:3], targets[:3], text.byte_lengths, exact=maker(False), quantized=maker(True)
+        gpt,
+        inputs[:3],
+        targets[:3],
+        text.byte_lengths,
+        exact=maker("none"),
+        quantized=maker(quantize),
     )
     assert loss.quantized != loss.exact
-    assert abs(loss.relative) < 0.005
+    assert abs(loss.relative) < most

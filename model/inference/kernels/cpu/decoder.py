@@ -1,9 +1,9 @@
 """NativeDecoder: tokens of one sequence or of several through the whole GPT, in one native call.
 
 Describes a GPT and its KV cache to the code in native/decoder.cpp. Covers every shape of
-`GPTConfig` on a CPU in float32 and bfloat16 whose head_dim is a multiple of 16, and int8 weights;
-`unsupported` says why another is not covered. The plain twin is `PlainDecoder`: equal within the
-tolerance of the dtype, the residual stream being float32 here.
+`GPTConfig` on a CPU in float32 and bfloat16 whose head_dim is a multiple of 16, and weights in int8
+and int4; `unsupported` says why another is not covered. The plain twin is `PlainDecoder`: equal
+within the tolerance of the dtype, the residual stream being float32 here.
 
 A prompt goes through the same code, and gives the bits that decoding it token by token would give.
 Where the kernels lack the instructions that make this fast (`prefills_natively`), torch computes
@@ -29,26 +29,29 @@ from torch import Tensor, nn
 
 from model.device import one_thread
 from model.inference.kernels.base import Prefilled, PrefillInput
-from model.inference.kernels.cpu.quantize import quantize_rows
+from model.inference.kernels.cpu.quantize import int4_row_bytes, quantized_matrix
 from model.inference.kernels.eager.contention import ContentionMonitor
 from model.inference.kernels.eager.decoder import padded_logits
 from model.inference.kernels.eager.prefill import TorchPrefill
 from model.inference.kv_cache import KVCache
-from model.inference.options import DRAFTED_ROWS
+from model.inference.options import DRAFTED_ROWS, Quantization, head_quantization
 from model.inference.sampling.sample import SAMPLING_ROW, SamplingRows
-from model.transformer.arena import Arena, move_to_arena, room_for
+from model.transformer.arena import Arena, move_to_arena, room_for_bytes
 from model.transformer.config import BLOCK, GPTConfig
 from model.transformer.gpt import GPT, VALUE_GATE_WIDTH, Block, sinusoidal_table
 from model.transformer.rotary import rotary_tables
 
-KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
+KINDS = {"float32": 0, "bfloat16": 1, "int8": 2, "int4": 3}
+"""Formats of matrices: `Kind` of native/linear.h."""
 ACTIVATIONS = {"gelu_tanh": 0, "gelu": 1, "relu": 2, "relu2": 3, "swiglu": 4}
 LANES = 16
 MAX_HEAD_DIM = 256
 PREFILL_ROWS = 256
 """Positions of a prompt that go through the model together. No bit depends on it; there are
 buffers for so many."""
-FAST_PRODUCTS = {"float32": "avx512f", "bfloat16": "avx512_bf16", "int8": "avx512_vnni"}
+FAST_PRODUCTS = {
+    "float32": "avx512f", "bfloat16": "avx512_bf16", "int8": "avx512_vnni", "int4": "avx512_vnni"
+}  # fmt: skip
 """The processor feature that products of many rows need to be at least as fast as torch's: 32
 registers of 16 floats, and dot products of narrow dtypes."""
 
@@ -163,16 +166,17 @@ def not_covered(config: GPTConfig, device: torch.device, dtype: torch.dtype) -> 
     if device.type != "cpu":
         return f"the model is on {device}"
     if dtype not in (torch.float32, torch.bfloat16):
-        return f"the model is in {str(dtype).removeprefix('torch.')}"
+        return f"the model is in {_name(dtype)}"
     if config.head_dim % LANES or config.head_dim > MAX_HEAD_DIM:
         return f"head_dim is {config.head_dim}, not a multiple of {LANES} up to {MAX_HEAD_DIM}"
     return None
 
 
-def prefills_natively(dtype: torch.dtype, *, quantized: bool, features: Collection[str]) -> bool:
+def prefills_natively(
+    dtype: torch.dtype, *, quantize: Quantization, features: Collection[str]
+) -> bool:
     """Whether prompts go through the native code too, by what the kernels were built for."""
-    name = "int8" if quantized else str(dtype).removeprefix("torch.")
-    return FAST_PRODUCTS[name] in features
+    return FAST_PRODUCTS[_name(dtype) if quantize == "none" else quantize] in features
 
 
 class NativeDecoder:
@@ -189,7 +193,7 @@ class NativeDecoder:
         cache: KVCache,
         *,
         threads: int,
-        quantized: bool = False,
+        quantize: Quantization = "none",
         prefills: bool = True,
     ) -> None:
         """`prefills`: prompts are computed natively, else by torch."""
@@ -210,20 +214,21 @@ class NativeDecoder:
         library.logitd_stage_names.restype = c_char_p
         self._library = library
         self._alive: list[Tensor | Arena] = [move_to_arena(gpt)]
-        self._int8 = None
-        if quantized:
+        self._quantize = quantize
+        self._quantized = None
+        if quantize != "none":
             # One behind the other, as the weights themselves: what is read is one stream.
-            self._int8 = Arena(sum(room_for(matrix, torch.int8) for matrix in matrices(gpt)))
+            self._quantized = Arena(sum(map(room_for_bytes, quantized_bytes(gpt, quantize))))
         self.prefill_matches_decode = prefills
         self._torch_prefill = TorchPrefill(gpt, cache)
         # Products of many rows are what the processor is slow at: those of the head too, 8 times as
         # slow as torch's where this was measured. Quantized weights and bfloat16 are not torch's.
-        plain = not quantized and gpt.token_embedding.weight.dtype is torch.float32
+        plain = quantize == "none" and gpt.token_embedding.weight.dtype is torch.float32
         self._torch_head = gpt if plain and not prefills else None
         self._head_contention = ContentionMonitor(gpt, keep_bits=lambda gpt, rows: True)
         self._head_keep: dict[int, bool] = {}
         self._config = gpt.config
-        self._cells = KINDS[gpt.token_embedding.weight.dtype]
+        self._cells = KINDS[_name(gpt.token_embedding.weight.dtype)]
         model, layers = self._describe(gpt)
         self._layers = layers
         described = _Cache(
@@ -362,7 +367,7 @@ class NativeDecoder:
             d_model=config.d_model,
             d_ff=config.d_ff,
             vocab_size=config.vocab_size,
-            kind=self._cells if self._int8 is None else KINDS[torch.int8],
+            kind=self._cells if self._quantize == "none" else KINDS[self._quantize],
             cells=self._cells,
             post_norm=config.norm_position == "post",
             parallel=config.residual == "parallel",
@@ -380,7 +385,7 @@ class NativeDecoder:
             rope_sin=rope[1],
             layers=layers,
             final_norm=self._norm(gpt.final_norm),
-            head=self._matrix(head_matrix(gpt), head_bias(gpt)),
+            head=self._matrix(head_matrix(gpt), head_bias(gpt), head_quantization(self._quantize)),
         )
         return model, layers
 
@@ -414,24 +419,25 @@ class NativeDecoder:
         )
 
     def _linear(self, linear: nn.Linear) -> _Matrix:
-        return self._matrix(linear.weight, linear.bias)
+        return self._matrix(linear.weight, linear.bias, self._quantize)
 
-    def _matrix(self, weight: Tensor, bias: Tensor | None) -> _Matrix:
+    def _matrix(self, weight: Tensor, bias: Tensor | None, quantize: Quantization) -> _Matrix:
         rows, width = weight.shape
         described = _Matrix(
             bias=None if bias is None else self._floats(bias), rows=rows, width=width
         )
-        if self._int8 is not None:
-            quantized = quantize_rows(weight)
-            with torch.no_grad():  # what torch computes has the same weights
-                weight.copy_(quantized.dequantized())
-            described.kind = KINDS[torch.int8]
-            described.weights = self._keep(self._int8.place(quantized.values))
-            described.scale = self._keep(quantized.scale)
-            described.row_sum = self._keep(quantized.row_sum)
-        else:
+        if quantize == "none":
             described.kind = self._cells
             described.weights = self._keep(weight)
+            return described
+        assert self._quantized is not None
+        described.kind = KINDS[quantize]
+        quantized = quantized_matrix(weight, quantize)
+        with torch.no_grad():  # what torch computes has the same weights
+            weight.copy_(quantized.dequantized())
+        described.weights = self._keep(self._quantized.place(quantized.stored))
+        described.scale = self._keep(quantized.scale)
+        described.row_sum = self._keep(quantized.row_sum)
         return described
 
     def _floats(self, tensor: Tensor) -> int:
@@ -451,6 +457,14 @@ def matrices(gpt: GPT) -> Iterator[Tensor]:
         for linear in (block.qkv, block.attention_out, block.mlp_up, block.mlp_down):
             yield linear.weight
     yield head_matrix(gpt)
+
+
+def quantized_bytes(gpt: GPT, quantize: Quantization) -> Iterator[int]:
+    """Bytes of each of `matrices`, quantized."""
+    *blocks, head = matrices(gpt)
+    for rows, width in (matrix.shape for matrix in blocks):
+        yield rows * (width if quantize == "int8" else int4_row_bytes(width))
+    yield head.numel()
 
 
 def head_threads_keep_bits(gpt: GPT, rows: int) -> bool:
@@ -482,3 +496,7 @@ def output_indices(chosen: Sequence[int], count: int) -> ctypes.Array[c_int32]:
     for position, index in enumerate(chosen):
         indices[index] = position
     return indices
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

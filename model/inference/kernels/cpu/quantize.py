@@ -1,35 +1,149 @@
-"""Quantize: int8 weights, a scale per row.
+"""Quantize: a matrix in int8 with a scale for each row, or in int4 with a scale for every sixteen
+weights.
 
-Symmetric: a row's largest magnitude becomes 127. The plain twin of a quantized matrix is
-`Quantized.dequantized`.
+Covers which integers and scales a matrix is rounded to and how int4's lie in memory, for the
+kernels in native/dot.h. The plain twins of quantized matrices are `Int8Matrix.dequantized` and
+`Int4Matrix.dequantized`. Does not say which matrices get which format (`decoder.py`).
+
+Both are symmetric: a row's largest magnitude becomes 127 in int8. In int4 the number of the largest
+magnitude among sixteen becomes -8, whichever sign it has, as in llama.cpp's q4_0: that sets their
+scale, which is itself an integer times the scale of their row. So products are integers up to their
+end, as those of int8 are.
 """
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 LARGEST = 127
+STEP = 64
+"""Weights that int4's kernels multiply at once; a row is padded with zeros to whole steps."""
+BLOCK_STEPS = 4
+"""Steps that scales are shared by; the last block of a row may have fewer."""
+SCALES = 16
+"""Of a block."""
+LEAST, MOST = -8, 7
+"""int4's range."""
+MAX_ACTIVATION = 255
+SMALLEST = 1e-30
+"""A scale where there is nothing to scale."""
 
 
 @dataclass(frozen=True)
-class Quantized:
-    """A matrix (rows, width): values int8, scale float32 (rows,), and what each row's integers sum
-    to, int32 (rows,)."""
+class Int8Matrix:
+    """A matrix (rows, width): its integers, int8, a scale for each row, float32 (rows,), and what
+    each row's integers sum to, int32 (rows,)."""
 
-    values: Tensor
+    stored: Tensor
     scale: Tensor
     row_sum: Tensor
 
     def dequantized(self) -> Tensor:
         """The matrix that is computed with, float32."""
-        return self.values.float() * self.scale[:, None]
+        return self.stored.float() * self.scale[:, None]
 
 
-@torch.no_grad()
-def quantize_rows(weight: Tensor) -> Quantized:
+@dataclass(frozen=True)
+class Int4Matrix:
+    """A matrix (rows, width).
+
+    stored   uint8 (rows, int4_row_bytes(width)), as `I4` of native/dot.h says
+    scale    of each row, float32 (rows,)
+    row_sum  what each row's integers times their scales sum to, int32 (rows,)
+    width    of the matrix that was quantized
+    """
+
+    stored: Tensor
+    scale: Tensor
+    row_sum: Tensor
+    width: int
+
+    def dequantized(self) -> Tensor:
+        """The matrix that is computed with, float32, read from what is stored."""
+        parts = []
+        for start, steps in _blocks(self.width):
+            block = self.stored[:, start : start + SCALES + steps * STEP // 2]
+            scales = block[:, :SCALES].view(torch.int8)
+            pairs = block[:, SCALES:].view(len(block), steps, 1, STEP // 2)
+            values = torch.cat((pairs & 15, pairs >> 4), dim=2).float() + LEAST
+            parts.append((_by_scale(values.flatten(1)) * scales[:, None, :, None]).flatten(1))
+        return torch.cat(parts, dim=1)[:, : self.width] * self.scale[:, None]
+
+
+def quantized_matrix(weight: Tensor, quantize: Literal["int8", "int4"]) -> Int8Matrix | Int4Matrix:
+    """A matrix (rows, width) in one of the two."""
+    return int8_matrix(weight) if quantize == "int8" else int4_matrix(weight)
+
+
+def int8_matrix(weight: Tensor) -> Int8Matrix:
     """The int8 form of a matrix (rows, width)."""
-    wide = weight.float()
-    scale = wide.abs().amax(dim=1).clamp(min=1e-30) / LARGEST
-    values = (wide / scale[:, None]).round().to(torch.int8)
-    return Quantized(values, scale, row_sum=values.sum(dim=1, dtype=torch.int32))
+    with torch.no_grad():
+        wide = weight.float()
+        scale = wide.abs().amax(dim=1).clamp(min=SMALLEST) / LARGEST
+        values = (wide / scale[:, None]).round().to(torch.int8)
+        return Int8Matrix(values, scale, row_sum=values.sum(dim=1, dtype=torch.int32))
+
+
+def int4_matrix(weight: Tensor) -> Int4Matrix:
+    """The int4 form of a matrix (rows, width)."""
+    with torch.no_grad():
+        rows, width = weight.shape
+        padded = F.pad(weight.float(), (0, -width % STEP))
+        blocks = [_by_scale(block) for block in padded.split(STEP * BLOCK_STEPS, dim=1)]
+        mosts = [_signed_largest(block) for block in blocks]  # (rows, SCALES)
+        largest = torch.cat(mosts, dim=1).abs().amax(dim=1) / -LEAST
+        scale = largest.clamp(min=SMALLEST) / largest_scale(width)
+        packed, row_sum = [], torch.zeros(rows, dtype=torch.int32)
+        for block, most in zip(blocks, mosts, strict=True):
+            steps = (most / LEAST / scale[:, None]).round()
+            real = torch.where(steps == 0, torch.inf, steps * scale[:, None])
+            values = (block / real[:, None, :, None]).round().clamp(LEAST, MOST)
+            # Also where another number would be nearer to it, its scale having been rounded up: so
+            # what is rounded once more has the same scales, and stays as it is.
+            values = torch.where(block == most[:, None, :, None], LEAST, values)
+            packed += [steps.to(torch.int8).view(torch.uint8), _nibbles(values.flatten(1))]
+            row_sum += (values.sum(dim=(1, 3)) * steps).sum(dim=1).to(torch.int32)
+        return Int4Matrix(torch.cat(packed, dim=1), scale, row_sum, width)
+
+
+def largest_scale(width: int) -> int:
+    """The largest integer that a row's scales may be: with it no sum of products, of which each is
+    at most 255 times 8 times this, leaves 32 bits."""
+    return min(LARGEST, (2**31 - 1) // (MAX_ACTIVATION * -LEAST * (width + -width % STEP)))
+
+
+def int4_row_bytes(width: int) -> int:
+    """Bytes of a row of int4 weights with its scales."""
+    return sum(SCALES + steps * STEP // 2 for _, steps in _blocks(width))
+
+
+def _blocks(width: int) -> list[tuple[int, int]]:
+    """Of each block of a row: where its bytes begin, and its steps."""
+    steps = -(-width // STEP)
+    size = SCALES + BLOCK_STEPS * STEP // 2
+    return [
+        (size * (first // BLOCK_STEPS), min(BLOCK_STEPS, steps - first))
+        for first in range(0, steps, BLOCK_STEPS)
+    ]
+
+
+def _by_scale(block: Tensor) -> Tensor:
+    """From (rows, steps * STEP), in order, to (rows, 2 * steps, SCALES, 2): what shares a scale is
+    a pair of neighbours in each half of every step."""
+    return block.reshape(len(block), -1, SCALES, 2)
+
+
+def _signed_largest(block: Tensor) -> Tensor:
+    """Of what shares a scale, the number of the largest magnitude: (rows, SCALES)."""
+    least, most = block.amin(dim=(1, 3)), block.amax(dim=(1, 3))
+    return torch.where(-least > most, least, most)
+
+
+def _nibbles(values: Tensor) -> Tensor:
+    """Weights (rows, steps * STEP) from LEAST to MOST in four bits each: the first half of a step
+    in the lower ones."""
+    halves = (values - LEAST).to(torch.uint8).view(len(values), -1, 2, STEP // 2)
+    return (halves[:, :, 0] | halves[:, :, 1] << 4).flatten(1)

@@ -22,6 +22,7 @@ from model.inference.engine.events import FinishEvent, FinishReason
 from model.inference.engine.requests import AttributionRequest, Request
 from model.inference.errors import ContextLengthExceeded, InvalidRequest
 from model.inference.kernels.cpu.decoder import NativeDecoder
+from model.inference.options import Quantization
 from model.transformer.gpt import GPT
 from tests.model.factories import FAMILIES, tiny_config, tiny_gpt
 from tests.model.inference.engine.harness import (
@@ -107,11 +108,14 @@ def test_nobody_in_the_batch_changes_a_bit_of_it_nor_it_of_them(
     assert together["why", 0].attribution == together["and why", 0].attribution == alone
 
 
-def test_int8_is_attributed_with_the_weights_that_are_served(library: ctypes.CDLL) -> None:
+@pytest.mark.parametrize("quantize", ["int8", "int4"])
+def test_quantized_ones_are_attributed_with_the_weights_that_are_served(
+    library: ctypes.CDLL, quantize: Quantization
+) -> None:
     """The decoder rounds the model's own weights: what torch computes has the same."""
     gpt = small_gpt(d_model=48, head_dim=16)
     exact = attribute(copy.deepcopy(gpt), PROMPT, ask().task)
-    decoder = partial(NativeDecoder, library, threads=1, quantized=True)
+    decoder = partial(NativeDecoder, library, threads=1, quantize=quantize)
     driven = Driven(gpt, make_decoder=decoder)
     driven.add(ask())
     outcome = driven.drain()["why", 0]

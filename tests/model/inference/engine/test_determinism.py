@@ -172,18 +172,18 @@ def test_company_changes_no_bit(name: str, dtype: torch.dtype) -> None:
     assert differences(shape(name, dtype), seed=name, pool_size=POOL, mixes=MIXES) == 0
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["own-numbers", "int8"])
+@pytest.fixture(scope="module", params=["none", "int8", "int4"])
 def native(request: pytest.FixtureRequest) -> DecoderMaker:
     try:
         library = load_library().functions
     except KernelsUnavailable as error:
         pytest.skip(str(error))
-    return partial(NativeDecoder, library, threads=2, quantized=request.param)
+    return partial(NativeDecoder, library, threads=2, quantize=request.param)
 
 
 @pytest.mark.parametrize(
     ("name", "dtype", "native"),
-    values(list(FAMILIES), DTYPES, (False, True)),
+    values(list(FAMILIES), DTYPES, ("none", "int8", "int4")),
     indirect=["native"],
 )
 def test_company_changes_no_bit_of_native_code(

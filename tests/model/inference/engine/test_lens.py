@@ -28,6 +28,7 @@ from model.inference.errors import InvalidRequest
 from model.inference.interventions import Intervention
 from model.inference.kernels.cpu.decoder import NativeDecoder
 from model.inference.kernels.cpu.library import KernelsUnavailable, load_library
+from model.inference.options import Quantization
 from model.inference.sampling.lens import GROUP_ELEMENTS, LensDigest, lens_width
 from model.transformer.config import BLOCK
 from model.transformer.gpt import GPT
@@ -359,18 +360,20 @@ def test_what_is_not_finite_ends_its_own_request_alone(gpt: GPT) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("quantized", [False, True], ids=["own-numbers", "int8"])
+@pytest.mark.parametrize("quantize", ["none", "int8", "int4"])
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
-def test_native_code_gives_the_same_lens(family: str, dtype: torch.dtype, quantized: bool) -> None:
+def test_native_code_gives_the_same_lens(
+    family: str, dtype: torch.dtype, quantize: Quantization
+) -> None:
     """Its streams are float32, and the weights of either norm are what they are."""
     try:
         library = load_library().functions
     except KernelsUnavailable as error:
         pytest.skip(str(error))
-    native = partial(NativeDecoder, library, threads=2, quantized=quantized)
+    native = partial(NativeDecoder, library, threads=2, quantize=quantize)
     gpt = tiny_gpt(tiny_config(**{**FAMILIES[family], "head_dim": 16})).to(dtype)
     every = Lens(layers=LAYERS, top_k=257, token_ids=())
-    values = lens_of(gpt, ask(every), make_decoder=native)  # weights become int8's, too
+    values = lens_of(gpt, ask(every), make_decoder=native)  # weights become the quantized ones, too
     exact = copy.deepcopy(gpt).double()
     states = OutputsRequest(
         request_id="a",
@@ -381,7 +384,7 @@ def test_native_code_gives_the_same_lens(family: str, dtype: torch.dtype, quanti
     streams = torch.from_numpy(rows_of(run(gpt, states, make_decoder=native)["a", 0])).double()
     expected = exact.logits(exact.final_norm(streams)).log_softmax(dim=-1).detach()
     entropy = -(expected.exp() * expected).sum(-1)
-    tolerance = 0.2 if quantized else {torch.float32: 1e-4, torch.bfloat16: 0.05}[dtype]
+    tolerance = 0.2 if quantize != "none" else {torch.float32: 1e-4, torch.bfloat16: 0.05}[dtype]
     np.testing.assert_allclose(values.entropy, entropy, atol=tolerance)
     logits = rows_of(run(gpt, outputs_request("a", PROMPT), make_decoder=native)["a", 0])
     order = np.argsort(-logits, axis=-1, kind="stable")

@@ -35,6 +35,7 @@ from model.inference.kernels.select import (
     cuda_path,
 )
 from model.inference.kv_cache import KVCache
+from model.inference.options import Quantization
 from model.processor import bfloat16_instructions, processor_features
 from model.transformer.gpt import GPT
 from tests.model.factories import tiny_config, tiny_gpt
@@ -154,6 +155,7 @@ def test_native_decoding_says_what_it_is() -> None:
     assert path.name.startswith("native (")
     assert path.note is None
     assert choose_decode_path(gpt, quantize="int8", threads=1).name.endswith(", int8)")
+    assert choose_decode_path(gpt, quantize="int4", threads=1).name.endswith(", int4)")
 
 
 HERE = runnable(platform.machine(), processor_features())
@@ -290,21 +292,23 @@ def test_bfloat16_loses_nothing_to_see(library: ctypes.CDLL) -> None:
 
 
 @pytest.mark.parametrize(
-    ("features", "dtype", "quantized", "expected"),
+    ("features", "dtype", "quantize", "expected"),
     [
-        ({"avx2", "fma"}, torch.float32, False, False),
-        ({"avx512f"}, torch.float32, False, True),
-        ({"avx512f"}, torch.bfloat16, False, False),
-        ({"avx512f", "avx512_bf16"}, torch.bfloat16, False, True),
-        ({"avx512f", "avx512_bf16"}, torch.bfloat16, True, False),
-        ({"avx512f", "avx512_vnni"}, torch.bfloat16, True, True),
-        ({"asimd", "bf16"}, torch.bfloat16, False, False),
+        ({"avx2", "fma"}, torch.float32, "none", False),
+        ({"avx512f"}, torch.float32, "none", True),
+        ({"avx512f"}, torch.bfloat16, "none", False),
+        ({"avx512f", "avx512_bf16"}, torch.bfloat16, "none", True),
+        ({"avx512f", "avx512_bf16"}, torch.bfloat16, "int8", False),
+        ({"avx512f", "avx512_vnni"}, torch.bfloat16, "int8", True),
+        ({"avx2", "fma"}, torch.float32, "int4", False),
+        ({"avx512f", "avx512_vnni"}, torch.bfloat16, "int4", True),
+        ({"asimd", "bf16"}, torch.bfloat16, "none", False),
     ],
 )
 def test_prompts_are_native_where_many_rows_are_fast(
-    features: set[str], dtype: torch.dtype, quantized: bool, expected: bool
+    features: set[str], dtype: torch.dtype, quantize: Quantization, expected: bool
 ) -> None:
-    assert prefills_natively(dtype, quantized=quantized, features=features) is expected
+    assert prefills_natively(dtype, quantize=quantize, features=features) is expected
 
 
 def test_the_chosen_decoder_prefills_as_the_kernels_can(

@@ -1,4 +1,4 @@
-// Dot products of a few weight rows with a few activation rows, in the three formats of weights.
+// Dot products of a few weight rows with a few activation rows, in the four formats of weights.
 //
 // A tile computes NR x MR products at once. Each product has one accumulator, which takes the same
 // elements in the same order whatever the tile's shape is: so an activation row gets the same bits
@@ -75,7 +75,7 @@ struct B16 {
 
 // What a quantized activation of zero is: 128, so that they are unsigned, as the dot products of AVX-512
 // and the plain loops want them; but the multiplication of bytes that AVX2 has takes one side signed,
-// and there that are the activations.
+// and there either format of weights is faster if that are the activations.
 #if defined(HALVES)
 constexpr int ZERO = 0;
 #else
@@ -131,8 +131,188 @@ struct I8 {
 #endif
 };
 
+// int4 weights with an int8 scale for every sixteen, activations as those of int8, accumulated in int32:
+// exact, so that neither the order of additions nor the processor changes a bit.
+//
+// A row is blocks of up to four steps; the last may have fewer. A block is sixteen scales, then 32 bytes
+// for each of its steps. A byte holds weights i and i + 32 of a step, the first in the lower four bits,
+// each as weight + 8. A scale is that of weights 2 i, 2 i + 1, 2 i + 32 and 2 i + 33 of all steps of its
+// block: of one lane of sixteen bits, in which all their products come together. That is what makes a
+// product cheap: a scale is multiplied once for sixteen weights. A lane holds it, 16 * 255 * 8 < 2^15,
+// and quantize.py keeps scales so small that no sum leaves 32 bits.
+struct I4 {
+  using Weight = std::uint8_t;
+  using Input = std::uint8_t;
+  using Acc = Ints;
+  using Sum = std::int32_t;
+  static constexpr int STEP = 64;
+  static constexpr int STEP_BYTES = STEP / 2;
+  static constexpr int BLOCK_STEPS = 4;
+  static constexpr int SCALES = 16;
+
+  static constexpr int steps(int width) { return (width + STEP - 1) / STEP; }
+  static constexpr int row_bytes(int width) {
+    return STEP_BYTES * steps(width) + sums(width);
+  }
+  // Numbers of a row of activations that each stand for those that meet one scale.
+  static constexpr int sums(int width) {
+    return SCALES * ((steps(width) + BLOCK_STEPS - 1) / BLOCK_STEPS);
+  }
+
+  // Unpacked: the weights of a step. Products: sums that a scale is still to be multiplied with, and
+  // `nothing` is what they begin with. Total: sums of what was.
+#if defined(__AVX512BW__)
+  using Unpacked = __m512i;
+  using Scales = __m512i;
+  using Products = __m512i;
+  using Total = __m512i;
+
+  static Unpacked unpack(const Weight* from) {
+    __m256i both = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
+    __m512i apart = _mm512_inserti64x4(_mm512_castsi256_si512(both), _mm256_srli_epi16(both, 4), 1);
+    apart = _mm512_and_si512(apart, _mm512_set1_epi8(15));
+    return _mm512_sub_epi8(apart, _mm512_set1_epi8(8));
+  }
+  static Scales scales(const Weight* from) {
+    __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
+    return _mm512_broadcast_i64x4(_mm256_cvtepi8_epi16(bytes));
+  }
+  static Products nothing(const std::int16_t*) { return Products{}; }
+  static Products add(Products acc, const Unpacked& w, const Input* x) {
+    return _mm512_add_epi16(acc, _mm512_maddubs_epi16(_mm512_loadu_si512(x), w));
+  }
+  static Total scaled(Total acc, Products products, Scales scales) {
+    return _mm512_add_epi32(acc, _mm512_madd_epi16(products, scales));
+  }
+  static Acc lanes(Total total) { return (Acc)total; }
+#elif defined(HALVES)
+  struct Unpacked {
+    __m256i first, second;
+  };
+  using Scales = __m256i;
+  using Products = __m256i;
+  using Total = __m256i;
+
+  static Unpacked unpack(const Weight* from) {
+    const __m256i low = _mm256_set1_epi8(15);
+    __m256i both = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
+    return {_mm256_and_si256(both, low), _mm256_and_si256(_mm256_srli_epi16(both, 4), low)};
+  }
+  static Scales scales(const Weight* from) {
+    return _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+  }
+  // Weights stay weight + 8, which is unsigned; what that adds is known of each row of activations, and
+  // sums begin with so much less. They may leave sixteen bits between and come back.
+  static Products nothing(const std::int16_t* sums) {
+    return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(sums));
+  }
+  static Products add(Products acc, const Unpacked& w, const Input* x) {
+    auto from = reinterpret_cast<const __m256i*>(x);
+    acc = _mm256_add_epi16(acc, _mm256_maddubs_epi16(w.first, _mm256_loadu_si256(from)));
+    return _mm256_add_epi16(acc, _mm256_maddubs_epi16(w.second, _mm256_loadu_si256(from + 1)));
+  }
+  // -8 times the activations that meet each scale of a block.
+  static void put_sums(const Input* x, int steps, std::int16_t* sums) {
+    Products sum = {};
+    const Unpacked ones = {_mm256_set1_epi8(1), _mm256_set1_epi8(1)};
+    for (int step = 0; step < steps; step++) sum = add(sum, ones, x + step * STEP);
+    sum = _mm256_sub_epi16(Products{}, _mm256_slli_epi16(sum, 3));
+    std::memcpy(sums, &sum, sizeof sum);
+  }
+  static Total scaled(Total acc, Products products, Scales scales) {
+    return _mm256_add_epi32(acc, _mm256_madd_epi16(products, scales));
+  }
+  static Acc lanes(Total total) {
+    Acc wide = {};
+    std::memcpy(&wide, &total, sizeof total);
+    return wide;
+  }
+#else
+  struct Unpacked {
+    Halves even[2], odd[2];  // weights of the first half of a step and of the second, modulo 2^16
+  };
+  using Scales = Ints;
+  using Products = Halves;
+  using Total = Ints;
+
+  static Halves halves(const std::uint8_t* from) {
+    Halves two;  // the first of two bytes is the lower
+    std::memcpy(&two, from, sizeof two);
+    return two;
+  }
+  static Unpacked unpack(const Weight* from) {
+    Halves both = halves(from);
+    return {{(both & 15) - 8, ((both >> 4) & 15) - 8}, {((both >> 8) & 15) - 8, (both >> 12) - 8}};
+  }
+  static Scales scales(const Weight* from) {
+    std::int8_t bytes __attribute__((vector_size(16)));
+    std::memcpy(&bytes, from, sizeof bytes);
+    return __builtin_convertvector(bytes, Ints);
+  }
+  static Products nothing(const std::int16_t*) { return Products{}; }
+  static Products add(Products acc, const Unpacked& w, const Input* x) {
+    for (int half = 0; half < 2; half++) {
+      Halves pairs = halves(x + 32 * half);
+      acc += (pairs & 255) * w.even[half] + (pairs >> 8) * w.odd[half];
+    }
+    return acc;
+  }
+  static Total scaled(Total acc, Products products, Scales scales) {
+    using Signed = std::int16_t __attribute__((vector_size(32)));
+    return acc + __builtin_convertvector(reinterpret_cast<Signed>(products), Ints) * scales;
+  }
+  static Acc lanes(Total total) { return total; }
+#endif
+};
+
 // How far ahead of a stream of weights the next lines are asked for; a step of any format is a line.
 constexpr int PREFETCH_BYTES = 4096;
+
+// total[m] += the products of a block of int4 weights, unpacked once, with each of MR activation rows.
+template <int MR, int STEPS>
+[[gnu::always_inline]] inline void add_block(const std::uint8_t* block, const std::uint8_t* inputs,
+                                             std::size_t pitch, const std::int16_t* sums,
+                                             std::size_t sums_pitch, I4::Total* total) {
+  I4::Unpacked weights[STEPS];
+#pragma GCC unroll 4
+  for (int s = 0; s < STEPS; s++)
+    weights[s] = I4::unpack(block + I4::SCALES + s * I4::STEP_BYTES);
+  const I4::Scales scales = I4::scales(block);
+#pragma GCC unroll 8
+  for (int m = 0; m < MR; m++) {
+    I4::Products products = I4::nothing(sums + m * sums_pitch);
+#pragma GCC unroll 4
+    for (int s = 0; s < STEPS; s++)
+      products = I4::add(products, weights[s], inputs + m * pitch + s * I4::STEP);
+    total[m] = I4::scaled(total[m], products, scales);
+  }
+}
+
+// acc[m * gap]: as `dots`, of one row of int4 weights. With each block that is read the lines are asked for
+// that are PREFETCH_BYTES further on, if AHEAD.
+template <int MR, int AHEAD>
+[[gnu::always_inline]] inline void dots4(const std::uint8_t* row, const std::uint8_t* inputs,
+                                         std::size_t pitch, const std::int16_t* sums, int width,
+                                         Ints* acc, int gap) {
+  const std::size_t sums_pitch = I4::sums(width);
+  constexpr int BLOCK = I4::STEP * I4::BLOCK_STEPS;
+  constexpr int BLOCK_BYTES = I4::SCALES + I4::STEP_BYTES * I4::BLOCK_STEPS;
+  I4::Total total[MR] = {};
+  int left = I4::steps(width);
+  for (; left >= I4::BLOCK_STEPS; left -= I4::BLOCK_STEPS) {
+    if (AHEAD)
+      for (int byte = 0; byte < BLOCK_BYTES; byte += LINE)
+        __builtin_prefetch(row + PREFETCH_BYTES + byte, 0, SECOND_CACHE);
+    add_block<MR, I4::BLOCK_STEPS>(row, inputs, pitch, sums, sums_pitch, total);
+    row += BLOCK_BYTES, inputs += BLOCK, sums += I4::SCALES;
+  }
+  switch (left) {
+    case 1: add_block<MR, 1>(row, inputs, pitch, sums, sums_pitch, total); break;
+    case 2: add_block<MR, 2>(row, inputs, pitch, sums, sums_pitch, total); break;
+    case 3: add_block<MR, 3>(row, inputs, pitch, sums, sums_pitch, total); break;
+  }
+  for (int m = 0; m < MR; m++) acc[m * gap] = I4::lanes(total[m]);
+}
 
 #if defined(HALVES)
 

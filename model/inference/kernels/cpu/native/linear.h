@@ -21,10 +21,10 @@
 
 namespace logitd {
 
-enum Kind : std::int32_t { KIND_F32 = 0, KIND_BF16 = 1, KIND_INT8 = 2 };
+enum Kind : std::int32_t { KIND_F32 = 0, KIND_BF16 = 1, KIND_INT8 = 2, KIND_INT4 = 3 };
 
 // A weight matrix (rows, width), row-major. `scale` (one per row) and `row_sum` (of each row's
-// integers) are int8's; `bias` may be null.
+// integers, int4's times their scales) are those of quantized ones; `bias` may be null.
 struct Matrix {
   const void* weights;
   const float* bias;
@@ -37,10 +37,12 @@ struct Matrix {
 };
 
 // Activations (count, pitch) in the format of the matrix that they meet, zeros from `width` on.
-// `scale` (one per row) is int8's.
+// `scale` (one per row) is that of quantized ones; `sums` (count, I4::sums(width)) are those of AVX2 for
+// int4.
 struct Inputs {
   const void* values;
   const float* scale;
+  const std::int16_t* sums;
   int count;
   int pitch;
 };
@@ -60,19 +62,8 @@ class Product {
 
   // Outputs of weight rows [first, last), for all activation rows.
   void rows(int first, int last) const {
-    if (inputs_.count > TALL_ROWS) return tall(first, last);
-    std::size_t taken = sizeof(Input) * inputs_.count * inputs_.pitch;
-    if (inputs_.count > STREAM_ROWS || taken > STREAM_BYTES) return tiles(first, last);
-    switch (inputs_.count) {
-      case 1: return streams<1>(first, last);
-      case 2: return streams<2>(first, last);
-      case 3: return streams<3>(first, last);
-      case 4: return streams<4>(first, last);
-      case 5: return streams<5>(first, last);
-      case 6: return streams<6>(first, last);
-      case 7: return streams<7>(first, last);
-      case 8: return streams<8>(first, last);
-    }
+    if constexpr (std::is_same_v<Format, I4>) unpacked(first, last);
+    else as_they_are(first, last);
   }
 
  private:
@@ -81,37 +72,83 @@ class Product {
   using Acc = typename Format::Acc;
   using Sum = typename Format::Sum;
 
+  // Weights that are multiplied as they come from memory.
+  void as_they_are(int first, int last) const {
+    if (inputs_.count > TALL_ROWS) return tall(first, last);
+    std::size_t taken = sizeof(Input) * inputs_.count * inputs_.pitch;
+    if (inputs_.count > STREAM_ROWS || taken > STREAM_BYTES) return tiles(first, last);
+    switch (inputs_.count) {
+      case 1: return streams<1, 1>(first, last, 0);
+      case 2: return streams<2, 1>(first, last, 0);
+      case 3: return streams<3, 1>(first, last, 0);
+      case 4: return streams<4, 1>(first, last, 0);
+      case 5: return streams<5, 1>(first, last, 0);
+      case 6: return streams<6, 1>(first, last, 0);
+      case 7: return streams<7, 1>(first, last, 0);
+      case 8: return streams<8, 1>(first, last, 0);
+    }
+  }
+
   // Accumulators are summed by vectors of them.
   static constexpr int whole(int accumulators) {
     return (accumulators + LANES - 1) / LANES * LANES;
   }
 
   const Weight* weight(int n) const {
-    return static_cast<const Weight*>(matrix_.weights) + std::size_t(n) * matrix_.width;
+    std::size_t stride = matrix_.width;
+    if constexpr (std::is_same_v<Format, I4>) stride = I4::row_bytes(matrix_.width);
+    return static_cast<const Weight*>(matrix_.weights) + n * stride;
   }
 
   const Input* input(int m) const {
     return static_cast<const Input*>(inputs_.values) + std::size_t(m) * inputs_.pitch;
   }
 
-  // One weight row after the other, as one stream; summed when LANES accumulators have come together.
-  template <int MR>
-  void streams(int first, int last) const {
-    constexpr int GROUP = LANES / MR;
-    int n = first;
-    for (; n + GROUP <= last; n += GROUP) stream<GROUP, MR>(n);
-    for (; n < last; n++) stream<1, MR>(n);
+  // Weights that are unpacked before use, for STREAM_ROWS activation rows at a time: the first take them
+  // from memory, the others from the cache.
+  void unpacked(int first, int last) const {
+    int m = 0;
+    for (; m + STREAM_ROWS <= inputs_.count; m += STREAM_ROWS) {
+      if (m) streams<STREAM_ROWS, 0>(first, last, m);
+      else streams<STREAM_ROWS, 1>(first, last, m);
+    }
+    switch (inputs_.count - m) {
+      case 1: return streams<1, 1>(first, last, m);
+      case 2: return streams<2, 1>(first, last, m);
+      case 3: return streams<3, 1>(first, last, m);
+      case 4: return streams<4, 1>(first, last, m);
+      case 5: return streams<5, 1>(first, last, m);
+      case 6: return streams<6, 1>(first, last, m);
+      case 7: return streams<7, 1>(first, last, m);
+    }
   }
 
-  template <int GROUP, int MR>
-  void stream(int n) const {
-    Acc acc[LANES] = {};
+  // One weight row after the other, as one stream; summed when LANES accumulators have come together.
+  template <int MR, int AHEAD>
+  void streams(int first, int last, int m) const {
+    // Of unpacked ones LANES rows, so that what follows a product is done for as many at once.
+    constexpr int GROUP = std::is_same_v<Format, I4> ? LANES : LANES / MR;
+    int n = first;
+    for (; n + GROUP <= last; n += GROUP) stream<GROUP, MR, AHEAD>(n, m);
+    for (; n < last; n++) stream<1, MR, AHEAD>(n, m);
+  }
+
+  template <int GROUP, int MR, int AHEAD>
+  void stream(int n, int m) const {
+    Acc acc[whole(GROUP * MR)];
+    for (int i = GROUP * MR; i < whole(GROUP * MR); i++) acc[i] = Acc{};
     for (int r = 0; r < GROUP; r++) {
       const Weight* row = weight(n + r);
-      dots<Format, 1, MR, 1>(row, 0, input(0), inputs_.pitch, matrix_.width,
-                             reinterpret_cast<const char*>(row) + PREFETCH_BYTES, 0, acc + r, GROUP);
+      if constexpr (std::is_same_v<Format, I4>)
+        dots4<MR, AHEAD>(row, input(m), inputs_.pitch,
+                         inputs_.sums + std::size_t(m) * I4::sums(matrix_.width), matrix_.width,
+                         acc + r, GROUP);
+      else
+        dots<Format, 1, MR, AHEAD>(row, 0, input(m), inputs_.pitch, matrix_.width,
+                                   reinterpret_cast<const char*>(row) + PREFETCH_BYTES, 0, acc + r,
+                                   GROUP);
     }
-    put<GROUP, MR>(n, 0, acc);
+    put<GROUP, MR>(n, m, acc);
   }
 
   void tiles(int first, int last) const {
@@ -202,7 +239,7 @@ class Product {
     }
   }
 
-  // float accumulators are the product; int8's are of activations with their ZERO, in integers.
+  // float accumulators are the product; integers are of shifted activations, or were until now.
   template <int NR>
   void values(int, int, const float* summed, float* result) const {
     std::memcpy(result, summed, NR * sizeof(float));
@@ -228,9 +265,13 @@ inline void linear(Pool& pool, const Matrix& matrix, const Inputs& inputs, float
                    bool add) {
   // Items of some 32 KB of weights, so that the threads end together, or what stays in the cache for
   // many rows; whole tiles. In lanes: measured a tenth to a fifth faster than taking every other item.
-  int row_bytes = matrix.width * (matrix.kind == KIND_F32 ? 4 : matrix.kind == KIND_BF16 ? 2 : 1);
-  int per_item = std::max(TILE, 32768 / row_bytes / TILE * TILE);
-  if (inputs.count > TALL_ROWS) per_item = TALL_ITEM;
+  int row_bytes = matrix.kind == KIND_F32    ? 4 * matrix.width
+                  : matrix.kind == KIND_BF16 ? 2 * matrix.width
+                  : matrix.kind == KIND_INT8 ? matrix.width
+                                             : I4::row_bytes(matrix.width);
+  const int tile = matrix.kind == KIND_INT4 ? LANES : TILE;
+  int per_item = std::max(tile, 32768 / row_bytes / tile * tile);
+  if (inputs.count > TALL_ROWS) per_item = matrix.kind == KIND_INT4 ? LANES : TALL_ITEM;
   int items = (matrix.rows + per_item - 1) / per_item;
   pool.lanes(items, [&](int item) {
     int first = item * per_item, last = std::min(first + per_item, int(matrix.rows));
@@ -238,6 +279,7 @@ inline void linear(Pool& pool, const Matrix& matrix, const Inputs& inputs, float
       case KIND_F32: return Product<F32>(matrix, inputs, out, pitch, add).rows(first, last);
       case KIND_BF16: return Product<B16>(matrix, inputs, out, pitch, add).rows(first, last);
       case KIND_INT8: return Product<I8>(matrix, inputs, out, pitch, add).rows(first, last);
+      case KIND_INT4: return Product<I4>(matrix, inputs, out, pitch, add).rows(first, last);
     }
   });
 }

@@ -18,7 +18,7 @@ struct LayerWeights {
 
 struct ModelWeights {
   std::int32_t n_layer, n_head, n_kv_head, head_dim, d_model, d_ff, vocab_size;
-  std::int32_t kind;        // of every matrix: KIND_*
+  std::int32_t kind;        // of what meets matrices: KIND_*, where INT8 and INT4 are the same
   std::int32_t cells;       // of embeddings and of the cache: KIND_F32 or KIND_BF16
   std::int32_t post_norm;   // norms after the residual sums
   std::int32_t parallel;    // attention and feed-forward read the same stream

@@ -101,13 +101,16 @@ inline void rotate(float* head, const float* cos, const float* sin, int width) {
 }
 
 // Rows of activations on their way into matrices of one kind: (count, pitch), zeros behind `width`.
+// Those of int8 and int4 are the same.
 class Converted {
  public:
   Converted(int kind, int rows, int width) : kind_(kind) {
     int step = kind == KIND_F32 ? F32::STEP : kind == KIND_BF16 ? B16::STEP : I8::STEP;
+    static_assert(I8::STEP == I4::STEP);
     pitch_ = (width + step - 1) / step * step;
     int item = kind == KIND_F32 ? 4 : kind == KIND_BF16 ? 2 : 1;
     values_.resize(std::size_t(rows) * pitch_ * item, 0);
+    if (kind == KIND_INT4) sums_.resize(std::size_t(rows) * I4::sums(width), 0);
     scales_.resize(rows, 0.0f);
   }
 
@@ -115,7 +118,8 @@ class Converted {
     switch (kind_) {
       case KIND_F32: return put_floats(row, from, width);
       case KIND_BF16: return put_bf16(row, from, width);
-      case KIND_INT8: return put_int8(row, from, width);
+      case KIND_INT8:
+      case KIND_INT4: return put_int8(row, from, width);
     }
   }
 
@@ -125,11 +129,12 @@ class Converted {
     switch (kind_) {
       case KIND_F32: return put_activated<float>(place, kind, row, width);
       case KIND_BF16: return put_activated<Bf16>(place, kind, row, width);
-      case KIND_INT8: activate(kind, row, row, width); return put_int8(place, row, width);
+      case KIND_INT8:
+      case KIND_INT4: activate(kind, row, row, width); return put_int8(place, row, width);
     }
   }
 
-  Inputs inputs(int count) const { return {values_.data(), scales_.data(), count, pitch_}; }
+  Inputs inputs(int count) const { return {values_.data(), scales_.data(), sums_.data(), count, pitch_}; }
 
  private:
   template <class Cell>
@@ -180,11 +185,19 @@ class Converted {
     }
     for (int i = whole; i < width; i++)
       to[i] = std::uint8_t(int((from[i] * inverse + round) - round) + ZERO);
+#if defined(HALVES)
+    if (kind_ != KIND_INT4) return;
+    const int steps = I4::steps(width);
+    std::int16_t* sums = sums_.data() + std::size_t(row) * I4::sums(width);
+    for (int step = 0; step < steps; step += I4::BLOCK_STEPS, sums += I4::SCALES)
+      I4::put_sums(to + step * I4::STEP, std::min(I4::BLOCK_STEPS, steps - step), sums);
+#endif
   }
 
   int kind_;
   int pitch_;
   Buffer<std::uint8_t> values_;
+  Buffer<std::int16_t> sums_;
   std::vector<float> scales_;
 };
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from model.inference.kernels.cpu.decoder import KINDS, _Matrix
-from model.inference.kernels.cpu.quantize import quantize_rows
+from model.inference.kernels.cpu.quantize import quantized_matrix
 from tests.profiles import examples
 
 READ_BEHIND = 64
@@ -38,13 +38,13 @@ def native(library: ctypes.CDLL, matrix: _Matrix, inputs: Tensor, threads: int) 
 
 
 def rounded_rows(inputs: Tensor) -> Tensor:
-    """What int8 makes of activations: each row in 127 steps of its largest."""
+    """What int8 and int4 make of activations: each row in 127 steps of its largest."""
     largest = inputs.abs().amax(dim=1, keepdim=True)
     steps = torch.full_like(largest, 127) / largest  # 127 / largest takes a reciprocal first
     return (inputs * steps).round().double() * (largest / 127).double()
 
 
-@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16, torch.int8], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
 @given(
     count=st.one_of(st.integers(1, 9), st.integers(30, 70)),
     rows=st.integers(1, 90),
@@ -57,7 +57,7 @@ def rounded_rows(inputs: Tensor) -> Tensor:
 @settings(max_examples=examples(60), suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_products_are_the_twins(
     library: ctypes.CDLL,
-    kind: torch.dtype,
+    kind: str,
     count: int,
     rows: int,
     width: int,
@@ -73,14 +73,15 @@ def test_products_are_the_twins(
     matrix = _Matrix(kind=KINDS[kind], rows=rows, width=width)
     if added is not None:
         matrix.bias = added.data_ptr()
-    if kind is torch.int8:
-        quantized = quantize_rows(weights)
-        placed = moved(quantized.values, offset)
+    if kind in ("int8", "int4"):
+        quantized = quantized_matrix(weights, "int8" if kind == "int8" else "int4")
+        placed = moved(quantized.stored, offset)
         matrix.scale, matrix.row_sum = quantized.scale.data_ptr(), quantized.row_sum.data_ptr()
         exact = rounded_rows(inputs) @ quantized.dequantized().double().T
     else:
-        placed = moved(weights.to(kind), offset)
-        exact = inputs.to(kind).double() @ placed.double().T
+        dtype = getattr(torch, kind)
+        placed = moved(weights.to(dtype), offset)
+        exact = inputs.to(dtype).double() @ placed.double().T
     matrix.weights = placed.data_ptr()
     if added is not None:
         exact += added.double()

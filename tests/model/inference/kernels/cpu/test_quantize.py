@@ -1,0 +1,107 @@
+"""What matrices are rounded to: near enough, packed as the kernels say, and never with a sum that
+their integers cannot hold."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.testing import assert_close
+
+from model.inference.kernels.cpu.quantize import (
+    LARGEST,
+    SCALES,
+    Int4Matrix,
+    int4_matrix,
+    int4_row_bytes,
+    int8_matrix,
+    largest_scale,
+)
+from tests.profiles import examples
+
+
+def unpacked(matrix: Int4Matrix) -> tuple[Tensor, Tensor]:
+    """The integers (rows, width) of a matrix and the scale of each of them, byte by byte as the
+    head of `I4` in native/dot.h says."""
+    rows = len(matrix.stored)
+    values, scales = torch.zeros(2, rows, matrix.width).int()
+    place = 0
+    for start in range(0, matrix.width, 256):
+        block = matrix.stored[:, place : place + SCALES].view(torch.int8)
+        place += SCALES
+        for step in range(start, min(start + 256, matrix.width), 64):
+            for i in range(32):
+                byte = matrix.stored[:, place + i].int()
+                for column, nibble in ((step + i, byte & 15), (step + i + 32, byte >> 4)):
+                    if column < matrix.width:
+                        values[:, column] = nibble - 8
+                        scales[:, column] = block[:, i // 2]
+            place += 32
+    assert place == int4_row_bytes(matrix.width) == matrix.stored.shape[1]
+    return values, scales
+
+
+@given(
+    rows=st.integers(1, 5),
+    width=st.one_of(st.integers(1, 140), st.integers(250, 600)),
+    magnitude=st.sampled_from([1e-6, 1.0, 1e4]),
+    seed=st.integers(0, 2**16),
+)
+@settings(max_examples=examples(60))
+def test_int4_is_packed_as_the_kernels_read_it(
+    rows: int, width: int, magnitude: float, seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    weight = magnitude * torch.randn(rows, width, generator=generator)
+    matrix = int4_matrix(weight)
+    values, scales = unpacked(matrix)
+    assert scales.abs().max() <= LARGEST
+    assert torch.equal(matrix.row_sum, (values * scales).sum(dim=1))
+    dequantized = matrix.dequantized()
+    assert torch.equal(dequantized, (values * scales).float() * matrix.scale[:, None])
+    assert_close(int4_matrix(dequantized).dequantized(), dequantized, rtol=1e-6, atol=0)
+    # Half a step of its own scale; a step where the largest has the other sign and 8 would be it;
+    # and what rounding the scale to a 127th of the row's moves eight of its steps.
+    step = (scales.abs() + 0.5) * matrix.scale[:, None]
+    assert ((dequantized - weight).abs() <= step + 4 * matrix.scale[:, None]).all()
+
+
+@pytest.mark.parametrize("width", [64, 300, 768])
+def test_four_bits_of_gaussian_weights_are_near(width: int) -> None:
+    """Seven per cent of the weights; with one scale for a row it would be twice as much."""
+    weight = torch.randn(200, width, generator=torch.Generator().manual_seed(0))
+    error = (int4_matrix(weight).dequantized() - weight).std()
+    assert error < 0.08
+    assert (int8_matrix(weight).dequantized() - weight).std() < 0.2 * error
+
+
+def test_a_large_weight_spoils_fifteen_others_and_not_its_row() -> None:
+    weight = torch.randn(1, 512, generator=torch.Generator().manual_seed(0))
+    weight[0, 7] = 30.0
+    error = (int4_matrix(weight).dequantized() - weight).abs()[0]
+    ruined = error > 0.6
+    assert error[7] < 0.2
+    assert 0 < ruined.sum() <= 15
+    places = ruined.nonzero().flatten() % 32
+    assert set(places.tolist()) <= {6, 7}, "those that share its scale"
+
+
+@pytest.mark.parametrize("quantize", [int4_matrix, int8_matrix])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_zeros_stay_zeros(quantize: type, dtype: torch.dtype) -> None:
+    weight = torch.zeros(3, 100, dtype=dtype)
+    weight[1, :40] = 1
+    matrix = quantize(weight)
+    assert torch.equal(matrix.dequantized(), weight.float())
+
+
+@pytest.mark.parametrize("width", [1, 64, 4096, 8192, 8256, 14336, 65536])
+def test_no_sum_leaves_32_bits(width: int) -> None:
+    """The worst that there is: every weight -8 with the largest scale, every activation 255."""
+    matrix = int4_matrix(torch.ones(1, width))
+    values, scales = unpacked(matrix)
+    assert (values == -8).all()
+    assert (scales == -largest_scale(width)).all()
+    assert 255 * 8 * largest_scale(width) * width < 2**31
+    assert largest_scale(width) == LARGEST or width > 8192
+    assert matrix.row_sum.item() == 8 * largest_scale(width) * width
