@@ -54,7 +54,7 @@ EXAMPLES: Mapping[str, tuple[tuple[str, str], ...]] = {
     "serve": (
         ("logitd serve", "the bundled checkpoint"),
         ("logitd serve runs/mine --port 9000", "the best checkpoint of a run"),
-        ("logitd serve checkpoints/mine --quantize int8", "in 8 bits, which costs what it says"),
+        ("logitd serve checkpoints/mine --quantize int4", "in 4 bits, which costs what it says"),
         ("logitd serve small=runs/a large=runs/b", "two, of which requests name one"),
     ),
     "train": (

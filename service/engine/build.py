@@ -134,7 +134,11 @@ def _build(settings: ServeSettings) -> BuiltEngine:
     if path.note is not None:
         logger.warning("decoding in plain torch, which is slower: %s", path.note)
     quantization = measure_quantization(
-        model, settings.quantize, settings.validation_text, settings.kernel_target
+        model,
+        settings.quantize,
+        settings.validation_text,
+        settings.kernel_target,
+        at_most=settings.max_quantization_loss,
     )
     chosen = choose_slots(model, slots)
     config = EngineConfig(

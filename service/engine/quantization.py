@@ -5,6 +5,7 @@ The banner, /info and the log give the same figures. Not here: what is measured
 """
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,15 @@ from model.evaluation.held_out import held_out_windows
 from model.evaluation.quantization_loss import QuantizationLoss, quantization_loss
 from model.inference.kernels.select import KernelError, choose_decode_path
 from model.inference.load import LoadedModel
-from model.inference.options import KernelTarget, Quantization
+from model.inference.options import KernelTarget, Quantization, parse_loss_limit
 
 logger = logging.getLogger("logitd")
 
 WARN_ABOVE = 0.005
 """Share of the bits per byte above which the log warns."""
+
+GENTLER: Mapping[Quantization, Quantization] = {"int4": "int8", "int8": "none"}
+"""What costs less."""
 
 
 @dataclass(frozen=True)
@@ -61,18 +65,21 @@ def measure_quantization(
     kind: Quantization,
     text: Path | None,
     kernel_target: KernelTarget = "auto",
+    *,
+    at_most: str = "any",
 ) -> QuantizationCost | None:
     """What the decoder of a loaded model loses against the same one without quantization; None
     where nothing is quantized. The model is left as it was.
 
-    Raises KernelError for a text without quantizing, DataError for a named text that cannot be
-    measured on. Where none is named and none is found, nothing is measured and that is logged.
+    Raises KernelError for a text without quantizing and for a loss above `at_most`
+    (`parse_loss_limit`), DataError for a named text that cannot be measured on. Where none is named
+    and none is found, nothing is measured, so nothing is refused, and that is logged.
     """
     if kind == "none":
         if text is not None:
             raise KernelError(
                 "validation_text is there to measure what quantizing costs, and quantize is none: "
-                "set quantize to int8, or leave the text out"
+                "set quantize to int8 or int4, or leave the text out"
             )
         return None
     try:
@@ -99,6 +106,11 @@ def measure_quantization(
         quantized=model.decode_path.make_decoder,
     )
     cost = QuantizationCost(kind, loss, text_windows.name)
+    if not loss.relative <= parse_loss_limit(at_most):  # what is not a number is refused too
+        raise KernelError(
+            f"{cost.sentence()}, and max_quantization_loss is {at_most}: set quantize to "
+            f"{GENTLER[kind]}, or max_quantization_loss to what you accept (any is no limit)"
+        )
     logger.log(
         logging.WARNING if loss.relative > WARN_ABOVE else logging.INFO, "%s", cost.sentence()
     )

@@ -97,13 +97,14 @@ def described(served: Served) -> dict[str, Any]:
 def details(served: Served) -> dict[str, Any]:
     """What it is, in Ollama's words."""
     computation = served.computation
+    cost = computation.quantization
     return {
         "parent_model": "",
         "format": "safetensors",
         "family": "gpt",
         "families": ["gpt"],
         "parameter_size": _rounded(computation.parameters),
-        "quantization_level": computation.placement.dtype_name,
+        "quantization_level": computation.placement.dtype_name if cost is None else cost.kind,
     }
 
 

@@ -174,7 +174,9 @@ class OllamaDetails(ReplyBody):
     family: Literal["gpt"]
     families: list[Literal["gpt"]]
     parameter_size: str = Field(description="Such as 124M.")
-    quantization_level: str = Field(description="What the weights are computed in.")
+    quantization_level: str = Field(
+        description="What the weights are computed in: a dtype, int8 or int4."
+    )
 
 
 class OllamaModel(ReplyBody):

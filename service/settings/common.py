@@ -116,7 +116,9 @@ Target = Annotated[
 ]
 Quantize = Annotated[
     Quantization,
-    Field(description="int8 quantizes the matrices to 8 bits when loading"),
+    Field(
+        description="int8 quantizes the matrices to 8 bits when loading, int4 to 4 but for the head"
+    ),
 ]
 Threads = Annotated[
     int,

@@ -18,7 +18,13 @@ from pydantic import (
 from pydantic_settings import CliPositionalArg, NoDecode
 
 from model.inference.engine.config import SERVED_TARGET_GAP, EngineConfig
-from model.inference.options import SERVED_SLOTS, Speculation, parse_memory, parse_target_gap
+from model.inference.options import (
+    SERVED_SLOTS,
+    Speculation,
+    parse_loss_limit,
+    parse_memory,
+    parse_target_gap,
+)
 from service.settings.common import (
     BUNDLED_CHECKPOINT,
     CommandSettings,
@@ -105,6 +111,19 @@ TargetGapText = Annotated[str, AfterValidator(_target_gap)]
 """How long tokens may be apart, as `parse_target_gap` reads it."""
 
 
+def _loss(text: str) -> str:
+    parse_loss_limit(text)
+    return text
+
+
+ACCEPTED_LOSS = "2%"
+"""Of int8 and of int4: whoever wants the speed for more than that has to say so."""
+
+
+LossText = Annotated[str, AfterValidator(_loss)]
+"""A share in percent, as `parse_loss_limit` reads it."""
+
+
 PublicPaths = Annotated[
     tuple[Annotated[str, AfterValidator(_path)], ...],
     NoDecode,
@@ -182,6 +201,11 @@ class ServeSettings(CommandSettings):
         None,
         description="UTF-8 text to measure the loss of --quantize on; if not given the "
         "checkpoint's own validation text, where it can be found",
+    )
+    max_quantization_loss: LossText = Field(
+        ACCEPTED_LOSS,
+        description="the most that --quantize may add to the bits per byte of that text: with more "
+        "the server does not start; any is no limit",
     )
     batch_invariant: bool = Field(
         False,
@@ -361,6 +385,13 @@ class ServeSettings(CommandSettings):
     def _of_traces_that_there_are(cls, value: float, info: ValidationInfo) -> float:
         if value != 1 and not info.data.get("otlp_endpoint"):
             raise ValueError("it is a share of the traces of otlp-endpoint, and that is not given")
+        return value
+
+    @field_validator("max_quantization_loss")
+    @classmethod
+    def _of_a_quantization_that_there_is(cls, value: str, info: ValidationInfo) -> str:
+        if value != ACCEPTED_LOSS and info.data.get("quantize") == "none":
+            raise ValueError("it bounds what --quantize costs, and quantize is none; give both")
         return value
 
     @field_validator("kv_cache_memory")

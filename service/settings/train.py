@@ -50,7 +50,8 @@ class EvalSettings(CommandSettings):
     )
     threads: Threads = 0
     quantize: Quantization = Field(
-        "none", description="int8 measures weights rounded to 8 bits, by decode steps: slower"
+        "none",
+        description="int8 and int4 measure weights in 8 and in 4 bits, by decode steps: slower",
     )
     as_json: AsJson = False
 

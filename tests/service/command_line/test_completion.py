@@ -42,8 +42,8 @@ OFFERED = pytest.mark.parametrize(
     [
         ("logitd se", ["serve"]),
         ("logitd e", ["eval", "extract", "export"]),
-        ("logitd serve --quantize ''", ["none", "int8"]),
-        ("logitd serve --quantize i", ["int8"]),
+        ("logitd serve --quantize ''", ["none", "int8", "int4"]),
+        ("logitd serve --quantize n", ["none"]),
         ("logitd serve --served", ["--served-model-name"]),
         ("logitd train --no-re", ["--no-resume"]),
         ("logitd help ex", ["extract", "export"]),

@@ -1,6 +1,8 @@
 """What --quantize costs: measured on the way to being served, and told alike everywhere."""
 
 import logging
+import math
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -8,11 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from model.checkpoint.checkpoint import CheckpointInfo, load_checkpoint
+from model.checkpoint.checkpoint import CheckpointInfo, load_checkpoint, read_checkpoint
+from model.data.sources.document import TextError
 from model.evaluation.held_out import held_out_windows
 from model.evaluation.quantization_loss import QuantizationLoss, quantization_loss
 from model.inference.kernels.cpu.library import KernelsUnavailable, load_library
 from model.inference.kernels.select import choose_decode_path
+from model.inference.options import Quantization, parse_loss_limit
 from service.app.app import create_app
 from service.commands.serve import print_banner
 from service.engine import quantization
@@ -40,12 +44,20 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+BUNDLED = Path(__file__).parents[3] / "checkpoints" / "python-small"
 INT8: dict[str, Any] = {"kernels": "auto", "quantize": "int8", "dtype": "float32"}
+INT4: dict[str, Any] = {**INT8, "quantize": "int4"}
+
+
+@pytest.fixture(params=["int8", "int4"])
+def kind(request: pytest.FixtureRequest) -> Quantization:
+    found: Quantization = request.param
+    return found
 
 
 @pytest.fixture
-def measured(covered: CheckpointInfo, text: Path) -> Iterator[Serving]:
-    with serving(covered.path, validation_text=text, **INT8) as server:
+def measured(covered: CheckpointInfo, text: Path, kind: Quantization) -> Iterator[Serving]:
+    with serving(covered.path, validation_text=text, **{**INT8, "quantize": kind}) as server:
         yield server
 
 
@@ -55,23 +67,31 @@ def banner(server: Serving, capsys: pytest.CaptureFixture[str]) -> list[str]:
             if line.startswith("quantized")]  # fmt: skip
 
 
-def test_info_and_the_banner_tell_what_int8_costs(
-    measured: Serving, covered: CheckpointInfo, text: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def measured_loss(covered: CheckpointInfo, text: Path, kind: Quantization) -> QuantizationLoss:
     gpt = load_checkpoint(covered.path, device=torch.device("cpu"), dtype=torch.float32)[1]
     windows = held_out_windows(covered, text).windows
     (batch,) = windows
-    expected = quantization_loss(
+    return quantization_loss(
         gpt,
         *batch,
         windows.byte_lengths,
         exact=choose_decode_path(gpt, threads=1).make_decoder,
-        quantized=choose_decode_path(gpt, threads=1, quantize="int8").make_decoder,
+        quantized=choose_decode_path(gpt, threads=1, quantize=kind).make_decoder,
     )
+
+
+def test_info_and_the_banner_tell_what_quantizing_costs(
+    measured: Serving,
+    covered: CheckpointInfo,
+    text: Path,
+    kind: Quantization,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    expected = measured_loss(covered, text, kind)
     info = Info.model_validate(measured.client.get("/info").json())
     assert info.quantization is not None
     assert info.quantization.model_dump() == {
-        "kind": "int8",
+        "kind": kind,
         "relative_loss": expected.relative,
         "bits_per_byte": expected.quantized,
         "exact_bits_per_byte": expected.exact,
@@ -79,15 +99,21 @@ def test_info_and_the_banner_tell_what_int8_costs(
         "text": str(text),
     }
     assert expected.quantized != expected.exact
+    assert (
+        measured.client.get("/api/tags").json()["models"][0]["details"]["quantization_level"]
+        == kind
+    )
     assert banner(measured, capsys) == [
-        f"int8 costs {100 * expected.relative:.2f} % ({expected.quantized:.4f} instead of "
+        f"{kind} costs {100 * expected.relative:.2f} % ({expected.quantized:.4f} instead of "
         f"{expected.exact:.4f} bits per byte over 2,048 tokens of {text})"
     ]
 
 
-def test_what_is_served_is_rounded_once(measured: Serving, covered: CheckpointInfo) -> None:
+def test_what_is_served_is_rounded_once(
+    measured: Serving, covered: CheckpointInfo, kind: Quantization
+) -> None:
     """Measuring rounds a copy: the model's own weights are rounded by the engine alone."""
-    with serving(covered.path, validation_text=None, **INT8) as other:
+    with serving(covered.path, validation_text=None, **{**INT8, "quantize": kind}) as other:
         body = {"prompt": "line 1", "seed": 1, "max_tokens": 20, "logprobs": 1}
         replies = [each.json("/generate", body) for each in (measured, other)]
     assert replies[0]["choices"] == replies[1]["choices"]
@@ -136,7 +162,7 @@ def test_the_sentence() -> None:
     [
         ("short", INT8, "has 6 tokens; to measure a loss takes more than 1,024"),
         (None, INT8, "is not a file, a folder or a glob that matches a file"),
-        ("x" * 2000, {}, "quantize is none: set quantize to int8, or leave the text out"),
+        ("x" * 2000, {}, "quantize is none: set quantize to int8 or int4, or leave the text out"),
     ],
 )
 def test_a_text_that_cannot_be_used_is_refused(
@@ -152,3 +178,43 @@ def test_a_text_that_cannot_be_used_is_refused(
         assert message in str(server.state.status()[1])
     assert message in logged_errors[0]
     logged_errors.clear()
+
+
+def test_a_loss_above_the_bound_is_refused_unless_any_is_accepted(
+    logged_errors: list[str],
+) -> None:
+    """Of the bundled checkpoint: what rounding does to one that was not trained may be a gain. The
+    message has the numbers and both ways out."""
+    try:
+        held_out_windows(read_checkpoint(BUNDLED))
+        load_library()
+    except (TextError, KernelsUnavailable) as reason:
+        pytest.skip(str(reason))
+    app = create_app(serve_settings(BUNDLED, max_quantization_loss="0.01%", **INT4))
+    with serving_app(app) as server:
+        eventually(lambda: server.state.status()[0] == "failed")
+        found = str(server.state.status()[1])
+    assert re.match(
+        r"int4 costs 0\.\d\d % \(\d\.\d{4} instead of \d\.\d{4} bits per byte over 2,048 tokens of "
+        r".*\), and max_quantization_loss is 0\.01%: set quantize to int8, or "
+        r"max_quantization_loss to what you accept \(any is no limit\)$",
+        found,
+    )
+    assert found in logged_errors[0]
+    logged_errors.clear()
+    with serving(BUNDLED, max_quantization_loss="any", **INT4) as server:
+        assert server.json("/generate", {"prompt": "def", "max_tokens": 2})["choices"]
+
+
+@pytest.mark.parametrize(
+    ("written", "share"),
+    [("2%", 0.02), ("0.5 %", 0.005), ("3", 0.03), ("0%", 0), ("any", math.inf)],
+)
+def test_a_bound_is_read_as_people_write_it(written: str, share: float) -> None:
+    assert parse_loss_limit(written) == share
+
+
+@pytest.mark.parametrize("written", ["", "%", "-1%", "2%%", "nan", "inf", "1e9", "2 %o"])
+def test_what_is_not_a_bound_is_refused(written: str) -> None:
+    with pytest.raises(ValueError, match=r"give 2% or 0\.5%, or any for no limit"):
+        parse_loss_limit(written)
