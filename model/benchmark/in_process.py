@@ -18,6 +18,7 @@ from model.inference.engine.engine import Engine
 from model.inference.engine.events import FinishEvent, FinishReason, TokenEvent
 from model.inference.engine.requests import GenerationRequest
 from model.inference.engine.runner import DecoderMaker
+from model.inference.options import Quantization
 from model.inference.sampling.params import SamplingParams
 from model.transformer.gpt import GPT
 
@@ -66,11 +67,11 @@ def measure_engine(
     make_decoder: DecoderMaker,
     workload: Workload,
     *,
-    quantized: bool = False,
+    quantize: Quantization = "none",
     log: Callable[[str], None] = lambda line: None,
 ) -> EngineFigures:
     """All cases of a workload through one engine, which has slots for its largest batch.
-    `quantized`: its decoder computes with int8 weights. Raises MeasuringError."""
+    `quantize`: what its decoder makes of the weights. Raises MeasuringError."""
     size = size_of(gpt)
     config = EngineConfig(slots=workload.largest, prefill_chunk=workload.prefill_chunk)
     engine = Engine(gpt, config, make_decoder=make_decoder)
@@ -83,7 +84,7 @@ def measure_engine(
         decode = []
         for batch in workload.batches:
             log(f"engine: decode, {batch} at once")
-            decode.append(_decode(engine, workload, batch, size, quantized))
+            decode.append(_decode(engine, workload, batch, size, quantize))
     finally:
         engine.close()
     return EngineFigures(tuple(prefill), tuple(decode))
@@ -140,7 +141,7 @@ def _prefill(engine: Engine, workload: Workload, prompts: int, size: ModelSize) 
 
 
 def _decode(
-    engine: Engine, workload: Workload, batch: int, size: ModelSize, quantized: bool
+    engine: Engine, workload: Workload, batch: int, size: ModelSize, quantize: Quantization
 ) -> DecodeFigures:
     rounds = [
         full_steps(engine, requests(workload, batch, decode_case(batch, number)))
@@ -161,6 +162,6 @@ def _decode(
             size,
             batch=batch,
             live_positions=statistics.mean(step.live_positions for step in steps),
-            quantized=quantized,
+            quantize=quantize,
         ),
     )

@@ -28,6 +28,7 @@ from model.inference.engine.engine import Engine
 from model.inference.engine.events import FinishEvent, FinishReason, TokenEvent
 from model.inference.engine.requests import GenerationRequest
 from model.inference.engine.runner import DecoderMaker
+from model.inference.options import Quantization
 from model.transformer.gpt import GPT
 
 PREFILLS = 5
@@ -86,7 +87,7 @@ def profile_engine(
     make_decoder: DecoderMaker,
     workload: Workload,
     *,
-    quantized: bool = False,
+    quantize: Quantization = "none",
     log: Callable[[str], None] = lambda line: None,
 ) -> tuple[Profile, ...]:
     """A prompt, then a decode step of each batch size, through one engine. Raises ProfileError and
@@ -106,7 +107,7 @@ def profile_engine(
         profiles = [_prefill(engine, watch, workload, gpt)]
         for batch in workload.batches:
             log(f"profile: decode, {batch} at once")
-            profiles.append(_decode(engine, watch, workload, gpt, batch, quantized))
+            profiles.append(_decode(engine, watch, workload, gpt, batch, quantize))
     finally:
         engine.close()
     return tuple(profiles)
@@ -187,7 +188,7 @@ def _prefill(engine: Engine, watch: Watch, workload: Workload, gpt: GPT) -> Prof
 
 
 def _decode(
-    engine: Engine, watch: Watch, workload: Workload, gpt: GPT, batch: int, quantized: bool
+    engine: Engine, watch: Watch, workload: Workload, gpt: GPT, batch: int, quantize: Quantization
 ) -> Profile:
     steps = [
         step
@@ -199,7 +200,7 @@ def _decode(
     ]
 
     def works(live: float) -> dict[Stage, Work]:
-        return decode_stage_works(gpt, batch=batch, live_positions=live, quantized=quantized)
+        return decode_stage_works(gpt, batch=batch, live_positions=live, quantize=quantize)
 
     return summarise(steps, works, batch=batch, prompt_tokens=None)
 

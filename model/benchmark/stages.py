@@ -11,7 +11,8 @@ from typing import Literal, get_args
 
 from torch import nn
 
-from model.benchmark.work import INT8_ROW_BYTES, ModelSize, Work, size_of, unread_bias
+from model.benchmark.work import ModelSize, Work, matrix_bytes, size_of, unread_bias
+from model.inference.options import Quantization, head_quantization
 from model.transformer.gpt import GPT
 
 Stage = Literal[
@@ -100,16 +101,22 @@ def stage_sizes(gpt: GPT) -> dict[Stage, StageSize]:
 
 
 def decode_stage_works(
-    gpt: GPT, *, batch: int, live_positions: float, quantized: bool = False
+    gpt: GPT, *, batch: int, live_positions: float, quantize: Quantization = "none"
 ) -> dict[Stage, Work]:
     """`decode_work`, divided into stages."""
     size = size_of(gpt)
     works = {
-        stage: _work(stage_size, size, rows=batch, tokens=batch, quantized=quantized)
+        stage: _work(
+            stage_size,
+            size,
+            rows=batch,
+            tokens=batch,
+            quantize=head_quantization(quantize) if stage == "head" else quantize,
+        )
         for stage, stage_size in stage_sizes(gpt).items()
     }
     cells = size.kv_width * live_positions * size.item_bytes
-    return _attending(works, cells, None if quantized else size.attended * live_positions)
+    return _attending(works, cells, size.attended * live_positions if quantize == "none" else None)
 
 
 def prefill_stage_works(gpt: GPT, *, length: int) -> dict[Stage, Work]:
@@ -123,18 +130,19 @@ def prefill_stage_works(gpt: GPT, *, length: int) -> dict[Stage, Work]:
 
 
 def _work(
-    stage_size: StageSize, size: ModelSize, *, rows: int, tokens: int, quantized: bool = False
+    stage_size: StageSize,
+    size: ModelSize,
+    *,
+    rows: int,
+    tokens: int,
+    quantize: Quantization = "none",
 ) -> Work:
     """`rows` go through the matrices, `tokens` are looked up."""
     item = size.item_bytes
-    weights = (
-        stage_size.matrices + INT8_ROW_BYTES * stage_size.rows
-        if quantized
-        else stage_size.matrices * item
-    )
+    weights = matrix_bytes(stage_size.matrices, stage_size.rows, item, quantize)
     return Work(
         read_bytes=weights + (stage_size.vectors + stage_size.looked_up * tokens) * item,
-        operations=None if quantized else 2 * stage_size.matrices * rows,
+        operations=2 * stage_size.matrices * rows if quantize == "none" else None,
     )
 
 

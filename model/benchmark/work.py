@@ -13,16 +13,20 @@ A limit by memory holds where memory is read: a model that fits into the process
 faster.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 from model.benchmark.machine import Machine
+from model.inference.options import Quantization, head_quantization
 from model.transformer.config import GPTConfig
 from model.transformer.gpt import GPT
 from model.transformer.size import attention_operations, count_elements
 
-INT8_ROW_BYTES = 8
-"""A row of int8 weights has a scale and a sum besides."""
+MATRIX_BYTES: Mapping[Quantization, float] = {"int8": 1, "int4": 4.5 / 8}
+"""Of an element of a quantized matrix: int4's have a byte besides for every sixteen."""
+QUANTIZED_ROW_BYTES = 8
+"""A row of quantized weights has a scale and a sum besides."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +56,7 @@ class ModelSize:
 @dataclass(frozen=True, slots=True)
 class Work:
     """Bytes to read and operations of matrix products; None where the machine's rate for such
-    products was not measured (int8)."""
+    products was not measured (int8, int4)."""
 
     read_bytes: float
     operations: float | None
@@ -88,25 +92,31 @@ def unread_bias(config: GPTConfig) -> int:
 
 
 def decode_work(
-    size: ModelSize, *, batch: int, live_positions: float, quantized: bool = False
+    size: ModelSize, *, batch: int, live_positions: float, quantize: Quantization = "none"
 ) -> Work:
     """One step of `batch` sequences that attend over `live_positions` together, their new ones
-    included. `quantized`: matrices are int8."""
+    included."""
     matrices, item = size.block_matrices + size.head, size.item_bytes
-    if quantized:
-        read = matrices + INT8_ROW_BYTES * (size.block_rows + size.head_rows)
-    else:
-        read = matrices * item
+    read = matrix_bytes(size.block_matrices, size.block_rows, item, quantize)
+    read += matrix_bytes(size.head, size.head_rows, item, head_quantization(quantize))
     read += (size.vectors + size.looked_up * batch) * item
     operations = 2 * matrices * batch + size.attended * live_positions
     return Work(
         read_bytes=read + size.kv_width * live_positions * item,
-        operations=None if quantized else operations,
+        operations=operations if quantize == "none" else None,
     )
 
 
+def matrix_bytes(elements: int, rows: int, item_bytes: int, quantize: Quantization) -> float:
+    """What matrices take, in the model's own numbers of `item_bytes` or quantized."""
+    if quantize == "none":
+        return elements * item_bytes
+    return elements * MATRIX_BYTES[quantize] + QUANTIZED_ROW_BYTES * rows
+
+
 def prefill_work(size: ModelSize, *, prompts: int, length: int) -> Work:
-    """As many prompts of this length, up to the logits that follow each. Int8 is for decode steps;
+    """As many prompts of this length, up to the logits that follow each. Quantization is for decode
+    steps;
     a prefill computes in the model's own dtype."""
     seen = length * (length + 1) // 2  # by the first position one, by the last all
     read = size.block_matrices + size.head + size.vectors + size.looked_up * prompts * length

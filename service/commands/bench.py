@@ -116,7 +116,7 @@ def _profile(settings: BenchSettings) -> Profiled:
         parameters = gpt.parameter_count()
         if path.name not in profiles:  # where there are no native kernels both are torch
             profiles[path.name] = profile_engine(
-                gpt, path.make_decoder, workload, quantized=settings.quantize != "none", log=_log
+                gpt, path.make_decoder, workload, quantize=settings.quantize, log=_log
             )
     _log("the machine, once more")
     return Profiled(
@@ -181,9 +181,7 @@ def _engine(
     """Parameters, how is decoded, and figures. The model is gone afterwards, so that a server has
     the memory."""
     gpt, path = _loaded(settings, checkpoint, placement, settings.kernels)
-    figures = measure_engine(
-        gpt, path.make_decoder, workload, quantized=settings.quantize != "none", log=_log
-    )
+    figures = measure_engine(gpt, path.make_decoder, workload, quantize=settings.quantize, log=_log)
     return gpt.parameter_count(), path.name, figures
 
 
@@ -220,6 +218,7 @@ def _server(settings: BenchSettings, placement: Placement, workload: Workload) -
         *("--threads", str(placement.threads)),
         *("--kernels", settings.kernels, "--kernel-target", settings.kernel_target),
         *("--quantize", settings.quantize),
+        *([] if settings.quantize == "none" else ["--max-quantization-loss", "any"]),
         *("--slots", str(workload.largest), "--prefill-chunk", str(workload.prefill_chunk)),
         *("--target-gap", "none"),  # as the engine here: batches, for which nobody waits
     ) as server:

@@ -119,6 +119,6 @@ def test_rates_are_tokens_over_the_time_of_whole_steps(
 def test_int8_is_held_against_its_own_bytes(gpt: GPT) -> None:
     asked = workload(1, 40)
     plain = measure_engine(gpt, PlainDecoder, asked).decode[0].work
-    quantized = measure_engine(gpt, PlainDecoder, asked, quantized=True).decode[0].work
+    quantized = measure_engine(gpt, PlainDecoder, asked, quantize="int8").decode[0].work
     assert quantized.read_bytes < plain.read_bytes
     assert quantized.operations is None

@@ -7,11 +7,12 @@ import torch
 
 from model.benchmark.stages import STAGES, Stage, decode_stage_works, prefill_stage_works
 from model.benchmark.work import Work, decode_work, prefill_work, size_of
+from model.inference.options import Quantization
 from model.transformer.config import gpt2_shape
 from model.transformer.gpt import GPT
 from tests.model.factories import FAMILIES, tiny_config, tiny_gpt
 
-CASES = [(3, 100.5, False), (3, 100.5, True), (1, 7, False)]
+CASES = [(3, 100.5, "none"), (3, 100.5, "int8"), (3, 100.5, "int4"), (1, 7, "none")]
 
 
 def together(works: Iterable[Work]) -> Work:
@@ -24,14 +25,14 @@ def together(works: Iterable[Work]) -> Work:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize(("batch", "live", "quantized"), CASES)
+@pytest.mark.parametrize(("batch", "live", "quantize"), CASES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_stages_of_a_step_are_the_step(
-    family: str, batch: int, live: float, quantized: bool, dtype: torch.dtype
+    family: str, batch: int, live: float, quantize: Quantization, dtype: torch.dtype
 ) -> None:
     gpt = tiny_gpt(tiny_config(**FAMILIES[family])).to(dtype)
-    works = decode_stage_works(gpt, batch=batch, live_positions=live, quantized=quantized)
-    whole = decode_work(size_of(gpt), batch=batch, live_positions=live, quantized=quantized)
+    works = decode_stage_works(gpt, batch=batch, live_positions=live, quantize=quantize)
+    whole = decode_work(size_of(gpt), batch=batch, live_positions=live, quantize=quantize)
     assert set(works) <= set(STAGES)
     assert together(works.values()) == whole
 

@@ -73,10 +73,19 @@ def test_a_decode_step_by_hand(gpt2: ModelSize) -> None:
 
 def test_an_int8_step_reads_a_byte_per_element(gpt2: ModelSize) -> None:
     plain = decode_work(gpt2, batch=1, live_positions=100)
-    quantized = decode_work(gpt2, batch=1, live_positions=100, quantized=True)
+    quantized = decode_work(gpt2, batch=1, live_positions=100, quantize="int8")
     matrices, rows = 84_934_656 + 38_597_376, gpt2.block_rows + 50_257
     assert plain.read_bytes - quantized.read_bytes == 3 * matrices - 8 * rows
     assert quantized.operations is None
+
+
+def test_an_int4_step_reads_half_a_byte_and_a_scale_for_sixteen(gpt2: ModelSize) -> None:
+    """Of the blocks; the head has int8."""
+    eight, four = (
+        decode_work(gpt2, batch=1, live_positions=100, quantize=kind) for kind in ("int8", "int4")
+    )
+    assert eight.read_bytes - four.read_bytes == 84_934_656 * (1 - 1 / 2 - 1 / 16)
+    assert four.operations is None
 
 
 def test_a_prefill_by_hand(gpt2: ModelSize) -> None:
