@@ -1,7 +1,8 @@
 """A GPT-2 in llama.cpp's file format, by the `gguf` package.
 
 The matrices in float32, bfloat16 or q8_0 (blocks of 32 bytes with a scale each), norms, biases and
-positions in float32: what llama.cpp's own converter writes. The vocabulary is a stand-in of the
+positions in float32: what llama.cpp's own converter writes. q4_0 is made of float32 by llama.cpp
+itself (`llama_cpp_batch.py`). The vocabulary is a stand-in of the
 right size: nothing is ever tokenized.
 """
 

@@ -2,9 +2,11 @@
 
 A context with a sequence for each prompt, a cache of its own for each, and otherwise llama.cpp's
 defaults: keys and values in float16, 512 positions of a prompt at once, flash attention where it
-thinks so. Drawing is its sampler `dist`, one for each sequence.
+thinks so. Drawing is its sampler `dist`, one for each sequence. "int4" is q4_0 as llama.cpp's own
+quantizer makes it: the head, which is tied, is q6_K there.
 """
 
+import ctypes
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,13 +30,26 @@ CACHE_ROUNDING = 256
 
 def load(folder: Path, dtype: str, threads: int) -> "LlamaCpp":
     shape, tensors = load_weights(folder)
-    path = folder / f"{dtype}.gguf"
-    write_gguf(path, shape, tensors, dtype)
     api.llama_backend_init()
+    path = folder / f"{dtype}.gguf"
+    if dtype == "int4":
+        whole = folder / "whole.gguf"
+        write_gguf(whole, shape, tensors, "float32")
+        make_q4_0(whole, path, threads)
+    else:
+        write_gguf(path, shape, tensors, dtype)
     model = api.llama_model_load_from_file(str(path).encode(), api.llama_model_default_params())
     if not model:
         raise RuntimeError(f"llama.cpp does not load {path}")
     return LlamaCpp(model, shape.vocab_size, threads)
+
+
+def make_q4_0(whole: Path, path: Path, threads: int) -> None:
+    """A file of q4_0 from one of float32, as `llama-quantize` makes it."""
+    how = api.llama_model_quantize_default_params()
+    how.ftype, how.nthread = api.LLAMA_FTYPE_MOSTLY_Q4_0, threads
+    if api.llama_model_quantize(str(whole).encode(), str(path).encode(), ctypes.byref(how)):
+        raise RuntimeError(f"llama.cpp does not quantize {whole}")
 
 
 class LlamaCpp:

@@ -25,13 +25,15 @@ from model.transformer.config import gpt2_shape
 from model.transformer.gpt import GPT
 from model.version import VERSION
 
+QUANTIZED: tuple[Quantization, ...] = ("int8", "int4")
+
 
 def load(folder: Path, dtype: str, threads: int) -> "LogitdEngine":
     use_threads(threads)
     keep_freed_memory()
-    # int8 are its matrices; everything else is bfloat16 then.
-    quantize: Quantization = "int8" if dtype == "int8" else "none"
-    computed = torch.bfloat16 if dtype == "int8" else getattr(torch, dtype)
+    # Quantized are its matrices; everything else is bfloat16 then.
+    quantize: Quantization = next((kind for kind in QUANTIZED if kind == dtype), "none")
+    computed = torch.bfloat16 if quantize != "none" else getattr(torch, dtype)
     return LogitdEngine(load_gpt(folder).to(computed), quantize, threads)
 
 
