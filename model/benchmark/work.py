@@ -108,7 +108,7 @@ def decode_work(
 
 
 def matrix_bytes(elements: int, rows: int, item_bytes: int, quantize: Quantization) -> float:
-    """What matrices take, in the model's own numbers of `item_bytes` or quantized."""
+    """What matrices take, in elements of `item_bytes` or quantized."""
     if quantize == "none":
         return elements * item_bytes
     return elements * MATRIX_BYTES[quantize] + QUANTIZED_ROW_BYTES * rows

@@ -109,7 +109,7 @@ def measure_quantization(
     if not loss.relative <= parse_loss_limit(at_most):  # what is not a number is refused too
         raise KernelError(
             f"{cost.sentence()}, and max_quantization_loss is {at_most}: set quantize to "
-            f"{GENTLER[kind]}, or max_quantization_loss to what you accept (any is no limit)"
+            f"{GENTLER[kind]}, or max_quantization_loss to what you accept (any accepts everything)"
         )
     logger.log(
         logging.WARNING if loss.relative > WARN_ABOVE else logging.INFO, "%s", cost.sentence()

@@ -205,7 +205,7 @@ class ServeSettings(CommandSettings):
     max_quantization_loss: LossText = Field(
         ACCEPTED_LOSS,
         description="the most that --quantize may add to the bits per byte of that text: with more "
-        "the server does not start; any is no limit",
+        "the server does not start; any accepts everything",
     )
     batch_invariant: bool = Field(
         False,

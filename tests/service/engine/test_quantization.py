@@ -197,7 +197,7 @@ def test_a_loss_above_the_bound_is_refused_unless_any_is_accepted(
     assert re.match(
         r"int4 costs 0\.\d\d % \(\d\.\d{4} instead of \d\.\d{4} bits per byte over 2,048 tokens of "
         r".*\), and max_quantization_loss is 0\.01%: set quantize to int8, or "
-        r"max_quantization_loss to what you accept \(any is no limit\)$",
+        r"max_quantization_loss to what you accept \(any accepts everything\)$",
         found,
     )
     assert found in logged_errors[0]

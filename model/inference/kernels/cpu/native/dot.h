@@ -151,10 +151,8 @@ struct I4 {
   static constexpr int SCALES = 16;
 
   static constexpr int steps(int width) { return (width + STEP - 1) / STEP; }
-  static constexpr int row_bytes(int width) {
-    return STEP_BYTES * steps(width) + sums(width);
-  }
-  // Numbers of a row of activations that each stand for those that meet one scale.
+  static constexpr int row_bytes(int width) { return STEP_BYTES * steps(width) + sums(width); }
+  // Of a row of activations, one for each scale of a row of weights.
   static constexpr int sums(int width) {
     return SCALES * ((steps(width) + BLOCK_STEPS - 1) / BLOCK_STEPS);
   }

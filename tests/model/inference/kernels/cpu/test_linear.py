@@ -2,6 +2,7 @@
 odd sizes, weights that begin anywhere; and a row by itself is the same bits as among others."""
 
 import ctypes
+from typing import Literal
 
 import pytest
 import torch
@@ -11,7 +12,9 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from model.inference.kernels.cpu.decoder import KINDS, _Matrix
+from model.inference.kernels.cpu.library import KernelsUnavailable, load_library
 from model.inference.kernels.cpu.quantize import quantized_matrix
+from model.inference.options import KernelTarget
 from tests.profiles import examples
 
 READ_BEHIND = 64
@@ -90,3 +93,27 @@ def test_products_are_the_twins(
     for row in {0, count // 2, count - 1}:
         alone = native(library, matrix, inputs[row : row + 1].clone(), 1)
         assert torch.equal(alone[0], found[row]), row
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+@pytest.mark.parametrize("target", ["x86-64-v2", "x86-64-v3"])
+def test_quantized_products_have_the_same_bits_on_every_target(
+    kind: Literal["int8", "int4"], target: KernelTarget
+) -> None:
+    """They are sums of integers, whatever multiplies them."""
+    try:
+        libraries = [load_library(target=one).functions for one in ("auto", target)]
+    except KernelsUnavailable as reason:
+        pytest.skip(str(reason))
+    generator = torch.Generator().manual_seed(0)
+    for rows, width in ((50, 300), (333, 768), (64, 41)):
+        inputs = 5 * torch.randn(37, width, generator=generator)
+        quantized = quantized_matrix(torch.randn(rows, width, generator=generator), kind)
+        placed = moved(quantized.stored, 0)
+        matrix = _Matrix(
+            kind=KINDS[kind], rows=rows, width=width, weights=placed.data_ptr(),
+            scale=quantized.scale.data_ptr(), row_sum=quantized.row_sum.data_ptr(),
+        )  # fmt: skip
+        here, there = (native(library, matrix, inputs, 2) for library in libraries)
+        assert torch.equal(here, there)
