@@ -49,11 +49,10 @@ MAX_HEAD_DIM = 256
 PREFILL_ROWS = 256
 """Positions of a prompt that go through the model together. No bit depends on it; there are
 buffers for so many."""
-FAST_PRODUCTS = {
-    "float32": "avx512f", "bfloat16": "avx512_bf16", "int8": "avx512_vnni", "int4": "avx512_vnni"
-}  # fmt: skip
+FAST_PRODUCTS = {"float32": "avx512f", "bfloat16": "avx512_bf16", "quantized": "avx512_vnni"}
 """The processor feature that products of many rows need to be at least as fast as torch's: 32
-registers of 16 floats, and dot products of narrow dtypes."""
+registers of 16 floats, and dot products of narrow dtypes. Quantized ones need no more than AVX2,
+but for processors with AVX-512 that lack its dot products, for which int8 has plain loops."""
 
 
 class _Norm(Structure):
@@ -176,7 +175,9 @@ def prefills_natively(
     dtype: torch.dtype, *, quantize: Quantization, features: Collection[str]
 ) -> bool:
     """Whether prompts go through the native code too, by what the kernels were built for."""
-    return FAST_PRODUCTS[_name(dtype) if quantize == "none" else quantize] in features
+    if quantize != "none" and "avx2" in features and "avx512f" not in features:
+        return True
+    return FAST_PRODUCTS[_name(dtype) if quantize == "none" else "quantized"] in features
 
 
 class NativeDecoder:
