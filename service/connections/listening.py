@@ -58,8 +58,8 @@ class Listening:
             self._look_in(2 * waited)
 
     def _gone(self) -> bool:
-        """Whether a reset came back, or for too long nothing, though something is on its way. That
-        a process was stopped for a while is no sign of it: its kernel went on."""
+        """Whether a reset came back, or for too long nothing, though something is on its way. A
+        process that was itself stopped for a while proves nothing: its kernel went on."""
         info = tcp_info(self._transport)
         if info is None:
             return False

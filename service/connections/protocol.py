@@ -133,9 +133,10 @@ class Connection(HttpToolsProtocol):
         """Whether the connection stays: what is being answered came whole, and there is a way to
         find out whether anybody listens. A request that is not whole will never be."""
         self._ended_its_side = True
+        if self._awaited is Awaited.BODY:
+            self._give_up(self.cycle)
         running = self._running
-        incomplete = self._awaited is Awaited.BODY and self.cycle is running
-        if running is None or incomplete or not self._ask_whether_it_listens():
+        if running is None or not self._ask_whether_it_listens():
             return False
         if not self.pipeline and not self._held:
             running.keep_alive = False

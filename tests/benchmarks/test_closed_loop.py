@@ -90,6 +90,7 @@ def test_what_cannot_be_measured_is_refused(flags: list[str]) -> None:
         main(flags)
 
 
+@pytest.mark.slow
 def test_a_small_run(capsys: pytest.CaptureFixture[str]) -> None:
     """The bundled checkpoint, by two servers, with clients and at a rate."""
     flags = [

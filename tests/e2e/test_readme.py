@@ -124,7 +124,7 @@ def model(server: ServedProcess) -> Iterator[tuple[GPT, LLM]]:
         yield gpt, llm
 
 
-@pytest.mark.parametrize("tokens", [3, 32, 300])
+@pytest.mark.parametrize("tokens", [3, 32, pytest.param(300, marks=pytest.mark.slow)])
 def test_the_numbers_are_bit_for_bit_the_models_own(
     server: ServedProcess, model: tuple[GPT, LLM], tokens: int
 ) -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 
 from tests.e2e.server import ServedProcess
 from tests.service.serving import serving
@@ -27,6 +28,7 @@ def answers(url: str, *, at_once: int) -> list[Any]:
     return [reply.json()["choices"] for reply in replies]
 
 
+@pytest.mark.slow
 def test_a_second_run_gives_the_same_answers(checkpoint_path: Path) -> None:
     """Alone one after the other in this process, then in another one, with other hashes of strings,
     in whatever batches the threads make."""

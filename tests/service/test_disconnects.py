@@ -183,6 +183,7 @@ def test_nobody_else_waits_for_a_client_that_has_left(server: Serving) -> None:
     assert server.finished("abort") == 3
 
 
+@pytest.mark.slow
 def test_a_storm_of_clients_that_leave_at_any_time(server: Serving) -> None:
     """Streams, replies and rows, cut at a random moment; then everything is as before."""
     chance = random.Random(0)

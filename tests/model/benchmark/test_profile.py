@@ -118,8 +118,12 @@ def test_the_stages_are_the_step(decoder: DecoderMaker, family: str) -> None:
         ("head", {"vocab_size": 40_000, "n_layer": 1}),
         ("mlp_up", {"d_ff": 20_000, "d_model": 256, "activation": "swiglu", "n_layer": 1}),
         ("qkv", {"n_head": 60, "n_layer": 1, "d_model": 2000, "d_ff": 16}),
-        ("attention", {"n_layer": 1, "d_model": 16, "n_head": 1, "context_length": 4000,
-                       "d_ff": 16, "positions": "sinusoidal"}),
+        pytest.param(
+            "attention",
+            {"n_layer": 1, "d_model": 16, "n_head": 1, "context_length": 4000,
+             "d_ff": 16, "positions": "sinusoidal"},
+            marks=pytest.mark.slow,
+        ),
     ],
 )  # fmt: skip
 def test_a_stage_is_what_it_is_called(

@@ -345,7 +345,10 @@ def test_a_source_is_compiled_once_for_all_that_follow() -> None:
     assert constraints.of(SOURCE, 77) is not first
 
 
-@pytest.mark.parametrize("compiler", [Unavailable("not here"), Compiler(byte_tokenizer())])
+@pytest.mark.parametrize(
+    "compiler",
+    [Unavailable("not here"), pytest.param(Compiler(byte_tokenizer()), marks=pytest.mark.slow)],
+)
 def test_what_is_not_compiled_ends_its_own_sequences(compiler: Any) -> None:
     """With an error that names the field, and nobody else's."""
     constraint = SourceCompiler(compiler, VOCAB_SIZE).of(Source("regex", "("), 1)

@@ -172,7 +172,9 @@ def test_company_changes_no_bit(name: str, dtype: torch.dtype) -> None:
     assert differences(shape(name, dtype), seed=name, pool_size=POOL, mixes=MIXES) == 0
 
 
-@pytest.fixture(scope="module", params=["none", "int8", "int4"])
+@pytest.fixture(
+    scope="module", params=["none", "int8", pytest.param("int4", marks=pytest.mark.slow)]
+)
 def native(request: pytest.FixtureRequest) -> DecoderMaker:
     try:
         library = load_library().functions
