@@ -124,6 +124,17 @@ def asked(server: ServedProcess, path: str, **body: Any) -> dict[str, Any]:
     return dict(reply.json())
 
 
+def wait_for_slots(page: Page, slots: int) -> None:
+    """The Model tab says how many there are."""
+    said = f"of {slots} in use"
+    page.wait_for_function(f"document.querySelector('#live').textContent.includes('{said}')")
+
+
+def slots_of(server: ServedProcess) -> int:
+    reply = httpx.get(f"{server.url}/info", timeout=60, trust_env=False)
+    return int(reply.json()["slots"])
+
+
 def generate(page: Page, **fields: Any) -> str:
     """Fill in, press the button, wait for the end; the whole text."""
     for name, value in fields.items():
@@ -319,7 +330,7 @@ def test_the_other_tabs_say_what_is_served(server: ServedProcess, page: Page) ->
     page.wait_for_selector("#training .chart path")
     facts = page.inner_text("#facts")
     assert tokens["checkpoint"]["weights_sha256"] in facts
-    page.wait_for_function("document.querySelector('#live').textContent.includes('of 16 in use')")
+    wait_for_slots(page, slots_of(server))
 
 
 def test_it_can_be_used_without_a_mouse(page: Page) -> None:
@@ -444,7 +455,7 @@ def test_another_model_is_chosen_and_stays_in_links(pair: ServedProcess, new_pag
     again = ready(new_page(page.url))
     assert again.input_value("#model") == "other"
     again.click("#tab-model")
-    again.wait_for_function("document.querySelector('#live').textContent.includes('of 16 in use')")
+    wait_for_slots(again, slots_of(pair))
     assert again.inner_text("#facts").startswith("other")
 
 
