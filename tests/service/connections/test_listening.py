@@ -73,8 +73,7 @@ def comparable(body: bytes) -> Any:
     """What a reply says, without what is its own: ids, times, and how a stream is cut."""
     if body.startswith(b"data: "):
         return "".join(choice["text"] for part in events(body) for choice in part["choices"])
-    reply = orjson.loads(body)
-    reply.pop("id", None)
+    reply = {k: v for k, v in orjson.loads(body).items() if k not in ("id", "created")}
     return [choice["text"] for choice in reply["choices"]] if "choices" in reply else reply
 
 
