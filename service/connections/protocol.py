@@ -3,8 +3,9 @@
 Added to uvicorn's protocol over httptools: the bytes of a head, of chunk sizes and of trailers are
 bounded before they are complete (431); deadlines for head, body, idleness and unread replies (408,
 or just an end), looked at by the register's one timer; requests that a client sends ahead are kept
-back in its socket until their turn; what the server refuses is answered in turn too, and read by
-the client before the connection closes; requests to upgrade are answered as ordinary HTTP.
+back in its socket until their turn; what the server refuses is answered in turn too; an answer that
+comes before the whole body is read by the client before the connection closes; requests to upgrade
+are answered as ordinary HTTP.
 
 A client that ends its side after whole requests is answered if it still listens, and its requests
 are aborted if it has gone (`listening.py`). Over HTTP/1.0, where nothing may be sent ahead of a
@@ -14,7 +15,9 @@ Not here: how many connections there may be (`register.py`), what requests mean 
 """
 
 import asyncio
+from collections.abc import Callable
 from enum import Enum, auto
+from functools import partial
 from typing import Any
 
 import httptools
@@ -59,6 +62,15 @@ class Awaited(Enum):
     """The rest of request line and headers."""
     BODY = auto()
     """The rest of the body."""
+
+
+class ReplyTransport:
+    """What a reply is written to. uvicorn closes it behind the last one of a connection."""
+
+    def __init__(self, transport: asyncio.Transport, close: Callable[[], None]) -> None:
+        self.write = transport.write
+        self.is_closing = transport.is_closing
+        self.close = close
 
 
 class Connection(HttpToolsProtocol):
@@ -121,7 +133,7 @@ class Connection(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         self._received += len(data)
-        if self._refusal is not None:  # nothing more is answered
+        if self._refusal is not None or self._linger_until is not None:  # nothing more is answered
             if self._received > self._throw_away_until:
                 self.flow.pause_reading()
             return
@@ -152,12 +164,14 @@ class Connection(HttpToolsProtocol):
 
     def check(self, now: float) -> None:
         """End the connection, or answer it, if a deadline has passed."""
-        if self._linger_until is not None:
-            if now >= self._linger_until:
-                self.transport.abort()
-        elif self._leaves_unread(now):
+        if self._leaves_unread(now):
             self._register.reports.count(ConnectionEnd.UNREAD)
             self.transport.abort()
+        elif self._linger_until is not None:
+            if self.unsent():  # its time to stop and read begins with the end of the reply
+                self._linger_until = now + LINGER_SECONDS
+            elif now >= self._linger_until:
+                self.transport.abort()
         elif not self.transport.is_closing() and self._refusal is None:
             if self._running is not None and self.flow.read_paused:
                 self._look_for_its_end()
@@ -193,6 +207,8 @@ class Connection(HttpToolsProtocol):
             self._upgrade = True
             return
         super().on_headers_complete()
+        end = partial(self._end_reply, self.cycle)
+        self.cycle.transport = ReplyTransport(self.transport, end)  # type: ignore[assignment]
         self.headers = []  # trailers come too late to mean anything
         self._piece_completes = True
         self._body_size = 0
@@ -227,10 +243,19 @@ class Connection(HttpToolsProtocol):
         self._served = True
         self._since = self.loop.time()
         self._body_mark = (self._since, self._received)
-        if self.transport.is_closing():
+        if self.transport.is_closing() or self._linger_until is not None:
             return
         self._stand(Standing.WAITS)
         self._take_turn()
+
+    def _end_reply(self, cycle: RequestResponseCycle) -> None:
+        """Close behind a reply that is the last. The client may still be sending the body that was
+        not waited for."""
+        if cycle is self.cycle and self._awaited is Awaited.BODY and cycle.response_complete:
+            self._throw_away_until = self._received + LINGER_BYTES
+            self._linger()
+        else:
+            self.transport.close()
 
     def _take_turn(self) -> None:
         """Go on with what came while a reply was under way."""
@@ -441,6 +466,10 @@ class Connection(HttpToolsProtocol):
             return
         if self._awaited is not Awaited.BODY or not self.cycle.response_complete:
             self.transport.write(_reply(error, self.server_state.default_headers))
+        self._linger()
+
+    def _linger(self) -> None:
+        """Nothing more is written, and what the client still sends is thrown away."""
         self._linger_until = self.loop.time() + LINGER_SECONDS
         self.transport.write_eof()
         self.flow.resume_reading()

@@ -5,6 +5,7 @@ Real servers and real sockets.
 import contextlib
 import json
 import re
+import select
 import signal
 import socket
 import time
@@ -253,6 +254,33 @@ def test_a_client_that_leaves_behind_another_request_is_noticed(speller: Serving
         time.sleep(0.1)
     eventually(lambda: server.finished("abort") == before + 1, timeout=10)
     server.wait_idle()
+
+
+@pytest.mark.parametrize("version", ["1.1", "1.0"])
+def test_who_is_answered_before_its_body_has_come_reads_the_answer(
+    hurried: Serving, version: str
+) -> None:
+    """The connection was closed at once behind the last reply, and what was still on its way of the
+    body had it reset: the sender got an error in place of the reason."""
+    head = f"POST /tokenize HTTP/{version}\r\nContent-Type: text/plain\r\nConnection: close\r\n"
+    body = b"a" * 600_000
+    with hurried.connect() as raw:
+        raw.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode())
+        select.select([raw], [], [], 10)  # the answer has come, and is not read
+        for start in range(0, len(body), 100_000):
+            raw.sendall(body[start : start + 100_000])
+            time.sleep(0.01)
+        assert refused(read_all(raw)) == [415]
+
+
+def test_who_goes_on_sending_behind_the_answer_is_let_go(hurried: Serving) -> None:
+    head = b"POST /tokenize HTTP/1.1\r\nContent-Type: text/plain\r\nConnection: close\r\n"
+    with hurried.connect() as raw:
+        raw.settimeout(10)
+        raw.sendall(head + b"Content-Length: 1000000000\r\n\r\n")
+        with pytest.raises((ConnectionResetError, BrokenPipeError)):
+            raw.sendall(b"a" * 64 * 2**20)  # more than sockets hold and a server throws away
+    eventually(lambda: hurried.sample("logitd_connections") <= 1)
 
 
 def test_trailers_are_not_headers(server: Serving) -> None:
