@@ -32,46 +32,61 @@ inline void ask(const Cell* stream, int p, int count, const Cell* following) {
     __builtin_prefetch(reinterpret_cast<const char*>(at) + i, 0, SECOND_CACHE);
 }
 
-// A query or a key of V vectors as the parts that are multiplied at once.
+// A query or a key of V vectors as the parts that are multiplied at once, and these as the registers that
+// they take, of which there are PIECES times COUNT.
 template <class Cell, int V>
 struct Parts;
 
 template <int V>
 struct Parts<float, V> : F32 {
   static constexpr int COUNT = V;
+  using Cells = Piece;
+
   static Part part(const float* from, int i) { return load(from + i * LANES); }
+  static Cells cells(const float* from, int i) { return load<Piece>(from + i * PIECE); }
+  using F32::add;
 };
 
+// The last one of an odd number of vectors is half a part: what follows is not this head's.
 template <int V>
 struct Parts<Bf16, V> : B16 {
   static constexpr int COUNT = (V + 1) / 2;
-  // The last one of an odd number of vectors is half a part: what follows is not this head's.
+  using Cells = WordPiece;
+
   static Part part(const Bf16* from, int i) {
     Part part = {};
     std::memcpy(&part, from + i * STEP, 2 * i + 1 < V ? sizeof part : sizeof part / 2);
     return part;
   }
+  static Cells cells(const Bf16* from, int i) {
+    constexpr int count = 2 * PIECE;
+    const int left = V * LANES - i * count;
+    Cells cells = {};
+    if (left > 0) std::memcpy(&cells, from + i * count, left < count ? sizeof cells / 2 : sizeof cells);
+    return cells;
+  }
 };
 
-// scores[p] = query . keys[p] for p in [0, count); V vectors wide. The values are asked for at the end.
-template <int V, class Cell>
+// scores[p] = query . keys[p] for p in [0, count); V vectors wide. The values are asked for at the end, if
+// AHEAD.
+template <int V, bool AHEAD, class Cell>
 inline void scores_of(const Cell* query, const Cell* keys, const Cell* values, int count,
                       float* scores) {
   using Parts = Parts<Cell, V>;
-  typename Parts::Part q[Parts::COUNT];
-#pragma GCC unroll 16
-  for (int i = 0; i < Parts::COUNT; i++) q[i] = Parts::part(query, i);
-  for (int p = 0; p < count; p += LANES) {
-    Floats products[LANES] = {};
-    int here = count - p < LANES ? count - p : LANES;
+  typename Parts::Cells q[Parts::COUNT * PIECES];
+#pragma GCC unroll 64
+  for (int i = 0; i < Parts::COUNT * PIECES; i++) q[i] = Parts::cells(query, i);
+  for (int p = 0; p < count; p += PIECE) {
+    Piece products[PIECE] = {};
+    int here = count - p < PIECE ? count - p : PIECE;
     for (int j = 0; j < here; j++) {
       const Cell* key = keys + std::size_t(p + j) * V * LANES;
-      ask<V>(keys, p + j, count, values);
-      Floats product = {};
-#pragma GCC unroll 16
-      for (int i = 0; i < Parts::COUNT; i++)
-        product = Parts::add(product, Parts::part(key, i), q[i]);
-      products[j] = product;
+      if (AHEAD) ask<V>(keys, p + j, count, values);
+      Piece product[PIECES] = {};
+#pragma GCC unroll 64
+      for (int i = 0; i < Parts::COUNT * PIECES; i++)
+        product[i % PIECES] = Parts::add(product[i % PIECES], Parts::cells(key, i), q[i]);
+      products[j] = folded(product);
     }
     store(scores + p, sums(products));
   }
@@ -95,40 +110,43 @@ inline void softmax(float* scores, int count) {
 }
 
 // out[0, V * LANES) = the sum of values[p] * weights[p].
-template <int V, class Cell>
+template <int V, bool AHEAD, class Cell>
 inline void mix(const float* weights, const Cell* values, int count, const Cell* next_keys,
                 float* out) {
-  Floats mixed[V] = {};
+  Piece mixed[V * PIECES] = {};
   for (int p = 0; p < count; p++) {
-    Floats weight = all(weights[p]);
-    ask<V>(values, p, count, next_keys);
+    Piece weight = all<Piece>(weights[p]);
+    if (AHEAD) ask<V>(values, p, count, next_keys);
     const Cell* value = values + std::size_t(p) * V * LANES;
-    for (int i = 0; i < V; i++) mixed[i] = fused(weight, load(value + i * LANES), mixed[i]);
+#pragma GCC unroll 64
+    for (int i = 0; i < V * PIECES; i++)
+      mixed[i] = fused(weight, load<Piece>(value + i * PIECE), mixed[i]);
   }
-  for (int i = 0; i < V; i++) store(out + i * LANES, mixed[i]);
+#pragma GCC unroll 64
+  for (int i = 0; i < V * PIECES; i++) store(out + i * PIECE, mixed[i]);
 }
 
-template <int V, class Cell>
+template <int V, bool AHEAD, class Cell>
 inline void attend_heads(const Cell* queries, int heads, const Cell* keys, const Cell* values,
                          const Cell* next_keys, int count, float* scores, float* out) {
   for (int head = 0; head < heads; head++) {
-    scores_of<V>(queries + head * V * LANES, keys, values, count, scores);
+    scores_of<V, AHEAD>(queries + head * V * LANES, keys, values, count, scores);
     softmax(scores, count);
     const Cell* following = head + 1 < heads ? keys : next_keys;
-    mix<V>(scores, values, count, following, out + head * V * LANES);
+    mix<V, AHEAD>(scores, values, count, following, out + head * V * LANES);
   }
 }
 
 // `queries` are the heads that share this key head, (heads, width), already scaled; `scores` has room
-// for `count` rounded up to 16; `next_keys` are likely to be wanted afterwards. There is a copy for each
-// width, so that a sum stays in registers.
-template <class Cell, int V = 1>
+// for `count` rounded up to 16; `next_keys` are likely to be wanted afterwards, if AHEAD: else all of it is
+// in the cache. There is a copy for each width, so that a sum stays in registers.
+template <bool AHEAD, class Cell, int V = 1>
 inline void attend(const Cell* queries, int heads, const Cell* keys, const Cell* values,
                    const Cell* next_keys, int count, int width, float* scores, float* out) {
   if (width == V * LANES)
-    attend_heads<V>(queries, heads, keys, values, next_keys, count, scores, out);
+    attend_heads<V, AHEAD>(queries, heads, keys, values, next_keys, count, scores, out);
   else if constexpr (V < MAX_HEAD_VECTORS)
-    attend<Cell, V + 1>(queries, heads, keys, values, next_keys, count, width, scores, out);
+    attend<AHEAD, Cell, V + 1>(queries, heads, keys, values, next_keys, count, width, scores, out);
 }
 
 // One head of one position.
@@ -214,7 +232,7 @@ inline void attend_together(const Query<Cell>* queries, int count, const Cell* k
     attend_together<Cell, V + 1>(queries, count, keys, values, width);
 #else  // there are too few registers for more than one
   for (const Query<Cell>* q = queries; q < queries + count; q++)
-    attend(q->query, 1, keys, values, keys, q->count, width, q->scores, q->out);
+    attend<false>(q->query, 1, keys, values, keys, q->count, width, q->scores, q->out);
 #endif
 }
 

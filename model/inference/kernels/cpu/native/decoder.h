@@ -343,8 +343,8 @@ class Decoder {
     if (kv_head + 1 < w_.n_kv_head) next_keys = cells<Cell>(cache_.keys, layer, row, kv_head + 1);
     else if (next < count_) next_keys = cells<Cell>(cache_.keys, layer, next, 0);
     float* out = heads(row) + kv_head * group() * w_.head_dim;
-    attend(queries<Cell>(row, kv_head), group(), keys, values, next_keys, positions_[row] + 1, w_.head_dim,
-           scores(1), out);
+    attend<true>(queries<Cell>(row, kv_head), group(), keys, values, next_keys, positions_[row] + 1,
+                 w_.head_dim, scores(1), out);
   }
 
   template <class Cell>

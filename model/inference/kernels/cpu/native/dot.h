@@ -6,6 +6,8 @@
 // read behind the end of a weight row counts nothing (it is always finite; arena.py sees to that).
 #pragma once
 
+#include <algorithm>
+
 #include "buffer.h"
 #include "stream.h"
 #include "vectors.h"
@@ -24,12 +26,12 @@ struct F32 {
   static Part load_weight(const Weight* from) { return load(from); }
   static Part load_input(const Input* from) { return load(from); }
   static Acc add(Acc acc, Part w, Part x) { return fused(w, x, acc); }
-#if defined(HALVES)
-  using Register = __m256;
+#if !defined(__AVX512F__)
+  using Register = Piece;
 
-  static Register weight(const Weight* from, int half) { return _mm256_loadu_ps(from + 8 * half); }
-  static Register input(const Input* from, int half) { return weight(from, half); }
-  static Register add(Register acc, Register w, Register x) { return _mm256_fmadd_ps(w, x, acc); }
+  static Register weight(const Weight* from, int piece) { return load<Piece>(from + PIECE * piece); }
+  static Register input(const Input* from, int piece) { return weight(from, piece); }
+  static Register add(Register acc, Register w, Register x) { return fused(w, x, acc); }
 #endif
 };
 
@@ -43,32 +45,26 @@ struct B16 {
   static constexpr int STEP = 32;
   using Part = Words;
 
-  static Part load_weight(const Weight* from) {
-    Part part;
-    std::memcpy(&part, from, sizeof part);
-    return part;
-  }
-  static Part load_input(const Input* from) { return load_weight(from); }
+  static Part load_weight(const Weight* from) { return read<Part>(from); }
+  static Part load_input(const Input* from) { return read<Part>(from); }
   static Acc add(Acc acc, Part w, Part x) {
 #if defined(__AVX512BF16__)
     return (Floats)_mm512_dpbf16_ps((__m512)acc, (__m512bh)w, (__m512bh)x);
 #else
-    acc = fused(reinterpret_cast<Floats>(w << 16), reinterpret_cast<Floats>(x << 16), acc);
-    return fused(reinterpret_cast<Floats>(w & 0xFFFF0000u),
-                 reinterpret_cast<Floats>(x & 0xFFFF0000u), acc);
+    acc = fused(as<Floats>(w << 16), as<Floats>(x << 16), acc);
+    return fused(as<Floats>(w & 0xFFFF0000u), as<Floats>(x & 0xFFFF0000u), acc);
 #endif
   }
-#if defined(HALVES)
-  using Register = __m256;
+#if !defined(__AVX512F__)
+  using Register = Piece;
 
-  static __m256i weight(const Weight* from, int half) {
-    return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from) + half);
+  static WordPiece weight(const Weight* from, int piece) {
+    return read<WordPiece>(from + 2 * PIECE * piece);
   }
-  static __m256i input(const Input* from, int half) { return weight(from, half); }
-  static Register add(Register acc, __m256i w, __m256i x) {
-    const __m256i odd = _mm256_set1_epi32(int(0xFFFF0000u));
-    acc = _mm256_fmadd_ps((__m256)_mm256_slli_epi32(w, 16), (__m256)_mm256_slli_epi32(x, 16), acc);
-    return _mm256_fmadd_ps((__m256)_mm256_and_si256(w, odd), (__m256)_mm256_and_si256(x, odd), acc);
+  static WordPiece input(const Input* from, int piece) { return weight(from, piece); }
+  static Register add(Register acc, WordPiece w, WordPiece x) {
+    acc = fused(as<Piece>(w << 16), as<Piece>(x << 16), acc);
+    return fused(as<Piece>(w & 0xFFFF0000u), as<Piece>(x & 0xFFFF0000u), acc);
   }
 #endif
 };
@@ -108,24 +104,17 @@ struct I8 {
 #else
   using Part = std::int8_t __attribute__((vector_size(64)));
 
-  static Part load_weight(const Weight* from) {
-    Part part;
-    std::memcpy(&part, from, sizeof part);
-    return part;
-  }
-  static Part load_input(const Input* from) {
-    Part part;
-    std::memcpy(&part, from, sizeof part);
-    return part;
-  }
+  static Part load_weight(const Weight* from) { return read<Part>(from); }
+  static Part load_input(const Input* from) { return read<Part>(from); }
   static Acc add(Acc acc, Part w, Part x) {
 #if defined(__AVX512VNNI__)
     return (Ints)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)x, (__m512i)w);
 #else
+    std::int32_t sums[LANES] = {};
     for (int lane = 0; lane < LANES; lane++)
       for (int i = 0; i < 4; i++)
-        acc[lane] += int(w[4 * lane + i]) * int(std::uint8_t(x[4 * lane + i]));
-    return acc;
+        sums[lane] += int(w[4 * lane + i]) * int(std::uint8_t(x[4 * lane + i]));
+    return acc + read<Ints>(sums);
 #endif
   }
 #endif
@@ -199,6 +188,9 @@ struct I4 {
   static Scales scales(const Weight* from) {
     return _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
   }
+  // The sum is this by now, and what is added later is added to it. GCC would change the order of additions
+  // of integers until there are too few registers for them (measured: a sixth slower).
+  static void stays(Products& sum) { asm("" : "+x"(sum)); }
   // Weights stay weight + 8, which is unsigned; what that adds is known of each row of activations, and
   // sums begin with so much less. They may leave sixteen bits between and come back.
   static Products nothing(const std::int16_t* sums) {
@@ -207,7 +199,10 @@ struct I4 {
   static Products add(Products acc, const Unpacked& w, const Input* x) {
     auto from = reinterpret_cast<const __m256i*>(x);
     acc = _mm256_add_epi16(acc, _mm256_maddubs_epi16(w.first, _mm256_loadu_si256(from)));
-    return _mm256_add_epi16(acc, _mm256_maddubs_epi16(w.second, _mm256_loadu_si256(from + 1)));
+    stays(acc);
+    acc = _mm256_add_epi16(acc, _mm256_maddubs_epi16(w.second, _mm256_loadu_si256(from + 1)));
+    stays(acc);
+    return acc;
   }
   // -8 times the activations that meet each scale of a block.
   static void put_sums(const Input* x, int steps, std::int16_t* sums) {
@@ -215,17 +210,17 @@ struct I4 {
     const Unpacked ones = {_mm256_set1_epi8(1), _mm256_set1_epi8(1)};
     for (int step = 0; step < steps; step++) sum = add(sum, ones, x + step * STEP);
     sum = _mm256_sub_epi16(Products{}, _mm256_slli_epi16(sum, 3));
-    std::memcpy(sums, &sum, sizeof sum);
+    write(sums, sum);
   }
   static Total scaled(Total acc, Products products, Scales scales) {
     return _mm256_add_epi32(acc, _mm256_madd_epi16(products, scales));
   }
   static Acc lanes(Total total) {
-    Acc wide = {};
-    std::memcpy(&wide, &total, sizeof total);
-    return wide;
+    using Half = decltype(Acc::low);
+    return {(Half)total, Half{}};
   }
 #else
+  using Halves = std::uint16_t __attribute__((vector_size(32)));
   struct Unpacked {
     Halves even[2], odd[2];  // weights of the first half of a step and of the second, modulo 2^16
   };
@@ -234,18 +229,14 @@ struct I4 {
   using Total = Ints;
 
   static Halves halves(const std::uint8_t* from) {
-    Halves two;  // the first of two bytes is the lower
-    std::memcpy(&two, from, sizeof two);
-    return two;
+    return read<Halves>(from);  // the first of two bytes is the lower
   }
   static Unpacked unpack(const Weight* from) {
     Halves both = halves(from);
     return {{(both & 15) - 8, ((both >> 4) & 15) - 8}, {((both >> 8) & 15) - 8, (both >> 12) - 8}};
   }
   static Scales scales(const Weight* from) {
-    std::int8_t bytes __attribute__((vector_size(16)));
-    std::memcpy(&bytes, from, sizeof bytes);
-    return __builtin_convertvector(bytes, Ints);
+    return widened<Ints>(reinterpret_cast<const std::int8_t*>(from));
   }
   static Products nothing(const std::int16_t*) { return Products{}; }
   static Products add(Products acc, const Unpacked& w, const Input* x) {
@@ -256,8 +247,9 @@ struct I4 {
     return acc;
   }
   static Total scaled(Total acc, Products products, Scales scales) {
-    using Signed = std::int16_t __attribute__((vector_size(32)));
-    return acc + __builtin_convertvector(reinterpret_cast<Signed>(products), Ints) * scales;
+    std::int16_t lanes[LANES];
+    write(lanes, products);
+    return acc + widened<Ints>(lanes) * scales;
   }
   static Acc lanes(Total total) { return total; }
 #endif
@@ -312,26 +304,24 @@ template <int MR, int AHEAD>
   for (int m = 0; m < MR; m++) acc[m * gap] = I4::lanes(total[m]);
 }
 
-#if defined(HALVES)
-
-// COUNT halves from `half` on of NR x MR products, in registers all the while.
+// COUNT pieces from `piece` on of NR x MR products, in registers all the while.
 template <class Format, int NR, int MR, int COUNT, int AHEAD>
-[[gnu::always_inline]] inline void halves(const typename Format::Weight* weights, std::size_t stride,
-                                          const typename Format::Input* inputs, std::size_t pitch,
-                                          int width, const char* ahead, std::size_t apart,
-                                          typename Format::Acc* acc, int gap, int half) {
+[[gnu::always_inline]] inline void dots_of_pieces(
+    const typename Format::Weight* weights, std::size_t stride, const typename Format::Input* inputs,
+    std::size_t pitch, int width, const char* ahead, std::size_t apart, typename Format::Acc* acc, int gap,
+    int piece) {
   typename Format::Register sum[NR * MR * COUNT] = {};
   for (int k = 0; k < width; k += Format::STEP, ahead += LINE) {
     for (int a = 0; a < AHEAD; a++) __builtin_prefetch(ahead + a * apart, 0, SECOND_CACHE);
 #pragma GCC unroll 8
     for (int r = 0; r < NR; r++)
-#pragma GCC unroll 2
-      for (int h = 0; h < COUNT; h++) {
-        auto weight = Format::weight(weights + r * stride + k, half + h);
+#pragma GCC unroll 4
+      for (int c = 0; c < COUNT; c++) {
+        auto weight = Format::weight(weights + r * stride + k, piece + c);
 #pragma GCC unroll 8
         for (int m = 0; m < MR; m++) {
-          auto& to = sum[(r * MR + m) * COUNT + h];
-          to = Format::add(to, weight, Format::input(inputs + m * pitch + k, half + h));
+          auto& to = sum[(r * MR + m) * COUNT + c];
+          to = Format::add(to, weight, Format::input(inputs + m * pitch + k, piece + c));
         }
       }
   }
@@ -339,14 +329,12 @@ template <class Format, int NR, int MR, int COUNT, int AHEAD>
   for (int r = 0; r < NR; r++)
 #pragma GCC unroll 8
     for (int m = 0; m < MR; m++)
-#pragma GCC unroll 2
-      for (int h = 0; h < COUNT; h++) {
-        auto to = reinterpret_cast<typename Format::Register*>(acc + m * gap + r) + half + h;
-        *to = sum[(r * MR + m) * COUNT + h];
+#pragma GCC unroll 4
+      for (int c = 0; c < COUNT; c++) {
+        auto to = reinterpret_cast<char*>(acc + m * gap + r) + (piece + c) * int(sizeof sum[0]);
+        write(to, sum[(r * MR + m) * COUNT + c]);
       }
 }
-
-#endif
 
 // acc[m * gap + r]: the product of weight row r with activation row m, as a vector still to be summed.
 // `stride` and `pitch` are elements from one weight row to the next, and one activation row. With each
@@ -356,37 +344,39 @@ template <class Format, int NR, int MR, int AHEAD>
                                         const typename Format::Input* inputs, std::size_t pitch,
                                         int width, const char* ahead, std::size_t apart,
                                         typename Format::Acc* acc, int gap) {
-#if defined(HALVES)
-  // Sixteen registers hold eight sums, their weights and inputs. What is read again is in the cache.
-  if constexpr (NR * MR <= 4) {
-    halves<Format, NR, MR, 2, AHEAD>(weights, stride, inputs, pitch, width, ahead, apart, acc, gap, 0);
-  } else if constexpr (NR * MR <= 8) {
-    halves<Format, NR, MR, 1, AHEAD>(weights, stride, inputs, pitch, width, ahead, apart, acc, gap, 0);
-    halves<Format, NR, MR, 1, 0>(weights, stride, inputs, pitch, width, ahead, apart, acc, gap, 1);
-  } else {
-    constexpr int FEW = NR / 2;
-    dots<Format, FEW, MR, AHEAD>(weights, stride, inputs, pitch, width, ahead, apart, acc, gap);
-    dots<Format, NR - FEW, MR, 0>(weights + FEW * stride, stride, inputs, pitch, width, ahead, apart,
-                                  acc + FEW, gap);
-  }
-#else
-  typename Format::Acc sum[NR * MR] = {};
-  for (int k = 0; k < width; k += Format::STEP, ahead += LINE) {
-    for (int a = 0; a < AHEAD; a++) __builtin_prefetch(ahead + a * apart, 0, SECOND_CACHE);
-    typename Format::Part input[MR];
-    for (int m = 0; m < MR; m++) input[m] = Format::load_input(inputs + m * pitch + k);
-    for (int r = 0; r < NR; r++) {
-      typename Format::Part weight = Format::load_weight(weights + r * stride + k);
-      for (int m = 0; m < MR; m++)
-        sum[r * MR + m] = Format::add(sum[r * MR + m], weight, input[m]);
+  if constexpr (requires { typename Format::Register; }) {
+    // Sixteen registers hold eight sums, their weights and inputs. What is read again is in the cache.
+    if constexpr (NR * MR <= 8) {
+      constexpr int COUNT = std::max(1, std::min(PIECES, 8 / (NR * MR)));
+      dots_of_pieces<Format, NR, MR, COUNT, AHEAD>(weights, stride, inputs, pitch, width, ahead, apart,
+                                                   acc, gap, 0);
+      for (int piece = COUNT; piece < PIECES; piece += COUNT)
+        dots_of_pieces<Format, NR, MR, COUNT, 0>(weights, stride, inputs, pitch, width, ahead, apart, acc,
+                                                 gap, piece);
+    } else {
+      constexpr int FEW = NR / 2;
+      dots<Format, FEW, MR, AHEAD>(weights, stride, inputs, pitch, width, ahead, apart, acc, gap);
+      dots<Format, NR - FEW, MR, 0>(weights + FEW * stride, stride, inputs, pitch, width, ahead, apart,
+                                    acc + FEW, gap);
     }
+  } else {
+    typename Format::Acc sum[NR * MR] = {};
+    for (int k = 0; k < width; k += Format::STEP, ahead += LINE) {
+      for (int a = 0; a < AHEAD; a++) __builtin_prefetch(ahead + a * apart, 0, SECOND_CACHE);
+      typename Format::Part input[MR];
+      for (int m = 0; m < MR; m++) input[m] = Format::load_input(inputs + m * pitch + k);
+      for (int r = 0; r < NR; r++) {
+        typename Format::Part weight = Format::load_weight(weights + r * stride + k);
+        for (int m = 0; m < MR; m++)
+          sum[r * MR + m] = Format::add(sum[r * MR + m], weight, input[m]);
+      }
+    }
+    // Unrolled, so that the sums never leave the registers.
+#pragma GCC unroll 16
+    for (int m = 0; m < MR; m++)
+#pragma GCC unroll 16
+      for (int r = 0; r < NR; r++) acc[m * gap + r] = sum[r * MR + m];
   }
-  // Unrolled, so that the sums never leave the registers.
-#pragma GCC unroll 16
-  for (int m = 0; m < MR; m++)
-#pragma GCC unroll 16
-    for (int r = 0; r < NR; r++) acc[m * gap + r] = sum[r * MR + m];
-#endif
 }
 
 }  // namespace logitd

@@ -220,10 +220,7 @@ class Product {
   template <int NR, int MR>
   [[gnu::always_inline]] void put(int n, int m, const Acc* acc) const {
     Sum summed[whole(NR * MR)];
-    for (int i = 0; i < whole(NR * MR); i += LANES) {
-      Acc lanes = sums(acc + i);
-      std::memcpy(summed + i, &lanes, sizeof lanes);
-    }
+    for (int i = 0; i < whole(NR * MR); i += LANES) write(summed + i, sums(acc + i));
     float bias[NR] = {};
     if (matrix_.bias) std::memcpy(bias, matrix_.bias + n, sizeof bias);
     for (int i = 0; i < MR; i++) {

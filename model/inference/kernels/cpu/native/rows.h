@@ -180,8 +180,7 @@ class Converted {
     const float round = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
     for (int i = 0; i < whole; i += LANES) {
       Floats steps = (load(from + i) * inverse + round) - round;
-      Bytes bytes = __builtin_convertvector(__builtin_convertvector(steps, Ints) + ZERO, Bytes);
-      std::memcpy(to + i, &bytes, sizeof bytes);
+      store_bytes(to + i, converted<Ints>(steps) + ZERO);
     }
     for (int i = whole; i < width; i++)
       to[i] = std::uint8_t(int((from[i] * inverse + round) - round) + ZERO);

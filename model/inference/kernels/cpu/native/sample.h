@@ -42,22 +42,17 @@ inline double uniform(std::uint64_t seed, std::uint32_t position, std::uint32_t 
   return (double(c[0] >> 5) * 67108864.0 + double(c[1] >> 6)) / 9007199254740992.0;
 }
 
-using Doubles = double __attribute__((vector_size(64)));
-using Longs = std::int64_t __attribute__((vector_size(64)));
-using Eight = float __attribute__((vector_size(32)));
+using Doubles = Vector<double>;
+using Longs = decltype(Doubles{} < Doubles{});
 constexpr int WIDE = 8;  // doubles in a vector
 
-inline Doubles load_wide(const float* from) {
-  Eight values;
-  std::memcpy(&values, from, sizeof values);
-  return __builtin_convertvector(values, Doubles);
-}
+inline Doubles load_wide(const float* from) { return widened<Doubles>(from); }
 
 // e^x for x <= 0, 0 below -700: x = n ln 2 + r, |r| <= ln 2 / 2, and Taylor's series to r^13, whose rest is
 // below half a unit in the last place.
 inline Doubles exp(Doubles x) {
   Longs gone = x < -700.0;
-  x = gone ? Doubles{} : x;
+  x = select(gone, Doubles{}, x);
   const Doubles round = Doubles{} + 6755399441055744.0;  // 1.5 * 2^52: adding it rounds to an integer
   Doubles shifted = x * 1.4426950408889634 + round;
   Doubles n = shifted - round;
@@ -68,9 +63,9 @@ inline Doubles exp(Doubles x) {
 #pragma GCC unroll 13
   for (double factorial : factorials) p = p * r + 1.0 / factorial;
   // The integer n stands in the low bits of `shifted`.
-  Longs power = (reinterpret_cast<Longs>(shifted) - 0x4338000000000000 + 1023) << 52;
-  Doubles result = p * reinterpret_cast<Doubles>(power);
-  return gone ? Doubles{} : result;
+  Longs power = (as<Longs>(shifted) - 0x4338000000000000 + 1023) << 52;
+  Doubles result = p * as<Doubles>(power);
+  return select(gone, Doubles{}, result);
 }
 
 inline double sum(Doubles v) {
@@ -163,7 +158,7 @@ class Sampler {
     double total = 0.0;
     for (int i = 0; i < int(values_.size()); i += WIDE) {
       Doubles here = weights(i);
-      std::memcpy(weights_.data() + i, &here, sizeof here);
+      write(weights_.data() + i, here);
       for (int j = i; j < i + WIDE; j++)
         if (filter.keeps(values_[j], j)) ids_.push_back(j), total += weights_[j];
     }
@@ -216,13 +211,15 @@ class Sampler {
   }
 
   double span(const Filter& filter, int first) const {
+    static constexpr std::int32_t counted[WIDE] = {0, 1, 2, 3, 4, 5, 6, 7};
+    const Longs places = widened<Longs>(counted);
     Doubles total = {};
     for (int i = first; i < first + SPAN; i += WIDE) {
       Doubles values = load_wide(values_.data() + i);
-      Longs ids = Longs{0, 1, 2, 3, 4, 5, 6, 7} + std::int64_t(i);
+      Longs ids = places + std::int64_t(i);
       Longs keep = (values > double(filter.least)) |
                    ((values == double(filter.least)) & (ids <= std::int64_t(filter.last)));
-      total += keep ? exp(values - double(most_)) : Doubles{};
+      total += select(keep, exp(values - double(most_)), Doubles{});
     }
     return sum(total);
   }

@@ -1,8 +1,10 @@
-// Vectors: sixteen floats at a time, in the compiler's own vector type.
+// Vectors: sixteen floats at a time, in as many registers as they take.
 //
-// One spelling for every machine: with AVX-512 a Floats is one register, elsewhere the compiler makes
-// it of smaller ones, and the order of additions stays the same. Intrinsics stand only where the
-// compiler has no operator for an instruction (dot.h). Covers loading, conversion to and from
+// One spelling for every machine, and the order of additions is the same on each. A compiler's own
+// vector of more bytes than a register has lives in memory, and is taken apart lane by lane for what
+// there is no instruction for (measured on AVX2: e^x at 30 cycles a float); so a vector is a `Pair` of
+// two halves where registers are smaller, of pairs if need be. Intrinsics stand only where the compiler
+// has no operator for an instruction (here and in dot.h). Covers loading, conversion to and from
 // bfloat16, sums, and the functions that the forward needs.
 #pragma once
 
@@ -11,12 +13,11 @@
 #include <cstring>
 #include <type_traits>
 
-#if defined(__AVX512F__) || defined(__FMA__)
+#if defined(__AVX512F__) || defined(__AVX2__) || defined(__FMA__)
 #include <immintrin.h>
 #endif
 
-// Where registers have eight floats. A Floats is two of them then, and GCC passes it through memory
-// and puts its shuffles together lane by lane: what most of the time is spent in takes the halves.
+// Where registers have eight floats, and there are sixteen of them.
 #if defined(__AVX2__) && defined(__FMA__) && !defined(__AVX512F__)
 #define HALVES
 #endif
@@ -25,47 +26,203 @@ namespace logitd {
 
 constexpr int LANES = 16;
 
-using Floats = float __attribute__((vector_size(64)));
-using Ints = std::int32_t __attribute__((vector_size(64)));
-using Words = std::uint32_t __attribute__((vector_size(64)));
-using Bytes = std::uint8_t __attribute__((vector_size(16)));
-using Halves = std::uint16_t __attribute__((vector_size(32)));
+// A vector of two halves. A scalar is as many of itself.
+template <class Half>
+struct Pair {
+  using Element = std::remove_cvref_t<decltype(Half{}[0])>;
+  using Mask = decltype(Half{} < Half{});  // of a comparison: all bits of a lane, or none
+
+  Half low, high;
+
+  Pair() = default;
+  Pair(Half low, Half high) : low(low), high(high) {}
+  // Less zero, which is nothing; plus zero would make a sum of it, as -0 + 0 is 0.
+  Pair(Element value) : low(value - Half{}), high(value - Half{}) {}
+
+  Element operator[](int lane) const {
+    constexpr int count = sizeof(Half) / sizeof(Element);
+    return lane < count ? low[lane] : high[lane - count];
+  }
+
+  friend Pair operator+(Pair a, Pair b) { return {a.low + b.low, a.high + b.high}; }
+  friend Pair operator-(Pair a, Pair b) { return {a.low - b.low, a.high - b.high}; }
+  friend Pair operator*(Pair a, Pair b) { return {a.low * b.low, a.high * b.high}; }
+  friend Pair operator/(Pair a, Pair b) { return {a.low / b.low, a.high / b.high}; }
+  friend Pair operator&(Pair a, Pair b) { return {a.low & b.low, a.high & b.high}; }
+  friend Pair operator|(Pair a, Pair b) { return {a.low | b.low, a.high | b.high}; }
+  friend Pair operator<<(Pair a, int bits) { return {a.low << bits, a.high << bits}; }
+  friend Pair operator>>(Pair a, int bits) { return {a.low >> bits, a.high >> bits}; }
+  Pair operator-() const { return {-low, -high}; }
+  Pair operator~() const { return {~low, ~high}; }
+  Pair& operator+=(Pair other) { return *this = *this + other; }
+  Pair& operator*=(Pair other) { return *this = *this * other; }
+  Pair& operator&=(Pair other) { return *this = *this & other; }
+
+  friend Pair<Mask> operator<(Pair a, Pair b) { return {a.low < b.low, a.high < b.high}; }
+  friend Pair<Mask> operator>(Pair a, Pair b) { return {a.low > b.low, a.high > b.high}; }
+  friend Pair<Mask> operator<=(Pair a, Pair b) { return {a.low <= b.low, a.high <= b.high}; }
+  friend Pair<Mask> operator>=(Pair a, Pair b) { return {a.low >= b.low, a.high >= b.high}; }
+  friend Pair<Mask> operator==(Pair a, Pair b) { return {a.low == b.low, a.high == b.high}; }
+  friend Pair<Mask> operator!=(Pair a, Pair b) { return {a.low != b.low, a.high != b.high}; }
+};
+
+template <class T, int BYTES>
+struct Register {
+  typedef T type __attribute__((vector_size(BYTES)));
+};
+
+// 64 bytes.
+#if defined(__AVX512F__)
+template <class T>
+using Vector = typename Register<T, 64>::type;
+#elif defined(__AVX2__)
+template <class T>
+using Vector = Pair<typename Register<T, 32>::type>;
+#else
+template <class T>
+using Vector = Pair<Pair<typename Register<T, 16>::type>>;
+#endif
+
+using Floats = Vector<float>;
+using Ints = Vector<std::int32_t>;
+using Words = Vector<std::uint32_t>;
 
 struct Bf16 {
   std::uint16_t bits;
 };
 
-inline Floats load(const float* from) {
-  Floats values;
-  std::memcpy(&values, from, sizeof values);
-  return values;
+template <class V>
+constexpr bool IS_PAIR = requires(V vector) { vector.low; };
+
+// What a vector is made of: PIECES registers of PIECE lanes. Arrays of registers stay in registers where
+// arrays of vectors do not, so what most of the time is spent in is written with them.
+template <class V>
+struct PieceOf {
+  using type = V;
+};
+template <class Half>
+struct PieceOf<Pair<Half>> : PieceOf<Half> {};
+
+using Piece = PieceOf<Floats>::type;
+using WordPiece = PieceOf<Words>::type;
+constexpr int PIECE = sizeof(Piece) / sizeof(float);
+constexpr int PIECES = LANES / PIECE;
+
+// a where the mask has bits, else b.
+template <class Mask, class V>
+inline V select(Mask mask, V a, V b) {
+  if constexpr (IS_PAIR<V>) return {select(mask.low, a.low, b.low), select(mask.high, a.high, b.high)};
+  else return mask ? a : b;
 }
 
-inline Floats load(const Bf16* from) {
-  Halves halves;
-  std::memcpy(&halves, from, sizeof halves);
-#if defined(__AVX512F__)  // which GCC does in two halves
-  return (Floats)_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)halves), 16);
+// The same bits in lanes of the same size.
+template <class To, class From>
+inline To as(From from) {
+  if constexpr (IS_PAIR<To>)
+    return {as<decltype(To::low)>(from.low), as<decltype(To::high)>(from.high)};
+  else return reinterpret_cast<To>(from);
+}
+
+// The same values in lanes of the same size; floats are cut to integers.
+template <class To, class From>
+inline To converted(From from) {
+  if constexpr (IS_PAIR<To>)
+    return {converted<decltype(To::low)>(from.low), converted<decltype(To::high)>(from.high)};
+  else return __builtin_convertvector(from, To);
+}
+
+// A vector's bytes, by registers: a copy of more at once goes through memory.
+template <class V>
+inline V read(const void* from) {
+  if constexpr (IS_PAIR<V>) {
+    using Half = decltype(V::low);
+    return {read<Half>(from), read<Half>(static_cast<const char*>(from) + sizeof(Half))};
+  } else {
+    V vector;
+    std::memcpy(&vector, from, sizeof vector);
+    return vector;
+  }
+}
+
+template <class V>
+inline void write(void* to, V vector) {
+  if constexpr (IS_PAIR<V>) {
+    write(to, vector.low);
+    write(static_cast<char*>(to) + sizeof vector.low, vector.high);
+  } else {
+    std::memcpy(to, &vector, sizeof vector);
+  }
+}
+
+// The same values in wider lanes: as many as a vector of those has.
+template <class To, class T>
+inline To widened(const T* from) {
+  if constexpr (IS_PAIR<To>) {
+    using Half = decltype(To::low);
+    return {widened<Half>(from), widened<Half>(from + sizeof(Half) / sizeof(Half{}[0]))};
+  } else {
+    using Narrow = typename Register<T, sizeof(To) / sizeof(To{}[0]) * sizeof(T)>::type;
+    return __builtin_convertvector(read<Narrow>(from), To);
+  }
+}
+
+// The low bytes of the lanes, of which each is at least -128 and below 128 where they are signed.
+inline void store_bytes(std::uint8_t* to, Ints values) {
+#if defined(HALVES)
+  __m256i halves = _mm256_packs_epi32((__m256i)values.low, (__m256i)values.high);
+  halves = _mm256_permute4x64_epi64(halves, 0xD8);
+  __m128i bytes = _mm_packs_epi16(_mm256_castsi256_si128(halves), _mm256_extracti128_si256(halves, 1));
+  write(to, bytes);
+#elif defined(__AVX512F__)
+  __m128i bytes = _mm512_cvtepi32_epi8((__m512i)values);
+  write(to, bytes);
 #else
-  return reinterpret_cast<Floats>(__builtin_convertvector(halves, Words) << 16);
+  for (int lane = 0; lane < LANES; lane++) to[lane] = std::uint8_t(values[lane]);
 #endif
 }
 
-inline void store(float* to, Floats values) { std::memcpy(to, &values, sizeof values); }
+// The low halves of the lanes, of which the upper halves are empty.
+inline void store_halves(std::uint16_t* to, Words values) {
+#if defined(HALVES)
+  __m256i halves = _mm256_packus_epi32((__m256i)values.low, (__m256i)values.high);
+  halves = _mm256_permute4x64_epi64(halves, 0xD8);
+  write(to, halves);
+#elif defined(__AVX512F__)
+  __m256i halves = _mm512_cvtepi32_epi16((__m512i)values);
+  write(to, halves);
+#else
+  for (int lane = 0; lane < LANES; lane++) to[lane] = std::uint16_t(values[lane]);
+#endif
+}
+
+template <class V = Floats>
+inline V load(const float* from) { return read<V>(from); }
+
+template <class V = Floats>
+inline V load(const Bf16* from) {
+#if defined(__AVX512F__)  // which GCC does in two halves
+  __m256i halves = read<__m256i>(from);
+  return (V)_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16);
+#else
+  using Bits = std::conditional_t<IS_PAIR<V>, Words, WordPiece>;
+  return as<V>(widened<Bits>(reinterpret_cast<const std::uint16_t*>(from)) << 16);
+#endif
+}
+
+template <class V>
+inline void store(float* to, V values) { write(to, values); }
 
 // To the nearest bfloat16, ties to even; a NaN stays one. The processor's own conversion makes zeros of
 // what is below the smallest normal number.
 inline void store(Bf16* to, Floats values) {
 #if defined(__AVX512BF16__)
   __m256bh halves = _mm512_cvtneps_pbh((__m512)values);
-  std::memcpy(to, &halves, sizeof halves);
+  write(to, halves);
 #else
-  Words bits = reinterpret_cast<Words>(values);
+  Words bits = as<Words>(values);
   Words rounded = (bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16;
-  Words is_nan = reinterpret_cast<Words>(values != values);
-  rounded = (rounded & ~is_nan) | (is_nan & 0x7FC0u);
-  Halves halves = __builtin_convertvector(rounded, Halves);
-  std::memcpy(to, &halves, sizeof halves);
+  Words is_nan = as<Words>(values != values);
+  store_halves(reinterpret_cast<std::uint16_t*>(to), (rounded & ~is_nan) | (is_nan & 0x7FC0u));
 #endif
 }
 
@@ -79,104 +236,54 @@ inline float widen(Bf16 value) {
 }
 
 // Less zero, which is nothing; plus zero would make a sum of it, as -0 + 0 is 0.
-inline Floats all(float value) { return value - Floats{}; }
+template <class V = Floats>
+inline V all(float value) { return value - V{}; }
 
 // a * b + c in one rounding where the machine can. Spelled out, and the compiler is told not to fuse by
 // itself (-ffp-contract=off): it would do so in some places and not in others, and bits would differ.
-inline Floats fused(Floats a, Floats b, Floats c) {
+template <class V>
+inline V fused(V a, V b, V c) {
+  if constexpr (IS_PAIR<V>) {
+    return {fused(a.low, b.low, c.low), fused(a.high, b.high, c.high)};
+  } else {
 #if defined(__AVX512F__)
-  return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
-#elif defined(__FMA__)  // by halves: sixteen calls of fmaf take the compiler minutes to put together
-  Floats sum;
-  for (int half = 0; half < 2; half++) {
-    __m256 x, y, z;
-    std::memcpy(&x, reinterpret_cast<const char*>(&a) + 32 * half, sizeof x);
-    std::memcpy(&y, reinterpret_cast<const char*>(&b) + 32 * half, sizeof y);
-    std::memcpy(&z, reinterpret_cast<const char*>(&c) + 32 * half, sizeof z);
-    z = _mm256_fmadd_ps(x, y, z);
-    std::memcpy(reinterpret_cast<char*>(&sum) + 32 * half, &z, sizeof z);
-  }
-  return sum;
+    return (V)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(HALVES)
+    return (V)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__FMA__)
+    return (V)_mm_fmadd_ps((__m128)a, (__m128)b, (__m128)c);
 #elif defined(__ARM_FEATURE_FMA)
-  for (int i = 0; i < LANES; i++) c[i] = __builtin_fmaf(a[i], b[i], c[i]);
-  return c;
+    for (int i = 0; i < int(sizeof c / sizeof c[0]); i++) c[i] = __builtin_fmaf(a[i], b[i], c[i]);
+    return c;
 #else
-  return a * b + c;
+    return a * b + c;
 #endif
-}
-
-#if defined(HALVES)
-
-namespace detail {
-
-inline __m256 plus(__m256 a, __m256 b) { return _mm256_add_ps(a, b); }
-inline __m256i plus(__m256i a, __m256i b) { return _mm256_add_epi32(a, b); }
-
-// Of eight vectors of eight lanes each: lane i of v[i] with i + 4, then i + 2 and i + 1.
-template <class V>
-[[gnu::always_inline]] inline V sums8(const V* v) {
-  auto f = [](V x) { return (__m256)x; };  // shuffles are those of floats, whatever they move
-  V four[4], two[2];
-  for (int i = 0; i < 4; i++) {
-    __m256 a = f(v[2 * i]), b = f(v[2 * i + 1]);
-    four[i] = plus((V)_mm256_permute2f128_ps(a, b, 0x20), (V)_mm256_permute2f128_ps(a, b, 0x31));
   }
-  for (int i = 0; i < 2; i++) {
-    __m256 a = f(four[2 * i]), b = f(four[2 * i + 1]);
-    two[i] = plus((V)_mm256_shuffle_ps(a, b, 0x44), (V)_mm256_shuffle_ps(a, b, 0xEE));
-  }
-  __m256 a = f(two[0]), b = f(two[1]);
-  V one = plus((V)_mm256_shuffle_ps(a, b, 0x88), (V)_mm256_shuffle_ps(a, b, 0xDD));
-  // 0 2 4 6 1 3 5 7 by now
-  return (V)_mm256_permutevar8x32_ps((__m256)one, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
 }
-
-}  // namespace detail
 
 // The sum of the lanes: lane i with i + 8, then with i + 4, i + 2, i + 1.
-inline float sum(Floats v) {
-  __m256 half[2];
-  std::memcpy(half, &v, sizeof v);
-  __m256 eight = _mm256_add_ps(half[0], half[1]);
-  __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
-  __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
-  return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
-}
-
-// Lane i is the sum of v[i], each by the tree of `sum`: the same bits, a third of the instructions.
 template <class V>
-[[gnu::always_inline]] inline V sums(const V* v) {
-  using H = std::conditional_t<std::is_same_v<V, Floats>, __m256, __m256i>;
-  H result[2];
-  for (int group = 0; group < 2; group++) {
-    H eight[8];
-    for (int i = 0; i < 8; i++) {
-      H half[2];
-      std::memcpy(half, v + 8 * group + i, sizeof half);
-      eight[i] = detail::plus(half[0], half[1]);
-    }
-    result[group] = detail::sums8(eight);
+inline float sum(V v) {
+  if constexpr (IS_PAIR<V>) {
+    return sum(v.low + v.high);
+  } else if constexpr (sizeof v == 64) {
+    v += __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7);
+    v += __builtin_shufflevector(v, v, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11);
+    v += __builtin_shufflevector(v, v, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13);
+    v += __builtin_shufflevector(v, v, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14);
+    return v[0];
+  } else if constexpr (sizeof v == 32) {
+    return sum(__builtin_shufflevector(v, v, 0, 1, 2, 3) + __builtin_shufflevector(v, v, 4, 5, 6, 7));
+  } else {
+    return (v[0] + v[2]) + (v[1] + v[3]);
   }
-  V joined;
-  std::memcpy(&joined, result, sizeof joined);
-  return joined;
-}
-
-#else
-
-// The sum of the lanes: lane i with i + 8, then with i + 4, i + 2, i + 1.
-inline float sum(Floats v) {
-  v += __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7);
-  v += __builtin_shufflevector(v, v, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11);
-  v += __builtin_shufflevector(v, v, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13);
-  v += __builtin_shufflevector(v, v, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14);
-  return v[0];
 }
 
 namespace detail {
 
 // Each of these adds the upper half of every group of lanes to its lower half, and puts the groups of
 // two vectors side by side: the tree of `sum`, for two vectors at once.
+#if defined(__AVX512F__)
 template <class V>
 inline V halve8(V a, V b) {
   return __builtin_shufflevector(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
@@ -201,12 +308,8 @@ inline V halve1(V a, V b) {
          __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
 }
 
-}  // namespace detail
-
-// Lane i is the sum of v[i], each by the tree of `sum`: the same bits, a third of the instructions.
 template <class V>
 [[gnu::always_inline]] inline V sums(const V* v) {
-  using namespace detail;
   V eight[8], four[4];
 #pragma GCC unroll 8
   for (int i = 0; i < 8; i++) eight[i] = halve8(v[2 * i], v[2 * i + 1]);
@@ -214,18 +317,94 @@ template <class V>
   for (int i = 0; i < 4; i++) four[i] = halve4(eight[2 * i], eight[2 * i + 1]);
   return halve1(halve2(four[0], four[1]), halve2(four[2], four[3]));
 }
-
+#elif defined(__AVX2__)
+// In shuffles that one instruction does: the lanes that are put side by side are not those of the tree,
+// until the last.
+template <class V>
+[[gnu::always_inline]] inline V sums(const V* v) {
+  auto f = [](V x) { return (__m256)x; };  // shuffles are those of floats, whatever they move
+  V four[4], two[2];
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; i++) {
+    __m256 a = f(v[2 * i]), b = f(v[2 * i + 1]);
+    four[i] = (V)_mm256_permute2f128_ps(a, b, 0x20) + (V)_mm256_permute2f128_ps(a, b, 0x31);
+  }
+#pragma GCC unroll 2
+  for (int i = 0; i < 2; i++) {
+    __m256 a = f(four[2 * i]), b = f(four[2 * i + 1]);
+    two[i] = (V)_mm256_shuffle_ps(a, b, 0x44) + (V)_mm256_shuffle_ps(a, b, 0xEE);
+  }
+  __m256 a = f(two[0]), b = f(two[1]);
+  V one = (V)_mm256_shuffle_ps(a, b, 0x88) + (V)_mm256_shuffle_ps(a, b, 0xDD);
+  // 0 2 4 6 1 3 5 7 by now
+  return (V)_mm256_permutevar8x32_ps(f(one), _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
+}
+#else
+template <class V>
+[[gnu::always_inline]] inline V sums(const V* v) {
+  V two[2];
+#pragma GCC unroll 2
+  for (int i = 0; i < 2; i++) {
+    V a = v[2 * i], b = v[2 * i + 1];
+    two[i] = __builtin_shufflevector(a, b, 0, 1, 4, 5) + __builtin_shufflevector(a, b, 2, 3, 6, 7);
+  }
+  return __builtin_shufflevector(two[0], two[1], 0, 2, 4, 6) +
+         __builtin_shufflevector(two[0], two[1], 1, 3, 5, 7);
+}
 #endif
 
-inline float largest(Floats v) {
-  float found = v[0];
-  for (int i = 1; i < LANES; i++) found = v[i] > found ? v[i] : found;
-  return found;
+}  // namespace detail
+
+// The pieces of a vector as one: the beginning of the tree of `sum`.
+template <class P>
+[[gnu::always_inline]] inline P folded(const P* piece) {
+  if constexpr (PIECES == 1) return piece[0];
+  else if constexpr (PIECES == 2) return piece[0] + piece[1];
+  else return (piece[0] + piece[2]) + (piece[1] + piece[3]);
 }
 
-inline Floats max(Floats a, Floats b) { return a > b ? a : b; }
+// Lane i is the sum of v[i], each by the tree of `sum`: the same bits, a third of the instructions. Of a
+// piece for each of its lanes, or of a vector for each of its own.
+template <class V>
+[[gnu::always_inline]] inline V sums(const V* v) {
+  if constexpr (!IS_PAIR<V>) {
+    return detail::sums(v);
+  } else {
+    using P = typename PieceOf<V>::type;
+    P joined[PIECES];
+#pragma GCC unroll 4
+    for (int piece = 0; piece < PIECES; piece++) {
+      P one[PIECE];
+#pragma GCC unroll 16
+      for (int i = 0; i < PIECE; i++) {
+        const char* from = reinterpret_cast<const char*>(v + piece * PIECE + i);
+        P parts[PIECES];
+#pragma GCC unroll 4
+        for (int part = 0; part < PIECES; part++) parts[part] = read<P>(from + part * sizeof(P));
+        one[i] = folded(parts);
+      }
+      joined[piece] = detail::sums(one);
+    }
+    return read<V>(joined);
+  }
+}
 
-inline Floats min(Floats a, Floats b) { return a < b ? a : b; }
+template <class V>
+inline V max(V a, V b) { return select(a > b, a, b); }
+
+template <class V>
+inline V min(V a, V b) { return select(a < b, a, b); }
+
+template <class V>
+inline float largest(V v) {
+  if constexpr (IS_PAIR<V>) {
+    return largest(max(v.low, v.high));
+  } else {
+    float found = v[0];
+    for (int i = 1; i < int(sizeof v / sizeof v[0]); i++) found = v[i] > found ? v[i] : found;
+    return found;
+  }
+}
 
 // e^x to within 2 units in the last place: x = n ln 2 + r, |r| <= ln 2 / 2, and a polynomial for e^r
 // (the coefficients of Cephes' expf). Beyond float32's range it stays at the largest or least power.
@@ -242,13 +421,13 @@ inline Floats exp(Floats x) {
   p = fused(p, r, all(1.6666665459e-1f));
   p = fused(p, r, all(5.0000001201e-1f));
   p = fused(p, r * r, r) + 1.0f;
-  Ints power = (__builtin_convertvector(n, Ints) + 127) << 23;
-  return p * reinterpret_cast<Floats>(power);
+  Ints power = (converted<Ints>(n) + 127) << 23;
+  return p * as<Floats>(power);
 }
 
 // The error function to 1.5e-7 (Abramowitz and Stegun 7.1.26).
 inline Floats erf(Floats x) {
-  Floats a = x < 0.0f ? -x : x;
+  Floats a = select(x < 0.0f, -x, x);
   Floats t = 1.0f / (1.0f + 0.3275911f * a);
   Floats p = all(1.061405429f);
   p = fused(p, t, all(-1.453152027f));
@@ -256,7 +435,7 @@ inline Floats erf(Floats x) {
   p = fused(p, t, all(-0.284496736f));
   p = fused(p, t, all(0.254829592f));
   Floats y = 1.0f - p * t * exp(-a * a);
-  return x < 0.0f ? -y : y;
+  return select(x < 0.0f, -y, y);
 }
 
 }  // namespace logitd
