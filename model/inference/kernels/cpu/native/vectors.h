@@ -162,7 +162,14 @@ inline To widened(const T* from) {
     return {widened<Half>(from), widened<Half>(from + sizeof(Half) / sizeof(Half{}[0]))};
   } else {
     using Narrow = typename Register<T, sizeof(To) / sizeof(To{}[0]) * sizeof(T)>::type;
-    return __builtin_convertvector(read<Narrow>(from), To);
+#if defined(HALVES)  // which GCC does in two halves
+    if constexpr (std::is_same_v<T, std::uint16_t>)
+      return (To)_mm256_cvtepu16_epi32(read<__m128i>(from));
+    else if constexpr (std::is_same_v<T, float>)
+      return (To)_mm256_cvtps_pd(read<__m128>(from));
+    else
+#endif
+      return __builtin_convertvector(read<Narrow>(from), To);
   }
 }
 
