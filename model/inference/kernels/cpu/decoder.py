@@ -51,8 +51,9 @@ PREFILL_ROWS = 256
 buffers for so many."""
 FAST_PRODUCTS = {"float32": "avx512f", "bfloat16": "avx512_bf16", "quantized": "avx512_vnni"}
 """The processor feature that products of many rows need to be at least as fast as torch's: 32
-registers of 16 floats, and dot products of narrow dtypes. Quantized ones need no more than AVX2,
-but for processors with AVX-512 that lack its dot products, for which int8 has plain loops."""
+registers of 16 floats, and dot products of narrow dtypes. bfloat16 and quantized ones need no more
+than AVX2, but for processors with AVX-512 that lack its dot products, for which int8 has plain
+loops, and bfloat16 was never measured."""
 
 
 class _Norm(Structure):
@@ -175,7 +176,8 @@ def prefills_natively(
     dtype: torch.dtype, *, quantize: Quantization, features: Collection[str]
 ) -> bool:
     """Whether prompts go through the native code too, by what the kernels were built for."""
-    if quantize != "none" and "avx2" in features and "avx512f" not in features:
+    narrow = quantize != "none" or dtype == torch.bfloat16
+    if narrow and "avx2" in features and "avx512f" not in features:
         return True
     return FAST_PRODUCTS[_name(dtype) if quantize == "none" else "quantized"] in features
 

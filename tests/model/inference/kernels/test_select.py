@@ -295,6 +295,7 @@ def test_bfloat16_loses_nothing_to_see(library: ctypes.CDLL) -> None:
     ("features", "dtype", "quantize", "expected"),
     [
         ({"avx2", "fma"}, torch.float32, "none", False),
+        ({"avx2", "fma"}, torch.bfloat16, "none", True),
         ({"avx512f"}, torch.float32, "none", True),
         ({"avx512f"}, torch.bfloat16, "none", False),
         ({"avx512f", "avx512_bf16"}, torch.bfloat16, "none", True),
