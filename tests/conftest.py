@@ -2,6 +2,7 @@
 
 import gc
 import logging
+import sys
 from collections.abc import Generator, Iterator
 from pathlib import Path
 
@@ -13,6 +14,9 @@ from tests.profiles import register_profiles
 from tests.zygote import end
 
 register_profiles()
+
+MATPLOTLIB = "matplotlib.figure"
+"""What draws the picture of a run. Where it is not installed, there is none."""
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -50,6 +54,21 @@ def same_draws() -> None:
 def checkpoint_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A saved tiny checkpoint (random weights, byte vocabulary). Read it, do not change it."""
     return save_tiny_checkpoint(tmp_path_factory.mktemp("checkpoints") / "tiny").path
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_pictures() -> Iterator[None]:
+    """matplotlib takes most of the time of a short run. Here it is not installed, except for tests
+    that ask for `pictures`."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, MATPLOTLIB, None)
+        yield
+
+
+@pytest.fixture
+def pictures(no_pictures: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs draw their curves, where matplotlib is installed."""
+    monkeypatch.delitem(sys.modules, MATPLOTLIB)
 
 
 @pytest.hookimpl(wrapper=True)

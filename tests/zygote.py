@@ -45,12 +45,19 @@ BESIDES = (
 
 @dataclass(frozen=True)
 class Command:
-    """What a process of `logitd` is given."""
+    """What a process of `logitd` is given.
+
+    descriptors  how many files and connections it may have open
+    file_bytes   the size above which its disk is full
+    without      modules that are not installed for it
+    """
 
     arguments: Sequence[str]
     cwd: str
     environment: Mapping[str, str]
     descriptors: int | None
+    file_bytes: int | None
+    without: Sequence[str]
 
 
 class ForkedProcess:
@@ -65,13 +72,17 @@ class ForkedProcess:
         cwd: Path | None = None,
         environment: Mapping[str, str] | None = None,
         descriptors: int | None = None,
+        file_bytes: int | None = None,
+        without: Sequence[str] = (),
     ) -> None:
-        """`stdout`, `stderr`: open descriptors."""
+        """`stdout`, `stderr`: open descriptors. All others are those of a `Command`."""
         command = Command(
             arguments=tuple(map(str, arguments)),
             cwd=str(cwd or Path.cwd()),
             environment=dict(os.environ if environment is None else environment),
             descriptors=descriptors,
+            file_bytes=file_bytes,
+            without=without,
         )
         self.returncode: int | None = None
         self._told, tell = os.pipe()
@@ -119,19 +130,26 @@ class ForkedProcess:
 
 
 def completed(
-    arguments: Sequence[str], *, cwd: Path | None = None, timeout: float = 100
+    arguments: Sequence[str],
+    *,
+    cwd: Path | None = None,
+    timeout: float = 100,
+    without: Sequence[str] = (),
 ) -> subprocess.CompletedProcess[str]:
     """A command from its beginning to its end, with what it printed."""
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
-        process = ForkedProcess(arguments, stdout=out.fileno(), stderr=err.fileno(), cwd=cwd)
+        process = ForkedProcess(
+            arguments, stdout=out.fileno(), stderr=err.fileno(), cwd=cwd, without=without
+        )
         try:
             code = process.wait(timeout)
         finally:
             process.kill()
-        return subprocess.CompletedProcess(arguments, code, _written(out), _written(err))
+        return subprocess.CompletedProcess(arguments, code, written(out), written(err))
 
 
-def _written(file: IO[str]) -> str:
+def written(file: IO[str]) -> str:
+    """All that a process wrote into a file that was opened here."""
     file.seek(0)
     return file.read()
 
@@ -228,6 +246,11 @@ def _become(command: Command) -> None:
     sys.argv[1:] = command.arguments
     if command.descriptors is not None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (command.descriptors, command.descriptors))
+    if command.file_bytes is not None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (command.file_bytes, command.file_bytes))
+    for name in command.without:
+        sys.modules[name] = None  # type: ignore[assignment]  # what `import` takes for missing
     cli.main(command.arguments)
 
 

@@ -2,8 +2,6 @@
 served before, and no request fails or is answered by two checkpoints."""
 
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -17,7 +15,9 @@ import torch
 from model.checkpoint.checkpoint import load_checkpoint
 from model.inference.reference import generate
 from model.inference.sampling.params import SamplingParams
+from tests.conftest import MATPLOTLIB
 from tests.e2e.server import STARTUP_SECONDS, ServedProcess
+from tests.zygote import ForkedProcess
 
 TEXT = "".join(f"the cat sat on mat {i % 7} and looked at the dog who ran.\n" for i in range(400))
 SHAPE = "--vocab-size 300 --n-layer 2 --n-head 2 --n-kv-head 2 --head-dim 16 --d-model 32 --d-ff 64"
@@ -28,10 +28,13 @@ BODY = {"prompt": "the cat", "max_tokens": 20, "temperature": 0, "ignore_eos": T
 CLIENTS = 4
 
 
-def train(folder: Path, steps: int, *flags: str) -> subprocess.Popen[bytes]:
+def train(folder: Path, steps: int, *flags: str) -> ForkedProcess:
     (folder / "text.txt").write_text(TEXT, encoding="utf-8")
-    command = [sys.executable, "-m", "service.cli", *TRAIN, "--steps", str(steps), *flags]
-    return subprocess.Popen(command, cwd=folder, stdout=subprocess.DEVNULL)
+    command = (*TRAIN, "--steps", str(steps), *flags)
+    with (folder / "log").open("ab") as log:
+        return ForkedProcess(
+            command, stdout=log.fileno(), stderr=log.fileno(), cwd=folder, without=[MATPLOTLIB]
+        )
 
 
 class Load:
@@ -83,7 +86,7 @@ def expected(run: Path, step: int) -> list[int]:
 
 
 @pytest.fixture
-def training(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
+def training(tmp_path: Path) -> Iterator[ForkedProcess]:
     """A run that goes on, and has saved its first checkpoint."""
     process = train(tmp_path, 100_000)
     try:
@@ -97,7 +100,7 @@ def training(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ["thread", "process"])
 def test_a_run_is_served_while_it_trains(
-    training: subprocess.Popen[bytes], engine: str, tmp_path: Path
+    training: ForkedProcess, engine: str, tmp_path: Path
 ) -> None:
     flags = ("run", "--follow", "latest", "--follow-interval", "0.2", "--engine", engine)
     with ServedProcess(*flags, "--threads", "1", "--dtype", "float32", cwd=tmp_path) as server:

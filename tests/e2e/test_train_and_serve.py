@@ -3,8 +3,6 @@
 import io
 import json
 import math
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +18,7 @@ from model.inference.sampling.distribution import log_softmax
 from model.inference.sampling.params import SamplingParams
 from model.transformer.gpt import GPT
 from service import cli
+from tests.conftest import MATPLOTLIB
 from tests.e2e.server import ServedProcess
 from tests.zygote import completed
 
@@ -39,21 +38,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run directory."""
     folder = tmp_path_factory.mktemp("e2e")
     (folder / "text.txt").write_text(TEXT, encoding="utf-8")
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "service.cli",
-            "train",
-            *ON.split(),
-            *SHAPE.split(),
-            *LENGTH.split(),
-        ],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
+    flags = (*ON.split(), *SHAPE.split(), *LENGTH.split())
+    done = completed(["train", *flags], cwd=folder, without=[MATPLOTLIB])
     assert done.returncode == 0, done.stderr
     assert done.stdout.rstrip().endswith("serve it:  logitd serve run")
     return folder / "run"
@@ -139,7 +125,8 @@ def test_the_classroom_model_is_served(tmp_path: Path) -> None:
     flags = (
         "--preset decoder-8x64 --data text.txt --out run --vocab-size 300 --threads 1 --steps 60"
     )
-    completed(["train", *flags.split(), "--sample-tokens", "4"], cwd=tmp_path).check_returncode()
+    command = ["train", *flags.split(), "--sample-tokens", "4"]
+    completed(command, cwd=tmp_path, without=[MATPLOTLIB]).check_returncode()
     info, gpt = load_checkpoint(
         tmp_path / "run" / "best", device=torch.device("cpu"), dtype=torch.float32
     )

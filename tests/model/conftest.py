@@ -4,7 +4,6 @@ to train in."""
 import ctypes
 import multiprocessing
 import random
-import sys
 from collections.abc import Callable
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
@@ -37,15 +36,6 @@ def story_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("text") / "story.txt"
     path.write_text(story(1500), encoding="utf-8")
     return path
-
-
-WITHOUT_MATPLOTLIB = (sys.modules, "matplotlib.figure", None)
-
-
-@pytest.fixture
-def no_picture(monkeypatch: pytest.MonkeyPatch) -> None:
-    """matplotlib takes most of the time of such a short run; here it is not installed."""
-    monkeypatch.setitem(*WITHOUT_MATPLOTLIB)
 
 
 def configuration(story_file: Path, out: Path, **given: Any) -> TrainingConfig:
@@ -85,12 +75,9 @@ def configure(story_file: Path, tmp_path: Path) -> Configure:
 
 @pytest.fixture(scope="session")
 def straight(story_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run of `configure()`, finished at once and without a picture. Read it or copy it, do not
-    change it."""
+    """The run of `configure()`, finished at once. Read it or copy it, do not change it."""
     out = tmp_path_factory.mktemp("runs") / "straight"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(*WITHOUT_MATPLOTLIB)
-        train(configuration(story_file, out))
+    train(configuration(story_file, out))
     return out
 
 

@@ -16,7 +16,7 @@ import pytest
 
 from model.training.trainer import train
 from service.cli import run
-from tests.model.conftest import WITHOUT_MATPLOTLIB, configuration, story
+from tests.model.conftest import configuration, story
 from tests.model.convert.theirs import save_theirs
 
 
@@ -45,11 +45,8 @@ def expected(folder: Path, umask: int) -> dict[str, str]:
     return {name: oct((0o777 if Path(name).is_dir() else 0o666) & ~umask) for name in modes(folder)}
 
 
-def test_what_training_writes_is_for_whom_the_umask_says(
-    umask: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_training_writes_is_for_whom_the_umask_says(umask: int, tmp_path: Path) -> None:
     """Checkpoints, shards, the trainer's state and the lock; adapters, and what `merge` makes."""
-    monkeypatch.setitem(*WITHOUT_MATPLOTLIB)
     story_file = tmp_path / "story.txt"
     story_file.write_text(story(400), encoding="utf-8")
     base, lora = tmp_path / "run", tmp_path / "tuned"

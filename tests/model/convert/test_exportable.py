@@ -135,7 +135,6 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.usefixtures("no_picture")
 @pytest.mark.parametrize("name", RUNS)
 def test_an_exportable_run_leaves_for_every_format_that_it_promised(
     name: str, text: Path, tmp_path: Path
@@ -174,7 +173,6 @@ def test_an_exportable_run_leaves_for_every_format_that_it_promised(
     assert torch.equal(torch.tensor(tensors["token_embd.weight"].data), embedding)
 
 
-@pytest.mark.usefixtures("no_picture")
 def test_a_run_that_cannot_leave_says_so_at_the_start_with_all_the_reasons(
     text: Path, tmp_path: Path
 ) -> None:

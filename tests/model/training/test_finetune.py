@@ -24,8 +24,6 @@ from model.transformer.config import MODERN, GPTConfig, RopeScaling
 from tests.model.factories import save_tiny_checkpoint, tiny_config, tiny_gpt
 from tests.model.training.test_trainer import StopAt, _state
 
-pytestmark = pytest.mark.usefixtures("no_picture")
-
 LINES, LINE = 300, "the quick foxes jump over it...\n"
 """32 bytes a line: with a token a byte, a window of 32 ends with a line."""
 HELD_OUT = (LINES // 10 - 1) * len(LINE)

@@ -24,6 +24,7 @@ import torch
 from model.checkpoint.checkpoint import load_checkpoint, read_checkpoint
 from model.training.config import TrainingConfig, TrainingError
 from model.training.trainer import train
+from tests.conftest import MATPLOTLIB
 from tests.model.conftest import Configure
 from tests.model.training.test_trainer import _losses, _state
 
@@ -35,11 +36,10 @@ def _kind(event: str, path: str) -> str:
     return f"{event} {re.sub(r'[0-9]+(?:[.][^/.]+)?|(?<=state.pt)[.].*', '*', path)}"
 
 
-def _train_and_die(config: TrainingConfig, change: int, record: Path | None, draws: bool) -> None:
+def _train_and_die(config: TrainingConfig, change: int, record: Path | None) -> None:
     """In a process of its own: train, and send SIGKILL to itself before the change of that
     number, counted from 1. `record` is a file for the kind of each change, in their order."""
-    if not draws:
-        sys.modules["matplotlib.figure"] = None  # type: ignore[assignment]
+    sys.modules[MATPLOTLIB] = None  # type: ignore[assignment]
     seen: list[str] = []
     root = str(config.out)
 
@@ -115,8 +115,7 @@ def kill_at(
     straight = tmp_path / "straight"
 
     def start(out: Path, change: int, record: Path | None) -> int | None:
-        draws = sys.modules.get("matplotlib.figure", True) is not None
-        arguments = (_with_saves(configure, out), change, record, draws)
+        arguments = (_with_saves(configure, out), change, record)
         process = processes.Process(target=_train_and_die, args=arguments)
         process.start()
         process.join(60)
@@ -144,7 +143,7 @@ def _check_kill(change: int, kill: Kill) -> bool:
 
 
 def test_a_run_killed_before_some_change_of_its_folder_ends_in_the_same_bits(
-    no_picture: None, kill_at: tuple[list[str], Kill]
+    kill_at: tuple[list[str], Kill],
 ) -> None:
     changes, kill = kill_at
     assert len(changes) > 60
@@ -153,7 +152,7 @@ def test_a_run_killed_before_some_change_of_its_folder_ends_in_the_same_bits(
 
 @pytest.mark.slow
 def test_a_run_killed_before_each_kind_of_change_of_its_folder_ends_in_the_same_bits(
-    no_picture: None, kill_at: tuple[list[str], Kill]
+    kill_at: tuple[list[str], Kill],
 ) -> None:
     """The first of one kind, the last of the next: with the run still empty, and with checkpoints
     to replace and to remove."""
@@ -171,7 +170,7 @@ def _kill_while_it_writes(
 ) -> bool:
     """Whether it was really in the middle: the file or folder aside is still there."""
     assert config.out is not None
-    process = processes.Process(target=_train_and_die, args=(config, 0, None, False))
+    process = processes.Process(target=_train_and_die, args=(config, 0, None))
     process.start()
     while not list(config.out.glob(aside)) or not (config.out / "latest").exists():
         if not process.is_alive():
@@ -184,7 +183,7 @@ def _kill_while_it_writes(
 
 @pytest.mark.slow
 def test_a_run_killed_while_it_writes_ends_in_the_same_bits(
-    configure: Configure, tmp_path: Path, processes: ForkServerContext, no_picture: None
+    configure: Configure, tmp_path: Path, processes: ForkServerContext
 ) -> None:
     """A model of 2 MB, so that writing takes its time."""
     draw = random.Random(0)

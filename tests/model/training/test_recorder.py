@@ -19,8 +19,6 @@ from model.training.trainer import Trainer, train
 from tests.model.conftest import Configure
 from tests.model.training.test_trainer import _state
 
-pytestmark = pytest.mark.usefixtures("no_picture")
-
 
 def test_a_full_disk_stops_with_a_sentence(
     configure: Configure, monkeypatch: pytest.MonkeyPatch

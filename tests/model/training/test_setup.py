@@ -17,8 +17,6 @@ from model.training.trainer import train
 from tests.model.conftest import Configure
 from tests.model.full_disk import files_of_at_most
 
-pytestmark = pytest.mark.usefixtures("no_picture")
-
 
 class TryASecond:
     """A reporter that starts a second trainer on the same run when the text is prepared."""

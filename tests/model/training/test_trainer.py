@@ -107,6 +107,7 @@ def _train_until(step: int, config: TrainingConfig) -> TrainingResult:
         return train(config)
 
 
+@pytest.mark.usefixtures("pictures")
 def test_a_run_learns_and_leaves_everything_where_it_belongs(configure: Configure) -> None:
     events: list[Event] = []
     config = configure(steps=40, eval_every=10, checkpoint_every=20, sample_every=20, keep=1)
@@ -159,7 +160,6 @@ def test_the_card_tells_what_a_stranger_needs(configure: Configure) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
-@pytest.mark.usefixtures("no_picture")
 def test_a_run_stopped_and_resumed_is_the_run_that_was_not_bit_for_bit(
     configure: Configure, tmp_path: Path, dtype: str
 ) -> None:
@@ -189,7 +189,6 @@ def test_a_run_stopped_and_resumed_is_the_run_that_was_not_bit_for_bit(
     assert straight == [each for each in broken if each[0] == "train" or each[1] % 6 == 0]
 
 
-@pytest.mark.usefixtures("no_picture")
 @pytest.mark.parametrize("stop", [4, 5, 6])
 def test_a_run_stopped_where_it_reports_reports_the_same_as_one_that_was_not(
     configure: Configure, tmp_path: Path, stop: int
@@ -209,7 +208,6 @@ def test_a_run_stopped_where_it_reports_reports_the_same_as_one_that_was_not(
     assert reported[0] == reported[1]
 
 
-@pytest.mark.usefixtures("no_picture")
 def test_a_run_killed_while_it_saves_is_resumed_from_the_last_whole_state(
     configure: Configure, straight: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -231,6 +229,7 @@ def test_a_run_killed_while_it_saves_is_resumed_from_the_last_whole_state(
     assert _state(straight) == _state(tmp_path / "killed")
 
 
+@pytest.mark.usefixtures("pictures")
 def test_ctrl_c_finishes_the_step_saves_and_says_so(configure: Configure) -> None:
     reporter = StopAt(2)
     before = signal.getsignal(signal.SIGINT)
@@ -242,7 +241,6 @@ def test_ctrl_c_finishes_the_step_saves_and_says_so(configure: Configure) -> Non
     assert signal.getsignal(signal.SIGINT) is before
 
 
-@pytest.mark.usefixtures("no_picture")
 def test_evaluating_and_sampling_do_not_change_what_is_learned(
     configure: Configure, tmp_path: Path
 ) -> None:
@@ -256,7 +254,6 @@ def test_evaluating_and_sampling_do_not_change_what_is_learned(
     assert states[0] == states[1]
 
 
-@pytest.mark.usefixtures("no_picture")
 def test_accumulating_is_a_bigger_batch(configure: Configure, tmp_path: Path) -> None:
     """The same sequences and the same sums; only their order differs."""
     big = train(configure(out=tmp_path / "big", batch_size=8, steps=4))
@@ -269,7 +266,6 @@ def test_accumulating_is_a_bigger_batch(configure: Configure, tmp_path: Path) ->
     assert losses[0] == pytest.approx(losses[1], rel=1e-3)
 
 
-@pytest.mark.usefixtures("no_picture")
 def test_accumulated_gradients_are_averaged(configure: Configure, tmp_path: Path) -> None:
     """Summed instead, they would be `accumulate` times too large. Losses hardly tell, because AdamW
     and Muon do not feel the scale of a gradient: the recorded norm does, which `clip` bounds."""
@@ -284,7 +280,6 @@ def test_accumulated_gradients_are_averaged(configure: Configure, tmp_path: Path
         assert torch.allclose(weights[1][name], weight, rtol=0, atol=1e-4), name
 
 
-@pytest.mark.usefixtures("no_picture")
 def test_the_callers_random_state_and_threads_are_left_alone(configure: Configure) -> None:
     state, threads = torch.get_rng_state(), torch.get_num_threads()
     train(configure(steps=2, threads=threads + 1))
@@ -293,7 +288,6 @@ def test_the_callers_random_state_and_threads_are_left_alone(configure: Configur
 
 
 @pytest.mark.parametrize("optimizer", ["muon", "adamw"])
-@pytest.mark.usefixtures("no_picture")
 def test_one_batch_can_be_learned_by_heart(
     tmp_path: Path, configure: Configure, optimizer: str
 ) -> None:
@@ -316,7 +310,6 @@ def test_one_batch_can_be_learned_by_heart(
     assert losses[-1] < 0.4
 
 
-@pytest.mark.usefixtures("no_picture")
 def test_a_diverging_run_stops_with_a_sentence_and_the_last_good_checkpoint(
     configure: Configure, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -341,7 +334,6 @@ def test_a_diverging_run_stops_with_a_sentence_and_the_last_good_checkpoint(
     assert train(TrainingConfig(out=config.out, resume=True)).step == 12
 
 
-@pytest.mark.usefixtures("no_picture")
 def test_a_run_can_be_bounded_by_the_clock(configure: Configure) -> None:
     """Minutes alone set the length, the learning rate falls with the clock; with steps besides,
     whichever comes first ends the run."""
@@ -356,12 +348,10 @@ def test_a_run_can_be_bounded_by_the_clock(configure: Configure) -> None:
     assert rates[-1] < 0.6
 
 
-@pytest.mark.usefixtures("no_picture")
 def test_steps_end_a_run_before_a_long_clock(configure: Configure) -> None:
     assert train(configure(minutes=60)).reason == "finished"
 
 
-@pytest.mark.usefixtures("no_picture")
 def test_patience_ends_a_run_that_no_longer_improves(
     configure: Configure, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -377,7 +367,6 @@ def test_patience_ends_a_run_that_no_longer_improves(
     assert result.step == 14
 
 
-@pytest.mark.usefixtures("no_picture")
 def test_every_checkpoint_of_a_run_carries_its_chat_template(
     configure: Configure, tmp_path: Path
 ) -> None:
@@ -467,7 +456,6 @@ def _tokens(path: Path) -> list[int]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("norm_position", ["post", "pre"])
-@pytest.mark.usefixtures("no_picture")
 def test_decoder_8x64_learns_below_the_unigram_entropy(
     tmp_path: Path, story_file: Path, norm_position: Any
 ) -> None:
@@ -492,7 +480,6 @@ def test_decoder_8x64_learns_below_the_unigram_entropy(
     assert gpt(torch.tensor([info.tokenizer.encode("the cat")])).logits.isfinite().all()
 
 
-@pytest.mark.usefixtures("no_picture")
 def test_what_neox_is_made_of_is_trained_and_saved(tmp_path: Path, story_file: Path) -> None:
     """Every weight moves: head and norms have their biases, a part of each head turns."""
     shape: dict[str, Any] = {
@@ -534,7 +521,6 @@ def test_the_default_recipe_learns_the_built_in_text(tmp_path: Path) -> None:
     assert result.val_bits_per_byte < 2.25
 
 
-@pytest.mark.usefixtures("no_picture")
 def test_an_absurd_learning_rate_ends_with_a_sentence_and_without_a_bad_state(
     configure: Configure,
 ) -> None:
@@ -563,7 +549,6 @@ def test_an_absurd_learning_rate_ends_with_a_sentence_and_without_a_bad_state(
     assert steps[-1] < 120
 
 
-@pytest.mark.usefixtures("no_picture")
 def test_a_run_killed_before_it_first_saved_begins_again(
     configure: Configure, straight: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -584,7 +569,6 @@ def test_a_run_killed_before_it_first_saved_begins_again(
     assert _losses(straight) == _losses(tmp_path / "killed")
 
 
-@pytest.mark.usefixtures("no_picture")
 def test_a_run_without_its_state_is_not_begun_again_over_its_checkpoints(
     straight: Path, tmp_path: Path
 ) -> None:
@@ -595,7 +579,6 @@ def test_a_run_without_its_state_is_not_begun_again_over_its_checkpoints(
     assert read_checkpoint(tmp_path / "run" / "latest").training.step == 12
 
 
-@pytest.mark.usefixtures("no_picture")
 def test_what_is_learned_by_heart_is_said_before_meanwhile_and_at_the_end(
     configure: Configure, tmp_path: Path
 ) -> None:

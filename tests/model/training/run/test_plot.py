@@ -8,6 +8,7 @@ import pytest
 from model.training.run.plot import draw
 
 image = pytest.importorskip("matplotlib.image", reason="matplotlib draws the picture")
+pytestmark = pytest.mark.usefixtures("pictures")
 
 
 def metrics(steps: int) -> list[dict[str, Any]]:
