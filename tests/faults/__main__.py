@@ -15,6 +15,7 @@ from rich.table import Table
 
 from tests.faults.attack import Attack, Ground
 from tests.faults.attacks import ATTACKS
+from tests.zygote import end
 
 
 def main() -> int:
@@ -39,6 +40,7 @@ def main() -> int:
         seconds = f"{time.monotonic() - started:.1f}"
         table.add_row(attack.name, str(count), seconds, attack.expected, result)
         print(f"{attack.name}: {result}", file=sys.stderr)
+    end()
     Console().print(table)
     return failures
 

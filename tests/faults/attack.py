@@ -43,12 +43,17 @@ class Ground:
         return path if path.exists() else save_tiny_checkpoint(path).path
 
     def serve(
-        self, *flags: str, checkpoint: Path | None = None, descriptors: int | None = None
+        self,
+        *flags: str,
+        checkpoint: Path | None = None,
+        descriptors: int | None = None,
+        cold: bool = False,
     ) -> ServedProcess:
-        """A server of its own that is ready; on the loopback, on a free port."""
+        """A server of its own that is ready; on the loopback, on a free port. `cold` where its
+        memory is looked at: what the zygote forks has what others left there."""
         path = checkpoint or self.checkpoint()
         flags = ("--checkpoint", str(path), "--threads", "1", *flags)
-        return self._stack.enter_context(ServedProcess(*flags, descriptors=descriptors, cold=True))
+        return self._stack.enter_context(ServedProcess(*flags, descriptors=descriptors, cold=cold))
 
     def __enter__(self) -> "Ground":
         return self

@@ -77,7 +77,7 @@ class Watch:
 
 def bytes_without_end(ground: Ground, mib: int) -> str:
     """Heads, addresses, chunk extensions, trailers and requests that do not stop."""
-    server = ground.serve()
+    server = ground.serve(cold=True)
     before = resident_mib(server)
     most, sent = 0.0, dict.fromkeys(ENDLESS, 0)
     with Watch(server) as watch:
@@ -143,7 +143,9 @@ def slow_senders(ground: Ground, count: int) -> str:
 
 def unread_replies(ground: Ground, count: int) -> str:
     """Large replies in one piece that nobody reads, or that are read a little at a time."""
-    server = ground.serve(*QUICK, "--max-queue", "64", checkpoint=_long_checkpoint(ground.folder))
+    server = ground.serve(
+        *QUICK, "--max-queue", "64", checkpoint=_long_checkpoint(ground.folder), cold=True
+    )
     _reply_size(server)  # what allocators keep of one is there from now on
     own, before = _sockets(server), resident_mib(server)
     body = json.dumps(LARGE).encode()

@@ -26,7 +26,9 @@ LONGEST = 10.0
 def slow_readers_of_large_replies(ground: Ground, seconds: int) -> str:
     """More readers than slots, each at a fraction of what is computed; the others want a token."""
     server = ground.serve(
-        "--slots", str(SLOTS), "--max-queue", "64", checkpoint=_wide_checkpoint(ground.folder)
+        *("--slots", str(SLOTS), "--max-queue", "64"),
+        checkpoint=_wide_checkpoint(ground.folder),
+        cold=True,
     )
     before = resident_mib(server)
     stop = threading.Event()

@@ -244,7 +244,7 @@ def soak(ground: Ground, seconds: int) -> str:
             chat_template=CHAT_TEMPLATE,
         )  # fmt: skip
     first = ground.folder / f"step-{STEPS[0]}"
-    server = ground.serve("--slots", "4", "--admin-key", ADMIN, checkpoint=first)
+    server = ground.serve("--slots", "4", "--admin-key", ADMIN, checkpoint=first, cold=True)
     explained = len(server.output.splitlines())
     tally, memory, stop = Tally(), list[float](), threading.Event()
     administrator = Administrator(server.url, tally, stop)

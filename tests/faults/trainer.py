@@ -4,11 +4,8 @@ Real `logitd train` processes. What a single kill leaves is tested with the trai
 (`tests/model/training/test_killed.py`).
 """
 
+import os
 import random
-import resource
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -16,6 +13,7 @@ from pathlib import Path
 
 from tests.faults.attack import Attack, Ground
 from tests.model.conftest import story
+from tests.zygote import ForkedProcess
 
 STATE = Path("state") / "state.pt"
 SHAPE = (
@@ -27,40 +25,41 @@ SHAPE = (
 )
 
 
-def start(ground: Ground, *flags: str, limit: int | None = None) -> "subprocess.Popen[str]":
-    """A trainer; `limit` is the size of a file in bytes above which its disk is full."""
-    text = ground.folder / "text.txt"
-    if not text.exists():
-        text.write_text(story(300), encoding="utf-8")
+class Training:
+    """A trainer, from the zygote; `limit` is the size of a file in bytes above which its disk is
+    full."""
 
-    def full_disk() -> None:
-        if limit is not None:
-            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+    def __init__(self, ground: Ground, *flags: str, limit: int | None = None) -> None:
+        text = ground.folder / "text.txt"
+        if not text.exists():
+            text.write_text(story(300), encoding="utf-8")
+        said, stderr = os.pipe()  # not a file, which the limit would be for as well
+        self._said = os.fdopen(said)
+        with os.fdopen(stderr, "w"), Path(os.devnull).open("w") as nothing:
+            self.process = ForkedProcess(
+                ["train", *flags], stdout=nothing.fileno(), stderr=stderr, file_bytes=limit
+            )
 
-    return subprocess.Popen(
-        [sys.executable, "-m", "service.cli", "train", *flags],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        preexec_fn=full_disk,
-    )
+    def finish(self) -> tuple[int, str]:
+        """Wait for its end: the exit code, and what it said on stderr."""
+        with self._said:
+            try:
+                return self.process.wait(timeout=60), self._said.read()
+            finally:
+                self.process.kill()
+
+    def wait_for(self, event: Callable[[], bool]) -> None:
+        """Until it has done something and goes on."""
+        deadline = time.monotonic() + 60
+        while not event():
+            assert self.process.poll() is None, self.finish()
+            assert time.monotonic() < deadline, "it does not go on"
+            time.sleep(0.02)
 
 
-def begin(
-    ground: Ground, run: Path, *, steps: int, limit: int | None = None
-) -> "subprocess.Popen[str]":
+def begin(ground: Ground, run: Path, *, steps: int, limit: int | None = None) -> Training:
     flags = ("--data", str(ground.folder / "text.txt"), "--out", str(run), "--steps", str(steps))
-    return start(ground, *flags, *SHAPE, limit=limit)
-
-
-def wait_for(event: Callable[[], bool], process: "subprocess.Popen[str]") -> None:
-    """Until a process that goes on has done something."""
-    deadline = time.monotonic() + 60
-    while not event():
-        assert process.poll() is None, process.communicate()[1]
-        assert time.monotonic() < deadline, "it does not go on"
-        time.sleep(0.02)
+    return Training(ground, *flags, *SHAPE, limit=limit)
 
 
 def saved_since(run: Path, moment: int) -> bool:
@@ -73,25 +72,26 @@ def two_trainers(ground: Ground, count: int) -> str:
     run = ground.folder / "run"
     flags = ("--resume", "--out", str(run))
     first = begin(ground, run, steps=1_000_000)
-    wait_for((run / STATE).exists, first)
+    first.wait_for((run / STATE).exists)
     refused = 0
     for _ in range(count):
-        second = start(ground, *flags) if generator.random() < 0.5 else begin(ground, run, steps=5)
-        _, err = second.communicate(timeout=60)
-        assert second.returncode == 1, err
-        assert f"is being trained by process {first.pid} on" in err, err
+        anew = generator.random() < 0.5
+        second = Training(ground, *flags) if anew else begin(ground, run, steps=5)
+        code, err = second.finish()
+        assert code == 1, err
+        assert f"is being trained by process {first.process.pid} on" in err, err
         assert "Traceback" not in err, err
-        assert first.poll() is None, "the first goes on"
+        assert first.process.poll() is None, "the first goes on"
         refused += 1
         if generator.random() < 0.5:
-            first.kill()
-            first.communicate()
+            first.process.kill()
+            first.finish()
             before = (run / STATE).stat().st_mtime_ns
-            first = start(ground, *flags)
-            wait_for(partial(saved_since, run, before), first)
-    first.terminate()
-    _, err = first.communicate(timeout=60)
-    assert first.returncode == 0, err
+            first = Training(ground, *flags)
+            first.wait_for(partial(saved_since, run, before))
+    first.process.terminate()
+    code, err = first.finish()
+    assert code == 0, err
     return f"{refused} refused with the process that has it, and the run went on after every kill"
 
 
@@ -105,11 +105,11 @@ def full_disks(ground: Ground, count: int) -> str:
             run = Path(
                 generator.choice(("/proc/run", "/sys/run", "/dev/null/run", "/dev/full/run"))
             )
-        process = begin(ground, run, steps=3, limit=int(10 ** generator.uniform(1, 6)))
-        _, err = process.communicate(timeout=60)
+        limit = int(10 ** generator.uniform(1, 6))
+        code, err = begin(ground, run, steps=3, limit=limit).finish()
         assert "Traceback" not in err, err
-        assert process.returncode in (0, 1), f"{process.returncode}: {err}"
-        if process.returncode == 1:
+        assert code in (0, 1), f"{code}: {err}"
+        if code == 1:
             assert err.count("logitd train: ") == 1, err
             ended += 1
         else:
