@@ -137,21 +137,22 @@ def test_choices_come_as_often_as_their_odds_say() -> None:
 @pytest.mark.first
 @pytest.mark.slow
 def test_a_small_model_comes_within_five_percent_of_the_true_entropy(tmp_path: Path) -> None:
-    """An absolute target, which no other text gives. A minute or two on a core of its own."""
+    """An absolute target, which no other text gives. Less than a minute on a core of its own, and
+    1.5 percent; with one more layer, 500 steps and batches of 6 it takes twice that time."""
     config = TrainingConfig(
         data=("builtin:stories",),
         out=tmp_path / "run",
-        n_layer=3,
+        n_layer=2,
         n_head=4,
         d_model=128,
         context_length=256,
-        batch_size=6,
-        steps=500,
-        eval_every=500,
+        batch_size=4,
+        steps=400,
+        eval_every=400,
         eval_batches=8,
-        sample_every=500,
+        sample_every=400,
         sample_tokens=4,
-        checkpoint_every=500,
+        checkpoint_every=400,
         threads=1,
     )
     result = train(config)
