@@ -61,7 +61,7 @@ def trained(plan: Plan) -> Iterator[Finding]:
         command = [sys.executable, "-m", "service.cli", "train", "--preset", name]
         command += ["--steps", str(steps), "--minutes", "8", "--patience", "3"]
         if plan.tiny:
-            command += ["--eval-batches", "1", "--sample-tokens", "4"]
+            command += ["--eval-batches", "1", "--sample-tokens", "4", "--threads", "1"]
         command += ["--device", str(plan.placement.device), "--out", str(run)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:

@@ -27,6 +27,13 @@ def built() -> None:
         load_library()
 
 
+@pytest.fixture(scope="module")
+def gpt2_124m(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """GPT-2 124M with random weights, which would show if they were there twice."""
+    config = gpt2_shape(vocab_size=50_257, context_length=1024, n_layer=12, n_head=12, d_model=768)
+    return save_synthetic(tmp_path_factory.mktemp("gpt2") / "124m", config).path
+
+
 @pytest.mark.slow
 def test_it_is_ready_soon() -> None:
     began = time.monotonic()
@@ -38,13 +45,12 @@ def test_it_is_ready_soon() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["auto", "float32"])
 @pytest.mark.parametrize("model", ["bundled", "124m"])
-def test_it_holds_little_besides_weights_and_cache(tmp_path: Path, model: str, dtype: str) -> None:
+def test_it_holds_little_besides_weights_and_cache(
+    request: pytest.FixtureRequest, model: str, dtype: str
+) -> None:
     flags = ["--dtype", dtype, "--slots", "4"]
-    if model == "124m":  # whose weights would show if they were there twice
-        config = gpt2_shape(
-            vocab_size=50_257, context_length=1024, n_layer=12, n_head=12, d_model=768
-        )
-        flags += ["--checkpoint", str(save_synthetic(tmp_path / "124m", config).path)]
+    if model == "124m":
+        flags += ["--checkpoint", str(request.getfixturevalue("gpt2_124m"))]
     with ServedProcess(*flags, cold=True) as process:
         with httpx.Client(base_url=process.url, trust_env=False, timeout=60) as http:
             info = http.get("/info").json()
