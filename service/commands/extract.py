@@ -1,9 +1,13 @@
 """`logitd extract`: every token of a text through a checkpoint, into files, and on after a kill."""
 
 import json
+import signal
 import sys
+import threading
 import time
 from dataclasses import asdict
+from types import FrameType
+from typing import Any
 
 from model.checkpoint.checkpoint import CheckpointError
 from model.data.errors import DataError
@@ -21,16 +25,45 @@ SECONDS_BETWEEN_LINES = 10.0
 """Of progress, where it is not drawn in place."""
 
 
+class Interrupts:
+    """SIGINT as KeyboardInterrupt, and once more with the next event where it was lost: Python
+    drops what is raised in a finalizer, and on a cluster there are many of them."""
+
+    def __init__(self) -> None:
+        self._came = False
+        self._before: Any = None
+
+    def check(self) -> None:
+        """Raises KeyboardInterrupt if there was one."""
+        if self._came:
+            raise KeyboardInterrupt
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self._came = True
+        raise KeyboardInterrupt
+
+    def __enter__(self) -> "Interrupts":
+        if threading.current_thread() is threading.main_thread():  # no other may
+            self._before = signal.signal(signal.SIGINT, self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._before is not None:
+            signal.signal(signal.SIGINT, self._before)
+
+
 class ProgressLines:
     """Says on stderr how far it is: on one line that is redrawn on a terminal, elsewhere on a line
     every few seconds."""
 
-    def __init__(self) -> None:
+    def __init__(self, interrupts: Interrupts) -> None:
+        self._interrupts = interrupts
         self._in_place = sys.stderr.isatty()
         self._open_line = False
         self._next = 0.0
 
     def __call__(self, event: Surveyed | Progress | Downloading | Downloaded, /) -> None:
+        self._interrupts.check()
         text = _line(event)
         if isinstance(event, Progress | Downloading):
             if self._in_place:
@@ -61,7 +94,11 @@ def run(settings: ExtractSettings) -> int:
     if settings.ray_workers and not settings.ray:
         print("logitd extract: --ray-workers goes with --ray", file=sys.stderr)
         return 2
-    progress = ProgressLines()
+    with Interrupts() as interrupts:
+        return _run(settings, ProgressLines(interrupts))
+
+
+def _run(settings: ExtractSettings, progress: ProgressLines) -> int:
     try:
         result = extract(
             settings.checkpoint,

@@ -2,6 +2,7 @@
 
 import json
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -14,7 +15,7 @@ from model.data.sources.progress import Downloading
 from model.extraction.plan import Survey
 from model.extraction.run import Progress, Surveyed
 from service.cli import run
-from service.commands.extract import ProgressLines
+from service.commands.extract import Interrupts, ProgressLines
 from tests.model.conftest import story
 from tests.model.extraction.conftest import contents
 
@@ -123,7 +124,7 @@ def test_without_ray_the_way_to_it_is_said(
 
 
 def test_progress_is_a_line_now_and_then(capsys: pytest.CaptureFixture[str]) -> None:
-    lines = ProgressLines()
+    lines = ProgressLines(Interrupts())
     lines(Surveyed(Survey(2, 3000, ""), 1, 500))
     for tokens in (1000, 2000):
         lines(Progress(tokens, tokens / 4000, 1234.5, 75.0, 3))
@@ -137,7 +138,7 @@ def test_progress_is_redrawn_on_a_terminal(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    lines = ProgressLines()
+    lines = ProgressLines(Interrupts())
     lines(Downloading("https://example.org/a", 5_000_000, 10_000_000))
     lines(Progress(2000, 0.5, 1234.5, 3675.0, 3))
     lines.say("done")
@@ -178,3 +179,30 @@ def test_a_killed_command_goes_on_to_the_same_files(checkpoint_path: Path) -> No
     assert 5 <= before < len(list(Path("straight").glob("shard-*")))
     subprocess.run(command("killed"), check=True, env=environment)
     assert contents(Path("killed")) == contents(Path("straight"))
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_an_interrupt_that_is_lost_in_a_finalizer_stops_it_all_the_same(
+    checkpoint_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The command went on to its end when Ctrl-C met a finalizer of Ray's."""
+
+    class Dying:
+        def __del__(self) -> None:
+            signal.raise_signal(signal.SIGINT)
+
+    say = ProgressLines.say
+
+    def say_and_die(progress: ProgressLines, text: str) -> None:
+        say(progress, text)
+        if "1 document" in text:
+            Dying()
+
+    monkeypatch.setattr(ProgressLines, "say", say_and_die)
+    monkeypatch.setattr("model.extraction.run.SECONDS_BETWEEN", 0.0)
+    before = signal.getsignal(signal.SIGINT)
+    assert extracted(checkpoint_path, "--logprobs", "--shard-tokens", "200") == 130
+    assert "stopped; the same command goes on" in capsys.readouterr().err
+    assert signal.getsignal(signal.SIGINT) is before
+    monkeypatch.undo()
+    assert len(list(Path("out").glob("shard-*"))) <= 1
