@@ -175,6 +175,7 @@ def test_a_replica_that_is_killed_breaks_off_what_it_wrote_and_nothing_else(
 ) -> None:
     """Streams that it wrote end without their end. Whoever asks after that is answered, within the
     time that Ray takes to notice, and another replica takes its place."""
+    long = LONG | {"max_tokens": 2 * TOKENS}  # else all may have ended before it is killed
     ended: list[str] = []
     plain: list[Any] = []
     flowing = threading.Barrier(7)
@@ -184,7 +185,7 @@ def test_a_replica_that_is_killed_breaks_off_what_it_wrote_and_nothing_else(
         try:
             with (
                 httpx.Client(base_url=on_ray.url, timeout=60, trust_env=False) as mine,
-                mine.stream("POST", "/generate", json=LONG) as reply,
+                mine.stream("POST", "/generate", json=long) as reply,
             ):
                 lines = reply.iter_lines()
                 next(lines)
