@@ -1,9 +1,9 @@
 """`logitd extract`: every token of a text through a checkpoint, into files, and on after a kill."""
 
+import contextlib
 import json
 import signal
 import sys
-import threading
 import time
 from dataclasses import asdict
 from types import FrameType
@@ -43,7 +43,7 @@ class Interrupts:
         raise KeyboardInterrupt
 
     def __enter__(self) -> "Interrupts":
-        if threading.current_thread() is threading.main_thread():  # no other may
+        with contextlib.suppress(ValueError):  # in another thread than the main one, which has signals
             self._before = signal.signal(signal.SIGINT, self._note)
         return self
 
