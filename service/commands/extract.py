@@ -43,7 +43,7 @@ class Interrupts:
         raise KeyboardInterrupt
 
     def __enter__(self) -> "Interrupts":
-        with contextlib.suppress(ValueError):  # in another thread than the main one, which has signals
+        with contextlib.suppress(ValueError):  # only the main thread takes signals
             self._before = signal.signal(signal.SIGINT, self._note)
         return self
 
