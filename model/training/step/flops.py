@@ -47,7 +47,8 @@ class Meter:
 
     @classmethod
     def measure(cls, config: GPTConfig, placement: Placement) -> "Meter":
-        """Measure the machine, in some hundredths of a second, with torch's present threads."""
+        """Measure the machine with torch's present threads: in some hundredths of a second, or in
+        two seconds where torch has no fast products of the dtype (bfloat16 on AVX2)."""
         width = RATE_WIDTH if placement.device.type == "cpu" else None
         rate = matrix_rate(placement.device, placement.dtype, width)
         return cls(flops_per_token(config), rate)

@@ -44,7 +44,6 @@ struct Parts<float, V> : F32 {
 
   static Part part(const float* from, int i) { return load(from + i * LANES); }
   static Cells cells(const float* from, int i) { return load<Piece>(from + i * PIECE); }
-  using F32::add;
 };
 
 // The last one of an odd number of vectors is half a part: what follows is not this head's.

@@ -173,7 +173,8 @@ inline To widened(const T* from) {
   }
 }
 
-// The low bytes of the lanes, of which each is at least -128 and below 128 where they are signed.
+// The lanes as bytes: from 0 to 255, or from -128 to 127 where registers have eight floats, which packs
+// them with signs.
 inline void store_bytes(std::uint8_t* to, Ints values) {
 #if defined(HALVES)
   __m256i halves = _mm256_packs_epi32((__m256i)values.low, (__m256i)values.high);
@@ -188,7 +189,7 @@ inline void store_bytes(std::uint8_t* to, Ints values) {
 #endif
 }
 
-// The low halves of the lanes, of which the upper halves are empty.
+// The lanes as sixteen bits; the upper halves are empty.
 inline void store_halves(std::uint16_t* to, Words values) {
 #if defined(HALVES)
   __m256i halves = _mm256_packus_epi32((__m256i)values.low, (__m256i)values.high);
