@@ -99,10 +99,10 @@ class WatchedDecoder:
         if self._native is not None:
             self._native.time_stages(wanted)
 
-    def prefill(self, piece: PrefillInput) -> Prefilled:
+    def prefill(self, pieces: Sequence[PrefillInput]) -> list[Prefilled]:
         if self.prefills_natively:
             self._timeline.mark("scheduling" if self._timeline.empty else "tensors")
-        prefilled = self._decoder.prefill(piece)
+        prefilled = self._decoder.prefill(pieces)
         if self.prefills_natively:
             self._mark("head", "tensors")
         return prefilled

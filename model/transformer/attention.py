@@ -96,6 +96,20 @@ def attend_blocks(
     return torch.cat(blocks, dim=2)
 
 
+def attend_apart(attends: Sequence[Attend], lengths: Sequence[int]) -> Attend:
+    """Attention of several texts that stand one after the other in T, so many positions of each:
+    each by its own."""
+
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        # q (1, H, T, D), k and v (1, K, T, D): a part of T of each text
+        parts = zip(*(tensor.split(list(lengths), dim=2) for tensor in (q, k, v)), strict=True)
+        return torch.cat(
+            [own(layer, *part) for own, part in zip(attends, parts, strict=True)], dim=2
+        )
+
+    return attend
+
+
 def causal_bias(length: int, keys: int, like: Tensor) -> Tensor:
     """What is added to the scores of the last `length` of `keys` positions (length, keys): -inf for
     keys behind a query. In the dtype and on the device of `like`, as kernels take it."""

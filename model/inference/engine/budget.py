@@ -10,10 +10,11 @@ waits, and there is no budget.
 
 The cost of what a step may do next is taken from what the last steps took: the median of WINDOW
 decode parts, and of WINDOW prompt parts divided by their work. A median, because one step in which
-another process had the cores says nothing about the next. Of a chunk the work is its blocks and
-CHUNK_WORK for the pass as such. Where blocks come to cost more, as later positions do, the median
-follows within a few steps, and in the meantime no more can be wrong than the length of a step: no
-bit depends on where a prompt is divided (`model/inference/kernels/README.md`).
+another process had the cores says nothing about the next. The chunks of a step are one pass, whose
+work is their blocks and PASS_WORK for the pass as such. Where blocks come to cost more, as later
+positions do, the median follows within a few steps, and in the meantime no more can be wrong than
+the length of a step: no bit depends on where a prompt is divided
+(`model/inference/kernels/README.md`).
 
 Knows seconds and blocks; no clock, and no sequences. Outputs are limited by their elements
 (`scheduler.py`), and what they take is not in these costs.
@@ -30,9 +31,9 @@ from model.transformer.config import BLOCK
 
 WINDOW = 9
 """Steps that the costs are taken from."""
-CHUNK_WORK = 0.5
-"""What a pass over a chunk costs besides its blocks, in blocks: weights are read once for all of
-them, and fewer rows make slower products. An assumption: where it is wrong, the cost of a block
+PASS_WORK = 0.5
+"""What a pass costs besides its blocks, in blocks: weights are read once for all of them, and fewer
+rows make slower products. An assumption: where it is wrong, the cost of a block
 that is learnt from the chunks in use makes up for most of it."""
 MOST_DELAY = 1.75
 """How many times as long a prompt may take as in chunks of the usual length. Chosen by simulated
@@ -49,7 +50,7 @@ class ChunkLengths:
     @property
     def work(self) -> float:
         """In blocks. One that is begun counts as a whole one."""
-        return sum(CHUNK_WORK - (-count // BLOCK) for count in self.positions)
+        return PASS_WORK + sum(-(-count // BLOCK) for count in self.positions)
 
     @property
     def whole_blocks(self) -> bool:
@@ -101,14 +102,14 @@ class PrefillBudget:
     def _least_work(self, decode: float) -> float:
         """That of the shortest chunk with which a prompt takes MOST_DELAY times as long as with
         whole ones, where a decode step is so much work."""
-        besides = decode + CHUNK_WORK
+        besides = decode + PASS_WORK
         in_whole_chunks = 1 + besides / self._chunk_blocks  # of each block
         # A block of a chunk of n costs 1 + besides / n.
         blocks = besides / (MOST_DELAY * in_whole_chunks - 1)
-        return CHUNK_WORK + math.ceil(blocks)
+        return PASS_WORK + math.ceil(blocks)
 
 
 def positions_for(work: float) -> int:
-    """The most positions, in whole blocks, that one chunk may have of some work. 0 where there is
-    not enough for a block."""
-    return max(0, int(work - CHUNK_WORK)) * BLOCK
+    """The most positions, in whole blocks, that a pass may have of some work. 0 where there is not
+    enough for a block."""
+    return max(0, int(work - PASS_WORK)) * BLOCK

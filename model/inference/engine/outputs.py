@@ -52,6 +52,15 @@ class Outputs:
     error: str | None = None
 
 
+def prefill_input(
+    chunk: PrefillChunk, states: bool = False, weights: AttentionSelection | None = None
+) -> PrefillInput:
+    """A chunk as a decoder takes it. The prefix that it continues has to be in its slot."""
+    slot, token_ids = chunk.sequence.slot, chunk.sequence.tokens[chunk.start : chunk.end]
+    assert slot is not None
+    return PrefillInput(token_ids, slot, chunk.start, states, weights)
+
+
 class TappedPasses:
     """The passes of sequences whose stages are recorded or changed."""
 
@@ -104,31 +113,11 @@ class TappedPasses:
 class OutputsComputer:
     """Computes chunks of prompts, and what is asked for in them."""
 
-    def __init__(self, gpt: GPT, cache: KVCache, decoder: Decoder, tapped: TappedPasses) -> None:
+    def __init__(self, gpt: GPT, decoder: Decoder, tapped: TappedPasses) -> None:
         self._config = gpt.config
         self._final_norm = gpt.final_norm
-        self._cache = cache
         self._decoder = decoder
         self._tapped = tapped
-
-    def prefill(
-        self,
-        chunk: PrefillChunk,
-        *,
-        states: bool = False,
-        weights: AttentionSelection | None = None,
-    ) -> Prefilled:
-        """Compute a chunk into its slot."""
-        sequence, start = chunk.sequence, chunk.start
-        assert sequence.slot is not None
-        if sequence.tapped:
-            assert not states
-            assert weights is None
-            return Prefilled(self._tapped.prefill(chunk)[0])
-        if chunk.copy_from is not None:
-            self._cache.copy_prefix(chunk.copy_from, sequence.slot, start)
-        token_ids = sequence.tokens[start : chunk.end]
-        return self._decoder.prefill(PrefillInput(token_ids, sequence.slot, start, states, weights))
 
     def compute(self, chunk: PrefillChunk, request: OutputsRequest) -> Outputs:
         """Compute a chunk, and the outputs that are asked for in it and were not handed out before
@@ -148,14 +137,14 @@ class OutputsComputer:
     ) -> Tensor:
         match output:
             case Logits():
-                hidden = self.prefill(chunk).hidden[offsets]  # (P, d_model)
+                hidden = self._prefill(chunk).hidden[offsets]  # (P, d_model)
                 return self._logits(chunk.sequence, output, positions, hidden)
             case HiddenStates(layers=layers):
-                states = self.prefill(chunk, states=True).states
+                states = self._prefill(chunk, states=True).states
                 assert states is not None
                 return states[list(layers)][:, offsets].transpose(0, 1)  # (P, layers, d_model)
             case Lens(layers=layers):
-                prefilled = self.prefill(chunk, states=True)
+                prefilled = self._prefill(chunk, states=True)
                 assert prefilled.states is not None
                 states = prefilled.states[list(layers)][:, offsets]  # (layers, P, d_model)
                 following = _following(output, chunk, positions)
@@ -163,11 +152,21 @@ class OutputsComputer:
             case AttentionWeights(layers=layers, heads=heads):
                 length = len(chunk.sequence.request.token_ids)
                 selection = AttentionSelection(layers, heads, length)
-                weights = self.prefill(chunk, weights=selection).weights
+                weights = self._prefill(chunk, weights=selection).weights
                 assert weights is not None
                 return weights[offsets]  # (P, layers, heads, T)
             case Activations():
                 raise AssertionError("sequences whose stages are recorded are tapped")
+
+    def _prefill(
+        self,
+        chunk: PrefillChunk,
+        *,
+        states: bool = False,
+        weights: AttentionSelection | None = None,
+    ) -> Prefilled:
+        [prefilled] = self._decoder.prefill([prefill_input(chunk, states, weights)])
+        return prefilled
 
     def _of_tapped(
         self, chunk: PrefillChunk, output: Output, positions: tuple[int, ...], offsets: list[int]

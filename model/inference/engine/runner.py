@@ -8,7 +8,8 @@ Knows sequences and plans, not queues or events. Decides nothing.
 """
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Sequence as Many
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -24,7 +25,12 @@ from model.inference.attribution.attribute import Attributing
 from model.inference.attribution.task import Attribution
 from model.inference.constraints.protocol import BackgroundMasks
 from model.inference.engine.ngram import Draft
-from model.inference.engine.outputs import Outputs, OutputsComputer, TappedPasses
+from model.inference.engine.outputs import (
+    Outputs,
+    OutputsComputer,
+    TappedPasses,
+    prefill_input,
+)
 from model.inference.engine.overlap import OverlapScheduler
 from model.inference.engine.scheduler import PrefillChunk, StepPlan
 from model.inference.engine.sequence import Sequence
@@ -176,7 +182,7 @@ class Runner:
             decoder=decoder,
             overlap=OverlapScheduler(decoder.launcher, self._sampling),
             tapped=tapped,
-            outputs=OutputsComputer(gpt, self.cache, decoder, tapped),
+            outputs=OutputsComputer(gpt, decoder, tapped),
             contention=_contention(gpt),
         )
 
@@ -236,14 +242,15 @@ class Runner:
         to_sample = _LogitsToSample()
         ends: list[Tensor] = []  # of prompts: their last hidden states, each (1, d_model)
         began = self._clock()
+        self._copy_prefixes(plan.prefill)
         for chunk in plan.prefill:
-            sequence = chunk.sequence
-            if sequence.outputs is not None:
-                outputs = self._outputs.compute(chunk, sequence.outputs)
+            if (asked := chunk.sequence.outputs) is not None:
+                outputs = self._outputs.compute(chunk, asked)
                 if outputs.positions:
-                    output.outputs[sequence] = outputs
-                continue
-            hidden = self.prefill(chunk)  # (T, d_model)
+                    output.outputs[chunk.sequence] = outputs
+        rest = [chunk for chunk in plan.prefill if chunk.sequence.outputs is None]
+        for chunk, hidden in zip(rest, self._hidden(rest), strict=True):  # (T, d_model) each
+            sequence = chunk.sequence
             if sequence.scores_from is not None and chunk.end > sequence.scores_from:
                 output.scores[sequence] = self._scores(chunk, hidden, sequence.scores_from)
             if chunk.completes_prompt and sequence.generation is not None:
@@ -297,9 +304,29 @@ class Runner:
         else:
             output.sampled = dict(zip(sequences, results, strict=True))
 
-    def prefill(self, chunk: PrefillChunk) -> Tensor:
-        """Compute a chunk into its slot: final hidden states (T, d_model)."""
-        return self._outputs.prefill(chunk).hidden
+    def prefill(self, chunks: Iterable[PrefillChunk]) -> list[Tensor]:
+        """Compute chunks into their slots: final hidden states (T, d_model) of each."""
+        chunks = tuple(chunks)
+        self._copy_prefixes(chunks)
+        return self._hidden(chunks)
+
+    def _copy_prefixes(self, chunks: Iterable[PrefillChunk]) -> None:
+        """In the order of the plan, and before anything is computed: what one copies, another may
+        write over behind the prefix that the two have in common."""
+        for chunk in chunks:
+            if chunk.copy_from is not None:
+                assert chunk.sequence.slot is not None
+                self.cache.copy_prefix(chunk.copy_from, chunk.sequence.slot, chunk.start)
+
+    def _hidden(self, chunks: Many[PrefillChunk]) -> list[Tensor]:
+        """Those of sequences that are not tapped go through the model together."""
+        plain = [chunk for chunk in chunks if not chunk.sequence.tapped]
+        computed = self._decoder.prefill([prefill_input(chunk) for chunk in plain]) if plain else []
+        together = iter(computed)
+        return [
+            self._tapped.prefill(chunk)[0] if chunk.sequence.tapped else next(together).hidden
+            for chunk in chunks
+        ]
 
     def decode(
         self, sequences: tuple[Sequence, ...], drafts: Mapping[Sequence, Draft] = NO_DRAFTS

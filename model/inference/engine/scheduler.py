@@ -369,21 +369,19 @@ class Scheduler:
 
     def _prefill_chunks(self, *, cooldown: bool, beside: bool, work: float) -> list[PrefillChunk]:
         """The prompts of the step, callers in turn and each caller's in order of admission, within
-        `prefill_chunk` positions and so much work; the first has a block in any case. `beside`
+        `prefill_chunk` positions and so much work, or one block in any case. `beside`
         others that decode, one of them is tapped at most, and none in a cooldown."""
         chunks: list[PrefillChunk] = []
-        positions = self.config.prefill_chunk
+        room = self.config.prefill_chunk  # in positions
+        if work != math.inf:
+            room = max(BLOCK, min(room, positions_for(work)))
         tapped_left = 0 if cooldown else 1 if beside else self.config.slots
         for sequence in self._prompts_in_turn():
-            room = positions if work == math.inf else min(positions, positions_for(work))
-            if not chunks:
-                room = max(room, BLOCK)
             if room and not (sequence.tapped and not tapped_left):
                 chunk = self._chunk(sequence, room, cooldown)
                 if chunk is not None:
                     self._reserve(chunk)
-                    positions -= -(-(chunk.end - chunk.start) // BLOCK) * BLOCK
-                    work -= ChunkLengths([chunk.end - chunk.start]).work
+                    room -= -(-(chunk.end - chunk.start) // BLOCK) * BLOCK
                     chunks.append(chunk)
                     tapped_left -= sequence.tapped
         return chunks

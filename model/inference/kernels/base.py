@@ -25,14 +25,19 @@ class AttentionSelection:
 
 @dataclass(frozen=True, slots=True)
 class PrefillInput:
-    """Tokens of a prompt for a slot that holds the positions before `start`, a multiple of BLOCK;
-    and what is wanted besides their final hidden states."""
+    """A piece of a prompt: its tokens, for a slot that holds the positions before `start`, a
+    multiple of BLOCK; and what is wanted besides their final hidden states."""
 
     token_ids: Sequence[int]  # (T,)
     slot: int
     start: int
     states: bool = False
     weights: AttentionSelection | None = None
+
+    @property
+    def plain(self) -> bool:
+        """Whether nothing besides is wanted."""
+        return not self.states and self.weights is None
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +92,9 @@ class Decoder(Protocol):
     def launcher(self) -> Launcher | None:
         """Launches a step before the tokens of the step before are known; None if it cannot."""
 
-    def prefill(self, piece: PrefillInput) -> Prefilled:
-        """Compute positions of a prompt into their slot."""
+    def prefill(self, pieces: Sequence[PrefillInput]) -> list[Prefilled]:
+        """Compute pieces of prompts into their slots, one piece for each slot. Several have to be
+        plain; each gives the bits that it would give alone, and they may share products."""
 
     def decode(
         self, token_ids: Sequence[int], slots: Sequence[int], positions: Sequence[int]

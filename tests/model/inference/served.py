@@ -42,8 +42,8 @@ def forward_as_served(
     everything = AttentionSelection(range(config.n_layer), range(config.n_head), length)
     try:
         weights_wanted = everything if attentions else None
-        found = decoder.prefill(
-            PrefillInput(token_ids.tolist(), 0, 0, hidden_states, weights_wanted)
+        [found] = decoder.prefill(
+            [PrefillInput(token_ids.tolist(), 0, 0, hidden_states, weights_wanted)]
         )
         logits = decoder.head(found.hidden)
     finally:

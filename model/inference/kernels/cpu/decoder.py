@@ -22,6 +22,7 @@ from ctypes import (
     c_int64,
     c_void_p,
 )
+from itertools import chain, repeat
 
 import numpy as np
 import torch
@@ -208,7 +209,7 @@ class NativeDecoder:
         library.logitd_decoder_delete.argtypes = (c_void_p,)
         library.logitd_head.argtypes = (c_void_p, c_void_p, c_int32, c_void_p)
         library.logitd_prefill.argtypes = (
-            c_void_p, POINTER(c_int32), c_int32, c_int32, c_int32, POINTER(_Record), c_void_p
+            c_void_p, *(POINTER(c_int32),) * 3, c_int32, POINTER(_Record), c_void_p
         )  # fmt: skip
         library.logitd_sample.argtypes = (c_void_p, c_void_p, c_int32)
         library.logitd_contended.argtypes = (c_void_p,)
@@ -266,11 +267,18 @@ class NativeDecoder:
         self._library.logitd_decode(self._handle, *self._where, count, self._logits.data_ptr())
         return self._logits[:count]
 
-    def prefill(self, piece: PrefillInput) -> Prefilled:
+    def prefill(self, pieces: Sequence[PrefillInput]) -> list[Prefilled]:
         if not self.prefill_matches_decode:
-            return self._torch_prefill(piece, contended=self.contended)
+            return self._torch_prefill(pieces, contended=self.contended)
+        if len(pieces) == 1 and not pieces[0].plain:
+            return [self._prefill_recorded(pieces[0])]
+        assert all(piece.plain for piece in pieces)
+        hidden = self._prefill(pieces, _Record())  # (N, d_model): of all pieces
+        parts = hidden.split([len(piece.token_ids) for piece in pieces])
+        return [Prefilled(part) for part in parts]  # (T, d_model) each
+
+    def _prefill_recorded(self, piece: PrefillInput) -> Prefilled:
         config, count, weights = self._config, len(piece.token_ids), piece.weights
-        hidden = torch.empty(count, config.d_model)
         states = torch.empty(config.n_layer + 1, count, config.d_model) if piece.states else None
         attention = None
         record = _Record(count=count)
@@ -284,12 +292,24 @@ class NativeDecoder:
             record.weights = attention.data_ptr()
             record.layer_places, record.head_places = map(ctypes.addressof, (layers, heads))
             _, record.layers, record.heads, record.length = shape
-        token_ids = (c_int32 * count)(*piece.token_ids)
+        return Prefilled(self._prefill([piece], record), states, attention)
+
+    def _prefill(self, pieces: Sequence[PrefillInput], record: _Record) -> Tensor:
+        """Final hidden states (N, d_model) of all tokens of the pieces."""
+        lengths = [len(piece.token_ids) for piece in pieces]
+        count = sum(lengths)
+        hidden = torch.empty(count, self._config.d_model)
+        rows = c_int32 * count
+        token_ids = chain.from_iterable(piece.token_ids for piece in pieces)
+        slots = chain.from_iterable(repeat(piece.slot, len(piece.token_ids)) for piece in pieces)
+        positions = chain.from_iterable(
+            range(piece.start, piece.start + len(piece.token_ids)) for piece in pieces
+        )
         self._library.logitd_prefill(
-            self._handle, token_ids, piece.slot, piece.start, count, byref(record),
+            self._handle, rows(*token_ids), rows(*slots), rows(*positions), count, byref(record),
             hidden.data_ptr(),
         )  # fmt: skip
-        return Prefilled(hidden, states, attention)
+        return hidden
 
     @property
     def has_torch_head(self) -> bool:

@@ -115,8 +115,8 @@ class GraphDecoder:
     def launcher(self) -> Launcher | None:
         return self if self._overlap else None
 
-    def prefill(self, piece: PrefillInput) -> Prefilled:
-        return self._prefill(piece)
+    def prefill(self, pieces: Sequence[PrefillInput]) -> list[Prefilled]:
+        return self._prefill(pieces)
 
     @torch.inference_mode()
     def decode(

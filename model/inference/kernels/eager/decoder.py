@@ -37,8 +37,8 @@ class PlainDecoder:
         self._device = gpt.token_embedding.weight.device
         self._prefill = TorchPrefill(gpt, cache)
 
-    def prefill(self, piece: PrefillInput) -> Prefilled:
-        return self._prefill(piece)
+    def prefill(self, pieces: Sequence[PrefillInput]) -> list[Prefilled]:
+        return self._prefill(pieces)
 
     def decode(
         self, token_ids: Sequence[int], slots: Sequence[int], positions: Sequence[int]

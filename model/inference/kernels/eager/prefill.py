@@ -1,13 +1,14 @@
-"""Prefill: positions of a prompt into their slot, by torch.
+"""Prefill: positions of prompts into their slots, by torch.
 
 Runs in whole blocks of 32 positions at multiples of 32, so that the arithmetic of a row depends on
-its position only. Whoever computes prompts in another way
-(`model/inference/kernels/cpu/decoder.py`) takes and gives the same.
+its position only. So the blocks of several prompts share products, where a product may have any
+number of them. Whoever computes prompts in another way (`model/inference/kernels/cpu/decoder.py`)
+takes and gives the same.
 
-Shapes: T positions of a chunk.
+Shapes: T positions of a piece, N of several, one after the other and each padded to whole blocks.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from torch import Tensor
 from model.inference.kernels.base import Prefilled, PrefillInput
 from model.inference.kernels.eager.contention import ContentionMonitor
 from model.inference.kv_cache import KVCache
-from model.transformer.attention import Attend, AttentionRecorder
+from model.transformer.attention import Attend, AttentionRecorder, attend_apart
 from model.transformer.config import BLOCK
 from model.transformer.gpt import GPT
 
@@ -37,27 +38,55 @@ class TorchPrefill:
         self._at_once = at_once
         self._contention = ContentionMonitor(gpt)
 
-    def __call__(self, chunk: PrefillInput, *, contended: bool = False) -> Prefilled:
+    def __call__(
+        self, pieces: Sequence[PrefillInput], *, contended: bool = False
+    ) -> list[Prefilled]:
         """`contended`: other processes are known to hold the cores."""
-        start, weights = chunk.start, chunk.weights
+        if len(pieces) > 1 and not (self._blockwise or self._at_once):
+            return self._together(pieces, contended)
+        return [self._alone(piece, contended) for piece in pieces]
+
+    def _together(self, pieces: Sequence[PrefillInput], contended: bool) -> list[Prefilled]:
+        assert all(piece.plain for piece in pieces)
+        lengths = [_padded_length(piece) for piece in pieces]
+        ids, positions = zip(*map(self._padded, pieces), strict=True)
+        attend = attend_apart(
+            [self._cache.prefill(piece.slot, piece.start) for piece in pieces], lengths
+        )
+        with self._contention.watched(sum(lengths), contended):
+            hidden = self._gpt.transform(_joined(ids), _joined(positions), attend)
+        parts = hidden[0].split(lengths)  # (N, d_model) to (T padded, d_model) each
+        return [
+            Prefilled(part[: len(piece.token_ids)])
+            for piece, part in zip(pieces, parts, strict=True)
+        ]
+
+    def _padded(self, piece: PrefillInput) -> tuple[Tensor, Tensor]:
+        """Ids and positions of whole blocks, (1, T padded) each. The padding's keys lie behind
+        every position that is ever looked at before it is overwritten; its own results are
+        dropped."""
+        start, length = piece.start, _padded_length(piece)
         assert start % BLOCK == 0
-        device, length = self._gpt.token_embedding.weight.device, len(chunk.token_ids)
-        padding = -length % BLOCK
-        # The padding's keys lie behind every position that is ever looked at before it is
-        # overwritten; its own results are dropped.
-        ids = torch.tensor([[*chunk.token_ids, *[0] * padding]], device=device)
-        positions = torch.arange(start, start + length + padding, device=device)
-        positions = positions.clamp(max=self._gpt.config.context_length - 1)[None]
+        device = self._gpt.token_embedding.weight.device
+        padding = [0] * (length - len(piece.token_ids))
+        ids = torch.tensor([[*piece.token_ids, *padding]], device=device)
+        positions = torch.arange(start, start + length, device=device)
+        return ids, positions.clamp(max=self._gpt.config.context_length - 1)[None]
+
+    def _alone(self, piece: PrefillInput, contended: bool) -> Prefilled:
+        start, weights = piece.start, piece.weights
+        length, padded = len(piece.token_ids), _padded_length(piece)
+        ids, positions = self._padded(piece)
         recorder = None
         if weights is not None:
             recorder = AttentionRecorder(weights.layers, weights.heads, weights.length)
-        width = BLOCK if self._blockwise else length + padding
+        width = BLOCK if self._blockwise else padded
         parts: list[Tensor] = []  # (1, width, d_model) each
         collected: list[list[Tensor]] = []
-        for offset in range(0, length + padding, width):
+        for offset in range(0, padded, width):
             part = slice(offset, offset + width)
-            kept: list[Tensor] | None = [] if chunk.states else None
-            attend = self._attend(chunk.slot, start + offset, recorder)
+            kept: list[Tensor] | None = [] if piece.states else None
+            attend = self._attend(piece.slot, start + offset, recorder)
             with self._contention.watched(width, contended):
                 hidden = self._gpt.transform(ids[:, part], positions[:, part], attend, kept)
             parts.append(hidden)
@@ -66,7 +95,7 @@ class TorchPrefill:
         layers = [_joined(layer)[0, :length] for layer in zip(*collected, strict=True)]
         return Prefilled(
             hidden=_joined(parts)[0, :length],
-            states=torch.stack(layers) if chunk.states else None,
+            states=torch.stack(layers) if piece.states else None,
             weights=None if recorder is None else recorder.rows()[:length],
         )
 
@@ -76,7 +105,11 @@ class TorchPrefill:
         return self._cache.prefill(slot, start, recorder)
 
 
+def _padded_length(piece: PrefillInput) -> int:
+    return -(-len(piece.token_ids) // BLOCK) * BLOCK
+
+
 def _joined(parts: Iterable[Tensor]) -> Tensor:
-    """Parts (1, T, d_model) as one; a single one as it is."""
+    """Parts (1, T, ...) as one; a single one as it is."""
     together = list(parts)
     return together[0] if len(together) == 1 else torch.cat(together, dim=1)

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from model.inference.engine.budget import (
-    CHUNK_WORK,
     MOST_DELAY,
+    PASS_WORK,
     WINDOW,
     ChunkLengths,
     PrefillBudget,
@@ -29,7 +29,7 @@ from tests.model.inference.engine.harness import generation, small_gpt
 
 PROMPT = 64 * BLOCK
 GROWTH = 1.5
-"""What rounding up to whole blocks and a shape of costs that is not CHUNK_WORK's may add."""
+"""What rounding up to whole blocks and a shape of costs that is not PASS_WORK's may add."""
 
 
 @dataclass
@@ -41,7 +41,7 @@ class Machine:
     chunk: int = 8 * BLOCK
     decode: float = 0.080
     block: float = 0.060
-    passing: float = 0.030  # of a chunk, besides its blocks
+    passing: float = 0.030  # of the chunks of a step, besides their blocks
     slower: float = 1.0
     now: float = 0.0
     spent: list[tuple[float, float]] = field(default_factory=list)
@@ -60,7 +60,8 @@ class Machine:
     def step(self) -> StepPlan:
         plan = self.scheduler.plan(self.now)
         lengths = [chunk.end - chunk.start for chunk in plan.prefill]
-        prefill = sum(self.passing - (-count // BLOCK) * self.block for count in lengths)
+        blocks = sum(-(-count // BLOCK) for count in lengths)
+        prefill = self.passing + blocks * self.block if blocks else 0.0
         prefill *= self.slower
         decode = self.decode * self.slower if plan.decode else 0.0
         self.now += prefill + decode
@@ -134,7 +135,7 @@ def test_a_prompt_that_has_no_time_has_a_block(target: TargetGap) -> None:
 
 def seconds_of_a_prompt(target: TargetGap | None, decode: float, block: float) -> float:
     """From its first chunk to its first token, beside streams."""
-    machine = Machine(target, decode=decode, block=block, passing=CHUNK_WORK * block)
+    machine = Machine(target, decode=decode, block=block, passing=PASS_WORK * block)
     machine.streams()
     prompt, began = machine.add("prompt", PROMPT), machine.now
     while prompt.state is not State.DECODE:
@@ -151,14 +152,14 @@ def test_no_prompt_waits_for_a_target(decode: float, block: float) -> None:
 
 
 def test_short_prompts_share_the_time() -> None:
-    """Each is a pass of its own, which costs time besides its block. One that is begun counts as a
-    whole one."""
+    """They go through the model together, so the pass is paid once. A block that is begun counts as
+    a whole one."""
     machine = Machine(DecodeSteps(5))
     machine.streams()
     for index in range(5):
         machine.add(f"short {index}", BLOCK - index)
-    # Three take 270 ms of the 320, and a fourth would take 360.
-    assert [len(machine.step().prefill) for _ in range(2)] == [3, 2]
+    # Four take 270 ms of the 320, and a fifth would take 330. Apart, three would have had time.
+    assert [len(machine.step().prefill) for _ in range(2)] == [4, 1]
 
 
 def test_one_slow_step_says_nothing_about_the_next() -> None:
@@ -201,12 +202,12 @@ def test_a_block_that_is_merely_begun_counts_where_nothing_else_was_seen() -> No
     budget.prefilled(ChunkLengths([1]), 0.015)
     assert budget.work() == pytest.approx(2.0)
     budget.prefilled(ChunkLengths([BLOCK, 2 * BLOCK]), 0.100)
-    assert budget.work() == pytest.approx(0.2 / ((0.150 / 1.5 + 0.100 / 4) / 2))
+    assert budget.work() == pytest.approx(0.2 / ((0.150 / 1.5 + 0.100 / 3.5) / 2))
 
 
 @pytest.mark.parametrize(
     ("work", "blocks"),
-    [(0.0, 0), (CHUNK_WORK, 0), (1 + CHUNK_WORK, 1), (2.4 + CHUNK_WORK, 2), (1e6, 999_999)],
+    [(0.0, 0), (PASS_WORK, 0), (1 + PASS_WORK, 1), (2.4 + PASS_WORK, 2), (1e6, 999_999)],
 )
 def test_positions_of_some_work(work: float, blocks: int) -> None:
     assert positions_for(work) == blocks * BLOCK

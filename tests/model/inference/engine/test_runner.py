@@ -52,8 +52,9 @@ def prefill(runner: Runner, slot: int, prompt: Many[int], cuts: Many[int]) -> Te
     ends = [*cuts, len(prompt)]
     return torch.cat(
         [
-            runner.prefill(PrefillChunk(one, start, end))
+            hidden
             for start, end in zip([0, *cuts], ends, strict=True)
+            for hidden in runner.prefill([PrefillChunk(one, start, end)])
         ]
     )
 
@@ -68,8 +69,36 @@ def test_chunks_do_not_change_a_prompts_bits(gpt: GPT, dtype: torch.dtype) -> No
     assert torch.equal(runner.cache.values[:, 1, :, :117], runner.cache.values[:, 0, :, :117])
     with torch.inference_mode():  # A shorter prompt, and one that copies.
         assert torch.equal(prefill(runner, 2, prompt[:70], []), whole[:70])
-        rest = runner.prefill(PrefillChunk(sequence(1, prompt), 64, 117, copy_from=2))
+        [rest] = runner.prefill([PrefillChunk(sequence(1, prompt), 64, 117, copy_from=2)])
     assert torch.equal(rest, whole[64:])
+
+
+def test_company_does_not_change_a_prompts_bits(gpt: GPT, dtype: torch.dtype) -> None:
+    """Prompts that are computed in the same step share the products: some begin and some go on, one
+    behind a prefix of another's, and none fills its last block."""
+    runner = Runner(gpt.to(dtype), slots=10)
+    ids = random_ids(5, 117)
+    prompts = [ids[i, :length].tolist() for i, length in enumerate((117, 1, 33, 70))]
+    prompts.append(prompts[0][:32] + ids[4, :50].tolist())
+    alone = [prefill(runner, slot, prompt, []) for slot, prompt in enumerate(prompts)]
+    everybody = [sequence(5 + i, prompt) for i, prompt in enumerate(prompts)]
+    with torch.inference_mode():
+        [begun] = runner.prefill([PrefillChunk(everybody[0], 0, 64)])
+        chunks = [
+            PrefillChunk(everybody[3], 0, 70),
+            PrefillChunk(everybody[1], 0, 1),
+            PrefillChunk(everybody[0], 64, 117),
+            PrefillChunk(everybody[4], 32, 82, copy_from=5),
+            PrefillChunk(everybody[2], 0, 33),
+        ]
+        found = runner.prefill(chunks)
+    assert torch.equal(begun, alone[0][:64])
+    for chunk, hidden in zip(chunks, found, strict=True):
+        which = everybody.index(chunk.sequence)
+        assert torch.equal(hidden, alone[which][chunk.start :]), which
+        for cells in (runner.cache.keys, runner.cache.values):
+            here, there = cells[:, 5 + which, :, : chunk.end], cells[:, which, :, : chunk.end]
+            assert torch.equal(here, there), which
 
 
 def test_company_does_not_change_a_decoded_rows_bits(gpt: GPT, dtype: torch.dtype) -> None:

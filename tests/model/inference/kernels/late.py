@@ -96,9 +96,9 @@ class LateDecoder(GraphDecoder):
         cache.clear_behind = clear  # type: ignore[method-assign]
         cache.copy_prefix = copy  # type: ignore[method-assign]
 
-    def prefill(self, piece: PrefillInput) -> Prefilled:
+    def prefill(self, pieces: Sequence[PrefillInput]) -> list[Prefilled]:
         self.late.finish()
-        return super().prefill(piece)
+        return super().prefill(pieces)
 
     def decode(
         self, token_ids: Sequence[int], slots: Sequence[int], positions: Sequence[int]

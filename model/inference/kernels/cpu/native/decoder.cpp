@@ -34,9 +34,10 @@ void logitd_decode(void* decoder, const std::int32_t* tokens, const std::int32_t
   static_cast<Decoder*>(decoder)->decode(tokens, slots, positions, count, logits);
 }
 
-void logitd_prefill(void* decoder, const std::int32_t* tokens, std::int32_t slot, std::int32_t start,
-                    std::int32_t count, const Record* record, float* hidden) {
-  static_cast<Decoder*>(decoder)->prefill(tokens, slot, start, count, *record, hidden);
+void logitd_prefill(void* decoder, const std::int32_t* tokens, const std::int32_t* slots,
+                    const std::int32_t* positions, std::int32_t count, const Record* record,
+                    float* hidden) {
+  static_cast<Decoder*>(decoder)->prefill(tokens, slots, positions, count, *record, hidden);
 }
 
 void logitd_head(void* decoder, const float* hidden, std::int32_t count, float* logits) {

@@ -10,7 +10,6 @@
 
 #include <algorithm>
 #include <memory>
-#include <numeric>
 #include <vector>
 
 #include "attention.h"
@@ -69,18 +68,16 @@ class Decoder {
     pool_.rest();
   }
 
-  // hidden (count, d_model): the final hidden states of the tokens of a text, the first at `start`,
-  // as many at a time as there is room for.
-  void prefill(const std::int32_t* tokens, int slot, int start, int count, const Record& record,
-               float* hidden) {
+  // hidden (count, d_model): the final hidden states of the tokens of several texts, in the order that
+  // `decode` wants, as many at a time as there is room for.
+  void prefill(const std::int32_t* tokens, const std::int32_t* slots, const std::int32_t* positions,
+               int count, const Record& record, float* hidden) {
     clocks_.begin();
     pool_.begin();
     record_ = record;
-    std::vector<std::int32_t> slots(count, slot), positions(count);
-    std::iota(positions.begin(), positions.end(), start);
     for (done_ = 0; done_ < count; done_ += capacity_) {
       int here = std::min(capacity_, count - done_);
-      forward(tokens + done_, slots.data() + done_, positions.data() + done_, here);
+      forward(tokens + done_, slots + done_, positions + done_, here);
       rows([&](int row) {
         std::memcpy(hidden + std::size_t(done_ + row) * w_.d_model, finished(row),
                     sizeof(float) * w_.d_model);

@@ -61,8 +61,8 @@ def quantization(kind: str) -> Quantization:
     return next((name for name in QUANTIZATIONS if name == kind), "none")
 
 
-def new_cache(gpt: GPT) -> KVCache:
-    return KVCache(gpt.config, SLOTS, device=CPU, dtype=gpt.token_embedding.weight.dtype)
+def new_cache(gpt: GPT, slots: int = SLOTS) -> KVCache:
+    return KVCache(gpt.config, slots, device=CPU, dtype=gpt.token_embedding.weight.dtype)
 
 
 def decoded(decoder: Any, ids: Tensor, slots: list[int]) -> list[Tensor]:
@@ -112,7 +112,7 @@ def test_every_combination_is_what_the_twin_computes(library: ctypes.CDLL, name:
     results = []
     for decoder in (native, PlainDecoder(gpt, new_cache(gpt))):
         with torch.inference_mode():
-            prompt = decoder.prefill(PrefillInput(ids, 1, 0, states=True, weights=wanted))
+            [prompt] = decoder.prefill([PrefillInput(ids, 1, 0, states=True, weights=wanted)])
             steps = decoded_at(decoder, [7, 8, 9], 1, 40)
             results.append((decoder.head(prompt.hidden), steps, prompt.states, prompt.weights))
     native.close()
@@ -222,7 +222,7 @@ def prefilled(decoder: Decoder, slot: int, ids: list[int], cuts: list[int]) -> T
     ends = [*cuts, len(ids)]
     with torch.inference_mode():
         parts = [
-            decoder.prefill(PrefillInput(ids[start:end], slot, start)).hidden
+            decoder.prefill([PrefillInput(ids[start:end], slot, start)])[0].hidden
             for start, end in zip([0, *cuts], ends, strict=True)
         ]
     return torch.cat(parts).float()
@@ -239,15 +239,15 @@ def test_a_prompt_is_what_the_twin_makes_of_it(
     plain = PlainDecoder(gpt, caches[1])
     weights = AttentionSelection(layers=(2, 0), heads=(3, 1), length=length + 5)
     with torch.inference_mode():
-        found = native.prefill(PrefillInput(ids, 2, 0, states=True, weights=weights))
-        expected = plain.prefill(PrefillInput(ids, 2, 0, states=True, weights=weights))
+        [found] = native.prefill([PrefillInput(ids, 2, 0, states=True, weights=weights)])
+        [expected] = plain.prefill([PrefillInput(ids, 2, 0, states=True, weights=weights)])
     assert_close(found.hidden, expected.hidden, atol=1e-4, rtol=1e-3)
     assert_close(found.states, expected.states, atol=1e-4, rtol=1e-3)
     assert_close(found.weights, expected.weights, atol=1e-5, rtol=1e-3)
     for name in ("keys", "values"):
         ours, theirs = (getattr(cache, name)[:, 2, :, :length] for cache in caches)
         assert_close(ours, theirs, atol=1e-4, rtol=1e-3)
-    alone = native.prefill(PrefillInput(ids, 2, 0))
+    [alone] = native.prefill([PrefillInput(ids, 2, 0)])
     assert torch.equal(alone.hidden, found.hidden), "watching changes nothing"
     assert alone.states is None
     assert alone.weights is None
@@ -277,6 +277,34 @@ def test_a_prompt_is_the_bits_of_decoding_it(
     native.close()
 
 
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8", "int4"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_prompts_together_are_the_bits_of_each_alone(
+    library: ctypes.CDLL, family: str, kind: str, threads: int
+) -> None:
+    """More rows than the buffers have room for, so that one of the texts is divided."""
+    gpt = tiny_gpt(native_config(family, n_layer=2))
+    gpt = gpt.to(torch.bfloat16 if kind == "bfloat16" else torch.float32)
+    cache, lengths = new_cache(gpt, slots=8), (1, 120, 17, 126, 100)
+    native = NativeDecoder(library, gpt, cache, threads=threads, quantize=quantization(kind))
+    texts = [random_ids(100 + length)[:length].tolist() for length in lengths]
+    pieces = [
+        PrefillInput(text[start:], slot, start)
+        for slot, (text, start) in enumerate(zip(texts, (0, 32, 0, 0, 0), strict=True))
+    ]
+    assert sum(len(piece.token_ids) for piece in pieces) > PREFILL_ROWS
+    for piece, text in zip(pieces, texts, strict=True):
+        if piece.start:
+            native.prefill([PrefillInput(text[: piece.start], piece.slot, 0)])
+    together = native.prefill(pieces)
+    for piece, text, found in zip(pieces, texts, together, strict=True):
+        [alone] = native.prefill([PrefillInput(text, 7, 0)])
+        assert torch.equal(found.hidden, alone.hidden[piece.start :])
+        for cells in (cache.keys, cache.values):
+            assert torch.equal(cells[:, piece.slot, :, : len(text)], cells[:, 7, :, : len(text)])
+    native.close()
+
+
 def test_a_prompt_longer_than_the_buffers_goes_through_in_pieces(
     library: ctypes.CDLL, threads: int
 ) -> None:
@@ -284,10 +312,10 @@ def test_a_prompt_longer_than_the_buffers_goes_through_in_pieces(
     gpt = tiny_gpt(native_config("gpt2", context_length=length))
     native = NativeDecoder(library, gpt, new_cache(gpt), threads=threads)
     text, weights = random_ids(length).tolist(), AttentionSelection((1,), (0, 2), length)
-    whole = native.prefill(PrefillInput(text, 0, 0, states=True, weights=weights))
+    [whole] = native.prefill([PrefillInput(text, 0, 0, states=True, weights=weights)])
     assert torch.equal(prefilled(native, 1, text, [32, 64]), whole.hidden)
-    expected = PlainDecoder(gpt, new_cache(gpt)).prefill(
-        PrefillInput(text, 0, 0, states=True, weights=weights)
+    [expected] = PlainDecoder(gpt, new_cache(gpt)).prefill(
+        [PrefillInput(text, 0, 0, states=True, weights=weights)]
     )
     assert_close(whole.states, expected.states, atol=1e-4, rtol=1e-3)
     assert_close(whole.weights, expected.weights, atol=1e-5, rtol=1e-3)

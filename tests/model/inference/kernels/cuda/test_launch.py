@@ -56,7 +56,7 @@ def begun(make: Make, prompts: dict[int, list[int]], device: str = "cpu") -> Gra
     decoder = make(gpt, new_cache(gpt, SLOTS))
     with torch.inference_mode():
         for slot, prompt in prompts.items():
-            decoder.prefill(PrefillInput(prompt[:-1], slot, 0, False, None))
+            decoder.prefill([PrefillInput(prompt[:-1], slot, 0, False, None)])
     return decoder
 
 
@@ -185,9 +185,9 @@ def test_a_row_without_a_token_spoils_no_other(device: str, make: Make) -> None:
     assert found[0][0] is None
     assert [found[0][1], found[1][1], found[2][0]] == expected[2][4:]
     with torch.inference_mode():
-        decoder.prefill(PrefillInput([8], 1, 0, False, None))
+        decoder.prefill([PrefillInput([8], 1, 0, False, None)])
         plain = PlainDecoder(decoder._gpt, new_cache(decoder._gpt, 2))
-        plain.prefill(PrefillInput([8], 1, 0, False, None))
+        plain.prefill([PrefillInput([8], 1, 0, False, None)])
         logits = decoder.decode([9], [1], [1])
         assert torch.allclose(logits, plain.decode([9], [1], [1]), atol=2e-3)
 

@@ -108,7 +108,7 @@ def test_prompts_ask_for_no_number(make: DecoderMaker, family: str) -> None:
         for slot, (states, weights) in enumerate(wanted):
             for start, end in ((0, 32), (32, 40)):
                 piece = PrefillInput([1] * (end - start), slot, start, states, weights)
-                hidden = decoder.prefill(piece).hidden
+                hidden = decoder.prefill([piece])[0].hidden
                 assert (len(hidden), hidden.device) == (end - start, META)
         assert decoder.head(hidden[-1:]).dtype == torch.float32
 
