@@ -76,7 +76,13 @@ from model.inference.interventions import Intervention, changeable_stage, change
 from model.inference.kernels.select import KernelError
 from model.inference.load import Slots, choose_slots, load_model
 from model.inference.memory import SlotBudget
-from model.inference.options import KernelChoice, KernelTarget, Quantization, SlotDefault
+from model.inference.options import (
+    KernelChoice,
+    KernelTarget,
+    KVCacheDType,
+    Quantization,
+    SlotDefault,
+)
 from model.inference.sampling.distribution import log_softmax
 from model.inference.sampling.lens import LensRow, read_lens
 from model.inference.sampling.params import SamplingParams, TokenLogprob
@@ -146,8 +152,9 @@ class LLM:
     """One checkpoint, ready to compute. One thread may use it; streams may be read in turns.
 
     checkpoint          its directory
-    device, dtype, threads, kernels, kernel_target, quantize   as for `logitd serve`. `threads` sets
-                        the size of torch's thread pool for the whole process
+    device, dtype, threads, kernels, kernel_target, quantize, kv_cache_dtype
+                        as for `logitd serve`. `threads` sets the size of torch's thread pool for
+                        the whole process
     slots               sequences that are computed at once; 16 if not given, with which a batch is
                         fast: nobody waits in its queue
     log                 gets a line where native kernels are being built
@@ -165,10 +172,11 @@ class LLM:
         kernels: KernelChoice = "auto",
         kernel_target: KernelTarget = "auto",
         quantize: Quantization = "none",
+        kv_cache_dtype: KVCacheDType = "auto",
         slots: int | None = None,
         log: Callable[[str], None] = logger.info,
     ) -> None:
-        wanted = Slots(SlotBudget(slots), SlotDefault(EngineConfig().slots))
+        wanted = Slots(SlotBudget(slots), SlotDefault(EngineConfig().slots), kv_cache_dtype)
         try:
             loaded = load_model(
                 Path(checkpoint),
@@ -182,7 +190,8 @@ class LLM:
                 log=log,
             )
             use_threads(loaded.placement.threads)
-            config = EngineConfig(slots=choose_slots(loaded, wanted).count)
+            count = choose_slots(loaded, wanted).count
+            config = EngineConfig(slots=count, kv_cache_dtype=kv_cache_dtype)
         except (CheckpointError, DeviceError, KernelError, InvalidRequest) as error:
             raise LoadError(str(error)) from error
         self.checkpoint = loaded.checkpoint

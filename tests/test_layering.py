@@ -43,7 +43,7 @@ ROOMS: dict[str, set[str]] = {
         "model.inference.interventions",
     },
     "model.inference.attribution": {"model.device", "model.transformer"},
-    "model.inference.kv_cache": {"model.transformer"},
+    "model.inference.kv_cache": {"model.inference.options", "model.transformer"},
     "model.inference.kernels": {
         "model.device",
         "model.dtypes",

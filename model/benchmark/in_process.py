@@ -18,7 +18,7 @@ from model.inference.engine.engine import Engine
 from model.inference.engine.events import FinishEvent, FinishReason, TokenEvent
 from model.inference.engine.requests import GenerationRequest
 from model.inference.engine.runner import DecoderMaker
-from model.inference.options import Quantization
+from model.inference.options import KVCacheDType, Quantization
 from model.inference.sampling.params import SamplingParams
 from model.transformer.gpt import GPT
 
@@ -68,12 +68,17 @@ def measure_engine(
     workload: Workload,
     *,
     quantize: Quantization = "none",
+    kv_cache_dtype: KVCacheDType = "auto",
     log: Callable[[str], None] = lambda line: None,
 ) -> EngineFigures:
     """All cases of a workload through one engine, which has slots for its largest batch.
     `quantize`: what its decoder makes of the weights. Raises MeasuringError."""
-    size = size_of(gpt)
-    config = EngineConfig(slots=workload.largest, prefill_chunk=workload.prefill_chunk)
+    size = size_of(gpt, kv_cache_dtype)
+    config = EngineConfig(
+        slots=workload.largest,
+        prefill_chunk=workload.prefill_chunk,
+        kv_cache_dtype=kv_cache_dtype,
+    )
     engine = Engine(gpt, config, make_decoder=make_decoder)
     try:
         full_steps(engine, requests(workload, 1, WARM_UP))

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 
 from model.benchmark.in_process import MeasuringError, requests
 from model.benchmark.stages import (
@@ -28,7 +29,7 @@ from model.inference.engine.engine import Engine
 from model.inference.engine.events import FinishEvent, FinishReason, TokenEvent
 from model.inference.engine.requests import GenerationRequest
 from model.inference.engine.runner import DecoderMaker
-from model.inference.options import Quantization
+from model.inference.options import KVCacheDType, Quantization
 from model.transformer.gpt import GPT
 
 PREFILLS = 5
@@ -88,6 +89,7 @@ def profile_engine(
     workload: Workload,
     *,
     quantize: Quantization = "none",
+    kv_cache_dtype: KVCacheDType = "auto",
     log: Callable[[str], None] = lambda line: None,
 ) -> tuple[Profile, ...]:
     """A prompt, then a decode step of each batch size, through one engine. Raises ProfileError and
@@ -99,7 +101,11 @@ def profile_engine(
             "told apart on a CPU only"
         )
     watch = Watch(gpt, make_decoder)
-    config = EngineConfig(slots=workload.largest, prefill_chunk=workload.prefill_chunk)
+    config = EngineConfig(
+        slots=workload.largest,
+        prefill_chunk=workload.prefill_chunk,
+        kv_cache_dtype=kv_cache_dtype,
+    )
     engine = Engine(gpt, config, make_decoder=watch.make_decoder)
     try:
         run_watched(engine, watch, requests(workload, 1, WARM_UP))
@@ -107,7 +113,8 @@ def profile_engine(
         profiles = [_prefill(engine, watch, workload, gpt)]
         for batch in workload.batches:
             log(f"profile: decode, {batch} at once")
-            profiles.append(_decode(engine, watch, workload, gpt, batch, quantize))
+            works = partial(_decode_works, gpt, batch=batch, quantize=quantize, kept=kv_cache_dtype)
+            profiles.append(_decode(engine, watch, workload, batch, works))
     finally:
         engine.close()
     return tuple(profiles)
@@ -187,8 +194,18 @@ def _prefill(engine: Engine, watch: Watch, workload: Workload, gpt: GPT) -> Prof
     return summarise(prompts, lambda live: works, batch=1, prompt_tokens=workload.prompt_tokens)
 
 
+def _decode_works(
+    gpt: GPT, live: float, *, batch: int, quantize: Quantization, kept: KVCacheDType
+) -> dict[Stage, Work]:
+    return decode_stage_works(gpt, batch=batch, live_positions=live, quantize=quantize, kept=kept)
+
+
 def _decode(
-    engine: Engine, watch: Watch, workload: Workload, gpt: GPT, batch: int, quantize: Quantization
+    engine: Engine,
+    watch: Watch,
+    workload: Workload,
+    batch: int,
+    works: Callable[[float], dict[Stage, Work]],
 ) -> Profile:
     steps = [
         step
@@ -198,10 +215,6 @@ def _decode(
         )
         if step.decoded == batch and not step.prefilled
     ]
-
-    def works(live: float) -> dict[Stage, Work]:
-        return decode_stage_works(gpt, batch=batch, live_positions=live, quantize=quantize)
-
     return summarise(steps, works, batch=batch, prompt_tokens=None)
 
 

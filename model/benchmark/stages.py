@@ -12,7 +12,7 @@ from typing import Literal, get_args
 from torch import nn
 
 from model.benchmark.work import ModelSize, Work, matrix_bytes, size_of, unread_bias
-from model.inference.options import Quantization, head_quantization
+from model.inference.options import KVCacheDType, Quantization, head_quantization
 from model.transformer.gpt import GPT
 
 Stage = Literal[
@@ -101,10 +101,15 @@ def stage_sizes(gpt: GPT) -> dict[Stage, StageSize]:
 
 
 def decode_stage_works(
-    gpt: GPT, *, batch: int, live_positions: float, quantize: Quantization = "none"
+    gpt: GPT,
+    *,
+    batch: int,
+    live_positions: float,
+    quantize: Quantization = "none",
+    kept: KVCacheDType = "auto",
 ) -> dict[Stage, Work]:
     """`decode_work`, divided into stages."""
-    size = size_of(gpt)
+    size = size_of(gpt, kept)
     works = {
         stage: _work(
             stage_size,
@@ -115,7 +120,7 @@ def decode_stage_works(
         )
         for stage, stage_size in stage_sizes(gpt).items()
     }
-    cells = size.kv_width * live_positions * size.item_bytes
+    cells = size.kv_width * live_positions * size.cell_bytes
     return _attending(works, cells, size.attended * live_positions if quantize == "none" else None)
 
 

@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from model.benchmark.machine import Machine
-from model.inference.options import Quantization, head_quantization
+from model.inference.memory import SCALE_BYTES
+from model.inference.options import KVCacheDType, Quantization, head_quantization
 from model.transformer.config import GPTConfig
 from model.transformer.gpt import GPT
 from model.transformer.size import attention_operations, count_elements
@@ -40,6 +41,7 @@ class ModelSize:
     kv_width         keys and values of one position in all layers
     attended         multiplications and additions by one query that sees one position, all layers
     item_bytes       of one number
+    cell_bytes       of one number of keys and values, with its part of a scale
     """
 
     block_matrices: int
@@ -51,6 +53,7 @@ class ModelSize:
     kv_width: int
     attended: int
     item_bytes: int
+    cell_bytes: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +73,9 @@ class Limit:
     by: Literal["memory", "matrix products"]
 
 
-def size_of(gpt: GPT) -> ModelSize:
-    config = gpt.config
+def size_of(gpt: GPT, kept: KVCacheDType = "auto") -> ModelSize:
+    """`kept`: what keys and values are kept in."""
+    config, item_bytes = gpt.config, gpt.token_embedding.weight.element_size()
     elements = count_elements(config)
     return ModelSize(
         block_matrices=elements.block_matrices,
@@ -82,7 +86,8 @@ def size_of(gpt: GPT) -> ModelSize:
         looked_up=elements.looked_up,
         kv_width=2 * config.n_layer * config.kv_width,
         attended=attention_operations(config),
-        item_bytes=gpt.token_embedding.weight.element_size(),
+        item_bytes=item_bytes,
+        cell_bytes=1 + SCALE_BYTES / config.head_dim if kept == "int8" else item_bytes,
     )
 
 
@@ -102,7 +107,7 @@ def decode_work(
     read += (size.vectors + size.looked_up * batch) * item
     operations = 2 * matrices * batch + size.attended * live_positions
     return Work(
-        read_bytes=read + size.kv_width * live_positions * item,
+        read_bytes=read + size.kv_width * live_positions * size.cell_bytes,
         operations=operations if quantize == "none" else None,
     )
 

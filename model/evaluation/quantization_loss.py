@@ -1,7 +1,7 @@
-"""Quantization loss: what int8 or int4 weights cost, in bits per byte of a text.
+"""Quantization loss: what int8 or int4 weights, or int8 keys and values, cost, in bits per byte.
 
-The decoders that serve compute it: every token of every window goes through a decode step, once
-with exact weights and once with quantized ones. So it counts what a step rounds besides the weights
+The decoders that serve compute it: every token of every window of a text goes through a decode
+step, once exact and once quantized. So it counts what a step rounds besides the weights
 (its activations), which a comparison of weights would not see. The loss is defined as in
 `model/training/step/validate.py`. Does not choose the text (`model/evaluation/held_out.py`).
 
@@ -23,6 +23,7 @@ from torch import Tensor
 from model.device import one_thread
 from model.inference.kernels.base import Decoder
 from model.inference.kv_cache import KVCache
+from model.inference.options import KVCacheDType
 from model.transformer.gpt import GPT
 
 MakeDecoder = Callable[[GPT, KVCache], Decoder]
@@ -30,7 +31,7 @@ MakeDecoder = Callable[[GPT, KVCache], Decoder]
 
 @dataclass(frozen=True, slots=True)
 class QuantizationLoss:
-    """Bits per byte over the same `tokens` tokens, with exact and with quantized weights."""
+    """Bits per byte over the same `tokens` tokens, exact and quantized."""
 
     exact: float
     quantized: float
@@ -50,8 +51,10 @@ def quantization_loss(
     *,
     exact: MakeDecoder,
     quantized: MakeDecoder,
+    kept: KVCacheDType = "auto",
 ) -> QuantizationLoss:
-    """The loss of two decoders of one model on the same windows.
+    """The loss of two decoders of one model on the same windows. The keys and values of the second
+    are `kept` so.
 
     Needs the memory of a second copy of the model meanwhile: a decoder may quantize the weights
     that it is given.
@@ -59,21 +62,25 @@ def quantization_loss(
     text_bytes = int(byte_lengths[targets.numpy()].sum())
     if text_bytes == 0:
         raise ValueError("the windows stand for no bytes of text")
-    own = copy.deepcopy(gpt)
-    bits = [
-        decode_nats(own, inputs, targets, make) / math.log(2) / text_bytes
-        for make in (exact, quantized)
-    ]
-    return QuantizationLoss(exact=bits[0], quantized=bits[1], tokens=targets.numel())
+    own, bits = copy.deepcopy(gpt), math.log(2) * text_bytes
+    plain = decode_nats(own, inputs, targets, exact)
+    rounded = decode_nats(own, inputs, targets, quantized, kept)
+    return QuantizationLoss(plain / bits, rounded / bits, targets.numel())
 
 
-def decode_nats(gpt: GPT, inputs: Tensor, targets: Tensor, make_decoder: MakeDecoder) -> float:
+def decode_nats(
+    gpt: GPT,
+    inputs: Tensor,
+    targets: Tensor,
+    make_decoder: MakeDecoder,
+    kept: KVCacheDType = "auto",
+) -> float:
     """The nats of all targets together, with a decode step for every input."""
     weight = gpt.token_embedding.weight
     rows, length = inputs.shape
     # A cache only as long as the windows, so that its rows are near each other in memory.
     shape = replace(gpt.config, context_length=length)
-    cache = KVCache(shape, rows, device=weight.device, dtype=weight.dtype)
+    cache = KVCache(shape, rows, device=weight.device, dtype=weight.dtype, kept=kept)
     decoder = make_decoder(gpt, cache)
     try:
         return step_nats(decoder, inputs, targets)

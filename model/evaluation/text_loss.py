@@ -4,7 +4,7 @@ Every token of the text counts exactly once (`RollingWindows` in `model/data/win
 of a document is a token of zero bytes. In the dtype that a run was trained in, the result on its
 held-out text is what the trainer reported, if that evaluated on all of it (`eval_batches`). In
 windows that overlap (`stride`) it is lower, because tokens have more context. With quantized
-weights the decoders that serve compute it, token by token.
+weights, keys or values the decoders that serve compute it, token by token.
 
 The text is tokenised onto disk, so it may be larger than memory. Documents follow each other in
 the windows, as in training. Does not compare two losses (`model/evaluation/quantization_loss.py`).
@@ -29,9 +29,10 @@ from model.data.windows import UNCOUNTED, RollingWindows
 from model.device import Placement, use_threads
 from model.evaluation.held_out import held_out_text, require_vocabulary
 from model.evaluation.quantization_loss import step_nats
+from model.inference.kernels.select import check_kv_cache_dtype
 from model.inference.kv_cache import KVCache
 from model.inference.load import LoadedModel, load_model
-from model.inference.options import Quantization
+from model.inference.options import KVCacheDType, Quantization
 from model.training.presets import TrainingDType
 from model.training.step.forward import Forward, training_placement
 from model.training.step.validate import ValidationLoss, validate
@@ -51,6 +52,7 @@ class TextLoss:
     device: str
     threads: int
     quantize: Quantization
+    kv_cache_dtype: KVCacheDType
     seconds: float  # of computing, without reading and tokenising
 
     @property
@@ -69,6 +71,7 @@ def text_loss(
     dtype: TrainingDType = "auto",
     threads: int = 0,
     quantize: Quantization = "none",
+    kv_cache_dtype: KVCacheDType = "auto",
     log: Callable[[str], None] = lambda line: None,
 ) -> TextLoss:
     """The loss of the checkpoint at `path` on the texts of `data`, or on its own held-out text.
@@ -78,7 +81,8 @@ def text_loss(
     DataError.
     """
     placement = training_placement(device, dtype, threads)
-    decodes = quantize != "none"
+    check_kv_cache_dtype(kv_cache_dtype, placement.device)
+    decodes = quantize != "none" or kv_cache_dtype != "auto"
     loaded = load_model(
         path,
         device=device,
@@ -96,7 +100,7 @@ def text_loss(
             windows = _windows(checkpoint, name, shard, stride, batch_size)
             began = time.monotonic()
             if decodes:
-                evaluation = _decoded(loaded, windows, batch_size)
+                evaluation = _decoded(loaded, windows, batch_size, kv_cache_dtype)
             else:
                 evaluation = _as_in_training(loaded.gpt, windows, placement)
             seconds = time.monotonic() - began
@@ -112,6 +116,7 @@ def text_loss(
         device=str(placement.device),
         threads=placement.threads,
         quantize=quantize,
+        kv_cache_dtype=kv_cache_dtype,
         seconds=seconds,
     )
 
@@ -170,12 +175,14 @@ def _as_in_training(gpt: GPT, windows: RollingWindows, placement: Placement) -> 
         return validate(gpt, windows, Forward(gpt, placement, dropout=0.0))
 
 
-def _decoded(loaded: LoadedModel, windows: RollingWindows, batch_size: int) -> ValidationLoss:
-    """The loss by decode steps, the only way to compute with quantized weights."""
+def _decoded(
+    loaded: LoadedModel, windows: RollingWindows, batch_size: int, kept: KVCacheDType
+) -> ValidationLoss:
+    """The loss by decode steps, the only way to compute with quantized weights, keys or values."""
     gpt, weight = loaded.gpt, loaded.gpt.token_embedding.weight
     # A cache only as long as the windows, so that its rows are near each other in memory.
     shape = replace(gpt.config, context_length=windows.width)
-    cache = KVCache(shape, batch_size, device=weight.device, dtype=weight.dtype)
+    cache = KVCache(shape, batch_size, device=weight.device, dtype=weight.dtype, kept=kept)
     decoder = loaded.decode_path.make_decoder(gpt, cache)
     nats, tokens, text_bytes = 0.0, 0, 0
     try:

@@ -9,6 +9,10 @@ how many others are computed beside it. That is why attention here goes block by
 slot. `prefill_at_once` alone does not, and promises no bits. Who owns a slot and what may be shared
 is decided in `model/inference/engine/slots.py`.
 
+Keys and values are kept in the dtype that attention computes in, or in int8 with a scale for each
+head's key and value (`Cells`). Torch then attends over what was kept, converted to its dtype; the
+native decoder reads the bytes themselves.
+
 Shapes: S slots, K = n_kv_head, D = head_dim, L = slot_length.
 """
 
@@ -20,6 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from model.inference.options import KVCacheDType
 from model.transformer.attention import (
     Attend,
     Observer,
@@ -30,20 +35,111 @@ from model.transformer.attention import (
 )
 from model.transformer.config import BLOCK, GPTConfig
 
+Index = tuple[int | slice | Tensor, ...]
+"""Into (n_layer, S, K, L)."""
+
+
+class Cells:
+    """The keys, or the values, of all slots.
+
+    numbers  (n_layer, S, K, L, D)
+    scales   (n_layer, S, K, L) float32: what a position's numbers are multiplied by, in int8; else
+             None
+
+    In int8 a position's numbers are in 127 steps to either side of zero, as long as the largest of
+    them needs. A scale is not finite where one of them was not, so that it is not lost.
+    """
+
+    def __init__(
+        self, shape: tuple[int, ...], device: torch.device, dtype: torch.dtype, kept: KVCacheDType
+    ) -> None:
+        """`dtype` is what `read` gives."""
+        self._dtype = dtype
+        quantized = kept == "int8"
+        self.numbers = _zeros(shape, device, torch.int8 if quantized else dtype)
+        self.scales = _zeros(shape[:-1], device, torch.float32) if quantized else None
+
+    @property
+    def nbytes(self) -> int:
+        return self.numbers.nbytes + (0 if self.scales is None else self.scales.nbytes)
+
+    def write(self, index: Index, rows: Tensor) -> None:
+        """Keep rows (..., D)."""
+        if self.scales is None:
+            self.numbers[index] = rows
+        else:
+            self.numbers[index], self.scales[index] = quantized_rows(rows)
+
+    def read(self, index: Index) -> Tensor:
+        """What was kept of rows, (..., D): a view, in int8 a copy."""
+        numbers = self.numbers[index]
+        if self.scales is None:
+            return numbers
+        return (numbers * self.scales[index][..., None]).to(self._dtype)
+
+    def copy(self, to: Index, source: Index) -> None:
+        """Copy rows as they are kept."""
+        for cells in self._kept():
+            cells[to] = cells[source]
+
+    def clear(self, index: Index) -> None:
+        """Zero rows."""
+        for cells in self._kept():
+            cells[index] = 0
+
+    def _kept(self) -> tuple[Tensor, ...]:
+        return (self.numbers,) if self.scales is None else (self.numbers, self.scales)
+
+
+def quantized_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows (..., D) as steps (..., D) in int8 and the size of these (...) in float32."""
+    rows = rows.float()
+    most = rows.abs().amax(dim=-1)
+    inverse = torch.where(most > 0, 127 / most, 0.0)
+    steps = (rows * inverse[..., None]).round().nan_to_num(0.0)
+    return steps.to(torch.int8), most / 127 + (rows * 0).sum(dim=-1)
+
 
 class KVCache:
     """Keys and values of `slots` sequences, each up to the context length."""
 
     def __init__(
-        self, config: GPTConfig, slots: int, *, device: torch.device, dtype: torch.dtype
+        self,
+        config: GPTConfig,
+        slots: int,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        kept: KVCacheDType = "auto",
     ) -> None:
+        """`dtype` is what attention computes in, `kept` what keys and values are kept in."""
         # Prefill writes whole blocks, so a row ends on a block's end.
         self.slot_length = -(-config.context_length // BLOCK) * BLOCK
         shape = (config.n_layer, slots, config.n_kv_head, self.slot_length, config.head_dim)
-        self.keys = _zeros(shape, device, dtype)  # (n_layer, S, K, L, D)
-        self.values = _zeros(shape, device, dtype)
+        self._keys = Cells(shape, device, dtype, kept)
+        self._values = Cells(shape, device, dtype, kept)
         self._block_mask = block_mask(self.slot_length, device)  # (BLOCK, L)
         self._written = [0] * slots  # positions of each slot from here on were never written
+
+    @property
+    def keys(self) -> Tensor:
+        """As they are kept: (n_layer, S, K, L, D)."""
+        return self._keys.numbers
+
+    @property
+    def values(self) -> Tensor:
+        """As they are kept: (n_layer, S, K, L, D)."""
+        return self._values.numbers
+
+    @property
+    def key_scales(self) -> Tensor | None:
+        """(n_layer, S, K, L), where keys are kept in int8."""
+        return self._keys.scales
+
+    @property
+    def value_scales(self) -> Tensor | None:
+        """(n_layer, S, K, L), where values are kept in int8."""
+        return self._values.scales
 
     @property
     def slots(self) -> int:
@@ -51,17 +147,22 @@ class KVCache:
 
     @property
     def nbytes(self) -> int:
-        return self.keys.nbytes + self.values.nbytes
+        return self._keys.nbytes + self._values.nbytes
+
+    def read(self, layer: int, slot: int, end: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of positions [0, end) of a slot, as attention computes with them:
+        (K, end, D) each."""
+        index = (layer, slot, slice(None), slice(0, end))
+        return self._keys.read(index), self._values.read(index)
 
     def prefill(self, slot: int, start: int, observe: Observer | None = None) -> Attend:
         """Attention of whole blocks of new positions of one slot, the first at `start`."""
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             # q (1, H, T, D); k, v (1, K, T, D); T a multiple of BLOCK
-            keys, values = self.keys[layer, slot], self.values[layer, slot]  # (K, L, D)
-            keys[:, start : start + k.shape[2]] = k[0]
-            values[:, start : start + v.shape[2]] = v[0]
-            self.wrote(slot, start + k.shape[2])
+            end = start + k.shape[2]
+            self._write(layer, slot, start, end, k[0], v[0])
+            keys, values = self.read(layer, slot, end)  # (K, end, D)
             return attend_blocks(
                 layer, q, keys, values, start=start, mask=self._block_mask, observe=observe
             )
@@ -75,9 +176,8 @@ class KVCache:
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             nonlocal bias
             end = start + k.shape[2]
-            keys, values = self.keys[layer, slot, :, :end], self.values[layer, slot, :, :end]
-            keys[:, start:], values[:, start:] = k[0], v[0]  # (K, T, D) each
-            self.wrote(slot, end)
+            self._write(layer, slot, start, end, k[0], v[0])
+            keys, values = self.read(layer, slot, end)  # (K, end, D)
             if start and bias is None:  # of all layers
                 bias = causal_bias(k.shape[2], end, q)
             return attend_piece(q, keys, values, bias)
@@ -98,15 +198,16 @@ class KVCache:
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             # q (B, H, 1, D); k, v (B, K, 1, D)
-            keys, values = self.keys[layer], self.values[layer]  # (S, K, L, D)
-            keys[slot_index, :, position_index] = k[:count, :, 0]
-            values[slot_index, :, position_index] = v[:count, :, 0]
+            index = (layer, slot_index, slice(None), position_index)
+            self._keys.write(index, k[:count, :, 0])
+            self._values.write(index, v[:count, :, 0])
             q, out = _aligned(q), torch.zeros_like(q)
             for row, (slot, position) in enumerate(zip(slots, positions, strict=True)):
+                keys, values = self.read(layer, slot, position + 1)  # (K, position + 1, D)
                 out[row] = F.scaled_dot_product_attention(
                     q[row : row + 1],
-                    keys[slot : slot + 1, :, : position + 1],
-                    values[slot : slot + 1, :, : position + 1],
+                    keys[None],
+                    values[None],
                     enable_gqa=q.shape[1] != k.shape[1],
                 )[0]
             return out
@@ -116,8 +217,9 @@ class KVCache:
     def copy_prefix(self, source: int, target: int, length: int) -> None:
         """Copy positions [0, length) of one slot into another, in every layer."""
         if source != target:
-            self.keys[:, target, :, :length] = self.keys[:, source, :, :length]
-            self.values[:, target, :, :length] = self.values[:, source, :, :length]
+            every, here = slice(None), slice(0, length)
+            for cells in (self._keys, self._values):
+                cells.copy((every, target, every, here), (every, source, every, here))
             self.wrote(target, length)
 
     def wrote(self, slot: int, length: int) -> None:
@@ -133,9 +235,18 @@ class KVCache:
         """
         written = self._written[slot]
         if written > length:
-            self.keys[:, slot, :, length:written] = 0
-            self.values[:, slot, :, length:written] = 0
+            for cells in (self._keys, self._values):
+                cells.clear((slice(None), slot, slice(None), slice(length, written)))
             self._written[slot] = length
+
+    def _write(
+        self, layer: int, slot: int, start: int, end: int, keys: Tensor, values: Tensor
+    ) -> None:
+        """Keep keys and values (K, T, D) of positions [start, end) of a slot."""
+        index = (layer, slot, slice(None), slice(start, end))
+        self._keys.write(index, keys)
+        self._values.write(index, values)
+        self.wrote(slot, end)
 
 
 def _zeros(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> Tensor:

@@ -26,19 +26,34 @@ from model.device import (
     keep_freed_memory,
 )
 from model.dtypes import DTypeName
-from model.inference.kernels.select import DecodePath, DTypeChoice, choose_decode_path, choose_dtype
+from model.inference.kernels.select import (
+    DecodePath,
+    DTypeChoice,
+    check_kv_cache_dtype,
+    choose_decode_path,
+    choose_dtype,
+)
 from model.inference.memory import SlotBudget, slots_for
-from model.inference.options import KernelChoice, KernelTarget, Quantization, SlotDefault
+from model.inference.options import (
+    KernelChoice,
+    KernelTarget,
+    KVCacheDType,
+    Quantization,
+    SlotDefault,
+)
 from model.memory import Available, available, check_weights_fit, model_bytes
+from model.transformer.config import GPTConfig
 from model.transformer.gpt import GPT
 
 
 @dataclass(frozen=True, slots=True)
 class Slots:
-    """The slots that a KV cache is to have: a budget, and how many where that is empty."""
+    """The slots that a KV cache is to have: a budget, and how many where that is empty; and what
+    keys and values are kept in."""
 
     budget: SlotBudget
     default: SlotDefault
+    kept: KVCacheDType = "auto"
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,9 +110,9 @@ def load_model(
     memory, item_bytes = available(placement.device), placement.dtype.itemsize
     check_weights_fit(checkpoint.config, item_bytes, memory)
     if slots is not None:
+        check_kv_cache_dtype(slots.kept, placement.device)
         left = replace(memory, free=memory.free - model_bytes(checkpoint.config, item_bytes))
-        gpu = placement.device.type == "cuda"
-        slots_for(slots.budget, checkpoint.config, item_bytes, left, default=slots.default, gpu=gpu)
+        _count_slots(slots, checkpoint.config, placement, left)
     if placement.device.type == "cuda":
         disable_cudnn_attention()
     gpt = load_weights(checkpoint, device=placement.device, dtype=placement.dtype)
@@ -163,17 +178,21 @@ def check_replacement(served: CheckpointInfo, other: CheckpointInfo) -> None:
 def choose_slots(loaded: LoadedModel, slots: Slots) -> ChosenSlots:
     """How many slots the KV cache of a loaded model gets. Raises DeviceError where they do not fit
     beside the weights."""
-    device = loaded.placement.device
-    memory = available(device)
-    count = slots_for(
+    memory = available(loaded.placement.device)
+    count = _count_slots(slots, loaded.checkpoint.config, loaded.placement, memory)
+    return ChosenSlots(count, memory)
+
+
+def _count_slots(slots: Slots, config: GPTConfig, placement: Placement, memory: Available) -> int:
+    return slots_for(
         slots.budget,
-        loaded.checkpoint.config,
-        loaded.placement.dtype.itemsize,
+        config,
+        placement.dtype.itemsize,
         memory,
         default=slots.default,
-        gpu=device.type == "cuda",
+        gpu=placement.device.type == "cuda",
+        kept=slots.kept,
     )
-    return ChosenSlots(count, memory)
 
 
 def release_memory() -> None:

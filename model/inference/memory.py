@@ -7,7 +7,7 @@ buffers of libraries and of single kernels; the share of a GPU that is left unus
 from dataclasses import dataclass
 
 from model.device import DeviceError
-from model.inference.options import MemoryShare, MemorySize, SlotDefault
+from model.inference.options import KVCacheDType, MemoryShare, MemorySize, SlotDefault
 from model.memory import Available, format_bytes, free_of
 from model.transformer.config import BLOCK, GPTConfig
 
@@ -27,10 +27,16 @@ class SlotBudget:
     memory: MemorySize | None = None
 
 
-def slot_bytes(config: GPTConfig, item_bytes: int) -> int:
-    """Bytes of one slot: keys and values of all layers, in elements of `item_bytes` each."""
+SCALE_BYTES = 4
+"""Of a head's key or value of a position, beside its elements in int8."""
+
+
+def slot_bytes(config: GPTConfig, item_bytes: int, kept: KVCacheDType = "auto") -> int:
+    """Bytes of one slot: keys and values of all layers, in elements of `item_bytes` each or as they
+    are `kept`."""
     length = -(-config.context_length // BLOCK) * BLOCK
-    return 2 * config.n_layer * config.kv_width * length * item_bytes
+    row_bytes = config.head_dim + SCALE_BYTES if kept == "int8" else config.head_dim * item_bytes
+    return 2 * config.n_layer * config.n_kv_head * length * row_bytes
 
 
 def working_bytes(config: GPTConfig, item_bytes: int) -> int:
@@ -47,11 +53,12 @@ def slots_for(
     *,
     default: SlotDefault,
     gpu: bool,
+    kept: KVCacheDType = "auto",
 ) -> int:
     """How many slots a budget allows, where `memory.free` is what the weights leave.
 
     Raises DeviceError where not even one fits, or fewer than were asked for."""
-    cache_bytes = slot_bytes(config, item_bytes)
+    cache_bytes = slot_bytes(config, item_bytes, kept)
     used_bytes = cache_bytes + (working_bytes(config, item_bytes) if gpu else 0)
     match budget.memory:
         case MemoryShare() as share:

@@ -13,6 +13,9 @@ TargetName = Literal[
 KernelTarget = Literal["auto"] | TargetName
 Quantization = Literal["none", "int8", "int4"]
 """Of the matrices of products; with int4 the head has int8."""
+KVCacheDType = Literal["auto", "int8"]
+"""Of keys and values: that which the model computes in, or bytes with a scale for each head's key
+and value of each position."""
 Speculation = Literal["none", "ngram"]
 DRAFTED_ROWS = 16
 """Rows of a decode step up to which drafts are added to it; with more, each costs what it saves."""

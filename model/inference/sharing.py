@@ -18,18 +18,20 @@ from model.inference.memory import (
     slot_bytes,
     working_bytes,
 )
-from model.inference.options import MemoryShare, SlotDefault
+from model.inference.options import KVCacheDType, MemoryShare, SlotDefault
 from model.memory import Available, format_bytes, free_of, model_bytes
 from model.transformer.config import GPTConfig
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What a model of this name takes memory for; elements have `item_bytes`."""
+    """What a model of this name takes memory for; elements have `item_bytes`, and keys and values
+    are as they are `kept`."""
 
     name: str
     config: GPTConfig
     item_bytes: int
+    kept: KVCacheDType = "auto"
 
     @property
     def weights(self) -> int:
@@ -39,7 +41,7 @@ class Shape:
     def slot(self, *, gpu: bool) -> int:
         """Bytes of one of its slots, with what a step on a GPU takes besides."""
         working = working_bytes(self.config, self.item_bytes) if gpu else 0
-        return slot_bytes(self.config, self.item_bytes) + working
+        return slot_bytes(self.config, self.item_bytes, self.kept) + working
 
 
 def divide_slots(

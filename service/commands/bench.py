@@ -36,7 +36,13 @@ from model.device import (
     use_threads,
 )
 from model.inference.engine.config import EngineConfig
-from model.inference.kernels.select import DecodePath, KernelError, choose_decode_path, choose_dtype
+from model.inference.kernels.select import (
+    DecodePath,
+    KernelError,
+    check_kv_cache_dtype,
+    choose_decode_path,
+    choose_dtype,
+)
 from model.inference.options import KernelChoice
 from model.transformer.gpt import GPT
 from service.client import AsyncClient, Info, LogitdError
@@ -116,7 +122,12 @@ def _profile(settings: BenchSettings) -> Profiled:
         parameters = gpt.parameter_count()
         if path.name not in profiles:  # where there are no native kernels both are torch
             profiles[path.name] = profile_engine(
-                gpt, path.make_decoder, workload, quantize=settings.quantize, log=_log
+                gpt,
+                path.make_decoder,
+                workload,
+                quantize=settings.quantize,
+                kv_cache_dtype=settings.kv_cache_dtype,
+                log=_log,
             )
     _log("the machine, once more")
     return Profiled(
@@ -125,6 +136,7 @@ def _profile(settings: BenchSettings) -> Profiled:
         checkpoint=checkpoint,
         parameters=parameters,
         quantize=settings.quantize,
+        kv_cache_dtype=settings.kv_cache_dtype,
         workload=workload,
         machines=(before, measure_machine(placement)),
         profiles=profiles,
@@ -165,6 +177,7 @@ def _measure(settings: BenchSettings) -> Measured:
         parameters=parameters,
         decoding=decoding,
         quantize=settings.quantize,
+        kv_cache_dtype=settings.kv_cache_dtype,
         workload=workload,
         machines=(before, measure_machine(placement)),
         engine=engine,
@@ -181,7 +194,14 @@ def _engine(
     """Parameters, how is decoded, and figures. The model is gone afterwards, so that a server has
     the memory."""
     gpt, path = _loaded(settings, checkpoint, placement, settings.kernels)
-    figures = measure_engine(gpt, path.make_decoder, workload, quantize=settings.quantize, log=_log)
+    figures = measure_engine(
+        gpt,
+        path.make_decoder,
+        workload,
+        quantize=settings.quantize,
+        kv_cache_dtype=settings.kv_cache_dtype,
+        log=_log,
+    )
     return gpt.parameter_count(), path.name, figures
 
 
@@ -191,6 +211,7 @@ def _loaded(
     placement: Placement,
     kernels: KernelChoice,
 ) -> tuple[GPT, DecodePath]:
+    check_kv_cache_dtype(settings.kv_cache_dtype, placement.device)
     gpt = load_weights(checkpoint, device=placement.device, dtype=placement.dtype)
     path = choose_decode_path(
         gpt,
@@ -217,12 +238,16 @@ def _server(settings: BenchSettings, placement: Placement, workload: Workload) -
         *("--device", str(placement.device), "--dtype", placement.dtype_name),
         *("--threads", str(placement.threads)),
         *("--kernels", settings.kernels, "--kernel-target", settings.kernel_target),
-        *("--quantize", settings.quantize),
-        *([] if settings.quantize == "none" else ["--max-quantization-loss", "any"]),
+        *("--quantize", settings.quantize, "--kv-cache-dtype", settings.kv_cache_dtype),
+        *(["--max-quantization-loss", "any"] if _quantized(settings) else []),
         *("--slots", str(workload.largest), "--prefill-chunk", str(workload.prefill_chunk)),
         *("--target-gap", "none"),  # as the engine here: batches, for which nobody waits
     ) as server:
         yield server.url
+
+
+def _quantized(settings: BenchSettings) -> bool:
+    return settings.quantize != "none" or settings.kv_cache_dtype != "auto"
 
 
 async def _check_server(url: str, workload: Workload) -> None:

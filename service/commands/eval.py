@@ -24,6 +24,7 @@ def run(settings: EvalSettings) -> int:
             dtype=settings.dtype,
             threads=settings.threads,
             quantize=settings.quantize,
+            kv_cache_dtype=settings.kv_cache_dtype,
             log=lambda line: print(f"logitd eval: {line}", file=sys.stderr),
         )
     except (CheckpointError, DeviceError, KernelError, DataError, TrainingError) as error:
@@ -58,6 +59,7 @@ def facts(result: TextLoss) -> dict[str, Any]:
         "stride": result.stride,
         "dtype": result.dtype,
         "quantize": result.quantize,
+        "kv_cache_dtype": result.kv_cache_dtype,
         "device": result.device,
         "threads": result.threads,
         "seconds": result.seconds,
@@ -68,6 +70,8 @@ def facts(result: TextLoss) -> dict[str, Any]:
 def _rows(result: TextLoss) -> list[tuple[str, str]]:
     loss, checkpoint = result.evaluation, result.checkpoint
     precision = result.dtype if result.quantize == "none" else f"{result.quantize} weights"
+    if result.kv_cache_dtype != "auto":
+        precision += f", {result.kv_cache_dtype} keys and values"
     return [
         ("checkpoint", f"{checkpoint.name}, step {checkpoint.training.step:,}"),
         ("text", result.text),

@@ -67,7 +67,7 @@ class Computation:
     decoding: str  # how decode steps are computed
     decoding_note: str | None  # why that is not faster
     kernels: str | None  # which native kernels were loaded, where some were
-    quantization: QuantizationCost | None  # None without --quantize
+    quantization: QuantizationCost | None  # None where nothing is quantized
     parameters: int
     kv_cache_bytes: int
     slots_why: str | None  # why as many slots, where nobody said how many
@@ -117,7 +117,7 @@ def _build(settings: ServeSettings) -> BuiltEngine:
     memory = None if settings.kv_cache_memory is None else parse_memory(settings.kv_cache_memory)
     budget = SlotBudget(settings.slots, memory)
     gpu = choose_device(settings.device).type == "cuda"
-    slots = Slots(budget, default_slots(settings, gpu=gpu))
+    slots = Slots(budget, default_slots(settings, gpu=gpu), settings.kv_cache_dtype)
     model = load_model(
         settings.source.path,
         device=settings.device,
@@ -138,6 +138,7 @@ def _build(settings: ServeSettings) -> BuiltEngine:
         settings.quantize,
         settings.validation_text,
         settings.kernel_target,
+        kv_cache_dtype=settings.kv_cache_dtype,
         at_most=settings.max_quantization_loss,
     )
     chosen = choose_slots(model, slots)
@@ -146,6 +147,7 @@ def _build(settings: ServeSettings) -> BuiltEngine:
         prefill_chunk=settings.prefill_chunk,
         target_gap=_target_gap(settings, model.placement),
         prefix_reuse=settings.prefix_reuse,
+        kv_cache_dtype=settings.kv_cache_dtype,
         speculate=settings.speculate,
     )
     compiler = compiler_for(model.checkpoint.tokenizer)

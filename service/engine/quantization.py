@@ -1,7 +1,8 @@
-"""QuantizationCost: what --quantize costs, measured while loading, in a sentence and as JSON.
+"""QuantizationCost: what --quantize and --kv-cache-dtype cost, measured while loading.
 
-The banner, /info and the log give the same figures. Not here: what is measured
-(`model/evaluation/quantization_loss.py`), and on which text (`model/evaluation/held_out.py`).
+The banner, /info and the log give the same figures, in a sentence or as JSON. Not here: what is
+measured (`model/evaluation/quantization_loss.py`), and on which text
+(`model/evaluation/held_out.py`).
 """
 
 import logging
@@ -15,7 +16,7 @@ from model.evaluation.held_out import held_out_windows
 from model.evaluation.quantization_loss import QuantizationLoss, quantization_loss
 from model.inference.kernels.select import KernelError, choose_decode_path
 from model.inference.load import LoadedModel
-from model.inference.options import KernelTarget, Quantization, parse_loss_limit
+from model.inference.options import KernelTarget, KVCacheDType, Quantization, parse_loss_limit
 
 logger = logging.getLogger("logitd")
 
@@ -28,22 +29,31 @@ GENTLER: Mapping[Quantization, Quantization] = {"int4": "int8", "int8": "none"}
 
 @dataclass(frozen=True)
 class QuantizationCost:
-    """What quantizing costs. `text` is what it was measured on, or, without a loss, why not;
-    `measurable` whether a text that is named could be measured on."""
+    """What quantizing weights, or keys and values, costs. `text` is what it was measured on, or,
+    without a loss, why not; `measurable` whether a text that is named could be measured on."""
 
     kind: Quantization
     loss: QuantizationLoss | None
     text: str
     measurable: bool = True
+    kv_cache_dtype: KVCacheDType = "auto"
+
+    @property
+    def what(self) -> str:
+        """What is quantized, for people."""
+        if self.kv_cache_dtype == "auto":
+            return self.kind
+        kept = f"{self.kv_cache_dtype} of keys and values"
+        return kept if self.kind == "none" else f"{self.kind} with {kept}"
 
     def sentence(self) -> str:
         """For the banner and the log."""
         if self.loss is None:
             advice = "; name a text with --validation-text" if self.measurable else ""
-            return f"what {self.kind} costs was not measured: {self.text}{advice}"
+            return f"what {self.what} costs was not measured: {self.text}{advice}"
         loss = self.loss
         return (
-            f"{self.kind} costs {100 * loss.relative:.2f} % ({loss.quantized:.4f} instead of "
+            f"{self.what} costs {100 * loss.relative:.2f} % ({loss.quantized:.4f} instead of "
             f"{loss.exact:.4f} bits per byte over {loss.tokens:,} tokens of {self.text})"
         )
 
@@ -52,6 +62,7 @@ class QuantizationCost:
         loss = self.loss
         return {
             "kind": self.kind,
+            "kv_cache_dtype": self.kv_cache_dtype,
             "relative_loss": None if loss is None else loss.relative,
             "bits_per_byte": None if loss is None else loss.quantized,
             "exact_bits_per_byte": None if loss is None else loss.exact,
@@ -66,6 +77,7 @@ def measure_quantization(
     text: Path | None,
     kernel_target: KernelTarget = "auto",
     *,
+    kv_cache_dtype: KVCacheDType = "auto",
     at_most: str = "any",
 ) -> QuantizationCost | None:
     """What the decoder of a loaded model loses against the same one without quantization; None
@@ -75,11 +87,11 @@ def measure_quantization(
     (`parse_loss_limit`), DataError for a named text that cannot be measured on. Where none is named
     and none is found, nothing is measured, so nothing is refused, and that is logged.
     """
-    if kind == "none":
+    if kind == "none" and kv_cache_dtype == "auto":
         if text is not None:
             raise KernelError(
                 "validation_text is there to measure what quantizing costs, and quantize is none: "
-                "set quantize to int8 or int4, or leave the text out"
+                "set quantize to int8 or int4, or kv_cache_dtype to int8, or leave the text out"
             )
         return None
     try:
@@ -88,15 +100,17 @@ def measure_quantization(
         if text is not None:
             raise
         measurable = model.checkpoint.tokenizer.has_text
-        cost = QuantizationCost(kind, None, str(error), measurable)
+        cost = QuantizationCost(kind, None, str(error), measurable, kv_cache_dtype)
         logger.warning("%s", cost.sentence())
         return cost
-    exact = choose_decode_path(
-        model.gpt,
-        kernels="native",
-        kernel_target=kernel_target,
-        threads=model.placement.threads,
-    )
+    exact = model.decode_path
+    if kind != "none":
+        exact = choose_decode_path(
+            model.gpt,
+            kernels="native",
+            kernel_target=kernel_target,
+            threads=model.placement.threads,
+        )
     (batch,) = text_windows.windows
     loss = quantization_loss(
         model.gpt,
@@ -104,14 +118,22 @@ def measure_quantization(
         text_windows.windows.byte_lengths,
         exact=exact.make_decoder,
         quantized=model.decode_path.make_decoder,
+        kept=kv_cache_dtype,
     )
-    cost = QuantizationCost(kind, loss, text_windows.name)
+    cost = QuantizationCost(kind, loss, text_windows.name, kv_cache_dtype=kv_cache_dtype)
     if not loss.relative <= parse_loss_limit(at_most):  # what is not a number is refused too
         raise KernelError(
-            f"{cost.sentence()}, and max_quantization_loss is {at_most}: set quantize to "
-            f"{GENTLER[kind]}, or max_quantization_loss to what you accept (any accepts everything)"
+            f"{cost.sentence()}, and max_quantization_loss is {at_most}: set {_gentler(cost)}, or "
+            "max_quantization_loss to what you accept (any accepts everything)"
         )
     logger.log(
         logging.WARNING if loss.relative > WARN_ABOVE else logging.INFO, "%s", cost.sentence()
     )
     return cost
+
+
+def _gentler(cost: QuantizationCost) -> str:
+    """The setting that costs less."""
+    if cost.kv_cache_dtype != "auto":
+        return "kv_cache_dtype to auto"
+    return f"quantize to {GENTLER[cost.kind]}"

@@ -72,4 +72,4 @@ def _shape(source: ModelSource, settings: ServeSettings) -> Shape:
         log=logger.info,
     )
     placement = choose_placement(settings.device, choice.name, settings.threads)
-    return Shape(source.name, checkpoint.config, placement.dtype.itemsize)
+    return Shape(source.name, checkpoint.config, placement.dtype.itemsize, settings.kv_cache_dtype)

@@ -328,10 +328,11 @@ class Health(ReplyBody):
 
 
 class QuantizationInfo(ReplyBody):
-    """What quantizing the weights costs, measured when they were loaded; the figures are null where
-    no text was found to measure on."""
+    """What quantizing weights, or keys and values, costs, measured when they were loaded; the
+    figures are null where no text was found to measure on."""
 
-    kind: str
+    kind: str = Field(description="Of the weights: `int8`, `int4` or `none`.")
+    kv_cache_dtype: str = Field(description="Of keys and values: `int8`, or `auto` for `dtype`.")
     relative_loss: float | None = Field(
         description="Bits per byte that quantization adds, as a share of those without it."
     )
@@ -370,7 +371,7 @@ class Info(ReplyBody):
         "text itself, or `none`. Answers do not depend on it."
     )
     dtype: str = Field(description="The dtype of the computation.")
-    quantization: QuantizationInfo | None = Field(description="null without --quantize.")
+    quantization: QuantizationInfo | None = Field(description="null where nothing is quantized.")
     threads: int
     slots: int
     kv_cache_bytes: int

@@ -14,7 +14,7 @@ from pydantic_settings import (
 )
 
 from model.dtypes import DTypeName
-from model.inference.options import KernelChoice, KernelTarget, Quantization
+from model.inference.options import KernelChoice, KernelTarget, KVCacheDType, Quantization
 
 PREFIX = "LOGITD_"
 """Of the variables that every command reads."""
@@ -118,6 +118,13 @@ Quantize = Annotated[
     Quantization,
     Field(
         description="int8 quantizes the matrices to 8 bits when loading, int4 to 4 but for the head"
+    ),
+]
+KVCacheCells = Annotated[
+    KVCacheDType,
+    Field(
+        description="what keys and values are kept in: int8 rounds them to 8 bits, which takes a "
+        "quarter of float32's memory and time to read, half of bfloat16's; auto is --dtype"
     ),
 ]
 Threads = Annotated[

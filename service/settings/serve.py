@@ -31,6 +31,7 @@ from service.settings.common import (
     Device,
     DType,
     Kernels,
+    KVCacheCells,
     LogFormat,
     LogLevel,
     Quantize,
@@ -197,15 +198,16 @@ class ServeSettings(CommandSettings):
     kernels: Kernels = "auto"
     kernel_target: Target = "auto"
     quantize: Quantize = "none"
+    kv_cache_dtype: KVCacheCells = "auto"
     validation_text: Path | None = Field(
         None,
-        description="UTF-8 text to measure the loss of --quantize on; if not given the "
-        "checkpoint's own validation text, where it can be found",
+        description="UTF-8 text to measure the loss of --quantize and --kv-cache-dtype on; if not "
+        "given the checkpoint's own validation text, where it can be found",
     )
     max_quantization_loss: LossText = Field(
         ACCEPTED_LOSS,
-        description="the most that --quantize may add to the bits per byte of that text: with more "
-        "the server does not start; any accepts everything",
+        description="the most that both may add to the bits per byte of that text: with more the "
+        "server does not start; any accepts everything",
     )
     batch_invariant: bool = Field(
         False,
@@ -390,7 +392,8 @@ class ServeSettings(CommandSettings):
     @field_validator("max_quantization_loss")
     @classmethod
     def _of_a_quantization_that_there_is(cls, value: str, info: ValidationInfo) -> str:
-        if value != ACCEPTED_LOSS and info.data.get("quantize") == "none":
+        exact = (info.data.get("quantize"), info.data.get("kv_cache_dtype")) == ("none", "auto")
+        if value != ACCEPTED_LOSS and exact:
             raise ValueError("it bounds what --quantize costs, and quantize is none; give both")
         return value
 

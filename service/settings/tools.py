@@ -14,6 +14,7 @@ from service.settings.common import (
     Device,
     DType,
     Kernels,
+    KVCacheCells,
     Quantize,
     StoredDType,
     Target,
@@ -132,6 +133,7 @@ class BenchSettings(CommandSettings):
     kernels: Kernels = "auto"
     kernel_target: Target = "auto"
     quantize: Quantize = "none"
+    kv_cache_dtype: KVCacheCells = "auto"
     batches: BatchSizes = (1, 8, 32)
     prompt_tokens: int | None = Field(
         None,

@@ -5,7 +5,7 @@ from pathlib import Path
 from pydantic import Field
 from pydantic_settings import CliPositionalArg
 
-from model.inference.options import Quantization
+from model.inference.options import KVCacheDType, Quantization
 from model.training.config import TrainingConfig
 from model.training.presets import SaveDType, TrainingDType
 from service.settings.common import (
@@ -52,6 +52,10 @@ class EvalSettings(CommandSettings):
     quantize: Quantization = Field(
         "none",
         description="int8 and int4 measure weights in 8 and in 4 bits, by decode steps: slower",
+    )
+    kv_cache_dtype: KVCacheDType = Field(
+        "auto",
+        description="int8 measures keys and values in 8 bits, by decode steps: slower",
     )
     as_json: AsJson = False
 

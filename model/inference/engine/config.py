@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import get_args
 
 from model.inference.errors import InvalidRequest
-from model.inference.options import DecodeSteps, Speculation, TargetGap
+from model.inference.options import DecodeSteps, KVCacheDType, Speculation, TargetGap
 from model.transformer.config import BLOCK
 
 SERVED_TARGET_GAP = DecodeSteps(4)
@@ -25,6 +25,8 @@ class EngineConfig:
                    a device that computes nothing behind the host's back (a CPU)
     prefix_reuse   whether a new prompt copies a shared prefix from any slot instead of
                    computing it
+    kv_cache_dtype what keys and values are kept in: the model's dtype, or int8, which is read in a
+                   quarter or half of the time and rounds them (on a CPU)
     speculate      where drafts come from, tokens that a decode step verifies behind the last one
                    (`model/inference/engine/ngram.py`); they change how long an answer takes, not
                    the answer
@@ -34,6 +36,7 @@ class EngineConfig:
     prefill_chunk: int = 256
     target_gap: TargetGap | None = None
     prefix_reuse: bool = True
+    kv_cache_dtype: KVCacheDType = "auto"
     speculate: Speculation = "none"
 
     def __post_init__(self) -> None:

@@ -62,7 +62,14 @@ class Engine:
     ) -> None:
         self.model_config = gpt.config
         self.clock = clock
-        self._runner = Runner(gpt, config.slots, make_decoder, masks, clock=clock)
+        self._runner = Runner(
+            gpt,
+            config.slots,
+            make_decoder,
+            masks,
+            clock=clock,
+            kv_cache_dtype=config.kv_cache_dtype,
+        )
         if config.target_gap is not None and not self._runner.computes_at_once:
             raise InvalidRequest(
                 f"target_gap is {config.target_gap}, and on {self._runner.device} how long prompts "

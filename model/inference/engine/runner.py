@@ -39,6 +39,7 @@ from model.inference.kernels.base import Decoder
 from model.inference.kernels.eager.contention import ContentionMonitor
 from model.inference.kernels.eager.decoder import PlainDecoder
 from model.inference.kv_cache import KVCache
+from model.inference.options import KVCacheDType
 from model.inference.sampling.results import (
     ConstraintComplete,
     SampleError,
@@ -131,13 +132,20 @@ class Runner:
         masks: BackgroundMasks | None = None,
         *,
         clock: Callable[[], float] = time.monotonic,
+        kv_cache_dtype: KVCacheDType = "auto",
     ) -> None:
         _check_mode(gpt)
         weight = gpt.token_embedding.weight
         self.gpt = gpt
         self._clock = clock
         self.device = weight.device
-        self.cache = KVCache(gpt.config, slots, device=weight.device, dtype=weight.dtype)
+        self.cache = KVCache(
+            gpt.config,
+            slots,
+            device=weight.device,
+            dtype=weight.dtype,
+            kept=kv_cache_dtype,
+        )
         self._make_decoder = make_decoder
         self._sampling = SamplingState(slots)
         self._masks = masks

@@ -24,7 +24,7 @@ from model.inference.kernels.cpu.targets import target_named
 from model.inference.kernels.cuda.decoder import GraphDecoder
 from model.inference.kernels.eager.decoder import PlainDecoder
 from model.inference.kv_cache import KVCache
-from model.inference.options import KernelChoice, KernelTarget, Quantization
+from model.inference.options import KernelChoice, KernelTarget, KVCacheDType, Quantization
 from model.processor import bfloat16_instructions, processor_features
 from model.transformer.config import GPTConfig
 from model.transformer.gpt import GPT
@@ -101,6 +101,15 @@ def auto_dtype(
     if obstacle is not None:
         return DTypeChoice("float32", f"auto: no native decoding, {obstacle}")
     return DTypeChoice("bfloat16", f"auto: {whose} multiplies it, {multiplies}")
+
+
+def check_kv_cache_dtype(asked: KVCacheDType, device: torch.device) -> None:
+    """Raise KernelError where keys and values cannot be kept as asked."""
+    if asked != "auto" and device.type != "cpu":
+        raise KernelError(
+            f"kv_cache_dtype is {asked}, which is computed on a CPU, and the device is {device}: "
+            "set kv_cache_dtype to auto"
+        )
 
 
 def choose_decode_path(

@@ -46,6 +46,7 @@ class Measured:
     parameters: int
     decoding: str
     quantize: str
+    kv_cache_dtype: str
     workload: Workload
     machines: tuple[Machine, ...]
     engine: EngineFigures
@@ -62,6 +63,7 @@ class Profiled:
     checkpoint: CheckpointInfo
     parameters: int
     quantize: str
+    kv_cache_dtype: str
     workload: Workload
     machines: tuple[Machine, ...]
     profiles: Mapping[str, tuple[Profile, ...]]
@@ -86,6 +88,7 @@ def about(run: Measured | Profiled) -> dict[str, Any]:
         **asdict(run.surroundings),
         **({"decoding": run.decoding} if isinstance(run, Measured) else {}),
         "quantize": run.quantize,
+        "kv_cache_dtype": run.kv_cache_dtype,
         "checkpoint": {
             "name": run.checkpoint.name,
             "step": run.checkpoint.training.step,

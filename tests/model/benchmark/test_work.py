@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from model.benchmark.work import (
 )
 from model.checkpoint.checkpoint import load_checkpoint
 from model.inference.kv_cache import KVCache
+from model.inference.options import KVCacheDType
 from model.transformer.config import gpt2_shape
 from model.transformer.gpt import GPT
 from tests.model.factories import FAMILIES, save_tiny_checkpoint, tiny_config, tiny_gpt
@@ -122,12 +124,15 @@ def test_what_a_step_reads_is_in_the_file(family: str, dtype: torch.dtype, tmp_p
     assert prefill_work(size, prompts=1, length=3).read_bytes == read + 3 * rows
 
 
+@pytest.mark.parametrize("kept", get_args(KVCacheDType))
 @pytest.mark.parametrize("family", FAMILIES)
-def test_keys_and_values_are_those_of_the_cache(family: str) -> None:
+def test_keys_and_values_are_those_of_the_cache(family: str, kept: KVCacheDType) -> None:
     config = tiny_config(**FAMILIES[family])
-    cache = KVCache(config, 3, device=torch.device("cpu"), dtype=torch.float32)
-    size = size_of(tiny_gpt(config))
-    assert size.kv_width * size.item_bytes * 3 * cache.slot_length == cache.nbytes
+    cache = KVCache(config, 3, device=torch.device("cpu"), dtype=torch.float32, kept=kept)
+    size = size_of(tiny_gpt(config), kept)
+    read = decode_work(size, batch=1, live_positions=cache.slot_length).read_bytes
+    less = decode_work(size, batch=1, live_positions=0).read_bytes
+    assert 3 * (read - less) == pytest.approx(cache.nbytes)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -110,6 +110,16 @@ def test_rounded_weights_are_measured_by_the_decoder(tiny: Path, tmp_path: Path)
     assert measured.quantize == "int8"
 
 
+def test_rounded_keys_and_values_are_measured_by_the_decoder(tiny: Path, tmp_path: Path) -> None:
+    path = tmp_path / "text.txt"
+    path.write_text(story(20), encoding="utf-8")
+    exact = text_loss(tiny, [str(path)], dtype="float32", threads=1).evaluation
+    measured = text_loss(tiny, [str(path)], dtype="float32", threads=1, kv_cache_dtype="int8")
+    assert measured.evaluation.tokens == exact.tokens
+    assert 0 < abs(measured.evaluation.loss / exact.loss - 1) < 0.05
+    assert measured.kv_cache_dtype == "int8"
+
+
 def test_threads_are_left_as_they_were(tiny: Path, short: Path) -> None:
     before = torch.get_num_threads()
     text_loss(tiny, [str(short)], threads=before + 1)

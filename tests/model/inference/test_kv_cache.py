@@ -1,5 +1,6 @@
 """KV cache: whatever way positions get into it, the logits are those of the plain forward."""
 
+import math
 import resource
 from itertools import pairwise
 from pathlib import Path
@@ -7,10 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 from torch.testing import assert_close
 
-from model.inference.kv_cache import KVCache
+from model.inference.kv_cache import KVCache, quantized_rows
 from model.transformer.config import BLOCK
 from model.transformer.gpt import GPT
 from tests.model.factories import FAMILIES, random_ids, tiny_config, tiny_gpt
@@ -196,6 +199,62 @@ def test_a_slot_ends_on_a_blocks_end(context_length: int, slot_length: int) -> N
     assert cache.slots == 5
     assert cache.keys.shape == (3, 5, 2, slot_length, 8)
     assert cache.nbytes == 2 * 3 * 5 * 2 * slot_length * 8 * 2
+
+
+floats = st.floats(-(2.0**100), 2.0**100, width=32)
+
+
+@given(st.lists(st.lists(floats, min_size=4, max_size=4), min_size=1, max_size=5))
+def test_a_row_in_eight_bits_is_within_half_a_step(rows: list[list[float]]) -> None:
+    given = torch.tensor(rows)
+    numbers, scales = quantized_rows(given)
+    assert numbers.dtype is torch.int8
+    assert (numbers >= -127).all()
+    error = (numbers.double() * scales.double()[:, None] - given.double()).abs()
+    # 127 over a number that is nearly too small for a float has few bits left.
+    usual = scales > 1e-35
+    assert (error[usual] <= 0.501 * scales.double()[usual, None]).all()
+    assert (numbers.abs().amax(-1)[usual] == 127).all(), "the largest has all of the steps"
+    assert torch.equal(numbers[scales == 0], torch.zeros_like(numbers[scales == 0]))
+
+
+@pytest.mark.parametrize("lost", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_makes_its_row_so(lost: float) -> None:
+    numbers, scales = quantized_rows(torch.tensor([[1.0, lost, 2.0], [1.0, 0.0, 2.0]]))
+    assert scales.isfinite().tolist() == [False, True]
+    assert numbers[1].tolist() == [64, 0, 127]
+
+
+def test_keys_and_values_in_int8_are_those_of_the_dtype_rounded(gpt: GPT) -> None:
+    """Of the first block, which reads none that were rounded. Prompts and steps keep the same, a
+    copied prefix its scales, and what is cleared has none."""
+    length = min(70, gpt.config.context_length)
+    ids = random_ids(length, vocab_size=gpt.config.vocab_size)
+    exact = new_cache(gpt)
+    kept = KVCache(gpt.config, 4, device=torch.device("cpu"), dtype=torch.float32, kept="int8")
+    for cache in (exact, kept):
+        prefill(gpt, cache, 1, ids, 0, length)
+        for position in range(length):
+            decode(gpt, cache, [2], [int(ids[position])], [position])
+    assert kept.nbytes < 0.6 * exact.nbytes
+    assert kept.key_scales is not None
+    assert kept.value_scales is not None
+    for ours, theirs, scales in zip(
+        kept.read(0, 1, length), exact.read(0, 1, length),
+        (kept.key_scales[0, 1, :, :length], kept.value_scales[0, 1, :, :length]), strict=True,
+    ):  # fmt: skip
+        assert ours.dtype is torch.float32
+        assert ((ours - theirs).abs() <= 0.501 * scales[..., None]).all()
+        assert not torch.equal(ours, theirs)
+    for ours, theirs in zip(kept.read(0, 2, length), kept.read(0, 1, length), strict=True):
+        assert_close(ours, theirs, atol=0.02, rtol=0)
+    kept.copy_prefix(1, 3, length)
+    for layer in range(gpt.config.n_layer):
+        pairs = zip(kept.read(layer, 3, length), kept.read(layer, 1, length), strict=True)
+        assert all(torch.equal(copied, own) for copied, own in pairs)
+    kept.clear_behind(3, 2)
+    assert not kept.keys[:, 3, :, 2:].any()
+    assert not kept.key_scales[:, 3, :, 2:].any()
 
 
 def test_pieces_at_once_are_the_plain_forward(gpt: GPT) -> None:

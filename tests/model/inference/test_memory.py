@@ -1,6 +1,6 @@
 """Memory of slots: the arithmetic against the real things, and refusals with their numbers."""
 
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -16,7 +16,13 @@ from model.inference.memory import (
     slots_for,
     working_bytes,
 )
-from model.inference.options import SERVED_SLOTS, MemoryShare, SlotDefault, parse_memory
+from model.inference.options import (
+    SERVED_SLOTS,
+    KVCacheDType,
+    MemoryShare,
+    SlotDefault,
+    parse_memory,
+)
 from model.memory import Available, format_bytes
 from model.transformer.config import BLOCK, gpt2_shape
 from tests.model.factories import FAMILIES, tiny_config
@@ -32,10 +38,11 @@ CARD = Available("cuda:0", 8 * GIB, 6 * GIB)
 
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_slots_take_what_the_cache_takes(name: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("kept", get_args(KVCacheDType))
+def test_slots_take_what_the_cache_takes(name: str, dtype: torch.dtype, kept: KVCacheDType) -> None:
     config = tiny_config(**{**FAMILIES[name], "context_length": 50})
-    cache = KVCache(config, 3, device=torch.device("cpu"), dtype=dtype)
-    assert 3 * slot_bytes(config, dtype.itemsize) == cache.nbytes
+    cache = KVCache(config, 3, device=torch.device("cpu"), dtype=dtype, kept=kept)
+    assert 3 * slot_bytes(config, dtype.itemsize, kept) == cache.nbytes
     assert cache.slot_length == 2 * BLOCK
 
 

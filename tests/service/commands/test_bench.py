@@ -113,6 +113,7 @@ def test_the_server_decodes_as_the_engine_did(
     _, found = bench(
         capsys, checkpoint, batches=1, dtype="bfloat16", kernels="native", threads=2,
         quantize="int8",
+        kv_cache_dtype="int8",
     )  # fmt: skip
     server = found["http"]["server"]
     assert found["http"]["unlike_the_engine"] == []

@@ -48,6 +48,7 @@ def test_json_is_what_was_measured(
         "stride": 8,
         "dtype": "float32",
         "quantize": "none",
+        "kv_cache_dtype": "auto",
         "device": "cpu",
         "threads": 1,
     }

@@ -16,6 +16,7 @@ from model.evaluation.held_out import held_out_windows
 from model.evaluation.quantization_loss import QuantizationLoss, quantization_loss
 from model.inference.kernels.cpu.library import KernelsUnavailable, load_library
 from model.inference.kernels.select import choose_decode_path
+from model.inference.memory import slot_bytes
 from model.inference.options import Quantization, parse_loss_limit
 from service.app.app import create_app
 from service.commands.serve import print_banner
@@ -92,6 +93,7 @@ def test_info_and_the_banner_tell_what_quantizing_costs(
     assert info.quantization is not None
     assert info.quantization.model_dump() == {
         "kind": kind,
+        "kv_cache_dtype": "auto",
         "relative_loss": expected.relative,
         "bits_per_byte": expected.quantized,
         "exact_bits_per_byte": expected.exact,
@@ -107,6 +109,38 @@ def test_info_and_the_banner_tell_what_quantizing_costs(
         f"{kind} costs {100 * expected.relative:.2f} % ({expected.quantized:.4f} instead of "
         f"{expected.exact:.4f} bits per byte over 2,048 tokens of {text})"
     ]
+
+
+@pytest.mark.parametrize("quantize", ["none", "int8"])
+def test_what_keys_and_values_in_int8_cost(
+    covered: CheckpointInfo, text: Path, quantize: Quantization, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gpt = load_checkpoint(covered.path, device=torch.device("cpu"), dtype=torch.float32)[1]
+    windows = held_out_windows(covered, text).windows
+    (batch,) = windows
+    expected = quantization_loss(
+        gpt,
+        *batch,
+        windows.byte_lengths,
+        exact=choose_decode_path(gpt, threads=1).make_decoder,
+        quantized=choose_decode_path(gpt, threads=1, quantize=quantize).make_decoder,
+        kept="int8",
+    )
+    settings = {**INT8, "quantize": quantize, "kv_cache_dtype": "int8"}
+    with serving(covered.path, validation_text=text, **settings) as server:
+        info = Info.model_validate(server.client.get("/info").json())
+        (sentence,) = banner(server, capsys)
+        exact = server.json("/generate", {"prompt": "line 1", "max_tokens": 3})
+    assert exact["usage"]["completion_tokens"] == 3
+    assert info.quantization is not None
+    assert (info.quantization.kind, info.quantization.kv_cache_dtype) == (quantize, "int8")
+    assert info.quantization.relative_loss == expected.relative
+    assert expected.quantized != expected.exact
+    what = "int8 of keys and values" if quantize == "none" else "int8 with int8 of keys and values"
+    assert sentence.startswith(f"{what} costs {100 * expected.relative:.2f} % (")
+    slot = slot_bytes(covered.config, 4, "int8")
+    assert info.kv_cache_bytes == info.slots * slot
+    assert slot < 0.4 * slot_bytes(covered.config, 4)
 
 
 def test_what_is_served_is_rounded_once(
@@ -162,7 +196,7 @@ def test_the_sentence() -> None:
     [
         ("short", INT8, "has 6 tokens; to measure a loss takes more than 1,024"),
         (None, INT8, "is not a file, a folder or a glob that matches a file"),
-        ("x" * 2000, {}, "quantize is none: set quantize to int8 or int4, or leave the text out"),
+        ("x" * 2000, {}, "quantize is none: set quantize to int8 or int4, or kv_cache_dtype to "),
     ],
 )
 def test_a_text_that_cannot_be_used_is_refused(

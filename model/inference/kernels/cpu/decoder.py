@@ -110,8 +110,11 @@ class _Cache(Structure):
     _fields_ = (
         ("keys", c_void_p),
         ("values", c_void_p),
+        ("key_scales", c_void_p),
+        ("value_scales", c_void_p),
         ("slots", c_int64),
         ("slot_length", c_int64),
+        ("kind", c_int64),
     )
 
 
@@ -235,10 +238,7 @@ class NativeDecoder:
         self._cells = KINDS[_name(gpt.token_embedding.weight.dtype)]
         model, layers = self._describe(gpt)
         self._layers = layers
-        described = _Cache(
-            cache.keys.data_ptr(), cache.values.data_ptr(), cache.slots, cache.slot_length
-        )
-        self._alive += [cache.keys, cache.values]
+        described = self._cache(cache)
         rows = max(cache.slots, DRAFTED_ROWS)
         room = max(rows, PREFILL_ROWS) if prefills else rows
         self._handle = library.logitd_decoder_new(byref(model), byref(described), room, threads)
@@ -372,6 +372,19 @@ class NativeDecoder:
     def __del__(self) -> None:
         if getattr(self, "_handle", None) is not None:
             self.close()
+
+    def _cache(self, cache: KVCache) -> _Cache:
+        described = _Cache(
+            keys=self._keep(cache.keys),
+            values=self._keep(cache.values),
+            slots=cache.slots,
+            slot_length=cache.slot_length,
+            kind=KINDS[_name(cache.keys.dtype)],
+        )
+        if cache.key_scales is not None and cache.value_scales is not None:
+            described.key_scales = self._keep(cache.key_scales)
+            described.value_scales = self._keep(cache.value_scales)
+        return described
 
     def _describe(self, gpt: GPT) -> tuple[_Model, ctypes.Array[_Layer]]:
         config, cpu = gpt.config, torch.device("cpu")

@@ -95,7 +95,7 @@ class TappedDecoder:
             out = fused(layer, q, k, v)  # (1, H, T, D); keys and values are in the cache now
             if not _wants_weights(tap, layer):
                 return out
-            keys, values = self._cache.keys[layer, slot], self._cache.values[layer, slot]
+            keys, values = self._cache.read(layer, slot, start + q.shape[2])  # (K, end, D) each
             blocks = []
             for offset in range(0, q.shape[2], BLOCK):
                 rows = slice(offset, offset + BLOCK)
@@ -117,9 +117,10 @@ class TappedDecoder:
             for row, (slot, position) in enumerate(zip(slots, positions, strict=True)):
                 tap = taps.row(row)
                 if _wants_weights(tap, layer):
-                    keys = self._cache.keys[layer, slot, None, :, : position + 1]
-                    values = self._cache.values[layer, slot, None, :, : position + 1]
-                    weighted = _weighted(tap, layer, q[row : row + 1], keys, values, 0)
+                    keys, values = self._cache.read(layer, slot, position + 1)
+                    weighted = _weighted(
+                        tap, layer, q[row : row + 1], keys[None], values[None], 0
+                    )  # (1, H, 1, D)
                     if weighted is not None:
                         out[row] = weighted[0]
             return out

@@ -1,6 +1,7 @@
 """Runner: a position's bits depend on its phase, its text and the weights, on nothing beside it."""
 
 from collections.abc import Sequence as Many
+from typing import get_args
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from model.inference.engine.runner import Runner
 from model.inference.engine.scheduler import PrefillChunk, StepPlan
 from model.inference.engine.sequence import Group, Sequence, State
 from model.inference.kernels.eager import decoder as plain
+from model.inference.options import KVCacheDType
 from model.inference.sampling.results import TokenWithLogprobs
 from model.transformer.gpt import GPT
 from tests.model.factories import FAMILIES, random_ids, tiny_config, tiny_gpt
@@ -39,6 +41,12 @@ def dtype(request: pytest.FixtureRequest) -> torch.dtype:
     return dtype
 
 
+@pytest.fixture(params=get_args(KVCacheDType), ids=lambda kept: f"kept in {kept}")
+def kept(request: pytest.FixtureRequest) -> KVCacheDType:
+    kept: KVCacheDType = request.param
+    return kept
+
+
 def sequence(slot: int, prompt: Many[int]) -> Sequence:
     one = Sequence(Group(generation(str(slot), prompt)), 0, 0.0)
     one.slot, one.state = slot, State.PREFILL
@@ -59,8 +67,10 @@ def prefill(runner: Runner, slot: int, prompt: Many[int], cuts: Many[int]) -> Te
     )
 
 
-def test_chunks_do_not_change_a_prompts_bits(gpt: GPT, dtype: torch.dtype) -> None:
-    runner = Runner(gpt.to(dtype), slots=3)
+def test_chunks_do_not_change_a_prompts_bits(
+    gpt: GPT, dtype: torch.dtype, kept: KVCacheDType
+) -> None:
+    runner = Runner(gpt.to(dtype), slots=3, kv_cache_dtype=kept)
     prompt = random_ids(117).tolist()
     whole = prefill(runner, 0, prompt, [])
     for cuts in ([32], [96], [32, 64, 96], [64, 96]):
@@ -73,10 +83,12 @@ def test_chunks_do_not_change_a_prompts_bits(gpt: GPT, dtype: torch.dtype) -> No
     assert torch.equal(rest, whole[64:])
 
 
-def test_company_does_not_change_a_prompts_bits(gpt: GPT, dtype: torch.dtype) -> None:
+def test_company_does_not_change_a_prompts_bits(
+    gpt: GPT, dtype: torch.dtype, kept: KVCacheDType
+) -> None:
     """Prompts that are computed in the same step share the products: some begin and some go on, one
     behind a prefix of another's, and none fills its last block."""
-    runner = Runner(gpt.to(dtype), slots=10)
+    runner = Runner(gpt.to(dtype), slots=10, kv_cache_dtype=kept)
     ids = random_ids(5, 117)
     prompts = [ids[i, :length].tolist() for i, length in enumerate((117, 1, 33, 70))]
     prompts.append(prompts[0][:32] + ids[4, :50].tolist())
@@ -101,10 +113,12 @@ def test_company_does_not_change_a_prompts_bits(gpt: GPT, dtype: torch.dtype) ->
             assert torch.equal(here, there), which
 
 
-def test_company_does_not_change_a_decoded_rows_bits(gpt: GPT, dtype: torch.dtype) -> None:
+def test_company_does_not_change_a_decoded_rows_bits(
+    gpt: GPT, dtype: torch.dtype, kept: KVCacheDType
+) -> None:
     """One row of 1, 2, 3, ... 33 that decode together, first, last or in the middle."""
     slots = 33
-    runner = Runner(gpt.to(dtype), slots)
+    runner = Runner(gpt.to(dtype), slots, kv_cache_dtype=kept)
     ids = random_ids(slots, 60)
     everybody = []
     for slot in range(slots):
@@ -175,7 +189,7 @@ def test_padding_is_what_keeps_the_bits(monkeypatch: pytest.MonkeyPatch) -> None
     skip_unless_rows_depend_on_their_number()
     monkeypatch.setattr(plain, "ROW_GROUP", 1)
     with pytest.raises(AssertionError):
-        test_company_does_not_change_a_decoded_rows_bits(gpt, torch.float32)
+        test_company_does_not_change_a_decoded_rows_bits(gpt, torch.float32, "auto")
 
 
 def test_a_model_in_training_mode_is_refused() -> None:

@@ -65,6 +65,7 @@ def measured(checkpoint_path: Path) -> Any:
             "parameters": 52_512,
             "decoding": "torch",
             "quantize": "none",
+            "kv_cache_dtype": "auto",
             "workload": WORKLOAD,
             "machines": (Machine(90_000.0, 4000.0), Machine(100_000.0, 3000.0)),
             "engine": ENGINE,
@@ -79,7 +80,7 @@ def test_keys_are_stable(measured: Any) -> None:
     found = json.loads(json.dumps(summary(measured()), allow_nan=False))
     assert list(found) == [
         "logitd", "date", "processor", "device", "dtype", "threads", "torch", "python", "decoding",
-        "quantize", "checkpoint", "workload", "machine", "engine", "http",
+        "quantize", "kv_cache_dtype", "checkpoint", "workload", "machine", "engine", "http",
     ]  # fmt: skip
     assert found["logitd"] == VERSION
     assert found["checkpoint"]["parameters"] == 52_512

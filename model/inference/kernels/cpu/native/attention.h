@@ -1,6 +1,7 @@
 // Attention of new positions over a slot of the KV cache, one key head with its query heads.
 //
-// Queries, keys and values are (positions, width) in float32 or bfloat16; `width` a multiple of 16.
+// Keys and values are (positions, width) in float32, bfloat16, or int8 with a scale for each position;
+// queries are float32 beside int8, else in the same format. `width` is a multiple of 16.
 // Everything is accumulated in float32, position after position, each query for itself: `attend` goes
 // through the cache for one position, `attend_together` for a few that follow one another, which share
 // what is loaded, and both give a query the same bits.
@@ -32,6 +33,23 @@ inline void ask(const Cell* stream, int p, int count, const Cell* following) {
     __builtin_prefetch(reinterpret_cast<const char*>(at) + i, 0, SECOND_CACHE);
 }
 
+// One head's keys or values in a slot: (positions, width), and what each position's numbers are
+// multiplied by (positions), of int8 alone.
+template <class Cell>
+struct HeadCells {
+  const Cell* cells;
+  const float* scales;
+
+  // A weight of a position, and what the position's numbers as they stand are multiplied by for it.
+  float weighed(int p, float weight) const {
+    if constexpr (std::is_same_v<Cell, std::int8_t>) return weight * scales[p];
+    else return weight;
+  }
+};
+
+template <class Cell>
+using QueryCell = std::conditional_t<std::is_same_v<Cell, std::int8_t>, float, Cell>;
+
 // A query or a key of V vectors as the parts that are multiplied at once, and these as the registers that
 // they take, of which there are PIECES times COUNT.
 template <class Cell, int V>
@@ -44,6 +62,17 @@ struct Parts<float, V> : F32 {
 
   static Part part(const float* from, int i) { return load(from + i * LANES); }
   static Cells cells(const float* from, int i) { return load<Piece>(from + i * PIECE); }
+};
+
+template <int V>
+struct Parts<std::int8_t, V> : F32 {
+  static constexpr int COUNT = V;
+  using Cells = Piece;
+
+  template <class From>
+  static Part part(const From* from, int i) { return load(from + i * LANES); }
+  template <class From>
+  static Cells cells(const From* from, int i) { return load<Piece>(from + i * PIECE); }
 };
 
 // The last one of an odd number of vectors is half a part: what follows is not this head's.
@@ -69,7 +98,7 @@ struct Parts<Bf16, V> : B16 {
 // scores[p] = query . keys[p] for p in [0, count); V vectors wide. The values are asked for at the end, if
 // AHEAD.
 template <int V, bool AHEAD, class Cell>
-inline void scores_of(const Cell* query, const Cell* keys, const Cell* values, int count,
+inline void scores_of(const QueryCell<Cell>* query, HeadCells<Cell> keys, const Cell* values, int count,
                       float* scores) {
   using Parts = Parts<Cell, V>;
   typename Parts::Cells q[Parts::COUNT * PIECES];
@@ -79,15 +108,17 @@ inline void scores_of(const Cell* query, const Cell* keys, const Cell* values, i
     Piece products[PIECE] = {};
     int here = count - p < PIECE ? count - p : PIECE;
     for (int j = 0; j < here; j++) {
-      const Cell* key = keys + std::size_t(p + j) * V * LANES;
-      if (AHEAD) ask<V>(keys, p + j, count, values);
+      const Cell* key = keys.cells + std::size_t(p + j) * V * LANES;
+      if (AHEAD) ask<V>(keys.cells, p + j, count, values);
       Piece product[PIECES] = {};
 #pragma GCC unroll 64
       for (int i = 0; i < Parts::COUNT * PIECES; i++)
         product[i % PIECES] = Parts::add(product[i % PIECES], Parts::cells(key, i), q[i]);
       products[j] = folded(product);
     }
-    store(scores + p, sums(products));
+    Piece found = sums(products);
+    if constexpr (std::is_same_v<Cell, std::int8_t>) found = found * load<Piece>(keys.scales + p);
+    store(scores + p, found);
   }
 }
 
@@ -110,13 +141,13 @@ inline void softmax(float* scores, int count) {
 
 // out[0, V * LANES) = the sum of values[p] * weights[p].
 template <int V, bool AHEAD, class Cell>
-inline void mix(const float* weights, const Cell* values, int count, const Cell* next_keys,
+inline void mix(const float* weights, HeadCells<Cell> values, int count, const Cell* next_keys,
                 float* out) {
   Piece mixed[V * PIECES] = {};
   for (int p = 0; p < count; p++) {
-    Piece weight = all<Piece>(weights[p]);
-    if (AHEAD) ask<V>(values, p, count, next_keys);
-    const Cell* value = values + std::size_t(p) * V * LANES;
+    Piece weight = all<Piece>(values.weighed(p, weights[p]));
+    if (AHEAD) ask<V>(values.cells, p, count, next_keys);
+    const Cell* value = values.cells + std::size_t(p) * V * LANES;
 #pragma GCC unroll 64
     for (int i = 0; i < V * PIECES; i++)
       mixed[i] = fused(weight, load<Piece>(value + i * PIECE), mixed[i]);
@@ -126,12 +157,13 @@ inline void mix(const float* weights, const Cell* values, int count, const Cell*
 }
 
 template <int V, bool AHEAD, class Cell>
-inline void attend_heads(const Cell* queries, int heads, const Cell* keys, const Cell* values,
-                         const Cell* next_keys, int count, float* scores, float* out) {
+inline void attend_heads(const QueryCell<Cell>* queries, int heads, HeadCells<Cell> keys,
+                         HeadCells<Cell> values, const Cell* next_keys, int count, float* scores,
+                         float* out) {
   for (int head = 0; head < heads; head++) {
-    scores_of<V, AHEAD>(queries + head * V * LANES, keys, values, count, scores);
+    scores_of<V, AHEAD>(queries + head * V * LANES, keys, values.cells, count, scores);
     softmax(scores, count);
-    const Cell* following = head + 1 < heads ? keys : next_keys;
+    const Cell* following = head + 1 < heads ? keys.cells : next_keys;
     mix<V, AHEAD>(scores, values, count, following, out + head * V * LANES);
   }
 }
@@ -140,8 +172,9 @@ inline void attend_heads(const Cell* queries, int heads, const Cell* keys, const
 // for `count` rounded up to 16; `next_keys` are likely to be wanted afterwards, if AHEAD: else all of it is
 // in the cache. There is a copy for each width, so that a sum stays in registers.
 template <bool AHEAD, class Cell, int V = 1>
-inline void attend(const Cell* queries, int heads, const Cell* keys, const Cell* values,
-                   const Cell* next_keys, int count, int width, float* scores, float* out) {
+inline void attend(const QueryCell<Cell>* queries, int heads, HeadCells<Cell> keys,
+                   HeadCells<Cell> values, const Cell* next_keys, int count, int width, float* scores,
+                   float* out) {
   if (width == V * LANES)
     attend_heads<V, AHEAD>(queries, heads, keys, values, next_keys, count, scores, out);
   else if constexpr (V < MAX_HEAD_VECTORS)
@@ -151,20 +184,20 @@ inline void attend(const Cell* queries, int heads, const Cell* keys, const Cell*
 // One head of one position.
 template <class Cell>
 struct Query {
-  const Cell* query;  // (width), scaled
-  int count;           // of the positions that it sees
-  float* scores;       // room for `count` of the last query rounded up to 16; its weights, afterwards
-  float* out;          // (width)
+  const QueryCell<Cell>* query;  // (width), scaled
+  int count;      // of the positions that it sees
+  float* scores;  // room for `count` of the last query rounded up to 16; its weights, afterwards
+  float* out;     // (width)
 };
 
 // The scores of Q queries, up to the count of the last of them, or a few more.
 template <int V, int Q, class Cell>
-inline void scores_together(const Query<Cell>* queries, const Cell* keys) {
+inline void scores_together(const Query<Cell>* queries, HeadCells<Cell> keys) {
   constexpr int SIDE = LANES / Q;  // keys beside one another
   using Parts = Parts<Cell, V>;
   for (int p = 0; p < queries[Q - 1].count; p += SIDE) {
     Floats products[LANES] = {};
-    const Cell* at = keys + std::size_t(p) * V * LANES;
+    const Cell* at = keys.cells + std::size_t(p) * V * LANES;
 #pragma GCC unroll 16
     for (int i = 0; i < Parts::COUNT; i++) {
 #pragma GCC unroll 16
@@ -179,19 +212,20 @@ inline void scores_together(const Query<Cell>* queries, const Cell* keys) {
     float scores[LANES];
     store(scores, sums(products));
     for (int q = 0; q < Q; q++)
-      std::memcpy(queries[q].scores + p, scores + q * SIDE, SIDE * sizeof(float));
+      for (int k = 0; k < SIDE; k++)
+        queries[q].scores[p + k] = keys.weighed(p + k, scores[q * SIDE + k]);
   }
 }
 
 // What Q queries, of which none sees less than the first, make of the values.
 template <int V, int Q, class Cell>
-inline void mix_together(const Query<Cell>* queries, const Cell* values) {
+inline void mix_together(const Query<Cell>* queries, HeadCells<Cell> values) {
   Floats mixed[Q][V] = {};
   const int common = queries[0].count;
   for (int p = 0; p < common; p++) {
-    const Cell* value = values + std::size_t(p) * V * LANES;
+    const Cell* value = values.cells + std::size_t(p) * V * LANES;
     Floats weights[Q];
-    for (int q = 0; q < Q; q++) weights[q] = all(queries[q].scores[p]);
+    for (int q = 0; q < Q; q++) weights[q] = all(values.weighed(p, queries[q].scores[p]));
 #pragma GCC unroll 16
     for (int i = 0; i < V; i++) {
       Floats part = load(value + i * LANES);
@@ -202,14 +236,15 @@ inline void mix_together(const Query<Cell>* queries, const Cell* values) {
   for (int q = 0; q < Q; q++) {
     for (int p = common; p < queries[q].count; p++)
       for (int i = 0; i < V; i++)
-        mixed[q][i] = fused(all(queries[q].scores[p]),
-                            load(values + (std::size_t(p) * V + i) * LANES), mixed[q][i]);
+        mixed[q][i] = fused(all(values.weighed(p, queries[q].scores[p])),
+                            load(values.cells + (std::size_t(p) * V + i) * LANES), mixed[q][i]);
     for (int i = 0; i < V; i++) store(queries[q].out + i * LANES, mixed[q][i]);
   }
 }
 
 template <int V, int Q, class Cell>
-inline void attend_queries(const Query<Cell>* queries, int count, const Cell* keys, const Cell* values) {
+inline void attend_queries(const Query<Cell>* queries, int count, HeadCells<Cell> keys,
+                           HeadCells<Cell> values) {
   int first = 0;
   for (; first + Q <= count; first += Q) {
     scores_together<V, Q>(queries + first, keys);
@@ -222,8 +257,8 @@ inline void attend_queries(const Query<Cell>* queries, int count, const Cell* ke
 // `count` queries of one key head, in the order of what they see. Scores may be computed for up to 15
 // positions more than that, so the cache has to go on there.
 template <class Cell, int V = 1>
-inline void attend_together(const Query<Cell>* queries, int count, const Cell* keys, const Cell* values,
-                            int width) {
+inline void attend_together(const Query<Cell>* queries, int count, HeadCells<Cell> keys,
+                            HeadCells<Cell> values, int width) {
 #if defined(__AVX512F__)
   constexpr int Q = V <= 4 ? 4 : V <= 8 ? 2 : 1;  // their sums stay in registers
   if (width == V * LANES) attend_queries<V, Q>(queries, count, keys, values);
@@ -231,7 +266,7 @@ inline void attend_together(const Query<Cell>* queries, int count, const Cell* k
     attend_together<Cell, V + 1>(queries, count, keys, values, width);
 #else  // there are too few registers for more than one
   for (const Query<Cell>* q = queries; q < queries + count; q++)
-    attend<false>(q->query, 1, keys, values, keys, q->count, width, q->scores, q->out);
+    attend<false>(q->query, 1, keys, values, keys.cells, q->count, width, q->scores, q->out);
 #endif
 }
 

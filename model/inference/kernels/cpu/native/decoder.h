@@ -179,8 +179,11 @@ class Decoder {
     clocks_.end(NORMS);
     linear(pool_, w.qkv, narrow_.inputs(count_), qkv_.data(), padded(qkv_width_), false);
     clocks_.end(QKV);
-    if (w_.cells == KIND_F32) attention<float>(layer);
-    else attention<Bf16>(layer);
+    switch (cache_.kind) {
+      case KIND_F32: attention<float>(layer); break;
+      case KIND_BF16: attention<Bf16>(layer); break;
+      case KIND_INT8: attention<std::int8_t>(layer); break;
+    }
     rows([&](int row) { mixed_.put(row, heads(row), heads_width_); });
     clocks_.end(ATTENTION);
     if (w_.parallel) prepare_mlp(w);  // of the stream as attention has read it
@@ -283,17 +286,34 @@ class Decoder {
     });
   }
 
-  // The cells of a head's positions in one slot.
-  template <class Cell>
-  Cell* cells(void* all, int layer, int row, int kv_head) const {
+  // Where a head's positions in the slot of a row begin, in positions.
+  std::size_t place(int layer, int row, int kv_head) const {
     std::size_t slot_row = (std::size_t(layer) * cache_.slots + slots_[row]) * w_.n_kv_head + kv_head;
-    return static_cast<Cell*>(all) + slot_row * cache_.slot_length * w_.head_dim;
+    return slot_row * cache_.slot_length;
   }
 
-  // A row's queries of one key head, scaled, in the format of the keys.
   template <class Cell>
-  Cell* queries(int row, int kv_head) {
-    Cell* all = reinterpret_cast<Cell*>(queries_.data());
+  HeadCells<Cell> keys(int layer, int row, int kv_head) const {
+    std::size_t first = place(layer, row, kv_head);
+    return {static_cast<const Cell*>(cache_.keys) + first * w_.head_dim,
+            scales_at(cache_.key_scales, first)};
+  }
+
+  template <class Cell>
+  HeadCells<Cell> values(int layer, int row, int kv_head) const {
+    std::size_t first = place(layer, row, kv_head);
+    return {static_cast<const Cell*>(cache_.values) + first * w_.head_dim,
+            scales_at(cache_.value_scales, first)};
+  }
+
+  static const float* scales_at(const float* all, std::size_t first) {
+    return all == nullptr ? nullptr : all + first;
+  }
+
+  // A row's queries of one key head, scaled, in the format that meets the keys.
+  template <class Cell>
+  QueryCell<Cell>* queries(int row, int kv_head) {
+    auto* all = reinterpret_cast<QueryCell<Cell>*>(queries_.data());
     return all + std::size_t(row) * heads_width_ + kv_head * group() * w_.head_dim;
   }
 
@@ -319,29 +339,33 @@ class Decoder {
       for (int i = 0; i < group(); i++)
         rotate(query + i * width, w_.rope_cos + first, w_.rope_sin + first, width);
     }
-    std::size_t place = std::size_t(positions_[row]) * width;
-    Cell* keys = cells<Cell>(cache_.keys, layer, row, kv_head) + place;
-    Cell* values = cells<Cell>(cache_.values, layer, row, kv_head) + place;
-    for (int i = 0; i < width; i += LANES) {
-      store(keys + i, load(key + i));
-      store(values + i, load(value + i));
-    }
-    Cell* scaled = queries<Cell>(row, kv_head);
+    std::size_t at = place(layer, row, kv_head) + positions_[row];
+    keep<Cell>(key, width, cache_.keys, cache_.key_scales, at);
+    keep<Cell>(value, width, cache_.values, cache_.value_scales, at);
+    QueryCell<Cell>* scaled = queries<Cell>(row, kv_head);
     float scale = 1.0f / std::sqrt(float(width));
     for (int i = 0; i < group() * width; i += LANES) store(scaled + i, load(query + i) * scale);
+  }
+
+  // A row's key or value into the cache, in the format that this has.
+  template <class Cell>
+  static void keep(const float* from, int width, void* cells, float* scales, std::size_t at) {
+    Cell* to = static_cast<Cell*>(cells) + at * width;
+    if constexpr (std::is_same_v<Cell, std::int8_t>) scales[at] = put_steps(from, width, to);
+    else
+      for (int i = 0; i < width; i += LANES) store(to + i, load(from + i));
   }
 
   // `next` is the row of the next sequence, if there is one.
   template <class Cell>
   void look_back(int layer, int row, int kv_head, int next) {
-    const Cell* keys = cells<Cell>(cache_.keys, layer, row, kv_head);
-    const Cell* values = cells<Cell>(cache_.values, layer, row, kv_head);
-    const Cell* next_keys = keys;
-    if (kv_head + 1 < w_.n_kv_head) next_keys = cells<Cell>(cache_.keys, layer, row, kv_head + 1);
-    else if (next < count_) next_keys = cells<Cell>(cache_.keys, layer, next, 0);
+    const HeadCells<Cell> own = keys<Cell>(layer, row, kv_head);
+    const Cell* next_keys = own.cells;
+    if (kv_head + 1 < w_.n_kv_head) next_keys = keys<Cell>(layer, row, kv_head + 1).cells;
+    else if (next < count_) next_keys = keys<Cell>(layer, next, 0).cells;
     float* out = heads(row) + kv_head * group() * w_.head_dim;
-    attend<true>(queries<Cell>(row, kv_head), group(), keys, values, next_keys, positions_[row] + 1,
-                 w_.head_dim, scores(1), out);
+    attend<true, Cell>(queries<Cell>(row, kv_head), group(), own, values<Cell>(layer, row, kv_head),
+                       next_keys, positions_[row] + 1, w_.head_dim, scores(1), out);
   }
 
   template <class Cell>
@@ -354,9 +378,8 @@ class Decoder {
       for (int i = 0; i < group(); i++, room += pitch)
         together.push_back({queries<Cell>(row, kv_head) + i * width, positions_[row] + 1, room,
                             heads(row) + (kv_head * group() + i) * width});
-    attend_together(together.data(), int(together.size()),
-                    cells<Cell>(cache_.keys, layer, span.first, kv_head),
-                    cells<Cell>(cache_.values, layer, span.first, kv_head), width);
+    attend_together(together.data(), int(together.size()), keys<Cell>(layer, span.first, kv_head),
+                    values<Cell>(layer, span.first, kv_head), width);
     for (std::size_t i = 0; i < together.size(); i++)
       keep_weights(layer, span.first + int(i) / group(), kv_head * group() + int(i) % group(),
                    together[i].scores);

@@ -19,7 +19,7 @@ struct LayerWeights {
 struct ModelWeights {
   std::int32_t n_layer, n_head, n_kv_head, head_dim, d_model, d_ff, vocab_size;
   std::int32_t kind;        // of what meets matrices: KIND_*, where INT8 and INT4 are the same
-  std::int32_t cells;       // of embeddings and of the cache: KIND_F32 or KIND_BF16
+  std::int32_t cells;       // of embeddings: KIND_F32 or KIND_BF16
   std::int32_t post_norm;   // norms after the residual sums
   std::int32_t parallel;    // attention and feed-forward read the same stream
   std::int32_t rotary, qk_norm, final_norm_on, value_gate_width;
@@ -34,8 +34,10 @@ struct ModelWeights {
 };
 
 struct Cache {
-  void *keys, *values;  // (n_layer, slots, n_kv_head, slot_length, head_dim)
+  void *keys, *values;                // (n_layer, slots, n_kv_head, slot_length, head_dim)
+  float *key_scales, *value_scales;   // (n_layer, slots, n_kv_head, slot_length), of int8 alone
   std::int64_t slots, slot_length;
+  std::int64_t kind;  // of keys and values: KIND_F32, KIND_BF16 or KIND_INT8
 };
 
 // What is kept of a prompt of `count` tokens besides its final hidden states; null: nothing of it.

@@ -100,6 +100,24 @@ inline void rotate(float* head, const float* cos, const float* sin, int width) {
   }
 }
 
+// to[0, width) = a row in 127 steps to either side of zero, `width` a multiple of 16; the size of a step.
+// That is not finite where a number of the row is not, so that it is not lost.
+inline float put_steps(const float* from, int width, std::int8_t* to) {
+  Floats mosts = {}, lost = {};
+  for (int i = 0; i < width; i += LANES) {
+    Floats values = load(from + i);
+    mosts = max(mosts, max(values, -values));
+    lost = fused(values, Floats{}, lost);  // 0, or not a number
+  }
+  float most = largest(mosts), inverse = most > 0.0f ? 127.0f / most : 0.0f;
+  const float round = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
+  for (int i = 0; i < width; i += LANES) {
+    Floats steps = (load(from + i) * inverse + round) - round;
+    store_bytes(reinterpret_cast<std::uint8_t*>(to) + i, converted<Ints>(steps));
+  }
+  return most / 127.0f + sum(lost);
+}
+
 // Rows of activations on their way into matrices of one kind: (count, pitch), zeros behind `width`.
 // Those of int8 and int4 are the same.
 class Converted {

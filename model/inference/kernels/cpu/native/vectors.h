@@ -104,6 +104,7 @@ template <class Half>
 struct PieceOf<Pair<Half>> : PieceOf<Half> {};
 
 using Piece = PieceOf<Floats>::type;
+using IntPiece = PieceOf<Ints>::type;
 using WordPiece = PieceOf<Words>::type;
 constexpr int PIECE = sizeof(Piece) / sizeof(float);
 constexpr int PIECES = LANES / PIECE;
@@ -167,14 +168,20 @@ inline To widened(const T* from) {
       return (To)_mm256_cvtepu16_epi32(read<__m128i>(from));
     else if constexpr (std::is_same_v<T, float>)
       return (To)_mm256_cvtps_pd(read<__m128>(from));
+    else if constexpr (std::is_same_v<T, std::int8_t>)
+      return (To)_mm256_cvtepi8_epi32(_mm_cvtsi64_si128(read<long long>(from)));
+    else
+#elif defined(__AVX512F__)
+    if constexpr (std::is_same_v<T, std::int8_t>)
+      return (To)_mm512_cvtepi8_epi32(read<__m128i>(from));
     else
 #endif
       return __builtin_convertvector(read<Narrow>(from), To);
   }
 }
 
-// The lanes as bytes: from 0 to 255, or from -128 to 127 where registers have eight floats, which packs
-// them with signs.
+// The lanes as bytes: from -128 to 127, or from 0 to 255 but where registers have eight floats, which
+// packs them with signs.
 inline void store_bytes(std::uint8_t* to, Ints values) {
 #if defined(HALVES)
   __m256i halves = _mm256_packs_epi32((__m256i)values.low, (__m256i)values.high);
@@ -215,6 +222,13 @@ inline V load(const Bf16* from) {
   using Bits = std::conditional_t<IS_PAIR<V>, Words, WordPiece>;
   return as<V>(widened<Bits>(reinterpret_cast<const std::uint16_t*>(from)) << 16);
 #endif
+}
+
+// Bytes with signs, as floats.
+template <class V = Floats>
+inline V load(const std::int8_t* from) {
+  using Whole = std::conditional_t<IS_PAIR<V>, Ints, IntPiece>;
+  return converted<V>(widened<Whole>(from));
 }
 
 template <class V>
