@@ -1,17 +1,22 @@
 """Clients that ask again as soon as they were answered, or at a rate: what each waits for.
 
-    python -m benchmarks.closed_loop [--serve FLAGS ...] [--url URL ...] [--clients 8 32]
-                                     [--rate R ...] [--prompt-tokens N] [--tokens N] [--shared S]
-                                     [--seconds S] [--rounds N] [--checkpoint PATH] [--json]
+    python -m benchmarks.closed_loop [--serve FLAGS ...] [--url URL ...] [--peer SERVER ...]
+                                     [--clients 8 32] [--rate R ...] [--prompt-tokens N]
+                                     [--tokens N] [--shared S] [--seconds S] [--rounds N]
+                                     [--checkpoint PATH | --shape 124m] [--json]
 
     python -m benchmarks.closed_loop --serve="" --serve="--target-gap none" --clients 8
     python -m benchmarks.closed_loop --url http://127.0.0.1:8080 --clients 1 8 32
+    python -m benchmarks.closed_loop --shape 124m --serve="--quantize int8" --clients 1 8 32 \
+        --peer vllm:bfloat16=PYTHON --peer llama-server:int8=BINARY
 
-A target is a `logitd serve` that is started with some flags, or a server that runs already and has
-OpenAI's `/v1/completions`: logitd, llama-server, vLLM. All are asked by the same client, for
-streams after prompts of random token ids, and nothing ends a text but its length. All targets run
-all the time, and each load is asked of each in turn, round by round, so that what else the machine
-does meets all alike; those that are not asked do nothing.
+A target is a `logitd serve` that is started with some flags, a server of others that is started on
+the same random weights (--shape; benchmarks/peers/servers.py), or one that runs already and has
+OpenAI's `/v1/completions`. All are asked by the same client, for streams after prompts of random
+token ids, and nothing ends a text but its length. Tokens are counted as the servers count them, and
+a server that counts other prompts than were sent has failed. All targets run all the time, and each
+load is asked of each in turn, round by round, so that what else the machine does meets all alike;
+those that are not asked do nothing.
 
 clients   so many at once (a closed loop), each with a new prompt when its last stream has ended
 rate      requests a second at random moments, however many are under way (an open loop)
@@ -31,10 +36,13 @@ import itertools
 import json
 import random
 import shlex
+import subprocess
 import sys
+import tempfile
 import time
+from collections import Counter
 from collections.abc import AsyncGenerator, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -42,12 +50,18 @@ from typing import Any
 import httpx
 
 from benchmarks.arguments import new_parser
+from benchmarks.peers.servers import PeerServer, Room, peer_server
+from benchmarks.peers.weights import LOGITD
+from benchmarks.shapes import SHAPES
 from model.benchmark.machine import processor_name
 from model.benchmark.spread import Spread
 from service.commands.benchmark.load import Ask, StreamFailed, StreamRecord, gaps, run_streams
 from service.commands.benchmark.server import started_server
 
-BUNDLED = Path(__file__).parent.parent / "checkpoints" / "python-small"
+ROOT = Path(__file__).parent.parent
+BUNDLED = ROOT / "checkpoints" / "python-small"
+MOST_AT_A_RATE = 32
+"""Slots of others' servers where requests come at a rate."""
 TIMEOUT = httpx.Timeout(600.0)
 
 
@@ -57,6 +71,14 @@ class Target:
 
     name: str
     url: str
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """What a server serves, and by whose name it says so."""
+
+    name: str
+    owner: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,12 +165,17 @@ def figures_of(target: str, load: Load, observed: Observed) -> Figures:
 # Asking
 
 
-def asking_completions(http: httpx.AsyncClient, url: str, model: str) -> Ask:
+def asking_completions(http: httpx.AsyncClient, url: str, model: Model) -> Ask:
     """Streams of a server's `/v1/completions`."""
+    # llama-server counts as it goes where it is asked to in its own way, and closes connections
+    # that it said it would keep, under a request that is on its way.
+    theirs = model.owner == "llamacpp"
+    extra = {"timings_per_token": True} if theirs else {}
+    headers = {"Connection": "close"} if theirs else {}
 
     async def ask(prompt: Sequence[int], tokens: int, seed: int) -> AsyncGenerator[int, None]:
         body = {
-            "model": model,
+            "model": model.name,
             "prompt": list(prompt),
             "max_tokens": tokens,
             "temperature": 1.0,
@@ -156,15 +183,18 @@ def asking_completions(http: httpx.AsyncClient, url: str, model: str) -> Ask:
             "ignore_eos": True,
             "stream": True,
             "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+            **extra,
         }
         came = 0
         try:
-            async with http.stream("POST", f"{url}/v1/completions", json=body) as response:
+            async with http.stream(
+                "POST", f"{url}/v1/completions", json=body, headers=headers
+            ) as response:
                 if response.status_code != 200:
                     said = (await response.aread()).decode(errors="replace")
                     raise StreamFailed(f"HTTP {response.status_code}", said[:300])
                 async for line in response.aiter_lines():
-                    known = tokens_after(line, came)
+                    known = tokens_after(line, came, len(prompt))
                     yield known - came
                     came = known
         except httpx.HTTPError as error:
@@ -173,9 +203,10 @@ def asking_completions(http: httpx.AsyncClient, url: str, model: str) -> Ask:
     return ask
 
 
-def tokens_after(line: str, came: int) -> int:
+def tokens_after(line: str, came: int, prompt: int) -> int:
     """How many tokens of a stream have come with this line. Servers that count as they go say so in
-    each piece; of others a piece with text has one token. Raises StreamFailed."""
+    each piece; of others a piece with text has one token. Raises StreamFailed, also where the
+    server counts another number of tokens in the prompt."""
     data = line.removeprefix("data: ")
     if data == line or data == "[DONE]":
         return came
@@ -185,18 +216,22 @@ def tokens_after(line: str, came: int) -> int:
             raise StreamFailed("error", str(piece["error"]))
         usage = piece.get("usage")
         if usage is not None:
+            if usage.get("prompt_tokens", prompt) != prompt:
+                raise StreamFailed("Miscounted", f"{prompt} tokens were sent: {usage}")
             return int(usage["completion_tokens"])
+        if "timings" in piece:
+            return int(piece["timings"]["predicted_n"])
         return came + any(choice.get("text") for choice in piece["choices"])
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise StreamFailed("Unreadable", f"{error}: {data[:200]}") from error
 
 
-async def model_of(http: httpx.AsyncClient, url: str) -> str:
-    """The name of the first model that a server has."""
+async def model_of(http: httpx.AsyncClient, url: str) -> Model:
+    """The first model that a server has."""
     response = await http.get(f"{url}/v1/models")
     response.raise_for_status()
-    name: str = response.json()["data"][0]["id"]
-    return name
+    first = response.json()["data"][0]
+    return Model(first["id"], first.get("owned_by", ""))
 
 
 def prompts_of(question: Question, vocab_size: int, seed: str) -> Iterator[list[int]]:
@@ -265,6 +300,9 @@ async def measure(
             prompts = prompts_of(question, vocab_size, f"{target.name} {load.name} {number}")
             print(f"round {number + 1}: {target.name}, {load.name}", file=sys.stderr, flush=True)
             await run_load(asks[target], load, question, prompts, observed[target, load])
+    for (target, load), seen in observed.items():
+        for reason, count in Counter(seen.failures).most_common(1):
+            print(f"{target.name}, {load.name}: {count} times {reason}", file=sys.stderr)
     return [figures_of(target.name, load, seen) for (target, load), seen in observed.items()]
 
 
@@ -290,11 +328,32 @@ def _milliseconds(times: Spread | None) -> tuple[str, str]:
     return ("", "") if times is None else (f"{1e3 * times.p50:,.0f}", f"{1e3 * times.p99:,.0f}")
 
 
+@contextmanager
+def models_of(shape: str, peers: Sequence[PeerServer]) -> Iterator[Path]:
+    """A folder with random weights of a shape, in the formats that are needed. Written by a process
+    of its own: what that takes is memory that the servers may want."""
+    with tempfile.TemporaryDirectory(prefix="logitd-models-") as name:
+        folder = Path(name) / shape
+        gguf = sorted({peer.gguf for peer in peers if peer.gguf is not None})
+        command = [sys.executable, "-m", "benchmarks.peers.models", "--shape", shape]
+        subprocess.run(
+            [*command, "--out", str(folder), "--gguf", *gguf], check=True, cwd=ROOT,
+            stdin=subprocess.DEVNULL, stdout=sys.stderr,
+        )  # fmt: skip
+        yield folder
+
+
 def main(argv: Sequence[str]) -> int:
     parser = new_parser(__doc__, "benchmarks.closed_loop")
-    parser.add_argument("--checkpoint", type=Path, default=BUNDLED)
+    weights = parser.add_mutually_exclusive_group()
+    weights.add_argument("--checkpoint", type=Path, default=BUNDLED)
+    weights.add_argument("--shape", choices=SHAPES, help="random weights of this shape instead")
     parser.add_argument("--serve", action="append", metavar="FLAGS", help="start a logitd serve")
     parser.add_argument("--url", action="append", default=[], help="a server that runs already")
+    parser.add_argument(
+        "--peer", action="append", default=[], metavar="SERVER", type=PeerServer.of_option,
+        help="start one of others: vllm[:DTYPE]=PYTHON, llama-server[:DTYPE]=BINARY",
+    )  # fmt: skip
     parser.add_argument("--clients", type=int, nargs="*", default=[])
     parser.add_argument("--rate", type=float, nargs="*", default=[])
     parser.add_argument("--prompt-tokens", type=int, default=256)
@@ -306,6 +365,8 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--vocab-size", type=int, default=256, help="prompts have ids below it")
     parser.add_argument("--json", action="store_true", help="print JSON alone")
     given = parser.parse_args(argv)
+    if given.peer and given.shape is None:
+        parser.error("--peer needs the weights that all have: name a --shape")
     if not 0 <= given.shared <= 1:
         parser.error(f"--shared is a share of a prompt, from 0 to 1, not {given.shared:g}")
     if min([given.prompt_tokens, given.tokens, given.rounds, *given.clients]) < 1:
@@ -321,21 +382,35 @@ def main(argv: Sequence[str]) -> int:
         seconds=given.seconds,
         warm_up=given.warm_up,
     )
+    loads = loads or [Load(clients=8), Load(clients=32)]
     started = given.serve if given.serve is not None else [""] * (not given.url)
     with ExitStack() as stack:
         targets = [Target(url, url.rstrip("/")) for url in given.url]
+        checkpoint = given.checkpoint.resolve()
+        if given.shape is not None:
+            models = stack.enter_context(models_of(given.shape, given.peer))
+            checkpoint = models / LOGITD
         for flags in started:
             server = stack.enter_context(
                 started_server(
-                    *("--checkpoint", str(given.checkpoint.resolve())),
+                    *("--checkpoint", str(checkpoint)),
                     *("--threads", str(given.threads), *shlex.split(flags)),
                 )
             )
             targets.append(Target(f"logitd serve {flags}".strip(), server.url))
+        room = Room(
+            slots=max((load.clients for load in loads if load.clients), default=MOST_AT_A_RATE),
+            positions=question.prompt_tokens + question.tokens,
+            threads=given.threads,
+        )
+        for peer in given.peer:
+            print(f"{peer.name} is started", file=sys.stderr, flush=True)
+            url = stack.enter_context(peer_server(peer, models, room))
+            targets.append(Target(peer.name, url))
         results = asyncio.run(
             measure(
                 targets,
-                loads or [Load(clients=8), Load(clients=32)],
+                loads,
                 question,
                 vocab_size=given.vocab_size,
                 rounds=given.rounds,

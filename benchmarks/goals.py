@@ -1,36 +1,53 @@
 """Every target of speed and size: measured, and whether it is reached. One command for all tables.
 
-    python -m benchmarks.goals [--threads N] [--peer-python PYTHON] [--folder runs/goals]
+    python -m benchmarks.goals [--threads N] [--peer-python [NAME=]PYTHON ...]
+                               [--peer SERVER ...] [--folder runs/goals]
 
 Runs the commands that `--list` shows, one after the other. What each prints is kept in the folder
 as NAME.txt; its last line is JSON. A file that is there is not measured again, so the run can be
 interrupted and continued: delete a file to measure it anew. A command that fails leaves NAME.log.
 
-llama.cpp and `transformers serve` are compared with where --peer-python names an interpreter that
-has them (benchmarks/README.md makes one). Run it on a machine that does nothing else; the last line
-is JSON.
+llama.cpp, OpenVINO, CTranslate2 and `transformers serve` are compared with where --peer-python
+names interpreters that have them, vLLM and llama-server where --peer names these
+(`benchmarks.closed_loop`; benchmarks/README.md makes all of them). Run it on a machine that does
+nothing else; the last line is JSON.
 """
 
 import json
+import shlex
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.arguments import new_parser
+from benchmarks.peers.servers import PeerServer
 from benchmarks.shapes import BATCHES
 from benchmarks.shapes import SHAPES as SIZES
-from benchmarks.synthetic import save_synthetic
+from benchmarks.synthetic import config_of, save_synthetic
 from benchmarks.targets import Target, table
-from model.transformer.config import gpt2_shape
 
 ROOT = Path(__file__).parent.parent
 BUNDLED = "python-small"
 SHAPES = ("124m", "30m", BUNDLED)
-DTYPES = ("float32", "bfloat16", "int8")
-"""int8 are the matrices, the rest is bfloat16 then."""
+FLAGS = {
+    "float32": ("--dtype", "float32"),
+    "bfloat16": ("--dtype", "bfloat16"),
+    "int8": ("--dtype", "bfloat16", "--quantize", "int8"),
+    "int4": ("--dtype", "bfloat16", "--quantize", "int4"),
+}
+"""How logitd is asked for a dtype. int8 and int4 are the matrices, the rest is bfloat16 then."""
+DTYPES = tuple(FLAGS)
+CLOSED_LOOP = "124m"
+"""The shape on which other servers are asked in a closed loop."""
+STRONGEST = {
+    "float32": {"llama.cpp", "openvino", "ctranslate2"},
+    "bfloat16": {"llama.cpp", "openvino"},
+    "int8": {"llama.cpp", "openvino", "ctranslate2"},
+    "int4": {"llama.cpp", "openvino"},
+}
+"""Without these the best of the others is not known."""
 OVER_HTTP = "bfloat16"
 """The dtype in which a server is measured too."""
 
@@ -48,18 +65,19 @@ DECODE_OVER_OTHERS = {
 # What is run
 
 
-def commands(folder: Path, threads: int, peer_python: str | None) -> dict[str, list[str]]:
-    """Each command by the name of its result."""
+def commands(
+    folder: Path, threads: int, pythons: Sequence[str], servers: Sequence[PeerServer]
+) -> dict[str, list[str]]:
+    """Each command by the name of its result; `pythons` are those of --peer-python."""
     batches = [str(batch) for batch in BATCHES]
     common = ["--threads", str(threads)]
     commands: dict[str, list[str]] = {}
     for shape in SHAPES:
         checkpoint = ["--checkpoint", str(checkpoint_of(shape, folder))]
         for dtype in DTYPES:
-            flags = ["--dtype", "bfloat16", "--quantize", "int8"]
             commands[f"bench-{shape}-{dtype}"] = [
                 *module("service.cli"), "bench", *checkpoint, *common, "--batches", "1,8,32",
-                *(flags if dtype == "int8" else ["--dtype", dtype]),
+                *FLAGS[dtype],
                 *([] if dtype == OVER_HTTP else ["--skip-http"]),
             ]  # fmt: skip
         where = checkpoint[1] if shape == BUNDLED else shape
@@ -67,15 +85,24 @@ def commands(folder: Path, threads: int, peer_python: str | None) -> dict[str, l
             *module("benchmarks.determinism"), "--shape", where, "--dtype", "bfloat16", *common,
         ]  # fmt: skip
         commands[f"footprint-{shape}"] = [*module("benchmarks.footprint"), *checkpoint, *common]
-        if peer_python is not None and shape != BUNDLED:
-            peers = ["--shape", shape, "--peer-python", peer_python, *common, "--batches", *batches]
+        if pythons and shape != BUNDLED:
+            named = [part for python in pythons for part in ("--peer-python", python)]
+            peers = ["--shape", shape, *named, *common, "--batches", *batches]
             commands[f"peers-{shape}"] = [
                 *module("benchmarks.peers"), *peers,
-                "--peers", "logitd", "torch", "transformers", "llama.cpp",
+                "--peers", "logitd", "torch", "transformers", "llama.cpp", "openvino",
+                "ctranslate2",
             ]  # fmt: skip
             commands[f"serving-{shape}"] = [
                 *module("benchmarks.peers.serving"), *peers, "--dtypes", OVER_HTTP,
             ]  # fmt: skip
+    if servers:
+        targets = [f"--serve={shlex.join(FLAGS[d])}" for d in dtypes_of(servers)]
+        commands["closed_loop"] = [
+            *module("benchmarks.closed_loop"), "--shape", CLOSED_LOOP, *common, *targets,
+            *(part for server in servers for part in ("--peer", server.option)),
+            "--clients", *batches, "--seconds", "40", "--json",
+        ]  # fmt: skip
     bundled = ["--checkpoint", str(checkpoint_of(BUNDLED, folder))]
     commands["profile"] = [
         *module("service.cli"), "bench", *bundled, *common, "--profile", "--batches", "1,32",
@@ -87,6 +114,11 @@ def commands(folder: Path, threads: int, peer_python: str | None) -> dict[str, l
     spinning = ["env", "GOMP_SPINCOUNT=10000"]  # as `logitd` sets it for itself
     commands["busy_neighbour"] = [*spinning, *module("benchmarks.busy_neighbour")]
     return commands
+
+
+def dtypes_of(servers: Sequence[PeerServer]) -> list[str]:
+    """Those in which other servers are measured, each once."""
+    return [dtype for dtype in DTYPES if any(server.dtype == dtype for server in servers)]
 
 
 def module(name: str) -> list[str]:
@@ -104,7 +136,7 @@ def make_checkpoints(folder: Path) -> None:
         path = checkpoint_of(shape, folder)
         if not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True)
-            save_synthetic(path, gpt2_shape(**asdict(SIZES[shape])))
+            save_synthetic(path, config_of(SIZES[shape]))
 
 
 def measure(name: str, command: list[str], folder: Path) -> None:
@@ -136,7 +168,9 @@ def last_line(path: Path) -> Any:
 # What it should be
 
 
-def targets(results: Mapping[str, Any], *, with_peers: bool) -> Iterator[Target]:
+def targets(
+    results: Mapping[str, Any], *, with_peers: bool, servers: Sequence[PeerServer] = ()
+) -> Iterator[Target]:
     """The targets, each with its figure. `results` holds the JSON of each command, or None."""
     for shape in SHAPES:
         for dtype in DTYPES:
@@ -164,6 +198,7 @@ def targets(results: Mapping[str, Any], *, with_peers: bool) -> Iterator[Target]
         yield Target(name, besides, 500.0, "MB", at_least=False)
         if with_peers and shape != BUNDLED:
             yield from peer_targets(results, shape)
+    yield from closed_loop_targets(results.get("closed_loop"), servers)
 
 
 def peer_targets(results: Mapping[str, Any], shape: str) -> Iterator[Target]:
@@ -172,8 +207,7 @@ def peer_targets(results: Mapping[str, Any], shape: str) -> Iterator[Target]:
     for dtype in DTYPES:
         for kind, batch in (*(("decode", batch) for batch in BATCHES), ("prefill", 1)):
             rates = rates_of(peers, "peer", f"{kind}_tokens_per_second", dtype=dtype, batch=batch)
-            # Without llama.cpp the best of the others is not known.
-            ratio = over_best(rates, "logitd") if "llama.cpp" in rates else None
+            ratio = over_best(rates, "logitd") if rates.keys() >= STRONGEST[dtype] else None
             bound = DECODE_OVER_OTHERS.get((shape, dtype, batch), 1.0)
             name = f"{shape}, {dtype}: {kind} of {batch}, over the best other"
             yield Target(name, ratio, bound if kind == "decode" else 1.15, "ratio")
@@ -181,6 +215,22 @@ def peer_targets(results: Mapping[str, Any], shape: str) -> Iterator[Target]:
         rates = rates_of(serving, "server", "tokens_per_second", batch=batch)
         name = f"{shape}, {OVER_HTTP}: {batch} streams over HTTP, over the best transformers serve"
         yield Target(name, over_best(rates, "logitd serve"), 1.0, "ratio")
+
+
+def closed_loop_targets(result: Any, servers: Sequence[PeerServer]) -> Iterator[Target]:
+    """Of each dtype and number of clients: tokens per second beside those of other servers. Where
+    one of them has failed requests there is no ratio."""
+    for dtype in dtypes_of(servers):
+        ours = f"logitd serve {shlex.join(FLAGS[dtype])}"
+        names = {ours, *(server.name for server in servers if server.dtype == dtype)}
+        for clients in BATCHES:
+            rates = rates_of(
+                result, "target", "tokens_per_second", load=str(clients), failed=0
+            )  # fmt: skip
+            compared = {name: rate for name, rate in rates.items() if name in names}
+            ratio = over_best(compared, ours) if compared.keys() == names else None
+            name = f"{CLOSED_LOOP}, {dtype}: {clients} clients, over the best other server"
+            yield Target(name, ratio, 1.0, "ratio")
 
 
 def figure(result: Any, place: str, key: str, **where: Any) -> float | None:
@@ -207,13 +257,20 @@ def over_best(rates: Mapping[str, float], ours: str) -> float | None:
 
 def main() -> None:
     parser = new_parser(__doc__)
-    parser.add_argument("--peer-python", metavar="PYTHON")
+    parser.add_argument(
+        "--peer-python", action="append", default=[], metavar="[NAME=]PYTHON",
+        help="who runs the engines of others",
+    )  # fmt: skip
+    parser.add_argument(
+        "--peer", action="append", default=[], metavar="SERVER", type=PeerServer.of_option,
+        help="a server of others: vllm[:DTYPE]=PYTHON, llama-server[:DTYPE]=BINARY",
+    )  # fmt: skip
     parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "goals")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="measure none but these")
     parser.add_argument("--list", action="store_true", help="show the commands and run none")
     arguments = parser.parse_args()
     folder = arguments.folder.resolve()
-    every = commands(folder, arguments.threads, arguments.peer_python)
+    every = commands(folder, arguments.threads, arguments.peer_python, arguments.peer)
     if unknown := set(arguments.only or ()) - set(every):
         parser.error(f"no command is named {sorted(unknown)}; there are {', '.join(every)}")
     if arguments.list:
@@ -223,7 +280,7 @@ def main() -> None:
     for name in arguments.only or every:
         measure(name, every[name], folder)
     results = {name: last_line(folder / f"{name}.txt") for name in every}
-    judged = list(targets(results, with_peers=arguments.peer_python is not None))
+    judged = list(targets(results, with_peers=bool(arguments.peer_python), servers=arguments.peer))
     print(f"\n{table(judged)}\n")
     print(
         json.dumps({"threads": arguments.threads, "targets": [target.json() for target in judged]})

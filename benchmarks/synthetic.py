@@ -5,12 +5,13 @@ size that peers' models have. The weights are random, the text is noise.
 """
 
 import itertools
-from dataclasses import asdict
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from benchmarks.shapes import SHAPES
+from benchmarks.shapes import SHAPES, Shape
 from model.checkpoint.checkpoint import (
     CheckpointInfo,
     TrainingRecord,
@@ -21,12 +22,45 @@ from model.text.tokenizer import END_OF_TEXT, SPLIT_PATTERN, Tokenizer
 from model.transformer.config import GPTConfig, gpt2_shape
 from model.transformer.gpt import GPT
 
+LLAMA: Mapping[str, Any] = {
+    "norm": "rmsnorm",
+    "positions": "rotary",
+    "activation": "swiglu",
+    "bias": False,
+    "qkv_bias": False,
+}
+"""Overrides that make `gpt2_shape` a Llama, but for the heads and the widths."""
+
+
+RANDOM = TrainingRecord(
+    step=0,
+    tokens=0,
+    val_loss=None,
+    val_bits_per_byte=None,
+    data={"name": "none: random weights", "licence": "none"},
+    created="2026-01-01T00:00:00Z",
+)
+
 
 def load_gpt(name: str, dtype: torch.dtype) -> GPT:
     """A synthetic GPT of a shape in SHAPES, or the weights of the checkpoint at `name`."""
     if name not in SHAPES:
         return load_checkpoint(Path(name), device=torch.device("cpu"), dtype=dtype)[1]
-    return synthetic_gpt(gpt2_shape(**asdict(SHAPES[name]))).to(dtype)
+    return synthetic_gpt(config_of(SHAPES[name])).to(dtype)
+
+
+def config_of(shape: Shape) -> GPTConfig:
+    """The GPT that has this shape."""
+    return gpt2_shape(
+        vocab_size=shape.vocab_size,
+        context_length=shape.context_length,
+        n_layer=shape.n_layer,
+        n_head=shape.n_head,
+        d_model=shape.d_model,
+        n_kv_head=shape.kv_heads,
+        d_ff=shape.hidden,
+        **(LLAMA if shape.family == "llama" else {}),
+    )
 
 
 def synthetic_tokenizer(vocab_size: int) -> Tokenizer:
@@ -63,13 +97,6 @@ def save_with_tokenizer(path: Path, gpt: GPT) -> CheckpointInfo:
         config=gpt.config,
         weights=gpt.state_dict(),
         tokenizer=synthetic_tokenizer(gpt.config.vocab_size),
-        training=TrainingRecord(
-            step=0,
-            tokens=0,
-            val_loss=None,
-            val_bits_per_byte=None,
-            data={"name": "none: random weights", "licence": "none"},
-            created="2026-01-01T00:00:00Z",
-        ),
+        training=RANDOM,
         card=f"# {path.name}\n\nRandom weights, for measuring.\n",
     )

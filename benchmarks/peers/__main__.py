@@ -1,11 +1,12 @@
 """Compare logitd's decode and prefill with its peers', side by side on the same weights.
 
-    python -m benchmarks.peers [--shape 124m|30m] [--threads N] [--peer-python PYTHON]
+    python -m benchmarks.peers [--shape 124m|30m] [--threads N] [--peer-python [NAME=]PYTHON ...]
 
-Peers: a loop in plain torch, transformers' `generate`, llama.cpp, and, where --peers names it,
-transformers' continuous batching. A peer whose package is missing is left out, and so is one that
-fails; both are said. llama.cpp is run
-by PYTHON, an interpreter of an environment of its own (benchmarks/README.md makes one).
+Peers: a loop in plain torch, transformers' `generate`, llama.cpp, OpenVINO GenAI, CTranslate2, and,
+where --peers names it, transformers' continuous batching. A peer whose package is missing is left
+out, and so is one that fails or that has no such dtype or shape; all are said. The last three but
+one are run by PYTHON, an interpreter of an environment of its own (benchmarks/README.md makes
+them); with NAME= that of one peer.
 
 For each dtype all peers get the same random weights and the same prompts, and first have to agree
 with logitd's plain float32 forward about the next token. Then they are measured in turns, each in a
@@ -22,8 +23,8 @@ from dataclasses import asdict
 
 import torch
 
-from benchmarks.peers.comparison import BY_NAME, LIMITS, LOGITD, MODULES, WARM_UP, Plan, compare
-from benchmarks.peers.options import comparison_parser
+from benchmarks.peers.comparison import BY_NAME, DTYPES, LOGITD, MODULES, WARM_UP, Plan, compare
+from benchmarks.peers.options import Interpreters, comparison_parser
 from benchmarks.peers.report import report
 from benchmarks.shapes import SHAPES
 from model.device import describe, use_threads
@@ -34,7 +35,7 @@ def parse(argv: list[str]) -> Plan:
     parser = comparison_parser(__doc__, "benchmarks.peers", shape="124m")
     peers = [name for name in MODULES if name not in BY_NAME]
     parser.add_argument("--peers", nargs="+", choices=MODULES, default=peers)
-    parser.add_argument("--dtypes", nargs="+", choices=LIMITS, default=list(LIMITS))
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
     parser.add_argument("--steps", type=int, default=24)
     arguments = parser.parse_args(argv)
     shape = SHAPES[arguments.shape]
@@ -55,7 +56,7 @@ def parse(argv: list[str]) -> Plan:
         steps=arguments.steps,
         rounds=arguments.rounds,
         threads=arguments.threads,
-        peer_python=arguments.peer_python,
+        peer_pythons=Interpreters.of_options(arguments.peer_python),
     )
 
 

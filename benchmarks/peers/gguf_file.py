@@ -1,16 +1,19 @@
-"""A GPT-2 in llama.cpp's file format, by the `gguf` package.
+"""A GPT-2 or a Llama in llama.cpp's file format, by the `gguf` package.
 
 The matrices in float32, bfloat16 or q8_0 (blocks of 32 bytes with a scale each), norms, biases and
 positions in float32: what llama.cpp's own converter writes. q4_0 is made of float32 by llama.cpp
-itself (`llama_cpp_batch.py`). The vocabulary is a stand-in of the
-right size: nothing is ever tokenized.
+itself (`llama_cpp_batch.py`). The vocabulary is a stand-in of the right size, a word for each id:
+nothing is ever tokenized.
 """
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import gguf
+import numpy as np
+from numpy.typing import NDArray
 
-from benchmarks.peers.weights import NORM_EPS, Tensors
+from benchmarks.peers.weights import NORM_EPS, ROPE_THETA, Tensors
 from benchmarks.shapes import Shape
 
 TYPES = {
@@ -36,18 +39,24 @@ PARTS = {
 
 
 def write_gguf(path: Path, shape: Shape, tensors: Tensors, dtype: str) -> None:
-    writer = gguf.GGUFWriter(str(path), "gpt2")
+    writer = gguf.GGUFWriter(str(path), shape.family)
     writer.add_context_length(shape.context_length)
     writer.add_embedding_length(shape.d_model)
-    writer.add_feed_forward_length(4 * shape.d_model)
+    writer.add_feed_forward_length(shape.hidden)
     writer.add_block_count(shape.n_layer)
     writer.add_head_count(shape.n_head)
-    writer.add_layer_norm_eps(NORM_EPS)
+    if shape.family == "llama":
+        writer.add_head_count_kv(shape.kv_heads)
+        writer.add_layer_norm_rms_eps(NORM_EPS)
+        writer.add_rope_freq_base(ROPE_THETA)
+        writer.add_rope_dimension_count(shape.d_model // shape.n_head)
+    else:
+        writer.add_layer_norm_eps(NORM_EPS)
     add_vocabulary(writer, shape.vocab_size)
-    for name, value in tensors.items():
+    for name, value in named(shape, tensors):
         matrix = value.ndim == 2 and not name.startswith("position")
         kind = TYPES[dtype] if matrix else gguf.GGMLQuantizationType.F32
-        writer.add_tensor(gguf_name(name), gguf.quants.quantize(value, kind), raw_dtype=kind)
+        writer.add_tensor(name, gguf.quants.quantize(value, kind), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -62,6 +71,34 @@ def add_vocabulary(writer: gguf.GGUFWriter, size: int) -> None:
     writer.add_token_merges(["t 0"])  # the list may not be empty
     writer.add_bos_token_id(size - 1)
     writer.add_eos_token_id(size - 1)
+
+
+def named(shape: Shape, tensors: Tensors) -> Iterator[tuple[str, NDArray[np.float32]]]:
+    """Each tensor by llama.cpp's name. Of a Llama it wants query, key and value apart, gate and
+    what it gates too, and channels that are turned together as neighbours."""
+    for name, value in tensors.items():
+        if shape.family == "llama" and name.endswith(".qkv.weight"):
+            block = f"blk.{name.split('.')[1]}"
+            heads = (shape.n_head, shape.kv_heads)
+            width = shape.d_model // shape.n_head
+            ends = np.cumsum([count * width for count in heads])
+            query, key, whole = np.split(value, ends)
+            yield f"{block}.attn_q.weight", neighbours(query, shape.n_head)
+            yield f"{block}.attn_k.weight", neighbours(key, shape.kv_heads)
+            yield f"{block}.attn_v.weight", whole
+        elif shape.family == "llama" and name.endswith(".mlp_up.weight"):
+            block = f"blk.{name.split('.')[1]}"
+            gate, up = np.split(value, 2)
+            yield f"{block}.ffn_gate.weight", gate
+            yield f"{block}.ffn_up.weight", up
+        else:
+            yield gguf_name(name), value
+
+
+def neighbours(rows: NDArray[np.float32], heads: int) -> NDArray[np.float32]:
+    """Rows (heads * D, d_model) of halves that are turned together, side by side."""
+    halves = rows.reshape(heads, 2, -1, rows.shape[1])
+    return np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(rows.shape)
 
 
 def gguf_name(name: str) -> str:

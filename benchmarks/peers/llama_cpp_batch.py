@@ -78,11 +78,11 @@ class LlamaCpp:
 
     def run(self, prompts: list[list[int]], steps: int) -> Run:
         length = len(prompts[0])
-        at_once = BATCH_TOKENS // length  # prompts handed over together
+        at_once = max(BATCH_TOKENS // length, 1)  # prompts handed over together
         samplers = [new_sampler(seed) for seed in range(len(prompts))]
         with (
             self._context(len(prompts), length + steps) as context,
-            Batch(max(length * at_once, len(prompts))) as batch,
+            Batch(BATCH_TOKENS) as batch,
         ):
             tokens: list[int] = []
             began = time.perf_counter()
@@ -138,8 +138,14 @@ def prefill(
     """Compute prompts `first` to `first + at_once` and draw a token for each."""
     length = len(prompts[0])
     indices = range(first, min(first + at_once, len(prompts)))
-    entries = [(token, p, i) for i in indices for p, token in enumerate(prompts[i])]
-    ends = [(n + 1) * length - 1 for n in range(len(indices))]
+    # Longer prompts than it takes at once are handed over in parts: the last one is answered.
+    *parts, rest = range(0, length, BATCH_TOKENS)
+    for part in parts:
+        batch.fill([(t, part + p, first) for p, t in
+                    enumerate(prompts[first][part : part + BATCH_TOKENS])])  # fmt: skip
+        batch.decode(context)
+    entries = [(t, rest + p, i) for i in indices for p, t in enumerate(prompts[i][rest:])]
+    ends = [(n + 1) * (length - rest) - 1 for n in range(len(indices))]
     batch.fill(entries, wanted=ends)
     batch.decode(context)
     return [

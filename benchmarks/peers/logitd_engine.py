@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from benchmarks.peers.contract import Run
 from benchmarks.peers.weights import load_weights
+from benchmarks.synthetic import config_of
 from model.device import keep_freed_memory, use_threads
 from model.inference.engine.config import EngineConfig
 from model.inference.engine.engine import Engine
@@ -21,7 +22,6 @@ from model.inference.engine.requests import GenerationRequest
 from model.inference.kernels.select import choose_decode_path
 from model.inference.options import Quantization
 from model.inference.sampling.params import SamplingParams
-from model.transformer.config import gpt2_shape
 from model.transformer.gpt import GPT
 from model.version import VERSION
 
@@ -40,15 +40,7 @@ def load(folder: Path, dtype: str, threads: int) -> "LogitdEngine":
 def load_gpt(folder: Path) -> GPT:
     """The GPT with these weights, float32."""
     shape, tensors = load_weights(folder)
-    gpt = GPT(
-        gpt2_shape(
-            vocab_size=shape.vocab_size,
-            context_length=shape.context_length,
-            n_layer=shape.n_layer,
-            n_head=shape.n_head,
-            d_model=shape.d_model,
-        )
-    )
+    gpt = GPT(config_of(shape))
     state = {name: torch.from_numpy(tensor) for name, tensor in tensors.items()}
     padding = gpt.config.padded_vocab_size - shape.vocab_size
     embedding = state["token_embedding.weight"]

@@ -2,9 +2,35 @@
 
 import argparse
 import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Self
 
 from benchmarks.arguments import new_parser
 from benchmarks.shapes import BATCHES, SHAPES
+
+
+@dataclass(frozen=True, slots=True)
+class Interpreters:
+    """Who runs which peer: one for all, and others for those that are named."""
+
+    usual: str
+    named: dict[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of_options(cls, given: Sequence[str] | None) -> Self:
+        """From `PYTHON` and `NAME=PYTHON`; this interpreter where there is none of the former."""
+        usual, named = sys.executable, {}
+        for option in given or ():
+            name, equals, python = option.partition("=")
+            if equals:
+                named[name] = python
+            else:
+                usual = option
+        return cls(usual, named)
+
+    def of(self, peer: str) -> str:
+        return self.named.get(peer, self.usual)
 
 
 def comparison_parser(
@@ -13,7 +39,7 @@ def comparison_parser(
     """A parser of everything but who is compared, in which dtypes and for how long."""
     parser = new_parser(description, command)
     parser.add_argument("--shape", choices=SHAPES, default=shape)
-    parser.add_argument("--peer-python", default=sys.executable, metavar="PYTHON")
+    parser.add_argument("--peer-python", action="append", metavar="[NAME=]PYTHON")
     parser.add_argument("--batches", nargs="+", type=int, default=list(BATCHES))
     parser.add_argument("--prompt", type=int, default=256, help="ids of each prompt")
     parser.add_argument("--rounds", type=int, default=3, help="of each batch, at least")

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from benchmarks.peers.contract import Run
+from benchmarks.peers.contract import Run, Unsupported
 from benchmarks.peers.weights import NORM_EPS, load_weights
 from benchmarks.shapes import Shape
 
@@ -23,6 +23,8 @@ def load(folder: Path, dtype: str, threads: int) -> "PlainTorch":
     torch.set_num_threads(threads)
     torch.manual_seed(0)
     shape, tensors = load_weights(folder)
+    if shape.family != "gpt2":
+        raise Unsupported("the loop in plain torch is written for a GPT-2")
     computed = getattr(torch, dtype)
     weights = {name: torch.from_numpy(value).to(computed) for name, value in tensors.items()}
     return PlainTorch(shape, weights)

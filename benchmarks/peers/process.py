@@ -15,7 +15,7 @@ ROOT = Path(__file__).parent.parent.parent
 
 
 class PeerMissing(Exception):
-    """The interpreter has no such package."""
+    """The interpreter has no such package, or the peer no such dtype or shape."""
 
 
 class PeerFailed(Exception):
@@ -45,6 +45,9 @@ class PeerProcess:
         if "missing" in first:
             self.close()
             raise PeerMissing(f"{first['missing']}, in {python}")
+        if "unsupported" in first:
+            self.close()
+            raise PeerMissing(str(first["unsupported"]))
         self.about = str(first["about"])
 
     def logprobs(self, ids: list[int]) -> NDArray[np.float64]:

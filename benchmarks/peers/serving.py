@@ -32,10 +32,10 @@ import httpx
 import torch
 
 from benchmarks.peers.comparison import make_weights, random_prompts
+from benchmarks.peers.foreign_server import ServerMissing
 from benchmarks.peers.logitd_engine import load_gpt
-from benchmarks.peers.options import comparison_parser
+from benchmarks.peers.options import Interpreters, comparison_parser
 from benchmarks.peers.transformers_server import (
-    ServerMissing,
     asking_transformers,
     save_for_transformers,
     transformers_server,
@@ -71,7 +71,7 @@ class Plan:
     tokens: int
     rounds: int
     threads: int
-    peer_python: str
+    peer_pythons: Interpreters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,7 +172,7 @@ def running(server: str, dtype: str, plan: Plan, weights: Path, folder: Path) ->
     save_for_transformers(weights, theirs, dtype)
     with transformers_server(
         theirs,
-        python=plan.peer_python,
+        python=plan.peer_pythons.of(PLAIN),
         dtype=dtype,
         threads=plan.threads,
         continuous=server == CONTINUOUS,
@@ -243,7 +243,7 @@ def parse(argv: Sequence[str]) -> Plan:
         tokens=arguments.tokens,
         rounds=arguments.rounds,
         threads=arguments.threads,
-        peer_python=arguments.peer_python,
+        peer_pythons=Interpreters.of_options(arguments.peer_python),
     )
 
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import GenerationConfig, GPT2Config, GPT2LMHeadModel, StoppingCriteria
 
-from benchmarks.peers.contract import Run
+from benchmarks.peers.contract import Run, Unsupported
 from benchmarks.peers.weights import NORM_EPS, Tensors, load_weights
 from benchmarks.shapes import Shape
 
@@ -34,6 +34,8 @@ def load(folder: Path, dtype: str, threads: int) -> "TransformersGenerate":
 def load_gpt2(folder: Path, dtype: torch.dtype) -> Any:
     """Their GPT-2 with these weights."""
     shape, tensors = load_weights(folder)
+    if shape.family != "gpt2":
+        raise Unsupported("these weights are given to transformers as a GPT-2 alone")
     gpt2: Any = GPT2LMHeadModel(
         GPT2Config(
             vocab_size=shape.vocab_size,

@@ -11,9 +11,6 @@ else here does.
 import json
 import os
 import re
-import socket
-import subprocess
-import time
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,16 +19,11 @@ import httpx
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 
+from benchmarks.peers.foreign_server import foreign_server, free_port
 from benchmarks.peers.transformers_continuous import PAGE, PREFILL_TOKENS
 from benchmarks.peers.transformers_generate import load_gpt2
 from benchmarks.peers.weights import load_weights
 from service.commands.benchmark.load import Ask, StreamFailed
-
-READY_SECONDS, LOOK_SECONDS, END_SECONDS = 300.0, 0.2, 20.0
-
-
-class ServerMissing(Exception):
-    """It did not start; the message has its last words."""
 
 
 def save_for_transformers(weights: Path, folder: Path, dtype: str) -> None:
@@ -85,50 +77,13 @@ def transformers_server(
             "--continuous-batching", "--cb-block-size", str(PAGE), "--cb-num-blocks", str(pages),
             "--cb-max-batch-tokens", str(PREFILL_TOKENS + largest),
         ]  # fmt: skip
-    log = folder / "serve.log"
-    with log.open("w") as output:
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, "OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"},
-        )
-    try:
-        wait_until_ready(process, port, log)
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        process.terminate()
-        try:
-            process.wait(END_SECONDS)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-
-
-def free_port() -> int:
-    """A port that is free now: `transformers serve` cannot be asked which one it took."""
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        port: int = listening.getsockname()[1]
-        return port
-
-
-def wait_until_ready(process: "subprocess.Popen[bytes]", port: int, log: Path) -> None:
-    end = time.monotonic() + READY_SECONDS
-    with httpx.Client(trust_env=False, timeout=5) as http:
-        while True:
-            try:
-                if http.get(f"http://127.0.0.1:{port}/health").status_code == 200:
-                    return
-            except httpx.TransportError:
-                code = process.poll()
-                if code is not None:
-                    last = "\n".join(log.read_text(errors="replace").splitlines()[-5:])
-                    raise ServerMissing(f"it ended with {code}:\n{last}") from None
-            if time.monotonic() > end:
-                raise ServerMissing(f"it was not ready after {READY_SECONDS:g} s")
-            time.sleep(LOOK_SECONDS)
+    with foreign_server(
+        command,
+        port=port,
+        log=folder / "serve.log",
+        environment={**os.environ, "OMP_NUM_THREADS": str(threads)},
+    ) as url:
+        yield url
 
 
 def asking_transformers(http: httpx.AsyncClient, url: str) -> Ask:

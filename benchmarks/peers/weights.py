@@ -1,7 +1,8 @@
-"""The weights that every peer gets: a folder with a GPT-2's tensors in float32 and its shape.
+"""The weights that every peer gets: a folder with a GPT's tensors in float32 and its shape.
 
 Tensors have this project's names (`model/transformer/gpt.py`), matrices are (out, in), and the
-vocabulary is not padded. Each peer rounds them to its own dtype.
+vocabulary is not padded. Each peer rounds them to its own dtype. The same weights are in a folder
+in it that Hugging Face's libraries read (`huggingface.py`).
 """
 
 import json
@@ -17,16 +18,25 @@ from benchmarks.shapes import Shape
 Tensors = Mapping[str, NDArray[np.float32]]
 
 NORM_EPS = 1e-5
+ROPE_THETA = 10_000.0
+WEIGHTS = "weights.npz"
+LOGITD, HUGGINGFACE = "logitd", "huggingface"
+"""Folders beside the weights: a checkpoint, and what Hugging Face's libraries read."""
 
 
 def save_weights(folder: Path, shape: Shape, tensors: Tensors) -> None:
     """Write both into `folder`."""
-    np.savez(folder / "weights.npz", **tensors)  # type: ignore[arg-type]  # names, not options
+    np.savez(folder / WEIGHTS, **tensors)  # type: ignore[arg-type]  # names, not options
     (folder / "shape.json").write_text(json.dumps(asdict(shape)), encoding="utf-8")
+
+
+def load_shape(folder: Path) -> Shape:
+    """Read the shape back."""
+    return Shape(**json.loads((folder / "shape.json").read_text(encoding="utf-8")))
 
 
 def load_weights(folder: Path) -> tuple[Shape, Tensors]:
     """Read them back."""
-    shape = Shape(**json.loads((folder / "shape.json").read_text(encoding="utf-8")))
-    with np.load(folder / "weights.npz") as archive:
+    shape = load_shape(folder)
+    with np.load(folder / WEIGHTS) as archive:
         return shape, {name: archive[name] for name in archive.files}

@@ -2,8 +2,8 @@
 
     python -m benchmarks.peers.worker MODULE WEIGHTS_FOLDER DTYPE THREADS
 
-The first line it writes says what it is, or that a package is missing. Then each line it reads is
-answered by one. It ends with its input.
+The first line it writes says what it is, that a package is missing, or what it cannot do. Then
+each line it reads is answered by one. It ends with its input.
 """
 
 import importlib
@@ -14,7 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TextIO
 
-from benchmarks.peers.contract import Peer
+from benchmarks.peers.contract import Peer, Unsupported
 
 
 def load_peer(module: str, folder: Path, dtype: str, threads: int) -> Peer:
@@ -44,6 +44,9 @@ def main() -> None:
             peer = load_peer(module, Path(folder), dtype, int(threads))
         except ImportError as error:
             print(json.dumps({"missing": str(error)}), file=answers, flush=True)
+            return
+        except Unsupported as error:
+            print(json.dumps({"unsupported": str(error)}), file=answers, flush=True)
             return
         print(json.dumps({"about": peer.about}), file=answers, flush=True)
         serve(peer, sys.stdin, answers)

@@ -1,20 +1,27 @@
 """Closed loop: what counts and what does not, by hand; and a small run against real servers."""
 
+import asyncio
 import itertools
 import json
+from typing import Any
 
+import httpx
 import pytest
 
 from benchmarks.closed_loop import (
     Load,
     Observed,
     Question,
+    asking_completions,
     figures_of,
     main,
+    model_of,
+    models_of,
     prompts_of,
     table,
     tokens_after,
 )
+from benchmarks.peers.servers import PeerServer
 from service.commands.benchmark.load import Arrival, Failure, StreamFailed, StreamRecord
 
 QUESTION = Question(prompt_tokens=8, tokens=4, shared=0.5, seconds=1.0, warm_up=0.0)
@@ -67,19 +74,75 @@ def test_prompts_share_what_they_should_and_no_more() -> None:
         ('data: {"choices": [], "usage": {"completion_tokens": 7}}', 7),
         ('data: {"choices": [{"text": "a"}]}', 6),
         ('data: {"choices": [{"text": "", "finish_reason": "length"}], "usage": null}', 5),
+        ('data: {"choices": [{"text": "ab"}], "timings": {"predicted_n": 8}}', 8),
+        ('data: {"choices": [], "usage": {"prompt_tokens": 8, "completion_tokens": 6}}', 6),
         ("data: [DONE]", 5),
         (": keep-alive", 5),
         ("", 5),
     ],
 )
 def test_tokens_of_a_line(line: str, after: int) -> None:
-    assert tokens_after(line, 5) == after
+    assert tokens_after(line, 5, 8) == after
 
 
 @pytest.mark.parametrize("line", ['data: {"error": "no"}', "data: {", "data: 3", 'data: {"a": 1}'])
 def test_a_line_that_says_nothing_fails_the_stream(line: str) -> None:
     with pytest.raises(StreamFailed):
-        tokens_after(line, 5)
+        tokens_after(line, 5, 8)
+
+
+def test_a_server_that_counts_another_prompt_has_failed() -> None:
+    """One that puts a token of its own before the ids, say: it computes something else."""
+    line = 'data: {"choices": [], "usage": {"prompt_tokens": 9, "completion_tokens": 6}}'
+    with pytest.raises(StreamFailed, match="8 tokens were sent"):
+        tokens_after(line, 5, 8)
+
+
+def asked_of(owner: str) -> tuple[dict[str, Any], str | None]:
+    """The body and the header `Connection` of a request to a server of this owner."""
+    requests: list[httpx.Request] = []
+
+    def handle(request: httpx.Request) -> httpx.Response:
+        if request.url.path == "/v1/models":
+            return httpx.Response(200, json={"data": [{"id": "a", "owned_by": owner}]})
+        requests.append(request)
+        return httpx.Response(200, text='data: {"choices": [{"text": "a"}]}\n\ndata: [DONE]\n\n')
+
+    async def run() -> None:
+        async with httpx.AsyncClient(transport=httpx.MockTransport(handle)) as http:
+            ask = asking_completions(http, "http://a", await model_of(http, "http://a"))
+            assert sum([count async for count in ask([3, 4], 1, 0)]) == 1
+
+    asyncio.run(run())
+    return json.loads(requests[0].content), requests[0].headers.get("Connection")
+
+
+def test_each_server_is_asked_for_the_same() -> None:
+    """Ids as they are, at temperature 1, to the length. llama-server alone is asked to count as it
+    goes: others refuse fields that they do not know. And it closes connections that it keeps, so
+    each request has one of its own: of streams that came right after another, one in ten had
+    failed."""
+    body, connection = asked_of("logitd")
+    assert (body["prompt"], body["temperature"], body["ignore_eos"]) == ([3, 4], 1.0, True)
+    assert connection != "close"
+    theirs, connection = asked_of("llamacpp")
+    assert theirs == {**body, "timings_per_token": True}
+    assert connection == "close"
+
+
+def test_peers_need_weights_that_all_have(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--peer", "vllm=/a/python"])
+    assert "name a --shape" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_folder_of_models_is_written_for_the_peers() -> None:
+    peers = [PeerServer.of_option(f"llama-server:{dtype}=a") for dtype in ("int4", "int8")]
+    with models_of("small", peers) as folder:
+        names = {path.name for path in folder.iterdir()}
+        assert {"logitd", "huggingface", "float32.gguf", "int8.gguf"} <= names
+    assert not folder.exists()
 
 
 @pytest.mark.parametrize(

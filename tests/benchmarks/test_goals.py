@@ -2,6 +2,7 @@
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from benchmarks.goals import (
     targets,
 )
 from benchmarks.peers.__main__ import parse as parse_peers
+from benchmarks.peers.options import Interpreters
+from benchmarks.peers.servers import PeerServer
 from benchmarks.peers.serving import parse as parse_serving
 from benchmarks.shapes import BATCHES, SHAPES
 from benchmarks.targets import Target
@@ -36,7 +39,8 @@ PEERS = {
     "results": [
         {"peer": peer, "dtype": "int8", "batch": 8, "decode_tokens_per_second": rate,
          "prefill_tokens_per_second": 2 * rate}
-        for peer, rate in (("logitd", 30.0), ("llama.cpp", 20.0), ("torch", 10.0))
+        for peer, rate in (("logitd", 30.0), ("llama.cpp", 20.0), ("openvino", 15.0),
+                           ("ctranslate2", 12.0), ("torch", 10.0))
     ]
 }  # fmt: skip
 SERVING = {
@@ -48,8 +52,18 @@ SERVING = {
 }  # fmt: skip
 
 
-def measured(results: dict[str, Any], *, with_peers: bool = True) -> dict[str, Target]:
-    found = list(targets(results, with_peers=with_peers))
+PYTHONS = ["python", "openvino=other"]
+SERVERS = [
+    PeerServer("vllm", "bfloat16", "/a/python"),
+    PeerServer("llama-server", "bfloat16", "/b/server"),
+    PeerServer("llama-server", "int8", "/b/server"),
+]
+
+
+def measured(
+    results: dict[str, Any], *, with_peers: bool = True, servers: Sequence[PeerServer] = ()
+) -> dict[str, Target]:
+    found = list(targets(results, with_peers=with_peers, servers=servers))
     assert len({target.name for target in found}) == len(found)
     return {target.name: target for target in found if target.measured is not None}
 
@@ -58,7 +72,7 @@ def measured(results: dict[str, Any], *, with_peers: bool = True) -> dict[str, T
 
 
 def test_without_an_interpreter_for_them_nobody_is_compared_with(tmp_path: Path) -> None:
-    alone, together = (set(commands(tmp_path, 2, python)) for python in (None, "python"))
+    alone, together = (set(commands(tmp_path, 2, named, [])) for named in ([], PYTHONS))
     assert together - alone == {
         f"{kind}-{shape}" for kind in ("peers", "serving") for shape in ("124m", "30m")
     }
@@ -66,23 +80,57 @@ def test_without_an_interpreter_for_them_nobody_is_compared_with(tmp_path: Path)
 
 
 def test_bench_measures_http_once_for_each_shape(tmp_path: Path) -> None:
-    found = commands(tmp_path, 2, None)
+    found = commands(tmp_path, 2, [], [])
     for shape in ("124m", "30m", BUNDLED):
         assert "--skip-http" in found[f"bench-{shape}-float32"]
         assert "--skip-http" not in found[f"bench-{shape}-bfloat16"]
         int8 = found[f"bench-{shape}-int8"]
         assert int8[int8.index("--quantize") + 1] == "int8"
         assert int8[int8.index("--dtype") + 1] == "bfloat16"
+        int4 = found[f"bench-{shape}-int4"]
+        assert int4[int4.index("--quantize") + 1] == "int4"
 
 
 def test_the_comparisons_take_their_flags(tmp_path: Path) -> None:
-    found = commands(tmp_path, 2, "python")
+    found = commands(tmp_path, 2, PYTHONS, [])
     peers = parse_peers(found["peers-124m"][3:])
     serving = parse_serving(found["serving-124m"][3:])
     for one in (peers, serving):
-        assert (one.threads, one.peer_python) == (2, "python")
+        assert (one.threads, one.peer_pythons) == (2, Interpreters("python", {"openvino": "other"}))
         assert one.batches == BATCHES
         assert one.shape == SHAPES["124m"]
+    assert set(peers.dtypes) == set(goals.DTYPES)
+    assert all(goals.STRONGEST[dtype] < set(peers.peers) for dtype in peers.dtypes)
+
+
+def test_other_servers_are_asked_beside_logitd_in_their_dtypes(tmp_path: Path) -> None:
+    assert "closed_loop" not in commands(tmp_path, 2, PYTHONS, [])
+    found = commands(tmp_path, 2, [], SERVERS)["closed_loop"]
+    assert [part for part in found if part.startswith("--serve")] == [
+        "--serve=--dtype bfloat16",
+        "--serve=--dtype bfloat16 --quantize int8",
+    ]
+    assert [found[n + 1] for n, part in enumerate(found) if part == "--peer"] == [
+        "vllm:bfloat16=/a/python", "llama-server:bfloat16=/b/server",
+        "llama-server:int8=/b/server",
+    ]  # fmt: skip
+
+
+def test_other_servers_have_to_be_there_and_to_fail_nobody() -> None:
+    rows = [
+        {"target": target, "load": "8", "failed": 0, "tokens_per_second": rate}
+        for target, rate in (
+            ("logitd serve --dtype bfloat16", 30.0), ("vllm, bfloat16", 20.0),
+            ("llama-server, bfloat16", 24.0), ("llama-server, int8", 99.0),
+        )
+    ]  # fmt: skip
+    name = "124m, bfloat16: 8 clients, over the best other server"
+    result = {"closed_loop": {"results": rows}}
+    assert measured(result, servers=SERVERS)[name].measured == 1.25
+    assert len(measured(result, servers=SERVERS)) == 1, "logitd has no int8 here"
+    assert measured({"closed_loop": {"results": rows[:2]}}, servers=SERVERS) == {}
+    rows[2]["failed"] = 1
+    assert measured(result, servers=SERVERS) == {}
 
 
 def test_checkpoints_are_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,7 +191,7 @@ def test_figures_are_found() -> None:
 
 def test_nothing_is_measured_where_there_are_no_results(tmp_path: Path) -> None:
     assert measured({}) == {}
-    assert measured(dict.fromkeys(commands(tmp_path, 2, "python"))) == {}
+    assert measured(dict.fromkeys(commands(tmp_path, 2, PYTHONS, SERVERS)), servers=SERVERS) == {}
 
 
 def test_each_target_has_its_figure() -> None:
@@ -175,6 +223,7 @@ def test_each_target_has_its_figure() -> None:
     json.dumps([one.json() for one in found.values()])
 
 
-def test_without_llama_cpp_the_best_other_is_not_known() -> None:
-    rows = [row for row in PEERS["results"] if row["peer"] != "llama.cpp"]
+@pytest.mark.parametrize("peer", ["llama.cpp", "openvino", "ctranslate2"])
+def test_without_the_strongest_the_best_other_is_not_known(peer: str) -> None:
+    rows = [row for row in PEERS["results"] if row["peer"] != peer]
     assert measured({"peers-124m": {"results": rows}}) == {}

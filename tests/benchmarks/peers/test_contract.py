@@ -7,11 +7,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.peers.comparison import LIMITS, random_prompts
-from benchmarks.peers.contract import Peer, disagreement, log_softmax
+from benchmarks.peers.comparison import (
+    LIMITS,
+    expected_logprobs,
+    make_weights,
+    random_prompts,
+)
+from benchmarks.peers.contract import LEAST, Peer, Unsupported, disagreement, log_softmax
 from benchmarks.peers.weights import load_weights, save_weights
 from benchmarks.peers.worker import load_peer
-from benchmarks.shapes import SMALL
+from benchmarks.shapes import SMALL, SMALL_LLAMA
 from tests.benchmarks.peers.conftest import Saved
 
 ADAPTERS = ["logitd_engine", "plain_torch", "transformers_generate", "transformers_continuous"]
@@ -29,7 +34,7 @@ def load(module: str, folder: Path, dtype: str = "float32") -> Peer:
 )
 def test_a_peer_computes_what_the_model_does(saved: Saved, module: str, dtype: str) -> None:
     distance = disagreement(load(module, saved.folder, dtype).logprobs(saved.ids), saved.expected)
-    assert distance < (1e-5 if dtype == "float32" else LIMITS[dtype])
+    assert distance < (1e-5 if dtype == "float32" else LIMITS["gpt2"][dtype])
     if dtype != "float32":
         assert distance > 1e-4, "it computes in float32"
 
@@ -48,7 +53,7 @@ def test_another_model_is_noticed(saved: Saved, tmp_path: Path, name: str, dtype
     shape, tensors = load_weights(saved.folder)
     save_weights(tmp_path, shape, {**tensors, name: np.roll(tensors[name], 1, axis=0)})
     other = load("logitd_engine", tmp_path, dtype).logprobs(saved.ids)
-    assert disagreement(other, saved.expected) > LIMITS[dtype]
+    assert disagreement(other, saved.expected) > LIMITS["gpt2"][dtype]
 
 
 @pytest.mark.parametrize("module", ADAPTERS)
@@ -57,6 +62,22 @@ def test_a_run_tells_the_time_of_each_step(saved: Saved, module: str) -> None:
     assert run.prefill_seconds > 0
     assert len(run.step_seconds) == 5
     assert all(seconds > 0 for seconds in run.step_seconds)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "limit"), [("float32", 1e-5), ("bfloat16", 0.03), ("int8", 0.05)]
+)
+def test_a_llama_is_computed_too(tmp_path: Path, dtype: str, limit: float) -> None:
+    ids = random_prompts(1, 40, SMALL_LLAMA.vocab_size)[0]
+    expected = expected_logprobs(make_weights(SMALL_LLAMA, tmp_path), ids)
+    assert disagreement(load("logitd_engine", tmp_path, dtype).logprobs(ids), expected) < limit
+
+
+@pytest.mark.parametrize("module", ["plain_torch", "transformers_generate"])
+def test_who_has_no_such_shape_says_so(tmp_path: Path, module: str) -> None:
+    make_weights(SMALL_LLAMA, tmp_path)
+    with pytest.raises(Unsupported, match="GPT-2"):
+        load(module, tmp_path)
 
 
 def test_log_softmax_is_normalised_and_safe() -> None:
@@ -70,3 +91,15 @@ def test_disagreement_is_a_share_of_the_spread() -> None:
     assert disagreement(expected, expected) == 0
     assert disagreement(expected + 0.5, expected) == pytest.approx(0.5)
     assert disagreement(3 * expected + 0.3, 3 * expected) == pytest.approx(0.1)
+
+
+def test_what_a_peer_does_not_tell_does_not_count() -> None:
+    expected = np.tile([1.0, -1.0], 100)
+    actual = expected.copy()
+    actual[LEAST:] = np.nan
+    assert disagreement(actual, expected) == 0
+    actual[0] += 5
+    assert disagreement(actual, expected) == pytest.approx(0.5)
+    actual[1] = np.nan
+    assert disagreement(actual, expected) == np.inf, "too few to tell"
+    assert disagreement(np.full(200, np.nan), expected) == np.inf

@@ -1,12 +1,15 @@
 """A peer in a process of its own: it answers, or it is said why not."""
 
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from benchmarks.peers.comparison import make_weights
 from benchmarks.peers.process import PeerFailed, PeerMissing, PeerProcess
 from benchmarks.peers.worker import load_peer
+from benchmarks.shapes import SMALL_LLAMA
 from tests.benchmarks.peers.conftest import Saved
 
 
@@ -36,6 +39,13 @@ def test_it_answers_until_a_question_kills_it(saved: Saved) -> None:
 def test_what_cannot_be_imported_is_missing(saved: Saved) -> None:
     with pytest.raises(PeerMissing, match=rf"No module named .*nobody'.*{sys.executable}"):
         start(saved, "nobody")
+
+
+@pytest.mark.slow
+def test_what_a_peer_does_not_have_is_missing(tmp_path: Path) -> None:
+    make_weights(SMALL_LLAMA, tmp_path)
+    with pytest.raises(PeerMissing, match=r"written for a GPT-2$"):
+        PeerProcess(sys.executable, "plain_torch", folder=tmp_path, dtype="float32", threads=1)
 
 
 @pytest.mark.slow

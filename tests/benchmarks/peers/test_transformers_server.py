@@ -12,9 +12,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.peers.contract import disagreement
+from benchmarks.peers.foreign_server import ServerMissing
 from benchmarks.peers.transformers_generate import logprobs
 from benchmarks.peers.transformers_server import (
-    ServerMissing,
     asking_transformers,
     check_usage,
     save_for_transformers,

@@ -1,0 +1,81 @@
+"""A server of others, as a process: started, waited for, ended with all that it started."""
+
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import httpx
+
+READY_SECONDS, LOOK_SECONDS, END_SECONDS = 900.0, 0.2, 20.0
+"""vLLM compiles its model before it is ready."""
+
+
+class ServerMissing(Exception):
+    """It did not start; the message has its last words."""
+
+
+def free_port() -> int:
+    """A port that is free now: not every server can be asked which one it took."""
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        port: int = listening.getsockname()[1]
+        return port
+
+
+@contextmanager
+def foreign_server(
+    command: Sequence[str], *, port: int, log: Path, environment: Mapping[str, str]
+) -> Iterator[str]:
+    """The URL of what `command` serves at `port`, ready when the block begins. Raises
+    ServerMissing."""
+    with log.open("w") as output:
+        try:
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env={**environment, "HF_HUB_OFFLINE": "1"},
+                start_new_session=True,  # to end what it has started too
+            )
+        except OSError as error:
+            raise ServerMissing(f"{command[0]} does not run: {error}") from error
+    try:
+        wait_until_ready(process, port, log)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        end(process)
+
+
+def end(process: "subprocess.Popen[bytes]") -> None:
+    """End a process that leads a group, politely, and then whoever is left of the group."""
+    process.terminate()
+    try:
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(END_SECONDS)
+    finally:  # also when we are interrupted once more
+        with suppress(ProcessLookupError):  # nobody is left
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def wait_until_ready(process: "subprocess.Popen[bytes]", port: int, log: Path) -> None:
+    end = time.monotonic() + READY_SECONDS
+    with httpx.Client(trust_env=False, timeout=5) as http:
+        while True:
+            try:
+                if http.get(f"http://127.0.0.1:{port}/health").status_code == 200:
+                    return
+            except httpx.TransportError:
+                code = process.poll()
+                if code is not None:
+                    last = "\n".join(log.read_text(errors="replace").splitlines()[-5:])
+                    raise ServerMissing(f"it ended with {code}:\n{last}") from None
+            if time.monotonic() > end:
+                raise ServerMissing(f"it was not ready after {READY_SECONDS:g} s")
+            time.sleep(LOOK_SECONDS)

@@ -1,0 +1,29 @@
+"""A Hugging Face folder of a GPT, for peers that read nothing else. Written by this project.
+
+Weights in float32, and a vocabulary of bytes of the right size: ids are asked for, never texts.
+"""
+
+from pathlib import Path
+
+from benchmarks.synthetic import RANDOM, synthetic_tokenizer
+from model.checkpoint.checkpoint import CheckpointInfo
+from model.convert.family import folder_family_of
+from model.convert.hf.export import write_folder
+from model.text.tokenizer import SPLIT_PATTERN
+from model.transformer.gpt import GPT
+
+
+def write_huggingface(folder: Path, gpt: GPT) -> None:
+    """Write the folder, which is not there yet. Raises ConvertError where no architecture of
+    theirs has this shape."""
+    info = CheckpointInfo(
+        path=folder,
+        name=folder.name,
+        config=gpt.config,
+        tokenizer=synthetic_tokenizer(gpt.config.vocab_size),
+        training=RANDOM,
+        files={},
+    )
+    family = folder_family_of(gpt.config, SPLIT_PATTERN)
+    folder.mkdir()
+    write_folder(folder, info, gpt, family, log=lambda line: None)

@@ -1,0 +1,199 @@
+"""OpenVINO GenAI's continuous batching, step by step: its scheduler, its sampler.
+
+The Hugging Face folder is exported by optimum-intel, in a process of its own so that no torch is
+left in this one. Each step is one call of `step()`, the reading of its tokens included. A prompt's
+time is that of requests for one token each; for decode the same prompts are asked for again, and
+nothing is measured until all of them decode. Nothing is reused between prompts.
+
+What it leaves to itself is set here: OpenVINO would keep keys and values in 8 bits whatever the
+weights are. They are float32 with float32; 16 bits with "bfloat16", whose weights are the float16
+that its exporter has; and 8 bits, its default, where the weights are quantized. Arithmetic is in
+bfloat16 where the processor has instructions for it and the dtype is not float32, else in float32.
+"int8" are 8 bits for each channel with a zero point, "int4" symmetric 4 bits in groups of 32, the
+head 8 bits.
+
+It tells log-probabilities of drawn tokens alone: so the check draws many tokens.
+"""
+
+import importlib.util
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import openvino
+import openvino_genai
+from numpy.typing import NDArray
+
+from benchmarks.peers.contract import Run
+from benchmarks.peers.weights import HUGGINGFACE, load_shape
+
+WEIGHTS = {
+    "float32": ("fp32",),
+    "bfloat16": ("fp16",),
+    "int8": ("int8",),
+    "int4": ("int4", "--sym", "--group-size", "32", "--ratio", "1.0"),
+}
+"""How optimum-intel is asked for the weights of a dtype."""
+STEP_TOKENS = 2048
+"""Tokens of prompts in one step, at most: as many as llama.cpp takes."""
+PAGE = 32
+"""Positions of a block of its cache, on a CPU."""
+SAMPLES = 256
+"""Tokens that the check draws."""
+
+
+def load(folder: Path, dtype: str, threads: int) -> "OpenVino":
+    if importlib.util.find_spec("optimum.intel") is None:
+        raise ImportError("No module named 'optimum.intel'")
+    exported = folder / f"openvino-{dtype}"
+    export(folder / HUGGINGFACE, exported, WEIGHTS[dtype])
+    return OpenVino(exported, load_shape(folder).vocab_size, properties(dtype, threads))
+
+
+def export(source: Path, target: Path, weights: tuple[str, ...]) -> None:
+    """A folder that OpenVINO GenAI reads. Raises CalledProcessError."""
+    command = [
+        sys.executable, "-c", "from optimum.commands.optimum_cli import main; main()",
+        "export", "openvino", "--model", str(source), "--task", "text-generation-with-past",
+        "--weight-format", *weights, str(target),
+    ]  # fmt: skip
+    subprocess.run(command, check=True, stdin=subprocess.DEVNULL)
+
+
+def properties(dtype: str, threads: int) -> dict[str, Any]:
+    """What OpenVINO is told of precisions and threads."""
+    has_bfloat16 = "BF16" in openvino.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
+    narrow = "bf16" if has_bfloat16 else "f16"
+    return {
+        "INFERENCE_NUM_THREADS": threads,
+        "INFERENCE_PRECISION_HINT": "bf16" if has_bfloat16 and dtype != "float32" else "f32",
+        "KV_CACHE_PRECISION": {"float32": "f32", "bfloat16": narrow}.get(dtype, "u8"),
+    }
+
+
+class OpenVino:
+    """One model; a pipeline for each size of question, one at a time."""
+
+    def __init__(self, exported: Path, vocab_size: int, properties: dict[str, Any]) -> None:
+        self._exported = exported
+        self._vocab_size = vocab_size
+        self._properties = properties
+        self._size: tuple[int, int, int] | None = None
+        self._pipeline: Any = None
+
+    @property
+    def about(self) -> str:
+        hint, cache = (
+            self._properties[f"{name}_PRECISION{end}"]
+            for name, end in (("INFERENCE", "_HINT"), ("KV_CACHE", ""))
+        )
+        version = openvino_genai.__version__
+        return f"OpenVINO GenAI {version}, continuous batching, computes in {hint}, cache {cache}"
+
+    def logprobs(self, ids: list[int]) -> NDArray[np.float64]:
+        # All but the last id are one step, and the last id is the next.
+        pipeline = self._sized(step_tokens=len(ids) - 1, sequences=SAMPLES, length=len(ids) + 1)
+        config = sampling(tokens=1, seed=0)
+        config.num_return_sequences = SAMPLES
+        config.logprobs = 1
+        handle = pipeline.add_request(0, tensor(ids), config)
+        steps = finish(pipeline)
+        assert steps == 2, f"the last id was not decoded by itself: {steps} steps"
+        row = np.full(self._vocab_size, np.nan)
+        for output in handle.read_all():
+            row[output.generated_ids[0]] = output.generated_log_probs[0]
+        return row
+
+    def run(self, prompts: list[list[int]], steps: int) -> Run:
+        length, batch = len(prompts[0]), len(prompts)
+        # The first sequences decode while the last of the prompts come in.
+        most = steps + batch + -(-batch * length // STEP_TOKENS) + 2
+        pipeline = self._sized(step_tokens=STEP_TOKENS, sequences=batch, length=length + most)
+        began = time.perf_counter()
+        handles = add(pipeline, prompts, tokens=1)
+        until(pipeline, handles, lambda came: all(came))
+        prefill_seconds = time.perf_counter() - began
+        finish(pipeline)
+        handles = add(pipeline, prompts, tokens=most)
+        until(pipeline, handles, lambda came: all(came))
+        step_seconds = []
+        for _ in range(steps):
+            began = time.perf_counter()
+            pipeline.step()
+            came = [taken(handle) for handle in handles]
+            step_seconds.append(time.perf_counter() - began)
+            assert came == [1] * batch, f"a step that is measured gave {came} tokens"
+        for handle in handles:
+            handle.cancel()
+        finish(pipeline)
+        return Run(prefill_seconds, step_seconds)
+
+    def _sized(self, *, step_tokens: int, sequences: int, length: int) -> Any:
+        """A pipeline with room for so many sequences of `length` positions. The cache is allocated
+        at once: growing it while it is measured is nothing that a server would do."""
+        size = (step_tokens, sequences, length)
+        if size != self._size:
+            self._pipeline = None  # frees the one before
+            scheduler = openvino_genai.SchedulerConfig()
+            scheduler.max_num_batched_tokens = step_tokens
+            scheduler.max_num_seqs = max(sequences, 1)
+            scheduler.num_kv_blocks = sequences * (-(-length // PAGE) + 1) + 1
+            scheduler.enable_prefix_caching = False
+            self._pipeline = openvino_genai.ContinuousBatchingPipeline(
+                self._exported, scheduler, "CPU", self._properties
+            )
+            self._size = size
+        return self._pipeline
+
+
+def sampling(*, tokens: int, seed: int) -> Any:
+    """Temperature 1, the whole vocabulary, no end but the length."""
+    config = openvino_genai.GenerationConfig()
+    config.do_sample = True
+    config.temperature = 1.0
+    config.top_k = 0
+    config.top_p = 1.0
+    config.rng_seed = seed
+    config.ignore_eos = True
+    config.max_new_tokens = tokens
+    return config
+
+
+def tensor(ids: list[int]) -> Any:
+    return openvino.Tensor(np.array([ids], dtype=np.int64))
+
+
+def add(pipeline: Any, prompts: list[list[int]], *, tokens: int) -> list[Any]:
+    return [
+        pipeline.add_request(index, tensor(ids), sampling(tokens=tokens, seed=index))
+        for index, ids in enumerate(prompts)
+    ]
+
+
+def taken(handle: Any) -> int:
+    """How many tokens are read of a request, with this."""
+    if not handle.can_read():
+        return 0
+    return sum(len(output.generated_ids) for output in handle.read().values())
+
+
+def until(pipeline: Any, handles: list[Any], enough: Callable[[list[int]], bool]) -> None:
+    """Steps until the tokens that came so far, of each request, are enough."""
+    came = [0] * len(handles)
+    while not enough(came):
+        assert pipeline.has_non_finished_requests(), f"requests ended after {came} tokens"
+        pipeline.step()
+        came = [count + taken(handle) for count, handle in zip(came, handles, strict=True)]
+
+
+def finish(pipeline: Any) -> int:
+    """Steps until nothing is left; how many."""
+    steps = 0
+    while pipeline.has_non_finished_requests():
+        pipeline.step()
+        steps += 1
+    return steps

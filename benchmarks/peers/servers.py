@@ -1,0 +1,140 @@
+"""vLLM and llama-server: how each is started on the models of `models.py`.
+
+A server is named as `vllm:bfloat16=PYTHON` or `llama-server:int8=BINARY`. Both are given as many
+slots as there are clients, as many threads as logitd, and their own defaults otherwise;
+llama-server a cache of just the positions that a stream takes, and flash attention.
+
+vLLM computes on a CPU in float32 and bfloat16; 8 and 4 bits would need weights that other programs
+quantize, and are not measured. It is given 4 GiB for keys and values.
+"""
+
+import os
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+from benchmarks.peers.foreign_server import ServerMissing, foreign_server, free_port
+from benchmarks.peers.weights import HUGGINGFACE
+
+VLLM, LLAMA_SERVER = "vllm", "llama-server"
+DTYPES = {
+    VLLM: ("bfloat16", "float32"),
+    LLAMA_SERVER: ("bfloat16", "float32", "int8", "int4"),
+}
+"""What each server computes in; the first where nothing is said."""
+VLLM_CACHE_GIB = 4
+CACHE_ROUNDING = 256
+"""llama.cpp rounds each sequence's cache up to a multiple of this."""
+
+
+@dataclass(frozen=True, slots=True)
+class PeerServer:
+    """A server to be started. `program` is vLLM's Python, or the binary."""
+
+    kind: str
+    dtype: str
+    program: str
+
+    @classmethod
+    def of_option(cls, option: str) -> Self:
+        """From `KIND[:DTYPE]=PROGRAM`. Raises ValueError."""
+        name, _, program = option.partition("=")
+        kind, colon, dtype = name.partition(":")
+        if kind not in DTYPES or not program:
+            raise ValueError(
+                f"{option!r} is not a server: write {' or '.join(DTYPES)}, and =PROGRAM"
+            )
+        dtype = dtype if colon else DTYPES[kind][0]
+        if dtype not in DTYPES[kind]:
+            raise ValueError(f"{kind} has {', '.join(DTYPES[kind])}, not {dtype!r}")
+        return cls(kind, dtype, program)
+
+    @property
+    def name(self) -> str:
+        return f"{self.kind}, {self.dtype}"
+
+    @property
+    def option(self) -> str:
+        """What `of_option` reads."""
+        return f"{self.kind}:{self.dtype}={self.program}"
+
+    @property
+    def gguf(self) -> str | None:
+        """The dtype of the GGUF file that it reads, or is made from; None: it reads another."""
+        if self.kind != LLAMA_SERVER:
+            return None
+        return "float32" if self.dtype == "int4" else self.dtype
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Room:
+    """What a server is started for: streams at once, positions of each, threads."""
+
+    slots: int
+    positions: int
+    threads: int
+
+
+@contextmanager
+def peer_server(peer: PeerServer, models: Path, room: Room) -> Iterator[str]:
+    """Its URL, ready when the block begins; `models` is what `models.py` wrote. Raises
+    ServerMissing."""
+    port = free_port()
+    environment = {key: value for key, value in os.environ.items() if key not in OURS}
+    if peer.kind == VLLM:
+        command = vllm_command(peer, models, room, port)
+        environment |= vllm_environment(room)
+    else:
+        command = llama_command(peer, gguf_of(peer, models, room), room, port)
+    log = models / f"{peer.kind}-{peer.dtype}.log"
+    with foreign_server(command, port=port, log=log, environment=environment) as url:
+        yield url
+
+
+OURS = {"OMP_NUM_THREADS", "PYTHONPATH"}
+"""Variables that this process may need and they should not have."""
+
+
+def vllm_command(peer: PeerServer, models: Path, room: Room, port: int) -> list[str]:
+    return [
+        peer.program, "-m", "vllm.entrypoints.openai.api_server",
+        "--model", str(models / HUGGINGFACE), "--dtype", peer.dtype,
+        "--max-model-len", str(room.positions), "--max-num-seqs", str(room.slots),
+        "--host", "127.0.0.1", "--port", str(port),
+    ]  # fmt: skip
+
+
+def vllm_environment(room: Room) -> dict[str, str]:
+    return {
+        "VLLM_CPU_OMP_THREADS_BIND": f"0-{room.threads - 1}",
+        "VLLM_CPU_KVCACHE_SPACE": str(VLLM_CACHE_GIB),
+        "VLLM_NO_USAGE_STATS": "1",
+    }
+
+
+def llama_command(peer: PeerServer, gguf: Path, room: Room, port: int) -> list[str]:
+    each = -(-room.positions // CACHE_ROUNDING) * CACHE_ROUNDING
+    return [
+        peer.program, "-m", str(gguf), "-np", str(room.slots), "-c", str(room.slots * each),
+        "-fa", "on", "-t", str(room.threads), "-tb", str(room.threads),
+        "--host", "127.0.0.1", "--port", str(port),
+    ]  # fmt: skip
+
+
+def gguf_of(peer: PeerServer, models: Path, room: Room) -> Path:
+    """The file that it reads; 4 bits are made by the `llama-quantize` beside it. Raises
+    ServerMissing."""
+    whole = models / f"{peer.gguf}.gguf"
+    if peer.dtype != "int4":
+        return whole
+    quantized, quantize = models / "int4.gguf", Path(peer.program).with_name("llama-quantize")
+    if not quantized.exists():
+        command = [str(quantize), str(whole), str(quantized), "q4_0", str(room.threads)]
+        try:
+            subprocess.run(command, check=True, capture_output=True)
+        except (OSError, subprocess.CalledProcessError) as error:
+            raise ServerMissing(f"4 bits need {quantize}: {error}") from error
+    return quantized

@@ -1,0 +1,83 @@
+"""The same model in every format: what each of them holds is held against the plain forward, or
+against the project's own exporters."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from benchmarks.peers.comparison import expected_logprobs, make_weights, random_prompts
+from benchmarks.peers.contract import disagreement
+from benchmarks.peers.models import main, write_models
+from benchmarks.peers.transformers_generate import logprobs
+from benchmarks.peers.weights import HUGGINGFACE, LOGITD
+from benchmarks.shapes import SHAPES, SMALL, SMALL_LLAMA, Shape
+from benchmarks.synthetic import config_of
+from model.checkpoint.checkpoint import load_checkpoint
+from model.convert.exporting import export_model
+from model.convert.family import family_of
+
+TWO = pytest.mark.parametrize("shape", [SMALL, SMALL_LLAMA], ids=["gpt2", "llama"])
+
+
+@pytest.fixture
+def written(tmp_path: Path, shape: Shape) -> Path:
+    write_models(tmp_path, shape, ["float32", "int8"])
+    return tmp_path
+
+
+@TWO
+def test_all_of_them_are_one_model(written: Path, shape: Shape, tmp_path: Path) -> None:
+    ids = random_prompts(1, 40, shape.vocab_size)[0]
+    again = tmp_path / "again"
+    again.mkdir()
+    expected = expected_logprobs(make_weights(shape, again), ids)
+    _, gpt = load_checkpoint(written / LOGITD, device=torch.device("cpu"), dtype=torch.float32)
+    assert np.array_equal(expected_logprobs(gpt, ids), expected)
+    theirs = AutoModelForCausalLM.from_pretrained(written / HUGGINGFACE).eval()
+    assert disagreement(logprobs(theirs, ids), expected) < 1e-4
+    assert not list(written.glob("*.npz")), "what the formats were made of is gone"
+
+
+@TWO
+def test_gguf_has_what_the_exporter_writes(written: Path, shape: Shape, tmp_path: Path) -> None:
+    """The tensors have the names and the order of channels that llama.cpp wants."""
+    export_model(written / LOGITD, tmp_path / "ours.gguf", to="gguf", pre="gpt-2")
+    theirs = {t.name: t.data for t in gguf.GGUFReader(tmp_path / "ours.gguf").tensors}
+    mine = {t.name: t.data for t in gguf.GGUFReader(written / "float32.gguf").tensors}
+    assert mine.keys() == theirs.keys()
+    for name, data in theirs.items():
+        assert np.array_equal(mine[name], data), name
+
+
+@TWO
+def test_gguf_of_8_bits_has_them_in_every_matrix(written: Path, shape: Shape) -> None:
+    kinds = {t.name: t.tensor_type.name for t in gguf.GGUFReader(written / "int8.gguf").tensors}
+    assert kinds["token_embd.weight"] == kinds["blk.1.ffn_down.weight"] == "Q8_0"
+    assert kinds["output_norm.weight"] == "F32"
+
+
+def test_nothing_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--shape", "small", "--out", str(tmp_path)])
+    assert "exists; nothing is overwritten" in capsys.readouterr().err
+
+
+def test_every_shape_is_one_that_others_have() -> None:
+    for name, shape in SHAPES.items():
+        assert family_of(config_of(shape)) == shape.family, name
+
+
+def test_long_prompts_fit_the_llamas() -> None:
+    llamas = [shape for name, shape in SHAPES.items() if name.startswith("llama")]
+    assert llamas
+    assert all(shape.context_length > 8192 for shape in llamas)
+
+
+def test_a_gpt2_has_no_widths_of_its_own() -> None:
+    with pytest.raises(ValueError, match="four times the width"):
+        replace(SMALL, d_ff=128)
