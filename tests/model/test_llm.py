@@ -79,6 +79,13 @@ def test_tokens_are_those_of_the_reference(llm: LLM, gpt: GPT, fields: dict[str,
         assert one.text == llm.tokenizer.decode([i for i in expected if i != END_OF_TEXT])
 
 
+def test_keys_and_values_can_be_kept_in_int8(checkpoint_path: Path, gpt: GPT) -> None:
+    with LLM(checkpoint_path, dtype="float32", kv_cache_dtype="int8") as rounded:
+        rows = rounded.logits(PROMPT)
+    exact = gpt(torch.tensor([IDS])).logits[0].numpy()
+    assert 1e-4 < np.abs(rows - exact).max() / exact.std() < 0.2
+
+
 def test_a_stream_gives_the_same_piece_by_piece(llm: LLM) -> None:
     params = SamplingParams(max_tokens=25, seed=1, logprobs=2)
     whole = llm.generate([PROMPT, "b"], params, n=2)

@@ -119,8 +119,9 @@ def test_the_number_of_slots_is_set_once(flags: tuple[str, ...], field: str) -> 
 def test_a_bound_on_what_quantizing_costs_is_one_of_what_is_quantized() -> None:
     assert serve().max_quantization_loss == "2%"
     for value in ("0.5%", "1", "any"):
-        found = serve("--quantize", "int4", "--max-quantization-loss", value)
-        assert found.max_quantization_loss == value
+        for quantized in (("--quantize", "int4"), ("--kv-cache-dtype", "int8")):
+            found = serve(*quantized, "--max-quantization-loss", value)
+            assert found.max_quantization_loss == value
     with pytest.raises(ValidationError, match="it bounds what --quantize costs, and quantize is"):
         serve("--max-quantization-loss", "any")
 
@@ -149,7 +150,8 @@ def test_the_default_address_is_reachable_from_this_machine_alone() -> None:
      ("kv_cache_memory", "0"), ("kv_cache_memory", "0%"), ("kv_cache_memory", "101%"),
      ("kv_cache_memory", "8 elephants"),
      ("target_gap", "3"), ("target_gap", "1x"), ("target_gap", "0ms"),
-     ("max_quantization_loss", "little"), ("max_quantization_loss", "-1%"), ("quantize", "int2")],
+     ("max_quantization_loss", "little"), ("max_quantization_loss", "-1%"), ("quantize", "int2"),
+     ("kv_cache_dtype", "int4")],
 )  # fmt: skip
 def test_impossible_values_are_refused(field: str, value: object) -> None:
     with pytest.raises(ValidationError) as caught:

@@ -25,6 +25,7 @@ from model.inference.engine.requests import (
 )
 from model.inference.errors import InvalidRequest
 from model.inference.interventions import Intervention, Operation, Span
+from model.inference.options import KVCacheDType
 from model.transformer.gpt import GPT, Block
 from model.transformer.stages import stages_of
 from tests.model.factories import FAMILIES, tiny_config, tiny_gpt
@@ -112,15 +113,21 @@ def test_every_stage_is_what_its_definition_says(exact: GPT, prefill_chunk: int)
         check_close(value, expected[name], name)
 
 
+@pytest.mark.parametrize("kept", get_args(KVCacheDType))
 def test_the_stream_the_weights_and_the_logits_are_those_of_their_own_endpoints_to_the_bit(
-    gpt: GPT,
+    gpt: GPT, kept: KVCacheDType
 ) -> None:
+    """Also where keys and values are read as they were rounded."""
+
+    def rows(output: Any) -> Tensor:
+        return rows_of(run(gpt, ask(output), kv_cache_dtype=kept)["a", 0])
+
     layers = range(gpt.config.n_layer)
-    stages = recorded(gpt, ask(Activations(stages=tuple(names(gpt)))))
-    states = rows_of(run(gpt, ask(HiddenStates(layers=tuple(range(len(layers) + 1)))))["a", 0])
+    stages = recorded(gpt, ask(Activations(stages=tuple(names(gpt)))), kv_cache_dtype=kept)
+    states = rows(HiddenStates(layers=tuple(range(len(layers) + 1))))
     weights = AttentionWeights(layers=tuple(layers), heads=tuple(range(gpt.config.n_head)))
-    probs = rows_of(run(gpt, ask(weights))["a", 0])
-    assert torch.equal(stages["logits"], rows_of(run(gpt, ask(Logits()))["a", 0]))
+    probs = rows(weights)
+    assert torch.equal(stages["logits"], rows(Logits()))
     assert torch.equal(stages["embedding"], states[:, 0])
     for layer in layers:
         assert torch.equal(stages[f"blocks.{layer}.output"], states[:, layer + 1])

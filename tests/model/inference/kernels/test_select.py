@@ -6,7 +6,7 @@ import platform
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -30,12 +30,13 @@ from model.inference.kernels.select import (
     DTypeChoice,
     KernelError,
     auto_dtype,
+    check_kv_cache_dtype,
     choose_decode_path,
     choose_dtype,
     cuda_path,
 )
 from model.inference.kv_cache import KVCache
-from model.inference.options import Quantization
+from model.inference.options import KVCacheDType, Quantization
 from model.processor import bfloat16_instructions, processor_features
 from model.transformer.gpt import GPT
 from tests.model.factories import tiny_config, tiny_gpt
@@ -248,6 +249,14 @@ def test_a_gpu_computes_in_plain_torch_where_that_is_asked_for() -> None:
     assert (path.make_decoder, path.name, path.note) == (PlainDecoder, "torch", None)
     with pytest.raises(KernelError, match="kernels is torch, whose bits depend on the batch"):
         cuda_path("torch", batch_invariant=True)
+
+
+def test_keys_and_values_in_int8_are_for_a_cpu() -> None:
+    for kept in get_args(KVCacheDType):
+        check_kv_cache_dtype(kept, CPU)
+    check_kv_cache_dtype("auto", torch.device("cuda:1"))
+    with pytest.raises(KernelError, match=r"int8, which is computed on a CPU, .* is cuda:1: set"):
+        check_kv_cache_dtype("int8", torch.device("cuda:1"))
 
 
 def test_a_cpu_is_batch_invariant_in_any_case() -> None:
