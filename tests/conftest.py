@@ -9,11 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.made_once import share_certificates, share_vocabularies
 from tests.model.factories import save_tiny_checkpoint
 from tests.profiles import register_profiles
 from tests.zygote import end
 
 register_profiles()
+share_vocabularies()
 
 MATPLOTLIB = "matplotlib.figure"
 """What draws the picture of a run. Where it is not installed, there is none."""
@@ -24,6 +26,12 @@ def one_thread() -> None:
     """Models of a few kilobytes: a second thread would only spin, and take a core from a server
     under test."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_authority(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Nothing here is far away, and to read all certificates takes longer than most tests do."""
+    share_certificates(tmp_path_factory.mktemp("certificates") / "first.pem")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -1,0 +1,48 @@
+"""Made once: what takes tens of milliseconds, and what tests make by the hundred.
+
+Covers the compiled form of a vocabulary (20 ms, for each checkpoint that is opened) and the
+certificates that httpx reads for each client (40 ms, of plain HTTP too). What was made of the same
+arguments is given again, as it only answers and never changes; nothing stands in for it. Does not
+cover processes that tests start, which do as they do everywhere.
+"""
+
+from collections.abc import Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import certifi
+from tiktoken import _tiktoken  # type: ignore[attr-defined]  # compiled, without a stub
+
+VOCABULARIES = 64
+"""So many are kept. Tests have about twenty, beside those that are drawn at random."""
+
+END_OF_CERTIFICATE = "-----END CERTIFICATE-----\n"
+
+compile_vocabulary = _tiktoken.CoreBPE
+
+
+def share_vocabularies() -> None:
+    """From now on, in this process, tiktoken compiles each vocabulary once."""
+    _tiktoken.CoreBPE = _shared
+
+
+def share_certificates(path: Path) -> None:
+    """From now on, in this process, httpx trusts one authority, which is read in a moment; it is
+    written to `path`. No test asks a server that the others have signed for."""
+    authorities = Path(certifi.where()).read_text(encoding="utf-8")
+    first = authorities.partition(END_OF_CERTIFICATE)[0] + END_OF_CERTIFICATE
+    path.write_text(first, encoding="utf-8")
+    certifi.where = lambda: str(path)
+
+
+def _shared(ranks: Mapping[bytes, int], special_tokens: Mapping[str, int], pattern: str) -> Any:
+    """In the order of `CoreBPE`. An error is raised again each time."""
+    return _compiled(frozenset(ranks.items()), frozenset(special_tokens.items()), pattern)
+
+
+@lru_cache(VOCABULARIES)
+def _compiled(
+    ranks: frozenset[tuple[bytes, int]], special_tokens: frozenset[tuple[str, int]], pattern: str
+) -> Any:
+    return compile_vocabulary(dict(ranks), dict(special_tokens), pattern)

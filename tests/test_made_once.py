@@ -1,0 +1,52 @@
+"""Tests of what is made once: equal vocabularies are one, and different ones stay different."""
+
+import httpx
+import pytest
+import tiktoken
+
+from model.text.tokenizer import SPLIT_PATTERN
+
+BYTES = {bytes([byte]): byte for byte in range(256)}
+
+
+def encoding(
+    ranks: dict[bytes, int] = BYTES,
+    pattern: str = SPLIT_PATTERN,
+    special: dict[str, int] | None = None,
+) -> tiktoken.Encoding:
+    return tiktoken.Encoding(
+        "any", pat_str=pattern, mergeable_ranks=ranks, special_tokens=special or {}
+    )
+
+
+def test_an_equal_vocabulary_is_not_compiled_again() -> None:
+    assert encoding()._core_bpe is encoding(dict(reversed(BYTES.items())))._core_bpe
+
+
+def test_whatever_differs_is_another_vocabulary() -> None:
+    plain = encoding()
+    merged = encoding({**BYTES, b"ab": 256})
+    letters = encoding({**BYTES, b"ab": 256}, pattern=".")
+    special = encoding(special={"<|end|>": 256})
+    named = encoding(special={"<|end|>": 257})
+
+    assert plain.encode_ordinary("ab") == [97, 98]
+    assert merged.encode_ordinary("ab") == [256]
+    assert letters.encode_ordinary("ab") == [97, 98]
+    assert special.encode("<|end|>", allowed_special="all") == [256]
+    assert named.encode("<|end|>", allowed_special="all") == [257]
+
+
+def test_a_broken_one_is_refused_each_time() -> None:
+    for _ in range(2):
+        with pytest.raises(ValueError, match="parenthesis"):
+            encoding(pattern="(")
+
+
+def test_a_client_trusts_hardly_anybody() -> None:
+    with httpx.Client(trust_env=False) as client:
+        transport = client._transport
+        assert isinstance(transport, httpx.HTTPTransport)
+        context = transport._pool._ssl_context
+        assert context is not None
+        assert len(context.get_ca_certs()) == 1
