@@ -58,6 +58,6 @@ def test_gpt2_small_is_as_published() -> None:
 def test_the_share_is_of_the_rate_that_was_measured() -> None:
     assert Meter(flops_per_token=2e6, matrix_rate=1e9).share(250) == 0.5
     config = _config(24)
-    meter = Meter.measure(config, PLACEMENT)
+    meter = Meter.measure(config, Placement(torch.device("cpu"), torch.float32, 1))
     assert meter.flops_per_token == flops_per_token(config)
     assert meter.matrix_rate > 1e8
