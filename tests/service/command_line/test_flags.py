@@ -1,6 +1,7 @@
 """Flags as plain data: every word and every choice that help and completion name is understood."""
 
 from dataclasses import dataclass
+from itertools import chain
 from typing import Annotated, Literal
 
 import pytest
@@ -33,18 +34,27 @@ def example(flag: Flag) -> list[str]:
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_word_is_understood(command: str) -> None:
-    for flag in flags_of(COMMANDS[command]):
-        for word in flag.words:
-            assert "error parsing CLI" not in refusal(command, word, *example(flag)), word
-    assert "error parsing CLI" in refusal(command, "--no-such-word")
+    """All on one command line: to make the parser takes longer than to parse a hundred words."""
+    words = [
+        word
+        for flag in flags_of(COMMANDS[command])
+        for name in flag.words
+        for word in (name, *example(flag))
+    ]
+    assert "error parsing CLI" not in refusal(command, *words)
+    assert "error parsing CLI" in refusal(command, *words, "--no-such-word")
 
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_choice_is_one(command: str) -> None:
-    for flag in flags_of(COMMANDS[command]):
-        for choice in flag.choices if flag.words else ():
-            said = refusal(command, flag.words[0], choice)
-            assert "Input should be" not in said, (flag.words, choice, said)
+    """The first of every flag together, then the second of those that have one, and so on."""
+    choosing = [flag for flag in flags_of(COMMANDS[command]) if flag.words and flag.choices]
+    for nth in range(max((len(flag.choices) for flag in choosing), default=0)):
+        chosen = [
+            (flag.words[0], flag.choices[nth]) for flag in choosing if nth < len(flag.choices)
+        ]
+        said = refusal(command, *chain.from_iterable(chosen))
+        assert "Input should be" not in said, (chosen, said)
 
 
 @pytest.mark.parametrize("command", COMMANDS)
