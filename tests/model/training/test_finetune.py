@@ -19,7 +19,6 @@ from model.training.presets import PRESETS, Recipe
 from model.training.resolve import resolve_config
 from model.training.run.directory import RunDirectory
 from model.training.run.state import read_state
-from model.training.step import flops
 from model.training.trainer import TrainingResult, train
 from model.transformer.config import MODERN, GPTConfig, RopeScaling
 from tests.model.factories import save_tiny_checkpoint, tiny_config, tiny_gpt
@@ -83,15 +82,8 @@ def held_out(text: Path, path: Path) -> Path:
 
 @pytest.mark.parametrize(("lora", "dtype"), [(None, "float32"), (4, "float32"), (4, "bfloat16")])
 def test_a_run_begins_with_the_loss_of_the_checkpoint_and_lowers_it(
-    tune: Tune,
-    base: Path,
-    text: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    lora: int | None,
-    dtype: Any,
+    tune: Tune, base: Path, text: Path, tmp_path: Path, lora: int | None, dtype: Any
 ) -> None:
-    monkeypatch.setattr(flops, "RATE_WIDTH", 64)  # in bfloat16 wider products can take seconds
     result = train(tune(lora=lora, dtype=dtype))
     losses = evaluations(result)
     found = text_loss(
