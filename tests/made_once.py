@@ -1,7 +1,8 @@
 """Made once: what takes tens of milliseconds, and what tests make by the hundred.
 
-Covers the compiled form of a vocabulary (20 ms, for each checkpoint that is opened) and the
-certificates that httpx reads for each client (40 ms, of plain HTTP too). What was made of the same
+Covers the compiled forms of a vocabulary (20 ms for each checkpoint that is opened, 40 ms more for
+what constraints need of it) and the certificates that httpx reads for each client (40 ms, of plain
+HTTP too). What was made of the same
 arguments is given again, as it only answers and never changes; nothing stands in for it. Does not
 cover processes that tests start, which do as they do everywhere.
 """
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import certifi
+import llguidance
 from tiktoken import _tiktoken  # type: ignore[attr-defined]  # compiled, without a stub
 
 VOCABULARIES = 64
@@ -20,11 +22,30 @@ VOCABULARIES = 64
 END_OF_CERTIFICATE = "-----END CERTIFICATE-----\n"
 
 compile_vocabulary = _tiktoken.CoreBPE
+compile_for_constraints = llguidance.LLTokenizer.from_tiktoken  # type: ignore[attr-defined]
 
 
 def share_vocabularies() -> None:
-    """From now on, in this process, tiktoken compiles each vocabulary once."""
+    """From now on, in this process, tiktoken and llguidance compile each vocabulary once."""
     _tiktoken.CoreBPE = _shared
+    llguidance.LLTokenizer = SharedForConstraints  # type: ignore[assignment,misc]
+
+
+class SharedForConstraints:
+    """Of `llguidance.LLTokenizer` what a `Compiler` uses."""
+
+    @staticmethod
+    def from_tiktoken(
+        *,
+        encoder: Mapping[bytes, int],
+        special_tokens: Mapping[str, int],
+        pattern: str,
+        eos_token: int,
+        n_vocab: int,
+    ) -> llguidance.LLTokenizer:
+        """The same object for the same vocabulary. An error is raised again each time."""
+        assert not special_tokens
+        return _compiled_for_constraints(frozenset(encoder.items()), pattern, eos_token, n_vocab)
 
 
 def share_certificates(path: Path) -> None:
@@ -46,3 +67,16 @@ def _compiled(
     ranks: frozenset[tuple[bytes, int]], special_tokens: frozenset[tuple[str, int]], pattern: str
 ) -> Any:
     return compile_vocabulary(dict(ranks), dict(special_tokens), pattern)
+
+
+@lru_cache(VOCABULARIES)
+def _compiled_for_constraints(
+    encoder: frozenset[tuple[bytes, int]], pattern: str, eos_token: int, n_vocab: int
+) -> llguidance.LLTokenizer:
+    return compile_for_constraints(
+        encoder=dict(encoder),
+        special_tokens={},
+        pattern=pattern,
+        eos_token=eos_token,
+        n_vocab=n_vocab,
+    )

@@ -3,6 +3,7 @@
 import ast
 import sys
 from collections.abc import Iterable, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -298,6 +299,7 @@ def modules(package: str) -> Iterator[tuple[str, set[str]]]:
         yield name, imports(path.read_text(encoding="utf-8"))
 
 
+@cache  # several tests read all of them
 def imports(source: str) -> set[str]:
     """What a source imports, inside functions too: modules, and names of them as `module.name`."""
     found: set[str] = set()

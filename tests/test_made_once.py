@@ -1,10 +1,13 @@
 """Tests of what is made once: equal vocabularies are one, and different ones stay different."""
 
 import httpx
+import numpy as np
 import pytest
 import tiktoken
 
-from model.text.tokenizer import SPLIT_PATTERN
+from model.inference.constraints.compiler import Compiler, Source
+from model.text.tokenizer import SPLIT_PATTERN, Tokenizer
+from tests.model.factories import byte_tokenizer
 
 BYTES = {bytes([byte]): byte for byte in range(256)}
 
@@ -35,6 +38,21 @@ def test_whatever_differs_is_another_vocabulary() -> None:
     assert letters.encode_ordinary("ab") == [97, 98]
     assert special.encode("<|end|>", allowed_special="all") == [256]
     assert named.encode("<|end|>", allowed_special="all") == [257]
+
+
+def test_constraints_of_one_vocabulary_are_not_those_of_another() -> None:
+    plain = byte_tokenizer()
+    merged = Tokenizer(
+        ranks={**plain.ranks, b"ab": 257},
+        pattern=plain.pattern,
+        special_tokens=plain.special_tokens,
+    )
+    choice = Source("choice", '["ab"]')
+
+    assert Compiler(plain)._vocabulary is Compiler(byte_tokenizer())._vocabulary
+    for tokenizer, first in ((plain, {97}), (merged, {257})):
+        matcher = Compiler(tokenizer).compile(choice).matcher()
+        assert set(np.flatnonzero(matcher.allowed())) == first
 
 
 def test_a_broken_one_is_refused_each_time() -> None:
