@@ -14,7 +14,7 @@ from hypothesis import settings
 
 THOROUGH = 100
 FULL = 50
-FAST = 10
+FAST = 6
 
 
 def register_profiles() -> None:

@@ -115,7 +115,13 @@ def test_a_vocabulary_that_lacks_bytes_is_the_same_there(
     assert str(there.value) == str(here.value)
 
 
-@pytest.mark.parametrize("name", HOSTILE)
+LONG = {"large"}
+"""Takes seconds. The fast tests ask it of a server."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in LONG)) for name in HOSTILE]
+)
 def test_what_would_end_a_process_is_refused_and_the_next_is_checked(
     checker: Checker, name: str
 ) -> None:

@@ -269,7 +269,11 @@ def two_threads() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("two_threads")
-@pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)],
+    ids=["float32", "bfloat16"],
+)
 def test_company_changes_no_bit_with_two_threads(dtype: torch.dtype) -> None:
     """Wide enough that torch divides products and activations between the threads."""
     gpt = shape("modern", dtype, d_model=160, d_ff=1000, n_layer=1)
