@@ -2,9 +2,8 @@
 
 Covers the compiled forms of a vocabulary (20 ms for each checkpoint that is opened, 40 ms more for
 what constraints need of it) and the certificates that httpx reads for each client (40 ms, of plain
-HTTP too). What was made of the same
-arguments is given again, as it only answers and never changes; nothing stands in for it. Does not
-cover processes that tests start, which do as they do everywhere.
+HTTP too). What was made of the same arguments is given again, as it only answers and never changes;
+nothing stands in for it. Does not cover processes that tests start, which do as they do everywhere.
 """
 
 from collections.abc import Mapping

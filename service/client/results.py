@@ -553,10 +553,12 @@ class TokenizerInfo:
 
 @dataclass(frozen=True, slots=True)
 class QuantizationInfo:
-    """What rounding the weights costs in bits per byte of `text`, in which `relative_loss` 0.001 is
-    0.1 %. The numbers are None where nothing was measured, and `text` then says why."""
+    """What rounding weights (`kind`), or keys and values, costs in bits per byte of `text`, in which
+    `relative_loss` 0.001 is 0.1 %. The numbers are None where nothing was measured, and `text` then
+    says why."""
 
     kind: str
+    kv_cache_dtype: str
     relative_loss: float | None
     bits_per_byte: float | None
     exact_bits_per_byte: float | None
