@@ -16,8 +16,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
+import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import GenerationConfig, PreTrainedTokenizerFast
 
 from benchmarks.peers.foreign_server import foreign_server, free_port
 from benchmarks.peers.transformers_continuous import PAGE, PREFILL_TOKENS
@@ -33,14 +33,14 @@ def save_for_transformers(weights: Path, folder: Path, dtype: str) -> None:
 
     shape, _ = load_weights(weights)
     gpt2 = load_gpt2(weights, getattr(torch, dtype))
-    gpt2.generation_config = GenerationConfig(
+    gpt2.generation_config = transformers.GenerationConfig(
         do_sample=True, temperature=1.0, top_k=0, top_p=1.0, pad_token_id=0
     )
     gpt2.save_pretrained(folder)
     words = {word(index): index for index in range(shape.vocab_size)}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token=word(0)))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
 
 
 def word(token_id: int) -> str:

@@ -553,9 +553,9 @@ class TokenizerInfo:
 
 @dataclass(frozen=True, slots=True)
 class QuantizationInfo:
-    """What rounding weights (`kind`), or keys and values, costs in bits per byte of `text`, in which
-    `relative_loss` 0.001 is 0.1 %. The numbers are None where nothing was measured, and `text` then
-    says why."""
+    """What rounding weights (`kind`), or keys and values, costs in bits per byte of `text`: of
+    `relative_loss` 0.001 is 0.1 %. The numbers are None where nothing was measured, and `text`
+    then says why."""
 
     kind: str
     kv_cache_dtype: str

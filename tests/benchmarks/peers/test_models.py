@@ -8,7 +8,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+import transformers
 
 from benchmarks.peers.comparison import expected_logprobs, make_weights, random_prompts
 from benchmarks.peers.contract import disagreement
@@ -38,7 +38,7 @@ def test_all_of_them_are_one_model(written: Path, shape: Shape, tmp_path: Path) 
     expected = expected_logprobs(make_weights(shape, again), ids)
     _, gpt = load_checkpoint(written / LOGITD, device=torch.device("cpu"), dtype=torch.float32)
     assert np.array_equal(expected_logprobs(gpt, ids), expected)
-    theirs = AutoModelForCausalLM.from_pretrained(written / HUGGINGFACE).eval()
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(written / HUGGINGFACE).eval()
     assert disagreement(logprobs(theirs, ids), expected) < 1e-4
     assert not list(written.glob("*.npz")), "what the formats were made of is gone"
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import httpx
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+import transformers
 
 from benchmarks.peers.contract import disagreement
 from benchmarks.peers.foreign_server import ServerMissing
@@ -34,7 +34,7 @@ def folder(saved: Saved, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_folder_is_the_same_model(folder: Path, saved: Saved) -> None:
-    gpt2 = AutoModelForCausalLM.from_pretrained(folder).eval()
+    gpt2 = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
     assert disagreement(logprobs(gpt2, saved.ids), saved.expected) < 1e-4
     config = gpt2.generation_config
     assert (config.do_sample, config.temperature, config.top_k, config.top_p) == (True, 1, 0, 1)
@@ -42,7 +42,7 @@ def test_the_folder_is_the_same_model(folder: Path, saved: Saved) -> None:
 
 
 def test_a_text_has_the_ids_that_it_was_made_of(folder: Path) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     ids = torch.randint(300, (50,)).tolist()
     assert tokenizer(text_of(ids))["input_ids"] == ids
     assert str(tokenizer.decode(ids)).split() == text_of(ids).split()

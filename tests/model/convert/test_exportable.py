@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from hypothesis import assume, given, reject
 from torch.testing import assert_close
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from model.convert.exportable import describe, gguf_objections, hf_objections
 from model.convert.exporting import export_model
@@ -148,11 +148,11 @@ def test_an_exportable_run_leaves_for_every_format_that_it_promised(
     info, gpt = loaded(run / "best")
     # 1) As a Hugging Face folder: the same logits.
     export_model(run / "best", tmp_path / "theirs", to="hf")
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "theirs").eval()
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "theirs").eval()
     assert model.config.model_type == name.partition("-")[0]
     assert line.startswith("export: --to hf writes this model, as ")
     ids = info.tokenizer.encode("She said: 12 days.\n")
-    assert AutoTokenizer.from_pretrained(tmp_path / "theirs")("She said: 12 days.\n")[
+    assert transformers.AutoTokenizer.from_pretrained(tmp_path / "theirs")("She said: 12 days.\n")[
         "input_ids"
     ] == list(ids)
     row = torch.tensor([ids])

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch.testing import assert_close
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from model.checkpoint.checkpoint import CheckpointError
 from model.convert.exporting import export_model
@@ -77,8 +77,8 @@ def test_transformers_computes_the_same_and_so_does_the_way_back(
     gpt = tiny_gpt(tiny_config(vocab_size=tokenizer.vocab_size, n_layer=2, **SHAPES[shape]))
     save_tiny_checkpoint(tmp_path / "ours", gpt=gpt, tokenizer=tokenizer)
     export_model(tmp_path / "ours", tmp_path / "theirs", to="hf")
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "theirs").eval()
-    theirs = AutoTokenizer.from_pretrained(tmp_path / "theirs")
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "theirs").eval()
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "theirs")
     assert model.config.model_type == shape.partition("-")[0]
     assert model.get_input_embeddings().weight.shape[0] == tokenizer.vocab_size  # no padding
     text = 'null {"a": 12.5e}, [abc]\n\n é€😀 def'
@@ -101,9 +101,9 @@ def test_qwen2_with_its_own_way_to_cut_texts(tmp_path: Path) -> None:
     import_model(tmp_path / "source", tmp_path / "ours")
     info, gpt = loaded(tmp_path / "ours")
     export_model(tmp_path / "ours", tmp_path / "theirs", to="hf")
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "theirs").eval()
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "theirs").eval()
     assert model.config.model_type == "qwen2"
-    theirs = AutoTokenizer.from_pretrained(tmp_path / "theirs")
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "theirs")
     ids = info.tokenizer.encode(SAMPLE)
     assert theirs(SAMPLE)["input_ids"] == ids
     given = torch.tensor([ids])
@@ -147,7 +147,7 @@ def test_a_chat_template_goes_along_and_comes_back(tmp_path: Path) -> None:
         tmp_path / "ours", gpt=gpt, tokenizer=chat_tokenizer(), chat_template=CHAT_TEMPLATE
     )
     export_model(tmp_path / "ours", tmp_path / "theirs", to="hf")
-    theirs = AutoTokenizer.from_pretrained(tmp_path / "theirs")
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "theirs")
     written = theirs.apply_chat_template([{"role": "user", "content": "Hi"}], tokenize=False)
     assert "<|im_start|>user\nHi<|im_end|>" in written
     import_model(tmp_path / "theirs", tmp_path / "again")
@@ -163,7 +163,7 @@ def test_characters_go_and_come_back(tmp_path: Path) -> None:
     lines: list[str] = []
     export_model(tmp_path / "ours", tmp_path / "theirs", to="hf", log=lines.append)
     assert "253 of the 256 bytes are not tokens" in lines[0]
-    theirs = AutoTokenizer.from_pretrained(tmp_path / "theirs")
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "theirs")
     assert theirs("é 😀a\n")["input_ids"] == [1, 4, 2, 0, 3]
     import_model(tmp_path / "theirs", tmp_path / "again")
     info, again = loaded(tmp_path / "again")
@@ -179,7 +179,7 @@ def test_numbers_are_the_stored_ones_or_those_asked_for(dtype: str, tmp_path: Pa
     export_model(tmp_path / "ours", tmp_path / "theirs", to="hf")
     export_model(tmp_path / "ours", tmp_path / "wide", to="hf", dtype="float32")
     for folder, expected in (("theirs", numbers), ("wide", torch.float32)):
-        model = AutoModelForCausalLM.from_pretrained(tmp_path / folder)
+        model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / folder)
         assert model.dtype == expected
 
 
@@ -195,7 +195,7 @@ def test_characters_between_special_tokens_keep_their_ids(tmp_path: Path) -> Non
     gpt = tiny_gpt(tiny_config(vocab_size=6, n_layer=1))
     save_tiny_checkpoint(tmp_path / "ours", gpt=gpt, tokenizer=tokenizer)
     export_model(tmp_path / "ours", tmp_path / "theirs", to="hf")
-    theirs = AutoTokenizer.from_pretrained(tmp_path / "theirs")
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "theirs")
     assert theirs("éab")["input_ids"] == tokenizer.encode("éab") == [2, 1, 4]
     assert theirs("<pad>a[SEP]b<eos>")["input_ids"] == [0, 1, 3, 4, 5]
     assert theirs.decode([0, 1, 2, 3]) == "<pad>aé[SEP]"
@@ -216,7 +216,7 @@ def test_words_become_a_vocabulary_of_words(joined: bool, tmp_path: Path) -> Non
     gpt = tiny_gpt(tiny_config(vocab_size=len(words), n_layer=1))
     save_tiny_checkpoint(tmp_path / "ours", gpt=gpt, tokenizer=tokenizer)
     export_model(tmp_path / "ours", tmp_path / "theirs", to="hf")
-    theirs = AutoTokenizer.from_pretrained(tmp_path / "theirs")
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "theirs")
     text = "the cat\nit's the cat sat" if joined else "the cat\nit's the  cat ."
     ids = tokenizer.encode(text)
     assert theirs(text)["input_ids"] == ids

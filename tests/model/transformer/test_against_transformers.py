@@ -10,20 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor
 from torch.testing import assert_close
-from transformers import (
-    GPT2Config,
-    GPT2LMHeadModel,
-    GPTNeoXConfig,
-    GPTNeoXForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    OPTConfig,
-    OPTForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
 
 from model.convert.foreign import Settings, StateDictReader
 from model.convert.hf.neox import read_neox
@@ -42,8 +31,8 @@ Case = tuple[GPT, torch.nn.Module]
 
 
 def gpt2() -> Case:
-    theirs = GPT2LMHeadModel(
-        GPT2Config(
+    theirs = transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(
             vocab_size=VOCAB_SIZE,
             n_positions=64,
             n_layer=3,
@@ -84,11 +73,15 @@ def gpt2() -> Case:
 
 
 def llama(**overrides: Any) -> Case:
-    return llama_shaped(LlamaForCausalLM, LlamaConfig, qk_norm=False, **overrides)
+    return llama_shaped(
+        transformers.LlamaForCausalLM, transformers.LlamaConfig, qk_norm=False, **overrides
+    )
 
 
 def qwen3(**overrides: Any) -> Case:
-    return llama_shaped(Qwen3ForCausalLM, Qwen3Config, qk_norm=True, **overrides)
+    return llama_shaped(
+        transformers.Qwen3ForCausalLM, transformers.Qwen3Config, qk_norm=True, **overrides
+    )
 
 
 def llama_shaped(
@@ -175,8 +168,8 @@ def rope(scaling: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def neox(share: float = 0.25, scaling: Mapping[str, Any] | None = None, **overrides: Any) -> Case:
-    theirs = GPTNeoXForCausalLM(
-        GPTNeoXConfig(
+    theirs = transformers.GPTNeoXForCausalLM(
+        transformers.GPTNeoXConfig(
             vocab_size=VOCAB_SIZE,
             max_position_embeddings=64,
             num_hidden_layers=3,
@@ -192,8 +185,8 @@ def neox(share: float = 0.25, scaling: Mapping[str, Any] | None = None, **overri
 
 
 def opt(**overrides: Any) -> Case:
-    theirs = OPTForCausalLM(
-        OPTConfig(
+    theirs = transformers.OPTForCausalLM(
+        transformers.OPTConfig(
             vocab_size=VOCAB_SIZE,
             max_position_embeddings=64,
             num_hidden_layers=3,

@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch.testing import assert_close
-from transformers import GPTNeoXConfig, LlamaConfig
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from model.transformer.config import ConfigError, RopeScaling
 from model.transformer.rotary import angles_per_position, rotary_tables, rotate
@@ -49,12 +48,12 @@ def test_angles_are_those_of_transformers(
     }
     if turning != head_dim:
         parameters["partial_rotary_factor"] = turning / head_dim
-    make: Any = LlamaConfig if turning == head_dim else GPTNeoXConfig
+    make: Any = transformers.LlamaConfig if turning == head_dim else transformers.GPTNeoXConfig
     theirs = make(
         rope_parameters=parameters, num_attention_heads=4, hidden_size=4 * head_dim,
         head_dim=head_dim,
     )  # fmt: skip
-    expected, factor = ROPE_INIT_FUNCTIONS[scaling["kind"]](theirs)
+    expected, factor = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS[scaling["kind"]](theirs)
     config = tiny_config(
         positions="rotary", head_dim=head_dim, rotary_dim=turning, rope_theta=500_000.0,
         rope_scaling=scaling,

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch import Tensor, nn
 from torch.testing import assert_close
-from transformers import GPTNeoXForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from model.transformer.attention import RecordingAttend
 from model.transformer.gpt import GPT
@@ -205,7 +205,7 @@ def test_every_stage_is_what_transformer_lens_calls_so(
     bridge = pytest.importorskip("transformer_lens.model_bridge").TransformerBridge
     gpt, theirs = make()
     gpt, theirs = gpt.double(), theirs.double()
-    assert isinstance(theirs, PreTrainedModel)
+    assert isinstance(theirs, transformers.PreTrainedModel)
     theirs.save_pretrained(tmp_path)
     any_tokenizer().save_pretrained(tmp_path)
     lens = bridge.boot_transformers(
@@ -227,7 +227,7 @@ def test_every_stage_is_what_transformer_lens_calls_so(
             missed.add(kind)
             continue
         value = cache[name][0]
-        if isinstance(theirs, GPTNeoXForCausalLM) and kind in ("q_raw", "k_raw"):
+        if isinstance(theirs, transformers.GPTNeoXForCausalLM) and kind in ("q_raw", "k_raw"):
             rotated = 2 * len(theirs.gpt_neox.rotary_emb.inv_freq)
             value = value[..., rotated_over_the_head(rotated)]
         value = value.transpose(0, 1) if stage.kind.axes[-1] == "T" else value
@@ -235,10 +235,10 @@ def test_every_stage_is_what_transformer_lens_calls_so(
     assert missed == without
 
 
-def any_tokenizer() -> PreTrainedTokenizerFast:
+def any_tokenizer() -> "transformers.PreTrainedTokenizerFast":
     """What that library wants to find beside a model, whatever it says."""
     words = {str(number): number for number in range(VOCAB_SIZE)}
-    return PreTrainedTokenizerFast(
+    return transformers.PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer(WordLevel(words, unk_token="0")), bos_token="1", eos_token="2"
     )
 
