@@ -83,7 +83,7 @@ def test_keys_and_values_can_be_kept_in_int8(checkpoint_path: Path, gpt: GPT) ->
     with LLM(checkpoint_path, dtype="float32", kv_cache_dtype="int8") as rounded:
         rows = rounded.logits(PROMPT)
     exact = gpt(torch.tensor([IDS])).logits[0].numpy()
-    assert 1e-4 < np.abs(rows - exact).max() / exact.std() < 0.2
+    assert 1e-4 < np.abs(rows - exact).mean() / exact.std() < 0.1
 
 
 def test_a_stream_gives_the_same_piece_by_piece(llm: LLM) -> None:

@@ -257,27 +257,33 @@ def test_keys_and_values_in_int8_are_what_the_twin_makes_of_them(
     library: ctypes.CDLL, family: str, head_dim: int, threads: int
 ) -> None:
     """Prompt and steps behind it. Two that differ by a rounding may round to other steps: of what
-    is kept few numbers do, and by one step."""
-    gpt, ids = tiny_gpt(native_config(family, head_dim=head_dim)), random_ids(2, 60)
-    caches = [new_cache(gpt, kept="int8") for _ in range(2)]
-    native = NativeDecoder(library, gpt, caches[0], threads=threads)
-    results = []
-    for decoder in (native, PlainDecoder(gpt, caches[1])):
+    one block keeps few numbers do, and by one step, which attention as sharp as here can make much
+    of, and further blocks more. So what is computed is held against what the rounding itself
+    changes, and several blocks attend to everything alike."""
+
+    def outcome(decoder: Decoder) -> tuple[Tensor, Tensor]:
         with torch.inference_mode():
-            [prompt] = decoder.prefill([PrefillInput(ids[0, :50].tolist(), 1, 0)])
-        steps = decoded_at(decoder, ids[0, 50:].tolist(), 1, 50)
-        results.append((prompt.hidden, steps))
-    native.close()
-    for found, expected in zip(*results, strict=True):
-        assert (found - expected).abs().max() / expected.std() < 0.05
-    for name in ("keys", "values"):
-        ours, theirs = (getattr(cache, name)[:, 1, :, :60].int() for cache in caches)
-        assert (ours - theirs).abs().max() <= 1
-        assert (ours != theirs).float().mean() < 0.005
-    exact = PlainDecoder(gpt, new_cache(gpt))
-    with torch.inference_mode():
-        [prompt] = exact.prefill([PrefillInput(ids[0, :50].tolist(), 1, 0)])
-    assert not torch.equal(prompt.hidden, results[1][0]), "it was rounded"
+            [prompt] = decoder.prefill([PrefillInput(ids[:50], 1, 0)])
+        return prompt.hidden.clone(), decoded_at(decoder, ids[50:], 1, 50)
+
+    ids = random_ids(60).tolist()
+    for n_layer, calmer in ((1, 1.0), (3, 0.2)):
+        gpt = tiny_gpt(native_config(family, head_dim=head_dim, n_layer=n_layer))
+        for name, parameter in gpt.named_parameters():
+            if ".qkv." in name:
+                parameter.data.mul_(calmer)
+        caches = [new_cache(gpt, kept="int8") for _ in range(2)]
+        native = NativeDecoder(library, gpt, caches[0], threads=threads)
+        found, rounded = outcome(native), outcome(PlainDecoder(gpt, caches[1]))
+        native.close()
+        for ours, theirs, exact in zip(
+            found, rounded, outcome(PlainDecoder(gpt, new_cache(gpt))), strict=True
+        ):
+            assert (ours - theirs).abs().mean() < 0.5 * (theirs - exact).abs().mean()
+        for name in ("keys", "values"):
+            ours, theirs = (getattr(cache, name)[0, 1, :, :60].int() for cache in caches)
+            assert (ours - theirs).abs().max() <= 1
+            assert (ours != theirs).float().mean() < 0.005
 
 
 @pytest.mark.parametrize("length", [1, 2, 5, 16, 17, 40, 127])
