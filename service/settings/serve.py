@@ -394,7 +394,10 @@ class ServeSettings(CommandSettings):
     def _of_a_quantization_that_there_is(cls, value: str, info: ValidationInfo) -> str:
         exact = (info.data.get("quantize"), info.data.get("kv_cache_dtype")) == ("none", "auto")
         if value != ACCEPTED_LOSS and exact:
-            raise ValueError("it bounds what --quantize costs, and quantize is none; give both")
+            raise ValueError(
+                "it bounds what --quantize and --kv-cache-dtype cost, and nothing is quantized; "
+                "give one of them too"
+            )
         return value
 
     @field_validator("kv_cache_memory")

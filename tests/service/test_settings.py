@@ -122,7 +122,7 @@ def test_a_bound_on_what_quantizing_costs_is_one_of_what_is_quantized() -> None:
         for quantized in (("--quantize", "int4"), ("--kv-cache-dtype", "int8")):
             found = serve(*quantized, "--max-quantization-loss", value)
             assert found.max_quantization_loss == value
-    with pytest.raises(ValidationError, match="it bounds what --quantize costs, and quantize is"):
+    with pytest.raises(ValidationError, match="dtype cost, and nothing is quantized; give one"):
         serve("--max-quantization-loss", "any")
 
 

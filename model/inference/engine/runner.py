@@ -313,7 +313,7 @@ class Runner:
             output.sampled = dict(zip(sequences, results, strict=True))
 
     def prefill(self, chunks: Iterable[PrefillChunk]) -> list[Tensor]:
-        """Compute chunks into their slots: final hidden states (T, d_model) of each."""
+        """Compute chunks into their slots: final hidden states (T, d_model) of each (for tests)."""
         chunks = tuple(chunks)
         self._copy_prefixes(chunks)
         return self._hidden(chunks)

@@ -369,8 +369,8 @@ class Scheduler:
 
     def _prefill_chunks(self, *, cooldown: bool, beside: bool, work: float) -> list[PrefillChunk]:
         """The prompts of the step, callers in turn and each caller's in order of admission, within
-        `prefill_chunk` positions and so much work, or one block in any case. `beside`
-        others that decode, one of them is tapped at most, and none in a cooldown."""
+        `prefill_chunk` positions and so much work, or one block in any case. `beside` others that
+        decode, one of them is tapped at most, and none in a cooldown."""
         chunks: list[PrefillChunk] = []
         room = self.config.prefill_chunk  # in positions
         if work != math.inf:
