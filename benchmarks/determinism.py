@@ -17,7 +17,8 @@ decode, native  every product of a step of one sequence, accumulated as in every
                 sequence has nothing to be batched with.
 sampling        one row natively, from float64 sums and a number that is a function of the seed,
                 against torch's softmax and multinomial; as a share of the same step.
-decode, torch   a step whose rows are padded to a multiple of 4, over one whose rows are not.
+decode, torch   a step whose rows are padded and grouped as they have to be on this processor, over
+                one whose rows are not.
 prefill         attention block by block, against one fused causal attention; and the activation
                 spelled in operations that give an element the same bits wherever it falls, against
                 torch's fused one; each as a share of the prompt.
@@ -30,6 +31,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -43,7 +45,8 @@ from model.benchmark.profile import Profile, profile_engine
 from model.benchmark.workload import Workload
 from model.device import keep_freed_memory, use_threads
 from model.inference.engine.config import EngineConfig
-from model.inference.kernels.eager import decoder as plain
+from model.inference.kernels.eager.decoder import PlainDecoder
+from model.inference.kernels.eager.row_groups import RowGroups
 from model.inference.kernels.select import choose_decode_path
 from model.inference.kv_cache import KVCache
 from model.transformer.activation import activate
@@ -206,18 +209,14 @@ def prompt_length(gpt: GPT) -> int:
 
 def padding_price(gpt: GPT, sequences: int) -> float:
     """A plain step with padded rows over one without, the median of rounds in turns."""
-    padded = plain.ROW_GROUP
+    as_they_are = partial(PlainDecoder, row_groups=RowGroups(1, sequences))
     ratios = []
-    try:
-        for _ in range(ROUNDS):
-            medians = {}
-            for group in (padded, 1):
-                plain.ROW_GROUP = group
-                engine = engine_decoding(gpt, sequences, temperature=0)
-                medians[group] = median_seconds(engine.step)
-            ratios.append(medians[padded] / medians[1])
-    finally:
-        plain.ROW_GROUP = padded
+    for _ in range(ROUNDS):
+        padded, free = (
+            median_seconds(engine_decoding(gpt, sequences, 0, make_decoder).step)
+            for make_decoder in (PlainDecoder, as_they_are)
+        )
+        ratios.append(padded / free)
     return statistics.median(ratios)
 
 

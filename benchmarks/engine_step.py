@@ -22,15 +22,20 @@ from model.device import choose_placement, describe, use_threads
 from model.inference.engine.config import EngineConfig
 from model.inference.engine.engine import Engine
 from model.inference.engine.requests import GenerationRequest
+from model.inference.engine.runner import DecoderMaker
+from model.inference.kernels.eager.decoder import PlainDecoder
 from model.inference.sampling.params import SamplingParams
 from model.transformer.gpt import GPT
 
 PROMPT, STEPS = 64, 60
 
 
-def engine_decoding(gpt: GPT, sequences: int, temperature: float) -> Engine:
+def engine_decoding(
+    gpt: GPT, sequences: int, temperature: float, make_decoder: DecoderMaker = PlainDecoder
+) -> Engine:
     """An engine whose sequences all have their prompt behind them and decode for long."""
-    engine = Engine(gpt, EngineConfig(slots=sequences, prefill_chunk=256))
+    config = EngineConfig(slots=sequences, prefill_chunk=256)
+    engine = Engine(gpt, config, make_decoder=make_decoder)
     generator = torch.Generator().manual_seed(0)
     for index in range(sequences):
         ids = torch.randint(gpt.config.vocab_size, (PROMPT,), generator=generator).tolist()

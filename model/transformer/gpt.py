@@ -272,9 +272,9 @@ class Block(nn.Module):
         """A per-token vector for the values of each head, gated by the stream (B, K, T, D).
 
         The gate is 2 * sigmoid(.), so an untrained gate of 0 lets the embedding through as it is.
-        Computed in float32 or wider, with tanh: a gate this narrow in bfloat16, like torch's
-        sigmoid on a CPU, has bits that depend on the number of rows, and a batch may not change a
-        row.
+        Computed in float32 or wider, with tanh, and the product spelled as a sum: a gate this
+        narrow in bfloat16, like torch's sigmoid and a product this small on a CPU, has bits that
+        depend on the number of rows, and a batch may not change a row.
         Source: value embeddings of modded-nanogpt, gated as in nanochat.
         """
         batch, time = token_ids.shape
@@ -283,7 +283,7 @@ class Block(nn.Module):
         # A copy: in a view of wider rows, bits also depend on where in memory a row begins.
         wide = torch.promote_types(x.dtype, torch.float32)
         leading = x[..., :VALUE_GATE_WIDTH].to(wide).contiguous()
-        steer = F.linear(leading, self.value_gate.weight.to(wide))
+        steer = (leading.unsqueeze(-2) * self.value_gate.weight.to(wide)).sum(-1)  # (B, T, K)
         gate = (1 + torch.tanh(steer / 2)).to(values.dtype)  # (B, T, K)
         return (gate.unsqueeze(-1) * values).transpose(1, 2)  # (B, K, T, D)
 

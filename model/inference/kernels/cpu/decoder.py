@@ -22,6 +22,7 @@ from ctypes import (
     c_int64,
     c_void_p,
 )
+from functools import cached_property
 from itertools import chain, repeat
 
 import numpy as np
@@ -32,8 +33,9 @@ from model.device import one_thread
 from model.inference.kernels.base import Prefilled, PrefillInput
 from model.inference.kernels.cpu.quantize import int4_row_bytes, quantized_matrix
 from model.inference.kernels.eager.contention import ContentionMonitor
-from model.inference.kernels.eager.decoder import padded_logits
+from model.inference.kernels.eager.decoder import grouped_logits
 from model.inference.kernels.eager.prefill import TorchPrefill
+from model.inference.kernels.eager.row_groups import RowGroups, decode_row_groups
 from model.inference.kv_cache import KVCache
 from model.inference.options import DRAFTED_ROWS, Quantization, head_quantization
 from model.inference.sampling.sample import SAMPLING_ROW, SamplingRows
@@ -324,17 +326,26 @@ class NativeDecoder:
             threads = torch.get_num_threads()
             alone = threads == 1 or count < BLOCK or not self._head_keeps_bits(count)
             with one_thread() if alone else self._head_contention.watched(count, self.contended):
-                return padded_logits(self._torch_head, hidden)
+                return grouped_logits(self._torch_head, hidden, self._head_row_groups)
         rows = hidden.float().contiguous()
         logits = torch.empty(count, self._logits.shape[1])
         self._library.logitd_head(self._handle, rows.data_ptr(), count, logits.data_ptr())
         return logits
 
+    @cached_property
+    def _head_row_groups(self) -> RowGroups:
+        """Of torch's head with one thread."""
+        assert self._torch_head is not None
+        with one_thread():
+            return decode_row_groups(self._torch_head)
+
     def _head_keeps_bits(self, rows: int) -> bool:
         """Whether torch's threads may divide the head's product of so many rows."""
         if rows not in self._head_keep:
             assert self._torch_head is not None
-            self._head_keep[rows] = head_threads_keep_bits(self._torch_head, rows)
+            self._head_keep[rows] = head_threads_keep_bits(
+                self._torch_head, rows, self._head_row_groups
+            )
         return self._head_keep[rows]
 
     def sample(self, logits: Tensor, computed: Tensor, sampling: SamplingRows) -> list[int | None]:
@@ -503,14 +514,14 @@ def quantized_bytes(gpt: GPT, quantize: Quantization) -> Iterator[int]:
     yield head.numel()
 
 
-def head_threads_keep_bits(gpt: GPT, rows: int) -> bool:
+def head_threads_keep_bits(gpt: GPT, rows: int, row_groups: RowGroups) -> bool:
     """Whether the head gives so many rows the same bits with one thread as with all of torch's:
     looked at with random rows, as for the products of blocks (`eager/contention.py`)."""
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(rows, gpt.config.d_model, generator=generator)
-    together = padded_logits(gpt, hidden)
+    together = grouped_logits(gpt, hidden, row_groups)
     with one_thread():
-        alone = padded_logits(gpt, hidden)
+        alone = grouped_logits(gpt, hidden, row_groups)
     return torch.equal(together, alone)
 
 

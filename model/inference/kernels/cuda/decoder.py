@@ -52,7 +52,7 @@ from model.inference.kernels.cuda.sample import (
     pack,
     sample_rows,
 )
-from model.inference.kernels.eager.decoder import block_logits, padded_logits
+from model.inference.kernels.eager.decoder import block_logits
 from model.inference.kernels.eager.prefill import TorchPrefill
 from model.inference.kv_cache import KVCache
 from model.inference.options import DRAFTED_ROWS
@@ -151,7 +151,9 @@ class GraphDecoder:
 
     @torch.inference_mode()
     def head(self, hidden: Tensor) -> Tensor:
-        return (block_logits if self.batch_invariant else padded_logits)(self._gpt, hidden)
+        if self.batch_invariant:
+            return block_logits(self._gpt, hidden)
+        return self._gpt.logits(hidden)
 
     @torch.inference_mode()
     def sample(self, logits: Tensor, computed: Tensor, sampling: SamplingRows) -> list[int | None]:

@@ -1,14 +1,11 @@
 """PlainDecoder: prompts and decode steps in stock torch, wherever torch runs; the others' twin.
 
-Rows of a step are padded to a multiple of ROW_GROUP: so the arithmetic of a row does not depend on
-how many others are in the batch. Measured on the matrix products of CPUs: the bits of a row differ
-between 1, 2 to 3, and 4 or more rows, and are one class from 4 rows up in multiples of 4. Only
-products smaller than those of real models are outside of this: in float32 with fewer than 12
-columns and an inner width that is not a multiple of 4, in bfloat16 with rows * columns * inner
-width up to 4096, where torch changes kernels.
+The rows of a step are padded, and computed some at a time where there are many, so that the
+arithmetic of a row does not depend on how many others are in the batch (`row_groups.py`).
 """
 
 from collections.abc import Sequence
+from functools import cached_property
 
 import torch
 import torch.nn.functional as F
@@ -16,12 +13,11 @@ from torch import Tensor
 
 from model.inference.kernels.base import Prefilled, PrefillInput
 from model.inference.kernels.eager.prefill import TorchPrefill
+from model.inference.kernels.eager.row_groups import RowGroups, decode_row_groups
 from model.inference.kv_cache import KVCache
 from model.inference.sampling.sample import SamplingRows, sample_tokens
 from model.transformer.config import BLOCK
 from model.transformer.gpt import GPT
-
-ROW_GROUP = 4
 
 
 class PlainDecoder:
@@ -31,11 +27,17 @@ class PlainDecoder:
     prefill_matches_decode = False
     launcher = None
 
-    def __init__(self, gpt: GPT, cache: KVCache) -> None:
+    def __init__(self, gpt: GPT, cache: KVCache, *, row_groups: RowGroups | None = None) -> None:
+        """`row_groups`: others than those that keep a row's bits."""
         self._gpt = gpt
         self._cache = cache
         self._device = gpt.token_embedding.weight.device
         self._prefill = TorchPrefill(gpt, cache)
+        self._given = row_groups
+
+    @cached_property
+    def _row_groups(self) -> RowGroups:
+        return self._given or decode_row_groups(self._gpt)
 
     def prefill(self, pieces: Sequence[PrefillInput]) -> list[Prefilled]:
         return self._prefill(pieces)
@@ -43,17 +45,26 @@ class PlainDecoder:
     def decode(
         self, token_ids: Sequence[int], slots: Sequence[int], positions: Sequence[int]
     ) -> Tensor:
-        padding = [0] * (-len(token_ids) % ROW_GROUP)
+        parts = [
+            self._decode(token_ids[part], slots[part], positions[part])
+            for part in self._row_groups.parts(len(token_ids))
+        ]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _decode(
+        self, token_ids: Sequence[int], slots: Sequence[int], positions: Sequence[int]
+    ) -> Tensor:
+        padding = [0] * self._row_groups.padding(len(token_ids))
         ids = torch.tensor([*token_ids, *padding], device=self._device)
         position_ids = torch.tensor([*positions, *padding], device=self._device)
         attend = self._cache.decode(slots, positions)
         hidden = self._gpt.transform(
             ids[:, None], position_ids[:, None], attend
         )  # (B padded, 1, d_model)
-        return self._gpt.logits(hidden[:, 0])[: len(token_ids)]
+        return self._gpt.logits(hidden)[: len(token_ids), 0]
 
     def head(self, hidden: Tensor) -> Tensor:
-        return padded_logits(self._gpt, hidden)
+        return grouped_logits(self._gpt, hidden, self._row_groups)
 
     def sample(self, logits: Tensor, computed: Tensor, sampling: SamplingRows) -> list[int | None]:
         return sample_tokens(logits, computed, sampling)
@@ -62,10 +73,14 @@ class PlainDecoder:
         """Nothing to end."""
 
 
-def padded_logits(gpt: GPT, hidden: Tensor) -> Tensor:
-    """Logits (R, V) of hidden states (R, d_model), by rows padded like those of decode."""
-    padding = -len(hidden) % ROW_GROUP
-    return gpt.logits(F.pad(hidden, (0, 0, 0, padding)))[: len(hidden)]
+def grouped_logits(gpt: GPT, hidden: Tensor, row_groups: RowGroups) -> Tensor:
+    """Logits (R, V) of hidden states (R, d_model), by rows in groups like those of decode."""
+    parts = []
+    for part in row_groups.parts(len(hidden)):
+        rows = hidden[part]
+        padded = F.pad(rows, (0, 0, 0, row_groups.padding(len(rows))))
+        parts.append(gpt.logits(padded[:, None])[: len(rows), 0])
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def block_logits(gpt: GPT, hidden: Tensor) -> Tensor:

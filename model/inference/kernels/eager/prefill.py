@@ -1,20 +1,22 @@
 """Prefill: positions of prompts into their slots, by torch.
 
 Runs in whole blocks of 32 positions at multiples of 32, so that the arithmetic of a row depends on
-its position only. So the blocks of several prompts share products, where a product may have any
-number of them. Whoever computes prompts in another way (`model/inference/kernels/cpu/decoder.py`)
-takes and gives the same.
+its position only. So the blocks of several prompts share products, where a product may have several
+of them (`row_groups.py`). Whoever computes prompts in another way
+(`model/inference/kernels/cpu/decoder.py`) takes and gives the same.
 
 Shapes: T positions of a piece, N of several, one after the other and each padded to whole blocks.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from model.inference.kernels.base import Prefilled, PrefillInput
 from model.inference.kernels.eager.contention import ContentionMonitor
+from model.inference.kernels.eager.row_groups import prefill_rows
 from model.inference.kv_cache import KVCache
 from model.transformer.attention import Attend, AttentionRecorder, attend_apart
 from model.transformer.config import BLOCK
@@ -42,9 +44,28 @@ class TorchPrefill:
         self, pieces: Sequence[PrefillInput], *, contended: bool = False
     ) -> list[Prefilled]:
         """`contended`: other processes are known to hold the cores."""
-        if len(pieces) > 1 and not (self._blockwise or self._at_once):
-            return self._together(pieces, contended)
-        return [self._alone(piece, contended) for piece in pieces]
+        results = list[Prefilled]()
+        for few in self._sharing_products(pieces):
+            alone = len(few) == 1
+            results += [self._alone(few[0], contended)] if alone else self._together(few, contended)
+        return results
+
+    @cached_property
+    def _rows(self) -> int:
+        """Positions that may share a product."""
+        return BLOCK if self._blockwise else prefill_rows(self._gpt)
+
+    def _sharing_products(self, pieces: Sequence[PrefillInput]) -> Iterator[list[PrefillInput]]:
+        """Pieces in their order, those together that are computed together."""
+        few, rows = list[PrefillInput](), 0
+        for piece in pieces:
+            length = _padded_length(piece)
+            if few and (self._at_once or rows + length > self._rows):
+                yield few
+                few, rows = [], 0
+            few.append(piece)
+            rows += length
+        yield few
 
     def _together(self, pieces: Sequence[PrefillInput], contended: bool) -> list[Prefilled]:
         assert all(piece.plain for piece in pieces)
@@ -80,7 +101,7 @@ class TorchPrefill:
         recorder = None
         if weights is not None:
             recorder = AttentionRecorder(weights.layers, weights.heads, weights.length)
-        width = BLOCK if self._blockwise else padded
+        width = padded if self._at_once else self._rows
         parts: list[Tensor] = []  # (1, width, d_model) each
         collected: list[list[Tensor]] = []
         for offset in range(0, padded, width):

@@ -12,16 +12,21 @@ Shapes: T positions of a piece, H = n_head, K = n_kv_head, D = head_dim, S = key
 """
 
 from collections.abc import Sequence
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from model.inference.kernels.eager.decoder import ROW_GROUP, padded_logits
+from model.inference.kernels.eager.decoder import block_logits, grouped_logits
+from model.inference.kernels.eager.row_groups import RowGroups, decode_row_groups, prefill_rows
 from model.inference.kernels.eager.taps import Changes, PieceTap, RowTaps
 from model.inference.kv_cache import KVCache
 from model.transformer.attention import Attend, attention_scores, mask_causal
 from model.transformer.config import BLOCK
 from model.transformer.gpt import GPT
+
+ONE_OF_FOUR = RowGroups(multiple=4, most=1)
+"""On a GPU."""
 
 
 class TappedDecoder:
@@ -31,6 +36,15 @@ class TappedDecoder:
         self._gpt = gpt
         self._cache = cache
         self._device = gpt.token_embedding.weight.device
+        self._on_cpu = self._device.type == "cpu"
+
+    @cached_property
+    def _row_groups(self) -> RowGroups:
+        return decode_row_groups(self._gpt) if self._on_cpu else ONE_OF_FOUR
+
+    @cached_property
+    def _prefill_rows(self) -> int:
+        return prefill_rows(self._gpt) if self._on_cpu else BLOCK
 
     def prefill(self, token_ids: Sequence[int], slot: int, start: int, tap: PieceTap) -> Tensor:
         """Compute tokens of a prompt into their slot, which holds the positions before `start`, a
@@ -41,7 +55,7 @@ class TappedDecoder:
         ids = torch.tensor([[*token_ids, *[0] * padding]], device=self._device)  # (1, T padded)
         positions = torch.arange(start, start + length + padding, device=self._device)
         positions = positions.clamp(max=self._gpt.config.context_length - 1)[None]
-        width = length + padding if self._device.type == "cpu" else BLOCK
+        width = self._prefill_rows
         parts = []
         for offset in range(0, length + padding, width):
             part = slice(offset, offset + width)
@@ -58,18 +72,18 @@ class TappedDecoder:
         changes: Sequence[Changes],
     ) -> Tensor:
         """Logits (B, V) that follow the tokens, a row of each sequence with its changes."""
-        together = len(token_ids) if self._device.type == "cpu" else 1
-        logits = []
-        for first in range(0, len(token_ids), together):
-            rows = slice(first, first + together)
-            logits.append(
+        return torch.cat(
+            [
                 self._decode_rows(token_ids[rows], slots[rows], positions[rows], changes[rows])
-            )
-        return torch.cat(logits)
+                for rows in self._row_groups.parts(len(token_ids))
+            ]
+        )
 
     def head(self, hidden: Tensor) -> Tensor:
         """Logits (R, V) of final hidden states (R, d_model)."""
-        return padded_logits(self._gpt, hidden)
+        if not self._on_cpu:
+            return block_logits(self._gpt, hidden)
+        return grouped_logits(self._gpt, hidden, self._row_groups)
 
     def _decode_rows(
         self,
@@ -78,14 +92,14 @@ class TappedDecoder:
         positions: Sequence[int],
         changes: Sequence[Changes],
     ) -> Tensor:
-        padding = [0] * (-len(token_ids) % ROW_GROUP)
+        padding = [0] * self._row_groups.padding(len(token_ids))
         ids = torch.tensor([*token_ids, *padding], device=self._device)
         position_ids = torch.tensor([*positions, *padding], device=self._device)
         taps = RowTaps(list(zip(changes, positions, strict=True)))
         hidden = self._gpt.transform(
             ids[:, None], position_ids[:, None], self._attend_rows(slots, positions, taps), tap=taps
         )  # (B padded, 1, d_model)
-        return padded_logits(self._gpt, hidden[:, 0])[: len(token_ids)]
+        return self._gpt.logits(hidden)[: len(token_ids), 0]
 
     def _attend_piece(self, slot: int, start: int, tap: "_Shifted") -> Attend:
         """As `KVCache.prefill`, with a tap on scores and attention weights."""

@@ -12,6 +12,7 @@ from model.inference.engine.runner import Runner
 from model.inference.engine.scheduler import PrefillChunk, StepPlan
 from model.inference.engine.sequence import Group, Sequence, State
 from model.inference.kernels.eager import decoder as plain
+from model.inference.kernels.eager.row_groups import RowGroups
 from model.inference.options import KVCacheDType
 from model.inference.sampling.results import TokenWithLogprobs
 from model.transformer.gpt import GPT
@@ -27,6 +28,7 @@ from tests.model.inference.engine.harness import (
 # the number of rows: no model that is served is as narrow, but `tiny_config` is.
 WIDTH = {"d_model": 48}
 ODD = {"n_head": 3, "d_model": 54, "d_ff": 111}
+AS_THEY_ARE = RowGroups(1, 33)
 
 
 @pytest.fixture(params=[*FAMILIES, "odd"])
@@ -184,10 +186,10 @@ def test_one_run_serves_prefill_decode_and_rows() -> None:
 
 
 def test_padding_is_what_keeps_the_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The inverse: without ROW_GROUP, rows differ on a machine whose matrix product does that."""
+    """The inverse: without it, rows differ on a machine whose matrix product does that."""
     gpt = tiny_gpt(tiny_config(**WIDTH))
     skip_unless_rows_depend_on_their_number()
-    monkeypatch.setattr(plain, "ROW_GROUP", 1)
+    monkeypatch.setattr(plain, "decode_row_groups", lambda gpt: AS_THEY_ARE)
     with pytest.raises(AssertionError):
         test_company_does_not_change_a_decoded_rows_bits(gpt, torch.float32, "auto")
 

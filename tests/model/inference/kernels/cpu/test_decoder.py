@@ -28,7 +28,8 @@ from model.inference.kernels.cpu.decoder import (
 )
 from model.inference.kernels.cpu.quantize import int8_matrix, quantized_matrix
 from model.inference.kernels.eager.contention import ContentionMonitor
-from model.inference.kernels.eager.decoder import PlainDecoder, padded_logits
+from model.inference.kernels.eager.decoder import PlainDecoder, grouped_logits
+from model.inference.kernels.eager.row_groups import RowGroups
 from model.inference.kv_cache import KVCache
 from model.inference.options import DRAFTED_ROWS, KVCacheDType, Quantization
 from model.transformer.arena import PAGE, room_for
@@ -451,13 +452,13 @@ def test_a_head_of_many_rows_has_the_bits_of_one_thread(
     """Where torch computes prompts: by as many threads as it has, if that keeps the bits."""
     gpt = tiny_gpt(tiny_config(vocab_size=2048, d_model=256, head_dim=64, n_layer=1))
     native = NativeDecoder(library, gpt, new_cache(gpt), threads=2, prefills=False)
-    keeps_bits = cpu_decoder.head_threads_keep_bits(gpt, 70)
+    keeps_bits = cpu_decoder.head_threads_keep_bits(gpt, 70, native._head_row_groups)
     hidden = torch.randn(70, 256, generator=torch.Generator().manual_seed(1))
     seen: list[int] = []
 
-    def watched(gpt: GPT, rows: Tensor) -> Tensor:
+    def watched(gpt: GPT, rows: Tensor, row_groups: RowGroups) -> Tensor:
         seen.append(torch.get_num_threads())
-        return padded_logits(gpt, rows)
+        return grouped_logits(gpt, rows, row_groups)
 
     before = torch.get_num_threads()
     try:
@@ -465,10 +466,10 @@ def test_a_head_of_many_rows_has_the_bits_of_one_thread(
         monkeypatch.setattr(ContentionMonitor, "_stay_alone", lambda *times: None)
         monkeypatch.setattr(NativeDecoder, "contended", False)
         expected = torch.cat([native.head(hidden[i : i + 5]) for i in range(0, 70, 5)])
-        monkeypatch.setattr(cpu_decoder, "padded_logits", watched)
+        monkeypatch.setattr(cpu_decoder, "grouped_logits", watched)
         assert torch.equal(native.head(hidden), expected)
         assert seen[-1] == (2 if keeps_bits else 1)
-        monkeypatch.setattr(cpu_decoder, "head_threads_keep_bits", lambda gpt, rows: False)
+        monkeypatch.setattr(cpu_decoder, "head_threads_keep_bits", lambda *asked: False)
         assert torch.equal(native.head(hidden[:64]), expected[:64])
         assert seen[-1] == 1
     finally:

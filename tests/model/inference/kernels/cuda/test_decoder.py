@@ -19,7 +19,7 @@ from torch.testing import assert_close
 from model.inference.kernels.cuda import decoder as graphs
 from model.inference.kernels.cuda.capture import Compute, capture_for
 from model.inference.kernels.cuda.decoder import GraphDecoder, SlotsAttend, bucket, buckets
-from model.inference.kernels.eager.decoder import PlainDecoder, block_logits, padded_logits
+from model.inference.kernels.eager.decoder import PlainDecoder, block_logits
 from model.inference.kv_cache import KVCache
 from model.inference.options import DRAFTED_ROWS
 from model.inference.sampling.sample import sample_tokens, sampling_rows
@@ -342,7 +342,7 @@ def test_logits_by_blocks_are_those_by_rows() -> None:
     gpt = tiny_gpt()
     for count in (1, 31, 32, 33, 70):
         hidden = torch.randn(count, 32, generator=torch.Generator().manual_seed(count))
-        assert_close(block_logits(gpt, hidden), padded_logits(gpt, hidden))
+        assert_close(block_logits(gpt, hidden), gpt.logits(hidden))
 
 
 def test_a_padding_row_changes_nothing_in_the_cache() -> None:

@@ -1,0 +1,120 @@
+"""Row groups: how many rows stock torch's products may have, so that no row's bits depend on them.
+
+Covers the choice, by computing the products of a model with one row among more or fewer of its
+like. Torch's libraries choose the kernel of a product by its number of rows among other things, and
+kernels add in different orders. Where one ends and the next begins depends on the processor: on
+AMD's, from 4 rows up multiples of 4 are one class; on Intel's with AVX-512, float32 has 16 rows and
+more in another class than fewer, and bfloat16, with two threads and an inner width of 3,072, has 37
+and more in another than fewer. So it is looked at on the machine, for the shapes at hand. Does not
+cover attention, which is computed for each sequence by itself, or GPUs, on which plain torch does
+not promise that.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from model.transformer.config import BLOCK
+from model.transformer.gpt import GPT, Block
+
+MULTIPLES = (4, 8, 16, BLOCK)
+"""Multiples of rows that are tried for decode steps, the cheapest first."""
+PREFILL_ROWS = 256
+"""Positions of prompts that share a product at most."""
+UNBOUNDED = 1 << 20
+
+Product = Callable[[Tensor], Tensor]
+"""Of activations (rows, 1, width) or (1, rows, width)."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowGroups:
+    """Rows are computed at most `most` at a time, padded to a multiple of `multiple`."""
+
+    multiple: int
+    most: int
+
+    def parts(self, rows: int) -> list[slice]:
+        return [slice(first, first + self.most) for first in range(0, max(rows, 1), self.most)]
+
+    def padding(self, rows: int) -> int:
+        """Rows that are missing from a multiple."""
+        return -rows % self.multiple
+
+
+def decode_row_groups(gpt: GPT) -> RowGroups:
+    """Those of a model's decode steps and its head."""
+    if not gpt.token_embedding.weight.is_cpu:
+        return RowGroups(MULTIPLES[0], UNBOUNDED)
+    products = [_Probed(product, row, (-1, 1)) for product, row in _products(gpt)]
+    for multiple in MULTIPLES:
+        if _constant_up_to(products, multiple, BLOCK) == BLOCK:
+            return RowGroups(multiple, BLOCK)
+    # With no multiple: always as many rows, or always one, if rows differ by their place.
+    fixed = all(product.bits(BLOCK) is not None for product in products)
+    return RowGroups(BLOCK, BLOCK) if fixed else RowGroups(1, 1)
+
+
+def prefill_rows(gpt: GPT) -> int:
+    """Positions of prompts that may share the products of a model's blocks: whole blocks, and
+    `PREFILL_ROWS` at most."""
+    if not gpt.token_embedding.weight.is_cpu:
+        return UNBOUNDED
+    products = [_Probed(product, row, (1, -1)) for product, row in _block_products(gpt)]
+    return max(BLOCK, _constant_up_to(products, BLOCK, PREFILL_ROWS))
+
+
+class _Probed:
+    """A product of rows that are all the same."""
+
+    def __init__(self, product: Product, row: Tensor, shape: tuple[int, int]) -> None:
+        self._product = product
+        self._row = row
+        self._shape = shape
+        self._found: dict[int, Tensor | None] = {}
+
+    def bits(self, rows: int) -> Tensor | None:
+        """What a row gives among so many; None where it depends on its place among them."""
+        if rows not in self._found:
+            width = len(self._row)
+            given = self._row.expand(rows, width).reshape(*self._shape, width)
+            result = self._product(given.contiguous()).flatten(0, 1)  # (rows, ...)
+            same = torch.equal(result, result[:1].expand_as(result))
+            self._found[rows] = result[0].clone() if same else None
+        return self._found[rows]
+
+
+@torch.inference_mode()
+def _constant_up_to(products: list[_Probed], multiple: int, limit: int) -> int:
+    """The largest multiple, up to `limit`, up to which a row has the same bits among any."""
+    for rows in range(multiple, limit + 1, multiple):
+        for product in products:
+            one, other = product.bits(multiple), product.bits(rows)
+            if one is None or other is None or not torch.equal(one, other):
+                return rows - multiple
+    return limit
+
+
+def _products(gpt: GPT) -> Iterator[tuple[Product, Tensor]]:
+    """All kinds of products of a step, each with a row for it."""
+    yield from _block_products(gpt)
+    yield gpt.logits, _row(gpt, gpt.config.d_model)
+
+
+def _block_products(gpt: GPT) -> Iterator[tuple[Product, Tensor]]:
+    seen = set[tuple[int, int]]()
+    for block in gpt.blocks:
+        assert isinstance(block, Block)
+        for linear in (block.qkv, block.attention_out, block.mlp_up, block.mlp_down):
+            shape = (linear.in_features, linear.out_features)
+            if shape not in seen:
+                seen.add(shape)
+                yield linear, _row(gpt, linear.in_features)
+
+
+def _row(gpt: GPT, width: int) -> Tensor:
+    weight = gpt.token_embedding.weight
+    generator = torch.Generator().manual_seed(width)
+    return torch.randn(width, generator=generator).to(weight)
