@@ -7,7 +7,13 @@ from typing import Literal
 
 KernelChoice = Literal["auto", "native", "torch"]
 TargetName = Literal[
-    "x86-64-v2", "x86-64-v3", "x86-64-v4", "x86-64-v4-vnni", "x86-64-v4-bf16", "armv8-a"
+    "x86-64-v2",
+    "x86-64-v3",
+    "x86-64-v4",
+    "x86-64-v4-vnni",
+    "x86-64-v4-bf16",
+    "x86-64-v4-amx",
+    "armv8-a",
 ]
 """Kinds of processors that the native kernels can be built for."""
 KernelTarget = Literal["auto"] | TargetName

@@ -180,6 +180,11 @@ def instructions(library: NativeLibrary) -> str:
     return name.decode()
 
 
+def has_tiles(library: NativeLibrary) -> bool:
+    """Whether the kernels compute products by AMX."""
+    return bool(library.functions.logitd_has_tiles())
+
+
 def _native_path(
     library: NativeLibrary,
     dtype: torch.dtype,
@@ -222,4 +227,10 @@ def _native(
     reason = not_covered(config, device, dtype)
     if reason is not None:
         raise KernelsUnavailable(reason)
-    return load_library(log, target=kernel_target)
+    library = load_library(log, target=kernel_target)
+    if kernel_target != "auto" and "amx_tile" in library.features and not has_tiles(library):
+        raise TargetRefused(
+            f"kernel_target is {kernel_target}, and this system does not let a process use AMX, "
+            "though the processor has it; take x86-64-v4-bf16, or leave it at auto"
+        )
+    return library

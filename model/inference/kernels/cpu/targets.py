@@ -2,7 +2,8 @@
 
 For machines without a compiler, which choose among kernels that were built before, and for fleets
 that need the same bits on different processors. The names are those of GCC and Clang; what follows
-`x86-64-v4` adds the dot products of AVX-512. Pure functions of a machine and its features.
+`x86-64-v4` adds the dot products of AVX-512, then the tiles of AMX. Pure functions of a machine and
+its features.
 """
 
 from collections.abc import Collection, Iterable
@@ -35,6 +36,8 @@ class Target:
 
 
 _VNNI = ("-mavx512vnni",)
+_BF16 = (*_VNNI, "-mavx512bf16")
+_TILES = frozenset({"amx_tile", "amx_int8", "amx_bf16"})
 TARGETS = (
     Target("x86-64-v2", X86, V2, "x86-64-v2"),
     Target("x86-64-v3", X86, V3, "x86-64-v3"),
@@ -42,7 +45,11 @@ TARGETS = (
     Target("x86-64-v4-vnni", X86, V4 | {"avx512_vnni"}, "x86-64-v4", _VNNI),
     Target(
         "x86-64-v4-bf16", X86, V4 | {"avx512_vnni", "avx512_bf16"},
-        "x86-64-v4", (*_VNNI, "-mavx512bf16"),
+        "x86-64-v4", _BF16,
+    ),
+    Target(
+        "x86-64-v4-amx", X86, V4 | {"avx512_vnni", "avx512_bf16"} | _TILES,
+        "x86-64-v4", (*_BF16, "-mamx-tile", "-mamx-int8", "-mamx-bf16"),
     ),
     Target("armv8-a", ARM, frozenset(), "armv8-a"),
 )  # fmt: skip

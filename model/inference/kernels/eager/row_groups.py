@@ -1,19 +1,22 @@
 """Row groups: how many rows stock torch's products may have, so that no row's bits depend on them.
 
-Covers the choice, by computing the products of a model with one row among more or fewer of its
-like. Torch's libraries choose the kernel of a product by its number of rows among other things, and
-kernels add in different orders. Where one ends and the next begins depends on the processor: on
+Covers the choice, by computing products of the model's shapes with one row among more or fewer of
+its like. Torch's libraries choose the kernel of a product by its number of rows among other things,
+and kernels add in different orders. Where one ends and the next begins depends on the processor: on
 AMD's, from 4 rows up multiples of 4 are one class; on Intel's with AVX-512, float32 has 16 rows and
-more in another class than fewer, and bfloat16, with two threads and an inner width of 3,072, has 37
-and more in another than fewer. So it is looked at on the machine, for the shapes at hand. Does not
+more in another class than fewer. So it is looked at on the machine, for the shapes at hand. Sums
+are looked at that cancel: what is left of them is their rounding, so that another order of
+additions shows in bfloat16 too, where it changes one of thousands of results otherwise. Does not
 cover attention, which is computed for each sequence by itself, or GPUs, on which plain torch does
 not promise that.
 """
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from model.transformer.config import BLOCK
@@ -104,14 +107,31 @@ def _products(gpt: GPT) -> Iterator[tuple[Product, Tensor]]:
 
 
 def _block_products(gpt: GPT) -> Iterator[tuple[Product, Tensor]]:
-    seen = set[tuple[int, int]]()
-    for block in gpt.blocks:
-        assert isinstance(block, Block)
-        for linear in (block.qkv, block.attention_out, block.mlp_up, block.mlp_down):
-            shape = (linear.in_features, linear.out_features)
-            if shape not in seen:
-                seen.add(shape)
-                yield linear, _row(gpt, linear.in_features)
+    """Those of its blocks, which are all alike, by weights of other values."""
+    block = gpt.blocks[0]
+    assert isinstance(block, Block)
+    shapes = {
+        (linear.weight.shape, linear.bias is not None): linear
+        for linear in (block.qkv, block.attention_out, block.mlp_up, block.mlp_down)
+    }
+    for linear in shapes.values():
+        rows, width = linear.weight.shape
+        weight, row = _that_cancel(rows, width, _row(gpt, width))
+        bias = None if linear.bias is None else torch.zeros_like(weight[:, 0])
+        yield partial(F.linear, weight=weight, bias=bias), row
+
+
+def _that_cancel(rows: int, width: int, row: Tensor) -> tuple[Tensor, Tensor]:
+    """Weights (rows, width) and a row (width) that they make zeros of, but for rounding: half of
+    the products are those of the other half, less than zero, in another order."""
+    generator = torch.Generator().manual_seed(rows)
+    first, second = torch.randperm(width, generator=generator)[: width // 2 * 2].chunk(2)
+    weight = torch.zeros(rows, width).to(row)
+    weight[:, first] = torch.randn(rows, width // 2, generator=generator).to(row)
+    weight[:, second] = -weight[:, first]
+    row = row.clone()
+    row[second] = row[first]
+    return weight, row
 
 
 def _row(gpt: GPT, width: int) -> Tensor:

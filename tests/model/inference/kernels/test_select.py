@@ -6,7 +6,7 @@ import platform
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 import pytest
 import torch
@@ -17,6 +17,7 @@ from model.checkpoint.checkpoint import load_checkpoint, read_checkpoint
 from model.data.sources.document import TextError
 from model.evaluation.held_out import held_out_windows
 from model.evaluation.quantization_loss import decode_nats
+from model.inference.kernels import select
 from model.inference.kernels.cpu.decoder import NativeDecoder, prefills_natively
 from model.inference.kernels.cpu.library import (
     KernelsUnavailable,
@@ -167,6 +168,22 @@ BEYOND = [target.name for target in TARGETS if target not in HERE]
 def test_a_target_that_this_processor_cannot_run_is_refused(name: Any) -> None:
     with pytest.raises(KernelError, match=f"^kernel_target is {name}, and this"):
         choose_decode_path(tiny_gpt(COVERED), kernel_target=name, threads=1)
+
+
+def test_a_target_whose_tiles_the_system_withholds_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A process has to ask for AMX. Others of a fleet would compute by it: other bits."""
+
+    class Withheld:
+        def logitd_has_tiles(self) -> int:
+            return 0
+
+    target = target_named("x86-64-v4-amx")
+    loaded = NativeLibrary(cast(ctypes.CDLL, Withheld()), target, "prebuilt")
+    monkeypatch.setattr(select, "load_library", lambda log, target: loaded)
+    with pytest.raises(KernelError, match="does not let a process use AMX"):
+        choose_decode_path(tiny_gpt(COVERED), kernel_target="x86-64-v4-amx", threads=1)
 
 
 def test_a_target_is_not_for_torch() -> None:

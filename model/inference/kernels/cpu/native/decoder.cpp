@@ -5,8 +5,9 @@ using namespace logitd;
 
 extern "C" {
 
-// The widest instructions that this was compiled for, for people.
+// The widest instructions that this was compiled for and may use, for people.
 const char* logitd_instructions() {
+  if (has_tiles()) return "AMX";
 #if defined(__AVX512BF16__)
   return "AVX-512 BF16";
 #elif defined(__AVX512VNNI__)
@@ -19,6 +20,9 @@ const char* logitd_instructions() {
   return "portable";
 #endif
 }
+
+// Whether products are computed by AMX: it was compiled for, and the system allows it.
+std::int32_t logitd_has_tiles() { return has_tiles(); }
 
 void* logitd_decoder_new(const ModelWeights* weights, const Cache* cache, std::int32_t rows,
                          std::int32_t threads) {

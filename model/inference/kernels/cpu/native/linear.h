@@ -11,41 +11,19 @@
 // The many rows of a prompt meet an item of the weights that stays in the cache. Measured there on a
 // slower day, 256 rows, 768 columns, GFLOP/s: bfloat16 415, float32 180, int8 650, with oneDNN's
 // bfloat16 at 400 and MKL's float32 at 165. Each product is accumulated in the same order in all three.
+//
+// Where the processor has AMX, most products are those of tiles.h.
 #pragma once
 
 #include <algorithm>
 #include <type_traits>
 
 #include "dot.h"
+#include "matrix.h"
 #include "pool.h"
+#include "tiles.h"
 
 namespace logitd {
-
-enum Kind : std::int32_t { KIND_F32 = 0, KIND_BF16 = 1, KIND_INT8 = 2, KIND_INT4 = 3 };
-
-// A weight matrix (rows, width), row-major. `scale` (one per row) and `row_sum` (of each row's
-// integers, int4's times their scales) are those of quantized ones; `bias` may be null.
-struct Matrix {
-  const void* weights;
-  const float* bias;
-  const float* scale;
-  const std::int32_t* row_sum;
-  std::int32_t kind;
-  std::int32_t rows;
-  std::int32_t width;
-  std::int32_t reserved;
-};
-
-// Activations (count, pitch) in the format of the matrix that they meet, zeros from `width` on.
-// `scale` (one per row) is that of quantized ones; `sums` (count, I4::sums(width)) are those of AVX2 for
-// int4.
-struct Inputs {
-  const void* values;
-  const float* scale;
-  const std::int16_t* sums;
-  int count;
-  int pitch;
-};
 
 constexpr int STREAM_ROWS = 8;
 constexpr std::size_t STREAM_BYTES = 6144;  // of activations
@@ -260,14 +238,11 @@ class Product {
 // `out` to the next.
 inline void linear(Pool& pool, const Matrix& matrix, const Inputs& inputs, float* out, int pitch,
                    bool add) {
+  if (takes_tiles(matrix, inputs.count)) return tile_linear(pool, matrix, inputs, out, pitch, add);
   // Items of some 32 KB of weights, so that the threads end together, or what stays in the cache for
   // many rows; whole tiles. In lanes: measured a tenth to a fifth faster than taking every other item.
-  int row_bytes = matrix.kind == KIND_F32    ? 4 * matrix.width
-                  : matrix.kind == KIND_BF16 ? 2 * matrix.width
-                  : matrix.kind == KIND_INT8 ? matrix.width
-                                             : I4::row_bytes(matrix.width);
   const int tile = matrix.kind == KIND_INT4 ? LANES : TILE;
-  int per_item = std::max(tile, 32768 / row_bytes / tile * tile);
+  int per_item = std::max(tile, 32768 / int(row_bytes(matrix)) / tile * tile);
   if (inputs.count > TALL_ROWS) per_item = matrix.kind == KIND_INT4 ? LANES : TALL_ITEM;
   int items = (matrix.rows + per_item - 1) / per_item;
   pool.lanes(items, [&](int item) {

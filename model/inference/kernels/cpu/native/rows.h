@@ -128,6 +128,7 @@ class Converted {
     pitch_ = (width + step - 1) / step * step;
     int item = kind == KIND_F32 ? 4 : kind == KIND_BF16 ? 2 : 1;
     values_.resize(std::size_t(rows) * pitch_ * item, 0);
+    if (has_tiles() && kind != KIND_F32) packed_.resize(values_.size());
     if (kind == KIND_INT4) sums_.resize(std::size_t(rows) * I4::sums(width), 0);
     scales_.resize(rows, 0.0f);
   }
@@ -152,7 +153,9 @@ class Converted {
     }
   }
 
-  Inputs inputs(int count) const { return {values_.data(), scales_.data(), sums_.data(), count, pitch_}; }
+  Inputs inputs(int count) {
+    return {values_.data(), scales_.data(), sums_.data(), packed_.data(), count, pitch_};
+  }
 
  private:
   template <class Cell>
@@ -213,7 +216,7 @@ class Converted {
 
   int kind_;
   int pitch_;
-  Buffer<std::uint8_t> values_;
+  Buffer<std::uint8_t> values_, packed_;
   Buffer<std::int16_t> sums_;
   std::vector<float> scales_;
 };

@@ -218,7 +218,8 @@ USES: dict[TargetName, tuple[set[str], set[str]]] = {
     "x86-64-v3": ({"%ymm0", "vfmadd"}, {"%zmm0"}),
     "x86-64-v4": ({"%zmm0", "vfmadd"}, {"vdpbf16ps", "vpdpbusd"}),
     "x86-64-v4-vnni": ({"%zmm0", "vpdpbusd"}, {"vdpbf16ps"}),
-    "x86-64-v4-bf16": ({"%zmm0", "vpdpbusd", "vdpbf16ps"}, set()),
+    "x86-64-v4-bf16": ({"%zmm0", "vpdpbusd", "vdpbf16ps"}, {"tileloadd"}),
+    "x86-64-v4-amx": ({"%zmm0", "tdpbf16ps", "tdpbsud", "vpdpbusd", "vdpbf16ps"}, set()),
 }
 """What is in the code of a target, and what is not."""
 

@@ -18,8 +18,9 @@ from model.inference.options import TargetName
 V3 = target_named("x86-64-v3").features
 ZEN3 = V3 | {"fpu", "sse", "sse2", "sha_ni", "vaes"}
 CASCADE_LAKE = ZEN3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl", "avx512_vnni"}
+SAPPHIRE_RAPIDS = CASCADE_LAKE | {"avx512_bf16", "amx_tile", "amx_int8", "amx_bf16"}
 """As Linux names what these processors have, in part."""
-WORDS = sorted(CASCADE_LAKE | {"avx512_bf16", "amx_bf16", "asimd", "fp", "bf16"})
+WORDS = sorted(SAPPHIRE_RAPIDS | {"asimd", "fp", "bf16"})
 
 machines = st.sampled_from(["x86_64", "aarch64", "arm64", "AMD64", "riscv64"])
 features = st.frozensets(st.sampled_from(WORDS))
@@ -57,7 +58,9 @@ def test_the_last_is_the_greatest_of_those_that_are_there(
         ("x86_64", ZEN3 - {"fma"}, "x86-64-v2"),
         ("x86_64", CASCADE_LAKE, "x86-64-v4-vnni"),
         ("x86_64", CASCADE_LAKE - {"avx512_vnni"}, "x86-64-v4"),
-        ("x86_64", CASCADE_LAKE | {"avx512_bf16", "amx_bf16"}, "x86-64-v4-bf16"),
+        ("x86_64", CASCADE_LAKE | {"avx512_bf16"}, "x86-64-v4-bf16"),
+        ("x86_64", SAPPHIRE_RAPIDS, "x86-64-v4-amx"),
+        ("x86_64", SAPPHIRE_RAPIDS - {"amx_int8"}, "x86-64-v4-bf16"),
         ("x86_64", CASCADE_LAKE - {"avx512vl"}, "x86-64-v3"),
         ("x86_64", frozenset({"fpu", "sse2"}), None),
         ("x86_64", frozenset(), None),

@@ -1,0 +1,54 @@
+// Matrix: weights and the activations that meet them, as the products of linear.h and tiles.h take them.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "dot.h"
+
+namespace logitd {
+
+enum Kind : std::int32_t { KIND_F32 = 0, KIND_BF16 = 1, KIND_INT8 = 2, KIND_INT4 = 3 };
+
+// A weight matrix (rows, width), row-major. `scale` (one per row) and `row_sum` (of each row's
+// integers, int4's times their scales) are those of quantized ones; `bias` may be null.
+struct Matrix {
+  const void* weights;
+  const float* bias;
+  const float* scale;
+  const std::int32_t* row_sum;
+  std::int32_t kind;
+  std::int32_t rows;
+  std::int32_t width;
+  std::int32_t reserved;
+};
+
+// Activations (count, pitch) in the format of the matrix that they meet, zeros from `width` on.
+// `scale` (one per row) is that of quantized ones; `sums` (count, I4::sums(width)) are those of AVX2 for
+// int4; `packed` is room for as many bytes as `values` has, of tiles.
+struct Inputs {
+  const void* values;
+  const float* scale;
+  const std::int16_t* sums;
+  std::uint8_t* packed;
+  int count;
+  int pitch;
+};
+
+// Of a row of weights.
+inline std::size_t row_bytes(const Matrix& matrix) {
+  switch (matrix.kind) {
+    case KIND_F32: return 4 * std::size_t(matrix.width);
+    case KIND_BF16: return 2 * std::size_t(matrix.width);
+    case KIND_INT8: return std::size_t(matrix.width);
+    default: return std::size_t(I4::row_bytes(matrix.width));
+  }
+}
+
+// Of a row of activations.
+inline std::size_t row_bytes(const Matrix& matrix, const Inputs& inputs) {
+  int item = matrix.kind == KIND_F32 ? 4 : matrix.kind == KIND_BF16 ? 2 : 1;
+  return std::size_t(item) * inputs.pitch;
+}
+
+}  // namespace logitd
