@@ -80,6 +80,8 @@ void logitd_linear(const Matrix* matrix, const float* inputs, std::int32_t count
   pool.begin();
   for (int row = 0; row < count; row++)
     converted.put(row, inputs + std::size_t(row) * matrix->width, matrix->width);
+  if (converted.packs(count))
+    for (int row = 0; row < count; row += SIDE) converted.pack(row, std::min(SIDE, count - row));
   for (int i = 0; i < repeat; i++)
     linear(pool, *matrix, converted.inputs(count), out, matrix->rows, false);
   pool.rest();

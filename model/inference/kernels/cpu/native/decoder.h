@@ -61,7 +61,7 @@ class Decoder {
     pool_.begin();
     record_ = {};
     forward(tokens, slots, positions, count);
-    rows([&](int row) { narrow_.put(row, finished(row), w_.d_model); });
+    convert(narrow_, count_, [&](int row) { narrow_.put(row, finished(row), w_.d_model); });
     clocks_.end(NORMS);
     linear(pool_, w_.head, narrow_.inputs(count_), logits, w_.vocab_size, false);
     clocks_.end(HEAD);
@@ -95,7 +95,7 @@ class Decoder {
     for (int first = 0; first < count; first += capacity_) {
       const float* from = hidden + std::size_t(first) * w_.d_model;
       int here = std::min(capacity_, count - first);
-      pool_.loop(here, [&](int row) {
+      convert(narrow_, here, [&](int row) {
         narrow_.put(row, from + std::size_t(row) * w_.d_model, w_.d_model);
       });
       float* to = logits + std::size_t(first) * w_.vocab_size;
@@ -133,6 +133,17 @@ class Decoder {
   template <class Stage>
   void rows(const Stage& stage) {
     pool_.loop(count_, stage);
+  }
+
+  // Rows into `to`, by a stage that ends with putting them there.
+  template <class Stage>
+  void convert(Converted& to, int count, const Stage& stage) {
+    if (!to.packs(count)) return pool_.loop(count, stage);
+    pool_.loop((count + SIDE - 1) / SIDE, [&](int block) {
+      const int first = block * SIDE, last = std::min(first + SIDE, count);
+      for (int row = first; row < last; row++) stage(row);
+      to.pack(first, last - first);  // while this thread's cache has them
+    });
   }
 
   float* x(int row) { return x_.data() + std::size_t(row) * padded(w_.d_model); }
@@ -175,7 +186,7 @@ class Decoder {
 
   void block(int layer) {
     const LayerWeights& w = w_.layers[layer];
-    rows([&](int row) { before_attention(layer, row); });
+    convert(narrow_, count_, [&](int row) { before_attention(layer, row); });
     clocks_.end(NORMS);
     linear(pool_, w.qkv, narrow_.inputs(count_), qkv_.data(), padded(qkv_width_), false);
     clocks_.end(QKV);
@@ -184,7 +195,7 @@ class Decoder {
       case KIND_BF16: attention<Bf16>(layer); break;
       case KIND_INT8: attention<std::int8_t>(layer); break;
     }
-    rows([&](int row) { mixed_.put(row, heads(row), heads_width_); });
+    convert(mixed_, count_, [&](int row) { mixed_.put(row, heads(row), heads_width_); });
     clocks_.end(ATTENTION);
     if (w_.parallel) prepare_mlp(w);  // of the stream as attention has read it
     linear(pool_, w.attention_out, mixed_.inputs(count_), x_.data(), padded(w_.d_model), true);
@@ -192,7 +203,7 @@ class Decoder {
     if (!w_.parallel) prepare_mlp(w);
     linear(pool_, w.mlp_up, narrow_.inputs(count_), up_.data(), padded(up_width_) + ROW_PAD, false);
     clocks_.end(MLP_UP);
-    rows([&](int row) {
+    convert(wide_, count_, [&](int row) {
       wide_.put_activated(row, Activation(w_.activation), up(row), w_.d_ff);
     });
     clocks_.end(ACTIVATION);
@@ -253,7 +264,7 @@ class Decoder {
 
   // What the feed-forward reads into `narrow_`, where attention's products have read theirs.
   void prepare_mlp(const LayerWeights& w) {
-    rows([&](int row) { before_mlp(w, row); });
+    convert(narrow_, count_, [&](int row) { before_mlp(w, row); });
     clocks_.end(NORMS);
   }
 

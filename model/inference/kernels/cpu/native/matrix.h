@@ -25,7 +25,8 @@ struct Matrix {
 
 // Activations (count, pitch) in the format of the matrix that they meet, zeros from `width` on.
 // `scale` (one per row) is that of quantized ones; `sums` (count, I4::sums(width)) are those of AVX2 for
-// int4; `packed` is room for as many bytes as `values` has, of tiles.
+// int4; `packed` is room for as many bytes as `values` has, for tiles, which want them in another order, and
+// `are_packed` if they are there.
 struct Inputs {
   const void* values;
   const float* scale;
@@ -33,6 +34,7 @@ struct Inputs {
   std::uint8_t* packed;
   int count;
   int pitch;
+  bool are_packed;
 };
 
 // Of a row of weights.

@@ -153,8 +153,20 @@ class Converted {
     }
   }
 
+  // Whether rows are packed by whoever converts them, SIDE at a time: so many that all threads have some.
+  bool packs(int count) const { return !packed_.empty() && count >= 4 * SIDE; }
+
+  // SIDE rows from the first on, or those that are left, as tiles want them.
+  void pack([[maybe_unused]] int first, [[maybe_unused]] int count) {
+#if defined(TILES)
+    const std::size_t bytes = values_.size() / scales_.size();
+    pack_rows(values_.data() + first * bytes, bytes, count, 0, int(bytes) / STEP_BYTES,
+              packed_.data() + first * bytes);
+#endif
+  }
+
   Inputs inputs(int count) {
-    return {values_.data(), scales_.data(), sums_.data(), packed_.data(), count, pitch_};
+    return {values_.data(), scales_.data(), sums_.data(), packed_.data(), count, pitch_, packs(count)};
   }
 
  private:

@@ -11,11 +11,13 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 
 #include "buffer.h"
 #include "dot.h"
 #include "matrix.h"
 #include "pool.h"
+#include "stream.h"
 
 #if defined(__AMX_TILE__) && defined(__AMX_INT8__) && defined(__AMX_BF16__) && defined(__AVX512F__)
 #define TILES
@@ -27,6 +29,8 @@ namespace logitd {
 
 constexpr int SIDE = 16;  // rows of a register, and its columns of four bytes
 constexpr int STEP_BYTES = 64;
+constexpr int PIECE_STEPS = 8;  // of 32 weight rows, which the nearest cache holds beside what they meet
+constexpr int WHOLE_STEPS = 48;  // longer rows are not taken in pieces: sums would come and go too often
 
 // Whether this process may use the registers. Linux hands them out on request, since they make the state of
 // a thread larger by 8 KB.
@@ -75,17 +79,30 @@ inline bool has_tiles() {
 
 // Steps [first, last) of up to SIDE activation rows, `pitch` bytes from one to the next, as the second
 // operand: a step is SIDE rows of four bytes of each activation row. A single row already is that.
-inline void pack_rows(const std::uint8_t* rows, std::size_t pitch, int count, int first, int last,
+template <bool WHOLE>
+inline void pack_rows(const std::uint8_t* rows, std::size_t pitch, int some, int first, int last,
                       std::uint8_t* to) {
-  const __mmask16 some = __mmask16((1u << count) - 1);
+  const int count = WHOLE ? SIDE : some;
+  const __mmask16 columns = __mmask16((1u << count) - 1);
   for (int step = first; step < last; step++) {
     __m512i square[SIDE];
+#pragma GCC unroll 16
     for (int m = 0; m < SIDE; m++)
       square[m] = m < count ? _mm512_loadu_si512(rows + m * pitch + step * STEP_BYTES) : __m512i{};
     transpose(square);
     std::uint8_t* at = to + std::size_t(step) * SIDE * 4 * count;
-    for (int k = 0; k < SIDE; k++) _mm512_mask_storeu_epi32(at + k * 4 * count, some, square[k]);
+#pragma GCC unroll 16
+    for (int k = 0; k < SIDE; k++) {
+      if (WHOLE) _mm512_storeu_si512(at + k * STEP_BYTES, square[k]);
+      else _mm512_mask_storeu_epi32(at + k * 4 * count, columns, square[k]);
+    }
   }
+}
+
+inline void pack_rows(const std::uint8_t* rows, std::size_t pitch, int count, int first, int last,
+                      std::uint8_t* to) {
+  if (count == SIDE) pack_rows<true>(rows, pitch, count, first, last, to);
+  else pack_rows<false>(rows, pitch, count, first, last, to);
 }
 
 // How many rows the registers have: four sums, two for weights, two for activations.
@@ -109,24 +126,49 @@ struct alignas(64) TileConfig {
   }
 };
 
-// sums[2 * w + m] (SIDE, SIDE): the products of the weight rows of half w with the activation rows of half
-// m, W halves with M. A row of sums has as many columns as half m has activation rows.
+// Lines of memory to ask for while other things are computed, so many with each step.
+struct Ahead {
+  const std::uint8_t* at;
+  int lines;
+};
+
+// What is multiplied in registers at once: the products of the weight rows of half w with the activation
+// rows of half m, over some steps. Weights are `stride` bytes from one row to the next and `apart` from one
+// step to the next; inputs are packed, a step of SIDE rows of four bytes of each of `input_rows`.
+// sums[2 * w + m] (SIDE, input rows) are what they are added to, if `begun`.
+struct Square {
+  const std::uint8_t *weights[2], *inputs[2];
+  std::size_t stride, apart;
+  int input_rows[2];
+  int steps;
+  bool begun;
+  std::int32_t (*sums)[SIDE * SIDE];
+};
+
 template <bool INTEGERS, int W, int M>
-[[gnu::always_inline]] inline void multiply_tiles(const std::uint8_t* const* weights, std::size_t stride,
-                                                  const std::uint8_t* const* inputs,
-                                                  const int* input_rows, int steps,
-                                                  std::int32_t (*sums)[SIDE * SIDE]) {
-  const std::uint8_t *w0 = weights[0], *w1 = weights[W - 1], *m0 = inputs[0], *m1 = inputs[M - 1];
-  const int pitch0 = 4 * input_rows[0], pitch1 = 4 * input_rows[M - 1];
-  _tile_zero(0);
-  if constexpr (M > 1) _tile_zero(1);
-  if constexpr (W > 1) _tile_zero(2);
-  if constexpr (W > 1 && M > 1) _tile_zero(3);
-#define PRODUCT(sum, weight, input)                            \
+[[gnu::always_inline]] inline void multiply_tiles(const Square& square, Ahead ahead) {
+  const std::uint8_t *w0 = square.weights[0], *w1 = square.weights[W - 1];
+  const std::uint8_t *m0 = square.inputs[0], *m1 = square.inputs[M - 1];
+  const int pitch0 = 4 * square.input_rows[0], pitch1 = 4 * square.input_rows[M - 1];
+  auto* sums = square.sums;
+  if (square.begun) {
+    _tile_loadd(0, sums[0], pitch0);
+    if constexpr (M > 1) _tile_loadd(1, sums[1], pitch1);
+    if constexpr (W > 1) _tile_loadd(2, sums[2], pitch0);
+    if constexpr (W > 1 && M > 1) _tile_loadd(3, sums[3], pitch1);
+  } else {
+    _tile_zero(0);
+    if constexpr (M > 1) _tile_zero(1);
+    if constexpr (W > 1) _tile_zero(2);
+    if constexpr (W > 1 && M > 1) _tile_zero(3);
+  }
+#define PRODUCT(sum, weight, input)                         \
   if constexpr (INTEGERS) _tile_dpbsud(sum, weight, input); \
   else _tile_dpbf16ps(sum, weight, input)
-  for (int step = 0; step < steps; step++) {
-    _tile_loadd(4, w0, stride);
+  for (int step = 0; step < square.steps; step++) {
+    for (int line = 0; line < ahead.lines; line++, ahead.at += LINE)
+      __builtin_prefetch(ahead.at, 0, SECOND_CACHE);
+    _tile_loadd(4, w0, square.stride);
     _tile_loadd(6, m0, pitch0);
     PRODUCT(0, 4, 6);
     if constexpr (M > 1) {
@@ -134,11 +176,11 @@ template <bool INTEGERS, int W, int M>
       PRODUCT(1, 4, 7);
     }
     if constexpr (W > 1) {
-      _tile_loadd(5, w1, stride);
+      _tile_loadd(5, w1, square.stride);
       PRODUCT(2, 5, 6);
       if constexpr (M > 1) { PRODUCT(3, 5, 7); }
     }
-    w0 += STEP_BYTES, w1 += STEP_BYTES;
+    w0 += square.apart, w1 += square.apart;
     m0 += SIDE * pitch0, m1 += SIDE * pitch1;
   }
 #undef PRODUCT
@@ -148,19 +190,17 @@ template <bool INTEGERS, int W, int M>
   if constexpr (W > 1 && M > 1) _tile_stored(3, sums[3], pitch1);
 }
 
-// Weights of int4 times their scales, as two integers of eight bits: (SIDE, steps * STEP) of each, upper ones,
-// of which one counts 128, and lower ones.
-struct SplitRows {
-  std::uint8_t *upper, *lower;
-  std::size_t stride;
-};
+// A step of SIDE weight rows, one register of them.
+constexpr int PANEL_STEP = SIDE * STEP_BYTES;
 
-inline void split_rows(const std::uint8_t* rows, int count, int width, const SplitRows& to) {
+// int4 weights times their scales, step by step, as two integers of eight bits: upper ones, of which one
+// counts 128, and lower ones.
+inline void split_rows(const std::uint8_t* rows, int count, int width, std::uint8_t* upper,
+                       std::uint8_t* lower) {
   const int steps = I4::steps(width);
   const __m512i low_bits = _mm512_set1_epi16(127);
   for (int n = 0; n < count; n++) {
     const std::uint8_t* block = rows + std::size_t(n) * I4::row_bytes(width);
-    std::uint8_t *upper = to.upper + n * to.stride, *lower = to.lower + n * to.stride;
     for (int first = 0; first < steps; first += I4::BLOCK_STEPS) {
       const int here = std::min(I4::BLOCK_STEPS, steps - first);
       // Of weights 2 i and 2 i + 1 of either half of a step is scale i.
@@ -169,14 +209,14 @@ inline void split_rows(const std::uint8_t* rows, int count, int width, const Spl
       each = _mm512_or_si512(each, _mm512_slli_epi32(each, 16));
       for (int s = 0; s < here; s++) {
         __m512i weights = I4::unpack(block + I4::SCALES + s * I4::STEP_BYTES);
+        const std::size_t at = std::size_t(first + s) * PANEL_STEP + n * STEP_BYTES;
         for (int half = 0; half < 2; half++) {
           __m256i bytes = half ? _mm512_extracti64x4_epi64(weights, 1) : _mm512_castsi512_si256(weights);
           __m512i scaled = _mm512_mullo_epi16(_mm512_cvtepi8_epi16(bytes), each);
-          const int at = (first + s) * I4::STEP + 32 * half;
-          _mm256_storeu_si256(reinterpret_cast<__m256i*>(upper + at),
-                              _mm512_cvtepi16_epi8(_mm512_srai_epi16(scaled, 7)));
-          _mm256_storeu_si256(reinterpret_cast<__m256i*>(lower + at),
-                              _mm512_cvtepi16_epi8(_mm512_and_si512(scaled, low_bits)));
+          _mm256_store_si256(reinterpret_cast<__m256i*>(upper + at + 32 * half),
+                             _mm512_cvtepi16_epi8(_mm512_srai_epi16(scaled, 7)));
+          _mm256_store_si256(reinterpret_cast<__m256i*>(lower + at + 32 * half),
+                             _mm512_cvtepi16_epi8(_mm512_and_si512(scaled, low_bits)));
         }
       }
       block += I4::SCALES + here * I4::STEP_BYTES;
@@ -206,37 +246,53 @@ class TileProduct {
   }
 
  private:
+  using Sums = std::int32_t[4][SIDE * SIDE];
+
   // What the registers are configured for: weight rows of both halves, and activation rows.
   struct Shape {
     int here[2] = {0, 0}, there[2] = {0, 0};
 
-    void become(const int* weights, const int* inputs) {
-      if (std::equal(here, here + 2, weights) && std::equal(there, there + 2, inputs)) return;
-      std::copy(weights, weights + 2, here), std::copy(inputs, inputs + 2, there);
+    void become(const int* weights, const std::array<int, 2>& inputs) {
+      if (std::equal(here, here + 2, weights) && std::equal(there, there + 2, inputs.begin())) return;
+      std::copy(weights, weights + 2, here), std::copy(inputs.begin(), inputs.end(), there);
       TileConfig config(here, there);
       _tile_loadconfig(&config);
     }
   };
 
-  // As many weight rows as are multiplied at once.
+  // As many weight rows as are multiplied at once. With many activation rows a piece of the weights stays in
+  // the nearest cache while all of them meet it, and the next weights are asked for meanwhile.
   void rows(int first, int last, Shape& shape) const {
     int here[2] = {std::min(SIDE, last - first), std::min(SIDE, std::max(0, last - first - SIDE))};
-    const std::uint8_t* weights[2];
-    std::size_t stride;
+    const int steps = int(input_bytes_) / STEP_BYTES, pairs = (inputs_.count + 2 * SIDE - 1) / (2 * SIDE);
+    const int pieces = pairs == 1 || steps > WHOLE_STEPS ? 1 : (steps + PIECE_STEPS - 1) / PIECE_STEPS;
+    Square square;
     if (matrix_.kind == KIND_INT4) {
-      SplitRows split = split_room();
-      split_rows(weight(first), here[0], matrix_.width, split);
-      weights[0] = split.upper, weights[1] = split.lower, stride = split.stride, here[1] = here[0];
+      std::uint8_t *upper = panel_room(2 * steps), *lower = upper + steps * PANEL_STEP;
+      split_rows(weight(first), here[0], matrix_.width, upper, lower);
+      here[1] = here[0];
+      square.weights[0] = upper, square.weights[1] = lower;
+      square.stride = STEP_BYTES, square.apart = PANEL_STEP;
     } else {
-      weights[0] = weight(first), weights[1] = weight(first + SIDE), stride = row_bytes(matrix_);
+      square.weights[0] = weight(first), square.weights[1] = weight(first + SIDE);
+      square.stride = row_bytes(matrix_), square.apart = STEP_BYTES;
     }
-    alignas(64) std::int32_t sums[4][SIDE * SIDE];
-    for (int m = 0; m < inputs_.count; m += 2 * SIDE) {
-      const int left = inputs_.count - m;
-      const int there[2] = {std::min(SIDE, left), std::min(SIDE, std::max(0, left - SIDE))};
-      shape.become(here, there);
-      multiply(weights, stride, here[1], m, there, sums);
-      put(first, here, m, there, sums);
+    Ahead ahead{weight(first + weight_rows()), 0};
+    const std::size_t coming = weight_rows() * row_bytes(matrix_) / LINE;
+    if (pairs > 1) ahead.lines = int(coming / (std::size_t(steps) * pairs)) + 1;
+    Sums* sums = sums_room(pairs);
+    for (int piece = 0; piece < pieces; piece++) {
+      const int begin = steps * piece / pieces, end = steps * (piece + 1) / pieces;
+      square.begun = piece > 0;
+      square.steps = end - begin;
+      for (int pair = 0; pair < pairs; pair++) {
+        square.sums = sums[pair];
+        shape.become(here, input_rows(pair));
+        multiply(square, begin, here[1], pair, ahead);
+        ahead.at += std::size_t(square.steps) * ahead.lines * LINE;
+        if (piece + 1 == pieces) put(first, here, pair, sums[pair]);
+      }
+      for (const std::uint8_t*& weights : square.weights) weights += square.steps * square.apart;
     }
   }
 
@@ -251,73 +307,101 @@ class TileProduct {
     return all + m * input_bytes_;
   }
 
-  // This thread's room for int4 weights that are split.
-  SplitRows split_room() const {
+  // This thread's room for so many steps of SIDE weight rows.
+  static std::uint8_t* panel_room(int steps) {
     static thread_local Buffer<std::uint8_t> room;
-    const std::size_t stride = std::size_t(I4::steps(matrix_.width)) * I4::STEP;
-    if (room.size() < 2 * SIDE * stride) room.resize(2 * SIDE * stride);
-    return {room.data(), room.data() + SIDE * stride, stride};
+    const std::size_t wanted = std::size_t(steps) * PANEL_STEP;
+    if (room.size() < wanted) room.resize(wanted);
+    return room.data();
   }
 
-  void multiply(const std::uint8_t* const* weights, std::size_t stride, int second, int m,
-                const int* there, std::int32_t (*sums)[SIDE * SIDE]) const {
-    if (matrix_.kind == KIND_BF16) multiply<false>(weights, stride, second, m, there, sums);
-    else multiply<true>(weights, stride, second, m, there, sums);
+  // This thread's room for the sums of so many pairs.
+  static Sums* sums_room(int pairs) {
+    static thread_local Buffer<std::int32_t> room;
+    const std::size_t wanted = sizeof(Sums) / sizeof(std::int32_t) * pairs;
+    if (room.size() < wanted) room.resize(wanted);
+    return reinterpret_cast<Sums*>(room.data());
+  }
+
+  // Activation rows of both halves of a pair.
+  std::array<int, 2> input_rows(int pair) const {
+    const int left = inputs_.count - pair * 2 * SIDE;
+    return {std::min(SIDE, left), std::min(SIDE, std::max(0, left - SIDE))};
+  }
+
+  // Weights, from where they are, with the activation rows of a pair from step `begin` on.
+  void multiply(Square& square, int begin, int second, int pair, Ahead ahead) const {
+    const std::array<int, 2> there = input_rows(pair);
+    for (int half = 0; half < 2; half++) {
+      square.input_rows[half] = there[half];
+      square.inputs[half] = input(SIDE * (2 * pair + half)) + std::size_t(begin) * SIDE * 4 * there[half];
+    }
+    if (matrix_.kind == KIND_BF16) multiply<false>(square, second, there[1], ahead);
+    else multiply<true>(square, second, there[1], ahead);
   }
 
   template <bool INTEGERS>
-  void multiply(const std::uint8_t* const* weights, std::size_t stride, int second, int m,
-                const int* there, std::int32_t (*sums)[SIDE * SIDE]) const {
-    const std::uint8_t* inputs[2] = {input(m), input(m + SIDE)};
-    const int steps = int(input_bytes_) / STEP_BYTES;
-    if (second && there[1]) multiply_tiles<INTEGERS, 2, 2>(weights, stride, inputs, there, steps, sums);
-    else if (second) multiply_tiles<INTEGERS, 2, 1>(weights, stride, inputs, there, steps, sums);
-    else if (there[1]) multiply_tiles<INTEGERS, 1, 2>(weights, stride, inputs, there, steps, sums);
-    else multiply_tiles<INTEGERS, 1, 1>(weights, stride, inputs, there, steps, sums);
+  static void multiply(const Square& square, int second_weights, int second_inputs, Ahead ahead) {
+    if (second_weights && second_inputs) multiply_tiles<INTEGERS, 2, 2>(square, ahead);
+    else if (second_weights) multiply_tiles<INTEGERS, 2, 1>(square, ahead);
+    else if (second_inputs) multiply_tiles<INTEGERS, 1, 2>(square, ahead);
+    else multiply_tiles<INTEGERS, 1, 1>(square, ahead);
   }
 
-  void put(int first, const int* here, int m, const int* there, std::int32_t (*sums)[SIDE * SIDE]) const {
+  void put(int first, const int* here, int pair, Sums& sums) const {
+    const std::array<int, 2> there = input_rows(pair);
     for (int half = 0; half < 2; half++) {
-      if (there[half] == 0) continue;
+      const int m = SIDE * (2 * pair + half), count = there[half];
+      if (count == 0) continue;
       if (matrix_.kind == KIND_INT4) {
         std::int32_t *upper = sums[half], *lower = sums[2 + half];
-        for (int i = 0; i < here[0] * there[half]; i++) lower[i] += upper[i] * 128;
-        put(first, here[0], m + half * SIDE, there[half], lower);
+        for (int i = 0; i < here[0] * count; i++) lower[i] += upper[i] * 128;
+        put(first, here[0], m, count, lower);
       } else {
-        put(first, here[0], m + half * SIDE, there[half], sums[half]);
-        if (here[1]) put(first + SIDE, here[1], m + half * SIDE, there[half], sums[2 + half]);
+        put(first, here[0], m, count, sums[half]);
+        if (here[1]) put(first + SIDE, here[1], m, count, sums[2 + half]);
       }
     }
   }
 
   // sums (rows, count): of weight rows from n on with activation rows from m on.
   void put(int n, int rows, int m, int count, const std::int32_t* sums) const {
-    const __mmask16 some = __mmask16((1u << rows) - 1), columns = __mmask16((1u << count) - 1);
+    if (rows == SIDE && count == SIDE) put<true>(n, rows, m, count, sums);
+    else put<false>(n, rows, m, count, sums);
+  }
+
+  template <bool WHOLE>
+  void put(int n, int some, int m, int several, const std::int32_t* sums) const {
+    const int rows = WHOLE ? SIDE : some, count = WHOLE ? SIDE : several;
+    const __mmask16 lanes = __mmask16((1u << rows) - 1), columns = __mmask16((1u << count) - 1);
     __m512i square[SIDE];
     if (count == 1) {
-      square[0] = _mm512_maskz_loadu_epi32(some, sums);
+      square[0] = _mm512_maskz_loadu_epi32(lanes, sums);
     } else {
+#pragma GCC unroll 16
       for (int r = 0; r < SIDE; r++)
         square[r] = r < rows ? _mm512_maskz_loadu_epi32(columns, sums + r * count) : __m512i{};
       transpose(square);  // now (activation row, weight row)
     }
-    const auto floats = [&](const float* from) { return (Floats)_mm512_maskz_loadu_ps(some, from); };
+    const auto floats = [&](const float* from) { return (Floats)_mm512_maskz_loadu_ps(lanes, from); };
     const Floats bias = matrix_.bias ? floats(matrix_.bias + n) : Floats{};
     Floats scale = {};
     Ints shift = {};
     const bool integers = matrix_.kind != KIND_BF16;
     if (integers) {
       scale = floats(matrix_.scale + n);
-      shift = ZERO * (Ints)_mm512_maskz_loadu_epi32(some, matrix_.row_sum + n);
+      shift = ZERO * (Ints)_mm512_maskz_loadu_epi32(lanes, matrix_.row_sum + n);
     }
-    for (int i = 0; i < count; i++) {
-      float* to = out_ + std::size_t(m + i) * pitch_ + n;
+    float* to = out_ + std::size_t(m) * pitch_ + n;
+#pragma GCC unroll 16
+    for (int i = 0; i < SIDE; i++, to += pitch_) {
+      if (i >= count) break;
       Floats result = (Floats)square[i];
       if (integers)
         result = converted<Floats>((Ints)square[i] - shift) * (scale * inputs_.scale[m + i]);
       result = result + bias;
       if (add_) result = result + floats(to);
-      _mm512_mask_storeu_ps(to, some, (__m512)result);
+      _mm512_mask_storeu_ps(to, lanes, (__m512)result);
     }
   }
 
@@ -350,7 +434,7 @@ inline bool takes_tiles(const Matrix& matrix, int count) {
 inline void tile_linear(Pool& pool, const Matrix& matrix, const Inputs& inputs, float* out, int pitch,
                         bool add) {
 #if defined(TILES)
-  if (inputs.count > 1) {
+  if (inputs.count > 1 && !inputs.are_packed) {
     const std::size_t bytes = row_bytes(matrix, inputs);
     const int steps = int(bytes) / STEP_BYTES, pieces = (steps + PACKED_STEPS - 1) / PACKED_STEPS;
     const int blocks = (inputs.count + SIDE - 1) / SIDE;
