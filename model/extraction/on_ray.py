@@ -24,6 +24,7 @@ from typing import Any
 
 from model.checkpoint.checkpoint import CheckpointInfo
 from model.device import available_processors
+from model.extraction.amounts import counted
 from model.extraction.compute import Counted, Group, Placing
 from model.extraction.errors import ExtractionError
 from model.extraction.ray_worker import GREETING, Feed, ShardWorker, Task, tickets
@@ -116,7 +117,7 @@ def choose_workers(nodes: Sequence[Node], device: str, threads: int, count: int 
         rooms = [min(room, node.gpus) for room, node in zip(rooms, usable, strict=True)]
     if not (fit := sum(rooms)):
         raise ExtractionError(
-            f"a worker of {_counted(threads, 'thread')} fits no machine of the cluster: "
+            f"a worker of {counted(threads, 'thread')} fits no machine of the cluster: "
             f"{_told(nodes)}. Give --threads {max(node.processors for node in usable)} or fewer"
         )
     return Workers(count or fit, "cuda" if on_gpu else "cpu", threads, fit)
@@ -125,14 +126,10 @@ def choose_workers(nodes: Sequence[Node], device: str, threads: int, count: int 
 def _told(nodes: Sequence[Node]) -> str:
     """The machines of the cluster, for an error."""
     resources = [
-        f"{_counted(node.processors, 'processor')} and {_counted(node.gpus, 'GPU')}"
+        f"{counted(node.processors, 'processor')} and {counted(node.gpus, 'GPU')}"
         for node in nodes
     ]
-    return f"Ray has {_counted(len(nodes), 'machine')} with {'; '.join(dict.fromkeys(resources))}"
-
-
-def _counted(number: int, thing: str) -> str:
-    return f"{number} {thing}{'' if number == 1 else 's'}"
+    return f"Ray has {counted(len(nodes), 'machine')} with {'; '.join(dict.fromkeys(resources))}"
 
 
 def open_on_ray(
@@ -148,14 +145,14 @@ def open_on_ray(
         stack.enter_context(connected(cluster, log))
         workers = choose_workers(_nodes(), placing.device, placing.threads, cluster.workers)
         text = (
-            f"{_counted(workers.count, 'worker')} on {workers.device}, "
-            f"{_counted(workers.threads, 'thread')} each"
+            f"{counted(workers.count, 'worker')} on {workers.device}, "
+            f"{counted(workers.threads, 'thread')} each"
         )
         if workers.count > workers.fit:
             if cluster.address == LOCAL:
                 raise ExtractionError(
-                    f"{_counted(workers.count, 'worker')} of "
-                    f"{_counted(workers.threads, 'thread')} do not fit this machine, "
+                    f"{counted(workers.count, 'worker')} of "
+                    f"{counted(workers.threads, 'thread')} do not fit this machine, "
                     f"{workers.fit} do: {_told(_nodes())}"
                 )
             text += f"; there is room for {workers.fit} now, the others wait for it"

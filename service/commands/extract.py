@@ -13,6 +13,7 @@ from model.checkpoint.checkpoint import CheckpointError
 from model.data.errors import DataError
 from model.data.sources.progress import Downloaded, Downloading
 from model.device import DeviceError
+from model.extraction.amounts import counted
 from model.extraction.compute import Placing
 from model.extraction.errors import ExtractionError
 from model.extraction.on_ray import Cluster
@@ -174,8 +175,8 @@ def facts(result: Extracted) -> dict[str, object]:
 
 def _summary(result: Extracted) -> str:
     rows = (
-        f"{_counted(result.rows, 'token')} of {_counted(result.documents, 'document')} in "
-        f"{_counted(result.shards, 'shard')}"
+        f"{counted(result.rows, 'token')} of {counted(result.documents, 'document')} in "
+        f"{counted(result.shards, 'shard')}"
     )
     if not result.tokens:
         return f"{result.path}: {rows}; nothing was left to compute"
@@ -187,8 +188,8 @@ def _summary(result: Extracted) -> str:
 def _line(event: Surveyed | Progress | Downloading | Downloaded) -> str:
     match event:
         case Surveyed(data, shards, rows):
-            there = f"; {_counted(rows, 'token')} in {_counted(shards, 'shard')} are there"
-            return f"{_counted(data.documents, 'document')}, {_counted(data.bytes, 'byte')}" + (
+            there = f"; {counted(rows, 'token')} in {counted(shards, 'shard')} are there"
+            return f"{counted(data.documents, 'document')}, {counted(data.bytes, 'byte')}" + (
                 there if shards else ""
             )
         case Progress():
@@ -201,11 +202,6 @@ def _line(event: Surveyed | Progress | Downloading | Downloaded) -> str:
             return f"downloading {url}: {done / 1e6:,.1f}{share} MB"
         case Downloaded(url, size):
             return f"{url}: {size:,} bytes"
-
-
-def _counted(count: int, noun: str) -> str:
-    """1 token, 2 tokens."""
-    return f"{count:,} {noun}" + ("" if count == 1 else "s")
 
 
 def _duration(seconds: float) -> str:
