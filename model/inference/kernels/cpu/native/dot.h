@@ -154,11 +154,14 @@ struct I4 {
   using Products = __m512i;
   using Total = __m512i;
 
-  static Unpacked unpack(const Weight* from) {
+  // Each as weight + 8.
+  static Unpacked apart(const Weight* from) {
     __m256i both = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
     __m512i apart = _mm512_inserti64x4(_mm512_castsi256_si512(both), _mm256_srli_epi16(both, 4), 1);
-    apart = _mm512_and_si512(apart, _mm512_set1_epi8(15));
-    return _mm512_sub_epi8(apart, _mm512_set1_epi8(8));
+    return _mm512_and_si512(apart, _mm512_set1_epi8(15));
+  }
+  static Unpacked unpack(const Weight* from) {
+    return _mm512_sub_epi8(apart(from), _mm512_set1_epi8(8));
   }
   static Scales scales(const Weight* from) {
     __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));

@@ -193,31 +193,33 @@ template <bool INTEGERS, int W, int M>
 // A step of SIDE weight rows, one register of them.
 constexpr int PANEL_STEP = SIDE * STEP_BYTES;
 
-// int4 weights times their scales, step by step, as two integers of eight bits: upper ones, of which one
-// counts 128, and lower ones.
+// int4 weights times their scales, step by step, as two integers of eight bits: the scale is 16 * upper +
+// lower, and each weight is multiplied with either. Two neighbours have one scale, and are multiplied as
+// one number of sixteen bits: as weight + 8 and with no less than 0, neither product leaves its byte. What
+// that adds is taken away.
 inline void split_rows(const std::uint8_t* rows, int count, int width, std::uint8_t* upper,
                        std::uint8_t* lower) {
   const int steps = I4::steps(width);
-  const __m512i low_bits = _mm512_set1_epi16(127);
+  const auto twice = [](__m512i bytes) {  // the byte of a lane in both its bytes
+    bytes = _mm512_and_si512(bytes, _mm512_set1_epi16(255));
+    return _mm512_or_si512(bytes, _mm512_slli_epi16(bytes, 8));
+  };
   for (int n = 0; n < count; n++) {
     const std::uint8_t* block = rows + std::size_t(n) * I4::row_bytes(width);
     for (int first = 0; first < steps; first += I4::BLOCK_STEPS) {
       const int here = std::min(I4::BLOCK_STEPS, steps - first);
-      // Of weights 2 i and 2 i + 1 of either half of a step is scale i.
-      __m256i scales = _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(block)));
-      __m512i each = _mm512_cvtepu16_epi32(scales);
-      each = _mm512_or_si512(each, _mm512_slli_epi32(each, 16));
+      const __m512i scales = I4::scales(block);
+      const __m512i low = _mm512_and_si512(scales, _mm512_set1_epi16(15));
+      const __m512i high = _mm512_add_epi16(_mm512_srai_epi16(scales, 4), _mm512_set1_epi16(8));
+      const __m512i eight_low = twice(_mm512_slli_epi16(low, 3));
+      const __m512i eight_high =
+          twice(_mm512_sub_epi16(_mm512_slli_epi16(high, 3), _mm512_set1_epi16(64)));
       for (int s = 0; s < here; s++) {
-        __m512i weights = I4::unpack(block + I4::SCALES + s * I4::STEP_BYTES);
+        const __m512i weights = I4::apart(block + I4::SCALES + s * I4::STEP_BYTES);
         const std::size_t at = std::size_t(first + s) * PANEL_STEP + n * STEP_BYTES;
-        for (int half = 0; half < 2; half++) {
-          __m256i bytes = half ? _mm512_extracti64x4_epi64(weights, 1) : _mm512_castsi512_si256(weights);
-          __m512i scaled = _mm512_mullo_epi16(_mm512_cvtepi8_epi16(bytes), each);
-          _mm256_store_si256(reinterpret_cast<__m256i*>(upper + at + 32 * half),
-                             _mm512_cvtepi16_epi8(_mm512_srai_epi16(scaled, 7)));
-          _mm256_store_si256(reinterpret_cast<__m256i*>(lower + at + 32 * half),
-                             _mm512_cvtepi16_epi8(_mm512_and_si512(scaled, low_bits)));
-        }
+        _mm512_store_si512(lower + at, _mm512_sub_epi8(_mm512_mullo_epi16(weights, low), eight_low));
+        __m512i product = _mm512_sub_epi8(_mm512_mullo_epi16(weights, high), eight_high);
+        _mm512_store_si512(upper + at, _mm512_sub_epi8(product, _mm512_slli_epi16(weights, 3)));
       }
       block += I4::SCALES + here * I4::STEP_BYTES;
     }
@@ -355,7 +357,7 @@ class TileProduct {
       if (count == 0) continue;
       if (matrix_.kind == KIND_INT4) {
         std::int32_t *upper = sums[half], *lower = sums[2 + half];
-        for (int i = 0; i < here[0] * count; i++) lower[i] += upper[i] * 128;
+        for (int i = 0; i < here[0] * count; i++) lower[i] += upper[i] * 16;
         put(first, here[0], m, count, lower);
       } else {
         put(first, here[0], m, count, sums[half]);
