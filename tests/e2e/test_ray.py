@@ -175,5 +175,5 @@ def test_more_workers_than_fit_are_refused(started: Started) -> None:
     process = started.start("out", "--ray", "local", "--ray-workers", "1000")
     _, said = process.communicate(timeout=120)
     assert process.returncode == 1
-    assert "1000 workers of 1 thread do not fit this machine" in said
+    assert "1,000 workers of 1 thread do not fit this machine" in said
     started.wait_for_the_end()
