@@ -126,8 +126,7 @@ def choose_workers(nodes: Sequence[Node], device: str, threads: int, count: int 
 def _told(nodes: Sequence[Node]) -> str:
     """The machines of the cluster, for an error."""
     resources = [
-        f"{counted(node.processors, 'processor')} and {counted(node.gpus, 'GPU')}"
-        for node in nodes
+        f"{counted(node.processors, 'processor')} and {counted(node.gpus, 'GPU')}" for node in nodes
     ]
     return f"Ray has {counted(len(nodes), 'machine')} with {'; '.join(dict.fromkeys(resources))}"
 

@@ -1,6 +1,6 @@
 """NativeDecoder: tokens of one sequence or of several through the whole GPT, in one native call.
 
-Describes a GPT and its KV cache to the code in native/decoder.cpp. Covers every shape of
+Calls the code in native/decoder.cpp. Covers every shape of
 `GPTConfig` on a CPU in float32 and bfloat16 whose head_dim is a multiple of 16, and weights in int8
 and int4; `unsupported` says why another is not covered. The plain twin is `PlainDecoder`: equal
 within the tolerance of the dtype, the residual stream being float32 here.
@@ -11,42 +11,28 @@ prompts instead, unless their target was asked for.
 """
 
 import ctypes
-from collections.abc import Collection, Iterator, Sequence
-from ctypes import (
-    POINTER,
-    Structure,
-    byref,
-    c_char_p,
-    c_float,
-    c_int32,
-    c_int64,
-    c_void_p,
-)
+from collections.abc import Collection, Sequence
+from ctypes import POINTER, byref, c_char_p, c_int32, c_int64, c_void_p
 from functools import cached_property
 from itertools import chain, repeat
 
-import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from model.device import one_thread
 from model.inference.kernels.base import Prefilled, PrefillInput
-from model.inference.kernels.cpu.quantize import int4_row_bytes, quantized_matrix
+from model.inference.kernels.cpu.describe import Description
+from model.inference.kernels.cpu.structures import Cache, Model, Record, SampleRows, dtype_name
 from model.inference.kernels.eager.contention import ContentionMonitor
 from model.inference.kernels.eager.decoder import grouped_logits
 from model.inference.kernels.eager.prefill import TorchPrefill
 from model.inference.kernels.eager.row_groups import RowGroups, decode_row_groups
 from model.inference.kv_cache import KVCache
-from model.inference.options import DRAFTED_ROWS, Quantization, head_quantization
-from model.inference.sampling.sample import SAMPLING_ROW, SamplingRows
-from model.transformer.arena import Arena, move_to_arena, room_for_bytes
+from model.inference.options import DRAFTED_ROWS, Quantization
+from model.inference.sampling.sample import SamplingRows
 from model.transformer.config import BLOCK, GPTConfig
-from model.transformer.gpt import GPT, VALUE_GATE_WIDTH, Block, sinusoidal_table
-from model.transformer.rotary import rotary_tables
+from model.transformer.gpt import GPT
 
-KINDS = {"float32": 0, "bfloat16": 1, "int8": 2, "int4": 3}
-"""Formats of matrices: `Kind` of native/linear.h."""
-ACTIVATIONS = {"gelu_tanh": 0, "gelu": 1, "relu": 2, "relu2": 3, "swiglu": 4}
 LANES = 16
 MAX_HEAD_DIM = 256
 PREFILL_ROWS = 256
@@ -57,108 +43,6 @@ FAST_PRODUCTS = {"float32": "avx512f", "bfloat16": "avx512_bf16", "quantized": "
 registers of 16 floats, and dot products of narrow dtypes. bfloat16 and quantized ones need no more
 than AVX2, but for processors with AVX-512 that lack its dot products, for which int8 has plain
 loops, and bfloat16 was never measured."""
-
-
-class _Norm(Structure):
-    _fields_ = (("weight", c_void_p), ("bias", c_void_p), ("eps", c_float), ("centred", c_int32))
-
-
-class _Matrix(Structure):
-    _fields_ = (
-        ("weights", c_void_p),
-        ("bias", c_void_p),
-        ("scale", c_void_p),
-        ("row_sum", c_void_p),
-        ("kind", c_int32),
-        ("rows", c_int32),
-        ("width", c_int32),
-        ("reserved", c_int32),
-    )
-
-
-class _Layer(Structure):
-    _fields_ = (
-        ("attention_norm", _Norm),
-        ("query_norm", _Norm),
-        ("key_norm", _Norm),
-        ("mlp_norm", _Norm),
-        ("qkv", _Matrix),
-        ("attention_out", _Matrix),
-        ("mlp_up", _Matrix),
-        ("mlp_down", _Matrix),
-        ("value_embedding", c_void_p),
-        ("value_gate", c_void_p),
-    )
-
-
-class _Model(Structure):
-    _fields_ = (
-        *((name, c_int32) for name in (
-            "n_layer", "n_head", "n_kv_head", "head_dim", "d_model", "d_ff", "vocab_size",
-            "kind", "cells",
-            "post_norm", "parallel", "rotary", "qk_norm", "final_norm_on", "value_gate_width",
-            "activation",
-        )),
-        *((name, c_void_p) for name in (
-            "token_embedding", "position_embedding", "sinusoids", "rope_cos", "rope_sin",
-        )),
-        ("layers", POINTER(_Layer)),
-        ("final_norm", _Norm),
-        ("head", _Matrix),
-    )  # fmt: skip
-
-
-class _Cache(Structure):
-    _fields_ = (
-        ("keys", c_void_p),
-        ("values", c_void_p),
-        ("key_scales", c_void_p),
-        ("value_scales", c_void_p),
-        ("slots", c_int64),
-        ("slot_length", c_int64),
-        ("kind", c_int64),
-    )
-
-
-class _Record(Structure):
-    _fields_ = (
-        ("states", c_void_p),
-        ("weights", c_void_p),
-        ("layer_places", c_void_p),
-        ("head_places", c_void_p),
-        ("layers", c_int32),
-        ("heads", c_int32),
-        ("length", c_int32),
-        ("count", c_int32),
-    )
-
-
-_SAMPLE_ROW = np.dtype(
-    [
-        ("logits", np.uint64),
-        ("computed", np.uint64),
-        ("how", SAMPLING_ROW),
-        ("token_id", np.int32),
-    ]
-)
-"""`SampleRow` of native/sample.h."""
-
-
-class _SampleRows:
-    """`room` rows to sample, the first at these addresses and the next ones at these distances.
-    `how` is filled in for each call, and `token_ids` is the answer. From one step to a like one
-    nothing else changes."""
-
-    def __init__(
-        self, room: int, logits: int, pitch: int, computed: int, computed_pitch: int
-    ) -> None:
-        self.room, self.where = room, (logits, pitch, computed, computed_pitch)
-        rows, indices = np.empty(room, _SAMPLE_ROW), np.arange(room, dtype=np.uint64)
-        rows["logits"] = indices * (4 * pitch) + logits
-        rows["computed"] = indices * (4 * computed_pitch) + computed
-        self.how = rows["how"]
-        self.token_ids = rows["token_id"]
-        self.address = rows.ctypes.data  # the views keep the memory
 
 
 def unsupported(gpt: GPT) -> str | None:
@@ -172,7 +56,7 @@ def not_covered(config: GPTConfig, device: torch.device, dtype: torch.dtype) -> 
     if device.type != "cpu":
         return f"the model is on {device}"
     if dtype not in (torch.float32, torch.bfloat16):
-        return f"the model is in {_name(dtype)}"
+        return f"the model is in {dtype_name(dtype)}"
     if config.head_dim % LANES or config.head_dim > MAX_HEAD_DIM:
         return f"head_dim is {config.head_dim}, not a multiple of {LANES} up to {MAX_HEAD_DIM}"
     return None
@@ -185,12 +69,12 @@ def prefills_natively(
     narrow = quantize != "none" or dtype == torch.bfloat16
     if narrow and "avx2" in features and "avx512f" not in features:
         return True
-    return FAST_PRODUCTS[_name(dtype) if quantize == "none" else "quantized"] in features
+    return FAST_PRODUCTS[dtype_name(dtype) if quantize == "none" else "quantized"] in features
 
 
 class NativeDecoder:
-    """A GPT and its cache, as the native code sees them. The GPT's parameters move into an arena,
-    and must not be replaced while this lives."""
+    """A GPT over its KV cache in native code. The GPT's parameters move into an arena, and must not
+    be replaced while this lives."""
 
     has_threads = True
     launcher = None
@@ -210,11 +94,11 @@ class NativeDecoder:
         if reason is not None:
             raise ValueError(f"the native decoder does not cover this model: {reason}")
         library.logitd_decoder_new.restype = c_void_p
-        library.logitd_decoder_new.argtypes = (POINTER(_Model), POINTER(_Cache), c_int32, c_int32)
+        library.logitd_decoder_new.argtypes = (POINTER(Model), POINTER(Cache), c_int32, c_int32)
         library.logitd_decoder_delete.argtypes = (c_void_p,)
         library.logitd_head.argtypes = (c_void_p, c_void_p, c_int32, c_void_p)
         library.logitd_prefill.argtypes = (
-            c_void_p, *(POINTER(c_int32),) * 3, c_int32, POINTER(_Record), c_void_p
+            c_void_p, *(POINTER(c_int32),) * 3, c_int32, POINTER(Record), c_void_p
         )  # fmt: skip
         library.logitd_sample.argtypes = (c_void_p, c_void_p, c_int32)
         library.logitd_contended.argtypes = (c_void_p,)
@@ -222,12 +106,7 @@ class NativeDecoder:
         library.logitd_time_stages.argtypes = (c_void_p, c_void_p)
         library.logitd_stage_names.restype = c_char_p
         self._library = library
-        self._alive: list[Tensor | Arena] = [move_to_arena(gpt)]
-        self._quantize = quantize
-        self._quantized = None
-        if quantize != "none":
-            # One behind the other, as the weights themselves: what is read is one stream.
-            self._quantized = Arena(sum(map(room_for_bytes, quantized_bytes(gpt, quantize))))
+        self._description = Description(gpt, quantize)
         self.prefill_matches_decode = prefills
         self._torch_prefill = TorchPrefill(gpt, cache)
         # Products of many rows are what the processor is slow at: those of the head too, 8 times as
@@ -237,16 +116,15 @@ class NativeDecoder:
         self._head_contention = ContentionMonitor(gpt, keep_bits=lambda gpt, rows: True)
         self._head_keep: dict[int, bool] = {}
         self._config = gpt.config
-        self._cells = KINDS[_name(gpt.token_embedding.weight.dtype)]
-        model, layers = self._describe(gpt)
-        self._layers = layers
-        described = self._cache(cache)
+        described = self._description.cache(cache)
         rows = max(cache.slots, DRAFTED_ROWS)
         room = max(rows, PREFILL_ROWS) if prefills else rows
-        self._handle = library.logitd_decoder_new(byref(model), byref(described), room, threads)
+        self._handle = library.logitd_decoder_new(
+            byref(self._description.model), byref(described), room, threads
+        )
         self._where = tuple((c_int32 * rows)() for _ in range(3))
         self._logits = torch.empty(rows, gpt.config.vocab_size)
-        self._sample_rows: _SampleRows | None = None
+        self._sample_rows: SampleRows | None = None
         self._stages = tuple(library.logitd_stage_names().decode().split())
         self._nanoseconds = (c_int64 * len(self._stages))()
 
@@ -275,7 +153,7 @@ class NativeDecoder:
         if len(pieces) == 1 and not pieces[0].plain:
             return [self._prefill_recorded(pieces[0])]
         assert all(piece.plain for piece in pieces)
-        hidden = self._prefill(pieces, _Record())  # (N, d_model): of all pieces
+        hidden = self._prefill(pieces, Record())  # (N, d_model): of all pieces
         parts = hidden.split([len(piece.token_ids) for piece in pieces])
         return [Prefilled(part) for part in parts]  # (T, d_model) each
 
@@ -283,7 +161,7 @@ class NativeDecoder:
         config, count, weights = self._config, len(piece.token_ids), piece.weights
         states = torch.empty(config.n_layer + 1, count, config.d_model) if piece.states else None
         attention = None
-        record = _Record(count=count)
+        record = Record(count=count)
         if states is not None:
             record.states = states.data_ptr()
         if weights is not None:
@@ -296,7 +174,7 @@ class NativeDecoder:
             _, record.layers, record.heads, record.length = shape
         return Prefilled(self._prefill([piece], record), states, attention)
 
-    def _prefill(self, pieces: Sequence[PrefillInput], record: _Record) -> Tensor:
+    def _prefill(self, pieces: Sequence[PrefillInput], record: Record) -> Tensor:
         """Final hidden states (N, d_model) of all tokens of the pieces."""
         lengths = [len(piece.token_ids) for piece in pieces]
         count = sum(lengths)
@@ -355,7 +233,7 @@ class NativeDecoder:
         where = (logits.data_ptr(), logits.stride(0), computed.data_ptr(), computed.stride(0))
         rows = self._sample_rows
         if rows is None or rows.where != where or rows.room < count:
-            rows = self._sample_rows = _SampleRows(max(count, len(self._logits)), *where)
+            rows = self._sample_rows = SampleRows(max(count, len(self._logits)), *where)
         rows.how[:count] = sampling
         self._library.logitd_sample(self._handle, rows.address, count)
         return [None if token_id < 0 else token_id for token_id in rows.token_ids[:count].tolist()]
@@ -384,135 +262,6 @@ class NativeDecoder:
         if getattr(self, "_handle", None) is not None:
             self.close()
 
-    def _cache(self, cache: KVCache) -> _Cache:
-        described = _Cache(
-            keys=self._keep(cache.keys),
-            values=self._keep(cache.values),
-            slots=cache.slots,
-            slot_length=cache.slot_length,
-            kind=KINDS[_name(cache.keys.dtype)],
-        )
-        if cache.key_scales is not None and cache.value_scales is not None:
-            described.key_scales = self._keep(cache.key_scales)
-            described.value_scales = self._keep(cache.value_scales)
-        return described
-
-    def _describe(self, gpt: GPT) -> tuple[_Model, ctypes.Array[_Layer]]:
-        config, cpu = gpt.config, torch.device("cpu")
-        layers = (_Layer * config.n_layer)(*(self._layer(block) for block in gpt.blocks))
-        rope: list[int | None] = [None, None]
-        if config.positions == "rotary":
-            rope = [self._keep(table) for table in rotary_tables(config, cpu)]
-        sinusoids = None
-        if config.positions == "sinusoidal":
-            sinusoids = sinusoidal_table(config.context_length, config.d_model, cpu)
-        model = _Model(
-            n_layer=config.n_layer,
-            n_head=config.n_head,
-            n_kv_head=config.n_kv_head,
-            head_dim=config.head_dim,
-            d_model=config.d_model,
-            d_ff=config.d_ff,
-            vocab_size=config.vocab_size,
-            kind=self._cells if self._quantize == "none" else KINDS[self._quantize],
-            cells=self._cells,
-            post_norm=config.norm_position == "post",
-            parallel=config.residual == "parallel",
-            rotary=config.positions == "rotary",
-            qk_norm=config.qk_norm,
-            final_norm_on=config.final_norm,
-            value_gate_width=min(VALUE_GATE_WIDTH, config.d_model),
-            activation=ACTIVATIONS[config.activation],
-            token_embedding=self._keep(gpt.token_embedding.weight),
-            position_embedding=(
-                self._keep(gpt.position_embedding.weight) if config.positions == "learned" else None
-            ),
-            sinusoids=None if sinusoids is None else self._keep(sinusoids),
-            rope_cos=rope[0],
-            rope_sin=rope[1],
-            layers=layers,
-            final_norm=self._norm(gpt.final_norm),
-            head=self._matrix(head_matrix(gpt), head_bias(gpt), head_quantization(self._quantize)),
-        )
-        return model, layers
-
-    def _layer(self, block: nn.Module) -> _Layer:
-        assert isinstance(block, Block)
-        valued = block.config.has_value_embedding(block.layer)
-        return _Layer(
-            attention_norm=self._norm(block.attention_norm),
-            query_norm=self._norm(block.query_norm) if block.config.qk_norm else _Norm(),
-            key_norm=self._norm(block.key_norm) if block.config.qk_norm else _Norm(),
-            mlp_norm=self._norm(block.mlp_norm),
-            qkv=self._linear(block.qkv),
-            attention_out=self._linear(block.attention_out),
-            mlp_up=self._linear(block.mlp_up),
-            mlp_down=self._linear(block.mlp_down),
-            value_embedding=self._keep(block.value_embedding.weight) if valued else None,
-            value_gate=self._floats(block.value_gate.weight) if valued else None,
-        )
-
-    def _norm(self, norm: nn.Module) -> _Norm:
-        if isinstance(norm, nn.Identity):
-            return _Norm()
-        assert isinstance(norm, nn.LayerNorm | nn.RMSNorm)
-        centred = isinstance(norm, nn.LayerNorm)
-        bias = norm.bias if isinstance(norm, nn.LayerNorm) else None
-        return _Norm(
-            weight=self._floats(norm.weight),
-            bias=None if bias is None else self._floats(bias),
-            eps=norm.eps,
-            centred=centred,
-        )
-
-    def _linear(self, linear: nn.Linear) -> _Matrix:
-        return self._matrix(linear.weight, linear.bias, self._quantize)
-
-    def _matrix(self, weight: Tensor, bias: Tensor | None, quantize: Quantization) -> _Matrix:
-        rows, width = weight.shape
-        described = _Matrix(
-            bias=None if bias is None else self._floats(bias), rows=rows, width=width
-        )
-        if quantize == "none":
-            described.kind = self._cells
-            described.weights = self._keep(weight)
-            return described
-        assert self._quantized is not None
-        described.kind = KINDS[quantize]
-        quantized = quantized_matrix(weight, quantize)
-        with torch.no_grad():  # what torch computes has the same weights
-            weight.copy_(quantized.dequantized())
-        described.weights = self._keep(self._quantized.place(quantized.stored))
-        described.scale = self._keep(quantized.scale)
-        described.row_sum = self._keep(quantized.row_sum)
-        return described
-
-    def _floats(self, tensor: Tensor) -> int:
-        return self._keep(tensor.detach().float().clone())
-
-    def _keep(self, tensor: Tensor) -> int:
-        """The address of a tensor that lives as long as this does."""
-        assert tensor.is_contiguous()
-        self._alive.append(tensor)
-        return tensor.data_ptr()
-
-
-def matrices(gpt: GPT) -> Iterator[Tensor]:
-    """The weights of all products, in the order of the forward."""
-    for block in gpt.blocks:
-        assert isinstance(block, Block)
-        for linear in (block.qkv, block.attention_out, block.mlp_up, block.mlp_down):
-            yield linear.weight
-    yield head_matrix(gpt)
-
-
-def quantized_bytes(gpt: GPT, quantize: Quantization) -> Iterator[int]:
-    """Bytes of each of `matrices`, quantized."""
-    *blocks, head = matrices(gpt)
-    for rows, width in (matrix.shape for matrix in blocks):
-        yield rows * (width if quantize == "int8" else int4_row_bytes(width))
-    yield head.numel()
-
 
 def head_threads_keep_bits(gpt: GPT, rows: int, row_groups: RowGroups) -> bool:
     """Whether the head gives so many rows the same bits with one thread as with all of torch's:
@@ -525,25 +274,9 @@ def head_threads_keep_bits(gpt: GPT, rows: int, row_groups: RowGroups) -> bool:
     return torch.equal(together, alone)
 
 
-def head_matrix(gpt: GPT) -> Tensor:
-    """The weights of the head, of the ids that exist: (vocab_size, d_model)."""
-    weight, _ = gpt.head_parameters()
-    return weight[: gpt.config.vocab_size]
-
-
-def head_bias(gpt: GPT) -> Tensor | None:
-    """The bias of the head, of the ids that exist: (vocab_size,)."""
-    _, bias = gpt.head_parameters()
-    return None if bias is None else bias[: gpt.config.vocab_size]
-
-
 def output_indices(chosen: Sequence[int], count: int) -> ctypes.Array[c_int32]:
     """For each of `count` layers or heads its index among the chosen ones, or -1."""
     indices = (c_int32 * count)(*([-1] * count))
     for position, index in enumerate(chosen):
         indices[index] = position
     return indices
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -433,6 +433,8 @@ def test_a_few_blocks_of_logits_are_in_memory_however_many_are_computed() -> Non
     driven = Driven(gpt, prefill_chunk=128)
     driven.engine._scheduler.output_elements = 2**40
     lens = Lens(layers=(0, 1, 2), top_k=1)
+    driven.add(generation("first", [0, 0], max_tokens=1))  # row groups are found once
+    driven.drain()
     driven.add(ask(lens, range(4 * BLOCK), prompt=[0] * 128))
     before = resident(os.getpid())
     Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # resets the peak

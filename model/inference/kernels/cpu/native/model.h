@@ -1,5 +1,5 @@
-// Model: a GPT's weights and its KV cache as plain C structures, which model/inference/kernels/cpu/decoder.py
-// describes to ctypes.
+// Model: a GPT's weights and its KV cache as plain C structures, which
+// model/inference/kernels/cpu/structures.py describes to ctypes.
 #pragma once
 
 #include <cstdint>

@@ -22,10 +22,9 @@ from model.inference.kernels.cpu import decoder as cpu_decoder
 from model.inference.kernels.cpu.decoder import (
     PREFILL_ROWS,
     NativeDecoder,
-    matrices,
-    quantized_bytes,
     unsupported,
 )
+from model.inference.kernels.cpu.describe import matrices, quantized_bytes
 from model.inference.kernels.cpu.quantize import int8_matrix, quantized_matrix
 from model.inference.kernels.eager.contention import ContentionMonitor
 from model.inference.kernels.eager.decoder import PlainDecoder, grouped_logits
@@ -636,7 +635,7 @@ def test_quantized_weights_are_one_stream(library: ctypes.CDLL, quantize: Quanti
     native = NativeDecoder(library, gpt, new_cache(gpt), threads=1, quantize=quantize)
     kept = [
         one
-        for one in native._alive
+        for one in native._description._alive
         if isinstance(one, Tensor) and one.dtype in (torch.int8, torch.uint8)
     ]
     native.close()

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.testing import assert_close
 
-from model.inference.kernels.cpu.decoder import KINDS, _Matrix
 from model.inference.kernels.cpu.library import KernelsUnavailable, load_library
 from model.inference.kernels.cpu.quantize import quantized_matrix
+from model.inference.kernels.cpu.structures import KINDS, Matrix
 from model.inference.options import KernelTarget
 from tests.profiles import examples
 
@@ -28,11 +28,11 @@ def moved(weights: Tensor, offset: int) -> Tensor:
     return placed.copy_(weights)
 
 
-def native(library: ctypes.CDLL, matrix: _Matrix, inputs: Tensor, threads: int) -> Tensor:
+def native(library: ctypes.CDLL, matrix: Matrix, inputs: Tensor, threads: int) -> Tensor:
     """Rows (count, width) times a matrix: (count, rows)."""
     out = torch.full((len(inputs), matrix.rows), float("nan"))
     library.logitd_linear.argtypes = (
-        ctypes.POINTER(_Matrix), ctypes.c_void_p, *(ctypes.c_int32,) * 3, ctypes.c_void_p
+        ctypes.POINTER(Matrix), ctypes.c_void_p, *(ctypes.c_int32,) * 3, ctypes.c_void_p
     )  # fmt: skip
     library.logitd_linear(
         ctypes.byref(matrix), inputs.data_ptr(), len(inputs), threads, 1, out.data_ptr()
@@ -73,7 +73,7 @@ def test_products_are_the_twins(
     weights = torch.randn(rows, width, generator=generator)
     inputs = torch.randn(count, width, generator=generator)
     added = torch.randn(rows, generator=generator) if bias else None
-    matrix = _Matrix(kind=KINDS[kind], rows=rows, width=width)
+    matrix = Matrix(kind=KINDS[kind], rows=rows, width=width)
     if added is not None:
         matrix.bias = added.data_ptr()
     if kind in ("int8", "int4"):
@@ -111,7 +111,7 @@ def test_quantized_products_have_the_same_bits_on_every_target(
         inputs = 5 * torch.randn(37, width, generator=generator)
         quantized = quantized_matrix(torch.randn(rows, width, generator=generator), kind)
         placed = moved(quantized.stored, 0)
-        matrix = _Matrix(
+        matrix = Matrix(
             kind=KINDS[kind], rows=rows, width=width, weights=placed.data_ptr(),
             scale=quantized.scale.data_ptr(), row_sum=quantized.row_sum.data_ptr(),
         )  # fmt: skip

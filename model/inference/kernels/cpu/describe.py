@@ -1,0 +1,187 @@
+"""Describe: a GPT and its KV cache as the native code sees them.
+
+Covers where every tensor lies, quantizing matrices on the way, and keeping alive what is pointed
+to. The GPT's parameters move into an arena: what is read in a step is one stream. Does not compute
+(`decoder.py`).
+"""
+
+import ctypes
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from model.inference.kernels.cpu.quantize import int4_row_bytes, quantized_matrix
+from model.inference.kernels.cpu.structures import (
+    ACTIVATIONS,
+    KINDS,
+    Cache,
+    Layer,
+    Matrix,
+    Model,
+    Norm,
+    dtype_name,
+)
+from model.inference.kv_cache import KVCache
+from model.inference.options import Quantization, head_quantization
+from model.transformer.arena import Arena, move_to_arena, room_for_bytes
+from model.transformer.gpt import GPT, VALUE_GATE_WIDTH, Block, sinusoidal_table
+from model.transformer.rotary import rotary_tables
+
+
+class Description:
+    """What a native decoder is made from, for as long as that lives.
+
+    model   of the GPT, whose parameters must not be replaced meanwhile
+    """
+
+    def __init__(self, gpt: GPT, quantize: Quantization) -> None:
+        self._alive: list[Tensor | Arena] = [move_to_arena(gpt)]
+        self._quantize = quantize
+        self._quantized = None
+        if quantize != "none":
+            # One behind the other, as the weights themselves: what is read is one stream.
+            self._quantized = Arena(sum(map(room_for_bytes, quantized_bytes(gpt, quantize))))
+        self._cells = KINDS[dtype_name(gpt.token_embedding.weight.dtype)]
+        self.model, self._layers = self._describe(gpt)
+
+    def cache(self, cache: KVCache) -> Cache:
+        described = Cache(
+            keys=self._keep(cache.keys),
+            values=self._keep(cache.values),
+            slots=cache.slots,
+            slot_length=cache.slot_length,
+            kind=KINDS[dtype_name(cache.keys.dtype)],
+        )
+        if cache.key_scales is not None and cache.value_scales is not None:
+            described.key_scales = self._keep(cache.key_scales)
+            described.value_scales = self._keep(cache.value_scales)
+        return described
+
+    def _describe(self, gpt: GPT) -> tuple[Model, ctypes.Array[Layer]]:
+        config, cpu = gpt.config, torch.device("cpu")
+        layers = (Layer * config.n_layer)(*(self._layer(block) for block in gpt.blocks))
+        rope: list[int | None] = [None, None]
+        if config.positions == "rotary":
+            rope = [self._keep(table) for table in rotary_tables(config, cpu)]
+        sinusoids = None
+        if config.positions == "sinusoidal":
+            sinusoids = sinusoidal_table(config.context_length, config.d_model, cpu)
+        model = Model(
+            n_layer=config.n_layer,
+            n_head=config.n_head,
+            n_kv_head=config.n_kv_head,
+            head_dim=config.head_dim,
+            d_model=config.d_model,
+            d_ff=config.d_ff,
+            vocab_size=config.vocab_size,
+            kind=self._cells if self._quantize == "none" else KINDS[self._quantize],
+            cells=self._cells,
+            post_norm=config.norm_position == "post",
+            parallel=config.residual == "parallel",
+            rotary=config.positions == "rotary",
+            qk_norm=config.qk_norm,
+            final_norm_on=config.final_norm,
+            value_gate_width=min(VALUE_GATE_WIDTH, config.d_model),
+            activation=ACTIVATIONS[config.activation],
+            token_embedding=self._keep(gpt.token_embedding.weight),
+            position_embedding=(
+                self._keep(gpt.position_embedding.weight) if config.positions == "learned" else None
+            ),
+            sinusoids=None if sinusoids is None else self._keep(sinusoids),
+            rope_cos=rope[0],
+            rope_sin=rope[1],
+            layers=layers,
+            final_norm=self._norm(gpt.final_norm),
+            head=self._matrix(head_matrix(gpt), head_bias(gpt), head_quantization(self._quantize)),
+        )
+        return model, layers
+
+    def _layer(self, block: nn.Module) -> Layer:
+        assert isinstance(block, Block)
+        valued = block.config.has_value_embedding(block.layer)
+        return Layer(
+            attention_norm=self._norm(block.attention_norm),
+            query_norm=self._norm(block.query_norm) if block.config.qk_norm else Norm(),
+            key_norm=self._norm(block.key_norm) if block.config.qk_norm else Norm(),
+            mlp_norm=self._norm(block.mlp_norm),
+            qkv=self._linear(block.qkv),
+            attention_out=self._linear(block.attention_out),
+            mlp_up=self._linear(block.mlp_up),
+            mlp_down=self._linear(block.mlp_down),
+            value_embedding=self._keep(block.value_embedding.weight) if valued else None,
+            value_gate=self._floats(block.value_gate.weight) if valued else None,
+        )
+
+    def _norm(self, norm: nn.Module) -> Norm:
+        if isinstance(norm, nn.Identity):
+            return Norm()
+        assert isinstance(norm, nn.LayerNorm | nn.RMSNorm)
+        centred = isinstance(norm, nn.LayerNorm)
+        bias = norm.bias if isinstance(norm, nn.LayerNorm) else None
+        return Norm(
+            weight=self._floats(norm.weight),
+            bias=None if bias is None else self._floats(bias),
+            eps=norm.eps,
+            centred=centred,
+        )
+
+    def _linear(self, linear: nn.Linear) -> Matrix:
+        return self._matrix(linear.weight, linear.bias, self._quantize)
+
+    def _matrix(self, weight: Tensor, bias: Tensor | None, quantize: Quantization) -> Matrix:
+        rows, width = weight.shape
+        described = Matrix(
+            bias=None if bias is None else self._floats(bias), rows=rows, width=width
+        )
+        if quantize == "none":
+            described.kind = self._cells
+            described.weights = self._keep(weight)
+            return described
+        assert self._quantized is not None
+        described.kind = KINDS[quantize]
+        quantized = quantized_matrix(weight, quantize)
+        with torch.no_grad():  # what torch computes has the same weights
+            weight.copy_(quantized.dequantized())
+        described.weights = self._keep(self._quantized.place(quantized.stored))
+        described.scale = self._keep(quantized.scale)
+        described.row_sum = self._keep(quantized.row_sum)
+        return described
+
+    def _floats(self, tensor: Tensor) -> int:
+        return self._keep(tensor.detach().float().clone())
+
+    def _keep(self, tensor: Tensor) -> int:
+        """The address of a tensor that lives as long as this does."""
+        assert tensor.is_contiguous()
+        self._alive.append(tensor)
+        return tensor.data_ptr()
+
+
+def matrices(gpt: GPT) -> Iterator[Tensor]:
+    """The weights of all products, in the order of the forward."""
+    for block in gpt.blocks:
+        assert isinstance(block, Block)
+        for linear in (block.qkv, block.attention_out, block.mlp_up, block.mlp_down):
+            yield linear.weight
+    yield head_matrix(gpt)
+
+
+def quantized_bytes(gpt: GPT, quantize: Quantization) -> Iterator[int]:
+    """Bytes of each of `matrices`, quantized."""
+    *blocks, head = matrices(gpt)
+    for rows, width in (matrix.shape for matrix in blocks):
+        yield rows * (width if quantize == "int8" else int4_row_bytes(width))
+    yield head.numel()
+
+
+def head_matrix(gpt: GPT) -> Tensor:
+    """The weights of the head, of the ids that exist: (vocab_size, d_model)."""
+    weight, _ = gpt.head_parameters()
+    return weight[: gpt.config.vocab_size]
+
+
+def head_bias(gpt: GPT) -> Tensor | None:
+    """The bias of the head, of the ids that exist: (vocab_size,)."""
+    _, bias = gpt.head_parameters()
+    return None if bias is None else bias[: gpt.config.vocab_size]
