@@ -26,6 +26,8 @@ LIMIT = 64 * 10**6
 @pytest.mark.slow
 @pytest.mark.parametrize("accept", ["application/x-npy", "application/vnd.safetensors"])
 def test_a_large_reply_is_never_held_whole(tmp_path: Path, accept: str) -> None:
+    """Beside what the first long prompt takes of a server (40 to 75 MB, the more the busier the
+    machine is), and keeps: a reply of 206 MB takes 3 to 10 MB."""
     assert REPLY_BYTES > 3 * LIMIT
     config = gpt2_shape(
         vocab_size=VOCABULARY, context_length=CONTEXT, n_layer=2, n_head=2, d_model=64
@@ -33,13 +35,14 @@ def test_a_large_reply_is_never_held_whole(tmp_path: Path, accept: str) -> None:
     checkpoint = save_synthetic(tmp_path / "wide", config)
     with served(checkpoint.path, threads=1) as (url, pid):
         tokens = TokenWatch(url)
-        while len(tokens.times) < 50:  # the stream has begun, and the server is warm
+        while len(tokens.times) < 50:  # the stream has begun
             pass
+        httpx.post(f"{url}/score", json={"prompt": PROMPT}, timeout=600)  # the server is warm
         memory = MemoryWatch(pid)
         began, ended = ask(url, accept)
         rose = memory.stop()
         tokens.stop()
-    assert rose < LIMIT
+    assert rose < LIMIT // 2
     assert len(tokens.between(began, ended)) > 20, "the stream went on"
 
 
