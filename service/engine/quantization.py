@@ -52,8 +52,9 @@ class QuantizationCost:
             advice = "; name a text with --validation-text" if self.measurable else ""
             return f"what {self.what} costs was not measured: {self.text}{advice}"
         loss = self.loss
+        percent = round(100 * loss.relative, 2) + 0.0  # never -0.00
         return (
-            f"{self.what} costs {100 * loss.relative:.2f} % ({loss.quantized:.4f} instead of "
+            f"{self.what} costs {percent:.2f} % ({loss.quantized:.4f} instead of "
             f"{loss.exact:.4f} bits per byte over {loss.tokens:,} tokens of {self.text})"
         )
 

@@ -106,7 +106,7 @@ def test_info_and_the_banner_tell_what_quantizing_costs(
         == kind
     )
     assert banner(measured, capsys) == [
-        f"{kind} costs {100 * expected.relative:.2f} % ({expected.quantized:.4f} instead of "
+        f"{kind} costs {percent(expected)} % ({expected.quantized:.4f} instead of "
         f"{expected.exact:.4f} bits per byte over 2,048 tokens of {text})"
     ]
 
@@ -137,7 +137,7 @@ def test_what_keys_and_values_in_int8_cost(
     assert info.quantization.relative_loss == expected.relative
     assert expected.quantized != expected.exact
     what = "int8 of keys and values" if quantize == "none" else "int8 with int8 of keys and values"
-    assert sentence.startswith(f"{what} costs {100 * expected.relative:.2f} % (")
+    assert sentence.startswith(f"{what} costs {percent(expected)} % (")
     slot = slot_bytes(covered.config, 4, "int8")
     assert info.kv_cache_bytes == info.slots * slot
     assert slot < 0.4 * slot_bytes(covered.config, 4)
@@ -189,6 +189,16 @@ def test_the_sentence() -> None:
     assert QuantizationCost("int8", loss, "notes.txt").sentence() == (
         "int8 costs 0.07 % (1.0702 instead of 1.0695 bits per byte over 3,072 tokens of notes.txt)"
     )
+
+
+def percent(loss: QuantizationLoss) -> str:
+    return f"{100 * loss.relative:.2f}".replace("-0.00", "0.00")
+
+
+def test_what_gains_less_than_is_written_costs_nothing() -> None:
+    """The banner said that int8 keys and values cost -0.00 %."""
+    loss = QuantizationLoss(exact=1.06952, quantized=1.06951, tokens=3072)
+    assert QuantizationCost("int8", loss, "notes.txt").sentence().startswith("int8 costs 0.00 % (")
 
 
 @pytest.mark.parametrize(
