@@ -1,12 +1,14 @@
 """What a server takes: seconds until it is ready, and memory besides weights and KV cache.
 
     python -m benchmarks.footprint [--checkpoint DIRECTORY] [--threads N] [--slots N] [--starts N]
+                                   [--dtype DTYPE] [--quantize KIND]
 
 Ready is when it says so, from the start of its process, kernels being built already: the median of
 several starts, one after the other. Memory is what is resident after it has answered texts and rows
 and had a sequence of the whole context in every slot, less the bytes of its weights and of its KV
-cache: Python, torch, the vocabulary, the service. The peak is the most that was resident at any
-time, loading included; both of the last start. The last line is JSON.
+cache: Python, torch, the vocabulary, the service; and the integers of quantized weights, which are
+there beside the weights, since stages and interventions are computed with those. The peak is the
+most that was resident at any time, loading included; both of the last start. The last line is JSON.
 """
 
 import json
@@ -16,12 +18,13 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import httpx
 
 from benchmarks.arguments import new_parser
 from model.inference.kernels.cpu.library import KernelsUnavailable, load_library
+from model.inference.options import Quantization
 from service.commands.benchmark.server import started_server
 
 WIDTHS = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -78,24 +81,27 @@ class Start:
     info: dict[str, Any]
 
 
-def start(checkpoint: Path, threads: int, slots: int) -> Start:
+def start(*flags: str) -> Start:
     began = time.monotonic()
-    with started_server(
-        "--checkpoint", str(checkpoint.resolve()), "--threads", str(threads), "--slots", str(slots)
-    ) as server:
+    with started_server(*flags) as server:
         seconds = time.monotonic() - began
         info = ask(server.url)
         return Start(seconds, resident(server.pid), peak(server.pid), info)
 
 
-def measure(checkpoint: Path, threads: int, slots: int, starts: int) -> dict[str, Any]:
+def measure(
+    checkpoint: Path, threads: int, slots: int, starts: int, *, dtype: str, quantize: str
+) -> dict[str, Any]:
     with suppress(KernelsUnavailable):
         load_library()
-    started = [start(checkpoint, threads, slots) for _ in range(starts)]
+    flags = ["--checkpoint", str(checkpoint.resolve()), "--threads", str(threads),
+             "--slots", str(slots), "--dtype", dtype, "--quantize", quantize]  # fmt: skip
+    started = [start(*flags) for _ in range(starts)]
     last = started[-1]
     return {
         "checkpoint": checkpoint.name,
         "dtype": last.info["dtype"],
+        "quantize": quantize,
         "slots": slots,
         "ready_seconds": statistics.median(server.ready_seconds for server in started),
         "each_ready_seconds": [server.ready_seconds for server in started],
@@ -110,9 +116,16 @@ def main() -> None:
     parser.add_argument("--checkpoint", type=Path, default=Path("checkpoints/python-small"))
     parser.add_argument("--slots", type=int, default=4)
     parser.add_argument("--starts", type=int, default=5)
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--quantize", choices=get_args(Quantization), default="none")
     arguments = parser.parse_args()
-    result = measure(arguments.checkpoint, arguments.threads, arguments.slots, arguments.starts)
-    print(f"{result['checkpoint']}, {result['dtype']}: ready after {result['ready_seconds']:.1f} s "
+    result = measure(
+        arguments.checkpoint, arguments.threads, arguments.slots, arguments.starts,
+        dtype=arguments.dtype, quantize=arguments.quantize,
+    )  # fmt: skip
+    kind = "" if arguments.quantize == "none" else f" in {arguments.quantize}"
+    print(f"{result['checkpoint']}, {result['dtype']}{kind}: "
+          f"ready after {result['ready_seconds']:.1f} s "
           f"({', '.join(f'{seconds:.1f}' for seconds in sorted(result['each_ready_seconds']))}), "
           f"{result['resident_bytes'] / 1e6:,.0f} MB resident "
           f"({result['peak_bytes'] / 1e6:,.0f} MB at its peak), "

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from model.inference.kernels.cpu.quantize import int4_row_bytes, quantized_matrix
+from model.inference.kernels.cpu.quantize import int4_row_bytes, round_matrix
 from model.inference.kernels.cpu.structures import (
     ACTIVATIONS,
     KINDS,
@@ -140,9 +140,7 @@ class Description:
             return described
         assert self._quantized is not None
         described.kind = KINDS[quantize]
-        quantized = quantized_matrix(weight, quantize)
-        with torch.no_grad():  # what torch computes has the same weights
-            weight.copy_(quantized.dequantized())
+        quantized = round_matrix(weight, quantize)  # what torch computes has the same weights
         described.weights = self._keep(self._quantized.place(quantized.stored))
         described.scale = self._keep(quantized.scale)
         described.row_sum = self._keep(quantized.row_sum)

@@ -28,6 +28,9 @@ SCALES = 16
 LEAST, MOST = -8, 7
 """int4's range."""
 MAX_ACTIVATION = 255
+ROWS_AT_ONCE = 128
+"""Of a matrix that is rounded: as float32, and in several forms on the way, a whole head of 50,257
+rows takes gigabytes; so few stay in a processor's cache."""
 SMALLEST = 1e-30
 """A scale where there is nothing to scale."""
 
@@ -76,6 +79,27 @@ class Int4Matrix:
 def quantized_matrix(weight: Tensor, quantize: Literal["int8", "int4"]) -> Int8Matrix | Int4Matrix:
     """A matrix (rows, width) in one of the two."""
     return int8_matrix(weight) if quantize == "int8" else int4_matrix(weight)
+
+
+def round_matrix(weight: Tensor, quantize: Literal["int8", "int4"]) -> Int8Matrix | Int4Matrix:
+    """A matrix (rows, width) in one of the two, and in its own memory what that stands for. Some
+    rows at a time; each has the bits that it has among all."""
+    count, width = weight.shape
+    # All of it at first: pieces that stay, among what is freed, would keep that from being reused.
+    scale, row_sum = torch.empty(count), torch.empty(count, dtype=torch.int32)
+    if quantize == "int8":
+        stored = torch.empty(count, width, dtype=torch.int8)
+        whole: Int8Matrix | Int4Matrix = Int8Matrix(stored, scale, row_sum)
+    else:
+        stored = torch.empty(count, int4_row_bytes(width), dtype=torch.uint8)
+        whole = Int4Matrix(stored, scale, row_sum, width)
+    with torch.no_grad():
+        for start in range(0, count, ROWS_AT_ONCE):
+            rows = slice(start, start + ROWS_AT_ONCE)
+            part = quantized_matrix(weight[rows], quantize)
+            weight[rows] = part.dequantized()
+            stored[rows], scale[rows], row_sum[rows] = part.stored, part.scale, part.row_sum
+    return whole
 
 
 def int8_matrix(weight: Tensor) -> Int8Matrix:

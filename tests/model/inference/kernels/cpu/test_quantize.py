@@ -1,6 +1,8 @@
 """What matrices are rounded to: near enough, packed as the kernels say, and never with a sum that
 their integers cannot hold."""
 
+from typing import Literal
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -10,12 +12,15 @@ from torch.testing import assert_close
 
 from model.inference.kernels.cpu.quantize import (
     LARGEST,
+    ROWS_AT_ONCE,
     SCALES,
     Int4Matrix,
     int4_matrix,
     int4_row_bytes,
     int8_matrix,
     largest_scale,
+    quantized_matrix,
+    round_matrix,
 )
 from tests.profiles import examples
 
@@ -105,3 +110,22 @@ def test_no_sum_leaves_32_bits(width: int) -> None:
     assert 255 * 8 * largest_scale(width) * width < 2**31
     assert largest_scale(width) == LARGEST or width > 8192
     assert matrix.row_sum.item() == 8 * largest_scale(width) * width
+
+
+@given(
+    rows=st.integers(1, 3 * ROWS_AT_ONCE),
+    width=st.integers(1, 140),
+    kind=st.sampled_from(["int8", "int4"]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+)
+@settings(max_examples=examples(30))
+def test_a_matrix_is_rounded_in_parts_to_what_it_is_rounded_to_whole(
+    rows: int, width: int, kind: Literal["int8", "int4"], dtype: torch.dtype
+) -> None:
+    weight = torch.randn(rows, width, generator=torch.Generator().manual_seed(rows)).to(dtype)
+    whole = quantized_matrix(weight.clone(), kind)
+    rounded = round_matrix(weight, kind)
+    assert torch.equal(rounded.stored, whole.stored)
+    assert torch.equal(rounded.scale, whole.scale)
+    assert torch.equal(rounded.row_sum, whole.row_sum)
+    assert torch.equal(weight, whole.dequantized().to(dtype))
