@@ -66,13 +66,8 @@ from model.inference.engine.requests import (
     ScoreRequest,
     sequence_lengths,
 )
-from model.inference.engine.validation import (
-    resolve_heads,
-    resolve_indices,
-    resolve_stages,
-)
 from model.inference.errors import InvalidRequest
-from model.inference.interventions import Intervention, changeable_stage, changeable_stages
+from model.inference.interventions import Intervention, changeable_stages
 from model.inference.kernels.select import KernelError
 from model.inference.load import Slots, choose_slots, load_model
 from model.inference.memory import SlotBudget
@@ -86,6 +81,7 @@ from model.inference.options import (
 from model.inference.sampling.distribution import log_softmax
 from model.inference.sampling.lens import LensRow, read_lens
 from model.inference.sampling.params import SamplingParams, TokenLogprob
+from model.inference.selection import resolve_heads, resolve_indices, resolve_stages
 from model.inference.sweep import Axis, make_grid
 from model.text.growing_text import GrowingText
 from model.text.tokenizer import NO_VOCABULARY, NoVocabularyError, Tokenizer
@@ -390,7 +386,8 @@ class LLM:
         stage of `vary` may be a pattern; values are those of each of its layers alike."""
         config, token_ids = self.checkpoint.config, self.encode(prompt)
         varied = [
-            replace(vary, stage=stage.name) for stage in changeable_stages(vary.stage, config)
+            replace(vary, stage=stage.name, field="vary")
+            for stage in changeable_stages(vary.stage, config)
         ]
         return self._swept(token_ids, varied, over, token, minus, tuple(interventions))
 
@@ -409,10 +406,11 @@ class LLM:
         values = self.activations(source, stage)
         varied = [
             Intervention(
-                stage=changeable_stage(name, self.checkpoint.config).name,
+                stage=name,
                 operation="set",
                 positions=tuple(range(len(token_ids))),
                 values=value,
+                field="stage",
             )
             for name, value in values.items()
         ]

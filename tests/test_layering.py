@@ -37,7 +37,12 @@ ROOMS: dict[str, set[str]] = {
         "model.inference.constraints.protocol",
         "model.inference.errors",
     },
-    "model.inference.interventions": {"model.transformer", "model.inference.errors"},
+    "model.inference.selection": {"model.transformer", "model.inference.errors"},
+    "model.inference.interventions": {
+        "model.transformer",
+        "model.inference.errors",
+        "model.inference.selection",
+    },
     "model.inference.sweep": {
         "model.transformer",
         "model.inference.errors",
@@ -67,6 +72,7 @@ ROOMS: dict[str, set[str]] = {
         "model.inference.kv_cache",
         "model.inference.options",
         "model.inference.sampling",
+        "model.inference.selection",
     },
     "model.inference.memory": {
         "model.device",

@@ -19,8 +19,9 @@ from model.inference.engine.requests import (
     Request,
     ScoreRequest,
 )
-from model.inference.engine.validation import check_request, resolve_stages
+from model.inference.engine.validation import check_request
 from model.inference.errors import InvalidRequest
+from model.inference.selection import resolve_stages
 from model.transformer.config import GPTConfig
 
 SHARD_TOKENS = 2**18

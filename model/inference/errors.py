@@ -6,11 +6,13 @@ is said by the module that notices it.
 
 
 class InvalidRequest(ValueError):
-    """A request that the engine rejects; `param` names the field to change."""
+    """A request that the engine rejects; `param` names the field to change, `request_id` says which
+    of several it is, where that is known."""
 
     def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(message)
         self.param = param
+        self.request_id: str | None = None
 
 
 class ContextLengthExceeded(InvalidRequest):

@@ -5,11 +5,13 @@ Plain data, checked against the model's shape by `check_interventions`; carried 
 difference of two), which is the caller's business and settled before a request is queued.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from model.inference.errors import InvalidRequest
+from model.inference.selection import resolve_heads
 from model.transformer.config import GPTConfig
 from model.transformer.stages import Stage, UnknownStage, match_stages
 
@@ -30,6 +32,8 @@ class Intervention:
     values     NumPy, float32: (1, ...) for every position alike, or (len(positions), ...), and
                after that the stage's shape, of the chosen `heads` alone. A last axis T is as long
                as the prompt
+    field      of the caller's, that it is made of: what messages call it. None: its place among
+               those of the request
     """
 
     stage: str
@@ -38,6 +42,7 @@ class Intervention:
     heads: tuple[int, ...] | None = None
     factor: float = 1.0
     values: Any = None
+    field: str | None = None
 
     def covers(self, position: int, prompt_length: int) -> bool:
         """Whether it changes what is computed at a position."""
@@ -52,15 +57,19 @@ class Intervention:
                 return position in positions
 
 
-def check_interventions(
-    interventions: Sequence[Intervention], config: GPTConfig, prompt_length: int
-) -> None:
-    """Raise InvalidRequest for what cannot be carried out on a prompt of so many tokens."""
-    for index, intervention in enumerate(interventions):
-        try:
-            check_intervention(intervention, config, prompt_length)
-        except InvalidRequest as error:
-            raise InvalidRequest(f"interventions[{index}]: {error}", PARAM) from error
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What is changed: stages, and of each the same heads; None: all, or there are none."""
+
+    stages: tuple[Stage, ...]
+    heads: tuple[int, ...] | None
+
+
+def resolve_target(pattern: str, heads: Sequence[int] | None, config: GPTConfig) -> Target:
+    """The stages of a name or pattern, and heads, of which negative ones count from the end.
+    Raises InvalidRequest for what is not there, or may not be changed."""
+    stages = changeable_stages(pattern, config)
+    return Target(stages, None if heads is None else resolve_heads(heads, stages, config))
 
 
 def changeable_stages(pattern: str, config: GPTConfig) -> tuple[Stage, ...]:
@@ -86,21 +95,38 @@ def changeable_stage(name: str, config: GPTConfig) -> Stage:
     return stages[0]
 
 
-def check_intervention(intervention: Intervention, config: GPTConfig, length: int) -> None:
+def check_interventions(
+    interventions: Sequence[Intervention], config: GPTConfig, prompt_length: int
+) -> None:
     """Raise InvalidRequest for what cannot be carried out on a prompt of so many tokens."""
+    for index, intervention in enumerate(interventions):
+        with about(intervention.field or f"{PARAM}[{index}]"):
+            _check_intervention(intervention, config, prompt_length)
+
+
+@contextmanager
+def about(field: str) -> Iterator[None]:
+    """Let an InvalidRequest say which intervention it is about: `interventions[3]: ...`."""
+    try:
+        yield
+    except InvalidRequest as error:
+        param = field.partition("[")[0]
+        raise InvalidRequest(f"{field}: {error}", param) from error
+
+
+def _check_intervention(intervention: Intervention, config: GPTConfig, length: int) -> None:
     stage = changeable_stage(intervention.stage, config)
     _check_positions(intervention.positions, length)
     shape = stage.shape(config, length)
     heads, axis = intervention.heads, stage.heads_axis
     if heads is not None:
         if axis is None:
-            raise InvalidRequest(f"heads are given, and {stage.name} has none", PARAM)
+            raise InvalidRequest(f"heads are given, and {stage.name} has none")
         count = shape[0]
         if not heads or list(heads) != sorted(set(heads)) or not 0 <= heads[0] <= heads[-1] < count:
             raise InvalidRequest(
                 f"heads {list(heads[:20])} must be ascending, distinct and within 0 to {count - 1} "
-                f"({axis} of {stage.name})",
-                PARAM,
+                f"({axis} of {stage.name})"
             )
         shape = (len(heads), *shape[1:])
     if intervention.operation in ("add", "set"):
@@ -113,12 +139,11 @@ def _check_positions(positions: tuple[int, ...] | Span, length: int) -> None:
     for position in positions:
         if not 0 <= position < length:
             raise InvalidRequest(
-                f"position {position} is not one of the prompt's {length} (0 to {length - 1})",
-                PARAM,
+                f"position {position} is not one of the prompt's {length} (0 to {length - 1})"
             )
     if not positions or list(positions) != sorted(set(positions)):
         raise InvalidRequest(
-            f"positions {list(positions[:20])} must be ascending, distinct and at least one", PARAM
+            f"positions {list(positions[:20])} must be ascending, distinct and at least one"
         )
 
 
@@ -127,11 +152,10 @@ def _check_values(intervention: Intervention, shape: tuple[int, ...]) -> None:
     values, positions = intervention.values, intervention.positions
     rows = {1} if isinstance(positions, str) else {1, len(positions)}
     if values is None:
-        raise InvalidRequest(f"{intervention.operation!r} needs values", PARAM)
+        raise InvalidRequest(f"{intervention.operation!r} needs values")
     if values.shape[0] not in rows or values.shape[1:] != shape:
         each = f"{max(rows)} or 1" if max(rows) > 1 else "1"
         raise InvalidRequest(
             f"values have the shape {list(values.shape)}; {intervention.stage} takes "
-            f"{list(shape)} at each of {each} positions",
-            PARAM,
+            f"{list(shape)} at each of {each} positions"
         )

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from model.inference.errors import InvalidRequest
-from model.inference.interventions import Intervention
+from model.inference.interventions import Intervention, check_interventions
 from model.transformer.config import GPTConfig
 from model.transformer.stages import Stage, match_stages
 
@@ -52,8 +52,9 @@ def make_grid(
     varied: Sequence[Intervention], over: Sequence[Axis], prompt_length: int, config: GPTConfig
 ) -> Grid:
     """The grid over some axes of one intervention, given as one for each layer that it is for. An
-    axis that is not swept is changed as a whole in every cell. Raises InvalidRequest for an axis
-    that the stage does not have, and for more than MAX_CELLS cells."""
+    axis that is not swept is changed as a whole in every cell. Raises InvalidRequest for what the
+    model cannot carry out, an axis that the stage does not have, and more than MAX_CELLS cells."""
+    check_interventions(varied, config, prompt_length)
     if not over or len(set(over)) < len(over):
         raise InvalidRequest(f"over is {list(over)}; name at least one axis, each once", "over")
     stages = [_stage(intervention, config) for intervention in varied]

@@ -257,7 +257,7 @@ class LocalDriver:
     def _handle(self, command: Command | Loaded) -> Sequence[Event]:
         match command:
             case Add(request, arrived, weights):
-                self._engine.add(request, arrived, weights=weights)
+                self._engine.accept(request, arrived, weights=weights)
             case Abort(request_id, index, reason):
                 return self._engine.abort(request_id, index, reason)
             case Grant(request_id):

@@ -2,7 +2,7 @@
 
 from model.inference.attribution.task import DEFAULT_STEPS, AttributionTask
 from model.inference.engine.requests import AttributionRequest
-from model.inference.engine.validation import resolve_indices
+from model.inference.selection import resolve_indices
 from service.core.ids import new_id
 from service.core.models import Served
 from service.requests.encode import encode_all

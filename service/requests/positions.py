@@ -1,7 +1,7 @@
 """Positions: which positions of a prompt a body chooses."""
 
-from model.inference.engine.validation import resolve_indices
 from model.inference.errors import InvalidRequest
+from model.inference.selection import resolve_indices
 from service.schemas.base import PositionChoice, PositionRange
 
 

@@ -29,14 +29,9 @@ from model.inference.engine.requests import (
     OutputsRequest,
     ScoreRequest,
 )
-from model.inference.engine.validation import (
-    check_count,
-    check_token_ids,
-    resolve_heads,
-    resolve_indices,
-    resolve_stages,
-)
+from model.inference.engine.validation import check_count, check_token_ids
 from model.inference.sampling.params import SamplingParams
+from model.inference.selection import resolve_heads, resolve_indices, resolve_stages
 from model.text.tokenizer import NO_VOCABULARY, Tokenizer
 from service.core.errors import bad_request, clip
 from service.core.ids import new_id

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from fastapi import Request
 
 from model.inference.engine.requests import Logits, OutputsRequest
-from model.inference.engine.validation import check_request, check_token_ids
+from model.inference.engine.validation import check_token_ids
 from model.inference.errors import InvalidRequest
 from model.inference.sampling.distribution import largest
 from model.inference.sweep import Cell, Grid, make_grid
@@ -19,7 +19,7 @@ from service.core.ids import new_id
 from service.core.models import Served
 from service.requests.body import unless_gone
 from service.requests.encode import encode_all
-from service.requests.interventions import resolve_interventions
+from service.requests.interventions import resolve_interventions, resolve_varied
 from service.requests.positions import resolve_positions
 from service.requests.resolve import deadline_of, single_token
 from service.schemas.sweep import SweepRequest
@@ -58,6 +58,7 @@ async def resolve_sweep(body: SweepRequest, served: Served, request: Request) ->
     (constant,) = await resolve_interventions(
         body.interventions, [prompt], served, request, deadline=deadline
     )
+    varied = await resolve_varied(body.vary, prompt, served, request, deadline=deadline)
     row = OutputsRequest(
         request_id=new_id("outputs"),
         token_ids=prompt,
@@ -67,14 +68,6 @@ async def resolve_sweep(body: SweepRequest, served: Served, request: Request) ->
         deadline=deadline,
         interventions=constant,
     )
-    check_request(row, config)
-    try:
-        ((*varied,),) = await resolve_interventions(
-            [body.vary], [prompt], served, request, deadline=deadline
-        )
-    except InvalidRequest as error:
-        text = str(error).removeprefix("interventions[0]: ")
-        raise InvalidRequest(f"vary: {text}", "vary") from error
     grid = make_grid(varied, body.over, len(prompt), config)
     columns = await _columns(body, row, served, request)
     unchanged = replace(row, output=Logits(columns=columns))

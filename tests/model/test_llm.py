@@ -260,6 +260,10 @@ def test_sweeps_are_interventions_in_one_place_after_another(llm: LLM) -> None:
     assert patched[0, 0] == llm.logits("a prompt", [first])[-1, 97]
     with pytest.raises(InvalidRequest, match="has no layers"):
         llm.sweep("a", Intervention(stage="embedding", operation="zero"), ["layers"], 97)
+    with pytest.raises(InvalidRequest, match=r"^vary: values have the shape \[8, 32\]"):
+        llm.sweep("a", replace(first, values=llm.hidden_states("a prompt")[0]), ["layers"], 97)
+    with pytest.raises(InvalidRequest, match=r"^stage: values have the shape \[8, 32\].* 3 or 1 pos"):
+        llm.patch("abc", "b prompt", token=97)
 
 
 def test_probs_are_the_softmax_of_the_last_row(llm: LLM, gpt: GPT) -> None:

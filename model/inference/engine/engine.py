@@ -99,16 +99,22 @@ class Engine:
     def target_gap(self) -> TargetGap | None:
         return self._scheduler.config.target_gap
 
-    def add(
+    def add(self, request: Request) -> None:
+        """Accept a request, or raise InvalidRequest. It is computed by the steps that follow."""
+        check_request(request, self.model_config)
+        self.accept(request)
+
+    def accept(
         self, request: Request, arrived: float | None = None, *, weights: int | None = None
     ) -> None:
-        """Accept a request, or raise InvalidRequest. It is computed by the steps that follow.
+        """Accept a request that was checked (`check_request`), as by a thread that had to answer
+        its caller at once.
 
         `arrived` is when the caller got it, on the engine's clock; now, if not given. `weights` is
         the version of the weights that answers it, this one or the next, for which it then waits;
-        if not given the newest that is known.
+        if not given the newest that is known. Raises InvalidRequest for another version, and for an
+        id in use.
         """
-        check_request(request, self.model_config)
         if weights is None:
             weights = self.weights + self.swapping()
         if weights not in (self.weights, self.weights + 1):

@@ -1,13 +1,14 @@
 """Validation: the one place where a request is checked against the model, before it is queued.
 
 Covers the context length, token ids, counts of ids, and lists of positions, layers and heads. Every
-error is an `InvalidRequest` that names the numbers, the field and the way out. `check_request` is
-called by whoever queues a request and by the engine itself; the smaller checks are for callers that
-know a part of a request earlier. Not here: bounds of sampling parameters that hold for every model
-(`model/inference/sampling/params.py`), and how much may wait (admission).
+error is an `InvalidRequest` that names the numbers, the field and the way out. `Engine.add` calls
+`check_request`, or who gives requests to a thread of the engine calls it at once (`Engine.accept`);
+the smaller checks are for callers that know a part of a request earlier. Not here: what indices and
+patterns mean (`model/inference/selection.py`), bounds of sampling parameters that hold for every
+model (`model/inference/sampling/params.py`), and how much may wait (admission).
 """
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 
 from model.inference.attribution.task import MAX_STEPS, METHODS, AttributionTask
 from model.inference.engine.requests import (
@@ -26,12 +27,21 @@ from model.inference.engine.requests import (
 from model.inference.errors import ContextLengthExceeded, InvalidRequest
 from model.inference.interventions import check_interventions
 from model.inference.sampling.params import SamplingParams
+from model.inference.selection import resolve_heads, resolve_indices, resolve_stages
 from model.transformer.config import GPTConfig
-from model.transformer.stages import Stage, UnknownStage, match_stages
 
 
 def check_request(request: Request, config: GPTConfig) -> None:
-    """Raise InvalidRequest for what a model of this shape cannot compute."""
+    """Raise InvalidRequest, with the request's id, for what a model of this shape cannot
+    compute."""
+    try:
+        _check(request, config)
+    except InvalidRequest as error:
+        error.request_id = request.request_id
+        raise
+
+
+def _check(request: Request, config: GPTConfig) -> None:
     if not request.token_ids:
         raise InvalidRequest("the prompt is empty; give at least one token", "prompt")
     check_token_ids("prompt", request.token_ids, config.vocab_size)
@@ -93,62 +103,6 @@ def check_count(param: str, count: int | None, vocab_size: int) -> None:
     """Raise InvalidRequest for a count of ids (top_k, logprobs) that the vocabulary cannot give."""
     if count is not None and not 0 <= count <= vocab_size:
         raise InvalidRequest(f"{param} is {count}; the vocabulary has {vocab_size} ids", param)
-
-
-def resolve_indices(
-    param: str, indices: Sequence[int] | None, count: int, what: str
-) -> tuple[int, ...]:
-    """Indices into `count` things, negative ones counted from the end; None: all of them. `what`
-    says how many there are, for the message. Raises InvalidRequest unless they are at least one,
-    within the range, ascending and distinct."""
-    if indices is None:
-        return tuple(range(count))
-    for index in indices:
-        if not -count <= index < count:
-            raise InvalidRequest(
-                f"{param} has {index}; {what} (0 to {count - 1}, or -{count} to -1 from the end)",
-                param,
-            )
-    resolved = tuple(index % count for index in indices)
-    if not resolved or list(resolved) != sorted(set(resolved)):
-        raise InvalidRequest(
-            f"{param} {list(resolved[:20])} must be ascending, distinct and at least one", param
-        )
-    return resolved
-
-
-def resolve_stages(patterns: Sequence[str], config: GPTConfig) -> tuple[Stage, ...]:
-    """The stages that names and patterns choose, in the order in which they are computed. Raises
-    InvalidRequest for a pattern that chooses none."""
-    if not patterns:
-        raise InvalidRequest("stages is empty; name at least one, GET /stages lists them", "stages")
-    try:
-        return match_stages(patterns, config)
-    except UnknownStage as error:
-        raise InvalidRequest(str(error), "stages") from error
-
-
-def resolve_heads(
-    heads: Sequence[int], stages: Sequence[Stage], config: GPTConfig
-) -> tuple[int, ...]:
-    """Indices from 0 of heads that each of the stages has, if it has any; negative ones count from
-    the end. Raises InvalidRequest."""
-    with_heads = [stage for stage in stages if stage.heads_axis]
-    if not with_heads:
-        names = [stage.name for stage in stages]
-        raise InvalidRequest(f"heads are given, and {_named(names)} has none", "heads")
-    resolved = []
-    for stage in with_heads:
-        assert stage.heads_axis is not None
-        count = getattr(config, stage.heads_axis)
-        resolved.append(resolve_indices("heads", heads, count, f"{stage.name} has {count} heads"))
-    if len(set(resolved)) > 1:
-        raise InvalidRequest(
-            f"heads count from the end, and {_named([stage.name for stage in with_heads])} have "
-            "not the same count of them; ask for them one by one, or count from 0",
-            "heads",
-        )
-    return resolved[0]
 
 
 def _check_generation(request: GenerationRequest, config: GPTConfig) -> None:
@@ -284,12 +238,6 @@ def _check_indices(param: str, indices: Collection[int], count: int, what: str) 
         if not 0 <= index < count:
             raise InvalidRequest(f"{param} has {index}; {what} (0 to {count - 1})", param)
     resolve_indices(param, tuple(indices), count, what)
-
-
-def _named(names: Sequence[str]) -> str:
-    """Names as a sentence has them, so many that it stays readable."""
-    shown = ", ".join(names[:4])
-    return shown if len(names) <= 4 else f"{shown} and {len(names) - 4} others"
 
 
 def _tokens(count: int) -> str:

@@ -329,8 +329,8 @@ def test_company_changes_no_bit(server: Serving) -> None:
 def test_what_cannot_be_carried_out_is_refused_by_its_place(
     server: Serving, intervention: dict[str, Any], message: str
 ) -> None:
-    fine = {"stage": "embedding", "operation": "zero"}
-    error = refusal(server, "/logits", {"interventions": [fine, intervention]})
+    every_layer = {"stage": "blocks.*.output", "operation": "scale", "factor": 1.0}
+    error = refusal(server, "/logits", {"interventions": [every_layer, intervention]})
     assert error.param is not None
     assert error.param.startswith("interventions")
     assert message in error.message

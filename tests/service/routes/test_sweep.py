@@ -130,6 +130,25 @@ def test_a_reader_that_goes_ends_its_sweep(server: Serving) -> None:
         ({"vary": ABLATE, "over": ["layers"], "token_id": 1, "minus_id": 1}, "minus", "is 0"),
         ({"vary": ABLATE, "over": ["layers"], "position": 16}, "positions", "16 tokens"),
         ({"vary": PATCH, "over": ["layers"], "prompt": "ab"}, "vary", "values for 16 positions"),
+        (
+            {"vary": {**ABLATE, "operation": "set", "values": [1.0]}, "over": ["layers"]},
+            "vary",
+            "vary: values have the shape [1, 1]",
+        ),
+        (
+            {"vary": {**PATCH, "from": {"prompt": ""}}, "over": ["layers"]},
+            "vary",
+            "vary: what is read from another prompt: the prompt is empty",
+        ),
+        (
+            {
+                "vary": ABLATE,
+                "interventions": [{**ABLATE, "heads": [0], "positions": [99]}],
+                "over": ["layers"],
+            },
+            "interventions",
+            "interventions[0]: positions has 99",
+        ),
     ],
 )
 def test_refusals_name_what_is_wrong(

@@ -225,7 +225,10 @@ class Driven:
         self.evicted_sequences = 0
 
     def add(self, request: Request, weights: int | None = None) -> None:
-        self.engine.add(request, weights=weights)
+        if weights is None:
+            self.engine.add(request)
+        else:
+            self.engine.accept(request, weights=weights)
         count = len(sequence_lengths(request))
         self.accepted |= {(request.request_id, index) for index in range(count)}
 

@@ -72,7 +72,7 @@ def test_every_moment_is_on_the_engines_clock(gpt: GPT) -> None:
     first, second = (driven.outcomes[name, 0].ended.times for name in ("first", "second"))
     assert dataclasses.astuple(first) == (100, 101, 102, 104)
     assert dataclasses.astuple(second) == (100, 105, 105, 105)
-    driven.engine.add(generation("third", [2], max_tokens=1), arrived=42.0)
+    driven.engine.accept(generation("third", [2], max_tokens=1), arrived=42.0)
     driven.accepted.add(("third", 0))
     driven.drain()
     assert driven.outcomes["third", 0].ended.times.arrived == 42.0

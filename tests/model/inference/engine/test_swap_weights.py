@@ -94,10 +94,10 @@ def test_weights_that_are_neither_here_nor_next_are_refused() -> None:
     driven = Driven(OLD)
     for version in (-1, 2):
         with pytest.raises(InvalidRequest, match=f"version {version} of the weights"):
-            driven.engine.add(generation("a", [1]), weights=version)
+            driven.engine.accept(generation("a", [1]), weights=version)
     driven.swap_weights(NEW)
     with pytest.raises(InvalidRequest, match=r"version 0 .*, 1 is here"):
-        driven.engine.add(generation("a", [1]), weights=0)
+        driven.engine.accept(generation("a", [1]), weights=0)
 
 
 def test_one_swap_after_the_other() -> None:

@@ -9,7 +9,6 @@ from model.inference.engine.validation import (
     check_prompt_fits,
     check_request,
     check_token_ids,
-    resolve_indices,
 )
 from model.inference.errors import ContextLengthExceeded, InvalidRequest
 from tests.model.factories import tiny_config
@@ -60,24 +59,3 @@ def test_an_empty_continuation_is_rejected() -> None:
     request = ScoreRequest(request_id="a", token_ids=(1,), continuations=((),))
     with pytest.raises(InvalidRequest, match="a continuation is empty; give at least one token"):
         check_request(request, tiny_config())
-
-
-def test_indices_are_resolved() -> None:
-    assert resolve_indices("layers", None, 3, "there are 3 layers") == (0, 1, 2)
-    assert resolve_indices("layers", [0, -1], 3, "there are 3 layers") == (0, 2)
-
-
-@pytest.mark.parametrize(
-    ("indices", "message"),
-    [
-        ([3], r"layers has 3; there are 3 layers \(0 to 2, or -3 to -1 from the end\)$"),
-        ([0, -4], r"layers has -4; there are 3 layers"),
-        ([-1, 2], r"layers \[2, 2\] must be ascending, distinct and at least one$"),
-        ([1, 0], r"layers \[1, 0\] must be ascending"),
-        ([], r"layers \[\] must be ascending"),
-    ],
-)
-def test_indices_that_name_nothing_or_no_order(indices: list[int], message: str) -> None:
-    with pytest.raises(InvalidRequest, match=message) as caught:
-        resolve_indices("layers", indices, 3, "there are 3 layers")
-    assert caught.value.param == "layers"

@@ -1,0 +1,27 @@
+"""Indices, names and patterns choose what is there, and say what is where they do not."""
+
+import pytest
+
+from model.inference.errors import InvalidRequest
+from model.inference.selection import resolve_indices
+
+
+def test_indices_are_resolved() -> None:
+    assert resolve_indices("layers", None, 3, "there are 3 layers") == (0, 1, 2)
+    assert resolve_indices("layers", [0, -1], 3, "there are 3 layers") == (0, 2)
+
+
+@pytest.mark.parametrize(
+    ("indices", "message"),
+    [
+        ([3], r"layers has 3; there are 3 layers \(0 to 2, or -3 to -1 from the end\)$"),
+        ([0, -4], r"layers has -4; there are 3 layers"),
+        ([-1, 2], r"layers \[2, 2\] must be ascending, distinct and at least one$"),
+        ([1, 0], r"layers \[1, 0\] must be ascending"),
+        ([], r"layers \[\] must be ascending"),
+    ],
+)
+def test_indices_that_name_nothing_or_no_order(indices: list[int], message: str) -> None:
+    with pytest.raises(InvalidRequest, match=message) as caught:
+        resolve_indices("layers", indices, 3, "there are 3 layers")
+    assert caught.value.param == "layers"
