@@ -23,6 +23,7 @@ from model.version import VERSION
 from service.command_line.completion import SHELLS
 from service.command_line.flags import flags_of, known_words, split_words
 from service.command_line.help import help_of, overview, usage
+from service.command_line.interrupts import INTERRUPTED, quits_when_interrupted
 from service.command_line.mistakes import did_you_mean, unknown_variables, variable_of, way_out
 from service.settings.common import PREFIX
 from service.settings.extract import ExtractSettings
@@ -36,7 +37,6 @@ from service.settings.tools import (
     InspectSettings,
 )
 from service.settings.train import EvalSettings, MergeSettings, TrainSettings
-from service.start import INTERRUPTED, quits_when_interrupted
 
 COMMANDS: Mapping[str, type[BaseSettings]] = {
     "serve": ServeSettings,

@@ -1,18 +1,8 @@
-"""The first moments of `logitd`: an interrupt while modules are imported ends it in silence.
-
-Importing takes seconds, and an interrupt (Ctrl-C) in the middle of it would come out as some
-extension's traceback. Standard library alone, so that it stands before everything else is imported.
-"""
+"""The first moments of `logitd`: an interrupt while modules are imported ends it in silence."""
 
 import importlib
-import os
-import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
-from types import FrameType
 
-INTERRUPTED = 128 + signal.SIGINT
-"""The exit code of what was interrupted, as shells count."""
+from service.command_line.interrupts import quits_when_interrupted
 
 
 def main() -> None:
@@ -20,28 +10,6 @@ def main() -> None:
     with quits_when_interrupted():
         cli = importlib.import_module("service.cli")
     cli.main()
-
-
-@contextmanager
-def quits_when_interrupted() -> Iterator[None]:
-    """While modules are imported, and nothing is there to be cleaned up: an interrupt ends the
-    process at once. Leaves alone what somebody has decided on interrupts (nohup, a test)."""
-    usual = signal.default_int_handler
-    replaced = signal.getsignal(signal.SIGINT) is usual
-    if replaced:
-        try:
-            signal.signal(signal.SIGINT, _quit)
-        except ValueError:  # not in the main thread, which is the one that is interrupted
-            replaced = False
-    try:
-        yield
-    finally:
-        if replaced:
-            signal.signal(signal.SIGINT, usual)
-
-
-def _quit(number: int, frame: FrameType | None) -> None:
-    os._exit(INTERRUPTED)
 
 
 if __name__ == "__main__":

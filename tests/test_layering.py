@@ -241,14 +241,13 @@ ROOMS: dict[str, set[str]] = {
         "service.core",
         "service.settings",
     },
-    "service.start": set(),
     "service.cli": {
         "model.version",
         "service.command_line",
         "service.commands",
         "service.settings",
-        "service.start",
     },
+    "service.start": {"service.command_line.interrupts", "service.cli"},
     "logitd": {"service.client"},
 }
 """Each room, a folder or a lone module, with those that it may import besides itself. A room

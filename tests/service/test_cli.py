@@ -12,9 +12,9 @@ import pytest
 
 from model.version import VERSION
 from service.cli import COMMANDS, main, parse, run, wait_briefly
+from service.command_line.interrupts import quits_when_interrupted
 from service.command_line.mistakes import unknown_variables
 from service.settings.serve import ServeSettings
-from service.start import quits_when_interrupted
 from tests.model.factories import FAMILIES, save_tiny_checkpoint, tiny_config, tiny_gpt
 
 ROOT = Path(__file__).parents[2]
