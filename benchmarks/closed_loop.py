@@ -55,8 +55,8 @@ from benchmarks.peers.weights import LOGITD
 from benchmarks.shapes import SHAPES
 from model.benchmark.machine import processor_name
 from model.benchmark.spread import Spread
-from service.commands.benchmark.load import Ask, StreamFailed, StreamRecord, gaps, run_streams
-from service.commands.benchmark.server import started_server
+from service.cli.commands.benchmark.load import Ask, StreamFailed, StreamRecord, gaps, run_streams
+from service.cli.commands.benchmark.server import started_server
 
 ROOT = Path(__file__).parent.parent
 BUNDLED = ROOT / "checkpoints" / "python-small"

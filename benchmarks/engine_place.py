@@ -5,7 +5,7 @@
 
 Both servers run all the time, and one batch of streams is asked of each in turns, so that what else
 the machine does meets both alike; the one that is not asked does nothing. The client is
-`service/commands/benchmark/raw_client.py`, on the same machine. A process pays where the
+`service/cli/commands/benchmark/raw_client.py`, on the same machine. A process pays where the
 interpreter is what is short and processors are not: where the model computes on all of them, there
 is little to gain. Run it on a machine that does nothing else; the last line is JSON.
 """
@@ -21,9 +21,9 @@ from typing import Any
 from benchmarks.arguments import new_parser
 from model.benchmark.workload import Workload, choose_workload
 from model.checkpoint.checkpoint import read_checkpoint
-from service.commands.benchmark.load import DecodeLoad, measure_server
-from service.commands.benchmark.raw_client import RawClient
-from service.commands.benchmark.server import started_server
+from service.cli.commands.benchmark.load import DecodeLoad, measure_server
+from service.cli.commands.benchmark.raw_client import RawClient
+from service.cli.commands.benchmark.server import started_server
 
 PLACES = ("thread", "process")
 TOKENS = 128

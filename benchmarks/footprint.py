@@ -25,7 +25,7 @@ import httpx
 from benchmarks.arguments import new_parser
 from model.inference.kernels.cpu.library import KernelsUnavailable, load_library
 from model.inference.options import Quantization
-from service.commands.benchmark.server import started_server
+from service.cli.commands.benchmark.server import started_server
 
 WIDTHS = {"float32": 4, "bfloat16": 2, "float16": 2}
 ASKED = 4

@@ -1,8 +1,8 @@
 """Front load: what a client feels of a server, whatever stands before its engine.
 
 A short request alone, the first token of a stream alone, and several streams at once. Prompts are
-new each time, so no prefix is copied. The client is `service/commands/benchmark/raw_client.py`, on
-the same machine. Does not start servers.
+new each time, so no prefix is copied. The client, on the same machine, is
+`service/cli/commands/benchmark/raw_client.py`. Does not start servers.
 """
 
 import asyncio
@@ -14,8 +14,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from service.commands.benchmark.load import run_streams
-from service.commands.benchmark.raw_client import RawClient
+from service.cli.commands.benchmark.load import run_streams
+from service.cli.commands.benchmark.raw_client import RawClient
 
 PROMPT_TOKENS = 32
 SHORT = 1

@@ -44,11 +44,11 @@ from benchmarks.trained import held_out_bits_per_byte, train_here, weights_of
 from model.data.sources.open_text import open_text
 from model.data.split import are_many, sides
 from model.data.vocabulary import learn
-from model.training.autosize import SIZES, Size, choose
-from model.training.config import TrainingConfig
+from model.training.configuration.config import TrainingConfig
+from model.training.configuration.presets import preset
 from model.training.events import ignore_events
 from model.training.optim.optimizers import kind_of
-from model.training.presets import preset
+from model.training.setup.autosize import SIZES, Size, choose
 from model.transformer.config import GPTConfig
 from model.transformer.gpt import GPT
 

@@ -11,9 +11,9 @@ minutes. Its last tenth is held out, as `logitd train` does. The sides:
     nanogpt-char   nanoGPT's model for a CPU and its recipe, on bytes (the preset of that name)
 
 With `--size N --passes P` the clock decides nothing: `adapted` and `long` have the N-th size of
-`model/training/autosize.py` (from 0) and as many steps as `long` needs to pass the text P times. So
-a machine that does other things besides gives the same figures. A step of `adapted` has less
-arithmetic in its head and more for its dropout.
+`model/training/setup/autosize.py` (from 0) and as many steps as `long` needs to pass the text P
+times. So a machine that does other things besides gives the same figures. A step of `adapted` has
+less arithmetic in its head and more for its dropout.
 
 Each run is a real `train()` in a process of its own, in turns. Bits per byte are measured after it
 on the whole validation text, of the last weights and of the best evaluation's, which are what is
@@ -40,7 +40,10 @@ from model.data.amount import count_bytes
 from model.data.prepare import read_prepared
 from model.data.sources.open_text import open_text
 from model.device import keep_freed_memory
-from model.training.autosize import (
+from model.training.configuration.config import TrainingConfig
+from model.training.configuration.repetition import bytes_per_token
+from model.training.events import ignore_events
+from model.training.setup.autosize import (
     SIZES,
     Measured,
     adapt,
@@ -48,10 +51,7 @@ from model.training.autosize import (
     measure_machine,
     regularise,
 )
-from model.training.config import TrainingConfig
-from model.training.events import ignore_events
-from model.training.repetition import bytes_per_token
-from model.training.resolve import resolve_config
+from model.training.setup.resolve import resolve_config
 
 SIDES = ("adapted", "long", "nanogpt-char")
 FIRST_SEED = 1337

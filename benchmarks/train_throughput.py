@@ -31,8 +31,8 @@ from torch import Tensor
 from torch.optim import AdamW, Muon
 
 from model.device import Placement, keep_freed_memory, use_threads
+from model.training.configuration.presets import Recipe, preset
 from model.training.optim.optimizers import Optimizers, initialise, kind_of
-from model.training.presets import Recipe, preset
 from model.training.step.compile import choose_loss
 from model.training.step.forward import Forward, training_placement
 from model.transformer.attention import CausalAttend

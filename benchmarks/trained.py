@@ -13,7 +13,7 @@ from model.checkpoint.checkpoint import load_checkpoint
 from model.data.prepare import read_prepared
 from model.data.windows import ValidationWindows
 from model.device import Placement, keep_freed_memory
-from model.training.config import TrainingConfig
+from model.training.configuration.config import TrainingConfig
 from model.training.step.forward import Forward, training_placement
 from model.training.step.validate import validate
 from model.training.trainer import TrainingResult, train

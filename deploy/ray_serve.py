@@ -33,7 +33,7 @@ from model.extraction.on_ray import LOCAL, Cluster, connected, require_ray
 from model.extras import installation
 from model.inference.engine.config import EngineConfig
 from service.app.app import create_app
-from service.commands.servable import NotServable, checkpoint_at
+from service.cli.commands.servable import NotServable, checkpoint_at
 from service.core.state import ServiceState
 from service.log import configure_logging
 from service.settings.serve import ServeSettings

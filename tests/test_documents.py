@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from model.version import VERSION
-from service.cli import COMMANDS, parse
+from service.cli.main import COMMANDS, parse
 from tests import file_map
 
 ROOT = Path(__file__).parent.parent

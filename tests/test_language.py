@@ -33,9 +33,13 @@ ROOMS = (
     *("benchmarks", "logitd", "model", "service", "tests"),
 )
 EARLY_STOPPING = {
-    *("benchmarks/gpu/training.py", "model/training/config.py", "model/training/presets.py"),
+    *(
+        "benchmarks/gpu/training.py",
+        "model/training/configuration/config.py",
+        "model/training/configuration/presets.py",
+    ),
     *("model/training/trainer.py", "tests/model/training/test_trainer.py"),
-    *("model/training/README.md", "model/training/evaluator.py"),
+    *("model/training/README.md", "model/training/recording/evaluator.py"),
     *("model/training/stopping/worsening.py", "tests/model/training/stopping/test_worsening.py"),
 }
 """Where patience is the field's term: evaluations without a new best."""

@@ -165,60 +165,60 @@ ROOMS: dict[str, set[str]] = {
         "model.dtypes",
         "model.inference.engine.config",
         "model.inference.options",
-        "model.training.config",
-        "model.training.presets",
+        "model.training.configuration.config",
+        "model.training.configuration.presets",
         "model.transformer.config",
     },
-    "service.command_line": {"service.settings"},
+    "service.cli.arguments": {"service.settings"},
     "service.schemas": set(),
     "service.engine": {"model", "service.log", "service.settings"},
     "service.core": {"model", "service.engine", "service.schemas", "service.settings"},
-    "service.requests": {"model", "service.core", "service.engine", "service.schemas"},
-    "service.responses": {
+    "service.api.requests": {"model", "service.core", "service.engine", "service.schemas"},
+    "service.api.responses": {
         "model",
         "service.core",
         "service.engine",
-        "service.requests",
+        "service.api.requests",
         "service.schemas",
     },
-    "service.openai": {
+    "service.api.openai": {
         "model",
         "service.core",
-        "service.requests",
-        "service.responses",
+        "service.api.requests",
+        "service.api.responses",
         "service.schemas",
     },
-    "service.tgi": {
+    "service.api.tgi": {
         "model",
         "service.core",
-        "service.openai.logprobs",
-        "service.requests",
-        "service.responses",
+        "service.api.openai.logprobs",
+        "service.api.requests",
+        "service.api.responses",
         "service.schemas",
     },
-    "service.ollama": {
+    "service.api.ollama": {
         "model",
         "service.core",
-        "service.openai.chat",
-        "service.responses",
+        "service.api.openai.chat",
+        "service.api.responses",
         "service.schemas",
     },
-    "service.routes": {
+    "service.api.routes": {
         "model",
         "service.core",
-        "service.ollama",
-        "service.openai",
-        "service.requests",
-        "service.responses",
+        "service.api.ollama",
+        "service.api.openai",
+        "service.api.requests",
+        "service.api.responses",
         "service.schemas",
-        "service.tgi",
+        "service.api.tgi",
     },
     "service.connections": {"service.core", "service.settings"},
     "service.tracing": {
         "model",
         "service.core",
         "service.engine",
-        "service.requests",
+        "service.api.requests",
         "service.settings",
     },
     "service.app": {
@@ -227,27 +227,29 @@ ROOMS: dict[str, set[str]] = {
         "service.core",
         "service.engine",
         "service.log",
-        "service.responses",
-        "service.routes",
+        "service.api.responses",
+        "service.api.routes",
         "service.schemas",
         "service.settings",
         "service.tracing",
     },
-    "service.commands": {
+    "service.cli.commands": {
         "model",
         "service.app",
         "service.client",
-        "service.command_line",
+        "service.cli.arguments",
         "service.core",
         "service.settings",
     },
-    "service.cli": {
+    "service.cli.interrupts": set(),
+    "service.cli.main": {
         "model.version",
-        "service.command_line",
-        "service.commands",
+        "service.cli.arguments",
+        "service.cli.commands",
+        "service.cli.interrupts",
         "service.settings",
     },
-    "service.start": {"service.command_line.interrupts", "service.cli"},
+    "service.cli.start": {"service.cli.interrupts", "service.cli.main"},
     "logitd": {"service.client"},
 }
 """Each room, a folder or a lone module, with those that it may import besides itself. A room
@@ -261,7 +263,7 @@ ONE_ROOM = {
     "asyncio": {"service"},
     "anyio": {"service"},
     "gguf": {"model.convert.gguf_file"},
-    "httpx": {"model.data.sources.download", "service.client", "service.commands"},
+    "httpx": {"model.data.sources.download", "service.client", "service.cli.commands"},
     "llguidance": {"model.inference.constraints.compiler"},
     "opentelemetry": {"service.tracing.otlp"},
     "pickle": {"model.convert.pt_file", "model.training.run.state"},
@@ -276,7 +278,7 @@ ONE_ROOM = {
         "model.convert.by_role.owner_code",
         "model.inference.constraints.sandbox",
         "model.inference.kernels.cpu.library",
-        "service.commands.benchmark.server",
+        "service.cli.commands.benchmark.server",
         "service.engine.process",
     },
     "threading": {
@@ -356,7 +358,7 @@ def violations() -> list[str]:
 def test_imports_run_one_way() -> None:
     assert violations() == []
     assert {room_of(name) for package in PACKAGES for name, _ in modules(package)} <= {
-        *ROOMS, *PACKAGES, "model.inference",
+        *ROOMS, *PACKAGES, "model.inference", "service.api", "service.cli",
     }, "every module lies in a room"  # fmt: skip
 
 
@@ -376,7 +378,7 @@ def test_serving_loads_nothing_of_the_trainer() -> None:
     """Every module that a server comes to import, followed from the command."""
     sources = {name: imported for package in PACKAGES for name, imported in modules(package)}
     loaded: set[str] = set()
-    ahead = {"service.commands.serve"}
+    ahead = {"service.cli.commands.serve"}
     while ahead:
         name = ahead.pop()
         loaded.add(name)

@@ -26,7 +26,7 @@ from rich.table import Table
 from benchmarks.arguments import new_parser
 from benchmarks.fleet.real import measure, overhead_of
 from benchmarks.fleet.simulate import Load, Outcome, Server, StepTimes, arrivals, simulate
-from service.commands.benchmark.server import started_server
+from service.cli.commands.benchmark.server import started_server
 from service.settings.common import BUNDLED_CHECKPOINT
 
 WIDTH = 110

@@ -4,9 +4,9 @@
 
 Each server runs by itself, in a process of its own with the same number of threads; one client, in
 the process that runs this, asks each for the same batches of streams, all at once, as `logitd
-bench` does (`service/commands/benchmark/load.py`). Everybody draws at temperature 1 from the whole
-vocabulary, and nothing ends a text but its length. Every token is counted, and a stream that brings
-another number than was asked for is an error: a server with one has no figures.
+bench` does (`service/cli/commands/benchmark/load.py`). Everybody draws at temperature 1 from the
+whole vocabulary, and nothing ends a text but its length. Every token is counted, and a stream that
+brings another number than was asked for is an error: a server with one has no figures.
 
 tokens/s   while all of a batch decode; nothing where they never do at once, which is so with
            `transformers serve` by itself: it takes requests one after the other
@@ -44,15 +44,15 @@ from benchmarks.shapes import SHAPES, Shape
 from benchmarks.synthetic import save_with_tokenizer
 from model.benchmark.machine import processor_name
 from model.benchmark.spread import Spread
-from service.client import AsyncClient
-from service.commands.benchmark.load import (
+from service.cli.commands.benchmark.load import (
     StreamRecord,
     asking,
     failures_of,
     full_batch_rate,
     run_streams,
 )
-from service.commands.benchmark.server import started_server
+from service.cli.commands.benchmark.server import started_server
+from service.client import AsyncClient
 
 LOGITD, PLAIN, CONTINUOUS = "logitd serve", "transformers serve", "transformers serve, continuous"
 SERVERS = (LOGITD, PLAIN, CONTINUOUS)

@@ -1,6 +1,6 @@
 """Vocabularies that a training run takes as they are: published ones, ranks, `tokenizer.json`.
 
-The checkpoint's, where a run begins with one, comes with it (`model/training/finetune.py`).
+The checkpoint's, where a run begins with one, comes with it (`model/training/setup/finetune.py`).
 """
 
 from pathlib import Path

@@ -33,7 +33,7 @@ from model.inference.kernels.select import check_kv_cache_dtype
 from model.inference.kv_cache import KVCache
 from model.inference.load import LoadedModel, load_model
 from model.inference.options import KVCacheDType, Quantization
-from model.training.presets import TrainingDType
+from model.training.configuration.presets import TrainingDType
 from model.training.step.forward import Forward, training_placement
 from model.training.step.validate import ValidationLoss, validate
 from model.transformer.gpt import GPT

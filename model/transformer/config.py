@@ -3,7 +3,8 @@
 Covers the families that one forward computes (see `model/transformer/gpt.py`): GPT-2, the original
 Transformer decoder, the modern shape, and what lies between them, such as GPT-NeoX, OPT and Llama
 with scaled rotary positions. Says what is impossible and why. Does not hold weights or import
-torch, and knows nothing of training or of names such as "gpt2-124m" (`model/training/presets.py`).
+torch, and knows nothing of training or of names such as "gpt2-124m"
+(`model/training/configuration/presets.py`).
 """
 
 import json

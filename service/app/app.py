@@ -18,13 +18,7 @@ from fastapi.responses import FileResponse, HTMLResponse, JSONResponse
 from fastapi.staticfiles import StaticFiles
 
 from model.version import VERSION
-from service.app import docs as openapi
-from service.app.lifespan import live
-from service.app.middleware import EXPOSED_HEADERS, BugAnswer, HeadAsGet, RequestLog
-from service.core import errors
-from service.core.auth import ApiKeyCheck, is_public, read_api_keys
-from service.core.state import ServiceState
-from service.routes import (
+from service.api.routes import (
     activations,
     admin,
     attention,
@@ -45,6 +39,12 @@ from service.routes import (
     tgi,
     tokenize,
 )
+from service.app import docs as openapi
+from service.app.lifespan import live
+from service.app.middleware import EXPOSED_HEADERS, BugAnswer, HeadAsGet, RequestLog
+from service.core import errors
+from service.core.auth import ApiKeyCheck, is_public, read_api_keys
+from service.core.state import ServiceState
 from service.settings.serve import ServeSettings
 from service.tracing.traces import Traces, traces_of
 

@@ -17,6 +17,7 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from service.api.responses.text import CHECKPOINT_HEADERS
 from service.connections.limits import MAX_HEADER_BYTES, head_size
 from service.connections.protocol import headers_too_large
 from service.core.auth import CALLER
@@ -26,7 +27,6 @@ from service.core.models import MODEL, USAGE
 from service.engine.admission import Limit
 from service.engine.usage import Usage
 from service.log import FIELDS
-from service.responses.text import CHECKPOINT_HEADERS
 from service.tracing.attributes import Ended
 from service.tracing.traces import Traces
 

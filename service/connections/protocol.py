@@ -369,7 +369,7 @@ class Connection(HttpToolsProtocol):
 
     def _leaves_unread(self, now: float) -> bool:
         """Whether too little of a reply was taken for too long. Streams have a timeout of their
-        own (`service/responses/sse.py`), which comes first."""
+        own (`service/api/responses/sse.py`), which comes first."""
         unsent = self.unsent()
         if not unsent:
             self._reply_mark = None

@@ -1,7 +1,7 @@
 """Schemas of interventions: what a body asks to be changed inside the forward.
 
 Here stands what can be said without a model; which stages there are, and which shapes their values
-have, is checked when the request is resolved (`service/requests/interventions.py`).
+have, is checked when the request is resolved (`service/api/requests/interventions.py`).
 """
 
 from typing import Annotated, ClassVar, Literal

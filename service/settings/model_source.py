@@ -1,7 +1,7 @@
 """ModelSource: a model to be served, as `NAME=PATH` or PATH. Without torch.
 
 What stands before the first `=` is a name, unless there is a slash in it: `runs/lr=0.1` is a path,
-and so is `./lr=0.1`. Not here: what lies at a path (`service/commands/servable.py`).
+and so is `./lr=0.1`. Not here: what lies at a path (`service/cli/commands/servable.py`).
 """
 
 from collections.abc import Iterable

@@ -6,8 +6,8 @@ from pydantic import Field
 from pydantic_settings import CliPositionalArg
 
 from model.inference.options import KVCacheDType, Quantization
-from model.training.config import TrainingConfig
-from model.training.presets import SaveDType, TrainingDType
+from model.training.configuration.config import TrainingConfig
+from model.training.configuration.presets import SaveDType, TrainingDType
 from service.settings.common import (
     BUNDLED_CHECKPOINT,
     AsJson,

@@ -13,12 +13,12 @@ from starlette.types import Scope
 
 from model.inference.engine.events import FinishReason
 from model.inference.engine.requests import GenerationRequest
+from service.api.requests.body import BODY
 from service.core.auth import CALLER
 from service.core.errors import clip
 from service.core.metrics import endpoint_label
 from service.core.models import SERVED, USAGE, Served
 from service.engine.usage import Usage
-from service.requests.body import BODY
 
 Value = str | int | float | bool | tuple[str, ...]
 

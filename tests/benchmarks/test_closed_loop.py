@@ -22,7 +22,7 @@ from benchmarks.closed_loop import (
     tokens_after,
 )
 from benchmarks.peers.servers import PeerServer
-from service.commands.benchmark.load import Arrival, Failure, StreamFailed, StreamRecord
+from service.cli.commands.benchmark.load import Arrival, Failure, StreamFailed, StreamRecord
 
 QUESTION = Question(prompt_tokens=8, tokens=4, shared=0.5, seconds=1.0, warm_up=0.0)
 

@@ -16,9 +16,9 @@ from benchmarks.train import (
     summary,
     table,
 )
-from model.training.autosize import SIZES
-from model.training.config import TrainingConfig
-from model.training.resolve import resolve_config
+from model.training.configuration.config import TrainingConfig
+from model.training.setup.autosize import SIZES
+from model.training.setup.resolve import resolve_config
 
 RUN = Run(minutes=2, side="default", rate=0.03, batch=8, seed=1)
 OUTCOME = Outcome(

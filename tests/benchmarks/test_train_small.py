@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks.train_small import Outcome, configuration, fewer, of_passes, table
-from model.training.autosize import SIZES, Choice, Measured
-from model.training.config import TrainingConfig
-from model.training.resolve import resolve_config
+from model.training.configuration.config import TrainingConfig
+from model.training.setup.autosize import SIZES, Choice, Measured
+from model.training.setup.resolve import resolve_config
 from model.training.step.forward import training_placement
 from tests.model.conftest import story
 

@@ -7,8 +7,8 @@ import torch
 
 from benchmarks.train_throughput import Step, own_step, plain_step
 from model.device import Placement
+from model.training.configuration.presets import preset
 from model.training.optim.optimizers import initialise
-from model.training.presets import preset
 from model.transformer.gpt import GPT
 
 

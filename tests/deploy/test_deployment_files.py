@@ -17,7 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from deploy.grafana.make_dashboard import PLACE, dashboard
 from model.inference.kernels.cpu.targets import targets_of
-from service.command_line.flags import flags_of
+from service.cli.arguments.flags import flags_of
 from service.core.metrics import Metrics
 from service.settings.serve import ServeSettings
 

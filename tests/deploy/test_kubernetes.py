@@ -15,7 +15,7 @@ import yaml
 
 from model.checkpoint.checkpoint import read_checkpoint
 from service.app.app import create_app
-from service.command_line.flags import flags_of
+from service.cli.arguments.flags import flags_of
 from service.settings.serve import ServeSettings
 from tests.model.conftest import story
 from tests.service.serving import serve_settings

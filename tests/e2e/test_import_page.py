@@ -20,7 +20,7 @@ from tests.zygote import completed
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "model" / "convert" / "README.md"
-LOGITD = [sys.executable, "-m", "service.cli"]
+LOGITD = [sys.executable, "-m", "service.cli.main"]
 
 SCRIPT = """
 import torch

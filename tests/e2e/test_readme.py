@@ -1,8 +1,8 @@
 """The documents' commands do what they say: each curl line and each Python block is run against a
 real `logitd serve` with the bundled checkpoint.
 
-Of the commands of a terminal, `inspect` and `generate` are run by tests/service/commands; that all
-of them are understood is tested in tests/test_documents.py.
+Of the commands of a terminal, tests/service/cli/commands runs `inspect` and `generate`; that all of
+them are understood is tested in tests/test_documents.py.
 """
 
 import io

@@ -22,7 +22,7 @@ import torch
 
 from model.checkpoint.adapter import read_adapter
 from model.checkpoint.checkpoint import read_checkpoint
-from model.training.config import TrainingConfig
+from model.training.configuration.config import TrainingConfig
 from model.training.run.state import read_state
 from model.training.trainer import train
 from tests.conftest import MATPLOTLIB
@@ -98,7 +98,7 @@ class Torchrun:
         self.process = subprocess.Popen(
             [sys.executable, "-m", "torch.distributed.run", "--no-python", *meeting,
              "--nproc-per-node", str(processes),
-             sys.executable, "-m", "service.cli", "train", *flags(config)],
+             sys.executable, "-m", "service.cli.main", "train", *flags(config)],
             env={**os.environ, "PYTHONPATH": str(ROOT)},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -17,7 +17,7 @@ from model.inference import reference
 from model.inference.sampling.distribution import log_softmax
 from model.inference.sampling.params import SamplingParams
 from model.transformer.gpt import GPT
-from service import cli
+from service.cli import main as cli
 from tests.conftest import MATPLOTLIB
 from tests.e2e.server import ServedProcess
 from tests.zygote import completed

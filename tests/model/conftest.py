@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from model.inference.kernels.cpu.library import KernelsUnavailable, load_library
-from model.training.config import TrainingConfig
+from model.training.configuration.config import TrainingConfig
 from model.training.step import flops
 from model.training.trainer import train
 

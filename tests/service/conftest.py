@@ -12,7 +12,7 @@ import torch
 
 from model.checkpoint.checkpoint import load_checkpoint
 from model.transformer.gpt import GPT
-from service.requests import resolve
+from service.api.requests import resolve
 from tests.model.factories import (
     CHAT_TEMPLATE,
     chat_tokenizer,

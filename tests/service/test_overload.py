@@ -12,7 +12,7 @@ import pytest
 
 from model.inference.constraints.compiler import Source
 from model.inference.constraints.sandbox import Checker
-from service.responses import sse
+from service.api.responses import sse
 from service.schemas.base import ErrorReply
 from tests.service.serving import (
     TEST_TIMEOUT,
@@ -122,7 +122,7 @@ def test_a_full_queue_is_reported_before_a_text_is_encoded(
         occupy(server, stack)
         accepted = Poster(server, "/generate", {"prompt": "a", "n": 2, "max_tokens": 5})
         eventually(lambda: server.sample("logitd_num_sequences_waiting") == 2)
-        monkeypatch.setattr("service.requests.encode.encode_text", encode)
+        monkeypatch.setattr("service.api.requests.encode.encode_text", encode)
         for path, body in POSTS.items():
             queue_full(server.post(path, body))
         assert encoded == []

@@ -9,7 +9,7 @@ from pydantic_settings import BaseSettings, CliApp
 
 from model.inference.engine.config import SERVED_TARGET_GAP, EngineConfig
 from model.inference.options import SERVED_SLOTS
-from service.cli import COMMANDS, parse
+from service.cli.main import COMMANDS, parse
 from service.settings.model_source import ModelSource
 from service.settings.serve import ServeSettings
 from service.settings.tools import BenchSettings, GenerateSettings, HealthSettings

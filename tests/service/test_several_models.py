@@ -19,7 +19,7 @@ from model.inference.reference import generate
 from model.inference.sampling.params import SamplingParams
 from model.memory import Available, format_bytes
 from service.app.app import create_app
-from service.commands.serve import print_banner
+from service.cli.commands.serve import print_banner
 from service.core.models import NotLoaded
 from service.settings.common import BUNDLED_CHECKPOINT
 from tests.model.factories import (

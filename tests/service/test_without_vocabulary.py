@@ -14,7 +14,7 @@ import pytest
 
 from model.llm import LLM, InvalidRequest, SamplingParams
 from model.text.tokenizer import NO_VOCABULARY, Tokenizer
-from service.cli import run
+from service.cli.main import run
 from service.client import BadRequestError, Client
 from tests.model.factories import VOCAB_SIZE, save_tiny_checkpoint
 from tests.service.serving import Serving, serving

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from model.device import DeviceError, available_processors, choose_device
-from model.training.config import TrainingError
+from model.training.configuration.config import TrainingError
 
 NO_LIMIT = timedelta(days=365)
 """How long one process waits for another: gloo wants a number."""

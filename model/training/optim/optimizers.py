@@ -20,10 +20,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Muon
 
+from model.training.configuration.presets import Recipe
 from model.training.distributed.fsdp import ParamShard, gather, local, shard_of
 from model.training.distributed.ranks import ALONE, Ranks
 from model.training.optim import muon
-from model.training.presets import Recipe
 from model.training.step.forward import native_bfloat16
 from model.transformer.gpt import GPT, Block
 from model.transformer.lora import NARROW

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from model.training.presets import Recipe
+from model.training.configuration.presets import Recipe
 from model.transformer.config import GPTConfig
 from model.transformer.lora import LoraShape
 

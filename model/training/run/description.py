@@ -2,15 +2,15 @@
 
 What was asked for, and what that was resolved to. With the tokenised text beside it, this is all
 that another process needs to join the run and a later one needs to resume it. Knows no files
-(`model/training/run/directory.py`), and decides nothing (`model/training/resolve.py`).
+(`model/training/run/directory.py`), and decides nothing (`model/training/setup/resolve.py`).
 """
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from model.training.config import TrainingConfig
-from model.training.presets import Recipe
+from model.training.configuration.config import TrainingConfig
+from model.training.configuration.presets import Recipe
 from model.transformer.config import GPTConfig
 
 

@@ -27,7 +27,7 @@ from model.checkpoint.beside import METRICS
 from model.checkpoint.run_folder import BEST, LATEST, RUN, is_run
 from model.data.shards import DATA
 from model.files import CONFIG_BYTES, parse_json, read_regular
-from model.training.config import TrainingError
+from model.training.configuration.config import TrainingError
 from model.training.run.description import RunDescription
 from model.training.run.lock import LOCK, RunLock
 

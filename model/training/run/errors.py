@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from model.checkpoint.run_folder import is_run
-from model.training.config import TrainingError
+from model.training.configuration.config import TrainingError
 from model.training.run.directory import RunDirectory
 
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

@@ -7,7 +7,7 @@ and started from while it is trained. Of several processes of one run the main o
 from pathlib import Path
 
 from model.folder_lock import FolderLock, FolderLocked
-from model.training.config import TrainingError
+from model.training.configuration.config import TrainingError
 
 LOCK = "run.lock"
 

@@ -22,12 +22,12 @@ import torch
 
 from model.device import Placement, describe
 from model.files import file_aside, require_regular
-from model.training.config import TrainingError
+from model.training.configuration.config import TrainingError
 from model.training.distributed.fsdp import gather_weights, is_sharded, scatter_weights
 from model.training.distributed.ranks import ALONE, Ranks
 from model.training.optim.optimizers import Optimizers
-from model.training.run.counters import Counters
 from model.training.run.directory import sync
+from model.training.stopping.counters import Counters
 from model.transformer.gpt import GPT
 
 VERSION = 2

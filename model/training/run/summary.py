@@ -15,10 +15,10 @@ from typing import Any
 
 from model.checkpoint.beside import METRICS
 from model.checkpoint.run_folder import RUN, is_run
-from model.training.config import TrainingConfig, TrainingError
-from model.training.presets import PresetError, Recipe, preset
-from model.training.run.counters import Counters
+from model.training.configuration.config import TrainingConfig, TrainingError
+from model.training.configuration.presets import PresetError, Recipe, preset
 from model.training.run.directory import SAMPLES, RunDirectory
+from model.training.stopping.counters import Counters
 from model.training.stopping.length import resolve_length
 from model.transformer.config import GPTConfig
 from model.transformer.size import parameter_count

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from model.extras import installation
-from model.training.config import TrainingError
+from model.training.configuration.config import TrainingError
 from model.training.events import Evaluated, Event, EventHandler, Progress, Sampled, Started
 
 if TYPE_CHECKING:

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from model.training.config import TrainingError
+from model.training.configuration.config import TrainingError
+from model.training.configuration.presets import Compile, Recipe
 from model.training.distributed.ranks import ALONE, Ranks
-from model.training.presets import Compile, Recipe
 from model.training.step.flops import flops_per_token
 from model.training.step.forward import Forward
 from model.training.stopping.length import Length

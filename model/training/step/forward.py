@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from model.device import Placement, choose_placement
-from model.training.presets import TrainingDType
+from model.training.configuration.presets import TrainingDType
 from model.training.step.loss import cross_entropy
 from model.training.step.matrix_attention import MatrixAttend
 from model.transformer.attention import Attend, CausalAttend

@@ -1,1 +1,1 @@
-"""When a run ends: its length, a signal, divergence."""
+"""How far a run is, and when it ends: its length, a signal, divergence."""

@@ -9,9 +9,9 @@ can be repeated exactly.
 import math
 from dataclasses import dataclass
 
-from model.training.config import TrainingConfig
-from model.training.presets import Recipe
-from model.training.run.counters import Counters
+from model.training.configuration.config import TrainingConfig
+from model.training.configuration.presets import Recipe
+from model.training.stopping.counters import Counters
 
 
 @dataclass(frozen=True)

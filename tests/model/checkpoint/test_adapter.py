@@ -12,7 +12,7 @@ from model.checkpoint.checkpoint import CheckpointError, load_checkpoint, read_c
 from model.transformer.config import TARGETS
 from model.transformer.gpt import GPT
 from model.transformer.lora import LoraShape, trained_weights
-from service.cli import run
+from service.cli.main import run
 from tests.model.factories import (
     random_ids,
     save_tiny_checkpoint,

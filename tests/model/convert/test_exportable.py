@@ -13,9 +13,9 @@ from model.convert.exportable import describe, gguf_objections, hf_objections
 from model.convert.exporting import export_model
 from model.convert.family import GPT_NEOX, family_of, nearest, objections
 from model.convert.foreign import ConvertError
-from model.training.config import TrainingConfig, TrainingError
+from model.training.configuration.config import TrainingConfig, TrainingError
 from model.training.events import Event, Started
-from model.training.resolve import resolve_config
+from model.training.setup.resolve import resolve_config
 from model.training.trainer import train
 from model.transformer.config import MODERN, ORIGINAL, ConfigError, GPTConfig
 from tests.model.convert.theirs import loaded

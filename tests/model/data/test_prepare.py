@@ -18,7 +18,7 @@ from model.data.sources.open_text import open_text
 from model.data.sources.stories import story
 from model.data.split import MANY, sides
 from model.text.tokenizer import Tokenizer
-from model.training.presets import preset
+from model.training.configuration.presets import preset
 from tests.model.conftest import story as sentences
 
 RECIPE = preset("tiny").recipe

@@ -22,7 +22,7 @@ import pytest
 import torch
 
 from model.checkpoint.checkpoint import load_checkpoint, read_checkpoint
-from model.training.config import TrainingConfig, TrainingError
+from model.training.configuration.config import TrainingConfig, TrainingError
 from model.training.trainer import train
 from tests.conftest import MATPLOTLIB
 from tests.model.conftest import Configure

@@ -17,8 +17,8 @@ import torch
 from model.checkpoint.checkpoint import load_checkpoint, read_checkpoint, save_checkpoint
 from model.data.errors import DataError
 from model.data.sources.document import TextError
-from model.training import checkpoint_writer, evaluator
-from model.training.config import TrainingConfig, TrainingError
+from model.training.configuration.config import TrainingConfig, TrainingError
+from model.training.configuration.presets import PresetError
 from model.training.events import (
     Evaluated,
     Event,
@@ -30,7 +30,7 @@ from model.training.events import (
     Started,
     line,
 )
-from model.training.presets import PresetError
+from model.training.recording import checkpoint_writer, evaluator
 from model.training.run.state import read_state
 from model.training.step.validate import ValidationLoss
 from model.training.trainer import Trainer, TrainingResult, train

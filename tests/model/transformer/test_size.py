@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from torch import nn
 
-from model.training.presets import PRESETS
+from model.training.configuration.presets import PRESETS
 from model.transformer.config import MODERN, GPTConfig, gpt2_shape
 from model.transformer.gpt import GPT
 from model.transformer.size import Elements, count_elements, parameter_count

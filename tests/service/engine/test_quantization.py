@@ -19,7 +19,7 @@ from model.inference.kernels.select import choose_decode_path
 from model.inference.memory import slot_bytes
 from model.inference.options import Quantization, parse_loss_limit
 from service.app.app import create_app
-from service.commands.serve import print_banner
+from service.cli.commands.serve import print_banner
 from service.engine import quantization
 from service.engine.quantization import QuantizationCost
 from service.schemas.generate import Info

@@ -20,7 +20,7 @@ from model.data.prepare import read_prepared
 from model.data.sources.document import Document
 from model.data.sources.stories import EVENTS, stories_text, story, tell
 from model.data.split import lot, whole_side
-from model.training.config import TrainingConfig
+from model.training.configuration.config import TrainingConfig
 from model.training.trainer import train
 
 

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from model.device import Placement
-from model.training.config import TrainingError
+from model.training.configuration.config import TrainingError
+from model.training.configuration.presets import PRESETS, Recipe, preset
 from model.training.distributed import fsdp as sharding
 from model.training.distributed.fsdp import (
     ParamShard,
@@ -30,10 +31,9 @@ from model.training.distributed.fsdp import (
 )
 from model.training.distributed.ranks import ALONE, Ranks, process_group
 from model.training.optim.optimizers import Optimizers, initialise
-from model.training.presets import PRESETS, Recipe, preset
-from model.training.run.counters import Counters
 from model.training.run.state import Environment, load_state, save_state
 from model.training.step.forward import Forward
+from model.training.stopping.counters import Counters
 from model.training.trainer import train
 from model.transformer.config import TARGETS
 from model.transformer.gpt import GPT

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from model.device import DeviceError, available_processors
-from model.training.config import TrainingError
+from model.training.configuration.config import TrainingError
 from model.training.distributed import ranks as ranks_module
 from model.training.distributed.ranks import Ranks, process_group, read_ranks
 

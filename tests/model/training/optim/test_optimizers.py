@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.optim import Muon
 
+from model.training.configuration.presets import PRESETS
 from model.training.optim.optimizers import Optimizers, initialise, kind_of, lr_scale
-from model.training.presets import PRESETS
 from model.training.step.forward import native_bfloat16
 from model.transformer.config import MODERN, gpt2_shape
 from model.transformer.gpt import GPT

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from model.files import file_aside, folder_aside
-from model.training.config import TrainingConfig, TrainingError
-from model.training.presets import PRESETS
+from model.training.configuration.config import TrainingConfig, TrainingError
+from model.training.configuration.presets import PRESETS
 from model.training.run.description import RunDescription
 from model.training.run.directory import RunDirectory
 from tests.model.factories import tiny_config

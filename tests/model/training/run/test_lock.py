@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from model.training.config import TrainingError
+from model.training.configuration.config import TrainingError
 from model.training.run.directory import RunDirectory
 from model.training.run.lock import LOCK, RunLock
 

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from model.device import Placement
-from model.training.config import TrainingError
+from model.training.configuration.config import TrainingError
+from model.training.configuration.presets import PRESETS
 from model.training.optim.optimizers import Optimizers
-from model.training.presets import PRESETS
-from model.training.run.counters import Counters
 from model.training.run.state import Environment, load_state, read_state, save_state
+from model.training.stopping.counters import Counters
 from model.transformer.config import gpt2_shape
 from model.transformer.gpt import GPT
 

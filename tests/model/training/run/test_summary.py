@@ -8,7 +8,7 @@ import pytest
 
 from model.checkpoint.checkpoint import read_checkpoint
 from model.checkpoint.run_folder import is_run
-from model.training.config import TrainingConfig, TrainingError
+from model.training.configuration.config import TrainingConfig, TrainingError
 from model.training.run.directory import RunDirectory
 from model.training.run.summary import differences, summarise
 from model.training.trainer import train

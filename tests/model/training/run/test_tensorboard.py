@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from model.training.config import TrainingConfig, TrainingError
+from model.training.configuration.config import TrainingConfig, TrainingError
 from model.training.run.directory import RunDirectory
 from model.training.trainer import train
 from tests.model.conftest import Configure

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from model.training.config import TrainingConfig
-from model.training.presets import Compile
-from model.training.resolve import resolve_compile, resolve_config
+from model.training.configuration.config import TrainingConfig
+from model.training.configuration.presets import Compile
 from model.training.run.directory import RunDirectory
+from model.training.setup.resolve import resolve_compile, resolve_config
 from model.training.step.compile import CompiledLoss, choose_loss, compiles
 from model.training.step.forward import Forward
 from model.training.trainer import train

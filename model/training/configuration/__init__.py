@@ -1,0 +1,1 @@
+"""What a person can ask of a run: its fields, presets of shapes and recipes, and what follows."""

@@ -1,0 +1,1 @@
+"""What happens between steps: evaluations, checkpoints and samples, and their order."""

@@ -1,0 +1,168 @@
+"""Parse: a request's body is read within its limit and parsed strictly, while its client is there.
+
+Not here: what its fields mean (`resolve.py`).
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from typing import Any, TypeVar, cast
+
+from fastapi import Request
+from pydantic import BaseModel, ValidationError
+from starlette.requests import ClientDisconnect
+
+from service.api.requests.structure import count_structure
+from service.core.errors import (
+    MAX_PROBLEMS,
+    ApiError,
+    bad_request,
+    body_too_large,
+    client_gone,
+    clip,
+    from_validation,
+)
+from service.schemas.base import MAX_IDS, RequestBody
+
+MAX_VALUES = MAX_IDS + 2**14
+"""JSON values in a body: the ids of the longest list, and what else is said."""
+MAX_PARTS = 2**14
+"""Lists, objects and keys in a body. Each takes a parser as long as ten numbers."""
+UNCOUNTED_BYTES = 2**14
+"""A body of so many bytes is parsed at once: whatever it holds, that takes a few ms."""
+
+BODY = "body"
+"""Where the state of a request holds its body, once it is read, for its trace."""
+
+Body = TypeVar("Body", bound=BaseModel)
+Result = TypeVar("Result")
+
+
+def body_of(
+    model: type[Body], others: Mapping[str, type[BaseModel]] | None = None
+) -> Callable[[Request], Awaitable[Body]]:
+    """A dependency that reads a request's JSON into `model`, or into one of `others` where that
+    does not know the field which is the other's key.
+
+    pydantic reads the raw bytes: unlike the usual way through Python objects, that rejects NaN,
+    Infinity, 1e999, lone surrogates and bodies that are not UTF-8.
+    """
+
+    async def read(request: Request) -> Body:
+        media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if media_type != "application/json" and not media_type.endswith("+json"):
+            raise ApiError(
+                415,
+                "invalid_request_error",
+                f"the body's content type is {clip(media_type)!r}; send application/json "
+                "(curl: --json, or -H 'Content-Type: application/json')",
+            )
+        _require_plain(request)
+        raw = await _bounded_body(request)
+        if len(raw) > UNCOUNTED_BYTES:
+            await _check_structure(raw)
+        try:
+            body = model.model_validate_json(raw)
+        except ValidationError as error:
+            if (other := _other(error, others or {})) is None:
+                raise from_validation(error, model.model_fields) from error
+            body = cast(Body, _read_other(raw, other))
+        setattr(request.state, BODY, body)
+        return body
+
+    return read
+
+
+def _other(error: ValidationError, others: Mapping[str, type[BaseModel]]) -> type[BaseModel] | None:
+    """The model whose field is among those that the first one did not know."""
+    if not others or error.error_count() > MAX_PROBLEMS:
+        return None
+    unknown = {
+        problem["loc"][0]
+        for problem in error.errors(include_url=False, include_context=False, include_input=False)
+        if problem["type"] == "extra_forbidden" and len(problem["loc"]) == 1
+    }
+    return next((model for field, model in others.items() if field in unknown), None)
+
+
+def _read_other(raw: bytes, model: type[BaseModel]) -> BaseModel:
+    try:
+        return model.model_validate_json(raw)
+    except ValidationError as error:
+        raise from_validation(error, model.model_fields) from error
+
+
+def described_by(*models: type[RequestBody]) -> dict[str, Any]:
+    """The OpenAPI description of a body that `body_of` reads into one of these."""
+    schemas = [{"$ref": f"#/components/schemas/{model.__name__}"} for model in models]
+    content = {
+        "schema": schemas[0] if len(schemas) == 1 else {"oneOf": schemas},
+        "examples": {
+            summary: {"summary": summary, "value": body}
+            for model in models
+            for summary, body in model.examples.items()
+        },
+    }
+    return {"requestBody": {"required": True, "content": {"application/json": content}}}
+
+
+async def unless_gone(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
+    """Await `work`, but cancel it when the client goes: a plain handler would not notice."""
+    working = asyncio.ensure_future(work)
+    leaving = asyncio.ensure_future(_gone(request))
+    try:
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        raise client_gone()
+    finally:
+        working.cancel()
+        leaving.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)
+
+
+async def _bounded_body(request: Request) -> bytes:
+    """The body, read up to the limit; not at all where its declared length is above it."""
+    limit: int = request.app.state.service.settings.max_body_bytes
+    # The HTTP parser has accepted the header as a number.
+    if int(request.headers.get("content-length", "0")) > limit:
+        raise body_too_large(limit)
+    chunks, size = [], 0
+    try:
+        async for chunk in request.stream():
+            size += len(chunk)
+            if size > limit:
+                raise body_too_large(limit)
+            chunks.append(chunk)
+    except ClientDisconnect as error:
+        raise client_gone() from error
+    return b"".join(chunks)
+
+
+def _require_plain(request: Request) -> None:
+    """Raise ApiError for a body that is encoded: nothing here would decode it."""
+    for header, plain in (("content-encoding", "identity"), ("transfer-encoding", "chunked")):
+        # The parser of HTTP has seen to it that there is one way to tell where the body ends.
+        encoding = ", ".join(request.headers.getlist(header)).strip().lower()
+        if encoding not in ("", plain):
+            raise ApiError(
+                415,
+                "invalid_request_error",
+                f"the body is encoded as {clip(encoding)!r}; send it as it is",
+            )
+
+
+async def _check_structure(raw: bytes) -> None:
+    """Raise ApiError for a body whose parsing would hold up everybody else."""
+    structure = await asyncio.to_thread(count_structure, raw)
+    parts = structure.containers + structure.keys
+    if structure.values > MAX_VALUES or parts > MAX_PARTS:
+        raise bad_request(
+            f"the body has up to {structure.values} JSON values ({MAX_VALUES} are allowed) and "
+            f"{parts} lists, objects and keys ({MAX_PARTS} are allowed); send several requests",
+            code="body_too_large",
+        )
+
+
+async def _gone(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,46 @@
+"""POST /generate: sampling, as one JSON reply or as a stream of events."""
+
+from typing import Annotated
+
+from fastapi import APIRouter, Depends, Request
+from starlette.responses import Response
+
+from service.api.requests.body import body_of, described_by
+from service.api.requests.resolve import resolve_generation
+from service.api.responses import sse
+from service.api.responses.generation import Generation, NativeFormat, respond
+from service.api.routes.tgi import generated
+from service.core.state import Ready
+from service.schemas.generate import GenerateReply, GenerateRequest
+from service.schemas.tgi import TextGenerationReply, TextGenerationRequest
+
+router = APIRouter()
+
+GenerateBody = Annotated[
+    GenerateRequest | TextGenerationRequest,
+    Depends(body_of(GenerateRequest, {"inputs": TextGenerationRequest})),
+]
+
+
+@router.post(
+    "/generate",
+    response_model=GenerateReply | TextGenerationReply,
+    responses=sse.RESPONSES,
+    openapi_extra=described_by(GenerateRequest, TextGenerationRequest),
+    summary="Generate text",
+    tags=["generation"],
+)
+async def generate(body: GenerateBody, models: Ready, request: Request) -> Response:
+    """Continue a prompt. With `stream`, server-sent events: chunks like the reply whose choices
+    hold what is new, then one with `usage` and `timings`, then `[DONE]`.
+
+    The same request with the same seed gives the same tokens, whatever else is in the batch.
+
+    A body with `inputs` and `parameters` is answered as text-generation-inference does."""
+    served = models.of(body.model)
+    if isinstance(body, TextGenerationRequest):
+        return await generated(body, served, request, stream=bool(body.stream))
+    requests = await resolve_generation(body, served, request)
+    submission = served.session.submit(requests)
+    generation = Generation(body, requests, submission, served, NativeFormat())
+    return await respond(request, generation, stream=body.stream)

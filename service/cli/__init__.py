@@ -1,0 +1,1 @@
+"""The command line: `logitd` and its commands."""

@@ -1,0 +1,88 @@
+"""`logitd eval`: the loss of a checkpoint on a text."""
+
+import json
+import sys
+from typing import Any
+
+from model.checkpoint.checkpoint import CheckpointError
+from model.data.errors import DataError
+from model.device import DeviceError
+from model.evaluation.text_loss import TextLoss, text_loss
+from model.inference.kernels.select import KernelError
+from model.training.configuration.config import TrainingError
+from service.settings.train import EvalSettings
+
+
+def run(settings: EvalSettings) -> int:
+    try:
+        result = text_loss(
+            settings.checkpoint,
+            settings.data,
+            stride=settings.stride,
+            batch_size=settings.batch_size,
+            device=settings.device,
+            dtype=settings.dtype,
+            threads=settings.threads,
+            quantize=settings.quantize,
+            kv_cache_dtype=settings.kv_cache_dtype,
+            log=lambda line: print(f"logitd eval: {line}", file=sys.stderr),
+        )
+    except (CheckpointError, DeviceError, KernelError, DataError, TrainingError) as error:
+        print(f"logitd eval: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("logitd eval: stopped", file=sys.stderr)
+        return 130
+    if settings.as_json:
+        print(json.dumps(facts(result), allow_nan=False))
+        return 0
+    for name, value in _rows(result):
+        print(f"{name:<12}{value}")
+    return 0
+
+
+def facts(result: TextLoss) -> dict[str, Any]:
+    """What --json prints."""
+    checkpoint, loss = result.checkpoint, result.evaluation
+    return {
+        "checkpoint": str(checkpoint.path),
+        "name": checkpoint.name,
+        "step": checkpoint.training.step,
+        "weights_sha256": checkpoint.weights_sha256,
+        "text": result.text,
+        "tokens": loss.tokens,
+        "bytes": loss.text_bytes,
+        "loss": loss.loss,
+        "perplexity": loss.perplexity,
+        "bits_per_byte": loss.bits_per_byte,
+        "window": result.window,
+        "stride": result.stride,
+        "dtype": result.dtype,
+        "quantize": result.quantize,
+        "kv_cache_dtype": result.kv_cache_dtype,
+        "device": result.device,
+        "threads": result.threads,
+        "seconds": result.seconds,
+        "tokens_per_second": result.tokens_per_second,
+    }
+
+
+def _rows(result: TextLoss) -> list[tuple[str, str]]:
+    loss, checkpoint = result.evaluation, result.checkpoint
+    precision = result.dtype if result.quantize == "none" else f"{result.quantize} weights"
+    if result.kv_cache_dtype != "auto":
+        precision += f", {result.kv_cache_dtype} keys and values"
+    return [
+        ("checkpoint", f"{checkpoint.name}, step {checkpoint.training.step:,}"),
+        ("text", result.text),
+        ("counted", f"{loss.tokens:,} tokens, each once, for {loss.text_bytes:,} bytes"),
+        ("windows", f"of {result.window} tokens, {result.stride} apart"),
+        ("loss", f"{loss.loss:.4f} nats per token"),
+        ("perplexity", f"{loss.perplexity:.2f}"),
+        ("", f"{loss.bits_per_byte:.4f} bits per byte"),
+        (
+            "speed",
+            f"{result.tokens_per_second:,.0f} tokens per second in {result.seconds:.1f} s "
+            f"({precision}, {result.device}, threads: {result.threads})",
+        ),
+    ]

@@ -1,0 +1,96 @@
+"""`logitd generate`: text from a checkpoint, streamed to the terminal, without a server.
+
+Of a model of token ids alone, prompt and completion are ids with spaces between them.
+"""
+
+import secrets
+import sys
+
+from model.llm import LLM, GenerationError, InvalidRequest, LoadError, SamplingParams
+from model.text.tokenizer import NO_VOCABULARY
+from service.cli.arguments.called import called
+from service.settings.tools import GenerateSettings
+
+
+def run(settings: GenerateSettings) -> int:
+    seed = secrets.randbits(32) if settings.seed is None else settings.seed
+    try:
+        with LLM(
+            settings.checkpoint,
+            device=settings.device,
+            dtype=settings.dtype,
+            threads=settings.threads,
+            kernels=settings.kernels,
+            kernel_target=settings.kernel_target,
+            quantize=settings.quantize,
+            slots=settings.n,
+            log=_log,
+        ) as llm:
+            _stream(llm, settings, seed)
+        code = 0
+    except (LoadError, InvalidRequest) as error:
+        _log(str(error))
+        return 1
+    except GenerationError as error:
+        print(file=sys.stderr)  # behind the text so far
+        _log(str(error))
+        code = 1
+    except KeyboardInterrupt:
+        code = 130
+    print(f"\n(seed {seed})", file=sys.stderr)
+    return code
+
+
+def _stream(llm: LLM, settings: GenerateSettings, seed: int) -> None:
+    """Print the first completion as it grows, the others when they are whole."""
+    params = SamplingParams(
+        max_tokens=_tokens_that_fit(llm, settings),
+        seed=seed,
+        temperature=settings.temperature,
+        top_k=settings.top_k,
+        top_p=settings.top_p,
+    )
+    texts = [""] * settings.n
+    for part in llm.stream([_prompt(llm, settings)], params, n=settings.n):
+        text = part.text if llm.tokenizer.has_text else "".join(f" {i}" for i in part.token_ids)
+        # The prompt comes with the first part: one that cannot be continued is not shown.
+        text = text if texts[part.index] else settings.prompt + text
+        texts[part.index] += text
+        if part.index == 0:
+            _show(text)
+    for text in texts[1:]:
+        _show(f"\n---\n{text}")
+
+
+def _prompt(llm: LLM, settings: GenerateSettings) -> str | list[int]:
+    """The prompt as a text, or as the ids that stand for it. Raises InvalidRequest."""
+    if llm.tokenizer.has_text:
+        return settings.prompt
+    if (ids := token_ids_of(settings.prompt)) is None:
+        raise InvalidRequest(
+            f"the prompt {settings.prompt[:40]!r} is not a list of token ids, and {NO_VOCABULARY}: "
+            f'for example {called()} generate "0 1 2"',
+            "prompt",
+        )
+    return ids
+
+
+def token_ids_of(words: str) -> list[int] | None:
+    """Token ids with spaces or commas between them; None for other texts."""
+    parts = words.replace(",", " ").split()
+    return list(map(int, parts)) if parts and all(part.isdecimal() for part in parts) else None
+
+
+def _tokens_that_fit(llm: LLM, settings: GenerateSettings) -> int:
+    """As many tokens as were asked for, or as the context leaves: a terminal needs no exact
+    length."""
+    room = llm.checkpoint.config.context_length - len(llm.encode(_prompt(llm, settings)))
+    return max(1, min(settings.max_tokens, room))
+
+
+def _show(text: str) -> None:
+    print(text, end="", flush=True)
+
+
+def _log(line: str) -> None:
+    print(f"logitd generate: {line}", file=sys.stderr)

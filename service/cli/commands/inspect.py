@@ -1,0 +1,146 @@
+"""`logitd inspect`: a checkpoint's facts, and the shapes of a forward pass, stage by stage; or of
+run directories how training went (`inspect_runs.py`)."""
+
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Column, Table
+from rich.text import Text
+
+from model.checkpoint.checkpoint import CheckpointError, CheckpointInfo, load_checkpoint
+from model.checkpoint.run_folder import is_run
+from model.device import DeviceError, choose_placement
+from model.text.tokenizer import NoVocabularyError, TokenizerError
+from model.training.configuration.config import TrainingError
+from model.training.run.summary import summarise
+from model.transformer.config import GPTConfig
+from model.transformer.stages import stages_of
+from model.transformer.trace import TracedStage, trace
+from service.cli.commands.generate import token_ids_of
+from service.cli.commands.inspect_runs import show_runs
+from service.settings.tools import InspectSettings
+
+
+def run(settings: InspectSettings) -> int:
+    paths = settings.paths
+    if any(map(is_run, paths)) or len(paths) > 1:
+        try:
+            show_runs([summarise(path) for path in paths], as_json=settings.as_json)
+        except TrainingError as error:
+            print(f"logitd inspect: {error}", file=sys.stderr)
+            return 1
+        return 0
+    return _inspect_checkpoint(paths[0], settings)
+
+
+def _inspect_checkpoint(path: Path, settings: InspectSettings) -> int:
+    placement = choose_placement("cpu", "float32")
+    try:
+        checkpoint, gpt = load_checkpoint(path, device=placement.device, dtype=placement.dtype)
+    except (CheckpointError, DeviceError) as error:
+        print(f"logitd inspect: {error}", file=sys.stderr)
+        return 1
+    try:
+        token_ids = _token_ids(checkpoint, settings)
+    except TokenizerError as error:
+        print(f"logitd inspect: {error}", file=sys.stderr)
+        return 1
+    limit = checkpoint.config.context_length
+    if not 1 <= len(token_ids) <= limit:
+        print(
+            f"logitd inspect: the text has {len(token_ids)} tokens; 1 to {limit} are possible",
+            file=sys.stderr,
+        )
+        return 1
+    stages = trace(gpt, token_ids)
+    if settings.as_json:
+        print(json.dumps(_document(checkpoint, gpt.parameter_count(), token_ids, stages)))
+        return 0
+    console = Console(highlight=False)
+    console.print(_facts(checkpoint, gpt.parameter_count()))
+    names = map(checkpoint.tokenizer.token_text, token_ids)
+    pieces = [repr(name) if name else str(i) for i, name in zip(token_ids, names, strict=True)]
+    console.print(f"\n{len(token_ids)} tokens: {' '.join(pieces)}\n", markup=False)
+    console.print(_shapes(stages))
+    console.print(_meanings(checkpoint.config))
+    return 0
+
+
+def _token_ids(checkpoint: CheckpointInfo, settings: InspectSettings) -> list[int]:
+    """The ids to run through the model. Raises TokenizerError."""
+    tokenizer = checkpoint.tokenizer
+    if tokenizer.has_text:
+        return tokenizer.encode(settings.text)
+    if "text" not in settings.model_fields_set:
+        return list(range(min(3, tokenizer.vocab_size, checkpoint.config.context_length)))
+    ids = token_ids_of(settings.text)
+    if ids is None:
+        raise NoVocabularyError
+    tokenizer.decode_bytes(ids)  # each is one of its ids
+    return ids
+
+
+def _document(
+    checkpoint: CheckpointInfo, parameters: int, token_ids: list[int], stages: list[TracedStage]
+) -> dict[str, Any]:
+    """What --json prints."""
+    return {
+        "checkpoint": str(checkpoint.path),
+        "weights_sha256": checkpoint.weights_sha256,
+        "parameters": parameters,
+        "training": checkpoint.training.to_dict(),
+        "model": checkpoint.config.to_dict(),
+        "token_ids": token_ids,
+        "stages": [
+            {**asdict(traced), "meaning": stage.kind.meaning}
+            for traced, stage in zip(stages, stages_of(checkpoint.config), strict=True)
+        ],
+    }
+
+
+def _facts(checkpoint: CheckpointInfo, parameters: int) -> Table:
+    training = checkpoint.training
+    table = Table.grid(padding=(0, 2))
+    table.add_column()
+    table.add_column(overflow="fold")
+    for name, value in (
+        ("checkpoint", str(checkpoint.path)),
+        ("weights sha256", checkpoint.weights_sha256),
+        ("parameters", f"{parameters:,}"),
+        ("step", f"{training.step:,}"),
+        ("tokens seen", f"{training.tokens:,}"),
+        ("validation loss", _number(training.val_loss, "nats per token")),
+        ("", _number(training.val_bits_per_byte, "bits per byte")),
+        ("created", training.created),
+        *((f"fine-tuned from: {key}", str(value)) for key, value in (training.base or {}).items()),
+        *((f"data: {key}", str(value)) for key, value in training.data.items()),
+        *((f"model: {key}", str(value)) for key, value in checkpoint.config.to_dict().items()),
+    ):
+        table.add_row(Text(name, "bold"), Text(value))
+    return table
+
+
+def _shapes(stages: list[TracedStage]) -> Table:
+    # A narrow terminal folds; it does not cut.
+    columns = (Column(name, overflow="fold") for name in ("stage", "shape", "axes", "mean", "std"))
+    table = Table(*columns, title="a forward pass")
+    for stage in stages:
+        shape = " x ".join(map(str, stage.shape))
+        table.add_row(stage.name, shape, stage.axes, f"{stage.mean:.4f}", f"{stage.std:.4f}")
+    return table
+
+
+def _meanings(config: GPTConfig) -> Table:
+    columns = (Column(name, overflow="fold") for name in ("stage", "meaning", "TransformerLens"))
+    table = Table(*columns, title="what the stages are")
+    for kind in dict.fromkeys(stage.kind for stage in stages_of(config)):
+        table.add_row(kind.pattern, kind.meaning, kind.lens_pattern or "")
+    return table
+
+
+def _number(value: float | None, unit: str) -> str:
+    return "never evaluated" if value is None else f"{value:.4f} {unit}"

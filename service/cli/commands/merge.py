@@ -1,0 +1,20 @@
+"""`logitd merge`: an adapter and the checkpoint that it was trained on, as one checkpoint."""
+
+import sys
+
+from model.checkpoint.adapter import merge
+from model.checkpoint.checkpoint import CheckpointError
+from model.device import DeviceError
+from service.cli.arguments.called import called
+from service.settings.train import MergeSettings
+
+
+def run(settings: MergeSettings) -> int:
+    try:
+        info = merge(settings.base, settings.adapter, settings.dest, save_dtype=settings.save_dtype)
+    except (CheckpointError, DeviceError, OSError) as error:
+        print(f"logitd merge: {error}", file=sys.stderr)
+        return 1
+    print(f"merged into {info.path}, weights sha256 {info.weights_sha256}")
+    print(f"\nserve it:  {called()} serve {info.path}")
+    return 0

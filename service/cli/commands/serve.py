@@ -1,0 +1,164 @@
+"""`logitd serve`: the service, and the banner that says what is served where.
+
+Of a run the best checkpoint is served (`servable.py`). A model of somebody else's in place of a
+checkpoint is answered with the command that imports it, or, with --import, imported first. Of
+several models one that is not there leaves the others alone, as one that cannot be loaded does.
+"""
+
+import importlib
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from prometheus_client import disable_created_metrics
+from rich.console import Console
+from rich.text import Text
+
+from model.checkpoint.checkpoint import is_checkpoint
+from model.memory import format_bytes
+from service.app.server import serve
+from service.cli.commands.servable import NotFollowed, NotServable, checkpoint_at
+from service.core.models import Models, NotLoaded, Served
+from service.settings.model_source import ModelSource
+from service.settings.serve import ServeSettings
+
+
+def run(settings: ServeSettings) -> int:
+    try:
+        found = [_servable(source, settings) for source in settings.models]
+    except NotFollowed as problem:
+        print(f"logitd serve: {problem}", file=sys.stderr)
+        return 1
+    if not any(found):
+        return 1
+    # What is not there is still named: loading fails, for /info and the metrics to say.
+    sources = tuple(there or named for there, named in zip(found, settings.models, strict=True))
+    disable_created_metrics()  # one series less for every counter and histogram
+    settings = settings.model_copy(update={"checkpoint": sources, "served_model_name": None})
+    return serve(settings, announce=print_banner)
+
+
+def _servable(source: ModelSource, settings: ServeSettings) -> ModelSource | None:
+    """What can be loaded for a model; None where there is nothing, and stderr has the reason.
+    Raises NotFollowed."""
+    try:
+        checkpoint = checkpoint_at(source.path, settings.follow)
+    except NotFollowed:
+        raise
+    except NotServable as problem:
+        print(f"logitd serve: {problem}{_perhaps_a_path(source)}", file=sys.stderr)
+        return None
+    if checkpoint != source.path:
+        print(
+            f"logitd serve: of the run {source.path}, the checkpoint {checkpoint.name}",
+            file=sys.stderr,
+        )
+    if is_checkpoint(checkpoint):
+        return source
+    # Imported by name: a server has no use for what reads other people's models.
+    foreign = importlib.import_module("service.cli.commands.import_model")
+    imported: Path | None = foreign.for_serving(checkpoint, may_import=settings.import_model)
+    return None if imported is None else replace(source, path=imported)
+
+
+def _perhaps_a_path(source: ModelSource) -> str:
+    """A hint where NAME=PATH is the path of something."""
+    whole = f"{source.name}={source.path}"
+    return f"\n{whole} is written ./{whole}" if source.name and Path(whole).exists() else ""
+
+
+def print_banner(models: Models, port: int) -> None:
+    """What is served, with which weights, where, and a line to try."""
+    console = Console(file=sys.stdout, highlight=False, soft_wrap=True)
+    first = models.served[0]
+    settings = first.settings
+    host = "127.0.0.1" if settings.host in ("0.0.0.0", "::") else settings.host
+    url = f"http://{host}:{port}"
+    several = models.several
+    told, width = (_of_several(models), 14) if several else (_of_one(first), 12)
+    console.print("logitd is ready")
+    for name, value in (
+        *told,
+        ("keys", ", ".join(first.key_names) or "none: whoever can connect is answered"),
+        ("service", url),
+        ("docs", f"{url}/docs"),
+        ("metrics", f"{url}/metrics"),
+    ):
+        console.print(Text.assemble((f"{name:<{width}}", "bold"), value))
+    key = "-H 'Authorization: Bearer KEY' " if first.key_names else ""
+    chosen = f'"model": {json.dumps(first.name)}, ' if several else ""
+    console.print("try it:")
+    console.print(
+        f"  curl {url}/generate -H 'Content-Type: application/json' {key}"
+        f"""-d '{{{chosen}"prompt": "def main():", "max_tokens": 40}}'""",
+        markup=False,
+    )
+
+
+def _of_one(served: Served) -> Iterator[tuple[str, str]]:
+    """The lines of one model."""
+    computed, settings = served.computation, served.settings
+    yield "checkpoint", _checkpoint(served)
+    yield "parameters", f"{computed.parameters:,}"
+    process = ", in a process of its own" if settings.engine == "process" else ""
+    yield "device", f"{computed.device}, {computed.placement.threads} threads{process}"
+    yield "dtype", f"{computed.placement.dtype_name} ({computed.dtype_why})"
+    yield "decoding", _decoding(served)
+    if computed.kernels is not None:
+        yield "kernels", computed.kernels
+    if (cost := computed.quantization) is not None:
+        yield "quantized", cost.sentence()
+    yield "context", f"{served.context_length} tokens"
+    yield "slots", _slots(served)
+
+
+def _of_several(models: Models) -> Iterator[tuple[str, str]]:
+    """The lines of each model, under its name; then what they share."""
+    for number, model in enumerate(models.every):
+        yield "model", model.name + (", of requests that name none" if number == 0 else "")
+        if isinstance(model, NotLoaded):
+            yield "  not served", model.reason
+            continue
+        computed = model.computation
+        yield "  checkpoint", _checkpoint(model)
+        yield "  computed", f"{computed.parameters:,} parameters in {computed.placement.dtype_name}"
+        yield "  decoding", _decoding(model)
+        if (cost := computed.quantization) is not None:
+            yield "  quantized", cost.sentence()
+        yield "  context", f"{model.context_length} tokens"
+        yield "  slots", _slots(model)
+    computed, settings = models.served[0].computation, models.served[0].settings
+    shared = (
+        "each in a process of its own" if settings.engine == "process" else "a step each in turn"
+    )
+    yield "device", f"{computed.device}, {computed.placement.threads} threads; {shared}"
+    if computed.kernels is not None:
+        yield "kernels", computed.kernels
+
+
+def _checkpoint(served: Served) -> str:
+    checkpoint, settings = served.checkpoint, served.settings
+    training = checkpoint.training
+    loss = "never evaluated" if training.val_loss is None else f"{training.val_loss:.4f} nats/token"
+    follows = (
+        ""
+        if settings.follow is None
+        else f"; following {settings.follow} of {settings.source.path}"
+    )
+    return f"{checkpoint.name}, step {training.step:,}, validation loss {loss}{follows}"
+
+
+def _decoding(served: Served) -> str:
+    computed, settings = served.computation, served.settings
+    drafts = "" if settings.speculate == "none" else f", with drafts by {settings.speculate}"
+    note = "" if computed.decoding_note is None else f" ({computed.decoding_note})"
+    return computed.decoding + drafts + note
+
+
+def _slots(served: Served) -> str:
+    computed = served.computation
+    each = computed.kv_cache_bytes // served.slots
+    why = "" if computed.slots_why is None else f" ({computed.slots_why})"
+    return f"{served.slots} sequences at once, {format_bytes(each)} of keys and values each{why}"

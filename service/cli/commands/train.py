@@ -1,0 +1,60 @@
+"""`logitd train`: the trainer, with its progress on the terminal."""
+
+import sys
+
+from model.data.errors import DataError
+from model.data.sources.progress import Downloading
+from model.device import DeviceError, keep_freed_memory
+from model.training.configuration.config import TrainingError
+from model.training.configuration.presets import PresetError
+from model.training.events import Event, Progress, line
+from model.training.stopping.signals import errors_outlive_sigterm
+from model.training.trainer import train
+from model.transformer.config import ConfigError
+from service.cli.arguments.called import called
+from service.settings.train import TrainSettings
+
+
+class TerminalReporter:
+    """Draws the trainer's events: one line each, and a progress line that is redrawn in place on
+    a terminal and printed as it is elsewhere."""
+
+    def __init__(self) -> None:
+        self._in_place = sys.stdout.isatty()
+        self._open_line = False
+
+    def __call__(self, event: Event, /) -> None:
+        if isinstance(event, Progress | Downloading) and self._in_place:
+            print(f"\r\x1b[K{line(event)}", end="", flush=True)
+            self._open_line = True
+            return
+        if self._open_line:
+            print()
+            self._open_line = False
+        print(line(event), flush=True)
+
+
+def run(settings: TrainSettings) -> int:
+    with errors_outlive_sigterm(TrainingError):
+        return _run(settings)
+
+
+def _run(settings: TrainSettings) -> int:
+    keep_freed_memory()  # each step takes and frees the same pieces again
+    try:
+        result = train(settings, TerminalReporter())
+    except (DataError, TrainingError, PresetError, ConfigError, DeviceError) as error:
+        print(f"logitd train: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:  # the second one: the first lets the trainer save
+        print("logitd train: stopped without saving", file=sys.stderr)
+        return 130
+    if result.rank == 0:  # of several processes, one speaks
+        if result.reason == "interrupted":
+            print(f"\nstopped at step {result.step:,}: go on with")
+            print(f"           {called()} train --resume --out {result.run}")
+        if result.adapter_of is not None:
+            print(f"\nmerge it:  {called()} merge {result.adapter_of} {result.best} DEST")
+        else:
+            print(f"\nserve it:  {called()} serve {result.run}")
+    return 0

@@ -1,0 +1,16 @@
+"""The first moments of `logitd`: an interrupt while modules are imported ends it in silence."""
+
+import importlib
+
+from service.cli.interrupts import quits_when_interrupted
+
+
+def main() -> None:
+    """Import the command line and run it."""
+    with quits_when_interrupted():
+        cli = importlib.import_module("service.cli.main")
+    cli.main()
+
+
+if __name__ == "__main__":
+    main()

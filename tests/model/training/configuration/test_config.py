@@ -1,0 +1,82 @@
+"""What can be said about a run, and what it comes to."""
+
+import json
+import shlex
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+from pydantic_settings import CliApp
+
+from model.training.configuration.config import (
+    RESUMABLE,
+    SHAPE_FIELDS,
+    TrainingConfig,
+    command,
+)
+from model.training.configuration.presets import Recipe
+from model.transformer.config import GPTConfig, RopeScaling
+from service.settings.train import TrainSettings
+
+
+def test_every_number_of_a_recipe_and_a_shape_can_be_given_and_is_explained() -> None:
+    names = set(TrainingConfig.model_fields)
+    assert {field.name for field in fields(Recipe)} <= names
+    shape = {field.name for field in fields(GPTConfig)} - {"vocab_size", "padded_vocab_size"}
+    shape -= {"norm_eps"}  # goes with the kind of norm
+    assert set(SHAPE_FIELDS) == shape
+    assert names >= RESUMABLE
+    assert all(field.description for field in TrainingConfig.model_fields.values())
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"steps": 0},
+        {"minutes": 0},
+        {"matrix_lr": float("nan")},
+        {"val_fraction": 0.9},
+        {"dropout": 1.0},
+        {"vocab_size": 256},
+        {"optimizer": "sgd"},
+        {"stepz": 5},
+        {"rotary_dim": 0},
+        {"residual": "both"},
+        {"rope_scaling": {"kind": "linear"}},
+        {"rope_scaling": {"kind": "linear", "factor": "2"}},
+        {"rope_scaling": {"kind": "linear", "factor": 2.0, "colour": "red"}},
+    ],
+)
+def test_impossible_values_and_unknown_names_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError):
+        TrainingConfig(**wrong)
+
+
+def test_scaled_positions_are_json_on_the_way_in_and_out() -> None:
+    """A run's configuration is written as JSON, and its command is a line that can be given."""
+    given = {"kind": "yarn", "factor": 4, "original_context_length": 64}
+    config = TrainingConfig(rope_scaling=given)
+    assert config.rope_scaling == RopeScaling.from_dict(given)
+    assert TrainingConfig(**json.loads(json.dumps(config.to_dict()))) == config
+    *_, flag, value = shlex.split(command(config))
+    assert flag == "--rope-scaling"
+    assert CliApp.run(TrainSettings, cli_args=[flag, value]).given() == config.given()
+
+
+def test_the_command_says_what_was_given_and_nothing_about_this_machine() -> None:
+    config = TrainingConfig(
+        preset="small",
+        data=("my text.txt", "b.txt"),
+        out=Path("/somewhere"),
+        threads=2,
+        steps=5,
+        tied_head=False,
+        qkv_bias=True,
+        device="cpu",
+    )
+    assert command(config) == (
+        "logitd train --preset small --data 'my text.txt' --data b.txt "
+        "--qkv-bias --no-tied-head --steps 5"
+    )

@@ -1,0 +1,127 @@
+"""What is kept of a run, and what keeps it from being spoiled."""
+
+import math
+import re
+import resource
+import shutil
+from multiprocessing.context import ForkServerContext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from model.checkpoint.checkpoint import load_checkpoint
+from model.training.configuration.config import TrainingConfig, TrainingError
+from model.training.events import Event, Progress
+from model.training.recording import recorder
+from model.training.trainer import Trainer, train
+from tests.model.conftest import Configure
+from tests.model.training.test_trainer import _state
+
+
+def test_a_full_disk_stops_with_a_sentence(
+    configure: Configure, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path, **facts: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(recorder, "save_state", full)
+    with pytest.raises(TrainingError, match=r"step 6 could not be saved: .*No space left"):
+        train(configure())
+
+
+def test_weights_that_the_last_update_spoiled_are_not_saved(
+    configure: Configure, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The losses so far were finite: they were those of the weights before."""
+    step = Trainer._step
+
+    def poisoned(self: Trainer) -> None:
+        step(self)
+        if self.counters.step == 12:
+            with torch.no_grad():
+                self.gpt.token_embedding.weight[3, 3] = math.inf
+
+    config = configure()
+    monkeypatch.setattr(Trainer, "_step", poisoned)
+    with pytest.raises(
+        TrainingError, match=r"after step 12 token_embedding\.weight holds"
+    ) as error:
+        train(config)
+    assert "step-000006" in str(error.value)
+    monkeypatch.undo()
+    assert train(TrainingConfig(out=config.out, resume=True)).step == 12
+
+
+def _train_with_little_room(config: TrainingConfig, limit: int, sentence: Path) -> None:
+    """In a process of its own, where no file may grow beyond `limit` bytes."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+    try:
+        train(config)
+    except TrainingError as error:
+        sentence.write_text(str(error))
+
+
+@pytest.mark.parametrize("share", [pytest.param(0.3, marks=pytest.mark.slow), 0.99])
+def test_a_file_that_cannot_grow_ends_with_a_sentence_and_leaves_what_was_good(
+    configure: Configure, tmp_path: Path, processes: ForkServerContext, share: float
+) -> None:
+    """As on a full disk, refused by the system itself: the second state has room for a share of
+    its bytes. With room again, the run goes on."""
+    train(configure(steps=6, out=tmp_path / "run", decay="constant"))
+    train(configure(out=tmp_path / "straight", decay="constant"))
+    run = tmp_path / "run"
+    before = (run / "state" / "state.pt").read_bytes()
+    resume = TrainingConfig(out=run, resume=True, steps=12)
+    arguments = (resume, int(len(before) * share), tmp_path / "sentence")
+    process = processes.Process(target=_train_with_little_room, args=arguments)
+    process.start()
+    process.join(60)
+    assert re.fullmatch(
+        r"step 12 could not be saved: .*File too large. The last good checkpoint is \S+step-000006."
+        r" With room on the disk, --resume goes on",
+        (tmp_path / "sentence").read_text(),
+    )
+    assert (run / "state" / "state.pt").read_bytes() == before
+    assert [path.name for path in (run / "state").iterdir()] == ["state.pt"]
+    load_checkpoint(run / "latest", device=torch.device("cpu"), dtype=torch.float32)
+    assert train(resume).step == 12
+    assert _state(run)["weights"] == _state(tmp_path / "straight")["weights"]
+
+
+@pytest.mark.parametrize("removed", ["run", "state"])
+def test_a_folder_that_is_gone_is_not_taken_for_a_full_disk(
+    configure: Configure, tmp_path: Path, removed: str
+) -> None:
+    """`rm -r` of a run that was about to save once ended with advice to make room and resume."""
+    run = tmp_path / "run"
+
+    def remove(event: Event) -> None:
+        if isinstance(event, Progress) and event.step == 4:
+            shutil.rmtree(run if removed == "run" else run / "state")
+            if removed == "state":
+                (run / "state").write_text("in the way of a folder")
+
+    with pytest.raises(TrainingError) as refusal:
+        train(configure(out=run, checkpoint_every=3, eval_every=3), remove)
+    said = str(refusal.value)
+    if removed == "run":
+        assert said.endswith(f"{run} was removed meanwhile: there is nothing left to resume")
+    else:
+        assert said.endswith("step-000003. Once that is mended, --resume goes on")
+
+
+def test_a_checkpoint_that_cannot_be_written_ends_with_a_sentence(
+    configure: Configure, tmp_path: Path, processes: ForkServerContext
+) -> None:
+    """There is room for all but the weights of the first checkpoint that is the best so far: a
+    state would come later."""
+    run, sentence = tmp_path / "run", tmp_path / "sentence"
+    config = configure(d_model=128, eval_every=4, checkpoint_every=100)
+    process = processes.Process(target=_train_with_little_room, args=(config, 300_000, sentence))
+    process.start()
+    process.join(60)
+    assert sentence.read_text().startswith("step 4 could not be saved: ")
+    assert "File too large" in sentence.read_text()
+    assert [path.name for path in run.iterdir() if "step-" in path.name] == []

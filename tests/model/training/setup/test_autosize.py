@@ -1,0 +1,294 @@
+"""Which model so many minutes get."""
+
+import json
+import math
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from model.device import Placement
+from model.training.configuration.config import TrainingConfig, TrainingError, command, run_name
+from model.training.configuration.repetition import FEW, dropout_of, passes
+from model.training.events import Event, Noticed
+from model.training.setup import autosize
+from model.training.setup.autosize import (
+    MEASURING,
+    SIZES,
+    TOKENS_PER_PARAMETER,
+    USABLE,
+    Choice,
+    FlopsAndParams,
+    Size,
+    chooses,
+    fill_in,
+    flops_and_params,
+    measure,
+    regularise,
+    resolve_candidate,
+    search,
+)
+from model.training.setup.resolve import resolve_config
+from model.training.trainer import train
+from tests.model.conftest import story
+
+DEMANDS = {size: flops_and_params(resolve_candidate(TrainingConfig(), size)) for size in SIZES}
+ONE_CORE = 7.2e10
+"""Operations per second of training, of the core on which the sizes were compared: 1.84 million
+tokens of 6.7 million operations in 170 s."""
+
+
+def _chosen(seconds: float, operations: float = ONE_CORE) -> Choice:
+    """On a machine that does as many operations per second whatever the size, and measures in no
+    time."""
+    return search(
+        seconds, DEMANDS, lambda size: operations / DEMANDS[size].flops_per_token, lambda: 0.0
+    )
+
+
+def test_sizes_go_up_by_steps() -> None:
+    matrices = [DEMANDS[size].matrix_params for size in SIZES]
+    ratios = [above / below for below, above in pairwise(matrices)]
+    assert all(1.3 < ratio < 3.5 for ratio in ratios)
+    assert all(size.d_model % size.n_head == 0 for size in SIZES)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "expected"),
+    [(75, (4, 128)), (170, (4, 128)), (2 * 1800, (6, 256)), (0.5, (2, 64)), (1e12, (16, 1024))],
+)
+def test_it_is_the_model_that_was_best_where_that_was_measured(
+    seconds: float, expected: tuple[int, int]
+) -> None:
+    """Half an hour of two cores counts as an hour of one."""
+    size = _chosen(seconds).size
+    assert (size.n_layer, size.d_model) == expected
+
+
+def test_more_time_and_more_speed_never_give_a_smaller_model() -> None:
+    indices = [SIZES.index(_chosen(10 * 1.5**n).size) for n in range(36)]
+    assert indices == sorted(indices)
+    assert indices[0] < 3
+    assert indices[-1] == len(SIZES) - 1
+    assert _chosen(600, 6 * ONE_CORE).size == _chosen(3600).size
+
+
+def test_a_chosen_model_sees_enough_tokens_and_the_next_would_not() -> None:
+    for seconds in (60.0, 300.0, 7200.0):
+        choice = _chosen(seconds)
+        index = SIZES.index(choice.size)
+        tokens = seconds * USABLE * choice.tokens_per_second
+        assert tokens >= TOKENS_PER_PARAMETER * DEMANDS[choice.size].matrix_params
+        above = DEMANDS[SIZES[index + 1]]
+        fewer = tokens * DEMANDS[choice.size].flops_per_token / above.flops_per_token
+        assert fewer < TOKENS_PER_PARAMETER * above.matrix_params
+
+
+def test_what_is_measured_counts_more_than_what_is_expected() -> None:
+    """A machine that is slow with all but the first size stays with a small one."""
+
+    def measure(size: Size) -> float:
+        fast = ONE_CORE * (20 if size == autosize.FIRST_MEASURED else 0.5)
+        return fast / DEMANDS[size].flops_per_token
+
+    choice = search(600, DEMANDS, measure, lambda: 0.0)
+    assert len(choice.measured) >= 2
+    assert choice.size.d_model < _chosen(600, 20 * ONE_CORE).size.d_model
+
+
+def test_measuring_ends_before_it_takes_more_than_its_share() -> None:
+    seconds, now = 60.0, 0.0
+    spent: list[float] = []
+
+    def take(size: Size) -> float:
+        nonlocal now
+        speed = 1e12 / DEMANDS[size].flops_per_token
+        spent.append(4 * size.batch_size * size.context_length / speed)
+        now += spent[-1] + 1.0  # building a model takes a second
+        return speed
+
+    choice = search(seconds, DEMANDS, take, lambda: now)
+    assert len(spent) == len(choice.measured)
+    assert sum(spent[1:]) + len(spent[:-1]) <= MEASURING * seconds
+
+
+class _Clock:
+    """Another process has the cores in the second and third step: they take ten times as long."""
+
+    def __init__(self, step_seconds: float) -> None:
+        self._now, self._looks, self._step_seconds = 0.0, 0, step_seconds
+
+    def __call__(self) -> float:
+        """Of three looks one is after a step, and two are before it."""
+        self._looks += 1
+        if self._looks > 1 and self._looks % 3 == 1:
+            step = self._looks // 3
+            self._now += self._step_seconds * (10 if step in (2, 3) else 1)
+        return self._now
+
+
+@pytest.mark.parametrize(("step_seconds", "said"), [(0.01, 0.01), (3.0, 30.0), (20.0, 200.0)])
+def test_a_moment_of_another_process_counts_only_where_there_is_no_time_for_more_steps(
+    monkeypatch: pytest.MonkeyPatch, step_seconds: float, said: float
+) -> None:
+    """With three steps two of them decided, for the whole run, which size it had."""
+    monkeypatch.setattr("model.training.setup.autosize.time.perf_counter", _Clock(step_seconds))
+    candidate = resolve_candidate(TrainingConfig(), SIZES[0])
+    placement = Placement(torch.device("cpu"), torch.float32, 1)
+    speed = measure(candidate, placement, 600.0)
+    tokens = candidate.recipe.batch_size * candidate.model.context_length
+    assert speed == pytest.approx(tokens / said)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        TrainingConfig(),
+        TrainingConfig(minutes=5, preset="small"),
+        TrainingConfig(minutes=5, preset="tiny"),
+        TrainingConfig(minutes=5, d_model=64),
+        TrainingConfig(minutes=5, steps=10),
+        TrainingConfig(minutes=5, from_checkpoint=Path("base")),
+    ],
+)
+def test_whoever_names_a_preset_a_size_or_a_base_keeps_it(config: TrainingConfig) -> None:
+    assert not chooses(config, 1)
+
+
+def test_several_processes_have_to_name_a_preset() -> None:
+    assert chooses(TrainingConfig(minutes=5), 1)
+    with pytest.raises(TrainingError, match="there are 2: name one with --preset"):
+        chooses(TrainingConfig(minutes=5), 2)
+
+
+def test_values_that_are_given_stay() -> None:
+    size = SIZES[3]
+    config = TrainingConfig(minutes=5, context_length=64, batch_size=3, eval_every=7)
+    chosen = fill_in(config, size, 1e6)
+    assert (chosen.context_length, chosen.batch_size, chosen.eval_every) == (64, 3, 7)
+    assert (chosen.n_layer, chosen.d_model, chosen.vocab_size) == (4, 192, 2048)
+    assert chosen.checkpoint_every == round(0.4 * 1e6 / (64 * 3))
+    assert fill_in(TrainingConfig(tokenizer="gpt2"), size).vocab_size is None
+    assert DEMANDS[size] == FlopsAndParams(DEMANDS[size].flops_per_token, 1769664)
+
+
+def test_a_run_holds_what_was_chosen_and_resumes_without_measuring(
+    story_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = TrainingConfig(
+        minutes=0.01, data=(str(story_file),), threads=1, context_length=32, sample_tokens=2
+    )
+    events: list[Event] = []
+    result = train(config, events.append)
+    assert result.reason == "time is up"
+    assert result.run == Path("runs/0.01-minutes")
+    notices = [event.message for event in events if isinstance(event, Noticed)]
+    assert sum("measured" in each for each in notices) == 1
+    described = json.loads((result.run / "run.json").read_text())
+    first = TrainingConfig(**described["config"])
+    assert (first.n_layer, first.d_model) == (SIZES[0].n_layer, SIZES[0].d_model)
+    assert described["model"]["d_model"] == SIZES[0].d_model
+    assert run_name(first) == "0.01-minutes"
+    assert "--d-model 64" in command(first)
+    assert first.given().keys() >= {"n_layer", "batch_size", "eval_every", "minutes"}
+    monkeypatch.setattr(autosize, "measure", None)  # whoever measured now would fail
+    again = train(
+        TrainingConfig(minutes=10, steps=result.step + 2, resume=True, out=result.run, threads=1),
+        events.append,
+    )
+    assert (again.reason, again.step) == ("finished", result.step + 2)
+
+
+def _regularised(
+    asked: TrainingConfig, tokens: float, text_bytes: int, ready_made: int | None = None
+) -> tuple[TrainingConfig, list[str]]:
+    """What comes of `tiny`'s size for a text of so many bytes, and what is said of it."""
+    events: list[Event] = []
+    chosen = fill_in(asked, SIZES[2], tokens)
+
+    def count(limit: float) -> int:
+        return min(text_bytes, math.ceil(limit) + 1)
+
+    result = regularise(chosen, asked, tokens, ready_made, count, events.append)
+    if not events:
+        assert result is chosen
+    return result, [event.message for event in events if isinstance(event, Noticed)]
+
+
+@given(st.floats(1e3, 1e9), st.integers(1, 10**10))
+def test_a_long_text_keeps_the_recipe_and_a_short_one_is_told_of(
+    tokens: float, text_bytes: int
+) -> None:
+    """Whatever is not passed more than FEW times is trained exactly as before: the same
+    configuration, and so the same bits."""
+    config, said = _regularised(TrainingConfig(minutes=2), tokens, text_bytes)
+    often = passes(tokens, 0.9 * text_bytes, 1024)
+    if often <= FEW * 0.999:
+        assert said == []
+        assert "dropout" not in config.given()
+        assert config.vocab_size == 1024
+    elif often > FEW * 1.001:
+        assert len(said) == 1
+        assert config.vocab_size == 512
+        assert (config.dropout or 0.0) == dropout_of(passes(tokens, 0.9 * text_bytes, 512), 512)
+    before = fill_in(TrainingConfig(minutes=2), SIZES[2], tokens)
+    same = {"vocab_size", "dropout"}
+    assert {k: v for k, v in config.given().items() if k not in same} == {
+        k: v for k, v in before.given().items() if k not in same
+    }
+
+
+def test_the_recipe_of_a_long_text_is_written_down() -> None:
+    """What any of these becomes changes the bits of everybody's runs."""
+    config, _ = _regularised(TrainingConfig(minutes=2), 1e6, 10**9)
+    candidate = resolve_config(config)
+    recipe, model = candidate.recipe, candidate.model(1024)
+    rates = (recipe.matrix_lr, recipe.embedding_lr, recipe.head_lr, recipe.scalar_lr)
+    assert rates == (0.035, 0.1, 0.004, 0.01)
+    assert (recipe.weight_decay, recipe.vocab_size, recipe.batch_size) == (0.0, 1024, 8)
+    assert (recipe.decay, recipe.cooldown, recipe.warmup, recipe.clip) == ("linear", 0.6, 0, 0.0)
+    assert (model.dropout, model.value_embeddings, model.tied_head) == (0.0, True, False)
+    assert (model.n_layer, model.d_model, model.context_length) == (4, 128, 256)
+
+
+def test_what_was_given_stays_however_often_the_text_is_passed() -> None:
+    config, said = _regularised(TrainingConfig(minutes=2, vocab_size=2000), 1e6, 10**5)
+    assert (config.vocab_size, config.dropout) == (2000, 0.3)
+    assert said == ["the text is passed about 35 times in them, so it gets dropout 0.3"]
+    config, said = _regularised(TrainingConfig(minutes=2, dropout=0.0), 1e6, 10**5)
+    assert (config.vocab_size, config.dropout) == (512, 0.0)
+    assert said == ["the text is passed about 23 times in them, so it gets a vocabulary of 512"]
+    both = TrainingConfig(minutes=2, dropout=0.0, vocab_size=2000)
+    config, said = _regularised(both, 1e6, 10**5)
+    assert (config.vocab_size, config.dropout) == (2000, 0.0)
+    assert said == ["the text is passed about 35 times in them"]
+    published = TrainingConfig(minutes=2, tokenizer="gpt2")
+    config, said = _regularised(published, 1e6, 10**6, ready_made=50_257)
+    assert (config.vocab_size, config.dropout) == (None, 0.1)
+
+
+def test_a_short_texts_recipe_is_told_recorded_and_trained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(autosize, "measure", lambda *_: 13_000.0)  # however busy the machine is
+    text = tmp_path / "short.txt"
+    text.write_text(story(20))
+    events: list[Event] = []
+    config = TrainingConfig(
+        minutes=0.01, data=(str(text),), threads=1, context_length=8, val_fraction=0.4,
+        sample_tokens=1, out=tmp_path / "run",
+    )  # fmt: skip
+    result = train(config, events.append)
+    notices = [event.message for event in events if isinstance(event, Noticed)]
+    (said,) = (each for each in notices if "is passed about" in each)
+    described = json.loads((result.run / "run.json").read_text())
+    assert described["model"]["dropout"] == described["config"]["dropout"] > 0
+    assert said.endswith(f"a vocabulary of 512 and dropout {described['model']['dropout']:g}")
+    assert described["recipe"]["vocab_size"] == 512
+    assert f"--dropout {described['model']['dropout']:g}" in command(
+        TrainingConfig(**described["config"])
+    )

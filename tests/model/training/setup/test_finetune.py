@@ -1,0 +1,301 @@
+"""Fine-tuning, whole and by adapters: where a run begins, what may change, what is left."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from model.checkpoint.adapter import merge, read_adapter
+from model.checkpoint.checkpoint import load_checkpoint, read_checkpoint
+from model.evaluation.text_loss import text_loss
+from model.training.configuration.config import TrainingConfig, TrainingError
+from model.training.configuration.presets import PRESETS, Recipe
+from model.training.events import Event, Noticed
+from model.training.recording import recorder
+from model.training.run.directory import RunDirectory
+from model.training.run.state import read_state
+from model.training.setup.finetune import LORA_RATE, open_base
+from model.training.setup.resolve import resolve_config
+from model.training.trainer import TrainingResult, train
+from model.transformer.config import MODERN, GPTConfig, RopeScaling
+from tests.model.factories import save_tiny_checkpoint, tiny_config, tiny_gpt
+from tests.model.training.test_trainer import StopAt, _state
+
+LINES, LINE = 300, "the quick foxes jump over it...\n"
+"""32 bytes a line: with a token a byte, a window of 32 ends with a line."""
+HELD_OUT = (LINES // 10 - 1) * len(LINE)
+
+Tune = Callable[..., TrainingConfig]
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "foxes.txt"
+    path.write_text(LINE * LINES, encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint with rotary positions and a context of 32."""
+    config = tiny_config(**MODERN, context_length=32, n_layer=2)
+    path = tmp_path_factory.mktemp("checkpoints") / "base"
+    template = "{{ messages }}"
+    return save_tiny_checkpoint(path, gpt=tiny_gpt(config), chat_template=template).path
+
+
+@pytest.fixture
+def tune(base: Path, text: Path, tmp_path: Path) -> Tune:
+    def make(**given: Any) -> TrainingConfig:
+        values: dict[str, Any] = {
+            "from_checkpoint": base,
+            "data": (str(text),),
+            "out": tmp_path / "run",
+            "steps": 12,
+            "batch_size": 4,
+            "dtype": "float32",
+            "threads": 1,
+            "log_every": 2,
+            "eval_every": 6,
+            "eval_batches": 1000,
+            "checkpoint_every": 6,
+            "sample_tokens": 2,
+        }
+        return TrainingConfig(**{**values, **given})
+
+    return make
+
+
+def evaluations(result: TrainingResult) -> dict[int, float]:
+    metrics = RunDirectory(result.run).metrics()
+    return {each["step"]: each["val_loss"] for each in metrics if each["kind"] == "eval"}
+
+
+def held_out(text: Path, path: Path) -> Path:
+    """What the trainer holds out of one document: the lines that begin behind nine tenths of it."""
+    path.write_bytes(text.read_bytes()[-HELD_OUT:])
+    return path
+
+
+@pytest.mark.parametrize(("lora", "dtype"), [(None, "float32"), (4, "float32"), (4, "bfloat16")])
+def test_a_run_begins_with_the_loss_of_the_checkpoint_and_lowers_it(
+    tune: Tune, base: Path, text: Path, tmp_path: Path, lora: int | None, dtype: Any
+) -> None:
+    result = train(tune(lora=lora, dtype=dtype))
+    losses = evaluations(result)
+    found = text_loss(
+        base, [str(held_out(text, tmp_path / "end.txt"))], batch_size=4, dtype=dtype, threads=1
+    )
+    assert found.evaluation.tokens == HELD_OUT
+    assert losses[0] == found.evaluation.loss, "to the bit"
+    assert losses[12] < losses[6] < losses[0]
+
+
+def test_a_run_killed_before_it_first_saved_begins_with_the_checkpoint_again(
+    tune: Tune, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It went on from random weights, and its card still named the checkpoint."""
+    straight = train(tune(out=tmp_path / "straight"))
+
+    def kill(path: Path, **facts: Any) -> None:
+        raise SystemExit("killed before there is a state")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(recorder, "save_state", kill)
+        with pytest.raises(SystemExit):
+            train(tune(out=tmp_path / "killed"))
+    resumed = train(TrainingConfig(out=tmp_path / "killed", resume=True))
+    assert evaluations(resumed) == evaluations(straight)
+
+
+def test_the_checkpoint_says_what_it_comes_from(tune: Tune, base: Path) -> None:
+    result = train(tune(data_licence="CC0", steps=2))
+    info, was = read_checkpoint(result.best), read_checkpoint(base)
+    assert info.training.base == {
+        "name": "base",
+        "weights_sha256": was.weights_sha256,
+        "step": 7,
+        "tokens": 7168,
+        "data": {"name": "tiny", "licence": "MIT"},
+    }
+    assert info.config == was.config
+    assert info.tokenizer.ranks == was.tokenizer.ranks
+    assert info.chat_template is not None, "the base's"
+    card = (result.best / "README.md").read_text()
+    for part in (
+        f"Fine-tuned from base, step 7, weights sha256 `{was.weights_sha256}`",
+        "which was trained on tiny (MIT)",
+        f"--from {base}",
+        "Licence of the text: CC0",
+    ):
+        assert part in card
+    again = open_base(result.best)
+    assert again.record["name"] == "run/step-000002"
+    assert again.record["base"] == info.training.base
+
+
+def resolved(config: TrainingConfig) -> tuple[Recipe, GPTConfig]:
+    path = config.from_checkpoint
+    resolution = resolve_config(config, None if path is None else open_base(path))
+    return resolution.recipe, resolution.model(1000)
+
+
+def test_the_recipe_is_gentle_unless_it_is_given(tune: Tune) -> None:
+    preset = PRESETS["tiny"].recipe
+    recipe, _ = resolved(tune(steps=40, head_lr=0.5))
+    assert recipe.matrix_lr == preset.matrix_lr / 10
+    assert recipe.embedding_lr == preset.embedding_lr / 10
+    assert (recipe.head_lr, recipe.warmup) == (0.5, 2)
+    assert (recipe.optimizer, recipe.vocab_size) == ("muon", 257)
+    recipe, _ = resolved(tune(steps=40, warmup=0, lora=2, preset="small"))
+    assert (recipe.optimizer, recipe.matrix_lr) == ("adamw", LORA_RATE)
+    assert (recipe.weight_decay, recipe.warmup) == (0.0, 0)
+    recipe, _ = resolved(tune(lora=2, matrix_lr=0.5, weight_decay=0.1))
+    assert (recipe.matrix_lr, recipe.weight_decay) == (0.5, 0.1)
+
+
+@pytest.mark.parametrize("lora", [None, 4])
+def test_stopped_and_resumed_is_the_run_that_was_not_bit_for_bit(
+    tune: Tune, tmp_path: Path, lora: int | None
+) -> None:
+    given = {"lora": lora, "dropout": 0.1, "log_every": 1, "eval_batches": 1, "sample_tokens": 1}
+    train(tune(out=tmp_path / "straight", **given))
+    one = tune(out=tmp_path / "broken", **given)
+    assert train(one, StopAt(4)).reason == "interrupted"
+    result = train(TrainingConfig(out=one.out, resume=True))
+    assert (result.step, result.reason) == (12, "finished")
+    assert _state(tmp_path / "straight") == _state(tmp_path / "broken")
+    config = json.loads((result.best / "config.json").read_text())
+    assert config["training"]["base"]["name"] == "base"
+
+
+def test_of_adapters_alone_there_is_a_state_and_a_checkpoint(tune: Tune, base: Path) -> None:
+    events: list[Event] = []
+    result = train(tune(lora=2, lora_alpha=8.0, lora_targets=("qkv", "mlp_up")), events.append)
+    state = read_state(result.run / "state" / "state.pt")
+    assert len(state["weights"]) == 2 * 2 * 2
+    assert all(name.endswith(("lora_a", "lora_b")) for name in state["weights"])
+    assert list(state["optimizers"]) == ["adamw"]
+    assert len(state["optimizers"]["adamw"]["state"]) == 8
+    adapter = read_adapter(result.best)
+    assert (adapter.shape.rank, adapter.shape.alpha) == (2, 8.0)
+    assert adapter.shape.targets == ("qkv", "mlp_up")
+    assert result.adapter_of == base
+    notices = [event.message for event in events if isinstance(event, Noticed)]
+    assert any(line.startswith("adapters of rank 2: ") for line in notices)
+    assert "This is an adapter of rank 2, alpha 8" in (result.best / "README.md").read_text()
+
+
+def test_merged_the_adapters_give_the_loss_that_the_run_had(
+    tune: Tune, base: Path, text: Path, tmp_path: Path
+) -> None:
+    result = train(tune(lora=4))
+    info = merge(base, result.best, tmp_path / "merged", save_dtype="float32")
+    found = text_loss(
+        info.path, [str(held_out(text, tmp_path / "end.txt"))], dtype="float32", threads=1
+    )
+    assert found.evaluation.loss == pytest.approx(result.val_loss, abs=1e-5)
+    _, plain = load_checkpoint(base, device=torch.device("cpu"), dtype=torch.float32)
+    _, merged = load_checkpoint(info.path, device=torch.device("cpu"), dtype=torch.float32)
+    names = {
+        name
+        for name, tensor in merged.state_dict().items()
+        if not torch.equal(tensor, plain.state_dict()[name])
+    }
+    matrices = ("qkv.weight", "attention_out.weight", "mlp_up.weight", "mlp_down.weight")
+    assert all(name.endswith(matrices) for name in names)
+    assert len(names) == 2 * 4
+
+
+def test_a_run_of_adapters_goes_on_with_the_very_base(
+    tune: Tune, base: Path, tmp_path: Path
+) -> None:
+    moved = tmp_path / "elsewhere"
+    other = save_tiny_checkpoint(tmp_path / "other", gpt=tiny_gpt(seed=3))
+    config = tune(lora=2, log_every=1)
+    train(config, StopAt(4))
+    assert config.out is not None
+    with pytest.raises(TrainingError, match=f"{other.weights_sha256[:12]}.*name with --from"):
+        train(TrainingConfig(out=config.out, resume=True, from_checkpoint=other.path))
+    with pytest.raises(TrainingError, match=r"elsewhere does not exist"):
+        train(TrainingConfig(out=config.out, resume=True, from_checkpoint=moved))
+    moved.symlink_to(base)
+    resume = TrainingConfig(out=config.out, resume=True, from_checkpoint=moved)
+    assert train(resume).step == 12
+    with pytest.raises(TrainingError, match="lora cannot change when a run is resumed"):
+        train(TrainingConfig(out=config.out, resume=True, lora=3))
+
+
+@pytest.mark.parametrize("positions", ["rotary", "sinusoidal", "learned"])
+def test_another_context_needs_positions_that_are_computed(
+    tune: Tune, tmp_path: Path, positions: Any
+) -> None:
+    gpt = tiny_gpt(tiny_config(context_length=32, positions=positions, n_layer=1))
+    path = save_tiny_checkpoint(tmp_path / "other", gpt=gpt).path
+    for context in (16, 64):
+        config = tune(from_checkpoint=path, context_length=context)
+        if positions == "learned":
+            with pytest.raises(TrainingError, match=f"context_length {context} .* has 32 learned"):
+                resolved(config)
+        else:
+            assert resolved(config)[1].context_length == context
+
+
+def test_a_longer_context_is_trained_and_saved(tune: Tune) -> None:
+    result = train(tune(context_length=64, steps=2))
+    info, gpt = load_checkpoint(result.best, device=torch.device("cpu"), dtype=torch.float32)
+    assert info.config.context_length == 64
+    assert gpt(torch.zeros(1, 64, dtype=torch.int64)).logits.isfinite().all()
+
+
+def test_a_longer_context_may_scale_the_positions(tune: Tune) -> None:
+    """No weight depends on that; the checkpoint says it, and what continues it keeps it."""
+    scaling = RopeScaling(kind="yarn", factor=2.0, original_context_length=32)
+    result = train(tune(context_length=64, steps=2, rope_scaling=scaling))
+    info, _ = load_checkpoint(result.best, device=torch.device("cpu"), dtype=torch.float32)
+    assert info.config.rope_scaling == scaling
+    again = resolved(tune(from_checkpoint=result.best, context_length=48))[1]
+    assert again.rope_scaling == scaling
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ({"rotary_dim": 4}, "rotary_dim 4 was given, but the checkpoint has"),
+        ({"head_bias": True}, "head_bias True was given, but the checkpoint has False"),
+        ({"residual": "parallel"}, "residual parallel was given, but the checkpoint has seq"),
+        ({"final_norm": False}, "final_norm False was given, but the checkpoint has True"),
+        ({"d_model": 64}, "d_model 64 was given, but the checkpoint has 32"),
+        ({"n_layer": 3}, "n_layer 3 was given, but the checkpoint has 2"),
+        ({"rope_theta": 5.0}, r"rope_theta 5.0 was given, but the checkpoint has 10000"),
+        ({"vocab_size": 300}, "vocab_size 300 was given, but the checkpoint has 257"),
+        ({"tokenizer": "own"}, "tokenizer 'own' was given beside --from"),
+        ({"init": "gpt2"}, "init 'gpt2' was given beside --from"),
+        ({"from_checkpoint": Path("nowhere")}, "--from: nowhere does not exist"),
+        ({"from_checkpoint": None, "lora": 2}, "lora was given, but no checkpoint to adapt"),
+        ({"lora_alpha": 2.0}, "lora_alpha goes with --lora"),
+        (
+            {"lora": 2, "rope_scaling": {"kind": "linear", "factor": 2.0}},
+            'rope_scaling {"kind": "linear", "factor": 2.0} was given beside --lora, but the',
+        ),
+        ({"lora": 33}, "a rank of 33 is not low for"),
+        ({"lora": 2, "optimizer": "muon"}, "optimizer muon was given, but adapters"),
+        ({"lora": 2, "head_lr": 0.1}, "head_lr was given, but with --lora only"),
+    ],
+)
+def test_what_contradicts_the_checkpoint_is_refused(
+    tune: Tune, given: dict[str, Any], sentence: str
+) -> None:
+    config = tune(**given)
+    with pytest.raises(TrainingError, match=sentence):
+        train(config)
+    assert config.out is not None
+    assert not config.out.exists()
+
+
+def test_what_agrees_with_the_checkpoint_may_be_said(tune: Tune) -> None:
+    _, model = resolved(tune(d_model=32, vocab_size=257, tied_head=False, dropout=0.5))
+    assert model.dropout == 0.5

@@ -1,0 +1,291 @@
+"""POST /generate with a constraint: texts that match, streams and neighbours, and every refusal."""
+
+import json
+import re
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+
+from model.inference.constraints.compiler import Compiler, Source
+from model.inference.reference import generate
+from model.inference.sampling.params import SamplingParams
+from model.transformer.gpt import GPT
+from tests.model.factories import byte_tokenizer
+from tests.model.inference.constraints.test_sandbox import HOSTILE, SLOW
+from tests.service.api.requests.test_resolve import refusal
+from tests.service.serving import Serving, events, eventually, request_bytes, serving
+from tests.service.spelling import END_OF_TEXT_ID
+
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "b": {"enum": ["é", 1]},
+        "a": {"type": "array", "items": {"type": "boolean"}, "maxItems": 2},
+    },
+    "required": ["b", "a"],
+    "additionalProperties": False,
+}
+LARK = 'start: PAIR ("," PAIR){0,2}\nPAIR: /[a-c]=[0-9]{1,2}/'
+CONSTRAINTS: dict[str, Any] = {
+    "regex": "(?:ab|[0-9]é){2,5}",
+    "json_schema": SCHEMA,
+    "choice": ["yes", "no", "perhaps"],
+    "grammar": LARK,
+}
+
+
+def matches(kind: str, text: str) -> bool:
+    match kind:
+        case "regex":
+            return re.fullmatch(CONSTRAINTS["regex"], text) is not None
+        case "json_schema":
+            jsonschema.validate(json.loads(text), SCHEMA)
+            return re.match(r'{"b": (1|"é"), "a": \[', text) is not None
+        case "choice":
+            return text in CONSTRAINTS["choice"]
+    return re.fullmatch("[a-c]=[0-9]{1,2}(,[a-c]=[0-9]{1,2}){0,2}", text) is not None
+
+
+def source(kind: str) -> Source:
+    given = CONSTRAINTS[kind]
+    return Source(kind, given if isinstance(given, str) else json.dumps(given))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", CONSTRAINTS)
+def test_every_text_matches(server: Serving, kind: str) -> None:
+    reply = server.generate(
+        ["A prompt", "x"], n=8, temperature=3, seed=1, **{kind: CONSTRAINTS[kind]}
+    )
+    for choice in reply["choices"]:
+        assert choice["finish_reason"] == "stop"
+        assert choice["stop_reason"] in (None, END_OF_TEXT_ID)
+        assert matches(kind, choice["text"]), choice["text"]
+    assert len({choice["text"] for choice in reply["choices"]}) > 1
+
+
+@pytest.mark.parametrize("kind", CONSTRAINTS)
+def test_tokens_and_logprobs_are_the_references(server: Serving, gpt: GPT, kind: str) -> None:
+    constraint = Compiler(byte_tokenizer()).compile(source(kind))
+    params = SamplingParams(
+        max_tokens=30,
+        seed=5,
+        temperature=2,
+        top_p=0.9,
+        constraint=constraint,
+        stop_token_ids=frozenset({END_OF_TEXT_ID}),
+    )
+    (choice,) = server.generate(
+        "A prompt", seed=5, temperature=2, top_p=0.9, max_tokens=30, logprobs=300 - 43,
+        logprobs_stage="processed", **{kind: CONSTRAINTS[kind]},
+    )["choices"]  # fmt: skip
+    assert choice["token_ids"] == generate(gpt, list(b"A prompt"), params)
+    matcher = constraint.matcher()
+    for token in choice["tokens"]:
+        listed = {one["id"] for one in token["top"]}
+        assert listed <= set(matcher.allowed().nonzero()[0].tolist())
+        matcher.advance(token["id"])
+
+
+def test_a_stream_says_the_same(server: Serving) -> None:
+    fields = {"prompt": "A prompt", "seed": 3, "temperature": 2, "regex": CONSTRAINTS["regex"]}
+    (whole,) = server.json("/generate", fields)["choices"]
+    chunks = events(server.post("/generate", fields | {"stream": True}).content)
+    deltas = [choice for chunk in chunks for choice in chunk["choices"]]
+    assert "".join(delta["text"] for delta in deltas) == whole["text"]
+    assert deltas[-1]["finish_reason"] == "stop"
+
+
+def test_a_neighbour_changes_nothing(server: Serving) -> None:
+    """Free and constrained requests at once: each says what it says alone."""
+    bodies = [
+        {"prompt": "A prompt", "seed": 7, "max_tokens": 40, "logprobs": 2, "temperature": 2, **more}
+        for more in ({}, {"regex": CONSTRAINTS["regex"]}, {"json_schema": SCHEMA}, {"top_k": 3})
+    ]
+    alone = [server.json("/generate", body)["choices"] for body in bodies]
+    together: dict[int, Any] = {}
+
+    def ask(i: int) -> None:
+        together[i] = server.json("/generate", bodies[i])["choices"]
+
+    threads = [threading.Thread(target=ask, args=(i,)) for i in range(len(bodies))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [together[i] for i in range(len(bodies))] == alone
+
+
+def test_max_tokens_may_cut_it_short(server: Serving) -> None:
+    (choice,) = server.generate("x", regex="[ab]{20}", max_tokens=7)["choices"]
+    assert choice["finish_reason"] == "length"
+    assert re.fullmatch("[ab]{7}", choice["text"])
+
+
+def test_stop_texts_and_tokens_end_it_earlier(server: Serving) -> None:
+    (choice,) = server.generate("x", regex="[a-c]{10}-[a-c]{10}", stop="-")["choices"]
+    assert re.fullmatch("[a-c]{10}", choice["text"])
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", "-")
+    (choice,) = server.generate("x", regex="a{9}ba{9}", stop_token_ids=[ord("b")])["choices"]
+    assert choice["text"] == "a" * 9
+    assert choice["stop_reason"] == ord("b")
+
+
+def test_biases_and_penalties_apply_to_what_is_allowed(server: Serving) -> None:
+    (choice,) = server.generate("x", regex="[ab]{5}", logit_bias={"98": 1000}, temperature=0)[
+        "choices"
+    ]
+    assert choice["text"] == "bbbbb"
+    (choice,) = server.generate("x", regex="[ab]{4}", frequency_penalty=100, temperature=0)[
+        "choices"
+    ]
+    assert sorted(choice["text"]) == ["a", "a", "b", "b"]
+
+
+# What is refused
+
+REFUSED: dict[str, tuple[dict[str, Any], str | None, str]] = {
+    "two": ({"regex": "a", "choice": ["a"]}, None, "regex and choice each say what the text is"),
+    "all": (CONSTRAINTS, None, "regex and json_schema and choice and grammar each"),
+    "ignore_eos": ({"regex": "a", "ignore_eos": True}, None, "ignore_eos that it does not end"),
+    "min_tokens": (
+        {"grammar": LARK, "min_tokens": 2},
+        "min_tokens",
+        "min_tokens and grammar could",
+    ),
+    "allowed_token_ids": (
+        {"regex": "a", "allowed_token_ids": [97]},
+        "allowed_token_ids",
+        "allowed_token_ids and regex could forbid every token",
+    ),
+    "bad regex": ({"regex": "a)"}, "regex", "regex: invalid regular expression: unopened group"),
+    "empty regex": ({"regex": ""}, "regex", "only the empty text matches"),
+    "bad schema": ({"json_schema": {"type": 5}}, "json_schema", "json_schema: "),
+    "unsupported": (
+        {"json_schema": {"not": {}}},
+        "json_schema",
+        "json_schema: the keyword 'not' is not supported",
+    ),
+    "a list": ({"json_schema": []}, "json_schema", "json_schema"),
+    "text": ({"json_schema": "{}"}, "json_schema", "json_schema"),
+    "bad grammar": ({"grammar": "start: x"}, "grammar", 'grammar: at 1(8): unknown name: "x"'),
+    "no choice": ({"choice": []}, "choice", "choice must have at least one text"),
+    "an empty choice": ({"choice": ["a", ""]}, "choice", "none that is empty"),
+    "twice": ({"choice": ["a", "b", "a"]}, "choice", "choice has a text twice"),
+    "numbers": ({"choice": [1, 2]}, "choice", "choice"),
+    "many": ({"choice": [str(i) for i in range(1025)]}, "choice", "1025 texts"),
+    "long choices": ({"choice": ["a" * 2**15, "b"]}, "choice", "32769 characters together"),
+    "a long regex": ({"regex": "a" * (2**15 + 1)}, "regex", "32768"),
+    "a long grammar": ({"grammar": " " * (2**15 + 1)}, "grammar", "32768"),
+    "a long schema": ({"json_schema": {"title": "a" * 2**15}}, "json_schema", "32768 are allowed"),
+    "too large": ({"json_schema": {"maximum": float("1e308"), "x": 1}}, "json_schema", "'x'"),
+    **{
+        name: (
+            {one.kind: one.text if one.kind != "json_schema" else json.loads(one.text)},
+            one.kind,
+            f"{one.kind}: it is too large or too deeply nested",
+        )
+        for name, one in HOSTILE.items()
+        if len(one.text) < 2**15
+    },
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_refused(server: Serving, name: str) -> None:
+    fields, param, words = REFUSED[name]
+    error = refusal(server.post("/generate", {"prompt": "x", "max_tokens": 4, **fields}))
+    assert error.param == param
+    assert words in error.message
+    assert server.generate("x", max_tokens=1)
+
+
+def test_a_constraint_that_leads_nowhere_is_told_as_such(server: Serving) -> None:
+    """It compiles and begins well; the checking process does not come so far."""
+    dead_end = 'start: B (A | C)\nB: /b{40}/\nA: /a/ & /b/\nC: "c" & "d"'
+    error = refusal(server.post("/generate", {"prompt": "x", "grammar": dead_end}))
+    assert (error.param, error.code) == ("grammar", "constraint_failed")
+    assert error.message == "grammar: no text matches from here on"
+    chunks = events(
+        server.post("/generate", {"prompt": "x", "grammar": dead_end, "stream": True}).content
+    )
+    assert chunks[-1]["error"]["code"] == "constraint_failed"
+    server.wait_idle()
+
+
+# Time
+
+
+@pytest.fixture
+def hasty(checkpoint_path: Path) -> Iterator[Serving]:
+    """A service that gives compiling half a second."""
+    with serving(checkpoint_path, slots=2, constraint_timeout=0.5) as running:
+        running.generate("x", regex="a", max_tokens=1)  # the process has started
+        yield running
+
+
+SLOW_BODY = {"prompt": "x", "max_tokens": 2, "json_schema": json.loads(SLOW.text)}
+
+
+def test_what_takes_too_long_to_compile_is_refused_while_others_go_on(hasty: Serving) -> None:
+    answers: list[Any] = []
+    slow = threading.Thread(target=lambda: answers.append(hasty.post("/generate", SLOW_BODY)))
+    slow.start()
+    asked = 0
+    while slow.is_alive():
+        began = time.monotonic()
+        assert hasty.generate("x", max_tokens=2)
+        asked += time.monotonic() - began < 0.3
+    error = refusal(answers[0])
+    assert "more than 0.5 s to compile" in error.message
+    assert asked > 3, "the event loop or the engine was held up"
+    assert hasty.sample("logitd_constraints_total", outcome="timed_out") == 1
+    assert hasty.generate("x", regex="ab", max_tokens=5)["choices"][0]["text"] == "ab"
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_client_that_leaves_during_compilation(checkpoint_path: Path, streamed: bool) -> None:
+    with serving(checkpoint_path, slots=2, constraint_timeout=3) as server:
+        server.generate("x", regex="a", max_tokens=1)
+        raw = server.connect()
+        raw.sendall(request_bytes("/generate", SLOW_BODY | {"stream": streamed}))
+        eventually(lambda: bool(server.served.constraints._compiling))
+        raw.close()
+        gone = {"endpoint": "/generate", "status": "499"}
+        eventually(lambda: server.sample("logitd_http_requests_total", **gone) == 1)
+        assert server.served.engine.open_sequences == 0
+        assert server.generate("x", max_tokens=2)["choices"]
+        eventually(lambda: not server.served.constraints._compiling)
+        server.wait_idle()
+
+
+def test_a_timeout_counts_the_compilation(server: Serving) -> None:
+    fields = {"prompt": "x", "timeout": 1e-9, "regex": "[a-z]{3}[0-9]{4}"}
+    error = refusal(server.post("/generate", fields), 504)
+    assert error.code == "deadline_exceeded"
+
+
+def test_without_llguidance_it_is_said_how_to_install_it(
+    checkpoint_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with serving(checkpoint_path) as server:
+        for kind, given in CONSTRAINTS.items():
+            error = refusal(server.post("/generate", {"prompt": "x", kind: given}))
+            assert error.param == kind
+            assert "pip install llguidance" in error.message
+        assert server.generate("x", max_tokens=2)["choices"]
+
+
+def test_the_process_ends_with_the_service(checkpoint_path: Path) -> None:
+    with serving(checkpoint_path) as server:
+        server.generate("x", regex="a", max_tokens=1)
+        process = server.served.constraints._first.checker._process
+        assert process is not None
+        assert process.poll() is None
+    assert process.returncode is not None

@@ -1,0 +1,126 @@
+"""Server: it is there while the block runs, gets no settings but its flags, and is gone afterwards,
+however the block ends."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import pytest
+
+from service.cli.commands.benchmark.server import ServerError, started_server
+from tests.service.serving import TEST_TIMEOUT, client
+
+
+def flags(checkpoint: Path) -> tuple[str, ...]:
+    return ("--checkpoint", str(checkpoint), "--threads", "1", "--kernels", "torch")
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def test_it_answers_while_the_block_runs_and_is_gone_after_an_error(
+    checkpoint_path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Whoever measures has settings of another server in the environment, and in a .env file. And
+    signals are as before."""
+    monkeypatch.setenv("LOGITD_API_KEYS", "ci=0123456789abcdef")
+    monkeypatch.setenv("LOGITD_HOST", "0.0.0.0")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / ".env").write_text("LOGITD_MAX_QUEUE=1\n")
+    before, begun = signal.getsignal(signal.SIGTERM), []
+
+    def fail() -> None:
+        with started_server(*flags(checkpoint_path), "--slots", "3") as server:
+            begun.append(server)
+            assert signal.getsignal(signal.SIGTERM) is not before
+            assert server.url.startswith("http://127.0.0.1:")
+            with client(server.url) as http:
+                info = http.get("/info").json()
+            assert (info["slots"], info["api_keys"]) == (3, False)
+            assert info["limits"]["max_queue"] == 256
+            assert alive(server.pid)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    (server,) = begun
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert not alive(server.pid)
+    with pytest.raises(httpx.ConnectError), client(server.url) as http:
+        http.get("/health")
+
+
+@pytest.mark.slow
+def test_one_that_does_not_start_says_why(tmp_path: Path) -> None:
+    with (
+        pytest.raises(ServerError, match=r"ended with 1 before it was ready") as caught,
+        started_server("--checkpoint", str(tmp_path / "nowhere")),
+    ):
+        pytest.fail("nothing is served")
+    assert "nowhere does not exist" in str(caught.value)
+
+
+PROGRAM = """
+import signal, sys, time
+from service.cli.commands.benchmark.server import started_server
+hangup, *flags = sys.argv[1:]
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGTERM, signal.SIG_DFL)
+signal.signal(signal.SIGHUP, signal.Handlers[hangup])
+with started_server(*flags) as server:
+    print(server.pid, signal.getsignal(signal.SIGHUP) is signal.SIG_IGN, flush=True)
+    time.sleep(600)
+"""
+"""Measures until it is ended; its first argument is what a hangup does. It prints the server's pid
+and whether hangups are ignored."""
+
+
+def measuring(hangup: str, checkpoint: Path) -> "subprocess.Popen[str]":
+    return subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, hangup, *flags(checkpoint)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [
+        (signal.SIGHUP, 128 + signal.SIGHUP),
+        # Ctrl-C of the whole command: tests/service/cli/commands/test_bench.py
+        pytest.param(signal.SIGINT, -signal.SIGINT, marks=pytest.mark.slow),
+    ],
+)
+def test_a_signal_ends_both(checkpoint_path: Path, number: signal.Signals, code: int) -> None:
+    process = measuring("SIG_DFL", checkpoint_path)
+    assert process.stdout is not None
+    with process.stdout as out:
+        pid = int(out.readline().split()[0])
+        assert alive(pid)
+        process.send_signal(number)
+        assert process.wait(TEST_TIMEOUT) == code
+    assert not alive(pid)
+
+
+@pytest.mark.slow
+def test_an_ignored_hangup_stays_ignored(checkpoint_path: Path) -> None:
+    """As under nohup."""
+    process = measuring("SIG_IGN", checkpoint_path)
+    assert process.stdout is not None
+    with process.stdout as out:
+        pid, ignored = out.readline().split()
+        assert ignored == "True"
+        assert alive(int(pid))
+        process.terminate()
+        assert process.wait(TEST_TIMEOUT) == 128 + signal.SIGTERM
+    assert not alive(int(pid))

@@ -1,0 +1,208 @@
+"""`logitd extract` on the terminal: what it says, its exit codes, and a real one that is killed."""
+
+import json
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from pyarrow import parquet
+
+from model.data.sources.progress import Downloading
+from model.extraction.plan import Survey
+from model.extraction.run import Progress, Surveyed
+from service.cli.commands.extract import Interrupts, ProgressLines
+from service.cli.main import run
+from tests.model.conftest import story
+from tests.model.extraction.conftest import contents
+
+FLAGS = ("--dtype", "float32", "--threads", "1", "--kernels", "torch")
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A working directory without somebody's .env, and with a text."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text(story(10))
+
+
+def extracted(checkpoint: Path, *flags: str) -> int:
+    return run(["extract", str(checkpoint), "--data", "text.txt", "--out", "out", *FLAGS, *flags])
+
+
+def test_a_person_is_told_what_was_written(
+    checkpoint_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert extracted(checkpoint_path, "--logprobs", "--shard-tokens", "200") == 0
+    out, err = capsys.readouterr()
+    tokens = len(story(10))
+    shards = len(list(Path("out").glob("shard-*.parquet")))
+    assert out.startswith(f"out: {tokens} tokens of 1 document in {shards} shards, in ")
+    assert out.endswith(" tok/s\n")
+    assert f"logitd extract: 1 document, {tokens} bytes" in err
+    assert parquet.read_table("out/shard-000000.parquet").column_names[-1] == "logprob"
+    assert extracted(checkpoint_path, "--logprobs", "--shard-tokens", "200") == 0
+    out, err = capsys.readouterr()
+    assert out.endswith("nothing was left to compute\n")
+    assert f"; {tokens} tokens in {shards} shards are there" in err
+
+
+def test_json_is_what_was_done(checkpoint_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ("--stages", "embedding, blocks.*.output", "--stride", "100", "--json")
+    assert extracted(checkpoint_path, *flags) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found.pop("tokens_per_second") == pytest.approx(found["tokens"] / found.pop("seconds"))
+    tokens = len(story(10))
+    assert found == {"path": "out", "rows": tokens, "documents": 1, "shards": 1, "tokens": tokens}
+    settings = json.loads(Path("out/index.json").read_text())["settings"]
+    assert settings["stages"] == ["embedding", *(f"blocks.{i}.output" for i in range(3))]
+    assert (settings["window"], settings["stride"]) == (128, 100)
+
+
+@pytest.mark.parametrize(
+    ("flags", "code", "message"),
+    [
+        ([], 2, "give either --logprobs .* or --lens or --stages NAMES; none is given"),
+        (["--top-k", "3", "--stages", "embedding"], 2, "--top-k and --stages are given"),
+        (["--lens", "--stages", "embedding"], 2, "--lens and --stages are given"),
+        (["--lens", "--logprobs"], 2, "last layer's logprobs of --lens are those of --logprobs"),
+        (["--lens", "--top-k", "300"], 1, "top_k is 300; the vocabulary has 257 ids"),
+        (["--top-k", "0"], 2, "--top-k: "),
+        (["--logprobs", "--ray-workers", "2"], 2, "--ray-workers goes with --ray"),
+        (["--top-k", "300"], 1, "top_k is 300; the vocabulary has 257 ids"),
+        (["--stages", "logits"], 1, "extract --top-k K"),
+        (["--logprobs", "--stride", "128"], 1, "give 1 to 127"),
+        (["--logprobs", "--device", "tpu"], 1, "is not a device"),
+        (["--logprobs", "--data", "nowhere.txt"], 1, "nowhere.txt is not a file"),
+        (["--logprobs", "--text-field", "body"], 1, "--text-field body goes with JSON lines"),
+        (["--logprobs", "--out", "text.txt"], 1, "text.txt exists and is not a folder"),
+    ],
+)
+def test_what_cannot_be_done_is_said(
+    checkpoint_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    flags: list[str],
+    code: int,
+    message: str,
+) -> None:
+    assert extracted(checkpoint_path, *flags) == code
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("logitd extract: ")
+    assert re.search(message, err), err
+    assert not Path("out").exists()
+
+
+def test_no_checkpoint_is_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    assert extracted(Path("nowhere"), "--logprobs") == 1
+    assert "nowhere does not exist; expected the directory of a checkpoint" in (
+        capsys.readouterr().err
+    )
+
+
+def test_without_pyarrow_the_way_to_it_is_said(
+    checkpoint_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    assert extracted(checkpoint_path, "--logprobs") == 1
+    assert "-m pip install 'pyarrow>=20'" in capsys.readouterr().err
+    assert extracted(checkpoint_path, "--stages", "embedding") == 0, "safetensors need none"
+
+
+def test_without_ray_the_way_to_it_is_said(
+    checkpoint_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    for name in ("RAY_ENABLE_AUTO_CONNECT", "RAY_USAGE_STATS_ENABLED", "RAY_BACKEND_LOG_LEVEL"):
+        monkeypatch.setenv(name, "0")  # so that they are taken back
+    assert extracted(checkpoint_path, "--logprobs", "--ray", "local") == 1
+    assert "-m pip install 'ray[data,serve]>=2.60'" in capsys.readouterr().err
+    assert not Path("out").exists()
+
+
+def test_progress_is_a_line_now_and_then(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = ProgressLines(Interrupts())
+    lines(Surveyed(Survey(2, 3000, ""), 1, 500))
+    for tokens in (1000, 2000):
+        lines(Progress(tokens, tokens / 4000, 1234.5, 75.0, 3))
+    assert capsys.readouterr().err.splitlines() == [
+        "logitd extract: 2 documents, 3,000 bytes; 500 tokens in 1 shard are there",
+        "logitd extract:  25%  1,000 tokens  3 shards  1,234 tok/s  1:15 left",
+    ]
+
+
+def test_progress_is_redrawn_on_a_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    lines = ProgressLines(Interrupts())
+    lines(Downloading("https://example.org/a", 5_000_000, 10_000_000))
+    lines(Progress(2000, 0.5, 1234.5, 3675.0, 3))
+    lines.say("done")
+    assert capsys.readouterr().err == (
+        "\r\x1b[Kdownloading https://example.org/a: 5.0 of 10.0 MB"
+        "\r\x1b[K 50%  2,000 tokens  3 shards  1,234 tok/s  1:01:15 left\n"
+        "logitd extract: done\n"
+    )
+
+
+@pytest.mark.slow
+def test_a_killed_command_goes_on_to_the_same_files(checkpoint_path: Path) -> None:
+    Path("text.txt").write_text(story(4000))
+
+    def command(out: str) -> list[str]:
+        words = [
+            "extract",
+            str(checkpoint_path),
+            "--data",
+            "text.txt",
+            "--out",
+            out,
+            "--top-k",
+            "2",
+        ]
+        return [sys.executable, "-m", "service.cli.start", *words, *FLAGS, "--shard-tokens", "3000"]
+
+    root = Path(__file__).parents[4]
+    environment = {"PYTHONPATH": str(root), "PATH": "/usr/bin:/bin"}
+    subprocess.run(command("straight"), check=True, env=environment)
+    process = subprocess.Popen(command("killed"), env=environment)
+    while len(list(Path("killed").glob("shard-*"))) < 5 if Path("killed").exists() else True:
+        assert process.poll() is None, "it was killed in the middle"
+        time.sleep(0.01)
+    process.kill()
+    process.wait()
+    before = len(list(Path("killed").glob("shard-*")))
+    assert 5 <= before < len(list(Path("straight").glob("shard-*")))
+    subprocess.run(command("killed"), check=True, env=environment)
+    assert contents(Path("killed")) == contents(Path("straight"))
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_an_interrupt_that_is_lost_in_a_finalizer_stops_it_all_the_same(
+    checkpoint_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The command went on to its end when Ctrl-C met a finalizer of Ray's."""
+
+    class Dying:
+        def __del__(self) -> None:
+            signal.raise_signal(signal.SIGINT)
+
+    say = ProgressLines.say
+
+    def say_and_die(progress: ProgressLines, text: str) -> None:
+        say(progress, text)
+        if "1 document" in text:
+            Dying()
+
+    monkeypatch.setattr(ProgressLines, "say", say_and_die)
+    monkeypatch.setattr("model.extraction.run.SECONDS_BETWEEN", 0.0)
+    before = signal.getsignal(signal.SIGINT)
+    assert extracted(checkpoint_path, "--logprobs", "--shard-tokens", "200") == 130
+    assert "stopped; the same command goes on" in capsys.readouterr().err
+    assert signal.getsignal(signal.SIGINT) is before
+    monkeypatch.undo()
+    assert len(list(Path("out").glob("shard-*"))) <= 1

@@ -1,0 +1,163 @@
+"""`logitd generate`: the text of the reference, streamed, without a server."""
+
+from pathlib import Path
+
+import pytest
+
+from model.inference import reference
+from model.inference.kernels.cpu.library import KernelsUnavailable, load_library
+from model.inference.sampling.params import SamplingParams
+from model.transformer.gpt import GPT
+from service.cli.main import run
+from tests.model.factories import byte_tokenizer, save_tiny_checkpoint, tiny_config, tiny_gpt
+from tests.service.serving import Serving, serving
+from tests.service.spelling import ALPHABET
+
+PROMPT = "A prompt"
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A working directory without somebody's .env."""
+    monkeypatch.chdir(tmp_path)
+
+
+def generate(
+    checkpoint: Path, capsys: pytest.CaptureFixture[str], prompt: str = PROMPT, *flags: str
+) -> str:
+    """What a run prints, when all is well."""
+    code = run(["generate", prompt, "--checkpoint", str(checkpoint), "--threads", "1", *flags])
+    out, err = capsys.readouterr()
+    assert code == 0, err
+    return out
+
+
+def test_the_text_is_that_of_the_reference(
+    checkpoint_path: Path, gpt: GPT, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = generate(checkpoint_path, capsys, PROMPT, "--seed", "3", "--max-tokens", "30")
+    params = SamplingParams(max_tokens=30, seed=3, temperature=0.8, stop_token_ids=frozenset({256}))
+    ids = reference.generate(gpt, list(PROMPT.encode()), params)
+    assert text == PROMPT + byte_tokenizer().decode([i for i in ids if i != 256])
+
+
+@pytest.mark.parametrize(
+    ("flags", "fields"),
+    [
+        (("--seed", "7"), {"seed": 7, "temperature": 0.8}),
+        (("--seed", "8", "--temperature", "1.5"), {"seed": 8, "temperature": 1.5}),
+        (("--temperature", "0"), {"temperature": 0}),
+        (("--seed", "9", "--top-k", "3", "--top-p", "0.9"),
+         {"seed": 9, "temperature": 0.8, "top_k": 3, "top_p": 0.9}),
+    ],
+)  # fmt: skip
+def test_the_text_is_that_of_the_endpoint(
+    server: Serving, checkpoint_path: Path, capsys: pytest.CaptureFixture[str],
+    flags: tuple[str, ...], fields: dict[str, float],
+) -> None:  # fmt: skip
+    for tokens in (1, 40, 41):  # some of these end inside a character
+        printed = generate(checkpoint_path, capsys, PROMPT, "--max-tokens", str(tokens), *flags)
+        (choice,) = server.generate(PROMPT, max_tokens=tokens, echo=True, **fields)["choices"]
+        assert printed == choice["text"]
+
+
+@pytest.mark.parametrize("quantize", ["none", "int8"])
+def test_it_chooses_numbers_and_decoder_as_the_service_does(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], quantize: str
+) -> None:
+    try:
+        load_library()
+    except KernelsUnavailable as reason:
+        pytest.skip(str(reason))
+    gpt = tiny_gpt(tiny_config(head_dim=16))
+    checkpoint = save_tiny_checkpoint(tmp_path / "covered", gpt=gpt).path
+    flags = ("--seed", "4", "--max-tokens", "60", "--quantize", quantize)
+    printed = generate(checkpoint, capsys, PROMPT, *flags)
+    with serving(checkpoint, kernels="auto", quantize=quantize) as server:
+        assert server.served.computation.decoding.startswith("native")
+        (choice,) = server.generate(PROMPT, seed=4, max_tokens=60, temperature=0.8, echo=True)[
+            "choices"
+        ]
+    assert printed == choice["text"]
+
+
+def test_the_same_seed_gives_the_same_and_another_one_does_not(
+    checkpoint_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    texts = [generate(checkpoint_path, capsys, PROMPT, "--seed", seed) for seed in ("1", "1", "2")]
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_a_seed_that_was_drawn_is_told_and_good_for_the_same_again(
+    checkpoint_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["generate", PROMPT, "--checkpoint", str(checkpoint_path), "--threads", "1"]
+    assert run(arguments) == 0
+    out, err = capsys.readouterr()
+    seed = err.strip().removeprefix("(seed ").removesuffix(")")
+    assert generate(checkpoint_path, capsys, PROMPT, "--seed", seed) == out
+
+
+def test_several_completions_are_told_apart(
+    server: Serving, checkpoint_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    printed = generate(checkpoint_path, capsys, PROMPT, "--seed", "5", "-n", "3")
+    choices = server.generate(PROMPT, seed=5, n=3, echo=True, temperature=0.8)["choices"]
+    assert printed == "\n---\n".join(choice["text"] for choice in choices)
+
+
+def test_it_ends_at_the_end_of_text_and_cuts_no_character(
+    spelling_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert generate(spelling_path, capsys, "xy") == "xy" + ALPHABET[ALPHABET.index("z") :]
+
+
+def test_it_fills_the_context_at_most(
+    checkpoint_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    printed = generate(checkpoint_path, capsys, "x" * 120, "--temperature", "0")
+    assert len(printed) <= 128
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ("", "logitd generate: the prompt is empty; give at least one token\n"),
+        ("x" * 128, "logitd generate: the prompt has 128 tokens; the model's context is 128"),
+        ("\udcff", "logitd generate: the prompt is not UTF-8 text\n"),
+    ],
+)
+def test_a_prompt_that_cannot_be_continued_exits_1_with_a_sentence(
+    checkpoint_path: Path, prompt: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["generate", prompt, "--checkpoint", str(checkpoint_path), "--threads", "1"]) == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith(message)
+    assert len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (
+            ("--checkpoint", "nowhere"),
+            "nowhere does not exist; expected the directory of a checkpoint",
+        ),
+        (("--device", "tpu"), "'tpu'"),
+        (("--device", "abacus"), "'abacus' is not a device; try auto, cpu, cuda or cuda:0"),
+        (("--kernels", "native"), "kernels is native, but there are no native kernels for this"),
+        (("--quantize", "int8"), "quantize is int8, but there are no native kernels for this"),
+    ],
+)
+def test_what_is_not_there_exits_1_with_a_sentence(
+    checkpoint_path: Path, flags: tuple[str, ...], message: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    arguments = ["generate", PROMPT, "--checkpoint", str(checkpoint_path), "--threads", "1", *flags]
+    assert run(arguments) == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("logitd generate: ")
+    assert message in err
+    assert len(err.splitlines()) == 1

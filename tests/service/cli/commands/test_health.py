@@ -1,0 +1,125 @@
+"""`logitd health`: exit code 0 where requests are answered, and else a line that says why not."""
+
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from service.app.app import create_app
+from service.cli.main import run
+from tests.service.serving import Serving, serve_settings, serving, serving_app
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A working directory without somebody's .env, and a proxy that nobody may ask."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+
+
+@pytest.fixture(scope="module")
+def server(checkpoint_path: Path) -> Iterator[Serving]:
+    with serving(checkpoint_path, api_keys="ann=the-key-of-ann") as running:
+        yield running
+
+
+@contextmanager
+def answering(raw: bytes) -> Iterator[int]:
+    """Something else that listens: it says this, and its port."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def answer() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                connection.recv(65_536)
+                connection.sendall(raw)
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        yield listener.getsockname()[1]
+        thread.join()
+
+
+@pytest.mark.parametrize("flags", [(), ("--live",), ("--host", "0.0.0.0"), ("--timeout", "30")])
+def test_a_server_that_answers(
+    server: Serving, flags: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without a key, as a container check has none."""
+    assert run(["health", "--port", str(server.port), *flags]) == 0
+    assert capsys.readouterr() == ("ok\n", "")
+
+
+def test_its_place_may_be_a_url_or_come_from_the_environment(
+    server: Serving, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert run(["health", f"http://127.0.0.1:{server.port}/"]) == 0
+    monkeypatch.setenv("LOGITD_PORT", str(server.port))
+    monkeypatch.setenv("LOGITD_HOST", "0.0.0.0")
+    assert run(["health"]) == 0
+    assert capsys.readouterr().err == ""
+
+
+def test_one_that_leaves_says_so(checkpoint_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with serving(checkpoint_path) as server:
+        server.state.leave()
+        url = f"http://127.0.0.1:{server.port}/health"
+        assert run(["health", "--port", str(server.port)]) == 1
+        assert capsys.readouterr() == ("", f"logitd health: {url}: 503 draining\n")
+        assert run(["health", "--port", str(server.port), "--live"]) == 0
+
+
+def test_one_that_could_not_load_says_why(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], logged_errors: list[str]
+) -> None:
+    app = create_app(serve_settings(tmp_path / "nowhere"))
+    with serving_app(app) as server:
+        while run(["health", "--port", str(server.port)]) == 1:
+            said = capsys.readouterr().err
+            if "503 failed: " in said:
+                break
+            assert "503 loading" in said
+    assert "nowhere" in said
+    logged_errors.clear()
+
+
+def test_where_nobody_listens(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    assert run(["health", "--port", str(port)]) == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith(f"logitd health: http://127.0.0.1:{port}/health: ")
+    assert "refused" in err
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nhello",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n[]",
+        b"HTTP/1.1 404 Not Found\r\nContent-Length: 2\r\n\r\n{}",
+        b"SSH-2.0-OpenSSH_9.2p1\r\n",
+    ],
+)
+def test_somebody_else_is_not_a_server_that_answers(
+    raw: bytes, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with answering(raw) as port:
+        assert run(["health", "--port", str(port)]) == 1
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_one_that_says_nothing_is_not_waited_for(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        assert run(["health", "--port", str(port), "--timeout", "0.2"]) == 1
+    assert "timed out" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("url", ["gpt.example", "ftp://127.0.0.1:1", "http://"])
+def test_what_is_not_the_address_of_a_server(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["health", url]) == 1
+    assert capsys.readouterr().err.startswith("logitd health: ")

@@ -1,0 +1,107 @@
+"""`logitd import` and `logitd export`: what they print, and one sentence for every mistake."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from model.checkpoint.checkpoint import read_checkpoint
+from model.convert.vocabulary.words import word_tokenizer
+from service.cli.commands.import_model import for_serving
+from service.cli.main import run
+from tests.model.convert.theirs import save_theirs
+from tests.model.factories import save_tiny_checkpoint, tiny_config, tiny_gpt
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A working directory without somebody's .env."""
+    monkeypatch.chdir(tmp_path)
+
+
+def test_there_and_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_theirs(tmp_path / "theirs", "llama")
+    capsys.readouterr()
+    assert run(["import", "theirs", "ours", "--dtype", "bfloat16", "--context-length", "48"]) == 0
+    assert capsys.readouterr() == (
+        "theirs is a model of Hugging Face llama\n"
+        "the vocabulary of 382 ids is from theirs/tokenizer.json\n"
+        "ours: 2 layers, width 32, context 48, vocabulary 382\n\n"
+        "serve it:  logitd serve ours\n",
+        "",
+    )
+    info = read_checkpoint(tmp_path / "ours")
+    assert info.training.data["format"] == "Hugging Face llama"
+    assert (
+        "Imported from a model of Hugging Face llama" in (tmp_path / "ours/README.md").read_text()
+    )
+    assert run(["export", "ours", "back", "--to", "hf"]) == 0
+    assert capsys.readouterr() == ("back is written\n", "")
+    assert sorted(path.name for path in (tmp_path / "back").iterdir()) == [
+        "config.json", "generation_config.json", "model.safetensors", "tokenizer.json",
+        "tokenizer_config.json",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("import", "nowhere", "ours"), "import: nowhere does not exist"),
+        (("import", "own", "own"), "import: own exists; checkpoints are never overwritten"),
+        (
+            ("export", "nowhere", "x"),
+            "export: nowhere does not exist; expected the directory of a checkpoint",
+        ),
+        (("export", "own", "own"), "export: own exists; nothing is overwritten"),
+        (
+            ("export", "own", "x"),
+            "export: norm_position is 'post': GPT-2 and Llama normalise before each sublayer; "
+            "final_norm is False: GPT-2 and Llama end with a norm; it cannot be exported",
+        ),
+    ],
+)
+def test_mistakes(
+    arguments: tuple[str, ...], sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gpt = tiny_gpt(tiny_config(n_layer=1, norm_position="post"))
+    save_tiny_checkpoint(tmp_path / "own", gpt=gpt)
+    assert run(arguments) == 1
+    assert capsys.readouterr() == ("", f"logitd {sentence}\n")
+
+
+def test_a_model_of_words_is_measured_and_tuned(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokenizer, _ = word_tokenizer(dict(enumerate(["<pad>", "the", "cat", "sat", "<eos>"])), "here")
+    gpt = tiny_gpt(tiny_config(vocab_size=5, n_layer=1, context_length=16))
+    save_tiny_checkpoint(tmp_path / "words", gpt=gpt, tokenizer=tokenizer)
+    (tmp_path / "good.txt").write_text("the cat  sat\n" * 300)
+    (tmp_path / "bad.txt").write_text("the cat  sat\n" * 300 + "dog")
+    assert run(["eval", "words", "--data", "good.txt", "--json"]) == 0
+    measured = json.loads(capsys.readouterr().out)
+    assert measured["tokens"] == 900  # of three words and the end of text, the first is not
+    assert run(["eval", "words", "--data", "bad.txt"]) == 1
+    assert "logitd eval: the text cannot be encoded: 'dog', at" in capsys.readouterr().err
+    tune = ["train", "--from", "words", "--out", "run", "--eval-every", "2", "--batch-size", "2",
+            "--threads", "1", "--compile", "off"]  # fmt: skip
+    assert run([*tune, "--data", "bad.txt", "--steps", "4"]) == 1
+    assert "the text cannot be encoded: 'dog', at" in capsys.readouterr().err
+    told = [*tune, "--data", "good.txt", "--steps", "4"]
+    assert run([*told, "--prompts", "the dog"]) == 1
+    assert "the prompt 'the dog' cannot be encoded: 'dog', at" in capsys.readouterr().err
+    assert run(told) == 0
+    capsys.readouterr()
+    assert read_checkpoint(tmp_path / "run" / "best").tokenizer.kind == "words"
+    assert run(["train", "--out", "run", "--resume", "--steps", "6"]) == 0
+    assert "step      6" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("raw", [b"\xcd\x00", b"[" * 100_000, b""])
+def test_serving_a_folder_whose_configuration_is_not_json_is_refused_by_name(
+    raw: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whether it is a checkpoint cannot be seen, and that used to be a traceback."""
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    (tmp_path / "config.json").write_bytes(raw)
+    assert for_serving(tmp_path, may_import=False) is None
+    assert f"logitd serve: {tmp_path}/config.json is not JSON" in capsys.readouterr().err

@@ -1,0 +1,96 @@
+"""`logitd inspect RUN ...`: a run in full, or several beside each other."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from model.training.configuration.config import TrainingConfig
+from model.training.run.summary import summarise
+from model.training.trainer import train
+from service.cli.main import run
+from tests.model.conftest import story
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two runs that differ in a learning rate."""
+    folder = tmp_path_factory.mktemp("runs")
+    (folder / "story.txt").write_text(story(300))
+    for name, rate in (("slow", 0.001), ("fast", 0.02)):
+        config = TrainingConfig(
+            data=(str(folder / "story.txt"),), out=folder / name, matrix_lr=rate, vocab_size=300,
+            n_layer=1, n_head=1, d_model=16, context_length=16, steps=4, batch_size=2,
+            eval_every=100, eval_batches=1, checkpoint_every=100, sample_tokens=3, threads=1,
+            dtype="float32", log_every=1,
+        )  # fmt: skip
+        train(config)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def wide(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wide terminal, in a working directory without somebody's .env."""
+    monkeypatch.chdir(runs)
+    monkeypatch.setenv("COLUMNS", "200")
+
+
+def test_one_run_in_full(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["inspect", "slow"]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    found = summarise(Path("slow"))
+    for row in (
+        ["preset", "tiny"],
+        ["matrix_lr", "0.001", "(preset:", "0.035)"],
+        ["d_model", "16", "(preset:", "128)"],
+        ["parameters", f"{found.parameters:,}"],
+        ["state", "finished"],
+        ["step", "4", "of", "4"],
+        ["tokens", "128"],
+        ["bits", "per", "byte", f"{found.val_bits_per_byte:.4f}"],
+        ["---", "sample", "at", "step", "4"],
+    ):
+        assert row in rows, row
+    printed = "".join("".join(row) for row in rows)
+    assert "".join(found.samples[-1].split()) in printed
+
+
+def test_several_runs_beside_each_other(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["inspect", "slow", "fast"]) == 0
+    rows = [
+        [cell.strip() for cell in line.strip("│").split("│")]
+        for line in capsys.readouterr().out.splitlines()
+        if line.startswith("│")
+    ]
+    assert [row[0] for row in rows] == ["slow", "fast", "matrix_lr"]
+    best = f"{summarise(Path('fast')).best_bits_per_byte:.4f}"
+    assert rows[1][1] == "tiny"
+    assert rows[1][3:5] == ["4", "128"]
+    assert rows[1][6] == best
+    assert rows[2] == ["matrix_lr", "0.001", "0.02"]
+
+
+def test_damage_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = Path("slow/metrics.jsonl").read_text()
+    (tmp_path / "cut").mkdir()
+    (tmp_path / "cut/run.json").write_text(Path("slow/run.json").read_text())
+    (tmp_path / "cut/metrics.jsonl").write_text(text[:-20])
+    for arguments in ([str(tmp_path / "cut")], [str(tmp_path / "cut"), "fast"]):
+        assert run(["inspect", *arguments]) == 0
+        assert "the last line of metrics.jsonl is cut off" in capsys.readouterr().out
+
+
+def test_json_has_all_of_it(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["inspect", "slow", "fast", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [each["path"] for each in found] == ["slow", "fast"]
+    assert run(["inspect", "fast", "--json"]) == 0
+    one = json.loads(capsys.readouterr().out)
+    assert one["changes"]["matrix_lr"] == {"preset": 0.035, "run": 0.02}
+    assert one["best_val_loss"] == summarise(Path("fast")).best_val_loss
+    assert one["finished"] is True
+
+
+def test_a_checkpoint_beside_a_run_exits_1(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["inspect", "slow", "slow/best"]) == 1
+    assert "slow/best is not a run directory" in capsys.readouterr().err

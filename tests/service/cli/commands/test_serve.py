@@ -1,0 +1,167 @@
+"""`logitd serve`: the banner, and what cannot start, in real processes."""
+
+import re
+import shlex
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from service.cli.commands.serve import print_banner
+from tests.e2e.server import ServedProcess
+from tests.model.factories import save_tiny_checkpoint, training_record
+from tests.service.serving import client, serving
+from tests.zygote import completed
+
+ODD_NAME = "模型 [bold]"
+"""A directory's name that is neither ASCII nor without a meaning to the banner's library."""
+
+
+@pytest.fixture(scope="module")
+def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedProcess]:
+    folder = tmp_path_factory.mktemp("serve")
+    checkpoint = save_tiny_checkpoint(
+        folder / ODD_NAME, training=training_record(step=1234, val_loss=None)
+    )
+    with ServedProcess(
+        *("--checkpoint", str(checkpoint.path), "--threads", "1", "--slots", "3"), cwd=folder
+    ) as running:
+        yield running
+
+
+def test_the_banner_says_what_is_served_and_where(process: ServedProcess) -> None:
+    banner = process.output[process.output.index("logitd is ready") :]
+    rows = dict(re.findall(r"^(\w+) {2,}(.*?) *$", banner, flags=re.MULTILINE))
+    assert rows == {
+        "checkpoint": f"{ODD_NAME}, step 1,234, validation loss never evaluated",
+        "parameters": "52,512",
+        "device": rows["device"],
+        "dtype": rows["dtype"],
+        "decoding": "torch (head_dim is 8, not a multiple of 16 up to 256)",
+        "context": "128 tokens",
+        "slots": "3 sequences at once, 96.0 KiB of keys and values each",
+        "keys": "none: whoever can connect is answered",
+        "service": process.url,
+        "docs": f"{process.url}/docs",
+        "metrics": f"{process.url}/metrics",
+    }
+    assert re.fullmatch(r"cpu \(.+\), 1 threads", rows["device"])
+    assert re.fullmatch(r"float32 \(auto: (no native decoding, .+|.+ bfloat16)\)", rows["dtype"])
+
+
+def test_the_banner_says_when_drafts_are_verified(
+    checkpoint_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with serving(checkpoint_path, speculate="ngram") as server:
+        print_banner(server.state.models, server.port)
+    assert re.search(r"^decoding +torch, with drafts by ngram *$", capsys.readouterr().out, re.M)
+
+
+def test_the_banners_links_and_its_curl_line_work(process: ServedProcess) -> None:
+    with client(process.url) as http:
+        for path in ("/docs", "/metrics", "/health"):
+            assert http.get(path).status_code == 200
+    line = process.output[process.output.index("try it:") :].splitlines()[1]
+    done = subprocess.run(
+        [*shlex.split(line), "--silent", "--noproxy", "*"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert f'"model":"{ODD_NAME}"' in done.stdout
+    assert '"completion_tokens":40' in done.stdout or '"finish_reason":"stop"' in done.stdout
+
+
+def test_the_banner_names_the_keys_and_tells_none(checkpoint_path: Path, tmp_path: Path) -> None:
+    (tmp_path / ".env").write_text("LOGITD_API_KEYS=alice=secret-of-alice,ci=secret-of-ci\n")
+    flags = ("--checkpoint", str(checkpoint_path), "--threads", "1")
+    with ServedProcess(*flags, cwd=tmp_path) as process, client(process.url) as http:
+        assert re.search(r"^keys +alice, ci *$", process.output, flags=re.MULTILINE)
+        body = {"prompt": "a", "max_tokens": 1}
+        assert http.post("/generate", json=body).status_code == 401
+        line = process.output[process.output.index("try it:") :].splitlines()[1]
+        curl = line.replace("Bearer KEY", "Bearer secret-of-ci")
+        assert curl != line
+        done = subprocess.run(
+            [*shlex.split(curl), "--silent", "--noproxy", "*"],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=True,
+        )
+        assert '"model":"tiny"' in done.stdout
+        process.wait_for(" key=ci")  # written when the reply has gone
+        assert "secret" not in process.output
+
+
+def test_any_directory_name_can_be_served(process: ServedProcess) -> None:
+    with client(process.url) as http:
+        response = http.post("/logits", json={"prompt": "a", "model": ODD_NAME})
+        assert response.json()["model"] == ODD_NAME
+        assert response.headers["x-logitd-name"] == "%E6%A8%A1%E5%9E%8B%20[bold]"
+        assert "x-logitd-val-loss" not in response.headers
+        assert "server" not in response.headers
+
+
+def test_metrics_have_no_series_of_creation_times(process: ServedProcess) -> None:
+    with client(process.url) as http:
+        assert "_created" not in http.get("/metrics").text
+
+
+def test_a_damaged_checkpoint_exits_1_with_a_sentence(
+    checkpoint_path: Path, tmp_path: Path
+) -> None:
+    path = Path(shutil.copytree(checkpoint_path, tmp_path / "damaged"))
+    weights = bytearray((path / "model.safetensors").read_bytes())
+    weights[-1] ^= 1
+    (path / "model.safetensors").write_bytes(weights)
+    done = completed(["serve", "--port", "0", "--threads", "1", "--checkpoint", str(path)])
+    assert done.returncode == 1
+    assert done.stdout == "", "no banner"
+    assert "Traceback" not in done.stderr
+    (error,) = (line for line in done.stderr.splitlines() if "ERROR" in line)
+    assert "cannot serve: " in error
+    assert "the file was changed, truncated or damaged after saving" in error
+
+
+def test_a_path_that_reads_as_a_name_is_told_how_it_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "lr=0.1").mkdir()
+    monkeypatch.chdir(tmp_path)
+    done = completed(["serve", "--port", "0", "lr=0.1"])
+    assert done.returncode == 1
+    assert "0.1 does not exist" in done.stderr
+    assert "lr=0.1 is written ./lr=0.1" in done.stderr
+
+
+def test_the_server_sends_nothing_anywhere(process: ServedProcess) -> None:
+    """Its only sockets are the one that it listens on and those of its clients."""
+    with httpx.Client(base_url=process.url, trust_env=False) as http:
+        http.get("/docs")
+        http.post("/generate", json={"prompt": "a", "max_tokens": 1})
+        port = int(process.address.rpartition(":")[2])
+        local = _sockets(process.process.pid)
+        assert local
+        assert {one[0] for one in local} == {port}
+
+
+def _sockets(pid: int) -> set[tuple[int, int]]:
+    """Local and remote ports of the TCP sockets of a process."""
+    inodes = set()
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        target = str(link.readlink())
+        if target.startswith("socket:["):
+            inodes.add(target[8:-1])
+    found = set()
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[9] in inodes:
+                local, remote = (int(fields[i].rpartition(":")[2], 16) for i in (1, 2))
+                found.add((local, remote))
+    return found

@@ -1,0 +1,61 @@
+"""A checkpoint that this machine has no memory for: every command that reads one says so.
+
+Three of them ended in a traceback, where their neighbours named the figures and the way out.
+"""
+
+from pathlib import Path
+
+import pytest
+
+from model.checkpoint.adapter import save_adapter
+from model.transformer.config import TARGETS
+from model.transformer.lora import LoraShape, trained_weights
+from service.cli.main import run
+from tests.model.checkpoint.files import edit_config
+from tests.model.factories import (
+    FAMILIES,
+    save_tiny_checkpoint,
+    tiny_config,
+    tiny_gpt,
+    training_record,
+)
+from tests.model.transformer.test_lora import adapted
+
+COMMANDS = {
+    "inspect": ["inspect", "huge"],
+    "merge": ["merge", "huge", "adapter", "merged"],
+    "export": ["export", "huge", "exported"],
+    "eval": ["eval", "huge", "--data", "text.txt"],
+    "generate": ["generate", "a", "--checkpoint", "huge"],
+    "extract": ["extract", "huge", "--data", "text.txt", "--stages", "embedding", "--out", "rows"],
+}
+
+
+@pytest.fixture(autouse=True)
+def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkpoint whose tables for its positions would take 2^47 bytes, and what goes with it."""
+    monkeypatch.chdir(tmp_path)
+    gpt = tiny_gpt(tiny_config(**FAMILIES["llama"]))
+    info = save_tiny_checkpoint(Path("huge"), gpt)
+    edit_config(Path("huge"), lambda document: document["model"].update(context_length=2**40))
+    shape = LoraShape(rank=2, alpha=4.0, targets=TARGETS)
+    save_adapter(
+        Path("adapter"),
+        weights=trained_weights(adapted(gpt, shape, b=0.05)),
+        shape=shape,
+        training=training_record(base={"name": "huge", "weights_sha256": info.weights_sha256}),
+        card="# a\n",
+    )
+    Path("text.txt").write_text("a text\n" * 20)
+
+
+@pytest.mark.parametrize("command", COMMANDS.values(), ids=COMMANDS)
+def test_the_figures_and_a_way_out(
+    command: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    before = sorted(tmp_path.iterdir())
+    assert run(command) == 1
+    said = capsys.readouterr().err
+    assert said.startswith(f"logitd {command[0]}: ")
+    assert "for a context of 1,099,511,627,776 rotary positions, this machine has" in said
+    assert sorted(tmp_path.iterdir()) == before

@@ -1,0 +1,85 @@
+"""`logitd train` on the terminal; what it trains is tested with the trainer and in tests/e2e."""
+
+import io
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from model.data.sources.progress import Downloaded, Downloading
+from model.training.events import Event, Noticed, Progress, Saved, line
+from service.cli.commands.train import TerminalReporter
+from service.cli.main import run
+
+PROGRESS = Progress(
+    step=10,
+    share=0.1,
+    loss=3.0,
+    smoothed_loss=3.1,
+    learning_rate=1.0,
+    gradient_norm=0.5,
+    tokens_per_second=1000.0,
+    matrix_share=0.25,
+    seconds=1.0,
+    seconds_left=9.0,
+)
+EVENTS: list[Event] = [
+    Noticed("it begins"),
+    PROGRESS,
+    replace(PROGRESS, step=20),
+    Saved(20, Path("run/step-000020")),
+    Noticed("it ends"),
+]
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_file_gets_a_line_for_each_event(capsys: pytest.CaptureFixture[str]) -> None:
+    report = TerminalReporter()
+    for event in EVENTS:
+        report(event)
+    assert capsys.readouterr().out.splitlines() == [line(event) for event in EVENTS]
+
+
+def test_on_a_terminal_the_progress_line_is_drawn_in_place(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stdout", terminal)
+    report = TerminalReporter()
+    for event in EVENTS:
+        report(event)
+    begins, progress, again, saved, ends = map(line, EVENTS)
+    assert terminal.getvalue() == (
+        f"{begins}\n\r\x1b[K{progress}\r\x1b[K{again}\n{saved}\n{ends}\n"
+    )
+
+
+def test_on_a_terminal_a_download_is_drawn_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stdout", terminal)
+    report = TerminalReporter()
+    url, path = "https://host/a.txt", Path("cache/a.txt")
+    report(Downloading(url, 1_000_000, 4_000_000))
+    report(Downloading(url, 2_000_000, None))
+    report(Downloaded(url, 4_000_000, path, from_cache=False))
+    assert terminal.getvalue() == (
+        f"\r\x1b[Kdownloading {url}: 1.0 of 4.0 MB, 25%\r\x1b[Kdownloading {url}: 2.0 MB\n"
+        f"{url}: 4,000,000 bytes, downloaded to {path}\n"
+    )
+
+
+def test_what_cannot_be_trained_exits_1_with_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run(["train", "--data", "nowhere.txt", "--out", "run"]) == 1
+    out, err = capsys.readouterr()
+    assert "serve it" not in out
+    assert err.startswith("logitd train: ")
+    assert "nowhere.txt" in err
+    assert len(err.splitlines()) == 1
