@@ -106,7 +106,7 @@ class NativeDecoder:
         library.logitd_time_stages.argtypes = (c_void_p, c_void_p)
         library.logitd_stage_names.restype = c_char_p
         self._library = library
-        self._description = Description(gpt, quantize)
+        self._description = Description(library, gpt, quantize)
         self.prefill_matches_decode = prefills
         self._torch_prefill = TorchPrefill(gpt, cache)
         # Products of many rows are what the processor is slow at: those of the head too, 8 times as

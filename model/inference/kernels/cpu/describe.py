@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from model.inference.kernels.cpu.quantize import int4_row_bytes, round_matrix
+from model.inference.kernels.cpu.quantize import int4_row_bytes, round_matrix, stored_shape
 from model.inference.kernels.cpu.structures import (
     ACTIVATIONS,
     KINDS,
@@ -35,8 +35,9 @@ class Description:
     model   of the GPT, whose parameters must not be replaced meanwhile
     """
 
-    def __init__(self, gpt: GPT, quantize: Quantization) -> None:
+    def __init__(self, library: ctypes.CDLL, gpt: GPT, quantize: Quantization) -> None:
         self._alive: list[Tensor | Arena] = [move_to_arena(gpt)]
+        self._library = library
         self._quantize = quantize
         self._quantized = None
         if quantize != "none":
@@ -140,8 +141,10 @@ class Description:
             return described
         assert self._quantized is not None
         described.kind = KINDS[quantize]
-        quantized = round_matrix(weight, quantize)  # what torch computes has the same weights
-        described.weights = self._keep(self._quantized.place(quantized.stored))
+        # In place: what torch computes has the same weights.
+        stored = self._quantized.make_room(stored_shape(weight, quantize))
+        quantized = round_matrix(self._library, weight, quantize, stored)
+        described.weights = self._keep(stored)
         described.scale = self._keep(quantized.scale)
         described.row_sum = self._keep(quantized.row_sum)
         return described

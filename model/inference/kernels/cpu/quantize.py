@@ -2,8 +2,10 @@
 weights.
 
 Covers which integers and scales a matrix is rounded to and how int4's lie in memory, for the
-kernels in native/dot.h. The plain twins of quantized matrices are `Int8Matrix.dequantized` and
-`Int4Matrix.dequantized`. Does not say which matrices get which format (`decoder.py`).
+kernels in native/dot.h. Models are rounded by native/quantize.h (`round_matrix`), of which
+`int8_matrix` and `int4_matrix` are the plain twins; those of quantized matrices are
+`Int8Matrix.dequantized` and `Int4Matrix.dequantized`. Does not say which matrices get which format
+(`decoder.py`).
 
 Both are symmetric: a row's largest magnitude becomes 127 in int8. In int4 the number of the largest
 magnitude among sixteen becomes -8, whichever sign it has, as in llama.cpp's q4_0: that sets their
@@ -11,12 +13,16 @@ scale, which is itself an integer times the scale of their row. So products are 
 end, as those of int8 are.
 """
 
+import ctypes
+from ctypes import c_int32, c_void_p
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from model.inference.kernels.cpu.structures import KINDS
 
 LARGEST = 127
 STEP = 64
@@ -29,8 +35,8 @@ LEAST, MOST = -8, 7
 """int4's range."""
 MAX_ACTIVATION = 255
 ROWS_AT_ONCE = 128
-"""Of a matrix that is rounded: as float32, and in several forms on the way, a whole head of 50,257
-rows takes gigabytes; so few stay in a processor's cache."""
+"""Of a matrix that is rounded, which are float32 beside it meanwhile: so few stay in a processor's
+cache."""
 SMALLEST = 1e-30
 """A scale where there is nothing to scale."""
 
@@ -77,29 +83,47 @@ class Int4Matrix:
 
 
 def quantized_matrix(weight: Tensor, quantize: Literal["int8", "int4"]) -> Int8Matrix | Int4Matrix:
-    """A matrix (rows, width) in one of the two."""
+    """A matrix (rows, width) in one of the two, in plain torch."""
     return int8_matrix(weight) if quantize == "int8" else int4_matrix(weight)
 
 
-def round_matrix(weight: Tensor, quantize: Literal["int8", "int4"]) -> Int8Matrix | Int4Matrix:
-    """A matrix (rows, width) in one of the two, and in its own memory what that stands for. Some
-    rows at a time; each has the bits that it has among all."""
+def round_matrix(
+    library: ctypes.CDLL, weight: Tensor, quantize: Literal["int8", "int4"], stored: Tensor
+) -> Int8Matrix | Int4Matrix:
+    """A matrix (rows, width) in one of the two, and in its own memory what that stands for: the
+    bits of `quantized_matrix`, some rows at a time, by the native code. Its integers are written
+    to `stored`, of `stored_shape`."""
+    library.logitd_quantize.argtypes = (
+        c_int32, c_void_p, *(c_int32,) * 3, *(c_void_p,) * 3
+    )  # fmt: skip
     count, width = weight.shape
-    # All of it at first: pieces that stay, among what is freed, would keep that from being reused.
     scale, row_sum = torch.empty(count), torch.empty(count, dtype=torch.int32)
-    if quantize == "int8":
-        stored = torch.empty(count, width, dtype=torch.int8)
-        whole: Int8Matrix | Int4Matrix = Int8Matrix(stored, scale, row_sum)
-    else:
-        stored = torch.empty(count, int4_row_bytes(width), dtype=torch.uint8)
-        whole = Int4Matrix(stored, scale, row_sum, width)
     with torch.no_grad():
         for start in range(0, count, ROWS_AT_ONCE):
             rows = slice(start, start + ROWS_AT_ONCE)
-            part = quantized_matrix(weight[rows], quantize)
-            weight[rows] = part.dequantized()
-            stored[rows], scale[rows], row_sum[rows] = part.stored, part.scale, part.row_sum
-    return whole
+            part = weight[rows].float().contiguous()
+            library.logitd_quantize(
+                KINDS[quantize],
+                part.data_ptr(),
+                len(part),
+                width,
+                largest_scale(width),
+                stored[rows].data_ptr(),
+                scale[rows].data_ptr(),
+                row_sum[rows].data_ptr(),
+            )
+            weight[rows] = part
+    if quantize == "int8":
+        return Int8Matrix(stored, scale, row_sum)
+    return Int4Matrix(stored, scale, row_sum, width)
+
+
+def stored_shape(weight: Tensor, quantize: Literal["int8", "int4"]) -> Tensor:
+    """Without memory of its own, the integers of a matrix (rows, width) in one of the two."""
+    rows, width = weight.shape
+    if quantize == "int8":
+        return torch.empty(rows, width, dtype=torch.int8, device="meta")
+    return torch.empty(rows, int4_row_bytes(width), dtype=torch.uint8, device="meta")
 
 
 def int8_matrix(weight: Tensor) -> Int8Matrix:

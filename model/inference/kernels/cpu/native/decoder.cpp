@@ -1,5 +1,6 @@
 // The border: what Python calls, in plain C. model/inference/kernels/cpu/decoder.py declares it.
 #include "decoder.h"
+#include "quantize.h"
 
 using namespace logitd;
 
@@ -59,6 +60,25 @@ const char* logitd_stage_names() { return STAGE_NAMES; }
 // null: no stage is timed.
 void logitd_time_stages(void* decoder, std::int64_t* total) {
   static_cast<Decoder*>(decoder)->time_stages(total);
+}
+
+// `count` rows of a matrix to int8 or int4 (`kind`), each with its scale and what its integers sum to; the
+// weights become what that stands for. int4's scales are up to `most` times the row's.
+void logitd_quantize(std::int32_t kind, float* weights, std::int32_t count, std::int32_t width,
+                     std::int32_t most, void* stored, float* scale, std::int32_t* row_sum) {
+  auto* bytes = static_cast<std::uint8_t*>(stored);
+  for (int row = 0; row < count; row++, weights += width) {
+    RoundedRow rounded;
+    if (kind == KIND_INT8) {
+      rounded = round_int8(weights, width, reinterpret_cast<std::int8_t*>(bytes));
+      bytes += width;
+    } else {
+      rounded = round_int4(weights, width, most, bytes);
+      bytes += I4::row_bytes(width);
+    }
+    scale[row] = rounded.scale;
+    row_sum[row] = rounded.sum;
+  }
 }
 
 // For tests: until when, in microseconds, a thread computes alone after it has waited `count` times,

@@ -1,11 +1,12 @@
 """What matrices are rounded to: near enough, packed as the kernels say, and never with a sum that
 their integers cannot hold."""
 
+import ctypes
 from typing import Literal
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.testing import assert_close
@@ -21,6 +22,7 @@ from model.inference.kernels.cpu.quantize import (
     largest_scale,
     quantized_matrix,
     round_matrix,
+    stored_shape,
 )
 from tests.profiles import examples
 
@@ -113,19 +115,42 @@ def test_no_sum_leaves_32_bits(width: int) -> None:
 
 
 @given(
-    rows=st.integers(1, 3 * ROWS_AT_ONCE),
-    width=st.integers(1, 140),
+    rows=st.sampled_from([1, 3, ROWS_AT_ONCE, 2 * ROWS_AT_ONCE + 7]),
+    width=st.one_of(st.integers(1, 140), st.integers(250, 600)),
     kind=st.sampled_from(["int8", "int4"]),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    magnitude=st.sampled_from([1e-35, 1e-6, 1.0, 1e4]),
+    outlier=st.sampled_from([1.0, 40.0, 1e6]),
+    seed=st.integers(0, 2**16),
 )
-@settings(max_examples=examples(30))
-def test_a_matrix_is_rounded_in_parts_to_what_it_is_rounded_to_whole(
-    rows: int, width: int, kind: Literal["int8", "int4"], dtype: torch.dtype
+@settings(max_examples=examples(100), suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_the_native_code_rounds_to_the_bits_of_plain_torch(
+    library: ctypes.CDLL,
+    rows: int,
+    width: int,
+    kind: Literal["int8", "int4"],
+    dtype: torch.dtype,
+    magnitude: float,
+    outlier: float,
+    seed: int,
 ) -> None:
-    weight = torch.randn(rows, width, generator=torch.Generator().manual_seed(rows)).to(dtype)
+    """Ties, numbers that are alone in their scale, scales that are 0, and rows of zeros included;
+    some rows at a time as all at once."""
+    generator = torch.Generator().manual_seed(seed)
+    weight = magnitude * torch.randn(rows, width, generator=generator)
+    weight[:, seed % width] *= outlier
+    weight[0] = 0
+    weight[-1] = weight[-1].sign() * 0.5 * torch.arange(width)  # halves, between two integers
+    weight = weight.to(dtype)
     whole = quantized_matrix(weight.clone(), kind)
-    rounded = round_matrix(weight, kind)
+    stored = torch.empty_like(stored_shape(weight, kind), device="cpu")
+    rounded = round_matrix(library, weight, kind, stored)
     assert torch.equal(rounded.stored, whole.stored)
     assert torch.equal(rounded.scale, whole.scale)
     assert torch.equal(rounded.row_sum, whole.row_sum)
-    assert torch.equal(weight, whole.dequantized().to(dtype))
+    assert same_bits(weight, whole.dequantized().to(dtype))
+
+
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    """Zeros by their sign, too."""
+    return torch.equal(one, other) and torch.equal(one.signbit(), other.signbit())
