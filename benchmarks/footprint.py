@@ -1,14 +1,15 @@
 """What a server takes: seconds until it is ready, and memory besides weights and KV cache.
 
     python -m benchmarks.footprint [--checkpoint DIRECTORY] [--threads N] [--slots N] [--starts N]
-                                   [--dtype DTYPE] [--quantize KIND]
+                                   [--dtype DTYPE] [--quantize KIND] [--ready-only]
 
 Ready is when it says so, from the start of its process, kernels being built already: the median of
 several starts, one after the other. Memory is what is resident after it has answered texts and rows
 and had a sequence of the whole context in every slot, less the bytes of its weights and of its KV
 cache: Python, torch, the vocabulary, the service; and the integers of quantized weights, which are
 there beside the weights, since stages and interventions are computed with those. The peak is the
-most that was resident at any time, loading included; both of the last start. The last line is JSON.
+most that was resident at any time, loading included; both of the last start. With `--ready-only`
+nothing is asked, and memory is what it is then. The last line is JSON.
 """
 
 import json
@@ -81,22 +82,33 @@ class Start:
     info: dict[str, Any]
 
 
-def start(*flags: str) -> Start:
+def start(*flags: str, ready_only: bool) -> Start:
     began = time.monotonic()
     with started_server(*flags) as server:
         seconds = time.monotonic() - began
-        info = ask(server.url)
+        info = (
+            httpx.get(f"{server.url}/info", trust_env=False).json()
+            if ready_only
+            else ask(server.url)
+        )
         return Start(seconds, resident(server.pid), peak(server.pid), info)
 
 
 def measure(
-    checkpoint: Path, threads: int, slots: int, starts: int, *, dtype: str, quantize: str
+    checkpoint: Path,
+    threads: int,
+    slots: int,
+    starts: int,
+    *,
+    dtype: str = "auto",
+    quantize: str = "none",
+    ready_only: bool = False,
 ) -> dict[str, Any]:
     with suppress(KernelsUnavailable):
         load_library()
     flags = ["--checkpoint", str(checkpoint.resolve()), "--threads", str(threads),
              "--slots", str(slots), "--dtype", dtype, "--quantize", quantize]  # fmt: skip
-    started = [start(*flags) for _ in range(starts)]
+    started = [start(*flags, ready_only=ready_only) for _ in range(starts)]
     last = started[-1]
     return {
         "checkpoint": checkpoint.name,
@@ -107,7 +119,7 @@ def measure(
         "each_ready_seconds": [server.ready_seconds for server in started],
         "resident_bytes": last.resident_bytes,
         "peak_bytes": last.peak_bytes,
-        "besides_bytes": besides(last.resident_bytes, last.info),
+        "besides_bytes": None if ready_only else besides(last.resident_bytes, last.info),
     }
 
 
@@ -118,18 +130,21 @@ def main() -> None:
     parser.add_argument("--starts", type=int, default=5)
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--quantize", choices=get_args(Quantization), default="none")
+    parser.add_argument("--ready-only", action="store_true")
     arguments = parser.parse_args()
     result = measure(
         arguments.checkpoint, arguments.threads, arguments.slots, arguments.starts,
-        dtype=arguments.dtype, quantize=arguments.quantize,
+        dtype=arguments.dtype, quantize=arguments.quantize, ready_only=arguments.ready_only,
     )  # fmt: skip
     kind = "" if arguments.quantize == "none" else f" in {arguments.quantize}"
+    each = ", ".join(f"{seconds:.1f}" for seconds in sorted(result["each_ready_seconds"]))
+    besides = ""
+    if not arguments.ready_only:  # of a cache that is not in use nothing is resident
+        besides = f", {result['besides_bytes'] / 1e6:,.0f} MB besides weights and KV cache"
     print(f"{result['checkpoint']}, {result['dtype']}{kind}: "
-          f"ready after {result['ready_seconds']:.1f} s "
-          f"({', '.join(f'{seconds:.1f}' for seconds in sorted(result['each_ready_seconds']))}), "
+          f"ready after {result['ready_seconds']:.1f} s ({each}), "
           f"{result['resident_bytes'] / 1e6:,.0f} MB resident "
-          f"({result['peak_bytes'] / 1e6:,.0f} MB at its peak), "
-          f"{result['besides_bytes'] / 1e6:,.0f} MB besides weights and KV cache")  # fmt: skip
+          f"({result['peak_bytes'] / 1e6:,.0f} MB at its peak){besides}")  # fmt: skip
     print(json.dumps(result))
 
 
