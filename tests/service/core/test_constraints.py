@@ -362,11 +362,13 @@ def test_a_client_that_comes_while_a_compilation_is_given_up_begins_another() ->
 @pytest.mark.slow
 def test_slow_ones_hold_up_nobody_for_longer_than_moments() -> None:
     """Of the same caller and of another: three clients have one slow constraint after another. The
-    time that each may take is a quarter of what it would take on a fast core: with 3 seconds a
-    processor came that was done with each before them, and nothing had been held up."""
+    time that each may take is half of what it would take on a fast core: with 3 seconds a processor
+    came that was done with each before them, and nothing had been held up. With 1 second, which is
+    also how long somebody waits for a turn, one in two whole runs of the slow tests found none: the
+    attacker's own three come before, and with each a sandbox is killed and another started."""
 
     async def test() -> None:
-        async with bench(timeout=1) as b:
+        async with bench(timeout=2) as b:
             stop = False
 
             async def attack(first: int) -> None:
