@@ -2,7 +2,8 @@
 // another, in one call; and the sampling of the next ones.
 //
 // The forward of model/transformer/gpt.py, stage by stage over a shared pool of threads: norms and
-// conversions by row, matrices by some weight rows at a time, attention by key head and by sequence or some rows of one.
+// conversions by row, matrices by some weight rows at a time, attention by key head and by sequence or some
+// rows of one.
 // The residual stream is float32 whatever the weights are. What a row computes depends on its token,
 // its position and what its slot holds before it, so a prompt's rows are the bits that decoding the
 // same tokens one by one would give. The plain twin is model/inference/kernels/eager/decoder.py.
@@ -17,6 +18,7 @@
 #include "sample.h"
 #include "model.h"
 #include "pool.h"
+#include "tile_attention.h"
 
 namespace logitd {
 
@@ -24,6 +26,9 @@ namespace logitd {
 // room for their scores, and none should keep the others waiting at the end (pool.h).
 constexpr int TOGETHER = 16;
 constexpr int KEYS_TOGETHER = 65536;
+
+constexpr int ITEMS_A_THREAD = 4;
+constexpr int WRITTEN = 8;  // rows of a sequence whose keys and values one thread writes
 
 constexpr int ROW_PAD = LANES;
 
@@ -49,8 +54,9 @@ class Decoder {
         mixed_(weights.kind, rows, heads_width_),
         wide_(weights.kind, rows, weights.d_ff),
         pool_(threads),
+        by_tiles_(attends_by_tiles(cache.kind, weights.head_dim)),
         capacity_(rows) {
-    starts_.reserve(rows + 1);
+    single_.reserve(rows);
   }
 
   // logits (count, vocab_size) that follow each of `count` tokens. Those of one slot stand together,
@@ -162,21 +168,34 @@ class Decoder {
     for (int layer = 0; layer < w_.n_layer; layer++) block(layer);
   }
 
-  // Where sequences begin, and the rows of those that wait for one another, some at a time.
+  // Into rows of sequences that have one alone, and those of the others: as they are written, and as they
+  // attend.
   void divide() {
-    starts_.clear();
-    for (int row = 0; row < count_; row++)
-      if (row == 0 || slots_[row] != slots_[row - 1]) starts_.push_back(row);
-    starts_.push_back(count_);
-    spans_.clear();
-    for (std::size_t i = 0; i + 1 < starts_.size(); i++) {
-      const int first = starts_[i], last = starts_[i + 1];
-      if (attends_at_once(first, last)) continue;
-      const int keys = positions_[last - 1] + 1;
-      const int most = std::max(1, std::min(TOGETHER, KEYS_TOGETHER / keys) / group());
-      for (int row = first; row < last; row += most)
-        spans_.push_back({row, std::min(row + most, last)});
+    single_.clear(), written_.clear(), spans_.clear();
+    for (int first = 0, last; first < count_; first = last) {
+      for (last = first + 1; last < count_ && slots_[last] == slots_[first];) last++;
+      if (attends_at_once(first, last)) {
+        single_.push_back(first);
+        continue;
+      }
+      put_spans(first, last, WRITTEN, written_);
+      put_spans(first, last, rows_together(first, last), spans_);
     }
+  }
+
+  static void put_spans(int first, int last, int most, std::vector<Span>& spans) {
+    for (; first < last; first += most) spans.push_back({first, std::min(first + most, last)});
+  }
+
+  // How many of a sequence's rows [first, last) attend together. By tiles what they see is laid out anew
+  // for them, so they are as many as leave each thread some of the heads' work.
+  int rows_together(int first, int last) const {
+    const int keys = positions_[last - 1] + 1;
+    if (!by_tiles_) return std::max(1, std::min(TOGETHER, KEYS_TOGETHER / keys) / group());
+    const int least = std::max(1, TILE_QUERIES / group());
+    const int parts = std::max(1, ITEMS_A_THREAD * pool_.threads() / w_.n_kv_head);
+    const int share = (last - first + parts - 1) / parts;
+    return (share + least - 1) / least * least;
   }
 
   // A sequence's rows [first, last).
@@ -278,15 +297,16 @@ class Decoder {
     }
   }
 
-  // By sequence and key head: write what is new, and let a single row look back at once. The rows of a
-  // sequence that has several wait until all are written, then look back some at a time.
+  // Write what is new, and let a row that is its sequence's only one look back at once, by key head. The
+  // rows of a sequence that has several wait until all are written, then look back some at a time.
   template <class Cell>
   void attention(int layer) {
-    pool_.lanes((int(starts_.size()) - 1) * w_.n_kv_head, [&](int item) {
-      int first = starts_[item / w_.n_kv_head], last = starts_[item / w_.n_kv_head + 1];
-      int head = item % w_.n_kv_head;
-      for (int row = first; row < last; row++) write<Cell>(layer, row, head);
-      if (attends_at_once(first, last)) look_back<Cell>(layer, first, head, last);
+    const int written = int(written_.size()), single = int(single_.size()) * w_.n_kv_head;
+    pool_.lanes(written + single, [&](int item) {
+      if (item < written) return write<Cell>(layer, written_[item]);
+      const int row = single_[(item - written) / w_.n_kv_head], head = (item - written) % w_.n_kv_head;
+      write<Cell>(layer, row, head);
+      look_back<Cell>(layer, row, head);
     });
     if (spans_.empty()) return;
     // The later ones see more: they are begun first, so that the threads end together.
@@ -330,6 +350,13 @@ class Decoder {
 
   int group() const { return w_.n_head / w_.n_kv_head; }
 
+  // Row by row, as their numbers lie in memory.
+  template <class Cell>
+  void write(int layer, const Span& span) {
+    for (int row = span.first; row < span.last; row++)
+      for (int head = 0; head < w_.n_kv_head; head++) write<Cell>(layer, row, head);
+  }
+
   // A row's new key and value of one head into the cache; its queries made ready.
   template <class Cell>
   void write(int layer, int row, int kv_head) {
@@ -367,20 +394,25 @@ class Decoder {
       for (int i = 0; i < width; i += LANES) store(to + i, load(from + i));
   }
 
-  // `next` is the row of the next sequence, if there is one.
   template <class Cell>
-  void look_back(int layer, int row, int kv_head, int next) {
+  void look_back(int layer, int row, int kv_head) {
     const HeadCells<Cell> own = keys<Cell>(layer, row, kv_head);
     const Cell* next_keys = own.cells;
     if (kv_head + 1 < w_.n_kv_head) next_keys = keys<Cell>(layer, row, kv_head + 1).cells;
-    else if (next < count_) next_keys = keys<Cell>(layer, next, 0).cells;
+    else if (row + 1 < count_) next_keys = keys<Cell>(layer, row + 1, 0).cells;
     float* out = heads(row) + kv_head * group() * w_.head_dim;
+    if constexpr (std::is_same_v<Cell, Bf16>)
+      if (by_tiles_)
+        return attend_by_tiles(queries<Cell>(row, kv_head), group(), own, values<Cell>(layer, row, kv_head),
+                               next_keys, positions_[row] + 1, w_.head_dim, out);
     attend<true, Cell>(queries<Cell>(row, kv_head), group(), own, values<Cell>(layer, row, kv_head),
                        next_keys, positions_[row] + 1, w_.head_dim, scores(1), out);
   }
 
   template <class Cell>
   void look_back_together(int layer, const Span& span, int kv_head) {
+    if constexpr (std::is_same_v<Cell, Bf16>)
+      if (by_tiles_) return look_back_by_tiles(layer, span, kv_head);
     const int width = w_.head_dim, pitch = padded(int(cache_.slot_length));
     static thread_local std::vector<Query<Cell>> together;
     together.clear();
@@ -396,6 +428,19 @@ class Decoder {
                    together[i].scores);
   }
 
+  void look_back_by_tiles(int layer, const Span& span, int kv_head) {
+    static thread_local std::vector<TileQuery> together;
+    together.clear();
+    for (int row = span.first; row < span.last; row++)
+      for (int i = 0; i < group(); i++) {
+        const int head = kv_head * group() + i;
+        together.push_back({queries<Bf16>(row, kv_head) + i * w_.head_dim, positions_[row] + 1,
+                            heads(row) + head * w_.head_dim, kept_weights(layer, row, head)});
+      }
+    attend_by_tiles(together.data(), int(together.size()), keys<Bf16>(layer, span.first, kv_head),
+                    values<Bf16>(layer, span.first, kv_head), w_.head_dim);
+  }
+
   // This thread's room for the scores of so many queries.
   float* scores(int queries) const {
     static thread_local Buffer<float> room;
@@ -405,12 +450,17 @@ class Decoder {
   }
 
   void keep_weights(int layer, int row, int head, const float* weights) const {
-    if (record_.weights == nullptr) return;
+    if (float* kept = kept_weights(layer, row, head))
+      std::memcpy(kept, weights, sizeof(float) * (positions_[row] + 1));
+  }
+
+  // Where the attention weights of a row's head are kept; null: they are not.
+  float* kept_weights(int layer, int row, int head) const {
+    if (record_.weights == nullptr) return nullptr;
     int at = record_.layer_places[layer], head_at = record_.head_places[head];
-    if (at < 0 || head_at < 0) return;
+    if (at < 0 || head_at < 0) return nullptr;
     std::size_t place = (std::size_t(done_ + row) * record_.layers + at) * record_.heads + head_at;
-    std::memcpy(record_.weights + place * record_.length, weights,
-                sizeof(float) * (positions_[row] + 1));
+    return record_.weights + place * record_.length;
   }
 
   // v += 2 sigmoid(gate . the stream's leading channels) * the token's own vector.
@@ -438,12 +488,13 @@ class Decoder {
   Pool pool_;
   Clocks clocks_;
   const std::int32_t *tokens_ = nullptr, *slots_ = nullptr, *positions_ = nullptr;
+  bool by_tiles_;  // attention
   int capacity_;  // rows
   int count_ = 0;
   int done_ = 0;  // rows of a prompt that went before
   Record record_{};
-  std::vector<int> starts_;   // the first row of each sequence, and the end
-  std::vector<Span> spans_;  // of sequences with several rows
+  std::vector<int> single_;  // rows
+  std::vector<Span> written_, spans_;  // of sequences with several rows
 };
 
 }  // namespace logitd

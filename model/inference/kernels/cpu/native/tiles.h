@@ -433,8 +433,9 @@ inline bool takes_tiles(const Matrix& matrix, int count) {
 }
 
 // As `linear` of linear.h.
-inline void tile_linear(Pool& pool, const Matrix& matrix, const Inputs& inputs, float* out, int pitch,
-                        bool add) {
+inline void tile_linear([[maybe_unused]] Pool& pool, [[maybe_unused]] const Matrix& matrix,
+                        [[maybe_unused]] const Inputs& inputs, [[maybe_unused]] float* out,
+                        [[maybe_unused]] int pitch, [[maybe_unused]] bool add) {
 #if defined(TILES)
   if (inputs.count > 1 && !inputs.are_packed) {
     const std::size_t bytes = row_bytes(matrix, inputs);

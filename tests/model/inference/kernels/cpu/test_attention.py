@@ -1,0 +1,167 @@
+"""Attention of the native kernels in bfloat16: a query has the same bits by itself and among those
+of a prompt, of any width and any number of heads that share a key head; and what it looks at is
+what the twin looks at. Where the processor has AMX, most of these widths attend by its tiles."""
+
+import ctypes
+import math
+import random
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.testing import assert_close
+
+from model.inference.kernels.base import AttentionSelection, PrefillInput
+from model.inference.kernels.cpu.decoder import NativeDecoder
+from model.inference.kernels.eager.decoder import PlainDecoder
+from model.inference.kv_cache import KVCache
+from model.transformer.gpt import GPT
+from tests.model.factories import FAMILIES, random_ids, tiny_config, tiny_gpt
+from tests.profiles import examples
+
+LENGTH = 200
+HEADS = {(32, 3, 3), (64, 2, 1), (64, 4, 1), (80, 2, 2), (96, 3, 1), (128, 2, 1), (256, 1, 1)}
+"""Width, heads, key heads."""
+
+
+def gpt_of(width: int, heads: int, key_heads: int, **overrides: int) -> GPT:
+    config = tiny_config(
+        n_layer=2, n_head=heads, n_kv_head=key_heads, head_dim=width, context_length=LENGTH,
+        **overrides,
+    )  # fmt: skip
+    return tiny_gpt(config).to(torch.bfloat16)
+
+
+def new_cache(gpt: GPT) -> KVCache:
+    return KVCache(gpt.config, 4, device=torch.device("cpu"), dtype=torch.bfloat16)
+
+
+def prefilled(decoder: NativeDecoder, slot: int, ids: list[int], cuts: list[int]) -> Tensor:
+    """Final hidden states (T, d_model) of a prompt in chunks that end at `cuts`."""
+    parts = [
+        decoder.prefill([PrefillInput(ids[start:end], slot, start)])[0].hidden
+        for start, end in zip([0, *cuts], [*cuts, len(ids)], strict=True)
+    ]
+    return torch.cat(parts)
+
+
+def decoded(decoder: NativeDecoder, slot: int, ids: list[int]) -> Tensor:
+    """Logits (T, V) of tokens that are computed one by one."""
+    rows = [decoder.decode([token], [slot], [at])[0].clone() for at, token in enumerate(ids)]
+    return torch.stack(rows)
+
+
+@settings(
+    max_examples=examples(25),
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(
+    width=st.sampled_from([32, 64, 96, 128, 160, 256]),
+    group=st.sampled_from([1, 1, 2, 3, 5, 16, 17, 35]),
+    key_heads=st.integers(1, 2),
+    length=st.integers(1, LENGTH),
+    threads=st.integers(1, 3),
+    seed=st.integers(0, 2**16),
+)
+def test_a_prompt_in_any_chunks_is_the_bits_of_its_steps(
+    library: ctypes.CDLL,
+    width: int,
+    group: int,
+    key_heads: int,
+    length: int,
+    threads: int,
+    seed: int,
+) -> None:
+    """Queries of a prompt attend together, those of a step by themselves: with one head by other
+    instructions still."""
+    gpt = gpt_of(width, group * key_heads, key_heads, d_model=32)
+    rng, ids = random.Random(seed), random_ids(length).tolist()
+    native = NativeDecoder(library, gpt, new_cache(gpt), threads=threads)
+    by_step = decoded(native, 3, ids)
+    cuts = sorted(rng.sample(range(1, length), min(rng.randint(0, 4), length - 1)))
+    for slot, chunks in enumerate(([], cuts)):
+        assert torch.equal(native.head(prefilled(native, slot, ids, chunks)), by_step), chunks
+    native.close()
+
+
+@pytest.mark.parametrize("heads", sorted(HEADS))
+@pytest.mark.parametrize("length", [1, 31, 33, 129])
+def test_what_is_looked_at_is_what_the_twin_looks_at(
+    library: ctypes.CDLL, heads: tuple[int, int, int], length: int
+) -> None:
+    """As near to float32 with the same weights as the twin in bfloat16; and the weights that are
+    told are shares of one."""
+    gpt, ids = gpt_of(*heads), random_ids(length).tolist()
+    wanted = AttentionSelection((0, 1), tuple(range(heads[1])), length)
+    piece = PrefillInput(ids, 1, 0, states=True, weights=wanted)
+    native = NativeDecoder(library, gpt, new_cache(gpt), threads=2)
+    with torch.inference_mode():
+        [ours] = native.prefill([piece])
+        assert torch.equal(native.prefill([PrefillInput(ids, 2, 0)])[0].hidden, ours.hidden)
+        native.close()
+        [twins] = PlainDecoder(gpt, new_cache(gpt)).prefill([piece])
+        exact = gpt.float()
+        cache = KVCache(exact.config, 4, device=torch.device("cpu"), dtype=torch.float32)
+        [expected] = PlainDecoder(exact, cache).prefill([piece])
+    assert ours.weights is not None
+    assert_close(ours.weights.sum(-1), torch.ones(ours.weights.shape[:-1]), atol=1e-5, rtol=0)
+    for name in ("hidden", "states", "weights"):
+        found, rounded, whole = (getattr(one, name).float() for one in (ours, twins, expected))
+        scale = whole.square().mean().sqrt()
+        ours_off = (found - whole).square().mean().sqrt() / scale
+        assert ours_off < 1.3 * (rounded - whole).square().mean().sqrt() / scale + 0.005, name
+
+
+@pytest.mark.parametrize("width", [32, 48, 64, 128])
+@pytest.mark.parametrize("lost", [math.nan, math.inf])
+def test_a_token_that_is_no_number_is_not_seen_by_those_before_it(
+    library: ctypes.CDLL, width: int, lost: float
+) -> None:
+    """A weight of zero times what is not finite is not zero: of a prompt with one such token those
+    before it have the bits that they have without it, and what follows is lost."""
+    gpt, ids = gpt_of(width, 4, 2), random_ids(70).tolist()
+    ids = [token if token != 5 else 6 for token in ids]
+    native = NativeDecoder(library, gpt, new_cache(gpt), threads=2)
+    expected = prefilled(native, 0, ids, [])
+    native.close()
+    ids[40] = 5
+    with torch.no_grad():
+        gpt.token_embedding.weight[5, 3] = lost
+    native = NativeDecoder(library, gpt, new_cache(gpt), threads=2)
+    found = prefilled(native, 0, ids, [])
+    native.close()
+    assert torch.equal(found[:40], expected[:40])
+    assert not found[40:].isfinite().all(dim=-1).any()
+
+
+@pytest.mark.parametrize("width", [48, 64])
+@pytest.mark.parametrize("scale", [1e-37, 1e30])
+def test_numbers_at_the_ends_of_their_range_are_the_same_bits_too(
+    library: ctypes.CDLL, width: int, scale: float
+) -> None:
+    """Values whose products leave the normal numbers: tiles take such for zeros, and vectors do so
+    only when they are told to. What comes after scales them up again: so it shows."""
+    gpt, ids = gpt_of(width, 3, 3), random_ids(60).tolist()
+    with torch.no_grad():
+        for name, parameter in gpt.named_parameters():
+            if ".qkv." in name:
+                parameter[2 * 3 * width :].mul_(scale)  # values
+            elif name.endswith("attention_out.weight"):
+                parameter.mul_(1 / scale)
+    native = NativeDecoder(library, gpt, new_cache(gpt), threads=1)
+    by_step = decoded(native, 3, ids)
+    assert by_step.isfinite().all()
+    assert torch.equal(native.head(prefilled(native, 0, ids, [20])), by_step)
+    native.close()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_attends_so(library: ctypes.CDLL, family: str) -> None:
+    config = tiny_config(**{**FAMILIES[family], "head_dim": 32, "n_layer": 2})
+    gpt, ids = tiny_gpt(config).to(torch.bfloat16), random_ids(100).tolist()
+    native = NativeDecoder(library, gpt, new_cache(gpt), threads=2)
+    by_step = decoded(native, 3, ids)
+    assert torch.equal(native.head(prefilled(native, 0, ids, [64])), by_step)
+    native.close()
