@@ -159,9 +159,10 @@ class Comparison:
             print(f"{self._dtype}: {name} is {process.about}; off by {distance:.1e}", flush=True)
 
     def measure(self, prompts: list[list[int]]) -> list[Result]:
-        """One batch size, in turns."""
+        """One batch size, in turns; the first turn is not counted, in which memory is used for the
+        first time."""
         runs: dict[str, list[Run]] = {name: [] for name in self._processes}
-        for _ in range(rounds_of(self._plan, len(prompts))):
+        for _ in range(1 + rounds_of(self._plan, len(prompts))):
             for name, process in list(self._processes.items()):
                 try:
                     runs[name].append(process.run(prompts, WARM_UP + self._plan.steps))
@@ -169,7 +170,7 @@ class Comparison:
                     del self._processes[name]
                     self._leave_out(name, error)
         return [
-            summarise(runs[name], self._dtype, name, prompts, self._disagreements[name])
+            summarise(runs[name][1:], self._dtype, name, prompts, self._disagreements[name])
             for name in self._processes
         ]
 

@@ -50,18 +50,20 @@ def load_gpt(folder: Path) -> GPT:
 
 
 class LogitdEngine:
-    """One model; an engine for each question."""
+    """One model; an engine for each number of prompts, one at a time."""
 
     def __init__(self, gpt: GPT, quantize: Quantization, threads: int) -> None:
         self._gpt = gpt
         self._path = choose_decode_path(gpt, quantize=quantize, threads=threads)
+        self._engine: Engine | None = None
+        self._slots = 0
 
     @property
     def about(self) -> str:
         return f"logitd {VERSION}, engine in process, decoding {self._path.name}"
 
     def logprobs(self, ids: list[int]) -> NDArray[np.float64]:
-        engine = self._engine(slots=1)
+        engine = self._sized(slots=1)
         # All but the last id are the prompt, and the only token that may be drawn is the last.
         params = SamplingParams(
             max_tokens=2,
@@ -73,16 +75,15 @@ class LogitdEngine:
         tokens = []
         while engine.has_work():
             tokens += [event for event in engine.step().events if isinstance(event, TokenEvent)]
-        engine.close()
         row = np.full(self._gpt.config.vocab_size, np.nan)
         for token in tokens[1].top:
             row[token.token_id] = token.logprob
         return row
 
     def run(self, prompts: list[list[int]], steps: int) -> Run:
-        engine = self._engine(slots=len(prompts))
+        engine = self._sized(slots=len(prompts))
         began = time.perf_counter()
-        add(engine, "prefill", prompts, max_tokens=1)
+        add(engine, "prefill", prompts, max_tokens=1, prefix_reuse=False)
         while engine.has_work():
             engine.step()
         prefill_seconds = time.perf_counter() - began
@@ -96,16 +97,40 @@ class LogitdEngine:
             decoded = engine.step().decoded_sequences
             step_seconds.append(time.perf_counter() - began)
             assert decoded == len(prompts), "every sequence decodes in every step that is measured"
-        engine.close()
+        for index in range(len(prompts)):
+            engine.abort(request_id("decode", index))
+        engine.step()
+        assert not engine.has_work()
         return Run(prefill_seconds, step_seconds)
 
-    def _engine(self, slots: int) -> Engine:
-        return Engine(self._gpt, EngineConfig(slots=slots), make_decoder=self._path.make_decoder)
+    def _sized(self, slots: int) -> Engine:
+        """An engine with so many slots, which are used again and again, as a server's are."""
+        if self._engine is None or self._slots != slots:
+            if self._engine is not None:
+                self._engine.close()
+            config = EngineConfig(slots=slots)
+            self._engine = Engine(self._gpt, config, make_decoder=self._path.make_decoder)
+            self._slots = slots
+        return self._engine
 
 
-def add(engine: Engine, name: str, prompts: list[list[int]], max_tokens: int) -> None:
+def add(
+    engine: Engine,
+    name: str,
+    prompts: list[list[int]],
+    *,
+    max_tokens: int,
+    prefix_reuse: bool = True,
+) -> None:
     for index, ids in enumerate(prompts):
-        params = SamplingParams(max_tokens=max_tokens, seed=index)
-        engine.add(
-            GenerationRequest(request_id=f"{name} {index}", token_ids=tuple(ids), params=params)
+        request = GenerationRequest(
+            request_id=request_id(name, index),
+            token_ids=tuple(ids),
+            params=SamplingParams(max_tokens=max_tokens, seed=index),
+            prefix_reuse=prefix_reuse,
         )
+        engine.add(request)
+
+
+def request_id(name: str, index: int) -> str:
+    return f"{name} {index}"

@@ -238,12 +238,12 @@ class TileProduct {
         input_bytes_(row_bytes(matrix, inputs)) {}
 
   // Weight rows that are multiplied at once: two registers of them; int4's are two by themselves.
-  int weight_rows() const { return matrix_.kind == KIND_INT4 ? SIDE : 2 * SIDE; }
+  static int weight_rows(const Matrix& matrix) { return matrix.kind == KIND_INT4 ? SIDE : 2 * SIDE; }
 
   // Outputs of weight rows [first, last), for all activation rows.
   void rows(int first, int last) const {
     Shape shape;
-    for (int n = first; n < last; n += weight_rows()) rows(n, last, shape);
+    for (int n = first; n < last; n += weight_rows(matrix_)) rows(n, last, shape);
     _tile_release();
   }
 
@@ -279,8 +279,8 @@ class TileProduct {
       square.weights[0] = weight(first), square.weights[1] = weight(first + SIDE);
       square.stride = row_bytes(matrix_), square.apart = STEP_BYTES;
     }
-    Ahead ahead{weight(first + weight_rows()), 0};
-    const std::size_t coming = weight_rows() * row_bytes(matrix_) / LINE;
+    Ahead ahead{weight(first + weight_rows(matrix_)), 0};
+    const std::size_t coming = weight_rows(matrix_) * row_bytes(matrix_) / LINE;
     if (pairs > 1) ahead.lines = int(coming / (std::size_t(steps) * pairs)) + 1;
     Sums* sums = sums_room(pairs);
     for (int piece = 0; piece < pieces; piece++) {
@@ -421,6 +421,9 @@ class TileProduct {
 constexpr int INT8_TILE_ROWS = 13;
 constexpr int INT4_TILE_ROWS = 16;
 constexpr int PACKED_STEPS = 8;  // of an item of packing
+// Of activations that meet all weights before the next ones do: half of the second cache of processors that
+// have tiles. Measured on two cores of a Xeon, bfloat16, 256 rows of 4,096 in two parts: 1.08 times as fast.
+constexpr std::size_t SECOND_BYTES = 1 << 20;
 
 inline bool takes_tiles(const Matrix& matrix, int count) {
   if (!has_tiles()) return false;
@@ -430,6 +433,23 @@ inline bool takes_tiles(const Matrix& matrix, int count) {
     case KIND_INT4: return count >= INT4_TILE_ROWS;
     default: return false;
   }
+}
+
+// How many of so many activation rows meet all of the weights before the next ones do: about as many as
+// fit into SECOND_BYTES, which are read again for every few weight rows.
+inline int rows_at_once(int count, std::size_t row_bytes) {
+  const int most = std::max(2, int(SECOND_BYTES / row_bytes) / (2 * SIDE)) * 2 * SIDE;
+  const int parts = (count + most - 1) / most;
+  return (count + parts * 2 * SIDE - 1) / (parts * 2 * SIDE) * 2 * SIDE;
+}
+
+// Activation rows [first, first + count), the first of them a multiple of SIDE.
+inline Inputs part(const Matrix& matrix, Inputs inputs, int first, int count) {
+  const std::size_t bytes = first * row_bytes(matrix, inputs);
+  inputs.values = static_cast<const std::uint8_t*>(inputs.values) + bytes;
+  inputs.packed += bytes, inputs.scale += first;
+  inputs.count = count;
+  return inputs;
 }
 
 // As `linear` of linear.h.
@@ -448,11 +468,16 @@ inline void tile_linear([[maybe_unused]] Pool& pool, [[maybe_unused]] const Matr
                 inputs.packed + m * bytes);
     });
   }
-  const TileProduct product(matrix, inputs, out, pitch, add);
   // Configuring the registers and letting them go takes as long as a few steps do.
-  const int groups = inputs.count <= 2 * SIDE ? 4 : 1, per_item = groups * product.weight_rows();
-  pool.lanes((matrix.rows + per_item - 1) / per_item, [&](int item) {
-    product.rows(item * per_item, std::min((item + 1) * per_item, int(matrix.rows)));
+  const int groups = inputs.count <= 2 * SIDE ? 4 : 1;
+  const int per_item = groups * TileProduct::weight_rows(matrix);
+  const int items = (matrix.rows + per_item - 1) / per_item;
+  const int at_once = rows_at_once(inputs.count, row_bytes(matrix, inputs));
+  pool.lanes((inputs.count + at_once - 1) / at_once * items, [&](int item) {
+    const int m = item / items * at_once, n = item % items * per_item;
+    const Inputs some = part(matrix, inputs, m, std::min(at_once, inputs.count - m));
+    TileProduct(matrix, some, out + std::size_t(m) * pitch, pitch, add)
+        .rows(n, std::min(n + per_item, int(matrix.rows)));
   });
 #endif
 }

@@ -95,6 +95,28 @@ def test_products_are_the_twins(
         assert torch.equal(alone[0], found[row]), row
 
 
+@pytest.mark.parametrize(("kind", "width"), [("bfloat16", 9000), ("int8", 17000)])
+def test_more_rows_than_the_second_cache_holds_are_the_bits_of_each(
+    library: ctypes.CDLL, kind: str, width: int
+) -> None:
+    """They meet the weights some at a time, and one is left over."""
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(129, width, generator=generator)
+    weights = torch.randn(70, width, generator=generator)
+    matrix = Matrix(kind=KINDS[kind], rows=70, width=width)
+    if kind == "int8":
+        quantized = quantized_matrix(weights, "int8")
+        placed = moved(quantized.stored, 0)
+        matrix.scale, matrix.row_sum = quantized.scale.data_ptr(), quantized.row_sum.data_ptr()
+    else:
+        placed = moved(weights.bfloat16(), 0)
+    matrix.weights = placed.data_ptr()
+    together = native(library, matrix, inputs, 2)
+    for row in (0, 31, 63, 64, 95, 96, 127, 128):
+        [alone] = native(library, matrix, inputs[row : row + 1].clone(), 1)
+        assert torch.equal(alone, together[row]), row
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["int8", "int4"])
 @pytest.mark.parametrize("target", ["x86-64-v2", "x86-64-v3"])
