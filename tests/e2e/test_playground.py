@@ -483,13 +483,16 @@ def test_comparing_needs_no_mouse(pair: ServedProcess, new_page: NewPage) -> Non
     assert page.inner_text("#parting") == "With seed 5 both say the same."
 
 
+@pytest.mark.parametrize("prompt", ["import", "call(one,%0A"])
 @pytest.mark.parametrize("width", [390, 1280])
 def test_two_models_are_no_wider_than_the_window(
-    pair: ServedProcess, new_page: NewPage, width: int
+    pair: ServedProcess, new_page: NewPage, width: int, prompt: str
 ) -> None:
+    """The second prompt's next tokens are spaces, up to more of them than there is room for: the
+    table of both was wider than a telephone then."""
     viewport = {"width": width, "height": 800}
     page = ready(
-        new_page(f"{pair.url}/#tab=compare&prompt=import&max_tokens=30", viewport=viewport)
+        new_page(f"{pair.url}/#tab=compare&prompt={prompt}&max_tokens=30&seed=1", viewport=viewport)
     )
     bars(page, "#both")
     compared(page)

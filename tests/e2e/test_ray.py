@@ -142,7 +142,7 @@ def test_a_command_that_ends_leaves_no_worker_and_goes_on_without_ray(
     started.wait_for_shards("stopped", 3, process)
     os.kill(process.pid, ending)
     _, said = process.communicate(timeout=120)
-    assert process.returncode == (130 if ending == signal.SIGINT else -signal.SIGKILL)
+    assert process.returncode == (130 if ending == signal.SIGINT else -signal.SIGKILL), said
     assert "Traceback" not in said
     started.wait_for_the_end(of_workers=ending == signal.SIGKILL)
     before = len(list((started.folder / "stopped").glob("shard-*")))

@@ -28,19 +28,22 @@ SECONDS_BETWEEN_LINES = 10.0
 
 class Interrupts:
     """SIGINT as KeyboardInterrupt, and once more with the next event where it was lost: Python
-    drops what is raised in a finalizer, and on a cluster there are many of them."""
+    drops what is raised in a finalizer, and on a cluster there are many of them.
+
+    came  whether there was one: what fails afterwards may fail because of it
+    """
 
     def __init__(self) -> None:
-        self._came = False
+        self.came = False
         self._before: Any = None
 
     def check(self) -> None:
         """Raises KeyboardInterrupt if there was one."""
-        if self._came:
+        if self.came:
             raise KeyboardInterrupt
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        self._came = True
+        self.came = True
         raise KeyboardInterrupt
 
     def __enter__(self) -> "Interrupts":
@@ -62,6 +65,10 @@ class ProgressLines:
         self._in_place = sys.stderr.isatty()
         self._open_line = False
         self._next = 0.0
+
+    @property
+    def interrupted(self) -> bool:
+        return self._interrupts.came
 
     def __call__(self, event: Surveyed | Progress | Downloading | Downloaded, /) -> None:
         self._interrupts.check()
@@ -135,14 +142,20 @@ def _run(settings: ExtractSettings, progress: ProgressLines) -> int:
         InvalidRequest,
         KernelError,
     ) as error:
+        if progress.interrupted:  # Ray answers an interrupt with an error of its own
+            return _stopped(settings, progress)
         progress.say(str(error))
         return 1
     except KeyboardInterrupt:
-        progress.say(f"stopped; the same command goes on, if {settings.out} was begun")
-        return 130
+        return _stopped(settings, progress)
     progress.end()
     print(json.dumps(facts(result), allow_nan=False) if settings.as_json else _summary(result))
     return 0
+
+
+def _stopped(settings: ExtractSettings, progress: ProgressLines) -> int:
+    progress.say(f"stopped; the same command goes on, if {settings.out} was begun")
+    return 130
 
 
 def _unclear(settings: ExtractSettings) -> str:
