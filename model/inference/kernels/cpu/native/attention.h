@@ -4,7 +4,8 @@
 // queries are float32 beside int8, else in the same format. `width` is a multiple of 16.
 // Everything is accumulated in float32, position after position, each query for itself: `attend` goes
 // through the cache for one position, `attend_together` for a few that follow one another, which share
-// what is loaded, and both give a query the same bits.
+// what is loaded, and both give a query the same bits. Where the processor has AMX, most heads in bfloat16
+// attend by tile_attention.h instead.
 #pragma once
 
 #include <algorithm>

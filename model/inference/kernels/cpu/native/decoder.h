@@ -3,9 +3,8 @@
 //
 // The forward of model/transformer/gpt.py, stage by stage over a shared pool of threads: norms and
 // conversions by row, matrices by some weight rows at a time, attention by key head and by sequence or some
-// rows of one.
-// The residual stream is float32 whatever the weights are. What a row computes depends on its token,
-// its position and what its slot holds before it, so a prompt's rows are the bits that decoding the
+// rows of one. The residual stream is float32 whatever the weights are. What a row computes depends on its
+// token, its position and what its slot holds before it, so a prompt's rows are the bits that decoding the
 // same tokens one by one would give. The plain twin is model/inference/kernels/eager/decoder.py.
 #pragma once
 
@@ -26,8 +25,7 @@ namespace logitd {
 // room for their scores, and none should keep the others waiting at the end (pool.h).
 constexpr int TOGETHER = 16;
 constexpr int KEYS_TOGETHER = 65536;
-
-constexpr int ITEMS_A_THREAD = 4;
+constexpr int ITEMS_A_THREAD = 4;  // of attention by tiles, at least: so none waits long for the last
 constexpr int WRITTEN = 8;  // rows of a sequence whose keys and values one thread writes
 
 constexpr int ROW_PAD = LANES;
