@@ -6,10 +6,10 @@
 Ready is when it says so, from the start of its process, kernels being built already: the median of
 several starts, one after the other. Memory is what is resident after it has answered texts and rows
 and had a sequence of the whole context in every slot, less the bytes of its weights and of its KV
-cache: Python, torch, the vocabulary, the service; and the integers of quantized weights, which are
-there beside the weights, since stages and interventions are computed with those. The peak is the
-most that was resident at any time, loading included; both of the last start. With `--ready-only`
-nothing is asked, and memory is what it is then. The last line is JSON.
+cache: Python, torch, the vocabulary, the service. Weights that are quantized or compressed take
+fewer bytes than those of their dtype, which are taken off, so there it may be less than nothing.
+The peak is the most that was resident at any time, loading included; both of the last start. With
+`--ready-only` nothing is asked, and memory is what it is then. The last line is JSON.
 """
 
 import json

@@ -191,7 +191,11 @@ class LLM:
         except (CheckpointError, DeviceError, KernelError, InvalidRequest) as error:
             raise LoadError(str(error)) from error
         self.checkpoint = loaded.checkpoint
-        self._engine = Engine(loaded.gpt, config, make_decoder=loaded.decode_path.make_decoder)
+        self._engine = Engine(
+            loaded.gpt,
+            config,
+            make_decoder=loaded.decode_path.make_owner,
+        )
         self._ids = itertools.count()
         self._mailboxes: dict[str, deque[Event]] = {}  # of unfinished requests
 

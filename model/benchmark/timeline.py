@@ -131,6 +131,9 @@ class WatchedDecoder:
         self._mark("sampling", "processing")
         return tokens
 
+    def restore_weights(self) -> None:
+        self._decoder.restore_weights()
+
     def close(self) -> None:
         self._decoder.close()
 

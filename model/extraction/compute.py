@@ -104,7 +104,11 @@ class ShardComputer:
         )
         self._config = loaded.checkpoint.config
         self._wanted = wanted
-        self._engine = Engine(loaded.gpt, config, make_decoder=loaded.decode_path.make_decoder)
+        self._engine = Engine(
+            loaded.gpt,
+            config,
+            make_decoder=loaded.decode_path.make_owner,
+        )
 
     def close(self) -> None:
         """End the threads that compute."""

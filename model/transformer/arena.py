@@ -60,6 +60,10 @@ class Arena:
         self._used += room_for(tensor)
         return taken.view(tensor.dtype).view(tensor.shape)
 
+    def rest(self) -> Tensor:
+        """The room that is left, uint8, zeros: the next tensor will be at its beginning."""
+        return self._room[self._used :]
+
 
 def room_for(tensor: Tensor) -> int:
     """Bytes that a tensor takes in an arena."""

@@ -152,7 +152,7 @@ def _build(settings: ServeSettings) -> BuiltEngine:
     )
     compiler = compiler_for(model.checkpoint.tokenizer)
     masks = MaskWorker() if isinstance(compiler, Compiler) else None
-    engine = Engine(model.gpt, config, make_decoder=path.make_decoder, masks=masks)
+    engine = Engine(model.gpt, config, make_decoder=path.make_owner, masks=masks)
     release_memory()
     return BuiltEngine(
         engine,

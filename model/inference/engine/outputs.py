@@ -8,7 +8,7 @@ Shapes: P chosen positions, T positions of a chunk, V = vocab_size.
 """
 
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -64,7 +64,9 @@ def prefill_input(
 class TappedPasses:
     """The passes of sequences whose stages are recorded or changed."""
 
-    def __init__(self, gpt: GPT, cache: KVCache) -> None:
+    def __init__(self, gpt: GPT, cache: KVCache, prepare: Callable[[], None]) -> None:
+        """`prepare` has all of the weights in memory."""
+        self._prepare = prepare
         self._gpt = gpt
         self._decoder = TappedDecoder(gpt, cache)
         self._changes: WeakKeyDictionary[engine_sequence.Sequence, Changes] = WeakKeyDictionary()
@@ -74,6 +76,7 @@ class TappedPasses:
     ) -> tuple[Tensor, PieceTap]:
         """Compute a chunk into its slot: final hidden states (T, d_model), and what was recorded of
         some stages at some rows of the chunk."""
+        self._prepare()
         sequence = chunk.sequence
         assert sequence.slot is not None
         tap = PieceTap(
@@ -88,6 +91,7 @@ class TappedPasses:
 
     def decode(self, sequences: Sequence[engine_sequence.Sequence]) -> Tensor:
         """Logits (B, V) that follow the last token of each sequence."""
+        self._prepare()
         slots = []
         for sequence in sequences:
             assert sequence.slot is not None

@@ -184,7 +184,7 @@ class Runner:
 
     def _passes(self, gpt: GPT) -> "Passes":
         decoder = self._make_decoder(gpt, self.cache)
-        tapped = TappedPasses(gpt, self.cache)
+        tapped = TappedPasses(gpt, self.cache, decoder.restore_weights)
         return Passes(
             gpt=gpt,
             decoder=decoder,
@@ -227,6 +227,7 @@ class Runner:
         """Compute the next piece of a sequence's attributions; they themselves after the last."""
         request = sequence.attribution
         assert request is not None
+        self._decoder.restore_weights()
         if sequence not in self._attributing:
             watched = self._contention.watched
             attributing = Attributing(self.gpt, request.token_ids, request.task, watched)

@@ -112,5 +112,8 @@ class Decoder(Protocol):
     def sample(self, logits: Tensor, computed: Tensor, sampling: SamplingRows) -> list[int | None]:
         """A token of each row of `logits` (R, V), float32: what `sample_tokens` gives."""
 
+    def restore_weights(self) -> None:
+        """The GPT is about to be computed with by torch: all of it has to be in memory."""
+
     def close(self) -> None:
         """Nothing is decoded any more."""

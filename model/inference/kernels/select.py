@@ -46,15 +46,26 @@ class DTypeChoice:
 class DecodePath:
     """How decode steps are computed.
 
-    name     for people: "native (AVX-512 BF16)", "CUDA graphs" or "torch"
-    note     why it is torch although that was not asked for, or None
-    kernels  for people, the native kernels that were loaded: "x86-64-v3, prebuilt"; or None
+    make_decoder  a decoder that leaves a GPT's weights where they are
+    make_owner    one that need not, since nobody else computes with the GPT: what it does not read
+                  leaves memory until `restore_weights`
+    name          for people: "native (AVX-512 BF16)", "CUDA graphs" or "torch"
+    note          why it is torch although that was not asked for, or None
+    kernels       for people, the native kernels that were loaded: "x86-64-v3, prebuilt"; or None
     """
 
     make_decoder: Callable[[GPT, KVCache], Decoder]
+    make_owner: Callable[[GPT, KVCache], Decoder]
     name: str
     note: str | None = None
     kernels: str | None = None
+
+    @classmethod
+    def plain(
+        cls, make: Callable[[GPT, KVCache], Decoder], name: str, note: str | None = None
+    ) -> "DecodePath":
+        """One whose decoders read all of a GPT's weights as they are."""
+        return cls(make, make, name, note)
 
 
 def choose_dtype(
@@ -155,7 +166,7 @@ def choose_decode_path(
                 f"{asked}, but there are no native kernels for this: {error}"
             ) from error
         unasked = kernels != "torch" and weight.device.type == "cpu"
-        return DecodePath(PlainDecoder, "torch", str(error) if unasked else None)
+        return DecodePath.plain(PlainDecoder, "torch", str(error) if unasked else None)
     return _native_path(library, weight.dtype, quantize=quantize, threads=threads, named=named)
 
 
@@ -163,13 +174,13 @@ def cuda_path(kernels: KernelChoice, *, batch_invariant: bool) -> DecodePath:
     """How a GPU decodes: recorded steps, or torch where that is asked for."""
     if kernels != "torch":
         name = "CUDA graphs, batch-invariant" if batch_invariant else "CUDA graphs"
-        return DecodePath(partial(GraphDecoder, batch_invariant=batch_invariant), name)
+        return DecodePath.plain(partial(GraphDecoder, batch_invariant=batch_invariant), name)
     if batch_invariant:
         raise KernelError(
             "kernels is torch, whose bits depend on the batch on CUDA, and batch_invariant is "
             "asked for; set kernels to auto"
         )
-    return DecodePath(PlainDecoder, "torch")
+    return DecodePath.plain(PlainDecoder, "torch")
 
 
 def instructions(library: NativeLibrary) -> str:
@@ -197,7 +208,7 @@ def _native_path(
     where their target was `named`."""
     fast = prefills_natively(dtype, quantize=quantize, features=library.features)
 
-    def make(gpt: GPT, cache: KVCache) -> Decoder:
+    def make(gpt: GPT, cache: KVCache, *, owns_weights: bool = False) -> Decoder:
         return NativeDecoder(
             library.functions,
             gpt,
@@ -205,12 +216,18 @@ def _native_path(
             threads=threads,
             quantize=quantize,
             prefills=fast or named,
+            owns_weights=owns_weights,
         )
 
     what = [instructions(library), *([] if quantize == "none" else [quantize])]
     if named and library.target is not None:
         what.append(f"target {library.target.name}")
-    return DecodePath(make, f"native ({', '.join(what)})", kernels=library.description)
+    return DecodePath(
+        make,
+        partial(make, owns_weights=True),
+        f"native ({', '.join(what)})",
+        kernels=library.description,
+    )
 
 
 def _native(

@@ -88,8 +88,11 @@ class NativeDecoder:
         threads: int,
         quantize: Quantization = "none",
         prefills: bool = True,
+        owns_weights: bool = False,
     ) -> None:
-        """`prefills`: prompts are computed natively, else by torch."""
+        """`prefills`: prompts are computed natively, else by torch. `owns_weights`: nobody else
+        computes with the GPT unless `restore_weights` was called; matrices that are computed with
+        in another form leave memory."""
         reason = unsupported(gpt)
         if reason is not None:
             raise ValueError(f"the native decoder does not cover this model: {reason}")
@@ -106,7 +109,9 @@ class NativeDecoder:
         library.logitd_time_stages.argtypes = (c_void_p, c_void_p)
         library.logitd_stage_names.restype = c_char_p
         self._library = library
-        self._description = Description(library, gpt, quantize)
+        self._description = Description(
+            library, gpt, quantize, owns_weights=owns_weights and prefills
+        )
         self.prefill_matches_decode = prefills
         self._torch_prefill = TorchPrefill(gpt, cache)
         # Products of many rows are what the processor is slow at: those of the head too, 8 times as
@@ -251,6 +256,9 @@ class NativeDecoder:
         for index in range(len(self._stages)):
             self._nanoseconds[index] = 0
         return taken
+
+    def restore_weights(self) -> None:
+        self._description.originals.restore()
 
     def close(self) -> None:
         """End the threads. Nothing may be decoded afterwards."""

@@ -7,11 +7,20 @@ to. The GPT's parameters move into an arena: what is read in a step is one strea
 
 import ctypes
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from model.inference.kernels.cpu.quantize import int4_row_bytes, round_matrix, stored_shape
+from model.inference.kernels.cpu.compress import compress_matrix, decompress_matrix, most_bytes
+from model.inference.kernels.cpu.originals import Originals, Restore
+from model.inference.kernels.cpu.quantize import (
+    Int4Matrix,
+    Int8Matrix,
+    int4_row_bytes,
+    round_matrix,
+    stored_shape,
+)
 from model.inference.kernels.cpu.structures import (
     ACTIVATIONS,
     KINDS,
@@ -32,18 +41,27 @@ from model.transformer.rotary import rotary_tables
 class Description:
     """What a native decoder is made from, for as long as that lives.
 
-    model   of the GPT, whose parameters must not be replaced meanwhile
+    model      of the GPT, whose parameters must not be replaced meanwhile
+    originals  of the GPT: the matrices that are here in another form
     """
 
-    def __init__(self, library: ctypes.CDLL, gpt: GPT, quantize: Quantization) -> None:
+    def __init__(
+        self, library: ctypes.CDLL, gpt: GPT, quantize: Quantization, *, owns_weights: bool = False
+    ) -> None:
+        """`owns_weights`: matrices that are here in another form leave memory (`originals`)."""
         self._alive: list[Tensor | Arena] = [move_to_arena(gpt)]
         self._library = library
         self._quantize = quantize
+        self.originals = Originals(library, release=owns_weights)
         self._quantized = None
         if quantize != "none":
             # One behind the other, as the weights themselves: what is read is one stream.
             self._quantized = Arena(sum(map(room_for_bytes, quantized_bytes(gpt, quantize))))
         self._cells = KINDS[dtype_name(gpt.token_embedding.weight.dtype)]
+        self._compressed = None
+        if quantize == "none" and self._cells == KINDS["bfloat16"] and library.logitd_has_tiles():
+            sizes = [most_bytes(*matrix.shape) for matrix in matrices(gpt)]
+            self._compressed = Arena(sum(map(room_for_bytes, sizes)))
         self.model, self._layers = self._describe(gpt)
 
     def cache(self, cache: KVCache) -> Cache:
@@ -76,7 +94,7 @@ class Description:
             d_model=config.d_model,
             d_ff=config.d_ff,
             vocab_size=config.vocab_size,
-            kind=self._cells if self._quantize == "none" else KINDS[self._quantize],
+            kind=self._kind,
             cells=self._cells,
             post_norm=config.norm_position == "post",
             parallel=config.residual == "parallel",
@@ -94,7 +112,7 @@ class Description:
             rope_sin=rope[1],
             layers=layers,
             final_norm=self._norm(gpt.final_norm),
-            head=self._matrix(head_matrix(gpt), head_bias(gpt), head_quantization(self._quantize)),
+            head=self._head(gpt),
         )
         return model, layers
 
@@ -128,9 +146,24 @@ class Description:
         )
 
     def _linear(self, linear: nn.Linear) -> Matrix:
-        return self._matrix(linear.weight, linear.bias, self._quantize)
+        matrix, restore = self._matrix(linear.weight, linear.bias, self._quantize)
+        if restore is not None:
+            self.originals.add(linear, restore)
+        return matrix
 
-    def _matrix(self, weight: Tensor, bias: Tensor | None, quantize: Quantization) -> Matrix:
+    def _head(self, gpt: GPT) -> Matrix:
+        weight = head_matrix(gpt)
+        matrix, restore = self._matrix(weight, head_bias(gpt), head_quantization(self._quantize))
+        # An embedding is read as it is, and rows beyond the vocabulary are nowhere else.
+        stays = gpt.config.tied_head or len(weight) < len(gpt.head.weight)
+        if restore is not None and not stays:
+            self.originals.add(gpt.head, restore)
+        return matrix
+
+    def _matrix(
+        self, weight: Tensor, bias: Tensor | None, quantize: Quantization
+    ) -> tuple[Matrix, Restore | None]:
+        """A matrix as it is computed with, and what restores the original, if that is another."""
         rows, width = weight.shape
         described = Matrix(
             bias=None if bias is None else self._floats(bias), rows=rows, width=width
@@ -138,7 +171,7 @@ class Description:
         if quantize == "none":
             described.kind = self._cells
             described.weights = self._keep(weight)
-            return described
+            return described, self._compress(weight, described)
         assert self._quantized is not None
         described.kind = KINDS[quantize]
         # In place: what torch computes has the same weights.
@@ -147,7 +180,27 @@ class Description:
         described.weights = self._keep(stored)
         described.scale = self._keep(quantized.scale)
         described.row_sum = self._keep(quantized.row_sum)
-        return described
+        return described, partial(_dequantize, quantized)
+
+    def _compress(self, weight: Tensor, described: Matrix) -> Restore | None:
+        """Describe a matrix as it is compressed, where that pays; what restores it there."""
+        if self._compressed is None:
+            return None
+        compressed = compress_matrix(self._library, weight, self._compressed.rest())
+        if compressed is None:
+            return None
+        self._compressed.make_room(compressed.stored.to("meta"))
+        described.kind = KINDS["compressed"]
+        described.weights = self._keep(compressed.stored)
+        described.strips = self._keep(compressed.strips)
+        return partial(decompress_matrix, self._library, compressed)
+
+    @property
+    def _kind(self) -> int:
+        """Of what meets matrices."""
+        if self._compressed is not None:
+            return KINDS["compressed"]
+        return self._cells if self._quantize == "none" else KINDS[self._quantize]
 
     def _floats(self, tensor: Tensor) -> int:
         return self._keep(tensor.detach().float().clone())
@@ -157,6 +210,10 @@ class Description:
         assert tensor.is_contiguous()
         self._alive.append(tensor)
         return tensor.data_ptr()
+
+
+def _dequantize(quantized: Int8Matrix | Int4Matrix, original: Tensor) -> None:
+    original.copy_(quantized.dequantized())
 
 
 def matrices(gpt: GPT) -> Iterator[Tensor]:

@@ -11,8 +11,8 @@ import torch
 
 from model.inference.sampling.sample import SAMPLING_ROW
 
-KINDS = {"float32": 0, "bfloat16": 1, "int8": 2, "int4": 3}
-"""Formats of matrices: `Kind` of native/linear.h."""
+KINDS = {"float32": 0, "bfloat16": 1, "int8": 2, "int4": 3, "compressed": 4}
+"""Formats of matrices: `Kind` of native/matrix.h."""
 ACTIVATIONS = {"gelu_tanh": 0, "gelu": 1, "relu": 2, "relu2": 3, "swiglu": 4}
 
 
@@ -30,6 +30,7 @@ class Matrix(Structure):
         ("bias", c_void_p),
         ("scale", c_void_p),
         ("row_sum", c_void_p),
+        ("strips", c_void_p),
         ("kind", c_int32),
         ("rows", c_int32),
         ("width", c_int32),

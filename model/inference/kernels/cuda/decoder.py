@@ -163,6 +163,9 @@ class GraphDecoder:
             return self._begin_sample(sampling)()
         return _usable(self._sample_unrecorded(logits, computed, sampling, self._kind(sampling)))
 
+    def restore_weights(self) -> None:
+        """All weights are there."""
+
     def close(self) -> None:
         """Let go of the recordings and their memory, once nothing runs in it any more. Nothing may
         be decoded afterwards."""

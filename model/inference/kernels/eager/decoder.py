@@ -69,6 +69,9 @@ class PlainDecoder:
     def sample(self, logits: Tensor, computed: Tensor, sampling: SamplingRows) -> list[int | None]:
         return sample_tokens(logits, computed, sampling)
 
+    def restore_weights(self) -> None:
+        """All weights are there."""
+
     def close(self) -> None:
         """Nothing to end."""
 

@@ -2,6 +2,11 @@
 #include "decoder.h"
 #include "quantize.h"
 
+#if defined(__linux__)
+#include <sys/mman.h>
+#include <unistd.h>
+#endif
+
 using namespace logitd;
 
 extern "C" {
@@ -79,6 +84,37 @@ void logitd_quantize(std::int32_t kind, float* weights, std::int32_t count, std:
     scale[row] = rounded.scale;
     row_sum[row] = rounded.sum;
   }
+}
+
+// Weights (rows, width) of bfloat16 without loss into `to`, as compressed.h says, and where each strip begins
+// and the last one ends, in lines. Bytes written; 0: they are more than `room`, or there are no tiles.
+std::int64_t logitd_compress([[maybe_unused]] const void* weights, [[maybe_unused]] std::int32_t rows,
+                             [[maybe_unused]] std::int32_t width, [[maybe_unused]] void* to,
+                             [[maybe_unused]] std::int64_t room, [[maybe_unused]] std::uint32_t* strips) {
+#if defined(TILES)
+  return std::int64_t(Compressor::compress(static_cast<const Bf16*>(weights), rows, width,
+                                           static_cast<std::uint8_t*>(to), std::size_t(room), strips));
+#else
+  return 0;
+#endif
+}
+
+// Weights (rows, width) of bfloat16 from a compressed matrix.
+void logitd_decompress([[maybe_unused]] const Matrix* matrix, [[maybe_unused]] void* to) {
+#if defined(TILES)
+  decompress(*matrix, static_cast<Bf16*>(to));
+#endif
+}
+
+// Give the memory of `size` bytes back to the system, as far as it is whole pages, where this is known to be
+// possible. What is read there afterwards means nothing; it may be written anew.
+void logitd_forget([[maybe_unused]] void* from, [[maybe_unused]] std::int64_t size) {
+#if defined(__linux__)
+  const auto page = std::uintptr_t(sysconf(_SC_PAGESIZE)), at = reinterpret_cast<std::uintptr_t>(from);
+  const std::uintptr_t first = (at + page - 1) / page * page;
+  const std::uintptr_t last = (at + std::uintptr_t(size)) / page * page;
+  if (first < last) madvise(reinterpret_cast<void*>(first), last - first, MADV_DONTNEED);
+#endif
 }
 
 // For tests: until when, in microseconds, a thread computes alone after it has waited `count` times,

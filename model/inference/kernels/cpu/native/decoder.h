@@ -142,11 +142,11 @@ class Decoder {
   // Rows into `to`, by a stage that ends with putting them there.
   template <class Stage>
   void convert(Converted& to, int count, const Stage& stage) {
-    if (!to.packs(count)) return pool_.loop(count, stage);
+    if (count < MANY_ROWS) return pool_.loop(count, stage);
     pool_.loop((count + SIDE - 1) / SIDE, [&](int block) {
       const int first = block * SIDE, last = std::min(first + SIDE, count);
       for (int row = first; row < last; row++) stage(row);
-      to.pack(first, last - first);  // while this thread's cache has them
+      if (to.packs(count)) to.pack(first, last - first);  // while this thread's cache has them
     });
   }
 

@@ -12,12 +12,14 @@
 // slower day, 256 rows, 768 columns, GFLOP/s: bfloat16 415, float32 180, int8 650, with oneDNN's
 // bfloat16 at 400 and MKL's float32 at 165. Each product is accumulated in the same order in all three.
 //
-// Where the processor has AMX, most products are those of tiles.h.
+// Where the processor has AMX, most products are those of tiles.h, and those of compressed weights are of
+// compressed.h.
 #pragma once
 
 #include <algorithm>
 #include <type_traits>
 
+#include "compressed.h"
 #include "dot.h"
 #include "matrix.h"
 #include "pool.h"
@@ -238,6 +240,7 @@ class Product {
 // `out` to the next.
 inline void linear(Pool& pool, const Matrix& matrix, const Inputs& inputs, float* out, int pitch,
                    bool add) {
+  if (matrix.kind == KIND_COMPRESSED) return compressed_linear(pool, matrix, inputs, out, pitch, add);
   if (takes_tiles(matrix, inputs.count)) return tile_linear(pool, matrix, inputs, out, pitch, add);
   // Items of some 32 KB of weights, so that the threads end together, or what stays in the cache for
   // many rows; whole tiles. In lanes: measured a tenth to a fifth faster than taking every other item.
@@ -252,6 +255,7 @@ inline void linear(Pool& pool, const Matrix& matrix, const Inputs& inputs, float
       case KIND_BF16: return Product<B16>(matrix, inputs, out, pitch, add).rows(first, last);
       case KIND_INT8: return Product<I8>(matrix, inputs, out, pitch, add).rows(first, last);
       case KIND_INT4: return Product<I4>(matrix, inputs, out, pitch, add).rows(first, last);
+      case KIND_COMPRESSED: return;  // is not reached
     }
   });
 }

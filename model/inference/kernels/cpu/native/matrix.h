@@ -8,15 +8,23 @@
 
 namespace logitd {
 
-enum Kind : std::int32_t { KIND_F32 = 0, KIND_BF16 = 1, KIND_INT8 = 2, KIND_INT4 = 3 };
+enum Kind : std::int32_t {
+  KIND_F32 = 0,
+  KIND_BF16 = 1,
+  KIND_INT8 = 2,
+  KIND_INT4 = 3,
+  KIND_COMPRESSED = 4,  // bfloat16, as compressed.h keeps it
+};
 
 // A weight matrix (rows, width), row-major. `scale` (one per row) and `row_sum` (of each row's
-// integers, int4's times their scales) are those of quantized ones; `bias` may be null.
+// integers, int4's times their scales) are those of quantized ones; `bias` may be null. `strips` is where
+// each strip of a compressed one begins, in lines, and where the last one ends.
 struct Matrix {
   const void* weights;
   const float* bias;
   const float* scale;
   const std::int32_t* row_sum;
+  const std::uint32_t* strips;
   std::int32_t kind;
   std::int32_t rows;
   std::int32_t width;
@@ -37,7 +45,7 @@ struct Inputs {
   bool are_packed;
 };
 
-// Of a row of weights.
+// Of a row of weights that are not compressed.
 inline std::size_t row_bytes(const Matrix& matrix) {
   switch (matrix.kind) {
     case KIND_F32: return 4 * std::size_t(matrix.width);
@@ -49,7 +57,8 @@ inline std::size_t row_bytes(const Matrix& matrix) {
 
 // Of a row of activations.
 inline std::size_t row_bytes(const Matrix& matrix, const Inputs& inputs) {
-  int item = matrix.kind == KIND_F32 ? 4 : matrix.kind == KIND_BF16 ? 2 : 1;
+  const bool bf16 = matrix.kind == KIND_BF16 || matrix.kind == KIND_COMPRESSED;
+  const int item = matrix.kind == KIND_F32 ? 4 : bf16 ? 2 : 1;
   return std::size_t(item) * inputs.pitch;
 }
 

@@ -118,17 +118,25 @@ inline float put_steps(const float* from, int width, std::int8_t* to) {
   return most / 127.0f + sum(lost);
 }
 
+// From how many rows on a thread converts SIDE of them at a time: so many that all threads have some.
+constexpr int MANY_ROWS = 4 * SIDE;
+
 // Rows of activations on their way into matrices of one kind: (count, pitch), zeros behind `width`.
 // Those of int8 and int4 are the same.
 class Converted {
  public:
-  Converted(int kind, int rows, int width) : kind_(kind) {
-    int step = kind == KIND_F32 ? F32::STEP : kind == KIND_BF16 ? B16::STEP : I8::STEP;
+  Converted(int kind, int rows, int width)
+      : kind_(kind == KIND_COMPRESSED ? KIND_BF16 : kind), as_they_are_(kind == KIND_COMPRESSED) {
+    int step = kind_ == KIND_F32 ? F32::STEP : kind_ == KIND_BF16 ? B16::STEP : I8::STEP;
     static_assert(I8::STEP == I4::STEP);
-    pitch_ = (width + step - 1) / step * step;
-    int item = kind == KIND_F32 ? 4 : kind == KIND_BF16 ? 2 : 1;
+    int steps = (width + step - 1) / step;
+    // Rows that are read side by side: an odd number of lines apart, so that the nearest cache has places
+    // for all of them.
+    if (as_they_are_) steps |= 1;
+    pitch_ = steps * step;
+    int item = kind_ == KIND_F32 ? 4 : kind_ == KIND_BF16 ? 2 : 1;
     values_.resize(std::size_t(rows) * pitch_ * item, 0);
-    if (has_tiles() && kind != KIND_F32) packed_.resize(values_.size());
+    if (has_tiles() && kind_ != KIND_F32) packed_.resize(values_.size());
     if (kind == KIND_INT4) sums_.resize(std::size_t(rows) * I4::sums(width), 0);
     scales_.resize(rows, 0.0f);
   }
@@ -153,8 +161,8 @@ class Converted {
     }
   }
 
-  // Whether rows are packed by whoever converts them, SIDE at a time: so many that all threads have some.
-  bool packs(int count) const { return !packed_.empty() && count >= 4 * SIDE; }
+  // Whether rows are packed by whoever converts them.
+  bool packs(int count) const { return !as_they_are_ && !packed_.empty() && count >= MANY_ROWS; }
 
   // SIDE rows from the first on, or those that are left, as tiles want them.
   void pack([[maybe_unused]] int first, [[maybe_unused]] int count) {
@@ -227,6 +235,7 @@ class Converted {
   }
 
   int kind_;
+  bool as_they_are_;  // are read by what they are for, not packed
   int pitch_;
   Buffer<std::uint8_t> values_, packed_;
   Buffer<std::int16_t> sums_;

@@ -1,11 +1,12 @@
 // Tiles: products in AMX's registers, which hold 16 rows of 64 bytes (Intel, from Sapphire Rapids on).
 //
 // One instruction multiplies 16 weight rows with 16 activation rows over a step of 64 bytes: 32 elements in
-// bfloat16, 64 in int8. Weights stay as they are in memory, row after row; activations are laid out anew
-// (`pack_rows`), as the instruction wants its second operand. Integers are exact, so int8 and int4 have the
-// bits of dot.h, and either is taken where it is faster. bfloat16 is added in another order: the even
-// elements of a step by themselves, the odd ones, then both to the sum. So all of its products are tiles,
-// those of a single row too, and a row's bits do not depend on how many others there are.
+// bfloat16, 64 in int8. Here weights are as they lie in memory, row after row, and activations are laid out
+// anew (`pack_rows`), as the instruction wants its second operand; compressed.h has it the other way round.
+// Integers are exact, so int8 and int4 have the bits of dot.h, and either is taken where it is faster.
+// bfloat16 is added in another order: the even elements of a step by themselves, the odd ones, then both to
+// the sum. So all of its products are tiles, those of a single row too, and a row's bits do not depend on how
+// many others there are.
 //
 // Source of the order: Intel's Software Developer's Manual, TDPBF16PS.
 #pragma once
@@ -111,6 +112,8 @@ struct alignas(64) TileConfig {
   std::uint16_t row_bytes[16] = {};
   std::uint8_t rows[16] = {};
 
+  TileConfig() = default;
+
   // Weight rows of both halves of a product, and activation rows of both.
   TileConfig(const int* weight_rows, const int* input_rows) {
     for (int w = 0; w < 2; w++) put(4 + w, weight_rows[w], STEP_BYTES);
@@ -119,7 +122,6 @@ struct alignas(64) TileConfig {
       for (int m = 0; m < 2; m++) put(2 * w + m, weight_rows[w], 4 * input_rows[m]);
   }
 
- private:
   void put(int tile, int count, int bytes) {
     if (count == 0 || bytes == 0) return;
     rows[tile] = std::uint8_t(count), row_bytes[tile] = std::uint16_t(bytes);

@@ -47,7 +47,7 @@ def rounded_rows(inputs: Tensor) -> Tensor:
     return (inputs * steps).round().double() * (largest / 127).double()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "compressed"])
 @given(
     count=st.one_of(st.integers(1, 9), st.integers(10, 29), st.integers(30, 70)),
     rows=st.integers(1, 90),

@@ -1,0 +1,157 @@
+"""Matrices that are compressed come back with every bit, by the native code and by the plain reader
+of the same bytes, and are multiplied with the bits of those that are not."""
+
+import ctypes
+
+import pytest
+import torch
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from model.inference.kernels.cpu.compress import (
+    CompressedMatrix,
+    compress_matrix,
+    decompress_matrix,
+    most_bytes,
+)
+from model.inference.kernels.cpu.structures import KINDS, Matrix
+from tests.model.inference.kernels.cpu.test_linear import moved, native
+from tests.profiles import examples
+
+PAGE = 4096
+
+
+@pytest.fixture(autouse=True)
+def needs_tiles(library: ctypes.CDLL) -> None:
+    if not library.logitd_has_tiles():
+        pytest.skip("the processor, or what the kernels were built for, has no AMX")
+
+
+def normal(rows: int, width: int, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return (0.02 * torch.randn(rows, width, generator=generator)).bfloat16()
+
+
+def odd_ones(weights: Tensor, share: float, seed: int) -> Tensor:
+    """With any bits that are a finite number in a share of the places: zeros of either sign,
+    subnormal numbers, the largest and the smallest."""
+    generator = torch.Generator().manual_seed(seed)
+    bits = torch.randint(0, 2**16, weights.shape, generator=generator).to(torch.uint16)
+    bits = torch.where((bits.int() & 0x7F80) == 0x7F80, 0, bits.int()).to(torch.uint16)
+    chosen = torch.rand(weights.shape, generator=generator) < share
+    return torch.where(chosen, bits.view(torch.bfloat16), weights)
+
+
+def compressed(library: ctypes.CDLL, weights: Tensor) -> CompressedMatrix | None:
+    room = torch.zeros(most_bytes(*weights.shape) + 64, dtype=torch.uint8)
+    return compress_matrix(library, weights, room[-room.data_ptr() % 64 :])
+
+
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    return torch.equal(one.view(torch.int16), other.view(torch.int16))
+
+
+@given(
+    rows=st.one_of(st.integers(29, 32), st.integers(58, 64), st.integers(84, 170)),
+    width=st.one_of(st.integers(40, 200), st.integers(505, 600)),
+    share=st.sampled_from([0, 0.001, 0.02, 0.1]),
+    seed=st.integers(0, 2**16),
+)
+@settings(max_examples=examples(60), suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_every_bit_comes_back(
+    library: ctypes.CDLL, rows: int, width: int, share: float, seed: int
+) -> None:
+    weights = odd_ones(normal(rows, width, seed), share, seed)
+    matrix = compressed(library, weights)
+    assume(matrix is not None)
+    assert matrix is not None
+    assert same_bits(matrix.decompressed(), weights)
+    back = torch.full_like(weights, torch.nan)
+    decompress_matrix(library, matrix, back)
+    assert same_bits(back, weights)
+
+
+def test_weights_of_a_normal_distribution_take_three_quarters(library: ctypes.CDLL) -> None:
+    weights = normal(1000, 768, 0)
+    matrix = compressed(library, weights)
+    assert matrix is not None
+    assert 0.75 < len(matrix.stored) / (2 * weights.numel()) < 0.78
+
+
+@pytest.mark.parametrize("share", [0.3, 1.0])
+def test_a_matrix_that_is_not_worth_it_stays_as_it_is(library: ctypes.CDLL, share: float) -> None:
+    """Weights of any size: too many are escapes, in all or in one block."""
+    assert compressed(library, odd_ones(normal(128, 512, 0), share, 1)) is None
+
+
+@pytest.mark.parametrize("value", [0.0, -0.0, 1e-40, 3e38])
+def test_a_matrix_of_one_number(library: ctypes.CDLL, value: float) -> None:
+    weights = torch.full((64, 96), value).bfloat16()
+    matrix = compressed(library, weights)
+    assert matrix is not None
+    assert same_bits(matrix.decompressed(), weights)
+
+
+@given(
+    count=st.one_of(st.integers(1, 40), st.integers(60, 140)),
+    rows=st.one_of(st.integers(29, 32), st.integers(58, 64), st.integers(84, 170)),
+    width=st.one_of(st.integers(40, 200), st.integers(505, 600)),
+    share=st.sampled_from([0, 0.02]),
+    threads=st.integers(1, 3),
+    bias=st.booleans(),
+    seed=st.integers(0, 2**16),
+)
+@settings(max_examples=examples(80), suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_products_have_the_bits_of_weights_as_they_are(
+    library: ctypes.CDLL,
+    count: int,
+    rows: int,
+    width: int,
+    share: float,
+    threads: int,
+    bias: bool,
+    seed: int,
+) -> None:
+    # Not so large that a sum of products overflows.
+    weights = odd_ones(normal(rows, width, seed), share, seed).clamp(-1e30, 1e30)
+    generator = torch.Generator().manual_seed(seed)
+    inputs = torch.randn(count, width, generator=generator)
+    added = torch.randn(rows, generator=generator)
+    matrix = compressed(library, weights)
+    assume(matrix is not None)
+    assert matrix is not None
+    found, expected = products(library, matrix, weights, inputs, added if bias else None, threads)
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize(("count", "width"), [(129, 9000), (256, 4160), (3, 9000)])
+def test_long_rows_meet_many_activations_some_steps_at_a_time(
+    library: ctypes.CDLL, count: int, width: int
+) -> None:
+    """More than the second cache holds: sums are kept from one part of the columns to the next."""
+    weights = normal(94, width, 0)
+    inputs = torch.randn(count, width, generator=torch.Generator().manual_seed(0))
+    matrix = compressed(library, weights)
+    assert matrix is not None
+    found, expected = products(library, matrix, weights, inputs, None, 2)
+    assert torch.equal(found, expected)
+
+
+def products(
+    library: ctypes.CDLL,
+    matrix: CompressedMatrix,
+    weights: Tensor,
+    inputs: Tensor,
+    bias: Tensor | None,
+    threads: int,
+) -> tuple[Tensor, Tensor]:
+    """Of a compressed matrix, and of its weights as they are."""
+    here = matrix.described()
+    placed = moved(weights, 0)
+    there = Matrix(
+        kind=KINDS["bfloat16"], rows=matrix.rows, width=matrix.width, weights=placed.data_ptr()
+    )
+    if bias is not None:
+        here.bias = there.bias = bias.data_ptr()
+    return native(library, here, inputs, threads), native(library, there, inputs, threads)
