@@ -13,6 +13,7 @@ namespace logitd {
 // What a step goes through, in this order, but for the blocks, which are gone through again and again.
 //   NORMS      what a row's stream becomes before a product: residual sums are in the products
 //   ATTENTION  positions, norms of heads, the new keys and values, the look back, the heads' outputs
+// (Activations of compressed weights' products are a part of MLP_UP, but for those of a gate.)
 enum Stage { EMBEDDING, NORMS, QKV, ATTENTION, ATTENTION_OUT, MLP_UP, ACTIVATION, MLP_DOWN, HEAD, SAMPLING };
 
 constexpr const char* STAGE_NAMES =

@@ -161,7 +161,21 @@ class StripReader {
   const std::uint8_t* blocks_;
 };
 
-// A compressed matrix times activations.
+// Where products go: each row's sums, bias included, a vector at a time. As floats, or added to those there.
+struct FloatRows {
+  float* to;
+  int pitch;
+  bool add;
+
+  void put(int row, int column, __mmask16 lanes, __m512 sums) const {
+    float* at = to + std::size_t(row) * pitch + column;
+    if (add) sums = _mm512_add_ps(sums, _mm512_maskz_loadu_ps(lanes, at));
+    _mm512_mask_storeu_ps(at, lanes, sums);
+  }
+};
+
+// A compressed matrix times activations. `Rows` is FloatRows, or the like.
+template <class Rows>
 class CompressedProduct {
  public:
   static constexpr int PIECE = 8;  // steps that all activation rows meet before the next ones
@@ -171,15 +185,13 @@ class CompressedProduct {
 
   using Sums = float[4][SIDE * SIDE];  // 2 m + n: of the activation rows of half m, the weight rows of half n
 
-  CompressedProduct(const Matrix& matrix, const Inputs& inputs, float* out, int pitch, bool add)
+  CompressedProduct(const Matrix& matrix, const Inputs& inputs, const Rows& out)
       : matrix_(matrix),
         inputs_(static_cast<const std::uint8_t*>(inputs.values)),
         stride_(row_bytes(matrix, inputs)),
         count_(inputs.count),
         steps_(compressed_steps(matrix.width)),
-        out_(out),
-        pitch_(pitch),
-        add_(add) {}
+        out_(out) {}
 
   // Outputs of strips [first, last), for up to 2 * SIDE activation rows.
   void few(int first, int last) const {
@@ -205,11 +217,12 @@ class CompressedProduct {
         reader.read<0>(decompressor_, room[read / PIECE % 2] + read % PIECE * STEP_REGISTERS);
     };
     read_to(std::min(PIECE, steps));
+    const StripRows rows(matrix_, strip);
     Halves shape = {};
     for (int begin = 0, piece = 0; begin < steps; begin += PIECE, piece++) {
       const int end = std::min(begin + PIECE, steps), next = std::min(end + PIECE, steps);
       for (int pair = 0; pair < pairs; pair++) {
-        if (const Halves rows = rows_of(pair); rows != shape) become(shape = rows);
+        if (const Halves here = rows_of(pair); here != shape) become(shape = here);
         const int wanted = end + (next - end) * (pair + 1) / pairs;
         const std::uint8_t* inputs =
             inputs_ + std::size_t(pair) * 2 * SIDE * stride_ + std::size_t(first + begin) * STEP_BYTES;
@@ -221,7 +234,8 @@ class CompressedProduct {
         multiply(inputs, room[piece % 2], end - begin, first + begin > 0, shape[1] > 0, sums[pair],
                  meanwhile);
         read_to(wanted);
-        if (first + end == steps_) put(strip, pair, sums[pair]);
+        for (int row = 0; first + end == steps_ && row < shape[0] + shape[1]; row++)
+          rows.put(pair * 2 * SIDE + row, sums[pair], row, out_);
       }
     }
     _tile_release();
@@ -289,7 +303,8 @@ class CompressedProduct {
       _tile_stored(2, sums[2], STEP_BYTES);
       _tile_stored(3, sums[3], STEP_BYTES);
     }
-    put(strip, 0, sums);
+    const StripRows rows(matrix_, strip);
+    for (int row = 0; row < count_; row++) rows.put(row, sums, row, out_);
   }
 
   // A piece of `steps` steps times a pair of registers of activation rows, of which the second may be empty.
@@ -359,32 +374,39 @@ class CompressedProduct {
     _tile_stored(3, sums[3], STEP_BYTES);
   }
 
-  // The outputs of a strip and a pair of registers of activation rows.
-  void put(int strip, int pair, const Sums& sums) const {
-    const int n = strip * STRIP_ROWS, m = pair * 2 * SIDE;
-    const __mmask32 columns = _bzhi_u32(~0u, unsigned(std::min(STRIP_ROWS, matrix_.rows - n)));
-    const __mmask16 lanes[2] = {__mmask16(columns), __mmask16(columns >> SIDE)};
-    __m512 bias[2] = {};
-    if (matrix_.bias)
-      for (int half = 0; half < 2; half++)
-        bias[half] = _mm512_maskz_loadu_ps(lanes[half], matrix_.bias + n + half * SIDE);
-    float* to = out_ + std::size_t(m) * pitch_ + n;
-    for (int row = 0; row < std::min(2 * SIDE, count_ - m); row++, to += pitch_)
+  // The outputs of a strip.
+  class StripRows {
+   public:
+    StripRows(const Matrix& matrix, int strip) : first_(strip * STRIP_ROWS) {
+      const __mmask32 lanes = _bzhi_u32(~0u, unsigned(std::min(STRIP_ROWS, matrix.rows - first_)));
       for (int half = 0; half < 2; half++) {
-        const float* from = sums[row / SIDE * 2 + half] + row % SIDE * SIDE;
-        __m512 result = _mm512_add_ps(_mm512_load_ps(from), bias[half]);
-        if (add_) result = _mm512_add_ps(result, _mm512_maskz_loadu_ps(lanes[half], to + half * SIDE));
-        _mm512_mask_storeu_ps(to + half * SIDE, lanes[half], result);
+        lanes_[half] = __mmask16(lanes >> half * SIDE);
+        bias_[half] = _mm512_setzero_ps();
+        if (matrix.bias)
+          bias_[half] = _mm512_maskz_loadu_ps(lanes_[half], matrix.bias + first_ + half * SIDE);
       }
-  }
+    }
+
+    // Those of an activation row, which is row `place` of `sums`.
+    void put(int row, const Sums& sums, int place, const Rows& out) const {
+      for (int half = 0; half < 2; half++) {
+        const float* from = sums[place / SIDE * 2 + half] + place % SIDE * SIDE;
+        const __m512 result = _mm512_add_ps(_mm512_load_ps(from), bias_[half]);
+        out.put(row, first_ + half * SIDE, lanes_[half], result);
+      }
+    }
+
+   private:
+    int first_;
+    __mmask16 lanes_[2];
+    __m512 bias_[2];
+  };
 
   const Matrix& matrix_;
   const std::uint8_t* inputs_;
   std::size_t stride_;  // bytes from one activation row to the next
   int count_, steps_;
-  float* out_;
-  int pitch_;
-  bool add_;
+  Rows out_;
   Decompressor decompressor_;
 };
 
@@ -506,13 +528,13 @@ inline int steps_at_once(int count, int steps) {
   return (steps + parts - 1) / parts;
 }
 
-// As `linear` of linear.h.
-inline void compressed_linear([[maybe_unused]] Pool& pool, [[maybe_unused]] const Matrix& matrix,
-                              [[maybe_unused]] const Inputs& inputs, [[maybe_unused]] float* out,
-                              [[maybe_unused]] int pitch, [[maybe_unused]] bool add) {
 #if defined(TILES)
+
+// Inputs times a compressed matrix, to where `out` puts them.
+template <class Rows>
+void compressed_products(Pool& pool, const Matrix& matrix, const Inputs& inputs, const Rows& out) {
   const int count = strips(matrix.rows), steps = compressed_steps(matrix.width);
-  const CompressedProduct product(matrix, inputs, out, pitch, add);
+  const CompressedProduct<Rows> product(matrix, inputs, out);
   if (inputs.count <= 2 * SIDE) {
     constexpr int PER_ITEM = 4;  // configuring the registers takes as long as a few steps do
     return pool.lanes((count + PER_ITEM - 1) / PER_ITEM, [&](int item) {
@@ -520,7 +542,7 @@ inline void compressed_linear([[maybe_unused]] Pool& pool, [[maybe_unused]] cons
     });
   }
   // Sums of a strip: while they are computed, or until its last steps are.
-  using Sums = CompressedProduct::Sums;
+  using Sums = typename CompressedProduct<Rows>::Sums;
   constexpr std::size_t FLOATS = sizeof(Sums) / sizeof(float);
   const std::size_t pairs = (inputs.count + 2 * SIDE - 1) / (2 * SIDE);
   const int at_once = steps_at_once(inputs.count, steps);
@@ -536,6 +558,16 @@ inline void compressed_linear([[maybe_unused]] Pool& pool, [[maybe_unused]] cons
       product.many(strip, first, last, reinterpret_cast<Sums*>(sums));
     });
   }
+}
+
+#endif
+
+// As `linear` of linear.h.
+inline void compressed_linear([[maybe_unused]] Pool& pool, [[maybe_unused]] const Matrix& matrix,
+                              [[maybe_unused]] const Inputs& inputs, [[maybe_unused]] float* out,
+                              [[maybe_unused]] int pitch, [[maybe_unused]] bool add) {
+#if defined(TILES)
+  compressed_products(pool, matrix, inputs, FloatRows{out, pitch, add});
 #endif
 }
 

@@ -218,14 +218,19 @@ class Decoder {
     linear(pool_, w.attention_out, mixed_.inputs(count_), x_.data(), padded(w_.d_model), true);
     clocks_.end(ATTENTION_OUT);
     if (!w_.parallel) prepare_mlp(w);
-    linear(pool_, w.mlp_up, narrow_.inputs(count_), up_.data(), padded(up_width_) + ROW_PAD, false);
-    clocks_.end(MLP_UP);
-    convert(wide_, count_, [&](int row) {
-      wide_.put_activated(row, Activation(w_.activation), up(row), w_.d_ff);
-    });
-    clocks_.end(ACTIVATION);
+    mlp_up(w.mlp_up, Activation(w_.activation));
     linear(pool_, w.mlp_down, wide_.inputs(count_), x_.data(), padded(w_.d_model), true);
     clocks_.end(MLP_DOWN);
+  }
+
+  // What the second matrix of the feed-forward reads, into `wide_`.
+  void mlp_up(const Matrix& matrix, Activation activation) {
+    const Inputs inputs = narrow_.inputs(count_);
+    if (wide_.put_activated(pool_, matrix, inputs, activation)) return clocks_.end(MLP_UP);
+    linear(pool_, matrix, inputs, up_.data(), padded(up_width_) + ROW_PAD, false);
+    clocks_.end(MLP_UP);
+    convert(wide_, count_, [&](int row) { wide_.put_activated(row, activation, up(row), w_.d_ff); });
+    clocks_.end(ACTIVATION);
   }
 
   void embed(int row) {

@@ -90,6 +90,25 @@ inline void activate(Activation kind, const float* from, To* to, int width) {
   }
 }
 
+#if defined(TILES)
+
+// Products whose activations are what the next matrix reads, in bfloat16 (compressed.h). A gate's are not:
+// what it gates comes from other weights.
+struct ActivatedRows {
+  Bf16* to;
+  int pitch;
+  Activation kind;
+
+  void put(int row, int column, __mmask16 lanes, __m512 sums) const {
+    Bf16 narrow[LANES];
+    store(narrow, activated(kind, (Floats)sums));
+    const __m256i halves = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(narrow));
+    _mm256_mask_storeu_epi16(to + std::size_t(row) * pitch + column, lanes, halves);
+  }
+};
+
+#endif
+
 // Rotary positions, half split: channel i is paired with channel i + width / 2.
 inline void rotate(float* head, const float* cos, const float* sin, int width) {
   int half = width / 2;
@@ -159,6 +178,19 @@ class Converted {
       case KIND_INT8:
       case KIND_INT4: activate(kind, row, row, width); return put_int8(place, row, width);
     }
+  }
+
+  // Activations of the products of a matrix with `inputs`, as they are computed; false where that cannot be,
+  // and nothing was done.
+  bool put_activated([[maybe_unused]] Pool& pool, [[maybe_unused]] const Matrix& matrix,
+                     [[maybe_unused]] const Inputs& inputs, [[maybe_unused]] Activation kind) {
+#if defined(TILES)
+    if (!as_they_are_ || matrix.kind != KIND_COMPRESSED || kind == SWIGLU) return false;
+    compressed_products(pool, matrix, inputs, ActivatedRows{at<Bf16>(0), pitch_, kind});
+    return true;
+#else
+    return false;
+#endif
   }
 
   // Whether rows are packed by whoever converts them.
