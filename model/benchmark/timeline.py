@@ -78,6 +78,7 @@ class WatchedDecoder:
     """A decoder whose calls are on a timeline: one after the other, without overlap."""
 
     launcher = None
+    mixed_pass = None
 
     def __init__(self, decoder: Decoder, timeline: Timeline) -> None:
         self.has_threads = decoder.has_threads

@@ -14,7 +14,8 @@ another process had the cores says nothing about the next. The chunks of a step 
 work is their blocks and PASS_WORK for the pass as such. Where blocks come to cost more, as later
 positions do, the median follows within a few steps, and in the meantime no more can be wrong than
 the length of a step: no bit depends on where a prompt is divided
-(`model/inference/kernels/README.md`).
+(`model/inference/kernels/README.md`). Where chunks and what is decoded are one pass, the chunks
+cost what it takes longer than a step that only decodes.
 
 Knows seconds and blocks; no clock, and no sequences. Outputs are limited by their elements
 (`scheduler.py`), and what they take is not in these costs.
@@ -86,6 +87,13 @@ class PrefillBudget:
             self._exact = False
         self._work_seconds.append(seconds / chunks.work)
 
+    def together(self, chunks: ChunkLengths, seconds: float) -> None:
+        """A step's chunks and its decode were one pass, which has taken so long with all besides:
+        the chunks cost what it took longer than a step that only decodes."""
+        if self._decode_seconds:
+            decode = statistics.median(self._decode_seconds)
+            self.prefilled(chunks, max(0.0, seconds - decode))
+
     def work(self) -> float:
         """How much work, as that of chunks, the next step may have while others decode: 0 as long
         as it is not known what that would cost. One block is allowed whatever this is."""
@@ -95,8 +103,8 @@ class PrefillBudget:
         target = self._target
         limit = target.count * decode if isinstance(target, DecodeSteps) else target
         each = statistics.median(self._work_seconds)
-        if each <= 0:
-            return 0.0
+        if each <= 0:  # less than could be measured
+            return PASS_WORK + self._chunk_blocks
         return max((limit - decode) / each, self._least_work(decode / each))
 
     def _least_work(self, decode: float) -> float:

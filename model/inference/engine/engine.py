@@ -188,7 +188,7 @@ class Engine:
         events = self._expire()
         # 2) Choose the work: which sequences to admit, which prompts to go on with.
         plan = self._scheduler.plan(self.clock())
-        prefill_seconds = None
+        prefill_seconds, together = None, False
         events += [self._finish(sequence, FinishReason.UNREAD) for sequence in plan.given_up]
         if plan:
             try:
@@ -199,10 +199,10 @@ class Engine:
             else:
                 # 4) Account for the results: states, events, and the end of sequences.
                 self._account(plan, output, events)
-                prefill_seconds = output.prefill_seconds
+                prefill_seconds, together = output.prefill_seconds, output.together
         if plan.attribution is not None:
             events += self._attribute(plan.attribution)
-        self._scheduler.stepped(plan, self.clock(), prefill_seconds)
+        self._scheduler.stepped(plan, self.clock(), prefill_seconds, together=together)
         return StepResult(
             events=tuple(events),
             prefilled_tokens=sum(chunk.end - chunk.start for chunk in plan.prefill),

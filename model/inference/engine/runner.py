@@ -35,7 +35,7 @@ from model.inference.engine.overlap import OverlapScheduler
 from model.inference.engine.scheduler import PrefillChunk, StepPlan
 from model.inference.engine.sequence import Sequence
 from model.inference.errors import ConstraintError
-from model.inference.kernels.base import Decoder
+from model.inference.kernels.base import Decoder, DecodeRows, MixedPass
 from model.inference.kernels.eager.contention import ContentionMonitor
 from model.inference.kernels.eager.decoder import PlainDecoder
 from model.inference.kv_cache import KVCache
@@ -58,8 +58,6 @@ from model.transformer.config import BLOCK
 from model.transformer.gpt import GPT
 
 DecoderMaker = Callable[[GPT, KVCache], Decoder]
-DecodeRows = tuple[list[int], list[int], list[int]]
-"""Token ids, slots and positions."""
 NO_DRAFTS: Mapping[Sequence, Draft] = MappingProxyType({})
 
 
@@ -77,13 +75,15 @@ class Scores:
 class StepOutput:
     """The results of one plan, by sequence. `verified` has the sample after each token of a draft,
     each as if the draft had been right up to there. `prefill_seconds` is how long its prompts took;
-    None where the device computes them behind the host's back."""
+    None where the device computes them behind the host's back, and where they were one pass
+    `together` with what was decoded."""
 
     sampled: dict[Sequence, SampleResult] = field(default_factory=dict)
     verified: dict[Sequence, list[SampleResult]] = field(default_factory=dict)
     outputs: dict[Sequence, Outputs] = field(default_factory=dict)
     scores: dict[Sequence, Scores] = field(default_factory=dict)
     prefill_seconds: float | None = None
+    together: bool = False
 
 
 @dataclass(slots=True)
@@ -96,13 +96,12 @@ class _LogitsToSample:
     positions: list[int] = field(default_factory=list)
     logits: list[Tensor] = field(default_factory=list)  # each (rows, V)
 
-    def decoded(self, sequences: tuple[Sequence, ...], rows: DecodeRows, logits: Tensor) -> None:
-        """Take the rows that were decoded of sequences."""
+    def decoded(self, sequences: tuple[Sequence, ...], rows: DecodeRows) -> None:
+        """Take the places of rows that were decoded of sequences."""
         _, slots, positions = rows
         self.sequences += sequences
         self.slots += slots
         self.positions += [position + 1 for position in positions]
-        self.logits.append(logits)
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,7 +248,6 @@ class Runner:
     def _compute(self, plan: StepPlan, output: StepOutput) -> _LogitsToSample:
         """All forward passes; the logits that tokens are sampled from."""
         to_sample = _LogitsToSample()
-        ends: list[Tensor] = []  # of prompts: their last hidden states, each (1, d_model)
         began = self._clock()
         self._copy_prefixes(plan.prefill)
         for chunk in plan.prefill:
@@ -257,31 +255,59 @@ class Runner:
                 outputs = self._outputs.compute(chunk, asked)
                 if outputs.positions:
                     output.outputs[chunk.sequence] = outputs
-        rest = [chunk for chunk in plan.prefill if chunk.sequence.outputs is None]
-        for chunk, hidden in zip(rest, self._hidden(rest), strict=True):  # (T, d_model) each
-            sequence = chunk.sequence
-            if sequence.scores_from is not None and chunk.end > sequence.scores_from:
-                output.scores[sequence] = self._scores(chunk, hidden, sequence.scores_from)
-            if chunk.completes_prompt and sequence.generation is not None:
-                assert sequence.slot is not None
-                self._sampling.begin(sequence.slot, sequence.generation.params, sequence.index)
-                to_sample.sequences.append(sequence)
-                to_sample.slots.append(sequence.slot)
-                to_sample.positions.append(chunk.end)
-                ends.append(hidden[-1:])
-        if self.computes_at_once:
-            output.prefill_seconds = self._clock() - began
-        if ends:
-            to_sample.logits.append(self._decoder.head(torch.cat(ends)))
+        prompts = [chunk for chunk in plan.prefill if chunk.sequence.outputs is None]
+        ends = [i for i, chunk in enumerate(prompts) if _is_sampled_from(chunk)]
         tapped = tuple(sequence for sequence in plan.decode if sequence.tapped)
         plain = tuple(s for s in plan.decode if not s.tapped) if tapped else plan.decode
-        if plain:
-            rows = _rows_to_decode(plain, plan.drafts)
-            to_sample.decoded(plain, rows, self._decoder.decode(*rows))
+        rows = _rows_to_decode(plain, plan.drafts)
+        mixed = self._mixed_pass(plan, rows)
+        if mixed is not None:
+            output.together = True
+            pieces = [prefill_input(chunk) for chunk in prompts]
+            hidden, logits = mixed.mixed(pieces, ends, rows)
+            to_sample.logits.append(logits)
+        else:
+            hidden = self._hidden(prompts)  # (T, d_model) each
+        for chunk, states in zip(prompts, hidden, strict=True):
+            first = chunk.sequence.scores_from
+            if first is not None and chunk.end > first:
+                output.scores[chunk.sequence] = self._scores(chunk, states, first)
+        self._begin_sampling([prompts[end] for end in ends], to_sample)
+        if mixed is None:
+            if self.computes_at_once:
+                output.prefill_seconds = self._clock() - began
+            if ends:
+                last = torch.cat([hidden[end][-1:] for end in ends])  # (E, d_model)
+                to_sample.logits.append(self._decoder.head(last))
+            if plain:
+                to_sample.logits.append(self._decoder.decode(*rows))
+        to_sample.decoded(plain, rows)
         if tapped:
-            rows = _rows_to_decode(tapped, NO_DRAFTS)
-            to_sample.decoded(tapped, rows, self._tapped.decode(tapped))
+            to_sample.logits.append(self._tapped.decode(tapped))
+            to_sample.decoded(tapped, _rows_to_decode(tapped, NO_DRAFTS))
         return to_sample
+
+    def _mixed_pass(self, plan: StepPlan, rows: DecodeRows) -> MixedPass | None:
+        """What computes the prompts of a plan together with these rows of its decode step; None
+        where they are computed one after the other."""
+        mixed, count = self._decoder.mixed_pass, len(rows[0])
+        if mixed is None or not plan.prefill or not count:
+            return None
+        if any(chunk.sequence.tapped or chunk.sequence.outputs for chunk in plan.prefill):
+            return None
+        count += sum(chunk.end - chunk.start for chunk in plan.prefill)
+        return mixed if count <= mixed.most_rows else None
+
+    def _begin_sampling(self, ending: Iterable[PrefillChunk], to_sample: _LogitsToSample) -> None:
+        """Prompts that end are sampled from behind their last token."""
+        for chunk in ending:
+            sequence = chunk.sequence
+            assert sequence.slot is not None
+            assert sequence.generation is not None
+            self._sampling.begin(sequence.slot, sequence.generation.params, sequence.index)
+            to_sample.sequences.append(sequence)
+            to_sample.slots.append(sequence.slot)
+            to_sample.positions.append(chunk.end)
 
     def _sample(
         self, to_sample: _LogitsToSample, drafts: Mapping[Sequence, Draft], output: StepOutput
@@ -360,6 +386,11 @@ class Runner:
                 else:
                     scored.tokens.extend(score(logits, targets, chunk.sequence.scored_top))
         return scored
+
+
+def _is_sampled_from(chunk: PrefillChunk) -> bool:
+    """Whether a chunk ends a prompt that is generated from."""
+    return chunk.completes_prompt and chunk.sequence.generation is not None
 
 
 def _contention(gpt: GPT) -> ContentionMonitor:

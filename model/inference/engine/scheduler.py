@@ -197,9 +197,17 @@ class Scheduler:
             attribution=None if cooldown else self.attributions.next(now),
         )
 
-    def stepped(self, plan: StepPlan, now: float, prefill_seconds: float | None = None) -> None:
-        """A step has been computed, and its prompts took so long of it, if that is known. After
-        heavy work those that decode as usual have the engine to themselves for a while."""
+    def stepped(
+        self,
+        plan: StepPlan,
+        now: float,
+        prefill_seconds: float | None = None,
+        *,
+        together: bool = False,
+    ) -> None:
+        """A step has been computed, and its prompts took so long of it, if that is known; or they
+        were one pass `together` with what was decoded. After heavy work those that decode as usual
+        have the engine to themselves for a while."""
         heavy = (
             self._reserved_elements >= LARGE_OUTPUT
             or plan.attribution is not None
@@ -208,7 +216,7 @@ class Scheduler:
         )
         if heavy:
             self._cooldown_until = now + COOLDOWN * (now - self._planned_at)
-        elif self._budget is not None and prefill_seconds is not None:
+        elif self._budget is not None and (together or prefill_seconds is not None):
             self._note_costs(self._budget, plan, now - self._planned_at, prefill_seconds)
 
     def remove(self, sequence: Sequence) -> None:
@@ -356,16 +364,24 @@ class Scheduler:
         return math.inf if self._budget is None or not decode else self._budget.work()
 
     def _note_costs(
-        self, budget: PrefillBudget, plan: StepPlan, seconds: float, prefill_seconds: float
+        self,
+        budget: PrefillBudget,
+        plan: StepPlan,
+        seconds: float,
+        prefill_seconds: float | None,
     ) -> None:
         """Of an ordinary step; outputs and scores would make a prompt cost what others do not."""
-        if plan.decode:
+        if plan.decode and prefill_seconds is not None:
             budget.decoded(seconds - prefill_seconds)
         chunks = plan.prefill
         if chunks and all(
             c.sequence.outputs is None and c.sequence.scores_from is None for c in chunks
         ):
-            budget.prefilled(ChunkLengths([c.end - c.start for c in chunks]), prefill_seconds)
+            lengths = ChunkLengths([c.end - c.start for c in chunks])
+            if prefill_seconds is None:
+                budget.together(lengths, seconds)
+            else:
+                budget.prefilled(lengths, prefill_seconds)
 
     def _prefill_chunks(self, *, cooldown: bool, beside: bool, work: float) -> list[PrefillChunk]:
         """The prompts of the step, callers in turn and each caller's in order of admission, within

@@ -78,6 +78,26 @@ class Launcher(Protocol):
         these `rows` of its own. After a row that gets no token, results mean nothing."""
 
 
+DecodeRows = tuple[Sequence[int], Sequence[int], Sequence[int]]
+"""Token ids, slots and positions."""
+
+
+class MixedPass(Protocol):
+    """Computes prompts and a decode step in one pass, which reads weights once for both. Every row
+    has the bits that `Decoder.prefill`, `head` and `decode` would give it."""
+
+    most_rows: int
+    """Tokens of a pass, those of prompts and of the step together."""
+
+    def mixed(
+        self, pieces: Sequence[PrefillInput], ends: Sequence[int], rows: DecodeRows
+    ) -> tuple[list[Tensor], Tensor]:
+        """Final hidden states (T, d_model) of each piece, which have to be plain; and logits
+        (E + B, V): those that follow the last token of the pieces that `ends` names by their
+        places, then those that follow each row of the step. The logits may be overwritten by the
+        next call. No slot of a piece is one of the step's."""
+
+
 class Decoder(Protocol):
     """A GPT over its KV cache: computes prompts into slots, one more position of each of several
     slots, or some that follow one another, and samples tokens."""
@@ -91,6 +111,10 @@ class Decoder(Protocol):
     @property
     def launcher(self) -> Launcher | None:
         """Launches a step before the tokens of the step before are known; None if it cannot."""
+
+    @property
+    def mixed_pass(self) -> MixedPass | None:
+        """Computes prompts together with a step; None if it cannot, or that would not pay."""
 
     def prefill(self, pieces: Sequence[PrefillInput]) -> list[Prefilled]:
         """Compute pieces of prompts into their slots, one piece for each slot. Several have to be

@@ -14,13 +14,13 @@ import ctypes
 from collections.abc import Collection, Sequence
 from ctypes import POINTER, byref, c_char_p, c_int32, c_int64, c_void_p
 from functools import cached_property
-from itertools import chain, repeat
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from model.device import one_thread
-from model.inference.kernels.base import Prefilled, PrefillInput
+from model.inference.kernels.base import DecodeRows, Prefilled, PrefillInput
 from model.inference.kernels.cpu.describe import Description
 from model.inference.kernels.cpu.structures import Cache, Model, Record, SampleRows, dtype_name
 from model.inference.kernels.eager.contention import ContentionMonitor
@@ -103,6 +103,10 @@ class NativeDecoder:
         library.logitd_prefill.argtypes = (
             c_void_p, *(POINTER(c_int32),) * 3, c_int32, POINTER(Record), c_void_p
         )  # fmt: skip
+        library.logitd_mixed.argtypes = (
+            c_void_p, *(POINTER(c_int32),) * 3, c_int32, POINTER(c_int32), c_int32,
+            c_void_p, c_void_p,
+        )  # fmt: skip
         library.logitd_sample.argtypes = (c_void_p, c_void_p, c_int32)
         library.logitd_contended.argtypes = (c_void_p,)
         library.logitd_decode.argtypes = (c_void_p, *(POINTER(c_int32),) * 3, c_int32, c_void_p)
@@ -123,15 +127,19 @@ class NativeDecoder:
         self._config = gpt.config
         described = self._description.cache(cache)
         rows = max(cache.slots, DRAFTED_ROWS)
-        room = max(rows, PREFILL_ROWS) if prefills else rows
+        self.most_rows = rows + PREFILL_ROWS if prefills else rows
         self._handle = library.logitd_decoder_new(
-            byref(self._description.model), byref(described), room, threads
+            byref(self._description.model), byref(described), self.most_rows, threads
         )
         self._where = tuple((c_int32 * rows)() for _ in range(3))
         self._logits = torch.empty(rows, gpt.config.vocab_size)
         self._sample_rows: SampleRows | None = None
         self._stages = tuple(library.logitd_stage_names().decode().split())
         self._nanoseconds = (c_int64 * len(self._stages))()
+
+    @property
+    def mixed_pass(self) -> "NativeDecoder | None":
+        return self if self.prefill_matches_decode and self._torch_head is None else None
 
     @property
     def contended(self) -> bool:
@@ -162,6 +170,29 @@ class NativeDecoder:
         parts = hidden.split([len(piece.token_ids) for piece in pieces])
         return [Prefilled(part) for part in parts]  # (T, d_model) each
 
+    def mixed(
+        self, pieces: Sequence[PrefillInput], ends: Sequence[int], rows: DecodeRows
+    ) -> tuple[list[Tensor], Tensor]:
+        assert all(piece.plain for piece in pieces)
+        lengths = [len(piece.token_ids) for piece in pieces]
+        *last, prompts = accumulate(lengths, initial=0)  # where each piece begins, and all end
+        decoded = len(rows[0])
+        where = [array + list(more) for array, more in zip(_rows_of(pieces), rows, strict=True)]
+        count = len(where[0])
+        assert count <= self.most_rows
+        wanted = [last[end] + lengths[end] - 1 for end in ends]
+        wanted += range(prompts, prompts + decoded)
+        hidden = torch.empty(count, self._config.d_model)
+        logits = self._logits[: len(wanted)]
+        if len(logits) < len(wanted):
+            logits = torch.empty(len(wanted), self._logits.shape[1])
+        array = c_int32 * count
+        self._library.logitd_mixed(
+            self._handle, *(array(*numbers) for numbers in where), count,
+            (c_int32 * len(wanted))(*wanted), len(wanted), hidden.data_ptr(), logits.data_ptr(),
+        )  # fmt: skip
+        return list(hidden[:prompts].split(lengths)), logits
+
     def _prefill_recorded(self, piece: PrefillInput) -> Prefilled:
         config, count, weights = self._config, len(piece.token_ids), piece.weights
         states = torch.empty(config.n_layer + 1, count, config.d_model) if piece.states else None
@@ -181,17 +212,12 @@ class NativeDecoder:
 
     def _prefill(self, pieces: Sequence[PrefillInput], record: Record) -> Tensor:
         """Final hidden states (N, d_model) of all tokens of the pieces."""
-        lengths = [len(piece.token_ids) for piece in pieces]
-        count = sum(lengths)
+        where = _rows_of(pieces)
+        count = len(where[0])
         hidden = torch.empty(count, self._config.d_model)
         rows = c_int32 * count
-        token_ids = chain.from_iterable(piece.token_ids for piece in pieces)
-        slots = chain.from_iterable(repeat(piece.slot, len(piece.token_ids)) for piece in pieces)
-        positions = chain.from_iterable(
-            range(piece.start, piece.start + len(piece.token_ids)) for piece in pieces
-        )
         self._library.logitd_prefill(
-            self._handle, rows(*token_ids), rows(*slots), rows(*positions), count, byref(record),
+            self._handle, *(rows(*numbers) for numbers in where), count, byref(record),
             hidden.data_ptr(),
         )  # fmt: skip
         return hidden
@@ -269,6 +295,18 @@ class NativeDecoder:
     def __del__(self) -> None:
         if getattr(self, "_handle", None) is not None:
             self.close()
+
+
+def _rows_of(pieces: Sequence[PrefillInput]) -> tuple[list[int], list[int], list[int]]:
+    """Token ids, slots and positions of all tokens of the pieces."""
+    token_ids: list[int] = []
+    slots: list[int] = []
+    positions: list[int] = []
+    for piece in pieces:
+        token_ids += piece.token_ids
+        slots += [piece.slot] * len(piece.token_ids)
+        positions += range(piece.start, piece.start + len(piece.token_ids))
+    return token_ids, slots, positions
 
 
 def head_threads_keep_bits(gpt: GPT, rows: int, row_groups: RowGroups) -> bool:

@@ -79,6 +79,7 @@ class GraphDecoder:
     """A GPT over its KV cache, recorded for each combination of sizes when it first comes up."""
 
     has_threads = False
+    mixed_pass = None
     prefill_matches_decode = False
 
     def __init__(

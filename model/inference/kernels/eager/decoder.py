@@ -26,6 +26,7 @@ class PlainDecoder:
     has_threads = False
     prefill_matches_decode = False
     launcher = None
+    mixed_pass = None
 
     def __init__(self, gpt: GPT, cache: KVCache, *, row_groups: RowGroups | None = None) -> None:
         """`row_groups`: others than those that keep a row's bits."""

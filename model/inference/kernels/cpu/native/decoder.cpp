@@ -50,6 +50,12 @@ void logitd_prefill(void* decoder, const std::int32_t* tokens, const std::int32_
   static_cast<Decoder*>(decoder)->prefill(tokens, slots, positions, count, *record, hidden);
 }
 
+void logitd_mixed(void* decoder, const std::int32_t* tokens, const std::int32_t* slots,
+                  const std::int32_t* positions, std::int32_t count, const std::int32_t* wanted_rows,
+                  std::int32_t wanted, float* hidden, float* logits) {
+  static_cast<Decoder*>(decoder)->mixed(tokens, slots, positions, count, wanted_rows, wanted, hidden, logits);
+}
+
 void logitd_head(void* decoder, const float* hidden, std::int32_t count, float* logits) {
   static_cast<Decoder*>(decoder)->head(hidden, count, logits);
 }

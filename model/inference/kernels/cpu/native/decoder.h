@@ -92,6 +92,24 @@ class Decoder {
     pool_.rest();
   }
 
+  // Prompts' tokens and one of each of several sequences, or some that follow one another, in one pass, as
+  // `decode` wants them: no more than there is room for. hidden (count, d_model): all final hidden states.
+  // logits (wanted, vocab_size): those that follow some rows.
+  void mixed(const std::int32_t* tokens, const std::int32_t* slots, const std::int32_t* positions, int count,
+             const std::int32_t* wanted_rows, int wanted, float* hidden, float* logits) {
+    clocks_.begin();
+    pool_.begin();
+    record_ = {};
+    forward(tokens, slots, positions, count);
+    const auto of = [&](int row) { return hidden + std::size_t(row) * w_.d_model; };
+    rows([&](int row) { std::memcpy(of(row), finished(row), sizeof(float) * w_.d_model); });
+    convert(narrow_, wanted, [&](int i) { narrow_.put(i, of(wanted_rows[i]), w_.d_model); });
+    clocks_.end(NORMS);
+    linear(pool_, w_.head, narrow_.inputs(wanted), logits, w_.vocab_size, false);
+    clocks_.end(HEAD);
+    pool_.rest();
+  }
+
   // logits (count, vocab_size) of final hidden states (count, d_model), any number of them.
   void head(const float* hidden, int count, float* logits) {
     clocks_.begin();

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.testing import assert_close
 
+from model.benchmark.timeline import Timeline, WatchedDecoder
 from model.inference.kernels.base import AttentionSelection, Decoder, PrefillInput
 from model.inference.kernels.cpu import decoder as cpu_decoder
 from model.inference.kernels.cpu.decoder import (
@@ -334,6 +335,80 @@ def test_a_prompt_is_the_bits_of_decoding_it(
         assert torch.equal(native.head(hidden), by_token), cuts
         assert same_cells(cache, slot, cache, 3, 101), cuts
     native.close()
+
+
+@pytest.mark.parametrize("kind", ["float32", "float32 cells", "bfloat16", "int8", "int4"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_mixed_pass_has_the_bits_of_prompts_and_steps(
+    library: ctypes.CDLL, family: str, kind: str, threads: int
+) -> None:
+    """A prompt that goes on, one that ends and one that does not, beside a row of one sequence and
+    three of another, as drafts are."""
+    gpt = tiny_gpt(native_config(family, n_layer=2))
+    gpt = gpt.to(torch.bfloat16 if kind == "bfloat16" else torch.float32)
+    caches = [new_cache(gpt, 6, kept_in(kind)) for _ in range(2)]
+    apart, native = (
+        NativeDecoder(library, gpt, cache, threads=threads, quantize=quantization(kind))
+        for cache in caches
+    )
+    texts = [random_ids(100 + length)[:length].tolist() for length in (50, 17, 90, 40, 33)]
+    begun = [PrefillInput(texts[0][:32], 0, 0), *(
+        PrefillInput(text, slot, 0) for slot, text in ((3, texts[3]), (5, texts[4]))
+    )]  # fmt: skip
+    for decoder in (apart, native):
+        decoder.prefill(begun)
+    pieces = [
+        PrefillInput(texts[0][32:], 0, 32),
+        PrefillInput(texts[1], 1, 0),
+        PrefillInput(texts[2], 2, 0),
+    ]
+    rows = ([7, 9, 2, 4], [3, 5, 5, 5], [40, 33, 34, 35])
+    hidden, logits = native.mixed(pieces, [0, 1], rows)
+    expected = [prefilled.hidden for prefilled in apart.prefill(pieces)]
+    ends = torch.cat([states[-1:] for states in expected[:2]])
+    assert torch.equal(logits, torch.cat([apart.head(ends), apart.decode(*rows)]))
+    for found, states in zip(hidden, expected, strict=True):
+        assert torch.equal(found, states)
+    for slot, length in enumerate((50, 17, 90, 41, 0, 36)):
+        assert same_cells(caches[1], slot, caches[0], slot, length)
+    for decoder in (apart, native):
+        decoder.close()
+
+
+@pytest.mark.parametrize("prefill_chunk", [64, 512])
+def test_an_engine_computes_prompts_together_with_the_steps_of_others(
+    library: ctypes.CDLL, prefill_chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the bits of any other way, also where a chunk leaves no room for rows of a step."""
+    passes: list[int] = []
+    mixed = NativeDecoder.mixed
+
+    def counted(decoder: NativeDecoder, pieces: Any, ends: Any, rows: Any) -> Any:
+        passes.append(sum(len(piece.token_ids) for piece in pieces))
+        return mixed(decoder, pieces, ends, rows)
+
+    gpt = tiny_gpt(native_config("llama", vocab_size=60, context_length=600))
+    rng = random.Random(1)
+    requests = [
+        generation(str(i), random_prompt(rng, 90 + 80 * i, 60), max_tokens=30, n=i % 2 + 1)
+        for i in range(5)
+    ]
+
+    def outcomes(make: Any) -> dict[Any, Any]:
+        driven = Driven(gpt, make_decoder=make, slots=6, prefill_chunk=prefill_chunk)
+        for request in requests:
+            driven.add(request)
+            driven.step()
+        return {key: outcome.tokens for key, outcome in driven.drain().items()}
+
+    def apart(gpt: GPT, cache: KVCache) -> Decoder:
+        return WatchedDecoder(NativeDecoder(library, gpt, cache, threads=2), Timeline())
+
+    expected = outcomes(apart)
+    monkeypatch.setattr(NativeDecoder, "mixed", counted)
+    assert outcomes(partial(NativeDecoder, library, threads=2)) == expected
+    assert passes
+    assert max(passes) <= PREFILL_ROWS + SLOTS
 
 
 @pytest.mark.parametrize("kind", ["float32", "float32 cells", "bfloat16", "int8", "int4"])
