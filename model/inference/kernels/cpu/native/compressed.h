@@ -74,11 +74,9 @@ inline std::uint32_t escape(int place, std::uint16_t bits) { return std::uint32_
 class Decompressor {
  public:
   Decompressor() {
-    std::uint8_t twice[STEP_BYTES];
     std::uint16_t ramp[B16::STEP];
-    for (int i = 0; i < STEP_BYTES; i++) twice[i] = std::uint8_t(i / 2);
     for (int i = 0; i < B16::STEP; i++) ramp[i] = std::uint16_t(i % 16 << 7);
-    twice_ = _mm512_loadu_si512(twice), ramp_ = _mm512_loadu_si512(ramp);
+    ramp_ = _mm512_loadu_si512(ramp);
   }
 
   // A block, and `escapes` moved behind those of it. Meanwhile as many bytes are asked for, AHEAD further on,
@@ -117,12 +115,12 @@ class Decompressor {
 
   // Each byte becomes both bytes of a number, of which `others` keeps sign and fraction; exponents are
   // added to them.
-  __m512i weights(const std::uint8_t* from, __m512i others, __m512i exponents) const {
-    const __m512i bytes = _mm512_permutexvar_epi8(twice_, _mm512_castsi256_si512(half_line(from)));
+  static __m512i weights(const std::uint8_t* from, __m512i others, __m512i exponents) {
+    const __m512i bytes = _mm512_mullo_epi16(_mm512_cvtepu8_epi16(half_line(from)), _mm512_set1_epi16(257));
     return _mm512_ternarylogic_epi32(bytes, others, exponents, 0xEA);  // bytes & others | exponents
   }
 
-  __m512i twice_, ramp_;
+  __m512i ramp_;
 };
 
 // A strip's steps, one after the other.
