@@ -19,7 +19,9 @@ from model.inference.kernels.cpu.structures import KINDS, Matrix
 from tests.model.inference.kernels.cpu.test_linear import moved, native
 from tests.profiles import examples
 
-PAGE = 4096
+ROWS = st.one_of([st.integers(last - 2, last) for last in (32, 64, 96, 160)])
+WIDTHS = st.one_of([st.integers(last - 2, last) for last in (64, 128, 512, 608)])
+"""Nearly whole strips and steps: what is filled up with many zeros is not worth it."""
 
 
 @pytest.fixture(autouse=True)
@@ -33,12 +35,15 @@ def normal(rows: int, width: int, seed: int) -> Tensor:
     return (0.02 * torch.randn(rows, width, generator=generator)).bfloat16()
 
 
-def odd_ones(weights: Tensor, share: float, seed: int) -> Tensor:
-    """With any bits that are a finite number in a share of the places: zeros of either sign,
-    subnormal numbers, the largest and the smallest."""
+def odd_ones(weights: Tensor, share: float, seed: int, largest: int = 120) -> Tensor:
+    """With any bits in a share of the places, but for exponents above `largest`: zeros of either
+    sign, subnormal numbers, and weights of all sizes down to the smallest."""
     generator = torch.Generator().manual_seed(seed)
-    bits = torch.randint(0, 2**16, weights.shape, generator=generator).to(torch.uint16)
-    bits = torch.where((bits.int() & 0x7F80) == 0x7F80, 0, bits.int()).to(torch.uint16)
+    signs, exponents, fractions = (
+        torch.randint(0, count, weights.shape, generator=generator)
+        for count in (2, largest + 1, 128)
+    )
+    bits = (signs << 15 | exponents << 7 | fractions).to(torch.uint16)
     chosen = torch.rand(weights.shape, generator=generator) < share
     return torch.where(chosen, bits.view(torch.bfloat16), weights)
 
@@ -53,9 +58,9 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
 
 
 @given(
-    rows=st.one_of(st.integers(29, 32), st.integers(58, 64), st.integers(84, 170)),
-    width=st.one_of(st.integers(40, 200), st.integers(505, 600)),
-    share=st.sampled_from([0, 0.001, 0.02, 0.1]),
+    rows=ROWS,
+    width=WIDTHS,
+    share=st.sampled_from([0, 0.001, 0.02, 0.05]),
     seed=st.integers(0, 2**16),
 )
 @settings(max_examples=examples(60), suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -79,10 +84,11 @@ def test_weights_of_a_normal_distribution_take_three_quarters(library: ctypes.CD
     assert 0.75 < len(matrix.stored) / (2 * weights.numel()) < 0.78
 
 
-@pytest.mark.parametrize("share", [0.3, 1.0])
+@pytest.mark.parametrize("share", [0.1, 0.3, 1.0])
 def test_a_matrix_that_is_not_worth_it_stays_as_it_is(library: ctypes.CDLL, share: float) -> None:
     """Weights of any size: too many are escapes, in all or in one block."""
     assert compressed(library, odd_ones(normal(128, 512, 0), share, 1)) is None
+    assert compressed(library, odd_ones(normal(128, 512, 0), 0.01, 1, largest=254)) is None
 
 
 @pytest.mark.parametrize("value", [0.0, -0.0, 1e-40, 3e38])
@@ -95,8 +101,8 @@ def test_a_matrix_of_one_number(library: ctypes.CDLL, value: float) -> None:
 
 @given(
     count=st.one_of(st.integers(1, 40), st.integers(60, 140)),
-    rows=st.one_of(st.integers(29, 32), st.integers(58, 64), st.integers(84, 170)),
-    width=st.one_of(st.integers(40, 200), st.integers(505, 600)),
+    rows=ROWS,
+    width=WIDTHS,
     share=st.sampled_from([0, 0.02]),
     threads=st.integers(1, 3),
     bias=st.booleans(),
@@ -113,8 +119,7 @@ def test_products_have_the_bits_of_weights_as_they_are(
     bias: bool,
     seed: int,
 ) -> None:
-    # Not so large that a sum of products overflows.
-    weights = odd_ones(normal(rows, width, seed), share, seed).clamp(-1e30, 1e30)
+    weights = odd_ones(normal(rows, width, seed), share, seed)
     generator = torch.Generator().manual_seed(seed)
     inputs = torch.randn(count, width, generator=generator)
     added = torch.randn(rows, generator=generator)
