@@ -100,7 +100,7 @@ def decode_work(
     size: ModelSize, *, batch: int, live_positions: float, quantize: Quantization = "none"
 ) -> Work:
     """One step of `batch` sequences that attend over `live_positions` together, their new ones
-    included."""
+    included. Weights count as many bytes as their dtype has, also where they are compressed."""
     matrices, item = size.block_matrices + size.head, size.item_bytes
     read = matrix_bytes(size.block_matrices, size.block_rows, item, quantize)
     read += matrix_bytes(size.head, size.head_rows, item, head_quantization(quantize))

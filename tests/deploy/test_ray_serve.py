@@ -200,7 +200,7 @@ def test_a_replica_that_is_killed_breaks_off_what_it_wrote_and_nothing_else(
     def whole_reply() -> None:
         try:
             reply = httpx.post(
-                f"{on_ray.url}/generate", json=LONG | {"stream": False}, timeout=60, trust_env=False
+                f"{on_ray.url}/generate", json=long | {"stream": False}, timeout=60, trust_env=False
             )
         except httpx.HTTPError as error:
             plain.append(type(error).__name__)
