@@ -46,6 +46,7 @@ from model.inference.options import (
 from model.memory import format_bytes
 from model.text.tokenizer import Tokenizer
 from model.transformer.gpt import GPT
+from model.transformer.size import parameter_count
 from service.engine.driver import WeightsLoader
 from service.engine.quantization import QuantizationCost, measure_quantization
 from service.settings.serve import ServeSettings
@@ -212,7 +213,7 @@ def _computation(
         decoding_note=model.decode_path.note,
         kernels=model.decode_path.kernels,
         quantization=quantization,
-        parameters=model.gpt.parameter_count(),
+        parameters=parameter_count(model.checkpoint.config),
         kv_cache_bytes=engine.kv_cache_bytes,
         slots_why=slots_why,
         target_gap=format_target_gap(engine.target_gap),

@@ -9,11 +9,13 @@ import torch
 from model.device import DeviceError
 from model.inference import load as opening
 from model.inference.engine.config import EngineConfig
+from model.inference.kernels.cpu.library import KernelsUnavailable, load_library
 from model.inference.load import LoadedModel
 from model.inference.options import SERVED_SLOTS, SlotDefault
 from model.memory import Available, format_bytes
 from service.engine import build as building
 from service.settings.serve import ServeSettings
+from tests.model.factories import save_tiny_checkpoint, tiny_config, tiny_gpt
 
 
 def test_weights_are_read_with_one_thread_and_the_rest_are_the_engines(
@@ -75,6 +77,24 @@ def test_unasked_slots_are_said_with_their_reason(
     free = 4 * 40 * one + 2 * one
     assert said(free) == (40, f"25% of the {format_bytes(free)} that the weights leave free")
     assert said(400 * one) == (64, "as many as are made unasked")
+
+
+def test_parameters_are_the_models_whatever_of_them_is_in_memory(tmp_path: Path) -> None:
+    """Matrices that the decoder has in int8 are not, and were once left out of the banner."""
+    try:
+        load_library()
+    except KernelsUnavailable as reason:
+        pytest.skip(str(reason))
+    gpt = tiny_gpt(tiny_config(head_dim=16, d_model=64, d_ff=256))
+    checkpoint = save_tiny_checkpoint(tmp_path / "covered", gpt=gpt)
+    flags: dict[str, Any] = {"device": "cpu", "threads": torch.get_num_threads()}
+    built = building._build(
+        ServeSettings(
+            checkpoint=checkpoint.path, quantize="int8", max_quantization_loss="any", **flags
+        )
+    )
+    built.engine.close()
+    assert built.computation.parameters == gpt.parameter_count()
 
 
 def test_batch_invariance_on_a_gpu_has_few_slots() -> None:
