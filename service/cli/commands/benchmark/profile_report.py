@@ -3,7 +3,7 @@
 Like `report.py`: the lines are written from the object, and keys are added to, not renamed. Times
 are in microseconds, because some stages take few. A share of the limit is that of the least time
 that a stage's bytes or operations can take here; it is null where a stage has neither, and above 1
-where what is read comes from the processor's caches.
+where what is read comes from the processor's caches, or is compressed.
 """
 
 from collections.abc import Iterator, Mapping

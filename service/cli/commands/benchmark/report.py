@@ -164,7 +164,10 @@ def _http_lines(http: Mapping[str, Any]) -> list[str]:
 def _notes(report: Mapping[str, Any]) -> Iterable[str]:
     rows = [*report["engine"]["prefill"], *report["engine"]["decode"]]
     if any(row["share_of_limit"] > 1 for row in rows):
-        yield "above 100 %: what is read comes from the processor's caches, not from memory"
+        yield (
+            "above 100 %: what is read comes from the processor's caches, not from memory, or "
+            "weights are compressed and take fewer bytes than those of their dtype"
+        )
     if report["quantize"] != "none":
         yield f"{report['quantize']}: the rate of such products is not known, memory is the limit"
     http = report["http"]
