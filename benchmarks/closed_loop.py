@@ -28,7 +28,8 @@ tokens/s  that came in the time that counts, of all streams
 TTFT      from the request to the first token, of the requests that were sent in that time
 gap       between two pieces of a stream that bring tokens, which came in that time
 
-The client is on the same machine: `client CPU` says how many processors it took.
+The client is on the same machine: `client CPU` says how many processors it took. It counts tokens
+where they are received, and parses of a stream what that takes: `raw_client.py` of `logitd bench`.
 """
 
 import asyncio
@@ -41,13 +42,15 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import httpx
+import orjson
+from uvicorn.loops.auto import auto_loop_factory
 
 from benchmarks.arguments import new_parser
 from benchmarks.peers.servers import PeerServer, Room, peer_server
@@ -56,7 +59,9 @@ from benchmarks.shapes import SHAPES
 from model.benchmark.machine import processor_name
 from model.benchmark.spread import Spread
 from service.cli.commands.benchmark.load import Ask, StreamFailed, StreamRecord, gaps, run_streams
+from service.cli.commands.benchmark.raw_client import RawClient
 from service.cli.commands.benchmark.server import started_server
+from service.client.calls import EVENTS, Request
 
 ROOT = Path(__file__).parent.parent
 BUNDLED = ROOT / "checkpoints" / "python-small"
@@ -165,17 +170,20 @@ def figures_of(target: str, load: Load, observed: Observed) -> Figures:
 # Asking
 
 
-def asking_completions(http: httpx.AsyncClient, url: str, model: Model) -> Ask:
-    """Streams of a server's `/v1/completions`."""
-    # llama-server counts as it goes where it is asked to in its own way, and closes connections
-    # that it said it would keep, under a request that is on its way.
-    theirs = model.owner == "llamacpp"
-    extra = {"timings_per_token": True} if theirs else {}
-    headers = {"Connection": "close"} if theirs else {}
+class Completions:
+    """Streams of a server's `/v1/completions`: a `Dialect`."""
 
-    async def ask(prompt: Sequence[int], tokens: int, seed: int) -> AsyncGenerator[int, None]:
+    def __init__(self, model: Model) -> None:
+        self._model = model
+        # llama-server counts as it goes where it is asked to in its own way, and closes connections
+        # that it said it would keep, under a request that is on its way.
+        theirs = model.owner == "llamacpp"
+        self._extra = {"timings_per_token": True} if theirs else {}
+        self.headers: Mapping[str, str] = {"Connection": "close"} if theirs else {}
+
+    def request(self, prompt: Sequence[int], tokens: int, seed: int) -> Request:
         body = {
-            "model": model.name,
+            "model": self._model.name,
             "prompt": list(prompt),
             "max_tokens": tokens,
             "temperature": 1.0,
@@ -183,52 +191,41 @@ def asking_completions(http: httpx.AsyncClient, url: str, model: Model) -> Ask:
             "ignore_eos": True,
             "stream": True,
             "stream_options": {"include_usage": True, "continuous_usage_stats": True},
-            **extra,
+            **self._extra,
         }
+        return Request("POST", "/v1/completions", orjson.dumps(body), accept=EVENTS)
+
+    def counter(self, prompt: Sequence[int]) -> Callable[[Any], int]:
         came = 0
-        try:
-            async with http.stream(
-                "POST", f"{url}/v1/completions", json=body, headers=headers
-            ) as response:
-                if response.status_code != 200:
-                    said = (await response.aread()).decode(errors="replace")
-                    raise StreamFailed(f"HTTP {response.status_code}", said[:300])
-                async for line in response.aiter_lines():
-                    known = tokens_after(line, came, len(prompt))
-                    yield known - came
-                    came = known
-        except httpx.HTTPError as error:
-            raise StreamFailed(type(error).__name__, str(error)) from error
 
-    return ask
+        def count(event: Any) -> int:
+            nonlocal came
+            before, came = came, tokens_after(event, came, len(prompt))
+            return came - before
+
+        return count
 
 
-def tokens_after(line: str, came: int, prompt: int) -> int:
-    """How many tokens of a stream have come with this line. Servers that count as they go say so in
-    each piece; of others a piece with text has one token. Raises StreamFailed, also where the
-    server counts another number of tokens in the prompt."""
-    data = line.removeprefix("data: ")
-    if data == line or data == "[DONE]":
-        return came
-    try:
-        piece: Any = json.loads(data)
-        if "error" in piece:
-            raise StreamFailed("error", str(piece["error"]))
-        usage = piece.get("usage")
-        if usage is not None:
-            if usage.get("prompt_tokens", prompt) != prompt:
-                raise StreamFailed("Miscounted", f"{prompt} tokens were sent: {usage}")
-            return int(usage["completion_tokens"])
-        if "timings" in piece:
-            return int(piece["timings"]["predicted_n"])
-        return came + any(choice.get("text") for choice in piece["choices"])
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise StreamFailed("Unreadable", f"{error}: {data[:200]}") from error
+def tokens_after(event: Any, came: int, prompt: int) -> int:
+    """How many tokens of a stream have come with this event. Servers that count as they go say so
+    in each; of others an event with text has one token. Raises StreamFailed, also where the server
+    counts another number of tokens in the prompt."""
+    if "error" in event:
+        raise StreamFailed("error", str(event["error"]))
+    usage = event.get("usage")
+    if usage is not None:
+        if usage.get("prompt_tokens", prompt) != prompt:
+            raise StreamFailed("Miscounted", f"{prompt} tokens were sent: {usage}")
+        return int(usage["completion_tokens"])
+    if "timings" in event:
+        return int(event["timings"]["predicted_n"])
+    return came + any(choice.get("text") for choice in event["choices"])
 
 
-async def model_of(http: httpx.AsyncClient, url: str) -> Model:
+async def model_of(url: str) -> Model:
     """The first model that a server has."""
-    response = await http.get(f"{url}/v1/models")
+    async with httpx.AsyncClient(trust_env=False, timeout=TIMEOUT) as http:
+        response = await http.get(f"{url}/v1/models")
     response.raise_for_status()
     first = response.json()["data"][0]
     return Model(first["id"], first.get("owned_by", ""))
@@ -290,10 +287,11 @@ async def measure(
 ) -> list[Figures]:
     """Each load on each target, `rounds` times in turns."""
     observed = {(target, load): Observed() for load in loads for target in targets}
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-    async with httpx.AsyncClient(limits=limits, trust_env=False, timeout=TIMEOUT) as http:
+    with ExitStack() as stack:
         asks = {
-            target: asking_completions(http, target.url, await model_of(http, target.url))
+            target: stack.enter_context(
+                closing(RawClient(target.url, Completions(await model_of(target.url))))
+            )
             for target in targets
         }
         for number, (target, load) in itertools.product(range(rounds), observed):
@@ -407,15 +405,16 @@ def main(argv: Sequence[str]) -> int:
             print(f"{peer.name} is started", file=sys.stderr, flush=True)
             url = stack.enter_context(peer_server(peer, models, room))
             targets.append(Target(peer.name, url))
-        results = asyncio.run(
-            measure(
-                targets,
-                loads,
-                question,
-                vocab_size=given.vocab_size,
-                rounds=given.rounds,
+        with asyncio.Runner(loop_factory=auto_loop_factory()) as runner:
+            results = runner.run(
+                measure(
+                    targets,
+                    loads,
+                    question,
+                    vocab_size=given.vocab_size,
+                    rounds=given.rounds,
+                )
             )
-        )
     if not given.json:
         print(f"{processor_name()}, {given.threads} threads; {asdict(question)}\n")
         print(f"{table(results)}\n")

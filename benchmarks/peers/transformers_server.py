@@ -11,7 +11,7 @@ else here does.
 import json
 import os
 import re
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -23,7 +23,7 @@ from benchmarks.peers.foreign_server import foreign_server, free_port
 from benchmarks.peers.transformers_continuous import PAGE, PREFILL_TOKENS
 from benchmarks.peers.transformers_generate import load_gpt2
 from benchmarks.peers.weights import load_weights
-from service.cli.commands.benchmark.load import Ask, StreamFailed
+from service.cli.commands.benchmark.load import Arrived, Ask, StreamFailed
 
 
 def save_for_transformers(weights: Path, folder: Path, dtype: str) -> None:
@@ -89,7 +89,7 @@ def transformers_server(
 def asking_transformers(http: httpx.AsyncClient, url: str) -> Ask:
     """Streams of `/v1/completions`."""
 
-    async def ask(prompt: Sequence[int], tokens: int, seed: int) -> AsyncGenerator[int, None]:
+    async def ask(prompt: Sequence[int], tokens: int, seed: int, arrived: Arrived) -> None:
         # No seed: it would be that of the whole process, for everybody's draws.
         body = {"prompt": text_of(prompt), "max_tokens": tokens, "stream": True}
         came, usage = 0, None
@@ -101,7 +101,7 @@ def asking_transformers(http: httpx.AsyncClient, url: str) -> Ask:
                 async for line in response.aiter_lines():
                     count, usage = tokens_in(line, usage)
                     came += count
-                    yield count
+                    arrived(count)
         except httpx.HTTPError as error:
             raise StreamFailed(type(error).__name__, str(error)) from error
         check_usage(usage, prompt=len(prompt), came=came)

@@ -3,16 +3,16 @@
 import asyncio
 import itertools
 import json
+from contextlib import closing
 from typing import Any
 
-import httpx
 import pytest
 
 from benchmarks.closed_loop import (
+    Completions,
     Load,
     Observed,
     Question,
-    asking_completions,
     figures_of,
     main,
     model_of,
@@ -22,7 +22,15 @@ from benchmarks.closed_loop import (
     tokens_after,
 )
 from benchmarks.peers.servers import PeerServer
-from service.cli.commands.benchmark.load import Arrival, Failure, StreamFailed, StreamRecord
+from service.cli.commands.benchmark.load import (
+    Arrival,
+    Failure,
+    StreamFailed,
+    StreamRecord,
+    run_streams,
+)
+from service.cli.commands.benchmark.raw_client import RawClient
+from tests.service.client.scripted import SSE, reply, scripted
 
 QUESTION = Question(prompt_tokens=8, tokens=4, shared=0.5, seconds=1.0, warm_up=0.0)
 
@@ -68,53 +76,41 @@ def test_prompts_share_what_they_should_and_no_more() -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "after"),
+    ("event", "after"),
     [
-        ('data: {"choices": [{"text": "a"}], "usage": {"completion_tokens": 9}}', 9),
-        ('data: {"choices": [], "usage": {"completion_tokens": 7}}', 7),
-        ('data: {"choices": [{"text": "a"}]}', 6),
-        ('data: {"choices": [{"text": "", "finish_reason": "length"}], "usage": null}', 5),
-        ('data: {"choices": [{"text": "ab"}], "timings": {"predicted_n": 8}}', 8),
-        ('data: {"choices": [], "usage": {"prompt_tokens": 8, "completion_tokens": 6}}', 6),
-        ("data: [DONE]", 5),
-        (": keep-alive", 5),
-        ("", 5),
+        ({"choices": [{"text": "a"}], "usage": {"completion_tokens": 9}}, 9),
+        ({"choices": [], "usage": {"completion_tokens": 7}}, 7),
+        ({"choices": [{"text": "a"}]}, 6),
+        ({"choices": [{"text": "", "finish_reason": "length"}], "usage": None}, 5),
+        ({"choices": [{"text": "ab"}], "timings": {"predicted_n": 8}}, 8),
+        ({"choices": [], "usage": {"prompt_tokens": 8, "completion_tokens": 6}}, 6),
     ],
 )
-def test_tokens_of_a_line(line: str, after: int) -> None:
-    assert tokens_after(line, 5, 8) == after
-
-
-@pytest.mark.parametrize("line", ['data: {"error": "no"}', "data: {", "data: 3", 'data: {"a": 1}'])
-def test_a_line_that_says_nothing_fails_the_stream(line: str) -> None:
-    with pytest.raises(StreamFailed):
-        tokens_after(line, 5, 8)
+def test_tokens_of_an_event(event: dict[str, Any], after: int) -> None:
+    assert tokens_after(event, 5, 8) == after
 
 
 def test_a_server_that_counts_another_prompt_has_failed() -> None:
     """One that puts a token of its own before the ids, say: it computes something else."""
-    line = 'data: {"choices": [], "usage": {"prompt_tokens": 9, "completion_tokens": 6}}'
+    event = {"choices": [], "usage": {"prompt_tokens": 9, "completion_tokens": 6}}
     with pytest.raises(StreamFailed, match="8 tokens were sent"):
-        tokens_after(line, 5, 8)
+        tokens_after(event, 5, 8)
 
 
-def asked_of(owner: str) -> tuple[dict[str, Any], str | None]:
-    """The body and the header `Connection` of a request to a server of this owner."""
-    requests: list[httpx.Request] = []
+def streamed(*data: str, owner: str = "logitd") -> tuple[StreamRecord, dict[str, Any], str | None]:
+    """What a client sees of a server that has this owner and streams these events: the record of
+    the stream, the body that was sent, and the header `Connection`."""
+    models = reply(200, {"data": [{"id": "a", "owned_by": owner}]})
+    events = "".join(f"{line}\n\n" for line in data).encode()
+    with scripted(models, reply(200, events, SSE)) as server:
 
-    def handle(request: httpx.Request) -> httpx.Response:
-        if request.url.path == "/v1/models":
-            return httpx.Response(200, json={"data": [{"id": "a", "owned_by": owner}]})
-        requests.append(request)
-        return httpx.Response(200, text='data: {"choices": [{"text": "a"}]}\n\ndata: [DONE]\n\n')
+        async def run() -> list[StreamRecord]:
+            dialect = Completions(await model_of(server.url))
+            with closing(RawClient(server.url, dialect)) as ask:
+                return await run_streams(ask, [[3, 4]], 2)
 
-    async def run() -> None:
-        async with httpx.AsyncClient(transport=httpx.MockTransport(handle)) as http:
-            ask = asking_completions(http, "http://a", await model_of(http, "http://a"))
-            assert sum([count async for count in ask([3, 4], 1, 0)]) == 1
-
-    asyncio.run(run())
-    return json.loads(requests[0].content), requests[0].headers.get("Connection")
+        (record,) = asyncio.run(run())
+        return record, server.body(1), server.header("Connection", 1)
 
 
 def test_each_server_is_asked_for_the_same() -> None:
@@ -122,12 +118,34 @@ def test_each_server_is_asked_for_the_same() -> None:
     goes: others refuse fields that they do not know. And it closes connections that it keeps, so
     each request has one of its own: of streams that came right after another, one in ten had
     failed."""
-    body, connection = asked_of("logitd")
+    piece = 'data: {"choices": [{"text": "a"}]}'
+    data = (": keep-alive", piece, piece, "data: [DONE]")
+    record, body, connection = streamed(*data)
+    assert record.failure is None
+    assert [arrival.tokens for arrival in record.arrivals] == [1, 1]
     assert (body["prompt"], body["temperature"], body["ignore_eos"]) == ([3, 4], 1.0, True)
     assert connection != "close"
-    theirs, connection = asked_of("llamacpp")
+    record, theirs, connection = streamed(*data, owner="llamacpp")
+    assert record.failure is None
     assert theirs == {**body, "timings_per_token": True}
     assert connection == "close"
+
+
+@pytest.mark.parametrize(
+    ("data", "kind"),
+    [
+        ('data: {"error": "no"}', "error"),
+        ("data: {", "MalformedReplyError"),
+        ("data: 3", "MalformedReplyError"),
+        ('data: {"a": 1}', "MalformedReplyError"),
+        ('data: {"choices": [3]}', "MalformedReplyError"),
+        ('data: {"choices": [{"text": "a"}]}', "TokensMissing"),
+    ],
+)
+def test_a_stream_that_says_less_than_it_should_has_failed(data: str, kind: str) -> None:
+    record, _, _ = streamed(data, "data: [DONE]")
+    assert record.failure is not None
+    assert record.failure.kind == kind
 
 
 def test_peers_need_weights_that_all_have(capsys: pytest.CaptureFixture[str]) -> None:

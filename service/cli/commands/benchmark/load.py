@@ -20,8 +20,7 @@ import asyncio
 import itertools
 import statistics
 import time
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
-from contextlib import aclosing
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -56,11 +55,17 @@ class StreamFailed(Exception):
         self.message = message
 
 
+Arrived = Callable[[int], None]
+"""Told how many tokens a piece of a stream brings, when it has come."""
+
+
 class Ask(Protocol):
     """Asks a server for `tokens` after a prompt, with nothing that ends them earlier."""
 
-    def __call__(self, prompt: Sequence[int], tokens: int, seed: int) -> AsyncGenerator[int, None]:
-        """How many tokens each piece of the stream brings, as it comes. Raises StreamFailed."""
+    async def __call__(
+        self, prompt: Sequence[int], tokens: int, seed: int, arrived: Arrived
+    ) -> None:
+        """Return at the end of the stream. Raises StreamFailed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,12 +160,12 @@ def fields(tokens: int, seed: int) -> GenerateFields:
 def asking(client: AsyncClient) -> Ask:
     """Asks with a client that tries nothing again (max_retries 0)."""
 
-    async def ask(prompt: Sequence[int], tokens: int, seed: int) -> AsyncGenerator[int, None]:
+    async def ask(prompt: Sequence[int], tokens: int, seed: int, arrived: Arrived) -> None:
         stream = client.stream(prompt, **fields(tokens, seed))
         try:
             async with stream:
                 async for chunk in stream:
-                    yield sum(len(choice.token_ids) for choice in chunk.choices)
+                    arrived(sum(len(choice.token_ids) for choice in chunk.choices))
         except LogitdError as error:
             raise StreamFailed(type(error).__name__, error.message) from error
 
@@ -170,13 +175,14 @@ def asking(client: AsyncClient) -> Ask:
 async def _stream(ask: Ask, prompt: Sequence[int], tokens: int, seed: int) -> StreamRecord:
     arrivals: list[Arrival] = []
     failure = None
+
+    def arrived(count: int) -> None:
+        if count:
+            arrivals.append(Arrival(time.perf_counter(), count))
+
     sent = time.perf_counter()
     try:
-        async with aclosing(ask(prompt, tokens, seed)) as counts:
-            async for count in counts:
-                now = time.perf_counter()
-                if count:
-                    arrivals.append(Arrival(now, count))
+        await ask(prompt, tokens, seed, arrived)
     except StreamFailed as error:
         failure = Failure(error.kind, error.message)
     came = sum(arrival.tokens for arrival in arrivals)

@@ -1,9 +1,12 @@
-"""RawClient: streams of /generate over plain HTTP, whose tokens it counts and does not read.
+"""RawClient: streams over plain HTTP, whose tokens it counts and does not read.
 
 `AsyncClient` parses each chunk into dataclasses, which takes Python longer than the server takes to
 write it. Where both run on the same processors, that slows what is measured. Here httptools, whose
-parser is C, parses the reply, and of an event we count the ids. Requests and errors are those of
-`AsyncClient`.
+parser is C, parses the reply, and of an event we count the tokens where it is received: no task is
+woken before the end of a stream. Errors are those of `AsyncClient`.
+
+A `Dialect` says how servers of a kind are asked, and what their events bring; `NATIVE` is that of
+/generate. A stream of any dialect ends in `[DONE]`.
 
 Does not cover TLS, proxies and retries. A server on another machine is asked by `AsyncClient`,
 whose time is not the server's.
@@ -11,17 +14,16 @@ whose time is not the server's.
 
 import asyncio
 import uuid
-from collections import deque
-from collections.abc import AsyncGenerator, Sequence
-from typing import Any, cast
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, cast
 from urllib.parse import urlsplit
 
 import httptools
 import orjson
 
-from service.cli.commands.benchmark.load import StreamFailed, fields
+from service.cli.commands.benchmark.load import Arrived, StreamFailed, fields
 from service.client import errors
-from service.client.calls import stream
+from service.client.calls import Request, stream
 from service.client.errors import APIConnectionError, LogitdError, MalformedReplyError, StreamError
 from service.client.streaming import END, EventDecoder
 from service.client.transport import settings_of
@@ -29,13 +31,55 @@ from service.client.transport import settings_of
 SILENT_SECONDS = 600.0
 """A stream that brings nothing for as long has failed."""
 
+Counter = Callable[[Any], int]
+"""How many tokens an event of a stream brings: its JSON, in the order of the events. Raises
+StreamFailed for what the server says went wrong, and LookupError, TypeError, ValueError or
+AttributeError where it says nothing that can be read."""
+
+
+class Dialect(Protocol):
+    """How servers of one kind are asked for streams."""
+
+    @property
+    def headers(self) -> Mapping[str, str]:
+        """What each request has besides the usual."""
+
+    def request(self, prompt: Sequence[int], tokens: int, seed: int) -> Request:
+        """What asks for `tokens` after a prompt, with nothing that ends them earlier."""
+
+    def counter(self, prompt: Sequence[int]) -> Counter:
+        """What counts the tokens of one reply."""
+
+
+class _Native:
+    """/generate of logitd."""
+
+    headers: Mapping[str, str] = {}
+
+    def request(self, prompt: Sequence[int], tokens: int, seed: int) -> Request:
+        return stream(prompt, fields(tokens, seed))
+
+    def counter(self, prompt: Sequence[int]) -> Counter:
+        return _count_native
+
+
+def _count_native(event: Any) -> int:
+    if "error" in event:
+        error = errors.from_event(event["error"], "")
+        raise StreamFailed(type(error).__name__, error.message)
+    return sum(len(choice["token_ids"]) for choice in event["choices"])
+
+
+NATIVE: Dialect = _Native()
+
 
 class RawClient:
     """Asks the server at a `http://` URL, with the API key of LOGITD_API_KEY if there is one. An
     `Ask` of `service/cli/commands/benchmark/load.py`. Of one event loop; `close` ends it."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, dialect: Dialect = NATIVE) -> None:
         self._settings = settings_of(url, None, None, 0, None)
+        self._dialect = dialect
         split = urlsplit(self._settings.base_url)
         if split.scheme != "http" or split.hostname is None:
             raise ValueError(f"{url} is not an http:// URL; use AsyncClient for others")
@@ -44,15 +88,15 @@ class RawClient:
         self._idle: list[_Connection] = []
 
     async def __call__(
-        self, prompt: Sequence[int], tokens: int, seed: int
-    ) -> AsyncGenerator[int, None]:
-        """How many tokens each chunk brings, as it comes. Raises StreamFailed."""
+        self, prompt: Sequence[int], tokens: int, seed: int, arrived: Arrived
+    ) -> None:
+        """Return at the end of the stream. Raises StreamFailed."""
         connection = None
         try:
             connection = await self._connected()
-            reply = connection.ask(self._written(prompt, tokens, seed))
-            async for count in reply.counts():
-                yield count
+            reply = _Reply(self._dialect.counter(prompt), arrived)
+            connection.ask(self._written(prompt, tokens, seed), reply)
+            await reply.ended
         except LogitdError as error:
             raise StreamFailed(type(error).__name__, error.message) from error
         finally:
@@ -84,14 +128,14 @@ class RawClient:
 
     def _written(self, prompt: Sequence[int], tokens: int, seed: int) -> bytes:
         """The request as it is sent."""
-        request = stream(prompt, fields(tokens, seed))
+        request = self._dialect.request(prompt, tokens, seed)
         assert request.body is not None
         headers = self._settings.headers(request, uuid.uuid4().hex)
         lines = [
             f"{request.method} {self._path}{request.path} HTTP/1.1",
             f"Host: {self._authority}",
             f"Content-Length: {len(request.body)}",
-            *(f"{name}: {value}" for name, value in headers.items()),
+            *(f"{name}: {value}" for name, value in {**headers, **self._dialect.headers}.items()),
         ]
         return "\r\n".join(lines).encode() + b"\r\n\r\n" + request.body
 
@@ -99,46 +143,23 @@ class RawClient:
 class _Reply:
     """One reply as it comes. The methods that begin with `on_` are called by httptools."""
 
-    def __init__(self) -> None:
+    def __init__(self, count: Counter, arrived: Arrived) -> None:
         self.parser = httptools.HttpResponseParser(self)
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.complete = False
         self.heard = True  # since `silent` was last asked
+        self._count, self._arrived = count, arrived
         self._headers: dict[str, str] = {}
         self._events = EventDecoder()
-        self._counts: deque[int] = deque()
         self._tokens = 0
-        self._ended = False
+        self._done = False  # its last event has come
         self._refusal = bytearray()
-        self._failure: LogitdError | None = None
-        self._waiting: asyncio.Future[None] | None = None
-
-    async def counts(self) -> AsyncGenerator[int, None]:
-        """Tokens of each chunk. Raises what failed, behind all that came before."""
-        while True:
-            while self._counts:
-                yield self._counts.popleft()
-            if self._failure is not None:
-                raise self._failure
-            if self.complete:
-                return
-            self._waiting = asyncio.get_running_loop().create_future()
-            await self._waiting
-
-    def wake(self) -> None:
-        """Let the reader see what has come."""
-        self.heard = True
-        if self._waiting is not None and not self._waiting.done():
-            self._waiting.set_result(None)
-
-    def fail(self, error: LogitdError) -> None:
-        """Nothing more will come, or nothing more counts."""
-        self._failure = self._failure or error
 
     def lost(self, why: str) -> None:
         """The connection has ended."""
         if not self.complete:
             message = f"the stream broke off after {self._tokens} tokens: {why}"
-            self.fail(StreamError(message, self._tokens, self._request_id))
+            self._fail(StreamError(message, self._tokens, self._request_id))
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self._headers[name.decode().lower()] = value.decode(errors="replace")
@@ -149,38 +170,44 @@ class _Reply:
             return
         for data in self._events.push(piece):
             if data == END:
-                self._ended = True
-            elif self._failure is None:
-                self._count(data)
+                self._done = True
+            elif not self.ended.done():
+                self._take(data)
 
     def on_message_complete(self) -> None:
         self.complete = True
         status = self.parser.get_status_code()
         if status != 200:
             refused = errors.from_reply(status, self._headers, self._refusal, self._request_id)
-            self.fail(refused)
-        elif not self._ended:
+            self._fail(refused)
+        elif not self._done:
             message = f"the stream ended without its end after {self._tokens} tokens"
-            self.fail(StreamError(message, self._tokens, self._request_id))
+            self._fail(StreamError(message, self._tokens, self._request_id))
+        elif not self.ended.done():
+            self.ended.set_result(None)
 
     @property
     def _request_id(self) -> str:
         return self._headers.get("x-request-id", "")
 
-    def _count(self, data: bytes) -> None:
+    def _fail(self, error: Exception) -> None:
+        """Nothing more will come, or nothing more counts."""
+        if not self.ended.done():
+            self.ended.set_exception(error)
+
+    def _take(self, data: bytes) -> None:
         """Take in an event."""
         try:
-            event: Any = orjson.loads(data)
-            if "error" in event:
-                self.fail(errors.from_event(event["error"], self._request_id))
-                return
-            count = sum(len(choice["token_ids"]) for choice in event["choices"])
-        except (ValueError, LookupError, TypeError):
-            message = "an event of the stream cannot be read: it has no choices with token ids"
-            self.fail(MalformedReplyError(message, self._request_id))
-            return
-        self._tokens += count
-        self._counts.append(count)
+            count = self._count(orjson.loads(data))
+        except StreamFailed as failed:
+            self._fail(failed)
+        except (ValueError, LookupError, TypeError, AttributeError):
+            said = data[:200].decode(errors="replace")
+            message = f"an event of the stream says nothing of tokens: {said}"
+            self._fail(MalformedReplyError(message, self._request_id))
+        else:
+            self._tokens += count
+            self._arrived(count)
 
 
 class _Connection(asyncio.Protocol):
@@ -200,11 +227,11 @@ class _Connection(asyncio.Protocol):
             reply is None or (reply.complete and reply.parser.should_keep_alive())
         )
 
-    def ask(self, request: bytes) -> _Reply:
-        reply = self._reply = _Reply()
+    def ask(self, request: bytes, reply: _Reply) -> None:
+        """Send a request, whose reply this is to become."""
+        self._reply = reply
         self._transport.write(request)
         self._watch_silence()
-        return reply
 
     def close(self) -> None:
         self._transport.close()
@@ -223,7 +250,7 @@ class _Connection(asyncio.Protocol):
         except httptools.HttpParserError as error:
             reply.lost(f"this is not HTTP: {error}")
             self.close()
-        reply.wake()
+        reply.heard = True
 
     def connection_lost(self, error: Exception | None) -> None:
         self._open = False
@@ -231,7 +258,6 @@ class _Connection(asyncio.Protocol):
             self._watch.cancel()
         if self._reply is not None:
             self._reply.lost(str(error or "the connection was closed"))
-            self._reply.wake()
 
     def _watch_silence(self) -> None:
         """Look again and again whether anything came: cheaper than a timeout for every piece."""
