@@ -23,7 +23,7 @@ from service.core.state import ServiceState
 from service.engine.admission import AdmissionController, QueueLimits
 from service.engine.async_engine import AsyncEngine
 from service.engine.build import STARTUP_ERRORS, Computation, Unavailable, build, compiler_for
-from service.engine.driver import Compute, EngineDriver, LocalDriver, at_once
+from service.engine.driver import Compute, EngineDriver, LocalDriver
 from service.engine.process import EngineProcessError, ProcessDriver
 from service.engine.restarts import Restarts
 from service.engine.session import EngineSession
@@ -110,7 +110,7 @@ async def _load_model(
         if settings.engine == "process":
             loaded = await asyncio.to_thread(_with_process, resolved)
         else:
-            compute = at_once if steps is None else steps.call
+            compute = None if steps is None else steps.call
             loaded = await asyncio.to_thread(_in_this_process, resolved, compute)
         checker = await asyncio.to_thread(Checker, loaded.checkpoint.tokenizer)
     except (*STARTUP_ERRORS, EngineProcessError) as error:
@@ -121,7 +121,7 @@ async def _load_model(
     return _served(state, settings, loaded, checker)
 
 
-def _in_this_process(settings: ServeSettings, compute: Compute) -> _Loaded:
+def _in_this_process(settings: ServeSettings, compute: Compute | None) -> _Loaded:
     built = build(settings)
     driver = LocalDriver(built.engine, built.load_weights, compute=compute)
     return _Loaded(built.checkpoint, built.computation, driver, built.compiler)

@@ -318,9 +318,11 @@ class AsyncEngine:
     def _drive_until_lost(self) -> bool:
         """Make steps until the last command is done (False), or the engine is lost (True)."""
         try:
-            while (report := self._driver.run_once()) is not None:
+            while (report := self._driver.run_once(self._reports.wake)) is not None:
                 urgent = report.result.prefilled_tokens > 0 or not report.has_work
                 self._reports.put(report, urgent=urgent)
+                if not report.has_work:
+                    self._reports.wake()  # else when the next step computes
         except EngineLost as error:
             if self._restarts is None:
                 raise

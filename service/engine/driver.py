@@ -123,6 +123,15 @@ class EngineLost(Exception):
     why."""
 
 
+OnCompute = Callable[[], None]
+"""Called when a step begins to compute, or waits for that: from here on the interpreter is free
+for others for a while."""
+
+
+def ignore() -> None:
+    """Nobody waits for the interpreter."""
+
+
 class EngineDriver(Protocol):
     """Drives one engine. `run_once` and `close` are for one thread, the rest for any."""
 
@@ -145,7 +154,7 @@ class EngineDriver(Protocol):
     def put(self, command: Command | None) -> None:
         """Queue a command for the next `run_once`; None is the last one."""
 
-    def run_once(self) -> StepReport | None:
+    def run_once(self, on_compute: OnCompute = ignore) -> StepReport | None:
         """Wait until there is something to do, handle the commands, make a step. None after the
         last command. Raises what the engine fails with, and must not be called again then."""
 
@@ -157,20 +166,15 @@ Compute = Callable[[Callable[[], StepReport]], StepReport]
 """Calls what computes a step, in its thread and when its turn has come (`turns.py`)."""
 
 
-def at_once(step: Callable[[], StepReport]) -> StepReport:
-    """An engine that is alone computes where it is driven."""
-    return step()
-
-
 class LocalDriver:
-    """Drives an engine in the thread that calls it, or where `compute` says."""
+    """Drives an engine in the thread that calls it, or where `compute` says, if it is not alone."""
 
     def __init__(
         self,
         engine: Engine,
         load: WeightsLoader | None = None,
         inbox: Inbox | None = None,
-        compute: Compute = at_once,
+        compute: Compute | None = None,
     ) -> None:
         """Without `load` the weights are those that the engine has."""
         self._compute = compute
@@ -204,20 +208,25 @@ class LocalDriver:
     def put(self, command: Command | None) -> None:
         self._inbox.put(command)
 
-    def run_once(self) -> StepReport | None:
+    def run_once(self, on_compute: OnCompute = ignore) -> StepReport | None:
         """Empty the inbox, handle the commands, step."""
         if self._ended:
             return None
         commands = self._take_commands()
         self._ended = None in commands
-        return self._compute(partial(self._step, commands))
+        if self._compute is None:
+            return self._step(commands, on_compute)
+        on_compute()  # it may not be its turn for a while
+        return self._compute(partial(self._step, commands, ignore))
 
-    def _step(self, commands: Sequence[Command | Loaded | None]) -> StepReport:
+    def _step(
+        self, commands: Sequence[Command | Loaded | None], on_compute: OnCompute
+    ) -> StepReport:
         """What computes of a `run_once`."""
         self.commands_done += sum(not isinstance(command, Loaded) for command in commands)
         events = [event for command in commands if command for event in self._handle(command)]
         self._step_began = began = time.monotonic()
-        result = self._engine.step()
+        result = self._engine.step(on_compute)
         ended, self._step_began = time.monotonic(), None
         if self._swaps != self._engine.weights:
             self._swaps = self._engine.weights

@@ -31,7 +31,7 @@ from model.inference.constraints.compiler import Constraint, Source
 from model.inference.engine.requests import GenerationRequest
 from model.transformer.config import GPTConfig
 from service.engine.build import Computation
-from service.engine.driver import Add, Command, EngineLost, StepReport
+from service.engine.driver import Add, Command, EngineLost, OnCompute, StepReport, ignore
 from service.settings.serve import ServeSettings
 
 ROOT = Path(__file__).parents[2]
@@ -137,7 +137,9 @@ class ProcessDriver:
                 self._busy_since = time.monotonic()
         self._outbox.put(_portable(command))
 
-    def run_once(self) -> StepReport | None:
+    def run_once(self, on_compute: OnCompute = ignore) -> StepReport | None:
+        if not self._pending:
+            on_compute()  # over there
         while not self._pending:
             if (received := self._receive()) is None:
                 return None

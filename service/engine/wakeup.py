@@ -4,8 +4,11 @@ To write a token takes Python as long as a small model takes to compute it, in t
 So delivering may take at most an eighth of the event loop's time: after each delivery the loop
 pauses for PAUSE_FACTOR times the processor time that the delivery took, MAX_PAUSE at most, and what
 the thread puts down meanwhile is delivered together. A model whose steps are longer than the pause
-is never held up. What is urgent (first tokens, the last report before the engine is idle) is
-delivered at once.
+is never held up. What is urgent (first tokens, the last report before the engine is idle) waits
+for no pause.
+
+The thread says when it may be: as it begins to compute, and so leaves the interpreter alone. Woken
+earlier the loop would take it from the thread while that prepares its step, with every core idle.
 
 Not here: what is delivered, and to whom (`async_engine.py`).
 """
@@ -30,21 +33,21 @@ MIN_TIMER = 0.002
 class WakeupThrottle(Generic[Item]):
     """Hands items from one thread to the event loop, with as few wake-ups as are worth it.
 
-    The state is the time from which `put` may wake the loop, `_quiet_until`:
+    The state is the time from which `wake` may wake the loop, `_quiet_until`:
 
-                     put: wake the loop                 delivered
+                      wake, for an item                 delivered
         OPEN  ---------------------------> DELIVERING ------------> PAUSED
         (in the past)                      (infinite)               (in the future)
           ^                                    ^  ^                  |  |
-          |                                    |  +-- urgent put ----+  |
+          |                                    |  +-- urgent item ---+  |
           |                                    |                        v
           +-------- nothing was put ------- the timer at the end of the pause
 
-    In DELIVERING a put need not wake the loop, because the delivery under way takes its item too.
-    An item is appended before the state is read, and the timer reads the items after the pause has
+    In DELIVERING the loop need not be woken, because the delivery under way takes new items too. An
+    item is appended before the state is read, and the timer reads the items after the pause has
     ended: an item that woke nobody is always seen by the timer.
 
-    `put` is for the thread. Everything else belongs to the event loop.
+    `put` and `wake` are for the thread. Everything else belongs to the event loop.
     """
 
     def __init__(
@@ -55,11 +58,17 @@ class WakeupThrottle(Generic[Item]):
         self._items: deque[Item] = deque()
         self._quiet_until = 0.0
         self._timer: asyncio.TimerHandle | None = None
+        self._urgent = False  # an item since the last `wake`
 
     def put(self, item: Item, *, urgent: bool) -> None:
-        """Leave an item for the loop, and wake the loop if that is worth it now."""
+        """Leave an item for the loop. Somebody has to `wake` it, or it waits for the next one."""
         self._items.append(item)
-        if urgent or time.monotonic() >= self._quiet_until:
+        self._urgent |= urgent
+
+    def wake(self) -> None:
+        """Wake the loop for what was left, if there is anything and that is worth it now."""
+        urgent, self._urgent = self._urgent, False
+        if self._items and (urgent or time.monotonic() >= self._quiet_until):
             self._quiet_until = math.inf
             self._loop.call_soon_threadsafe(self.deliver)
 

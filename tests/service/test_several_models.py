@@ -575,7 +575,7 @@ def test_an_engine_that_fails_is_named(paths: dict[str, Path], logged_errors: li
     with serving(both) as server:
         two = server.state.models.find("two")
 
-        def broken() -> None:
+        def broken(on_compute: Any) -> None:
             raise RuntimeError("a fault of the engine")
 
         driver: Any = two.engine._driver

@@ -181,15 +181,18 @@ class Engine:
         self._first_deadline = first
         return None if first == math.inf else first
 
-    def step(self) -> StepResult:
+    def step(self, on_compute: Callable[[], None] | None = None) -> StepResult:
         """Admit, prefill a chunk, decode all running sequences, sample; then a piece of an
-        attribution."""
+        attribution. `on_compute` is called when the step is planned: what follows is mostly native
+        code, which leaves the interpreter to other threads."""
         # 1) End what is past its deadline, so that its slot is free for this step.
         events = self._expire()
         # 2) Choose the work: which sequences to admit, which prompts to go on with.
         plan = self._scheduler.plan(self.clock())
         prefill_seconds, together = None, False
         events += [self._finish(sequence, FinishReason.UNREAD) for sequence in plan.given_up]
+        if on_compute is not None:
+            on_compute()
         if plan:
             try:
                 # 3) Compute it.

@@ -23,7 +23,7 @@ from model.inference.engine.requests import (
 from model.inference.sampling.params import SamplingParams
 from service.engine.admission import AdmissionController, QueueLimits
 from service.engine.async_engine import AsyncEngine
-from service.engine.driver import LocalDriver, StepReport, WeightsLoader
+from service.engine.driver import LocalDriver, OnCompute, StepReport, WeightsLoader
 from service.engine.submission import Submission
 from tests.model.factories import tiny_gpt
 from tests.service.serving import TEST_TIMEOUT
@@ -47,7 +47,9 @@ class GatedEngine(Engine):
         self.gate.set()
         self.steps = 0
 
-    def step(self) -> StepResult:
+    def step(self, on_compute: OnCompute | None = None) -> StepResult:
+        if on_compute is not None:
+            on_compute()
         assert self.gate.wait(TEST_TIMEOUT)
         self.steps += 1
         return super().step()
@@ -60,7 +62,9 @@ class PermittedEngine(Engine):
         super().__init__(*args, **kwargs)
         self.permits = threading.Semaphore(0)
 
-    def step(self) -> StepResult:
+    def step(self, on_compute: OnCompute | None = None) -> StepResult:
+        if on_compute is not None:
+            on_compute()
         assert self.permits.acquire(timeout=TEST_TIMEOUT)
         return super().step()
 

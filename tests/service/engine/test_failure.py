@@ -12,7 +12,7 @@ from model.inference.engine.events import (
 )
 from service.engine.admission import AdmissionController
 from service.engine.async_engine import AsyncEngine
-from service.engine.driver import LocalDriver
+from service.engine.driver import LocalDriver, OnCompute
 from service.engine.submission import EngineStopped, Submission
 from tests.service.engine.harness import (
     LIMITS,
@@ -33,11 +33,11 @@ class BrokenEngine(Engine):
 
     steps = 0
 
-    def step(self) -> StepResult:
+    def step(self, on_compute: OnCompute | None = None) -> StepResult:
         self.steps += 1
         if self.steps == 4:
             raise ZeroDivisionError("a secret of the engine")
-        return super().step()
+        return super().step(on_compute)
 
 
 def test_a_step_that_hangs_is_seen() -> None:

@@ -70,8 +70,9 @@ class Bench:
         self.loop.now += self.cost
 
     def put(self, item: int, *, urgent: bool = False) -> bool:
-        """Whether it wakes the loop."""
+        """Put an item, and let the loop be woken. Whether it was."""
         self.throttle.put(item, urgent=urgent)
+        self.throttle.wake()
         return bool(self.loop.woken)
 
 
@@ -84,6 +85,29 @@ def test_the_first_item_wakes_the_loop(bench: Bench) -> None:
     assert bench.put(1)
     bench.loop.run()
     assert bench.delivered == [1]
+
+
+def test_an_item_waits_until_the_loop_may_be_woken(bench: Bench) -> None:
+    """The thread that puts it has still to prepare its next step, and would wait for the
+    interpreter."""
+    bench.throttle.put(1, urgent=True)
+    assert not bench.loop.woken
+    bench.throttle.wake()
+    bench.loop.run()
+    assert bench.delivered == [1]
+    bench.throttle.wake()
+    assert not bench.loop.woken, "there is nothing to wake it for"
+
+
+def test_an_item_that_may_wait_does_not_make_others_wait(bench: Bench) -> None:
+    bench.put(1)
+    bench.loop.run()
+    bench.throttle.put(2, urgent=True)
+    bench.throttle.put(3, urgent=False)
+    bench.throttle.wake()
+    bench.loop.run()
+    assert bench.delivered == [1, 2, 3]
+    assert not bench.put(4), "what was urgent has come"
 
 
 def test_items_put_while_it_is_awake_come_with_the_first(bench: Bench) -> None:
@@ -209,6 +233,8 @@ def test_between_two_threads_every_item_comes_once_and_in_order(seed: int) -> No
         def produce() -> None:
             for item in range(count):
                 throttle.put(item, urgent=rng.random() < 0.01)
+                if rng.random() < 0.5 or item == count - 1:
+                    throttle.wake()
                 if rng.random() < 0.05:
                     time.sleep(rng.random() * 0.002)
 

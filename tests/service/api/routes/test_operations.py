@@ -23,7 +23,7 @@ from service.core.metrics import ENDPOINTS
 from service.core.models import Models
 from service.engine.admission import AdmissionController, QueueLimits
 from service.engine.async_engine import AsyncEngine
-from service.engine.driver import LocalDriver
+from service.engine.driver import LocalDriver, OnCompute
 from service.schemas.base import ErrorReply
 from service.schemas.generate import CardReply, Health, Info, Version
 from tests.service.serving import (
@@ -146,7 +146,7 @@ def test_an_engine_that_failed_is_no_longer_ready_and_not_alive(
     checkpoint_path: Path, gpt: GPT, logged_errors: list[str]
 ) -> None:
     class BrokenEngine(Engine):
-        def step(self) -> Any:
+        def step(self, on_compute: OnCompute | None = None) -> Any:
             raise ZeroDivisionError("a secret of the engine")
 
     with serving(checkpoint_path) as server:
