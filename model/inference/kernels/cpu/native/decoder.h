@@ -325,9 +325,9 @@ class Decoder {
     const int written = int(written_.size()), single = int(single_.size()) * w_.n_kv_head;
     pool_.lanes(written + single, [&](int item) {
       if (item < written) return write<Cell>(layer, written_[item]);
-      const int row = single_[(item - written) / w_.n_kv_head], head = (item - written) % w_.n_kv_head;
-      write<Cell>(layer, row, head);
-      look_back<Cell>(layer, row, head);
+      const int place = (item - written) / w_.n_kv_head, head = (item - written) % w_.n_kv_head;
+      write<Cell>(layer, single_[place], head);
+      look_back<Cell>(layer, place, head);
     });
     if (spans_.empty()) return;
     // The later ones see more: they are begun first, so that the threads end together.
@@ -415,19 +415,25 @@ class Decoder {
       for (int i = 0; i < width; i += LANES) store(to + i, load(from + i));
   }
 
+  // A head of the row that has this place in `single_`.
   template <class Cell>
-  void look_back(int layer, int row, int kv_head) {
+  void look_back(int layer, int place, int kv_head) {
+    const int row = single_[place];
+    const bool same_row = kv_head + 1 < w_.n_kv_head, last = !same_row && place + 1 == int(single_.size());
+    const int next_head = same_row ? kv_head + 1 : last ? kv_head : 0;
+    const int next_row = same_row || last ? row : single_[place + 1];
     const HeadCells<Cell> own = keys<Cell>(layer, row, kv_head);
-    const Cell* next_keys = own.cells;
-    if (kv_head + 1 < w_.n_kv_head) next_keys = keys<Cell>(layer, row, kv_head + 1).cells;
-    else if (row + 1 < count_) next_keys = keys<Cell>(layer, row + 1, 0).cells;
+    const HeadCells<Cell> next = keys<Cell>(layer, next_row, next_head);
     float* out = heads(row) + kv_head * group() * w_.head_dim;
     if constexpr (std::is_same_v<Cell, Bf16>)
-      if (by_tiles_)
+      if (by_tiles_) {
+        const NextHead next_one = {next.cells, values<Cell>(layer, next_row, next_head).cells,
+                                   positions_[next_row] + 1};
         return attend_by_tiles(queries<Cell>(row, kv_head), group(), own, values<Cell>(layer, row, kv_head),
-                               next_keys, positions_[row] + 1, w_.head_dim, out);
+                               next_one, positions_[row] + 1, w_.head_dim, out);
+      }
     attend<true, Cell>(queries<Cell>(row, kv_head), group(), own, values<Cell>(layer, row, kv_head),
-                       next_keys, positions_[row] + 1, w_.head_dim, scores(1), out);
+                       next.cells, positions_[row] + 1, w_.head_dim, scores(1), out);
   }
 
   template <class Cell>

@@ -38,6 +38,12 @@ struct TileQuery {
   float* weights;     // (count), where its weights are wanted; or null
 };
 
+// Keys and values that are read after those of a step's head, and of how many positions.
+struct NextHead {
+  const Bf16 *keys, *values;
+  int count;
+};
+
 #if defined(TILES)
 
 // Numbers below the smallest normal one are zeros to the vectors of this thread, as they are to tiles.
@@ -104,9 +110,9 @@ inline float put_weights(const float* scores, int count, Bf16* weights) {
 
 // Values of POSITIONS positions as the second operand: for every 16 columns 16 rows of a pair of positions,
 // `apart` bytes from one sixteen of columns to the next. Those from `count` on are zeros, whatever is there.
-// What is at `ahead` is asked for meanwhile, as much as is read; null: nothing.
+// What is at `ahead` is asked for meanwhile, as much as is read, and as much `beside` that; null, 0: nothing.
 inline void pack_values(const Bf16* values, int count, int width, std::size_t apart, std::uint8_t* to,
-                        const char* ahead = nullptr) {
+                        const char* ahead = nullptr, std::ptrdiff_t beside = 0) {
   const __m512i low = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7,
                                        38, 6, 37, 5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
   const __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(SIDE));
@@ -116,10 +122,9 @@ inline void pack_values(const Bf16* values, int count, int width, std::size_t ap
   for (int pair = 0; pair < SIDE; pair++, to += STEP_BYTES)
     for (int column = 0; column < width; column += POSITIONS) {
       const __m512i even = row(2 * pair, column), odd = row(2 * pair + 1, column);
-      if (ahead) {
-        __builtin_prefetch(ahead, 0, SECOND_CACHE);
-        __builtin_prefetch(ahead + LINE, 0, SECOND_CACHE);
-        ahead += 2 * LINE;
+      for (int line = 0; ahead && line < 2; line++, ahead += LINE) {
+        __builtin_prefetch(ahead, 0, NEAREST_CACHE);
+        if (beside) __builtin_prefetch(ahead + beside, 0, NEAREST_CACHE);
       }
       std::uint8_t* at = to + column / SIDE * apart;
       _mm512_store_si512(at, _mm512_permutex2var_epi16(even, low, odd));
@@ -161,12 +166,19 @@ inline void put_mixed(const TileSums* mixed, int apart, int row, int width, floa
 }
 
 // Up to SIDE heads of one position, which share their keys and values: each of these is read once.
+//
+// What comes from memory is asked for before, at an even pace: products with keys are so short that they
+// would wait for places of lines on their way. So the next head's keys and values are asked for while this
+// one's values are read, a line of each with a line, if both heads have their place in the second cache.
+// Measured on two cores of a Xeon, heads of 64 over 290 positions: 6.5 us instead of 7.4 as one stream,
+// where reading alone takes 6.1. Longer ones are asked for as one stream.
 class TileStep {
  public:
-  TileStep(HeadCells<Bf16> keys, HeadCells<Bf16> values, const Bf16* next_keys, int count, int width)
+  TileStep(HeadCells<Bf16> keys, HeadCells<Bf16> values, const NextHead& next, int count, int width)
       : keys_(keys.cells),
         values_(values.cells),
-        next_keys_(next_keys),
+        next_(next),
+        whole_(4 * sizeof(Bf16) * std::max(count, next.count) * width <= SECOND_BYTES),
         count_(count),
         width_(width),
         steps_((count + POSITIONS - 1) / POSITIONS),
@@ -214,7 +226,8 @@ class TileStep {
     const auto* at = reinterpret_cast<const std::uint8_t*>(keys_ + std::size_t(p) * width_);
     const char* ahead = cells_ahead(keys_, p, count_, values_, width_);
     const auto ask = [&] {  // for as much as a register of keys
-      for (int line = 0; line < SIDE; line++, ahead += LINE) __builtin_prefetch(ahead, 0, SECOND_CACHE);
+      if (whole_) return;
+      for (int line = 0; line < SIDE; line++, ahead += LINE) __builtin_prefetch(ahead, 0, NEAREST_CACHE);
     };
     _tile_zero(0);
     _tile_zero(1);
@@ -272,8 +285,9 @@ class TileStep {
       square.steps = std::min(VALUE_STEPS, steps_ - first);
       for (int step = 0; step < square.steps; step++) {
         const int p = (first + step) * POSITIONS;
+        const Ask ask = ask_beside(p);
         pack_values(values_ + std::size_t(p) * width_, count_ - p, width_, APART,
-                    packed + step * PANEL_STEP, cells_ahead(values_, p, count_, next_keys_, width_));
+                    packed + step * PANEL_STEP, ask.at, ask.beside);
       }
       square.begun = first > 0;
       square.weights[0] = reinterpret_cast<const std::uint8_t*>(weights + first * POSITIONS);
@@ -296,7 +310,7 @@ class TileStep {
       switch (taken) {
         case 4: mix_columns<4>(weights, column, scale, out); break;
         case 2: mix_columns<2>(weights, column, scale, out); break;
-        default: mix_columns<1>(weights, column, scale, out);
+        default: mix_columns<1>(weights, column, scale, out); break;
       }
       column += taken * POSITIONS;
     }
@@ -306,23 +320,31 @@ class TileStep {
   // the even positions of a step by themselves, the odd ones, then both to the sum of the steps before.
   template <int PAIRS>
   void mix_columns(const Bf16* weights, int column, float scale, float* out) const {
+    if (whole_) mix_columns<PAIRS, true>(weights, column, scale, out);
+    else mix_columns<PAIRS, false>(weights, column, scale, out);
+  }
+
+  template <int PAIRS, bool WHOLE>
+  void mix_columns(const Bf16* weights, int column, float scale, float* out) const {
     Floats mixed[2 * PAIRS] = {};
     for (int first = 0; first < count_; first += POSITIONS, weights += POSITIONS) {
       alignas(64) float own[POSITIONS];
       store(own, load(weights)), store(own + LANES, load(weights + LANES));
       Floats sums[2][2 * PAIRS] = {};
       const Bf16* at = values_ + std::size_t(first) * width_ + column;
-      const char* ahead = cells_ahead(values_, first, count_, next_keys_, width_) + column * sizeof(Bf16);
+      Ask ask = ask_beside(first);
+      ask.at += column * sizeof(Bf16);
       const auto add = [&](int p, Floats* to) {
         const Floats weight = all(own[p]);
 #pragma GCC unroll 4
         for (int i = 0; i < PAIRS; i++) {
-          __builtin_prefetch(ahead + i * LINE, 0, SECOND_CACHE);
+          __builtin_prefetch(ask.at + i * LINE, 0, NEAREST_CACHE);
+          if (WHOLE) __builtin_prefetch(ask.at + ask.beside + i * LINE, 0, NEAREST_CACHE);
           const Words both = read<Words>(at + i * POSITIONS);
           to[2 * i] = fused(weight, as<Floats>(both << 16), to[2 * i]);
           to[2 * i + 1] = fused(weight, as<Floats>(both & 0xFFFF0000u), to[2 * i + 1]);
         }
-        at += width_, ahead += width_ * sizeof(Bf16);
+        at += width_, ask.at += width_ * sizeof(Bf16);
       };
       const int here = std::min(POSITIONS, count_ - first);
       for (int p = 0; p + 1 < here; p += 2) add(p, sums[0]), add(p + 1, sums[1]);
@@ -342,7 +364,24 @@ class TileStep {
     }
   }
 
-  const Bf16 *keys_, *values_, *next_keys_;
+  // What is asked for while the values of a position are read: as much as these are, and as much beside it.
+  struct Ask {
+    const char* at;
+    std::ptrdiff_t beside;
+  };
+
+  // With position p, the first of a step. Behind the last one of the next head what is in the cache already.
+  Ask ask_beside(int p) const {
+    if (!whole_) return {cells_ahead(values_, p, count_, next_.keys, width_), 0};
+    const bool there = p < next_.count;
+    const auto* keys = reinterpret_cast<const char*>(there ? next_.keys : keys_);
+    const auto* values = reinterpret_cast<const char*>(there ? next_.values : values_);
+    return {keys + std::size_t(p) * width_ * sizeof(Bf16), values - keys};
+  }
+
+  const Bf16 *keys_, *values_;
+  NextHead next_;
+  bool whole_;  // is asked for at once
   int count_, width_, steps_;
   std::size_t pitch_;  // positions in whole steps
   TileRoom& room_;
@@ -486,10 +525,10 @@ inline void attend_by_tiles([[maybe_unused]] const TileQuery* queries, [[maybe_u
 inline void attend_by_tiles([[maybe_unused]] const Bf16* queries, [[maybe_unused]] int heads,
                             [[maybe_unused]] HeadCells<Bf16> keys,
                             [[maybe_unused]] HeadCells<Bf16> values,
-                            [[maybe_unused]] const Bf16* next_keys, [[maybe_unused]] int count,
+                            [[maybe_unused]] const NextHead& next, [[maybe_unused]] int count,
                             [[maybe_unused]] int width, [[maybe_unused]] float* out) {
 #if defined(TILES)
-  const TileStep step(keys, values, next_keys, count, width);
+  const TileStep step(keys, values, next, count, width);
   for (; heads > 0; heads -= SIDE, queries += SIDE * width, out += SIDE * width)
     step.attend(queries, std::min(heads, SIDE), out);
 #endif
