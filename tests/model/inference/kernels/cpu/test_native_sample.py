@@ -23,7 +23,7 @@ from tests.profiles import examples
 
 GREEDY = SamplingRow(0.0, 0, 1.0, 0.0, seed=1, position=2, index=0)
 PLAIN = dataclasses.replace(GREEDY, temperature=1.0)
-WIDTHS = (1, 7, 16, 63, 64, 65, 1000)
+WIDTHS = (1, 7, 16, 63, 64, 65, 1000, 20_011)
 
 
 def new_decoder(library: ctypes.CDLL, vocab_size: int) -> NativeDecoder:
@@ -84,6 +84,28 @@ def test_samples_what_its_twin_samples(
             for p in (how.top_p, how.top_p * (1 - 1e-12), min(1.0, how.top_p * (1 + 1e-12)))
         }
         assert token in nearby
+
+
+@pytest.mark.parametrize("spread", [0.0, 1e-7, 0.1, 1.0, 30.0, 1e20])
+@pytest.mark.parametrize(("top_k", "top_p"), [(0, 0.5), (0, 0.999), (50, 0.9), (3000, 0.9)])
+def test_the_edge_of_a_nucleus_is_found_wherever_it_lies(
+    decoders: dict[int, NativeDecoder], spread: float, top_k: int, top_p: float
+) -> None:
+    """In rows that are flat, where it is among equals, and in steep ones, where it is right below
+    the largest: sought in a range of logits that is halved, whatever their size is. Equals come
+    from both ends of the vocabulary."""
+    width = WIDTHS[-1]
+    row = spread * torch.randn(1, width, generator=torch.Generator().manual_seed(7))
+    row[0, -3:] = row[0, :3] = row.max()
+    several = [
+        dataclasses.replace(PLAIN, top_k=top_k, top_p=top_p, seed=seed) for seed in range(100)
+    ]
+    rows, sampling = row.expand(100, -1), sampling_rows(several)
+    computed = torch.zeros_like(rows)
+    tokens = decoders[width].sample(rows, computed, sampling)
+    expected = sample_tokens(rows, computed, sampling)
+    assert tokens == expected
+    assert len(set(tokens)) > 1
 
 
 def test_every_uniform_number_finds_its_token(library: ctypes.CDLL) -> None:
