@@ -174,7 +174,10 @@ def test_a_replica_that_is_killed_breaks_off_what_it_wrote_and_nothing_else(
     on_ray: OnRay, client: httpx.Client
 ) -> None:
     """Streams that it wrote end without their end. Whoever asks after that is answered, within the
-    time that Ray takes to notice, and another replica takes its place."""
+    time that Ray takes to notice, and another replica takes its place.
+
+    Each of the two has some of the six streams, since it has four slots. Whole replies wait where
+    there is no slot: Ray may give one of the two all of them, and in one run all six failed."""
     long = LONG | {"max_tokens": 2 * TOKENS}  # else all may have ended before it is killed
     ended: list[str] = []
     plain: list[Any] = []
@@ -226,8 +229,7 @@ def test_a_replica_that_is_killed_breaks_off_what_it_wrote_and_nothing_else(
     assert len(ended) == 6
     assert 0 < ended.count("whole") < 6, ended
     assert len(plain) == 6
-    assert 0 < plain.count(200) < 6, plain
-    assert {status for status in plain if status != 200} == {500}, plain
+    assert set(plain) <= {200, 500}, plain
     assert statuses[200] >= 38, statuses
     eventually(lambda: len(set(on_ray.replicas()) - set(before)) == 1)
     assert client.post("/generate", json={"prompt": "a", "max_tokens": 3}).status_code == 200
