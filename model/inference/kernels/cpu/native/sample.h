@@ -83,7 +83,6 @@ struct Filter {
     return value > NOTHING && (value > least || (value == least && id <= last));
   }
 
-  // Ids that are forbidden weigh nothing by themselves.
   bool keeps_all() const { return least == NOTHING; }
 };
 
@@ -136,9 +135,13 @@ class Sampler {
   void divide(const SampleRow& row, int width) {
     values_.resize((width + SPAN - 1) / SPAN * SPAN);
     const int whole = width / LANES * LANES;
-    // A division by 1 changes no bit, and would take a fifth of a row's time.
-    if (row.divisor == 1) divide(row.logits, whole, [](Floats logits) { return logits; });
-    else divide(row.logits, whole, [&](Floats logits) { return logits / row.divisor; });
+    Floats high = all(NOTHING);
+    for (int i = 0; i < whole; i += LANES) {
+      Floats values = load(row.logits + i) / row.divisor;
+      high = max(high, values);
+      store(values_.data() + i, values);
+    }
+    most_ = largest(high);
     for (int i = whole; i < width; i++) {
       values_[i] = row.logits[i] / row.divisor;
       most_ = values_[i] > most_ ? values_[i] : most_;
@@ -150,17 +153,6 @@ class Sampler {
       for (int i = LANES; i < SPAN; i += LANES) high = max(high, load(values_.data() + s * SPAN + i));
       tops_[s] = largest(high);
     }
-  }
-
-  template <class Divided>
-  void divide(const float* logits, int whole, const Divided& divided) {
-    Floats high = all(NOTHING);
-    for (int i = 0; i < whole; i += LANES) {
-      const Floats values = divided(load(logits + i));
-      high = max(high, values);
-      store(values_.data() + i, values);
-    }
-    most_ = largest(high);
   }
 
   // The k-th largest. As many spans as k have a logit of at least the k-th largest of their tops: what is
@@ -305,6 +297,7 @@ class Sampler {
     return id;
   }
 
+  // What is forbidden weighs nothing by itself.
   double span(int first) const {
     Doubles total = {};
     for (int i = first; i < first + SPAN; i += WIDE) total += weights(i);
