@@ -310,7 +310,7 @@ class TileStep {
       switch (taken) {
         case 4: mix_columns<4>(weights, column, scale, out); break;
         case 2: mix_columns<2>(weights, column, scale, out); break;
-        default: mix_columns<1>(weights, column, scale, out); break;
+        default: mix_columns<1>(weights, column, scale, out);
       }
       column += taken * POSITIONS;
     }
