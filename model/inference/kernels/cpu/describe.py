@@ -8,6 +8,7 @@ to. The GPT's parameters move into an arena: what is read in a step is one strea
 import ctypes
 from collections.abc import Iterator
 from functools import partial
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -15,9 +16,8 @@ from torch import Tensor, nn
 from model.inference.kernels.cpu.compress import compress_matrix, decompress_matrix, most_bytes
 from model.inference.kernels.cpu.originals import Originals, Restore
 from model.inference.kernels.cpu.quantize import (
-    Int4Matrix,
-    Int8Matrix,
-    int4_row_bytes,
+    Format,
+    QuantizedMatrix,
     round_matrix,
     stored_shape,
 )
@@ -53,15 +53,17 @@ class Description:
         self._library = library
         self._quantize = quantize
         self.originals = Originals(library, release=owns_weights)
+        self._tiles = bool(library.logitd_has_tiles())
         self._quantized = None
         if quantize != "none":
             # One behind the other, as the weights themselves: what is read is one stream.
-            self._quantized = Arena(sum(map(room_for_bytes, quantized_bytes(gpt, quantize))))
+            sizes = quantized_bytes(gpt, quantize, tiles=self._tiles)
+            self._quantized = Arena(sum(map(room_for_bytes, sizes)))
         self._cells = KINDS[dtype_name(gpt.token_embedding.weight.dtype)]
         self._compressed = None
-        if quantize == "none" and self._cells == KINDS["bfloat16"] and library.logitd_has_tiles():
-            sizes = [most_bytes(*matrix.shape) for matrix in matrices(gpt)]
-            self._compressed = Arena(sum(map(room_for_bytes, sizes)))
+        if quantize == "none" and self._cells == KINDS["bfloat16"] and self._tiles:
+            most = [most_bytes(*matrix.shape) for matrix in matrices(gpt)]
+            self._compressed = Arena(sum(map(room_for_bytes, most)))
         self.model, self._layers = self._describe(gpt)
 
     def cache(self, cache: KVCache) -> Cache:
@@ -173,10 +175,11 @@ class Description:
             described.weights = self._keep(weight)
             return described, self._compress(weight, described)
         assert self._quantized is not None
-        described.kind = KINDS[quantize]
+        form = quantized_form(quantize, tiles=self._tiles)
+        described.kind = KINDS[form]
         # In place: what torch computes has the same weights.
-        stored = self._quantized.make_room(stored_shape(weight, quantize))
-        quantized = round_matrix(self._library, weight, quantize, stored)
+        stored = self._quantized.make_room(stored_shape(weight, form))
+        quantized = round_matrix(self._library, weight, form, stored)
         described.weights = self._keep(stored)
         described.scale = self._keep(quantized.scale)
         described.row_sum = self._keep(quantized.row_sum)
@@ -200,7 +203,9 @@ class Description:
         """Of what meets matrices."""
         if self._compressed is not None:
             return KINDS["compressed"]
-        return self._cells if self._quantize == "none" else KINDS[self._quantize]
+        if self._quantize == "none":
+            return self._cells
+        return KINDS[quantized_form(self._quantize, tiles=self._tiles)]
 
     def _floats(self, tensor: Tensor) -> int:
         return self._keep(tensor.detach().float().clone())
@@ -212,7 +217,7 @@ class Description:
         return tensor.data_ptr()
 
 
-def _dequantize(quantized: Int8Matrix | Int4Matrix, original: Tensor) -> None:
+def _dequantize(quantized: QuantizedMatrix, original: Tensor) -> None:
     original.copy_(quantized.dequantized())
 
 
@@ -225,12 +230,18 @@ def matrices(gpt: GPT) -> Iterator[Tensor]:
     yield head_matrix(gpt)
 
 
-def quantized_bytes(gpt: GPT, quantize: Quantization) -> Iterator[int]:
+def quantized_form(quantize: Literal["int8", "int4"], *, tiles: bool) -> Format:
+    """How quantized matrices lie in memory, where the kernels have `tiles` or not."""
+    return "int8_strips" if quantize == "int8" and tiles else quantize
+
+
+def quantized_bytes(gpt: GPT, quantize: Literal["int8", "int4"], *, tiles: bool) -> Iterator[int]:
     """Bytes of each of `matrices`, quantized."""
     *blocks, head = matrices(gpt)
-    for rows, width in (matrix.shape for matrix in blocks):
-        yield rows * (width if quantize == "int8" else int4_row_bytes(width))
-    yield head.numel()
+    form = quantized_form(quantize, tiles=tiles)
+    for matrix in blocks:
+        yield stored_shape(matrix, form).nbytes
+    yield stored_shape(head, quantized_form("int8", tiles=tiles)).nbytes
 
 
 def head_matrix(gpt: GPT) -> Tensor:

@@ -1,11 +1,11 @@
 """Quantize: a matrix in int8 with a scale for each row, or in int4 with a scale for every sixteen
 weights.
 
-Covers which integers and scales a matrix is rounded to and how int4's lie in memory, for the
-kernels in native/dot.h. Models are rounded by native/quantize.h (`round_matrix`), of which
-`int8_matrix` and `int4_matrix` are the plain twins; those of quantized matrices are
-`Int8Matrix.dequantized` and `Int4Matrix.dequantized`. Does not say which matrices get which format
-(`decoder.py`).
+Covers which integers and scales a matrix is rounded to and how they lie in memory: row after row,
+for the kernels in native/dot.h, or int8 in strips, for those in native/strips.h. Models are rounded
+by native/quantize.h (`round_matrix`), of which `quantized_matrix` is the plain twin; those of
+quantized matrices are their methods `dequantized`. Does not say which matrices get which format
+(`describe.py`).
 
 Both are symmetric: a row's largest magnitude becomes 127 in int8. In int4 the number of the largest
 magnitude among sixteen becomes -8, whichever sign it has, as in llama.cpp's q4_0: that sets their
@@ -24,9 +24,18 @@ from torch import Tensor
 
 from model.inference.kernels.cpu.structures import KINDS
 
+Format = Literal["int8", "int8_strips", "int4"]
+"""What a matrix is rounded to, and how that lies in memory."""
+
 LARGEST = 127
 STEP = 64
-"""Weights that int4's kernels multiply at once; a row is padded with zeros to whole steps."""
+"""Weights that are multiplied at once; a row of int4, or of a strip, is padded with zeros to whole
+steps."""
+SIDE = 16
+"""Rows of a register of a strip."""
+STRIP_ROWS = 2 * SIDE
+TOGETHER = 4
+"""Columns of a row that lie side by side in a strip."""
 BLOCK_STEPS = 4
 """Steps that scales are shared by; the last block of a row may have fewer."""
 SCALES = 16
@@ -56,6 +65,31 @@ class Int8Matrix:
 
 
 @dataclass(frozen=True)
+class Int8Strips:
+    """A matrix (rows, width).
+
+    stored   int8 (strips, steps, 2, STEP / TOGETHER, SIDE, TOGETHER), as native/int8_strips.h says:
+             of rows first those of either half of a strip, of columns first the steps
+    scale    of each row, float32 (rows,)
+    row_sum  what each row's integers sum to, int32 (rows,)
+    width    of the matrix that was quantized
+    """
+
+    stored: Tensor
+    scale: Tensor
+    row_sum: Tensor
+    width: int
+
+    def dequantized(self) -> Tensor:
+        """The matrix that is computed with, float32, read from what is stored."""
+        # (strips, halves, rows of a half, steps, lines, columns of a line)
+        rows = self.stored.permute(0, 2, 4, 1, 3, 5)
+        # (rows, width), with zeros behind both
+        whole = rows.reshape(-1, self.stored.shape[1] * STEP)
+        return whole[: len(self.scale), : self.width].float() * self.scale[:, None]
+
+
+@dataclass(frozen=True)
 class Int4Matrix:
     """A matrix (rows, width).
 
@@ -82,48 +116,67 @@ class Int4Matrix:
         return torch.cat(parts, dim=1)[:, : self.width] * self.scale[:, None]
 
 
-def quantized_matrix(weight: Tensor, quantize: Literal["int8", "int4"]) -> Int8Matrix | Int4Matrix:
-    """A matrix (rows, width) in one of the two, in plain torch."""
-    return int8_matrix(weight) if quantize == "int8" else int4_matrix(weight)
+QuantizedMatrix = Int8Matrix | Int8Strips | Int4Matrix
+
+
+def quantized_matrix(weight: Tensor, form: Format) -> QuantizedMatrix:
+    """A matrix (rows, width) in one of the formats, in plain torch."""
+    match form:
+        case "int8":
+            return int8_matrix(weight)
+        case "int8_strips":
+            return int8_strips(weight)
+        case "int4":
+            return int4_matrix(weight)
 
 
 def round_matrix(
-    library: ctypes.CDLL, weight: Tensor, quantize: Literal["int8", "int4"], stored: Tensor
-) -> Int8Matrix | Int4Matrix:
-    """A matrix (rows, width) in one of the two, and in its own memory what that stands for: the
+    library: ctypes.CDLL, weight: Tensor, form: Format, stored: Tensor
+) -> QuantizedMatrix:
+    """A matrix (rows, width) in one of the formats, and in its own memory what that stands for: the
     bits of `quantized_matrix`, some rows at a time, by the native code. Its integers are written
-    to `stored`, of `stored_shape`."""
+    to `stored`, zeros of `stored_shape`."""
     library.logitd_quantize.argtypes = (
         c_int32, c_void_p, *(c_int32,) * 3, *(c_void_p,) * 3
     )  # fmt: skip
     count, width = weight.shape
     scale, row_sum = torch.empty(count), torch.empty(count, dtype=torch.int32)
+    together = STRIP_ROWS if form == "int8_strips" else 1  # rows of one of the parts of `stored`
     with torch.no_grad():
         for start in range(0, count, ROWS_AT_ONCE):
             rows = slice(start, start + ROWS_AT_ONCE)
             part = weight[rows].float().contiguous()
             library.logitd_quantize(
-                KINDS[quantize],
+                KINDS[form],
                 part.data_ptr(),
                 len(part),
                 width,
                 largest_scale(width),
-                stored[rows].data_ptr(),
+                stored[start // together].data_ptr(),
                 scale[rows].data_ptr(),
                 row_sum[rows].data_ptr(),
             )
             weight[rows] = part
-    if quantize == "int8":
-        return Int8Matrix(stored, scale, row_sum)
-    return Int4Matrix(stored, scale, row_sum, width)
+    match form:
+        case "int8":
+            return Int8Matrix(stored, scale, row_sum)
+        case "int8_strips":
+            return Int8Strips(stored, scale, row_sum, width)
+        case "int4":
+            return Int4Matrix(stored, scale, row_sum, width)
 
 
-def stored_shape(weight: Tensor, quantize: Literal["int8", "int4"]) -> Tensor:
-    """Without memory of its own, the integers of a matrix (rows, width) in one of the two."""
+def stored_shape(weight: Tensor, form: Format) -> Tensor:
+    """Without memory of its own, the integers of a matrix (rows, width) in one of the formats."""
     rows, width = weight.shape
-    if quantize == "int8":
-        return torch.empty(rows, width, dtype=torch.int8, device="meta")
-    return torch.empty(rows, int4_row_bytes(width), dtype=torch.uint8, device="meta")
+    match form:
+        case "int8":
+            return torch.empty(rows, width, dtype=torch.int8, device="meta")
+        case "int8_strips":
+            shape = -(-rows // STRIP_ROWS), -(-width // STEP), 2, STEP // TOGETHER, SIDE, TOGETHER
+            return torch.empty(shape, dtype=torch.int8, device="meta")
+        case "int4":
+            return torch.empty(rows, int4_row_bytes(width), dtype=torch.uint8, device="meta")
 
 
 def int8_matrix(weight: Tensor) -> Int8Matrix:
@@ -133,6 +186,15 @@ def int8_matrix(weight: Tensor) -> Int8Matrix:
         scale = wide.abs().amax(dim=1).clamp(min=SMALLEST) / LARGEST
         values = (wide / scale[:, None]).round().to(torch.int8)
         return Int8Matrix(values, scale, row_sum=values.sum(dim=1, dtype=torch.int32))
+
+
+def int8_strips(weight: Tensor) -> Int8Strips:
+    """The int8 form of a matrix (rows, width), in strips."""
+    plain, (rows, width) = int8_matrix(weight), weight.shape
+    whole = F.pad(plain.stored, (0, -width % STEP, 0, -rows % STRIP_ROWS))
+    steps, lines = whole.shape[1] // STEP, STEP // TOGETHER
+    strips = whole.view(-1, 2, SIDE, steps, lines, TOGETHER).permute(0, 3, 1, 4, 2, 5)
+    return Int8Strips(strips.contiguous(), plain.scale, plain.row_sum, width)
 
 
 def int4_matrix(weight: Tensor) -> Int4Matrix:

@@ -11,7 +11,7 @@ import torch
 
 from model.inference.sampling.sample import SAMPLING_ROW
 
-KINDS = {"float32": 0, "bfloat16": 1, "int8": 2, "int4": 3, "compressed": 4}
+KINDS = {"float32": 0, "bfloat16": 1, "int8": 2, "int4": 3, "compressed": 4, "int8_strips": 5}
 """Formats of matrices: `Kind` of native/matrix.h."""
 ACTIVATIONS = {"gelu_tanh": 0, "gelu": 1, "relu": 2, "relu2": 3, "swiglu": 4}
 

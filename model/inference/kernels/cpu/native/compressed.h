@@ -1,4 +1,4 @@
-// Compressed: bfloat16 weights in three quarters of their bytes, without loss, and products by tiles.
+// Compressed: bfloat16 weights in three quarters of their bytes, without loss, for strips.h.
 //
 // The weights of a matrix lie within few powers of two, so that nearly all exponents of a block of 512 are
 // among the fifteen up to its largest: four bits tell which, beside the eight of sign and fraction. A code
@@ -6,17 +6,15 @@
 // that small, one in some 8,000 of a normal distribution, are escapes, which stand apart. Every bit comes
 // back, so products have the bits of tiles.h.
 //
-// A strip is SIDE * 2 weight rows. It begins with two bytes for each of its blocks, then four for each
-// escape, then zeros up to a line; the blocks follow, two for each step of 32 columns. A block is a register
-// of weights as a product's second operand: line j has columns 2 j and 2 j + 1 of each of SIDE rows. It is
-// kept as 512 bytes of sign and fraction, then 256 of two codes each, the lower four bits of the first of
+// A strip begins with two bytes for each of its blocks, then four for each escape, then zeros up to a line;
+// the blocks follow, two for each step of 32 columns. A block is a register, of which line j has columns 2 j
+// and 2 j + 1 of each of SIDE rows. It is kept as 512 bytes of sign and fraction, then 256 of two codes each, the lower four bits of the first of
 // two lines, the upper of the second.
 //
-// Here activations are the first operand and stay as they are, row after row. Weights become registers in
-// the nearest cache on their way from memory: for a few activation rows step by step, for many of them
-// eight steps at a time, the next eight while all activations meet these. Measured on two cores of a Xeon
-// with matrices of GPT-2 124M, times as fast as the same weights in tiles.h: 1 row 1.2 to 1.35, 32 rows
-// 1.35, 256 rows 1.1 (768 columns) to 1.4 (3,072 and 4,096).
+// Weights become registers in the nearest cache on their way from memory: for a few activation rows step by
+// step, for many of them eight steps at a time, the next eight while all activations meet these. Measured
+// on two cores of a Xeon with matrices of GPT-2 124M, times as fast as the same weights in tiles.h: 1 row
+// 1.2 to 1.35, 32 rows 1.35, 256 rows 1.1 (768 columns) to 1.4 (3,072 and 4,096).
 //
 // That exponents are few and that no bit need be lost: Zhang et al., "70% Size, 100% Accuracy" (2025), with
 // codes of varying length, which vectors could not take apart.
@@ -27,22 +25,17 @@
 
 #include "buffer.h"
 #include "matrix.h"
-#include "pool.h"
 #include "stream.h"
-#include "tiles.h"
+#include "strips.h"
 
 namespace logitd {
 
-constexpr int STRIP_ROWS = 2 * SIDE;
 constexpr int BLOCK_WEIGHTS = SIDE * B16::STEP;
 constexpr int CODES = BLOCK_WEIGHTS;  // where a block's codes begin
 constexpr int BLOCK_BYTES = BLOCK_WEIGHTS * 3 / 2;
 constexpr int BINADES = 15;
-constexpr int REGISTER_BYTES = SIDE * STEP_BYTES;
-constexpr int STEP_REGISTERS = 2 * REGISTER_BYTES;  // bytes of a step of a strip, as it is multiplied
 
 inline int compressed_steps(int width) { return (width + B16::STEP - 1) / B16::STEP; }
-inline int strips(int rows) { return (rows + STRIP_ROWS - 1) / STRIP_ROWS; }
 
 // What precedes the blocks of a strip.
 inline std::size_t strip_head_bytes(int steps, int escapes) {
@@ -123,288 +116,43 @@ class Decompressor {
   __m512i ramp_;
 };
 
-// A strip's steps, one after the other.
-class StripReader {
+// `Strip` of strips.h.
+class CompressedStrip {
  public:
-  StripReader(const Matrix& matrix, int strip)
-      : begin_(static_cast<const std::uint8_t*>(matrix.weights) + matrix.strips[strip] * LINE),
-        end_(static_cast<const std::uint8_t*>(matrix.weights) + matrix.strips[strip + 1] * LINE),
-        heads_(reinterpret_cast<const std::uint16_t*>(begin_)) {
+  static constexpr bool INTEGERS = false, IN_PLACE = false;
+  static constexpr int PIECE = 8, KEPT_BYTES = 2 * BLOCK_BYTES;
+
+  static int steps(int width) { return compressed_steps(width); }
+
+  CompressedStrip(const Matrix& matrix, int strip)
+      : end_(static_cast<const std::uint8_t*>(matrix.weights) + matrix.strips[strip + 1] * LINE) {
+    const auto* begin = static_cast<const std::uint8_t*>(matrix.weights) + matrix.strips[strip] * LINE;
     const int steps = compressed_steps(matrix.width);
+    heads_ = reinterpret_cast<const std::uint16_t*>(begin);
     escapes_ = reinterpret_cast<const std::uint32_t*>(heads_ + 2 * steps);
-    blocks_ = end_ - std::size_t(steps) * 2 * BLOCK_BYTES;
+    blocks_ = end_ - std::size_t(steps) * KEPT_BYTES;
   }
 
-  // Where the next strip begins, and where the next blocks do.
   const std::uint8_t* end() const { return end_; }
   const std::uint8_t* next() const { return blocks_; }
 
   void skip(int steps) {
     for (int block = 0; block < 2 * steps; block++) escapes_ += BlockHead(heads_[block]).escapes();
-    heads_ += 2 * steps, blocks_ += std::size_t(steps) * 2 * BLOCK_BYTES;
+    heads_ += 2 * steps, blocks_ += std::size_t(steps) * KEPT_BYTES;
   }
 
-  // The next step as two registers.
   template <int AHEAD>
-  [[gnu::always_inline]] void read(const Decompressor& decompressor, std::uint8_t* to) {
-    decompressor.block<AHEAD>(blocks_, BlockHead(heads_[0]), escapes_, to);
-    decompressor.block<AHEAD>(blocks_ + BLOCK_BYTES, BlockHead(heads_[1]), escapes_, to + REGISTER_BYTES);
-    heads_ += 2, blocks_ += 2 * BLOCK_BYTES;
+  [[gnu::always_inline]] void read(std::uint8_t* to) {
+    decompressor_.block<AHEAD>(blocks_, BlockHead(heads_[0]), escapes_, to);
+    decompressor_.block<AHEAD>(blocks_ + BLOCK_BYTES, BlockHead(heads_[1]), escapes_, to + REGISTER_BYTES);
+    heads_ += 2, blocks_ += KEPT_BYTES;
   }
 
  private:
-  const std::uint8_t *begin_, *end_;
+  const std::uint8_t* end_;
   const std::uint16_t* heads_;
   const std::uint32_t* escapes_;
   const std::uint8_t* blocks_;
-};
-
-// Where products go: each row's sums, bias included, a vector at a time. As floats, or added to those there.
-struct FloatRows {
-  float* to;
-  int pitch;
-  bool add;
-
-  void put(int row, int column, __mmask16 lanes, __m512 sums) const {
-    float* at = to + std::size_t(row) * pitch + column;
-    if (add) sums = _mm512_add_ps(sums, _mm512_maskz_loadu_ps(lanes, at));
-    _mm512_mask_storeu_ps(at, lanes, sums);
-  }
-};
-
-// A compressed matrix times activations. `Rows` is FloatRows, or the like.
-template <class Rows>
-class CompressedProduct {
- public:
-  static constexpr int PIECE = 8;  // steps that all activation rows meet before the next ones
-  static constexpr int RING = 4;   // steps of weights in the nearest cache, where activation rows are few
-  static constexpr int LAG = 1;    // steps that weights are read before they are multiplied
-  static constexpr int AHEAD = 8192;  // bytes
-
-  using Sums = float[4][SIDE * SIDE];  // 2 m + n: of the activation rows of half m, the weight rows of half n
-
-  CompressedProduct(const Matrix& matrix, const Inputs& inputs, const Rows& out)
-      : matrix_(matrix),
-        inputs_(static_cast<const std::uint8_t*>(inputs.values)),
-        stride_(row_bytes(matrix, inputs)),
-        count_(inputs.count),
-        steps_(compressed_steps(matrix.width)),
-        out_(out) {}
-
-  // Outputs of strips [first, last), for up to 2 * SIDE activation rows.
-  void few(int first, int last) const {
-    become(rows_of(0));
-    for (int strip = first; strip < last; strip++) {
-      if (count_ > SIDE) few<2>(strip);
-      else few<1>(strip);
-    }
-    _tile_release();
-  }
-
-  // Steps [first, last) of a strip for any number of activation rows, two registers of which have a place
-  // among `sums`. Outputs with the last step.
-  void many(int strip, int first, int last, Sums* sums) const {
-    alignas(LINE) std::uint8_t room[2][PIECE * STEP_REGISTERS];
-    StripReader reader(matrix_, strip);
-    reader.skip(first);
-    const int pairs = (count_ + 2 * SIDE - 1) / (2 * SIDE), steps = last - first;
-    Ahead ahead{reader.end() + (reader.next() - blocks_of(strip)), lines_with_each(steps * pairs, steps)};
-    int read = 0;  // steps
-    const auto read_to = [&](int end) {
-      for (; read < end; read++)
-        reader.read<0>(decompressor_, room[read / PIECE % 2] + read % PIECE * STEP_REGISTERS);
-    };
-    read_to(std::min(PIECE, steps));
-    const StripRows rows(matrix_, strip);
-    Halves shape = {};
-    for (int begin = 0, piece = 0; begin < steps; begin += PIECE, piece++) {
-      const int end = std::min(begin + PIECE, steps), next = std::min(end + PIECE, steps);
-      for (int pair = 0; pair < pairs; pair++) {
-        if (const Halves here = rows_of(pair); here != shape) become(shape = here);
-        const int wanted = end + (next - end) * (pair + 1) / pairs;
-        const std::uint8_t* inputs =
-            inputs_ + std::size_t(pair) * 2 * SIDE * stride_ + std::size_t(first + begin) * STEP_BYTES;
-        const auto meanwhile = [&] {
-          for (int line = 0; line < ahead.lines; line++, ahead.at += LINE)
-            __builtin_prefetch(ahead.at, 0, SECOND_CACHE);
-          if (read < wanted) read_to(read + 1);
-        };
-        multiply(inputs, room[piece % 2], end - begin, first + begin > 0, shape[1] > 0, sums[pair],
-                 meanwhile);
-        read_to(wanted);
-        for (int row = 0; first + end == steps_ && row < shape[0] + shape[1]; row++)
-          rows.put(pair * 2 * SIDE + row, sums[pair], row, out_);
-      }
-    }
-    _tile_release();
-  }
-
- private:
-  using Halves = std::array<int, 2>;  // activation rows of both halves of a pair of registers
-
-  Halves rows_of(int pair) const {
-    const int left = count_ - pair * 2 * SIDE;
-    return {std::min(SIDE, left), std::min(SIDE, std::max(0, left - SIDE))};
-  }
-
-  static void become(const Halves& rows) {
-    TileConfig config;
-    for (int half = 0; half < 2; half++) {
-      config.put(2 * half, rows[half], STEP_BYTES), config.put(2 * half + 1, rows[half], STEP_BYTES);
-      config.put(4 + half, rows[half], STEP_BYTES), config.put(6 + half, SIDE, STEP_BYTES);
-    }
-    _tile_loadconfig(&config);
-  }
-
-  const std::uint8_t* blocks_of(int strip) const { return StripReader(matrix_, strip).next(); }
-
-  // Lines of the next strip to ask for with each of so many products, so that as many steps have come.
-  static int lines_with_each(int products, int steps) {
-    return (steps * 2 * BLOCK_BYTES / int(LINE) + products - 1) / products;
-  }
-
-  template <int M>
-  void few(int strip) const {
-    alignas(LINE) std::uint8_t ring[RING][STEP_REGISTERS];
-    alignas(LINE) Sums sums;
-    StripReader reader(matrix_, strip);
-    const std::uint8_t *upper = inputs_, *lower = inputs_ + SIDE * stride_;
-    _tile_zero(0);
-    _tile_zero(1);
-    if constexpr (M > 1) {
-      _tile_zero(2);
-      _tile_zero(3);
-    }
-    const auto multiply = [&](int step) {
-      const std::uint8_t* weights = ring[step % RING];
-      _tile_loadd(4, upper, stride_);
-      _tile_loadd(6, weights, STEP_BYTES);
-      _tile_dpbf16ps(0, 4, 6);
-      _tile_loadd(7, weights + REGISTER_BYTES, STEP_BYTES);
-      _tile_dpbf16ps(1, 4, 7);
-      upper += STEP_BYTES;
-      if constexpr (M > 1) {
-        _tile_loadd(5, lower, stride_);
-        _tile_dpbf16ps(2, 5, 6);
-        _tile_dpbf16ps(3, 5, 7);
-        lower += STEP_BYTES;
-      }
-    };
-    for (int step = 0; step < steps_; step++) {
-      reader.read<AHEAD>(decompressor_, ring[step % RING]);
-      if (step >= LAG) multiply(step - LAG);
-    }
-    for (int step = std::max(0, steps_ - LAG); step < steps_; step++) multiply(step);
-    _tile_stored(0, sums[0], STEP_BYTES);
-    _tile_stored(1, sums[1], STEP_BYTES);
-    if constexpr (M > 1) {
-      _tile_stored(2, sums[2], STEP_BYTES);
-      _tile_stored(3, sums[3], STEP_BYTES);
-    }
-    const StripRows rows(matrix_, strip);
-    for (int row = 0; row < count_; row++) rows.put(row, sums, row, out_);
-  }
-
-  // A piece of `steps` steps times a pair of registers of activation rows, of which the second may be empty.
-  template <class Meanwhile>
-  [[gnu::always_inline]] void multiply(const std::uint8_t* inputs, const std::uint8_t* weights, int steps,
-                                       bool begun, bool both, Sums& sums, const Meanwhile& meanwhile) const {
-    if (both) multiply<2>(inputs, weights, steps, begun, sums, meanwhile);
-    else multiply<1>(inputs, weights, steps, begun, sums, meanwhile);
-  }
-
-  template <int M, class Meanwhile>
-  [[gnu::always_inline]] void multiply(const std::uint8_t* upper, const std::uint8_t* weights, int steps,
-                                       bool begun, Sums& sums, const Meanwhile& meanwhile) const {
-    const std::uint8_t* lower = upper + SIDE * stride_;
-    if (begun) {
-      _tile_loadd(0, sums[0], STEP_BYTES);
-      _tile_loadd(1, sums[1], STEP_BYTES);
-      if constexpr (M > 1) {
-        _tile_loadd(2, sums[2], STEP_BYTES);
-        _tile_loadd(3, sums[3], STEP_BYTES);
-      }
-    } else {
-      _tile_zero(0);
-      _tile_zero(1);
-      if constexpr (M > 1) {
-        _tile_zero(2);
-        _tile_zero(3);
-      }
-    }
-    // Storing more than two registers at once waits for all that is under way. So the last steps are those
-    // of the upper half first, which is stored while those of the lower are computed. Measured: 1.25 times
-    // as fast where a row is 24 steps.
-    const int apart = M > 1 ? std::min(2, steps) : 0, together = steps - apart;
-    for (int step = 0; step < together; step++) {
-      meanwhile();
-      _tile_loadd(6, weights, STEP_BYTES);
-      _tile_loadd(4, upper, stride_);
-      _tile_dpbf16ps(0, 4, 6);
-      _tile_loadd(7, weights + REGISTER_BYTES, STEP_BYTES);
-      _tile_dpbf16ps(1, 4, 7);
-      if constexpr (M > 1) {
-        _tile_loadd(5, lower, stride_);
-        _tile_dpbf16ps(2, 5, 6);
-        _tile_dpbf16ps(3, 5, 7);
-        lower += STEP_BYTES;
-      }
-      upper += STEP_BYTES, weights += STEP_REGISTERS;
-    }
-    for (int step = 0; step < apart; step++) {
-      _tile_loadd(6, weights + step * STEP_REGISTERS, STEP_BYTES);
-      _tile_loadd(4, upper + step * STEP_BYTES, stride_);
-      _tile_dpbf16ps(0, 4, 6);
-      _tile_loadd(7, weights + step * STEP_REGISTERS + REGISTER_BYTES, STEP_BYTES);
-      _tile_dpbf16ps(1, 4, 7);
-    }
-    _tile_stored(0, sums[0], STEP_BYTES);
-    _tile_stored(1, sums[1], STEP_BYTES);
-    if constexpr (M == 1) return;
-    for (int step = 0; step < apart; step++) {
-      _tile_loadd(6, weights + step * STEP_REGISTERS, STEP_BYTES);
-      _tile_loadd(5, lower + step * STEP_BYTES, stride_);
-      _tile_dpbf16ps(2, 5, 6);
-      _tile_loadd(7, weights + step * STEP_REGISTERS + REGISTER_BYTES, STEP_BYTES);
-      _tile_dpbf16ps(3, 5, 7);
-    }
-    _tile_stored(2, sums[2], STEP_BYTES);
-    _tile_stored(3, sums[3], STEP_BYTES);
-  }
-
-  // The outputs of a strip.
-  class StripRows {
-   public:
-    StripRows(const Matrix& matrix, int strip) : first_(strip * STRIP_ROWS) {
-      const __mmask32 lanes = _bzhi_u32(~0u, unsigned(std::min(STRIP_ROWS, matrix.rows - first_)));
-      for (int half = 0; half < 2; half++) {
-        lanes_[half] = __mmask16(lanes >> half * SIDE);
-        bias_[half] = _mm512_setzero_ps();
-        if (matrix.bias)
-          bias_[half] = _mm512_maskz_loadu_ps(lanes_[half], matrix.bias + first_ + half * SIDE);
-      }
-    }
-
-    // Those of an activation row, which is row `place` of `sums`.
-    void put(int row, const Sums& sums, int place, const Rows& out) const {
-      for (int half = 0; half < 2; half++) {
-        const float* from = sums[place / SIDE * 2 + half] + place % SIDE * SIDE;
-        const __m512 result = _mm512_add_ps(_mm512_load_ps(from), bias_[half]);
-        out.put(row, first_ + half * SIDE, lanes_[half], result);
-      }
-    }
-
-   private:
-    int first_;
-    __mmask16 lanes_[2];
-    __m512 bias_[2];
-  };
-
-  const Matrix& matrix_;
-  const std::uint8_t* inputs_;
-  std::size_t stride_;  // bytes from one activation row to the next
-  int count_, steps_;
-  Rows out_;
   Decompressor decompressor_;
 };
 
@@ -497,12 +245,11 @@ class Compressor {
 
 // Weights (rows, width) from a compressed matrix.
 inline void decompress(const Matrix& matrix, Bf16* to) {
-  const Decompressor decompressor;
   alignas(LINE) std::uint8_t registers[2][REGISTER_BYTES];
   for (int strip = 0; strip < strips(matrix.rows); strip++) {
-    StripReader reader(matrix, strip);
+    CompressedStrip kept(matrix, strip);
     for (int column = 0; column < matrix.width; column += B16::STEP) {
-      reader.read<0>(decompressor, registers[0]);
+      kept.read<0>(registers[0]);
       const __mmask32 columns = _bzhi_u32(~0u, unsigned(std::min(B16::STEP, matrix.width - column)));
       for (int half = 0; half < 2; half++) {
         __m512i lines[SIDE];
@@ -517,56 +264,5 @@ inline void decompress(const Matrix& matrix, Bf16* to) {
 }
 
 #endif
-
-// Steps of a strip that so many activation rows meet before the next ones: as many as leave the rows'
-// columns in the second cache, where they are read again for each strip.
-inline int steps_at_once(int count, int steps) {
-  const int most = std::max(1, int(SECOND_BYTES / STEP_BYTES) / count);
-  const int parts = (steps + most - 1) / most;
-  return (steps + parts - 1) / parts;
-}
-
-#if defined(TILES)
-
-// Inputs times a compressed matrix, to where `out` puts them.
-template <class Rows>
-void compressed_products(Pool& pool, const Matrix& matrix, const Inputs& inputs, const Rows& out) {
-  const int count = strips(matrix.rows), steps = compressed_steps(matrix.width);
-  const CompressedProduct<Rows> product(matrix, inputs, out);
-  if (inputs.count <= 2 * SIDE) {
-    constexpr int PER_ITEM = 4;  // configuring the registers takes as long as a few steps do
-    return pool.lanes((count + PER_ITEM - 1) / PER_ITEM, [&](int item) {
-      product.few(item * PER_ITEM, std::min(count, (item + 1) * PER_ITEM));
-    });
-  }
-  // Sums of a strip: while they are computed, or until its last steps are.
-  using Sums = typename CompressedProduct<Rows>::Sums;
-  constexpr std::size_t FLOATS = sizeof(Sums) / sizeof(float);
-  const std::size_t pairs = (inputs.count + 2 * SIDE - 1) / (2 * SIDE);
-  const int at_once = steps_at_once(inputs.count, steps);
-  static thread_local Buffer<float> kept;
-  if (at_once < steps && kept.size() < count * pairs * FLOATS) kept.resize(count * pairs * FLOATS);
-  float* all = kept.data();
-  for (int first = 0; first < steps; first += at_once) {
-    const int last = std::min(first + at_once, steps);
-    pool.lanes(count, [&](int strip) {
-      static thread_local Buffer<float> room;
-      if (room.size() < pairs * FLOATS) room.resize(pairs * FLOATS);
-      float* sums = at_once < steps ? all + strip * pairs * FLOATS : room.data();
-      product.many(strip, first, last, reinterpret_cast<Sums*>(sums));
-    });
-  }
-}
-
-#endif
-
-// As `linear` of linear.h.
-inline void compressed_linear([[maybe_unused]] Pool& pool, [[maybe_unused]] const Matrix& matrix,
-                              [[maybe_unused]] const Inputs& inputs, [[maybe_unused]] float* out,
-                              [[maybe_unused]] int pitch, [[maybe_unused]] bool add) {
-#if defined(TILES)
-  compressed_products(pool, matrix, inputs, FloatRows{out, pitch, add});
-#endif
-}
 
 }  // namespace logitd

@@ -74,15 +74,21 @@ void logitd_time_stages(void* decoder, std::int64_t* total) {
 }
 
 // `count` rows of a matrix to int8 or int4 (`kind`), each with its scale and what its integers sum to; the
-// weights become what that stands for. int4's scales are up to `most` times the row's.
+// weights become what that stands for. int4's scales are up to `most` times the row's. In strips of int8 the
+// first row is one's first, and `stored` is zeros.
 void logitd_quantize(std::int32_t kind, float* weights, std::int32_t count, std::int32_t width,
                      std::int32_t most, void* stored, float* scale, std::int32_t* row_sum) {
   auto* bytes = static_cast<std::uint8_t*>(stored);
+  std::vector<std::int8_t> integers(width);
   for (int row = 0; row < count; row++, weights += width) {
     RoundedRow rounded;
     if (kind == KIND_INT8) {
       rounded = round_int8(weights, width, reinterpret_cast<std::int8_t*>(bytes));
       bytes += width;
+    } else if (kind == KIND_INT8_STRIPS) {
+      rounded = round_int8(weights, width, integers.data());
+      put_strip_row(integers.data(), width, row % STRIP_ROWS,
+                    bytes + row / STRIP_ROWS * int8_strip_bytes(width));
     } else {
       rounded = round_int4(weights, width, most, bytes);
       bytes += I4::row_bytes(width);

@@ -244,10 +244,16 @@ class Decoder {
   // What the second matrix of the feed-forward reads, into `wide_`.
   void mlp_up(const Matrix& matrix, Activation activation) {
     const Inputs inputs = narrow_.inputs(count_);
-    if (wide_.put_activated(pool_, matrix, inputs, activation)) return clocks_.end(MLP_UP);
-    linear(pool_, matrix, inputs, up_.data(), padded(up_width_) + ROW_PAD, false);
+    const int pitch = padded(up_width_) + ROW_PAD;
+    const bool as_computed = activates(matrix, activation);
+    if (as_computed) wide_.activated_products(pool_, matrix, inputs, activation, up_.data(), pitch);
+    else linear(pool_, matrix, inputs, up_.data(), pitch, false);
     clocks_.end(MLP_UP);
-    convert(wide_, count_, [&](int row) { wide_.put_activated(row, activation, up(row), w_.d_ff); });
+    if (as_computed && !wide_.scales()) return;
+    convert(wide_, count_, [&](int row) {
+      if (as_computed) wide_.put(row, up(row), w_.d_ff);
+      else wide_.put_activated(row, activation, up(row), w_.d_ff);
+    });
     clocks_.end(ACTIVATION);
   }
 

@@ -12,8 +12,8 @@
 // slower day, 256 rows, 768 columns, GFLOP/s: bfloat16 415, float32 180, int8 650, with oneDNN's
 // bfloat16 at 400 and MKL's float32 at 165. Each product is accumulated in the same order in all three.
 //
-// Where the processor has AMX, most products are those of tiles.h, and those of compressed weights are of
-// compressed.h.
+// Where the processor has AMX, most products are those of strips.h, by what their weights are kept as, or of
+// tiles.h.
 #pragma once
 
 #include <algorithm>
@@ -21,8 +21,10 @@
 
 #include "compressed.h"
 #include "dot.h"
+#include "int8_strips.h"
 #include "matrix.h"
 #include "pool.h"
+#include "strips.h"
 #include "tiles.h"
 
 namespace logitd {
@@ -236,11 +238,22 @@ class Product {
   bool add_;
 };
 
+// As `linear`, of a matrix in strips.
+inline void strip_linear([[maybe_unused]] Pool& pool, [[maybe_unused]] const Matrix& matrix,
+                         [[maybe_unused]] const Inputs& inputs, [[maybe_unused]] float* out,
+                         [[maybe_unused]] int pitch, [[maybe_unused]] bool add) {
+#if defined(TILES)
+  const FloatRows rows = {out, pitch, add};
+  if (matrix.kind == KIND_COMPRESSED) strip_products<CompressedStrip>(pool, matrix, inputs, rows);
+  else strip_products<Int8Strip>(pool, matrix, inputs, rows);
+#endif
+}
+
 // out (count, rows) = inputs times matrix, or added to what is there; `pitch` floats from one row of
 // `out` to the next.
 inline void linear(Pool& pool, const Matrix& matrix, const Inputs& inputs, float* out, int pitch,
                    bool add) {
-  if (matrix.kind == KIND_COMPRESSED) return compressed_linear(pool, matrix, inputs, out, pitch, add);
+  if (in_strips(matrix.kind)) return strip_linear(pool, matrix, inputs, out, pitch, add);
   if (takes_tiles(matrix, inputs.count)) return tile_linear(pool, matrix, inputs, out, pitch, add);
   // Items of some 32 KB of weights, so that the threads end together, or what stays in the cache for
   // many rows; whole tiles. In lanes: measured a tenth to a fifth faster than taking every other item.
@@ -255,7 +268,7 @@ inline void linear(Pool& pool, const Matrix& matrix, const Inputs& inputs, float
       case KIND_BF16: return Product<B16>(matrix, inputs, out, pitch, add).rows(first, last);
       case KIND_INT8: return Product<I8>(matrix, inputs, out, pitch, add).rows(first, last);
       case KIND_INT4: return Product<I4>(matrix, inputs, out, pitch, add).rows(first, last);
-      case KIND_COMPRESSED: return;  // is not reached
+      default: return;  // in strips
     }
   });
 }

@@ -13,10 +13,11 @@ enum Kind : std::int32_t {
   KIND_BF16 = 1,
   KIND_INT8 = 2,
   KIND_INT4 = 3,
-  KIND_COMPRESSED = 4,  // bfloat16, as compressed.h keeps it
+  KIND_COMPRESSED = 4,   // bfloat16, as compressed.h keeps it
+  KIND_INT8_STRIPS = 5,  // int8, as int8_strips.h keeps it
 };
 
-// A weight matrix (rows, width), row-major. `scale` (one per row) and `row_sum` (of each row's
+// A weight matrix (rows, width), row-major but for those in strips. `scale` (one per row) and `row_sum` (of each row's
 // integers, int4's times their scales) are those of quantized ones; `bias` may be null. `strips` is where
 // each strip of a compressed one begins, in lines, and where the last one ends.
 struct Matrix {
@@ -30,6 +31,9 @@ struct Matrix {
   std::int32_t width;
   std::int32_t reserved;
 };
+
+// Whether a matrix is in strips (strips.h), which only processors with tiles multiply.
+inline bool in_strips(int kind) { return kind == KIND_COMPRESSED || kind == KIND_INT8_STRIPS; }
 
 // Activations (count, pitch) in the format of the matrix that they meet, zeros from `width` on.
 // `scale` (one per row) is that of quantized ones; `sums` (count, I4::sums(width)) are those of AVX2 for
@@ -45,7 +49,7 @@ struct Inputs {
   bool are_packed;
 };
 
-// Of a row of weights that are not compressed.
+// Of a row of weights that are not in strips.
 inline std::size_t row_bytes(const Matrix& matrix) {
   switch (matrix.kind) {
     case KIND_F32: return 4 * std::size_t(matrix.width);

@@ -92,22 +92,31 @@ inline void activate(Activation kind, const float* from, To* to, int width) {
 
 #if defined(TILES)
 
-// Products whose activations are what the next matrix reads, in bfloat16 (compressed.h). A gate's are not:
-// what it gates comes from other weights.
+// The activations of products, as these are computed (strips.h).
+template <class Cell>
 struct ActivatedRows {
-  Bf16* to;
+  Cell* to;
   int pitch;
   Activation kind;
 
-  void put(int row, int column, __mmask16 lanes, __m512 sums) const {
-    Bf16 narrow[LANES];
-    store(narrow, activated(kind, (Floats)sums));
-    const __m256i halves = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(narrow));
-    _mm256_mask_storeu_epi16(to + std::size_t(row) * pitch + column, lanes, halves);
+  void put(int row, int column, __mmask16 lanes, __m512 values) const {
+    Cell* at = to + std::size_t(row) * pitch + column;
+    const Floats wide = activated(kind, (Floats)values);
+    if constexpr (std::is_same_v<Cell, float>) return _mm512_mask_storeu_ps(at, lanes, (__m512)wide);
+    else {
+      Bf16 narrow[LANES];
+      store(narrow, wide);
+      const __m256i halves = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(narrow));
+      _mm256_mask_storeu_epi16(at, lanes, halves);
+    }
   }
 };
 
 #endif
+
+// Whether products with a matrix can be activated as they are computed. A gate's cannot: what it gates comes
+// from other weights.
+inline bool activates(const Matrix& matrix, Activation kind) { return in_strips(matrix.kind) && kind != SWIGLU; }
 
 // Rotary positions, half split: channel i is paired with channel i + width / 2.
 inline void rotate(float* head, const float* cos, const float* sin, int width) {
@@ -145,7 +154,7 @@ constexpr int MANY_ROWS = 4 * SIDE;
 class Converted {
  public:
   Converted(int kind, int rows, int width)
-      : kind_(kind == KIND_COMPRESSED ? KIND_BF16 : kind), as_they_are_(kind == KIND_COMPRESSED) {
+      : kind_(cells_of(kind)), as_they_are_(in_strips(kind)) {
     int step = kind_ == KIND_F32 ? F32::STEP : kind_ == KIND_BF16 ? B16::STEP : I8::STEP;
     static_assert(I8::STEP == I4::STEP);
     int steps = (width + step - 1) / step;
@@ -155,7 +164,8 @@ class Converted {
     pitch_ = steps * step;
     int item = kind_ == KIND_F32 ? 4 : kind_ == KIND_BF16 ? 2 : 1;
     values_.resize(std::size_t(rows) * pitch_ * item, 0);
-    if (has_tiles() && kind_ != KIND_F32) packed_.resize(values_.size());
+    // Of those in strips, matrices that could not be compressed.
+    if (has_tiles() && kind_ != KIND_F32 && kind != KIND_INT8_STRIPS) packed_.resize(values_.size());
     if (kind == KIND_INT4) sums_.resize(std::size_t(rows) * I4::sums(width), 0);
     scales_.resize(rows, 0.0f);
   }
@@ -180,18 +190,23 @@ class Converted {
     }
   }
 
-  // Activations of the products of a matrix with `inputs`, as they are computed; false where that cannot be,
-  // and nothing was done.
-  bool put_activated([[maybe_unused]] Pool& pool, [[maybe_unused]] const Matrix& matrix,
-                     [[maybe_unused]] const Inputs& inputs, [[maybe_unused]] Activation kind) {
+  // The activations of the products of a matrix that `activates` with `inputs`. Through `floats`, `pitch` from
+  // one row to the next, where a row's scale has to be found first: then they are still to be `put`.
+  void activated_products([[maybe_unused]] Pool& pool, [[maybe_unused]] const Matrix& matrix,
+                          [[maybe_unused]] const Inputs& inputs, [[maybe_unused]] Activation kind,
+                          [[maybe_unused]] float* floats, [[maybe_unused]] int pitch) {
 #if defined(TILES)
-    if (!as_they_are_ || matrix.kind != KIND_COMPRESSED || kind == SWIGLU) return false;
-    compressed_products(pool, matrix, inputs, ActivatedRows{at<Bf16>(0), pitch_, kind});
-    return true;
-#else
-    return false;
+    if (matrix.kind == KIND_COMPRESSED) {
+      const ActivatedRows<Bf16> rows = {at<Bf16>(0), pitch_, kind};
+      strip_products<CompressedStrip>(pool, matrix, inputs, rows);
+    } else {
+      strip_products<Int8Strip>(pool, matrix, inputs, ActivatedRows<float>{floats, pitch, kind});
+    }
 #endif
   }
+
+  // Whether rows have scales.
+  bool scales() const { return kind_ == KIND_INT8 || kind_ == KIND_INT4; }
 
   // Whether rows are packed by whoever converts them.
   bool packs(int count) const { return !as_they_are_ && !packed_.empty() && count >= MANY_ROWS; }
@@ -210,6 +225,11 @@ class Converted {
   }
 
  private:
+  // The format of activations for matrices of a kind.
+  static int cells_of(int kind) {
+    return kind == KIND_COMPRESSED ? KIND_BF16 : kind == KIND_INT8_STRIPS ? KIND_INT8 : kind;
+  }
+
   template <class Cell>
   Cell* at(int row) {
     return reinterpret_cast<Cell*>(values_.data()) + std::size_t(row) * pitch_;

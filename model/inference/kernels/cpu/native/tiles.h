@@ -2,7 +2,7 @@
 //
 // One instruction multiplies 16 weight rows with 16 activation rows over a step of 64 bytes: 32 elements in
 // bfloat16, 64 in int8. Here weights are as they lie in memory, row after row, and activations are laid out
-// anew (`pack_rows`), as the instruction wants its second operand; compressed.h has it the other way round.
+// anew (`pack_rows`), as the instruction wants its second operand; strips.h has it the other way round.
 // Integers are exact, so int8 and int4 have the bits of dot.h, and either is taken where it is faster.
 // bfloat16 is added in another order: the even elements of a step by themselves, the odd ones, then both to
 // the sum. So all of its products are tiles, those of a single row too, and a row's bits do not depend on how

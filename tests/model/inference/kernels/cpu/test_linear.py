@@ -2,7 +2,7 @@
 odd sizes, weights that begin anywhere; and a row by itself is the same bits as among others."""
 
 import ctypes
-from typing import Literal
+from typing import Any, Literal, get_args
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from model.inference.kernels.cpu.library import KernelsUnavailable, load_library
-from model.inference.kernels.cpu.quantize import quantized_matrix
+from model.inference.kernels.cpu.quantize import Format, quantized_matrix
 from model.inference.kernels.cpu.structures import KINDS, Matrix
 from model.inference.options import KernelTarget
 from tests.profiles import examples
@@ -40,6 +40,11 @@ def native(library: ctypes.CDLL, matrix: Matrix, inputs: Tensor, threads: int) -
     return out
 
 
+def needs_tiles(library: ctypes.CDLL) -> None:
+    if not library.logitd_has_tiles():
+        pytest.skip("these kernels have no tiles")
+
+
 def rounded_rows(inputs: Tensor) -> Tensor:
     """What int8 and int4 make of activations: each row in 127 steps of its largest."""
     largest = inputs.abs().amax(dim=1, keepdim=True)
@@ -60,7 +65,7 @@ def rounded_rows(inputs: Tensor) -> Tensor:
 @settings(max_examples=examples(60), suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_products_are_the_twins(
     library: ctypes.CDLL,
-    kind: str,
+    kind: Any,
     count: int,
     rows: int,
     width: int,
@@ -76,8 +81,10 @@ def test_products_are_the_twins(
     matrix = Matrix(kind=KINDS[kind], rows=rows, width=width)
     if added is not None:
         matrix.bias = added.data_ptr()
-    if kind in ("int8", "int4"):
-        quantized = quantized_matrix(weights, "int8" if kind == "int8" else "int4")
+    if kind in get_args(Format):
+        if kind == "int8_strips":
+            needs_tiles(library)
+        quantized = quantized_matrix(weights, kind)
         placed = moved(quantized.stored, offset)
         matrix.scale, matrix.row_sum = quantized.scale.data_ptr(), quantized.row_sum.data_ptr()
         exact = rounded_rows(inputs) @ quantized.dequantized().double().T
@@ -95,17 +102,21 @@ def test_products_are_the_twins(
         assert torch.equal(alone[0], found[row]), row
 
 
-@pytest.mark.parametrize(("kind", "width"), [("bfloat16", 9000), ("int8", 17000)])
+@pytest.mark.parametrize(
+    ("kind", "width"), [("bfloat16", 9000), ("int8", 17000), ("int8_strips", 17000)]
+)
 def test_more_rows_than_the_second_cache_holds_are_the_bits_of_each(
-    library: ctypes.CDLL, kind: str, width: int
+    library: ctypes.CDLL, kind: Literal["bfloat16", "int8", "int8_strips"], width: int
 ) -> None:
     """They meet the weights some at a time, and one is left over."""
+    if kind == "int8_strips":
+        needs_tiles(library)
     generator = torch.Generator().manual_seed(0)
     inputs = torch.randn(129, width, generator=generator)
     weights = torch.randn(70, width, generator=generator)
     matrix = Matrix(kind=KINDS[kind], rows=70, width=width)
-    if kind == "int8":
-        quantized = quantized_matrix(weights, "int8")
+    if kind != "bfloat16":
+        quantized = quantized_matrix(weights, kind)
         placed = moved(quantized.stored, 0)
         matrix.scale, matrix.row_sum = quantized.scale.data_ptr(), quantized.row_sum.data_ptr()
     else:
@@ -115,6 +126,34 @@ def test_more_rows_than_the_second_cache_holds_are_the_bits_of_each(
     for row in (0, 31, 63, 64, 95, 96, 127, 128):
         [alone] = native(library, matrix, inputs[row : row + 1].clone(), 1)
         assert torch.equal(alone, together[row]), row
+
+
+@given(
+    count=st.integers(1, 300),
+    rows=st.integers(1, 200),
+    width=st.one_of(st.integers(1, 1100), st.just(3072)),
+    threads=st.integers(1, 3),
+    seed=st.integers(0, 2**16),
+)
+@settings(max_examples=examples(40), suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_strips_of_int8_have_the_bits_of_its_rows(
+    library: ctypes.CDLL, count: int, rows: int, width: int, threads: int, seed: int
+) -> None:
+    needs_tiles(library)
+    generator = torch.Generator().manual_seed(seed)
+    inputs, weights = (5 * torch.randn(n, width, generator=generator) for n in (count, rows))
+    bias = torch.randn(rows, generator=generator)
+    found = []
+    for form in ("int8", "int8_strips"):
+        quantized = quantized_matrix(weights, form)
+        placed = moved(quantized.stored, 0)
+        matrix = Matrix(
+            kind=KINDS[form], rows=rows, width=width, weights=placed.data_ptr(),
+            bias=bias.data_ptr(), scale=quantized.scale.data_ptr(),
+            row_sum=quantized.row_sum.data_ptr(),
+        )  # fmt: skip
+        found.append(native(library, matrix, inputs, threads))
+    assert torch.equal(*found)
 
 
 @pytest.mark.slow

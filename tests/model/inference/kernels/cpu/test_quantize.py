@@ -2,7 +2,7 @@
 their integers cannot hold."""
 
 import ctypes
-from typing import Literal
+from typing import get_args
 
 import pytest
 import torch
@@ -15,10 +15,12 @@ from model.inference.kernels.cpu.quantize import (
     LARGEST,
     ROWS_AT_ONCE,
     SCALES,
+    Format,
     Int4Matrix,
     int4_matrix,
     int4_row_bytes,
     int8_matrix,
+    int8_strips,
     largest_scale,
     quantized_matrix,
     round_matrix,
@@ -93,7 +95,7 @@ def test_a_large_weight_spoils_fifteen_others_and_not_its_row() -> None:
     assert set(places.tolist()) <= {6, 7}, "those that share its scale"
 
 
-@pytest.mark.parametrize("quantize", [int4_matrix, int8_matrix])
+@pytest.mark.parametrize("quantize", [int4_matrix, int8_matrix, int8_strips])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_zeros_stay_zeros(quantize: type, dtype: torch.dtype) -> None:
     weight = torch.zeros(3, 100, dtype=dtype)
@@ -117,7 +119,7 @@ def test_no_sum_leaves_32_bits(width: int) -> None:
 @given(
     rows=st.sampled_from([1, 3, ROWS_AT_ONCE, 2 * ROWS_AT_ONCE + 7]),
     width=st.one_of(st.integers(1, 140), st.integers(250, 600)),
-    kind=st.sampled_from(["int8", "int4"]),
+    kind=st.sampled_from(get_args(Format)),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
     magnitude=st.sampled_from([1e-35, 1e-6, 1.0, 1e4]),
     outlier=st.sampled_from([1.0, 40.0, 1e6]),
@@ -128,7 +130,7 @@ def test_the_native_code_rounds_to_the_bits_of_plain_torch(
     library: ctypes.CDLL,
     rows: int,
     width: int,
-    kind: Literal["int8", "int4"],
+    kind: Format,
     dtype: torch.dtype,
     magnitude: float,
     outlier: float,
@@ -143,7 +145,7 @@ def test_the_native_code_rounds_to_the_bits_of_plain_torch(
     weight[-1] = weight[-1].sign() * 0.5 * torch.arange(width)  # halves, between two integers
     weight = weight.to(dtype)
     whole = quantized_matrix(weight.clone(), kind)
-    stored = torch.empty_like(stored_shape(weight, kind), device="cpu")
+    stored = torch.zeros_like(stored_shape(weight, kind), device="cpu")
     rounded = round_matrix(library, weight, kind, stored)
     assert torch.equal(rounded.stored, whole.stored)
     assert torch.equal(rounded.scale, whole.scale)
