@@ -89,9 +89,9 @@ def print_banner(models: Models, port: int) -> None:
         console.print(Text.assemble((f"{name:<{width}}", "bold"), value))
     key = "-H 'Authorization: Bearer KEY' " if first.key_names else ""
     chosen = f'"model": {json.dumps(first.name)}, ' if several else ""
-    console.print("try it:")
+    # In one go: who has read that there is something to try has read what.
     console.print(
-        f"  curl {url}/generate -H 'Content-Type: application/json' {key}"
+        f"try it:\n  curl {url}/generate -H 'Content-Type: application/json' {key}"
         f"""-d '{{{chosen}"prompt": "def main():", "max_tokens": 40}}'""",
         markup=False,
     )
