@@ -102,7 +102,7 @@ class StripOutputs {
 
 // A matrix in strips times activations. `Rows` is FloatRows, or the like. `Strip` reads one of the strips,
 // from its beginning:
-//   INTEGERS      whether bytes are multiplied, or numbers of bfloat16
+//   INTEGERS      whether weights are int8, or bfloat16
 //   IN_PLACE      whether weights lie in memory as they are multiplied
 //   PIECE         steps that all activation rows meet before the next ones, where there are many
 //   KEPT_BYTES    of a step in memory
@@ -117,7 +117,7 @@ class StripProduct {
 
   StripProduct(const Matrix& matrix, const Inputs& inputs, const Rows& out)
       : matrix_(matrix),
-        kept_(inputs),
+        activations_(inputs),
         inputs_(static_cast<const std::uint8_t*>(inputs.values)),
         stride_(row_bytes(matrix, inputs)),
         count_(inputs.count),
@@ -149,7 +149,7 @@ class StripProduct {
     Ahead ahead{weights.end() + (weights.next() - Strip(matrix_, strip).next()),
                 lines_with_each(steps * pairs, steps)};
     Pieces pieces(weights, steps);
-    const Outputs outputs(matrix_, kept_, strip);
+    const Outputs outputs(matrix_, activations_, strip);
     Halves shape = {};
     for (int begin = 0; begin < steps; begin += Strip::PIECE) {
       const int end = std::min(begin + Strip::PIECE, steps), next = std::min(end + Strip::PIECE, steps);
@@ -261,7 +261,7 @@ class StripProduct {
             sum[m][1] = _mm512_dpbusd_epi32(sum[m][1], input, lower);
           }
         }
-      const Outputs outputs(matrix_, kept_, strip);
+      const Outputs outputs(matrix_, activations_, strip);
       for (int m = 0; m < MR; m++) outputs.put(m, [&](int half) { return &sum[m][half]; }, out_);
     }
   }
@@ -312,7 +312,7 @@ class StripProduct {
       _tile_stored(2, sums[2], STEP_BYTES);
       _tile_stored(3, sums[3], STEP_BYTES);
     }
-    const Outputs outputs(matrix_, kept_, strip);
+    const Outputs outputs(matrix_, activations_, strip);
     for (int row = 0; row < count_; row++) put(outputs, row, sums, row);
   }
 
@@ -391,7 +391,7 @@ class StripProduct {
   }
 
   const Matrix& matrix_;
-  const Inputs& kept_;
+  const Inputs& activations_;
   const std::uint8_t* inputs_;
   std::size_t stride_;  // bytes from one activation row to the next
   int count_, steps_;

@@ -3,7 +3,8 @@
 // One instruction multiplies 16 weight rows with 16 activation rows over a step of 64 bytes: 32 elements in
 // bfloat16, 64 in int8. Here weights are as they lie in memory, row after row, and activations are laid out
 // anew (`pack_rows`), as the instruction wants its second operand; strips.h has it the other way round.
-// Integers are exact, so int8 and int4 have the bits of dot.h, and either is taken where it is faster.
+// Integers are exact, so int4 has the bits of dot.h, and either is taken where it is faster. int8 that is not
+// in strips is dot.h's.
 // bfloat16 is added in another order: the even elements of a step by themselves, the odd ones, then both to
 // the sum. So all of its products are tiles, those of a single row too, and a row's bits do not depend on how
 // many others there are.
@@ -419,9 +420,7 @@ class TileProduct {
 
 #endif
 
-// From how many activation rows on quantized weights are multiplied by tiles.
-constexpr int INT8_TILE_ROWS = 13;
-constexpr int INT4_TILE_ROWS = 16;
+constexpr int INT4_TILE_ROWS = 16;  // from so many activation rows on int4 is multiplied by tiles
 constexpr int PACKED_STEPS = 8;  // of an item of packing
 // Of activations that meet all weights before the next ones do: half of the second cache of processors that
 // have tiles. Measured on two cores of a Xeon, bfloat16, 256 rows of 4,096 in two parts: 1.08 times as fast.
@@ -431,7 +430,6 @@ inline bool takes_tiles(const Matrix& matrix, int count) {
   if (!has_tiles()) return false;
   switch (matrix.kind) {
     case KIND_BF16: return true;
-    case KIND_INT8: return count >= INT8_TILE_ROWS;
     case KIND_INT4: return count >= INT4_TILE_ROWS;
     default: return false;
   }
