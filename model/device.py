@@ -22,6 +22,8 @@ KEPT_BYTES = 32 * 2**20
 """Freed memory up to this size is reused instead of returned: the largest that the C library
 allows, and larger than what a step computes with."""
 MEMINFO = Path("/proc/meminfo")
+CARDS_RUN: tuple[str, ...] = ()
+"""Names of GPUs, as torch has them, on which `python -m benchmarks.gpu` ran to its end."""
 OWN_GROUPS, GROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 """Where Linux says in which control groups this process is, and where these are."""
 
@@ -218,6 +220,17 @@ def _field(path: Path, name: str) -> int | None:
         return None
     words = (line.split() for line in lines)
     return next((int(word[1]) for word in words if len(word) > 1 and word[0] == name), None)
+
+
+def unproven(device: str) -> str | None:
+    """That nothing here was ever run on this kind of GPU, for a person; None of a CPU, and of
+    CARDS_RUN. `device` is as `describe` has it."""
+    if not device.startswith("cuda") or any(card in device for card in CARDS_RUN):
+        return None
+    return (
+        "this code was never run on such a card; what it computes there is held against the CPU by "
+        "`python -m benchmarks.gpu`"
+    )
 
 
 def describe(device: torch.device) -> str:

@@ -15,10 +15,21 @@ from model.device import (
     available_processors,
     choose_placement,
     describe,
+    unproven,
     use_threads,
 )
 
 CUDA_DEVICES = torch.cuda.device_count()
+
+
+def test_a_card_is_unproven_until_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert unproven(describe(torch.device("cpu"))) is None
+    told = unproven("cuda:0 (NVIDIA A100-SXM4-80GB)")
+    assert told is not None
+    assert "benchmarks.gpu" in told
+    monkeypatch.setattr("model.device.CARDS_RUN", ("NVIDIA A100",))
+    assert unproven("cuda:0 (NVIDIA A100-SXM4-80GB)") is None
+    assert unproven("cuda:0 (NVIDIA L4)") is not None
 
 
 def test_auto_takes_what_the_machine_has() -> None:

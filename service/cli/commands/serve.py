@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.text import Text
 
 from model.checkpoint.checkpoint import is_checkpoint
+from model.device import unproven
 from model.memory import format_bytes
 from service.app.server import serve
 from service.cli.commands.servable import NotFollowed, NotServable, checkpoint_at
@@ -103,7 +104,7 @@ def _of_one(served: Served) -> Iterator[tuple[str, str]]:
     yield "checkpoint", _checkpoint(served)
     yield "parameters", f"{computed.parameters:,}"
     process = ", in a process of its own" if settings.engine == "process" else ""
-    yield "device", f"{computed.device}, {computed.placement.threads} threads{process}"
+    yield from _device(computed.device, f"{computed.placement.threads} threads{process}")
     yield "dtype", f"{computed.placement.dtype_name} ({computed.dtype_why})"
     yield "decoding", _decoding(served)
     if computed.kernels is not None:
@@ -133,9 +134,15 @@ def _of_several(models: Models) -> Iterator[tuple[str, str]]:
     shared = (
         "each in a process of its own" if settings.engine == "process" else "a step each in turn"
     )
-    yield "device", f"{computed.device}, {computed.placement.threads} threads; {shared}"
+    yield from _device(computed.device, f"{computed.placement.threads} threads; {shared}")
     if computed.kernels is not None:
         yield "kernels", computed.kernels
+
+
+def _device(name: str, how: str) -> Iterator[tuple[str, str]]:
+    yield "device", f"{name}, {how}"
+    if (warning := unproven(name)) is not None:
+        yield "unproven", warning
 
 
 def _checkpoint(served: Served) -> str:

@@ -5,12 +5,14 @@ import shlex
 import shutil
 import subprocess
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
 import pytest
 
 from service.cli.commands.serve import print_banner
+from service.core.models import Models
 from tests.e2e.server import ServedProcess
 from tests.model.factories import save_tiny_checkpoint, training_record
 from tests.service.serving import client, serving
@@ -58,6 +60,23 @@ def test_the_banner_says_when_drafts_are_verified(
     with serving(checkpoint_path, speculate="ngram") as server:
         print_banner(server.state.models, server.port)
     assert re.search(r"^decoding +torch, with drafts by ngram *$", capsys.readouterr().out, re.M)
+
+
+def test_the_banner_warns_of_a_card_on_which_nothing_was_ever_run(
+    checkpoint_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with serving(checkpoint_path) as server:
+        models = server.state.models
+        print_banner(models, server.port)
+        [here] = models.served
+        elsewhere = replace(here.computation, device="cuda:0 (NVIDIA H200)")
+        on_a_card = replace(here, computation=elsewhere)
+        told = capsys.readouterr().out
+        print_banner(Models([on_a_card]), server.port)
+    assert "unproven" not in told
+    assert re.search(
+        r"^unproven +this code was never run on such a card", capsys.readouterr().out, re.M
+    )
 
 
 def test_the_banners_links_and_its_curl_line_work(process: ServedProcess) -> None:
