@@ -365,7 +365,9 @@ def test_slow_ones_hold_up_nobody_for_longer_than_moments() -> None:
     time that each may take is half of what it would take on a fast core: with 3 seconds a processor
     came that was done with each before them, and nothing had been held up. With 1 second, which is
     also how long somebody waits for a turn, one in two whole runs of the slow tests found none: the
-    attacker's own three come before, and with each a sandbox is killed and another started."""
+    attacker's own three come before, and with each a sandbox is killed and another started. On a
+    machine that built the native kernels meanwhile, that took more than the second that one waits
+    for a turn: who is told to ask again does."""
 
     async def test() -> None:
         async with bench(timeout=2) as b:
@@ -380,9 +382,13 @@ def test_slow_ones_hold_up_nobody_for_longer_than_moments() -> None:
             attackers = [asyncio.create_task(attack(i)) for i in range(3)]
             await asyncio.sleep(1)
             for i in range(8):
-                found = await error_or_constraint(
-                    b.constraints.compiled(literal(i), ("attacker", "other")[i % 2])
-                )
+                for _ in range(3):
+                    found = await error_or_constraint(
+                        b.constraints.compiled(literal(i), ("attacker", "other")[i % 2])
+                    )
+                    if isinstance(found, Constraint) or found.code != "queue_full":
+                        break
+                    await asyncio.sleep(found.retry_after or 0)
                 assert isinstance(found, Constraint), found.message
             stop = True
             await asyncio.wait(attackers)

@@ -251,7 +251,7 @@ class StripProduct {
           const std::uint8_t* at = weights + line * STEP_BYTES;
           __builtin_prefetch(at + AHEAD, 0, SECOND_CACHE);
           __builtin_prefetch(at + REGISTER_BYTES + AHEAD, 0, SECOND_CACHE);
-          const __m512i upper = _mm512_load_si512(at), lower = _mm512_load_si512(at + REGISTER_BYTES);
+          const __m512i upper = _mm512_loadu_si512(at), lower = _mm512_loadu_si512(at + REGISTER_BYTES);
 #pragma GCC unroll 4
           for (int m = 0; m < MR; m++) {
             std::int32_t four;

@@ -129,7 +129,7 @@ def test_more_rows_than_the_second_cache_holds_are_the_bits_of_each(
 
 
 @given(
-    count=st.integers(1, 300),
+    count=st.one_of(st.integers(1, 20), st.integers(21, 300)),
     rows=st.integers(1, 200),
     width=st.one_of(st.integers(1, 1100), st.just(3072)),
     threads=st.integers(1, 3),
@@ -139,6 +139,8 @@ def test_more_rows_than_the_second_cache_holds_are_the_bits_of_each(
 def test_strips_of_int8_have_the_bits_of_its_rows(
     library: ctypes.CDLL, count: int, rows: int, width: int, threads: int, seed: int
 ) -> None:
+    """Wherever they begin: with a few rows of activations they were once read as if that were where
+    a line begins, and the process ended."""
     needs_tiles(library)
     generator = torch.Generator().manual_seed(seed)
     inputs, weights = (5 * torch.randn(n, width, generator=generator) for n in (count, rows))
@@ -146,7 +148,7 @@ def test_strips_of_int8_have_the_bits_of_its_rows(
     found = []
     for form in ("int8", "int8_strips"):
         quantized = quantized_matrix(weights, form)
-        placed = moved(quantized.stored, 0)
+        placed = moved(quantized.stored, seed % 64)
         matrix = Matrix(
             kind=KINDS[form], rows=rows, width=width, weights=placed.data_ptr(),
             bias=bias.data_ptr(), scale=quantized.scale.data_ptr(),
