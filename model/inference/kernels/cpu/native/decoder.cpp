@@ -155,4 +155,10 @@ void logitd_linear(const Matrix* matrix, const float* inputs, std::int32_t count
   pool.rest();
 }
 
+// An activation by itself, for tests: `width` numbers, whole vectors of them; of swiglu's `from` has as many
+// of the gate first.
+void logitd_activate(std::int32_t kind, const float* from, float* to, std::int32_t width) {
+  activate(Activation(kind), from, to, width);
+}
+
 }  // extern "C"

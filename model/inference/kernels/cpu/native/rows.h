@@ -67,14 +67,12 @@ enum Activation : std::int32_t {
 
 inline Floats activated(Activation kind, Floats x) {
   switch (kind) {
-    case GELU_TANH: {
-      Floats twice = 1.5957691216057308f * (x + 0.044715f * x * x * x);
-      return x / (1.0f + exp(-twice));
-    }
+    case GELU_TANH:  // (1 + tanh(y)) / 2 = 1 / (1 + e^(-2 y)), y = sqrt(2 / pi) (x + 0.044715 x^3)
+      return damped(x, x * fused(x * x, all(-0.1029432396f), all(-2.302208198f)));
     case GELU: return 0.5f * x * (1.0f + erf(x * 0.70710678118654752f));
     case RELU: return max(x, Floats{});
     case RELU_SQUARED: return max(x, Floats{}) * max(x, Floats{});
-    case SWIGLU: return x / (1.0f + exp(-x));
+    case SWIGLU: return damped(x, -1.44269504088896341f * x);
   }
   return x;
 }
