@@ -267,6 +267,14 @@ template <class V>
 inline V fused(V a, V b, V c) {
   if constexpr (IS_PAIR<V>) {
     return {fused(a.low, b.low, c.low), fused(a.high, b.high, c.high)};
+  } else if constexpr (std::is_same_v<std::remove_cvref_t<decltype(V{}[0])>, double>) {
+#if defined(__AVX512F__)
+    return (V)_mm512_fmadd_pd((__m512d)a, (__m512d)b, (__m512d)c);
+#elif defined(HALVES)
+    return (V)_mm256_fmadd_pd((__m256d)a, (__m256d)b, (__m256d)c);
+#else
+    return a * b + c;
+#endif
   } else {
 #if defined(__AVX512F__)
     return (V)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
@@ -416,6 +424,7 @@ template <class V>
 inline V max(V a, V b) {
 #if defined(__AVX512F__)
   if constexpr (std::is_same_v<V, Floats>) return (V)_mm512_max_ps((__m512)a, (__m512)b);
+  if constexpr (std::is_same_v<V, Ints>) return (V)_mm512_max_epi32((__m512i)a, (__m512i)b);
 #endif
   return select(a > b, a, b);
 }
@@ -433,9 +442,13 @@ inline float largest(V v) {
   if constexpr (IS_PAIR<V>) {
     return largest(max(v.low, v.high));
   } else {
+#if defined(__AVX512F__)
+    return _mm512_reduce_max_ps((__m512)v);
+#else
     float found = v[0];
     for (int i = 1; i < int(sizeof v / sizeof v[0]); i++) found = v[i] > found ? v[i] : found;
     return found;
+#endif
   }
 }
 
