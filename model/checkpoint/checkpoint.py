@@ -247,7 +247,7 @@ def load_weights(info: CheckpointInfo, *, device: torch.device, dtype: torch.dty
         check_weights_fit(info.config, dtype.itemsize, available(device))
         gpt = gpt.to(dtype)
         _take_memory(gpt, device)
-        # Beside the thread that hashes: measured on two cores, with torch's pool 1.45 times as long.
+        # Beside the thread that hashes: on two cores, with torch's pool, 1.45 times as long.
         with one_thread():
             _read_weights(file, info.path / WEIGHTS, gpt, stored)
     return gpt.eval().requires_grad_(False)
